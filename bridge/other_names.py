@@ -38,7 +38,7 @@ def check_mask_shape(name: str, mask: Any, query: Any, key: Any) -> None:
     if not all(isinstance(x, torch.Tensor) for x in (mask, query, key)) or not query.ndim == key.ndim == 4:
         return
     want = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
-    allowed = [(1, size) for size in want]
+    allowed: list[tuple[int, ...]] = [(1, size) for size in want]
     allowed[1] = (1, query.shape[2], key.shape[2])
     pairs = zip(reversed(mask.shape), reversed(allowed), strict=False)
     if mask.ndim > 4 or any(got not in sizes for got, sizes in pairs):

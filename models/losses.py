@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_kernels.defaults import under_defaults
@@ -64,7 +63,7 @@ def linear_cross_entropy(
             raise TypeError(f"{name}: got {type(array).__name__}, want an array of floats")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name}: got dtype {array.dtype}, want floats")
-    targets = targets if hasattr(targets, "dtype") else np.asarray(targets)
+    targets = targets if hasattr(targets, "dtype") else jnp.asarray(targets)
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(f"targets: got dtype {targets.dtype}, want integers")
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1 if transpose_w else 0]:

@@ -303,7 +303,7 @@ class Transformer(nnx.Module):
             the devices along the sequence axis do not divide the tokens.
           TypeError: segment_ids or targets are no integers.
         """
-        targets = targets if hasattr(targets, "dtype") else np.asarray(targets)
+        targets = targets if hasattr(targets, "dtype") else jnp.asarray(targets)
         if not jnp.issubdtype(targets.dtype, jnp.integer):
             raise TypeError(f"targets: got dtype {targets.dtype}, want integers")
         tokens = checked_tokens(tokens, self.config.vocab_size, segment_ids=segment_ids, targets=targets)
