@@ -14,6 +14,7 @@ from jax_kernels.bridge import library
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor
 from jax_kernels.bridge.function import from_jax
+from jax_kernels.bridge.other_names import check_mask_shape
 from jax_kernels.bridge.sparse_attention import dynamic_mask_attention
 from jax_kernels.ops.attention import flash_attention as ops
 
@@ -165,6 +166,7 @@ def flash_dmattn_func(
     options: dict[str, Any] = {"scale": scale, "is_causal": bool(is_causal), "softcap": softcap or None}
     options |= {"deterministic": deterministic or None, "q_offset": _offset(query, key)}
     if attn_mask is not None:
+        check_mask_shape("attn_mask", attn_mask, query, key)
         return dynamic_mask_attention(query, key, value, attn_mask, attn_bias, **options)
     if attn_bias is not None and attn_bias.ndim == 4 and attn_bias.shape[1] not in (1, query.shape[2]):
         attn_bias = attn_bias.repeat_interleave(query.shape[2] // attn_bias.shape[1], dim=1)

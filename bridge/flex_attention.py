@@ -17,6 +17,7 @@ from jax_kernels.bridge.sparse_attention import attend_in_graph
 from jax_kernels.bridge.structure import MaskOfId
 from jax_kernels.masks import Mask
 from jax_kernels.masks.presets import PRESETS, preset
+from jax_kernels.spelling import did_you_mean
 
 __all__ = ["FlexAttention"]
 
@@ -48,6 +49,9 @@ class FlexAttention(torch.nn.Module):
         self, pattern: str | Mask, window: Any = None, *, implementation: str | None = None, **options: Any
     ) -> None:
         super().__init__()
+        _check_pattern(pattern)
+        if not (implementation is None or isinstance(implementation, str)):
+            raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
         self.pattern = pattern
         self.options = options if window is None else options | _windows(pattern, window)
         self.implementation = implementation
@@ -56,8 +60,6 @@ class FlexAttention(torch.nn.Module):
         self._number = self._registered()
         if isinstance(pattern, str):
             preset(pattern, **self._with_lengths(1024, 1024))  # raises what a call would
-        elif not isinstance(pattern, Mask):
-            raise TypeError(f"pattern: got {type(pattern).__name__}, want a name or a masks.Mask")
         elif self.options:
             raise ValueError(f"{next(iter(self.options))}: got it with a masks.Mask, want it with a pattern's name")
 
@@ -164,6 +166,17 @@ def _made(number: int, *facts: Any) -> tuple[int, str]:
     """The constants that a graph has of the module of that number. facts: the fields of _Shape, and the device."""
     *shape, device = facts
     return _MODULES[number]._in_graph(_Shape(*shape), device)
+
+
+def _check_pattern(pattern: Any) -> None:
+    """Raises TypeError or ValueError unless it is the name of a preset, or a Mask."""
+    if isinstance(pattern, Mask):
+        return
+    if not isinstance(pattern, str):
+        raise TypeError(f"pattern: got {type(pattern).__name__}, want a name or a masks.Mask")
+    if pattern not in PRESETS:
+        names = ", ".join(map(repr, PRESETS))
+        raise ValueError(f"pattern: got {pattern!r}, want one of {names}{did_you_mean(pattern, PRESETS)}")
 
 
 def _windows(pattern: Any, window: Any) -> dict[str, Any]:

@@ -208,9 +208,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         axis = 1 if self.batch_first and query.ndim == 3 else 0
         length, kv_length = query.shape[axis], key.shape[axis]
         given = []
-        if attn_mask is not None and not is_causal:
+        if attn_mask is not None:
             shapes = ((length, kv_length), (batch * self.num_heads, length, kv_length))
             _check("attn_mask", attn_mask, shapes, query)
+        if attn_mask is not None and not is_causal:
             given.append(attn_mask.reshape(-1 if attn_mask.ndim == 3 else 1, length, kv_length))
         if key_padding_mask is not None:
             shape = (batch, kv_length) if query.ndim == 3 else (kv_length,)

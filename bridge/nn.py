@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C import _functorch as functorch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from jax_kernels.bridge import symbolic
 from jax_kernels.bridge.adaptive_attention import AdaptiveAttention
+from jax_kernels.bridge.argument_checks import check_tensors
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.dilated_attention import dilated_attention
 from jax_kernels.bridge.dlpack import check_dense
@@ -204,14 +206,15 @@ class Transformer(torch.nn.Module):
         """Logits of the next token at every position.
 
         Args:
-          tokens: integers [B, T].
+          tokens: integers [B, T], from 0 to vocab_size - 1.
           embeddings: [B, T, model_dim], the output of `embed`, in place of tokens: for gradients by the input.
 
         Returns:
           float32 [B, T, vocab_size].
 
         Raises:
-          ValueError: not exactly one of tokens and embeddings is given, or it is nested.
+          ValueError: not exactly one of tokens and embeddings is given, one is nested, tokens are not of two axes, or on
+            a CPU one is outside the vocabulary. On a GPU, and under torch.compile, such a token gives NaN.
         """
         if symbolic.is_traced(tokens, embeddings):
             return symbolic.leaf(self, tokens=tokens, embeddings=embeddings)
@@ -220,7 +223,7 @@ class Transformer(torch.nn.Module):
         for name, given in (("tokens", tokens), ("embeddings", embeddings)):
             if given is not None:
                 check_dense(name, given)
-        x = (self.embed(tokens) if embeddings is None else embeddings).to(self.dtype)
+        x = (self._embedded(tokens) if embeddings is None else embeddings).to(self.dtype)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.remat and torch.is_grad_enabled() else layer(x)
         x = self.final_norm(x)
@@ -229,6 +232,22 @@ class Transformer(torch.nn.Module):
         return functional.linear(x, self.embed.weight.to(x.dtype)).float()
 
     __prepare_scriptable__ = symbolic.no_script
+
+    def _embedded(self, tokens: Any) -> torch.Tensor:
+        check_tensors(tokens=tokens)
+        dtype = tokens.dtype
+        if tokens.ndim != 2 or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            raise ValueError(f"tokens: got {dtype} {tuple(tokens.shape)}, want integers [batch, length]")
+        most = self.embed.num_embeddings - 1
+        is_known = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_known and tokens.numel() and not functorch.is_functorch_wrapped_tensor(tokens):
+            low, high = (int(x) for x in torch.aminmax(tokens))
+            if low < 0 or high > most:
+                raise ValueError(f"tokens: got ids from {low} to {high}, want 0 to {most}")
+            return self.embed(tokens.long())
+        tokens = tokens.long()
+        is_id = (tokens >= 0) & (tokens <= most)
+        return self.embed(torch.where(is_id, tokens, 0)).masked_fill(~is_id[..., None], float("nan"))
 
     @torch.no_grad()
     def load_flax_state(self, state: Mapping[str, np.ndarray]) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OTHER_NAMES", "renamed"]
+__all__ = ["OTHER_NAMES", "check_mask_shape", "renamed"]
 
 OTHER_NAMES = {"attn_mask": "mask", "softmax_scale": "scale", "causal": "is_causal", "window_size": "window"}
 _ALIGNED = ("causal", "window_size")  # in flash-attn the last query stands at the last key
@@ -26,9 +26,23 @@ def renamed(function: str, others: dict[str, Any], given: dict[str, Any]) -> dic
         if given.get(own) is not None and given[own] is not False:
             raise TypeError(f"{name}: got it beside {own}, which is the same argument; want one of them")
         found[own] = _checked(name, x)
+    if "attn_mask" in others:
+        check_mask_shape("attn_mask", others["attn_mask"], given["query"], given["key"])
     if any(name in others for name in _ALIGNED) and (found.get("is_causal") or found.get("window") is not None):
         _check_alignment(next(name for name in _ALIGNED if name in others), given)
     return found
+
+
+def check_mask_shape(name: str, mask: Any, query: Any, key: Any) -> None:
+    """Raises ValueError for a tensor that is not broadcastable to [B, H, T, S], or to as many heads as key has."""
+    if not all(isinstance(x, torch.Tensor) for x in (mask, query, key)) or not query.ndim == key.ndim == 4:
+        return
+    want = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    allowed: list[tuple[int, ...]] = [(1, size) for size in want]
+    allowed[1] = (1, query.shape[2], key.shape[2])
+    pairs = zip(reversed(mask.shape), reversed(allowed), strict=False)
+    if mask.ndim > 4 or any(got not in sizes for got, sizes in pairs):
+        raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want one broadcastable to [B, H, T, S] = {want}")
 
 
 def _checked(name: str, x: Any) -> Any:

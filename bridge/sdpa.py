@@ -68,6 +68,8 @@ def scaled_dot_product_attention(
     if reason is not None or query.device.type == "meta" or 0 in (*query.shape, *key.shape, *value.shape):
         if reason is not None:
             fallback.warn("scaled_dot_product_attention", reason)
+        if attn_mask is not None and not torch.compiler.is_compiling():
+            _check_mask(attn_mask, (query.shape[-2], key.shape[-2]))
         if q_offset:
             attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril(q_offset)
             is_causal = False

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jax_kernels.spelling import did_you_mean
+
 __all__ = ["ARCHITECTURES", "DeviceInfo", "device_info"]
 
 GB = 10**9
@@ -217,8 +219,9 @@ def _named(name: str) -> DeviceInfo:
         return CPU
     gpu = _find(name)
     if gpu is None:
-        names = ", ".join(min((" ".join(_words(n)) for n in (g.name, *g.also)), key=len) for g in _GPUS)
-        raise ValueError(f"device: got {name!r}, want cpu or the name of a GPU: {names}")
+        names = [min((" ".join(_words(n)) for n in (g.name, *g.also)), key=len) for g in _GPUS]
+        hint = did_you_mean(name, ("cpu", *names))
+        raise ValueError(f"device: got {name!r}, want cpu or the name of a GPU: {', '.join(names)}{hint}")
     return _describe(gpu.name, gpu.compute_capability, gpu.memory, gpu.core_count, gpu.bandwidth)
 
 

@@ -16,6 +16,7 @@ import jax
 from jax import export
 
 from jax_kernels.device import DeviceInfo, device_info
+from jax_kernels.spelling import did_you_mean
 
 __all__ = ["Implementation", "Plan", "Request", "choose", "explain", "interpreting", "on_device", "target_device"]
 
@@ -90,7 +91,10 @@ def choose(
     if implementation is not None:
         if implementation not in table:
             known = ", ".join(repr(name) for name in table)
-            raise ValueError(f"implementation={implementation!r} is not known for {request.op}; want one of {known}")
+            hint = did_you_mean(implementation, table)
+            raise ValueError(
+                f"implementation={implementation!r} is not known for {request.op}; want one of {known}{hint}"
+            )
         reason = _reason(table[implementation], request, symbolic)
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot serve this {request.op}: {reason}")

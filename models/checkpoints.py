@@ -3,6 +3,9 @@
 import contextlib
 import gc
 import logging
+import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -14,7 +17,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-__all__ = ["check_folder", "digests", "file_in_the_way", "manager", "read_run", "read_state"]
+__all__ = [
+    "NotWritten",
+    "check_folder",
+    "digests",
+    "file_in_the_way",
+    "manager",
+    "newest",
+    "nonfinite",
+    "read_run",
+    "read_state",
+    "reason",
+    "writing",
+]
+
+
+class NotWritten(OSError):
+    """A checkpoint cannot be written, such as on a full disk. The text names the newest whole one."""
 
 
 def file_in_the_way(folder: Path) -> Path | None:
@@ -30,9 +49,16 @@ def check_folder(folder: Path) -> None:
 
 
 def manager(folder: Path, keep: int) -> Any:
-    """An orbax CheckpointManager of the newest `keep` checkpoints in a folder, of the items `state` and `run`."""
+    """An orbax CheckpointManager of the newest `keep` checkpoints in a folder, of the items `state` and `run`.
+
+    Raises NotWritten where the folder is not there and cannot be made.
+    """
     import orbax.checkpoint as ocp  # it takes a second
 
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotWritten(f"folder: {folder} cannot be made ({reason(error)})") from error
     return ocp.CheckpointManager(
         folder.resolve(),
         options=ocp.CheckpointManagerOptions(
@@ -42,6 +68,65 @@ def manager(folder: Path, keep: int) -> Any:
         ),
         item_handlers={"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()},
     )
+
+
+def _raised_again(record: logging.LogRecord) -> bool:
+    """A filter of logs, against the traceback of a thread of orbax's whose error its caller gets too."""
+    return "run() raised an exception" not in record.getMessage()
+
+
+@contextlib.contextmanager
+def writing(checkpoints: Any, step: int | None = None) -> Iterator[None]:
+    """Raises NotWritten, which names the newest whole checkpoint, where orbax fails to write one inside.
+
+    step: of the checkpoint; None for one that was begun before. The files of the partial checkpoint are removed.
+    """
+    logging.getLogger("absl").addFilter(_raised_again)
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        folder = Path(checkpoints.directory)
+        if jax.process_index() == 0:
+            for path in folder.glob(f"{'*' if step is None else step}.orbax-checkpoint-tmp"):
+                shutil.rmtree(path, ignore_errors=True)
+        which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+        text = f"folder: {which} in {folder} cannot be written ({reason(error)}); {newest(checkpoints)}"
+        raise NotWritten(text) from error
+
+
+def newest(checkpoints: Any) -> str:
+    """The newest whole checkpoint on the disk, in words."""
+    with contextlib.suppress(OSError):
+        checkpoints.reload()
+    step = checkpoints.latest_step()
+    return "there is no earlier checkpoint" if step is None else f"the newest checkpoint is of step {step}"
+
+
+def reason(error: BaseException) -> str:
+    """Why a file could not be written, in a few words: the operating system's own, if it said why."""
+    found = re.search(r"os_error_code='?(\d+)", str(error))
+    if found:
+        return os.strerror(int(found[1]))
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return _in_words(error)
+
+
+def nonfinite(params: Any, mesh: Mesh) -> list[str]:
+    """The names of the arrays of a tree on a mesh that have a value which is not finite, or too large to be squared.
+
+    A norm squares its input: past such parameters a loss may be finite, and its gradient is not.
+    """
+    with jax.set_mesh(mesh):
+        found = {name: _is_finite(x) for name, x in _by_name(params).items()}
+    return [name.removesuffix(".value") for name, is_finite in jax.device_get(found).items() if not is_finite]
+
+
+@jax.jit
+def _is_finite(x: jax.Array) -> jax.Array:
+    return jnp.isfinite(jnp.square(x.astype(jnp.float32)).sum())
 
 
 def digests(state: Any, mesh: Mesh) -> dict[str, int]:
@@ -163,7 +248,7 @@ def _check_alike(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any])
             raise _other_optimizer(step, f", where {name} is {kind(saved[name])} and not {kind(x)}")
 
 
-def _in_words(error: Exception) -> str:
+def _in_words(error: BaseException) -> str:
     """The first line of an error, or of its cause: orbax adds pages to it."""
     lines = (str(error.__cause__ or error) or type(error).__name__).splitlines()
     return lines[0] if len(lines[0]) < 200 else f"{lines[0][:200]} ..."

@@ -159,6 +159,20 @@ def positive(name: str, value: object) -> None:
         raise ValueError(f"{name}={value} must be positive")
 
 
+def check_kind(name: str, x: object, kinds: Any, want: str) -> None:
+    """Raises TypeError, with the argument's name, unless x is of these kinds."""
+    if not isinstance(x, kinds):
+        raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
+
+
+def check_size(name: str, x: object) -> None:
+    """Raises TypeError or ValueError, with the argument's name, unless x is an int of 0 or more."""
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise TypeError(f"{name}: got {x!r}, want an int")
+    if x < 0:
+        raise ValueError(f"{name}: got {x}, want 0 or more")
+
+
 def positive_number(name: str, value: object) -> int | float:
     """A number as Python's own. Raises TypeError or ValueError, with its name, unless it is positive and finite."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):

@@ -32,13 +32,15 @@ def read_text(paths: str | Path | Iterable[str | Path]) -> np.ndarray:
         come in the order of their names.
 
     Raises:
-      FileNotFoundError: a path is neither a file nor a folder. ValueError: there are no bytes.
+      FileNotFoundError: a path is neither a file nor a folder. ValueError: there are no bytes. TypeError: no path.
     """
     return _text(_files(paths))
 
 
 def _files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     files: list[Path] = []
+    if not isinstance(paths, str | Path | Iterable):
+        raise TypeError(f"paths: got {type(paths).__name__}, want a file, a folder, or several of these")
     for path in [paths] if isinstance(paths, str | Path) else paths:
         path = Path(path)
         if path.is_dir():
@@ -99,6 +101,8 @@ class TokenBatches:
                 raise TypeError(f"{name}: got {value!r}, want an int")
             if value < least:
                 raise ValueError(f"{name}: got {value}, want {least} or more")
+        if seed >= 2**32:
+            raise ValueError(f"seed: got {seed}, want 0 to {2**32 - 1}")
         if not isinstance(tokens, np.ndarray | jax.Array):
             raise TypeError(f"tokens: got {type(tokens).__name__}, want an array of integers [n]")
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
@@ -124,7 +128,14 @@ class TokenBatches:
 
         With `documents`, (tokens, targets, segment_ids): in each window ids count from 0, and a target in another
         document is -1.
+
+        Raises TypeError or ValueError unless step is an int of 0 or more.
         """
+        if isinstance(step, bool) or not isinstance(step, int | np.integer):
+            raise TypeError(f"step: got {step!r}, want an int")
+        if step < 0:
+            raise ValueError(f"step: got {step}, want 0 or more")
+        step = int(step)
         sharding = self._sharding
         if sharding is None:
             rows = self._rows(step, range(self.batch_size))

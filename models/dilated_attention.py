@@ -335,6 +335,7 @@ class LongNet(Transformer):
     """
 
     block_type = LongNetBlock
+    config_type = LongNetConfig
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
         """As in Transformer. Attention is causal, so that padding after whole segments has no effect."""

@@ -5,8 +5,10 @@ import re
 from collections.abc import Mapping
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-__all__ = ["initialize_distributed", "scheduler"]
+__all__ = ["gathered", "initialize_distributed", "scheduler"]
 
 # A scheduler's variable for the number of processes; Kubernetes is known by one of its own, without the number.
 _COUNTS = {"Slurm": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
@@ -45,20 +47,28 @@ def initialize_distributed(
 
     Raises:
       ValueError: only some of coordinator, num_processes and process_id are given, or one is out of range.
+      TypeError: a number is no int.
       RuntimeError: the processes did not find each other in time, or devices were touched before.
     """
     given = (coordinator, num_processes, process_id)
     if coordinator is None and given != (None, None, None):
-        raise ValueError(f"coordinator: got None with num_processes={num_processes} and process_id={process_id}")
+        raise ValueError(
+            f"coordinator: got None with num_processes={num_processes} and process_id={process_id}, want host:port"
+        )
+    for name, number in (("num_processes", num_processes), ("process_id", process_id)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+            raise TypeError(f"{name}: got {number!r}, want an int")
     if coordinator is not None and (num_processes is None or process_id is None):
         raise ValueError(
             f"num_processes, process_id: got {num_processes} and {process_id}, want both with a coordinator"
         )
-    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+    if coordinator is not None and not (isinstance(coordinator, str) and re.fullmatch(r".+:\d+", coordinator)):
         raise ValueError(f"coordinator: got {coordinator!r}, want host:port")
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         raise ValueError(f"process_id: got {process_id} of {num_processes} processes, want 0 to {num_processes - 1}")
     for name, value in (("timeout", timeout), ("collective_timeout", collective_timeout)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name}: got {value!r}, want seconds, an int")
         if value < 1:
             raise ValueError(f"{name}: got {value}, want 1 second or more")
     if coordinator is None and scheduler() is None:
@@ -75,3 +85,13 @@ def initialize_distributed(
         shutdown_timeout_seconds=timeout,
     )
     return jax.process_count() > 1
+
+
+def gathered(text: str) -> list[str]:
+    """The text of each process, which all call this. Two small collectives, over all devices, whatever the mesh."""
+    data = np.frombuffer(text.encode(), np.uint8)
+    lengths = multihost_utils.process_allgather(np.int32(len(data)))
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: len(data)] = data
+    rows = multihost_utils.process_allgather(padded)
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]

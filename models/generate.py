@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from jax_kernels import dispatch
+from jax_kernels.models import token_ids
 from jax_kernels.ops.checks import checked_integers
 
 __all__ = ["check_generation", "generate"]
@@ -63,18 +64,10 @@ def check_generation(
 
 def _checked_ids(tokens: Any, lengths: jax.Array, vocabulary: int) -> jax.Array:
     """The tokens that check_generation gives, int32."""
-    counts = jnp.arange(tokens.shape[1]) < lengths[:, None]
-    is_known = not isinstance(tokens, jax.core.Tracer) and not isinstance(lengths, jax.core.Tracer)
-    if is_known and tokens.size:
-        numeric = np if isinstance(tokens, np.ndarray) else jnp
-        counted = numeric.where(np.asarray(counts) if numeric is np else counts, tokens, tokens[:, :1])
-        low, high = int(counted.min()), int(counted.max())
-        if low < 0 or high >= vocabulary:
-            raise ValueError(f"tokens: got ids from {low} to {high}, want 0 to {vocabulary - 1}")
-    if tokens.dtype.itemsize < 4:
-        tokens = tokens.astype(np.int32)
-    is_id = (tokens >= 0) & (tokens < vocabulary)
-    return jnp.where(counts, jnp.where(is_id, tokens, vocabulary), 0).astype(jnp.int32)
+    past = np if token_ids.is_known(lengths) else jnp
+    ends = -(past.arange(tokens.shape[1]) >= past.asarray(lengths)[:, None]).astype(np.int32)  # -1 past a prompt's end
+    tokens = token_ids.checked_tokens(tokens, vocabulary, segment_ids=ends, hint="; lengths tell where prompts end")
+    return token_ids.usable_ids(tokens, vocabulary, segment_ids=ends)
 
 
 def _is_key(key: Any) -> bool:

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 from jax import lax
 
-from jax_kernels.models.config import check_scaling
+from jax_kernels.models.config import check_scaling, check_size
 from jax_kernels.models.delayed_scaling import check_fp8_scaling, delayed_scale, empty_history
 from jax_kernels.ops.checks import checked_array
 from jax_kernels.ops.matmul import matmul as ops
@@ -60,6 +60,8 @@ class Linear(nnx.Linear):
         implementation: str | None = None,
         **options: Any,
     ) -> None:
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            check_size(name, size)
         ops.checked_activation(activation)
         check_scaling("", options.get("precision"), scaling)
         check_fp8_scaling(fp8_scaling, amax_history_length, options.get("precision"), scaling)
@@ -173,6 +175,8 @@ class GatedMLP(nnx.Module):
         implementation: str | None = None,
         **options: Any,
     ) -> None:
+        for name, size in (("in_features", in_features), ("hidden_features", hidden_features)):
+            check_size(name, size)
         if activation is None:
             raise TypeError("activation: got None, want a name or a function")
         check_scaling("", precision, scaling)

@@ -12,7 +12,7 @@ from jax import lax
 from jax_kernels.defaults import under_defaults
 from jax_kernels.derivatives import in_both_modes
 from jax_kernels.models.sharding import UNCONSTRAINED, ShardingRules
-from jax_kernels.ops.checks import checked_integers
+from jax_kernels.models.token_ids import check_targets, usable_targets
 from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["linear_cross_entropy"]
@@ -45,7 +45,8 @@ def linear_cross_entropy(
     Args:
       x: [..., D], bfloat16, float16 or float32.
       w: [D, V], or [V, D] with transpose_w, of any dtype of floats; it is rounded to x's for the products.
-      targets: integers [...]: the token ids. A token whose target is below 0 has a loss of 0 and no gradient.
+      targets: integers [...]: the token ids, below V. A token whose target is below 0, such as -1 or -100, has a loss
+        of 0 and no gradient.
       chunk: the most vocabulary entries whose logits stand at once.
       rules: how the devices of a mesh share out the logits; None for the default ones.
 
@@ -54,14 +55,17 @@ def linear_cross_entropy(
 
     Raises:
       TypeError: a dtype is wrong.
-      ValueError: shapes do not fit together, or chunk is below 1. A target of V or more gives NaN.
+      ValueError: shapes do not fit together, chunk is below 1, or a target is V or more. A traced target of V or more
+        gives NaN.
     """
     for name, array in (("x", x), ("w", w)):
+        if not hasattr(array, "dtype"):
+            raise TypeError(f"{name}: got {type(array).__name__}, want an array of floats")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name}: got dtype {array.dtype}, want floats")
+    targets = targets if hasattr(targets, "dtype") else jnp.asarray(targets)
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(f"targets: got dtype {targets.dtype}, want integers")
-    targets = checked_integers("targets", targets, "integers")  # beyond int32 stays beyond the vocabulary
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1 if transpose_w else 0]:
         want = "[V, D] with transpose_w" if transpose_w else "[D, V]"
         raise ValueError(f"w: got shape {w.shape}, want {want} beside x's {x.shape}")
@@ -71,6 +75,8 @@ def linear_cross_entropy(
         raise ValueError(f"chunk: got {chunk!r}, want a positive int")
     rows = w if transpose_w else w.T
     vocabulary = rows.shape[0]
+    check_targets(targets, vocabulary)
+    targets = usable_targets(targets, vocabulary)
     count = -(-vocabulary // chunk)
     # Inside shard_map the transpose of this adds up the gradients of an array that the devices have in common.
     x, rows, targets = as_varying((x, rows, targets), varying_axes(x, rows, targets))

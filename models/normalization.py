@@ -4,9 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx import initializers
 
+from jax_kernels.models.config import check_kind, check_size
 from jax_kernels.ops import normalization
 
 __all__ = ["LayerNorm", "RMSNorm"]
@@ -30,6 +32,7 @@ class LayerNorm(nnx.LayerNorm):
     def __init__(
         self, num_features: int, *, scale_offset: float = 0.0, implementation: str | None = None, **options: Any
     ) -> None:
+        _check_options(num_features, scale_offset, implementation)
         super().__init__(num_features, **_with_scale_init(options, scale_offset))
         self.scale_offset = scale_offset
         self.implementation = implementation
@@ -66,6 +69,7 @@ class RMSNorm(nnx.RMSNorm):
     def __init__(
         self, num_features: int, *, scale_offset: float = 0.0, implementation: str | None = None, **options: Any
     ) -> None:
+        _check_options(num_features, scale_offset, implementation)
         super().__init__(num_features, **_with_scale_init(options, scale_offset))
         self.scale_offset = scale_offset
         self.implementation = implementation
@@ -83,6 +87,14 @@ class RMSNorm(nnx.RMSNorm):
             scale_offset=self.scale_offset,
             implementation=self.implementation,
         )
+
+
+def _check_options(num_features: Any, scale_offset: Any, implementation: Any) -> None:
+    """Raises TypeError or ValueError, naming the argument."""
+    check_size("num_features", num_features)
+    if isinstance(scale_offset, bool) or not isinstance(scale_offset, int | float | np.number):
+        raise TypeError(f"scale_offset: got {scale_offset!r}, want a number")
+    check_kind("implementation", implementation, str | None, "a name or None")
 
 
 def _with_scale_init(options: dict[str, Any], scale_offset: float) -> dict[str, Any]:

@@ -46,6 +46,8 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
 
     segment_ids: integers [B, T]. Returns int32 [B, T].
     """
+    if jnp.ndim(segment_ids) != 2:
+        raise ValueError(f"segment_ids: got shape {jnp.shape(segment_ids)}, want [batch, length]")
     place = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return place - lax.cummax(jnp.where(starts, place, 0), axis=1)
@@ -56,6 +58,9 @@ def within_documents(targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
 
     Nothing is known of the token after the last one: its target stays.
     """
+    if jnp.ndim(targets) != 2 or jnp.shape(segment_ids) != jnp.shape(targets):
+        shapes = f"{jnp.shape(targets)} and {jnp.shape(segment_ids)}"
+        raise ValueError(f"targets, segment_ids: got shapes {shapes}, want [batch, length] for both")
     goes_on = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)), constant_values=True)
     return jnp.where(goes_on & (segment_ids >= 0), targets, -1)
 
@@ -66,7 +71,14 @@ def document_starts(tokens: np.ndarray, separator: int) -> np.ndarray:
     Args:
       tokens: integers [n]; a np.memmap is read in parts. separator: its token id, which counts with the document that
         it ends.
+
+    Raises TypeError for another kind of either.
     """
+    if getattr(tokens, "ndim", None) != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        got = f"{tokens.dtype} {tokens.shape}" if hasattr(tokens, "dtype") else type(tokens).__name__
+        raise TypeError(f"tokens: got {got}, want an array of integers [n]")
+    if isinstance(separator, bool) or not isinstance(separator, int | np.integer):
+        raise TypeError(f"separator: got {separator!r}, want a token id, an int")
     found = [np.zeros(1, np.int64)]
     for begin in range(0, len(tokens), PART):
         found.append(np.flatnonzero(tokens[begin : begin + PART] == separator) + begin + 1)

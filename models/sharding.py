@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.masks import Mask
 from jax_kernels.ops.ring.layouts import Layout
@@ -155,6 +155,14 @@ def check_mesh(
         )
 
 
+def check_kinds(mesh: Any, rules: Any) -> None:
+    """Raises TypeError unless these are a mesh, and ShardingRules or None."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh: got {mesh!r}, want a jax.sharding.Mesh, as make_mesh gives it")
+    if not isinstance(rules, ShardingRules | None):
+        raise TypeError(f"rules: got {rules!r}, want ShardingRules or None")
+
+
 def has_explicit_axes(mesh: Any = None) -> bool:
     """Whether a mesh has Explicit axes, as jax.make_mesh makes them by default. None for the mesh of jax.set_mesh."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
@@ -191,10 +199,15 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
       devices: to take, in order; None for jax.devices(), the first of them.
 
     Raises:
-      ValueError: a number is out of range, or there are too few devices.
+      ValueError: a number is out of range, or there are too few devices. TypeError: axes are no dict of ints by name.
     """
+    if not isinstance(axes, Mapping):
+        raise TypeError(f"axes: got {axes!r}, want the devices along each axis by name, such as {{'data': 2}}")
     devices = list(jax.devices() if devices is None else devices)
-    sizes = dict(axes)
+    for name, size in axes.items():
+        if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise TypeError(f"axes: got {name!r}: {size!r}, want a name and a number of devices")
+    sizes = {name: int(size) for name, size in axes.items()}
     rest = [name for name, size in sizes.items() if size == -1]
     bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
     if bad or len(rest) > 1 or not sizes:
@@ -204,7 +217,8 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
         sizes[rest[0]] = len(devices) // count
     total = math.prod(sizes.values())
     if total > len(devices) or total == 0 or (rest and total != len(devices)):
-        raise ValueError(f"axes: got {dict(axes)} for {len(devices)} devices")
+        want = f"want the others to divide {len(devices)}" if rest else f"want at most {len(devices)} in all"
+        raise ValueError(f"axes: got {dict(axes)} for {len(devices)} device{'s' * (len(devices) != 1)}, {want}")
     kinds = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices[:total])
 
@@ -217,6 +231,7 @@ def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules | None = None) 
         do, such as the state of an optax optimizer.
       mesh: to share them out on. rules: None for the default ones.
     """
+    check_kinds(mesh, rules)
     rules = ShardingRules() if rules is None else rules
     state = nnx.state(state) if isinstance(state, nnx.Module) else state
 
@@ -229,6 +244,8 @@ def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules | None = None) 
 
 def shard_model(model: nnx.Module, mesh: Mesh, rules: ShardingRules | None = None) -> None:
     """Places the parameters of a model on a mesh, in the model itself."""
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model: got {type(model).__name__}, want an nnx.Module")
     state = nnx.state(model)
     nnx.update(model, place(state, state_shardings(state, mesh, rules)))
 
@@ -240,7 +257,8 @@ def shard_batch(batch: Any, mesh: Mesh, rules: ShardingRules | None = None) -> A
 
     Raises ValueError where the devices do not divide the batch.
     """
-    return place(batch, jax.tree.map(lambda x: batch_sharding(x.shape, mesh, rules), batch))
+    check_kinds(mesh, rules)
+    return place(batch, jax.tree.map(lambda x: batch_sharding(np.shape(x), mesh, rules), batch))
 
 
 def place(tree: Any, shardings: Any) -> Any:
@@ -260,6 +278,9 @@ def batch_sharding(shape: Sequence[int], mesh: Mesh, rules: ShardingRules | None
 
     Raises ValueError where the devices do not divide the batch.
     """
+    check_kinds(mesh, rules)
+    if not shape:
+        raise ValueError("batch: got an array without axes, want [batch, tokens, ...]")
     rules = ShardingRules() if rules is None else rules
     wanted = [axis for axis in dict(rules.axes)["batch"] if mesh.shape.get(axis, 1) > 1]
     if list(rules.mesh_axes("batch", shape[0], mesh)) != wanted:

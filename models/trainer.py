@@ -1,14 +1,15 @@
 """Trainer: the state of a training run on a mesh, its compiled step, and its checkpoints."""
 
+import contextlib
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -17,6 +18,7 @@ from jax_kernels.compiling import compile_kernels, compiler_options, paused_coll
 from jax_kernels.models import checkpoints
 from jax_kernels.models.config import TransformerConfig, positive
 from jax_kernels.models.dilated_attention import LongNet, LongNetConfig
+from jax_kernels.models.folder_lock import FolderLock
 from jax_kernels.models.packing import within_documents
 from jax_kernels.models.preemption import STOPPED, stop_asked
 from jax_kernels.models.sharding import (
@@ -27,6 +29,7 @@ from jax_kernels.models.sharding import (
     place,
     state_shardings,
 )
+from jax_kernels.models.trainer_checks import as_json, check_batch, check_fit, checked_arguments
 from jax_kernels.models.transformer import Transformer
 
 __all__ = ["Trainer", "next_token_loss"]
@@ -59,12 +62,13 @@ class Trainer:
       optimizer: of optax.
       mesh: as make_mesh gives it; None for one device. The step runs with Auto axes: in place of a mesh with Explicit
         ones, the attribute `mesh` has the same devices on Auto axes. rules: as in Transformer.
-      seed: of the parameters, and of the keys that `loss` gets.
+      seed: of the parameters, and of the keys that `loss` gets; from 0 to 2**32 - 1.
       accumulate: each batch is cut into so many parts, one after the other, whose gradients are added up in float32.
       loss: loss(model, batch, key) -> (the sum of the losses, how many they are, or the sum of their weights). The step
         takes the gradient of the sum over the whole batch by the number over the whole batch. key hangs on the seed,
         the step and the part.
-      folder: for checkpoints; None for none. keep: how many of the newest to keep.
+      folder: for checkpoints; None for none. keep: how many of the newest to keep. One trainer at a time writes a
+        folder: see lock_folder.
 
     step: how many steps the state has had.
 
@@ -72,6 +76,7 @@ class Trainer:
       ValueError, TypeError: an argument is out of range, naming it; a dtype is float16, whose losses would need scales;
         no rule uses an axis of the mesh, its stages do not divide the layers, or it has no device of some process;
         folder is a file.
+      OSError: folder is not there and cannot be made.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Trainer:
         folder: str | Path | None = None,
         keep: int = 2,
     ) -> None:
+        seed = checked_arguments(config, optimizer, mesh, rules, seed, loss, folder)
         positive("accumulate", accumulate)
         positive("keep", keep)
         if folder is not None:
@@ -120,6 +126,7 @@ class Trainer:
         }
         self._kept: tuple[int, dict[str, Any]] | None = None  # the step and the run of the state's own checkpoint
         self._manager = None if folder is None else checkpoints.manager(Path(folder), keep)
+        self._lock = None if folder is None else FolderLock(Path(folder))
 
     @property
     def model(self) -> Any:
@@ -182,9 +189,12 @@ class Trainer:
         """One step on a batch, whose rows and tokens are placed as shard_batch or TokenBatches do it.
 
         Returns {"loss": the mean, "gradient_norm": of the mean's gradient}, on the device and perhaps not yet computed.
-        Both are 0 where no target counts.
+        Both are 0 where no target counts, and NaN where an array of JAX's has a token outside the vocabulary.
+
+        Raises TypeError or ValueError for a batch that next_token_loss, if it is the loss, does not take: other arrays
+        than (tokens, targets) or (tokens, targets, segment_ids), or NumPy arrays of ids outside the vocabulary.
         """
-        batch = self._on_auto_axes(batch)
+        batch = self._on_auto_axes(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
             if not self._is_compiled:
                 with paused_collections():
@@ -194,6 +204,11 @@ class Trainer:
             self.state, found = self._train(self.state, batch)
         self.step += 1
         return found
+
+    def _checked_batch(self, batch: Any, name: str = "batch") -> Any:
+        if self.loss is next_token_loss:
+            check_batch(batch, self.config.vocab_size, name)
+        return batch
 
     def _on_auto_axes(self, batch: Any) -> Any:
         """A batch whose arrays may lie on a mesh with Explicit axes; they stay on their devices."""
@@ -212,8 +227,8 @@ class Trainer:
         return jax.jit(loss, compiler_options=compiler_options(self.mesh, triton_products=False))
 
     def evaluate(self, batch: Any) -> float:
-        """The mean loss on a batch, 0 where no target counts."""
-        batch = self._on_auto_axes(batch)
+        """The mean loss on a batch, 0 where no target counts. Raises as train."""
+        batch = self._on_auto_axes(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
             total, count = self._evaluate(self.state["params"], batch)
         count = float(count)
@@ -230,6 +245,7 @@ class Trainer:
     ) -> None:
         """Trains until the state has had `steps` steps, on batches[0], batches[1], ... from the state's own step on.
 
+        batches: TokenBatches, a list, or any object with batches[step].
         save_every: saves after every so many steps, and after the last. run: as in save. on_step(step, found): is
         called after each step with what `train` gives.
 
@@ -239,18 +255,31 @@ class Trainer:
         that. In a single process `fit` has a handler of SIGTERM while it runs. It leaves SIGTERM alone where the caller
         has a handler or ignores it, and in a thread other than the main one, in which Python has no handlers.
 
+        With save_every it takes the folder's lock before the first step, as save does. A `fit` that raises gives the
+        lock back.
+
         Raises:
-          ValueError: before the first step, where save would: `folder` has a later checkpoint than the state; or
-            save_every is below 1.
+          ValueError: before the first step, where save would: `folder` has a later checkpoint than the state, or
+            another run writes it; or save_every or steps is out of range, or batches are fewer than steps.
+          TypeError: an argument is of a wrong type, naming it.
+          FloatingPointError: after the last step, or before a checkpoint, a parameter is not finite.
+          OSError: a checkpoint cannot be written.
           SystemExit: after SIGTERM, once the checkpoint is whole.
         """
-        if save_every is not None:
-            positive("save_every", save_every)
+        check_fit(batches, steps, save_every, on_step)
         if save_every is not None and self.step < steps:
-            self._check_newest()
+            self._claim(and_this=False)
+        try:
+            self._fit(batches, steps, save_every, run, on_step)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _fit(self, batches: Any, steps: int, save_every: int | None, run: Any, on_step: Any) -> None:
+        begun = self.step
         with stop_asked() as asked:
             while self.step < steps:
-                found = self.train(batches[self.step])
+                found = self.train(self._checked_batch(batches[self.step], f"batches[{self.step}]"))
                 if on_step is not None:
                     on_step(self.step, found)
                 is_stopped = asked(self.step)
@@ -259,26 +288,82 @@ class Trainer:
                     self.save(run)
                 if is_stopped:
                     if self._manager is not None:
-                        self._manager.wait_until_finished()
+                        with checkpoints.writing(self._manager):
+                            self._manager.wait_until_finished()
                     raise SystemExit(STOPPED)
+        if self.step > begun:
+            self.check_finite()
+
+    def check_finite(self) -> None:
+        """Raises FloatingPointError, with the newest checkpoint, unless parameters and their squares are finite."""
+        names = checkpoints.nonfinite(self.state["params"], self.mesh)
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            newest = "" if self._manager is None else f"; {checkpoints.newest(self._manager)}"
+            raise FloatingPointError(
+                f"step {self.step}: got parameters that are not finite, or too large to be squared ({names[0]}{more}), "
+                f"want finite ones, as of a smaller learning rate{newest}"
+            )
+
+    def lock_folder(self) -> None:
+        """Takes the right to write `folder`, which save, and fit with save_every, take where they need it.
+
+        The trainer keeps it until `close`, or the end of the process, also one that is killed. Reading needs none:
+        restore works while another run writes.
+
+        Raises ValueError, with the process, its host and the time, where another run has it; OSError where the folder
+        cannot be written.
+        """
+        if self._lock is None:
+            raise ValueError("folder: got None, want a folder for checkpoints")
+        if not self._lock.is_held:
+            self._lock.take()
+            self._checkpoints.reload()  # for steps that another run wrote since the folder was read
+
+    def _claim(self, *, and_this: bool) -> None:
+        """Takes the folder's lock. Raises ValueError where the folder has later checkpoints: see _check_newest."""
+        self._check_newest(and_this=and_this)
+        if self._lock is not None and not self._lock.is_held:
+            self.lock_folder()
+            try:
+                self._check_newest(and_this=and_this)
+            except ValueError:
+                self._lock.release()
+                raise
+
+    def _give_up(self) -> None:
+        """Gives the folder's lock back, once no checkpoint is being written."""
+        if self._lock is not None and self._lock.is_held:
+            with contextlib.suppress(Exception):
+                self._checkpoints.wait_until_finished()
+            self._lock.release()
 
     def save(self, run: Mapping[str, Any] | None = None) -> None:
         """Writes a checkpoint of the state, and of `run`, a JSON value. It counts once it is whole: see restore.
 
         On a GPU it is written while training goes on; the next save, and `close`, wait for it.
 
-        Raises ValueError where `folder` has a checkpoint of this step or a later one that is not the state's own.
+        Raises:
+          ValueError: `folder` has a checkpoint of this step or a later one that is not the state's own, or another run
+            writes it: see lock_folder.
+          TypeError: `run` is no mapping of JSON values.
+          FloatingPointError: a parameter is not finite. The earlier checkpoints stay.
+          OSError: the checkpoint cannot be written, such as on a full disk. The text names the newest whole one.
         """
         import orbax.checkpoint as ocp
 
-        of_run: dict[str, Any] = json.loads(json.dumps(dict(run or {})))
+        of_run = as_json(run)
         if self._kept == (self.step, of_run):
             return  # it is there
-        self._check_newest(and_this=True)
+        self._claim(and_this=True)
+        self.check_finite()
         kept = {"config": dataclasses.asdict(self.config), "run": of_run}
         kept["digests"] = checkpoints.digests(self.state, self.mesh)
         items = ocp.args.Composite(state=ocp.args.StandardSave(self.state), run=ocp.args.JsonSave(kept))
-        if not self._checkpoints.save(self.step, args=items):
+        self._kept = None
+        with checkpoints.writing(self._checkpoints, self.step):
+            is_taken = self._checkpoints.save(self.step, args=items)
+        if not is_taken:
             raise RuntimeError(f"folder: orbax took no checkpoint of step {self.step}")
         self._kept = self.step, of_run
 
@@ -307,13 +392,25 @@ class Trainer:
           The `run` that was saved with it.
 
         Raises:
-          FileNotFoundError: there is no such checkpoint. ValueError: its model has other parameters, its optimizer
-            another state or other dtypes, save did not write it, or its files are damaged: it cannot be read, or its
-            arrays are not what was saved. The state then stays as it was.
+          FileNotFoundError: there is no such checkpoint.
+          TypeError: step is no int.
+          ValueError: its model has other parameters, its optimizer another state or other dtypes, save did not write
+            it, or its files are damaged: it cannot be read, or its arrays are not what was saved. The state then stays
+            as it was. With remove_later also: another run writes the folder.
         """
+        if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer)):
+            raise TypeError(f"step: got {step!r}, want an int, or None for the newest")
+        if self._lock is not None and not self._lock.is_held:
+            self._checkpoints.reload()  # another run may have written since the folder was read
         steps = self._checkpoints.all_steps()
         if not steps or (step is not None and step not in steps):
-            raise FileNotFoundError(f"folder: got no checkpoint{'' if step is None else f' of step {step}'}")
+            got = "no checkpoint" if step is None or not steps else f"no checkpoint of step {step}"
+            has = f"; it has steps {', '.join(map(str, sorted(steps)))}" if steps else ""
+            raise FileNotFoundError(
+                f"folder: got {self._checkpoints.directory} with {got}, want one that save wrote there{has}"
+            )
+        if remove_later and step is not None and max(steps) > step:
+            self.lock_folder()
         step = max(steps) if step is None else step
         kept = checkpoints.read_run(self._checkpoints, step)
         self._check_config(kept["config"])
@@ -357,6 +454,14 @@ class Trainer:
         return self._manager
 
     def close(self) -> None:
-        """Waits for a checkpoint that is still being written."""
-        if self._manager is not None:
-            self._manager.close()
+        """Waits for a checkpoint that is still being written, and gives the folder's lock back.
+
+        Raises OSError where that checkpoint cannot be written.
+        """
+        if self._manager is None or self._lock is None:
+            return
+        try:
+            with checkpoints.writing(self._manager):
+                self._manager.close()
+        finally:
+            self._lock.release()

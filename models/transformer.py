@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax_kernels import dispatch
 from jax_kernels.defaults import under_defaults
 from jax_kernels.models.attention import KVCache, MultiHeadAttention
-from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.config import TransformerConfig, check_kind
 from jax_kernels.models.delayed_scaling import AmaxHistory
 from jax_kernels.models.generate import check_generation, generate
 from jax_kernels.models.linear import GatedMLP
@@ -23,6 +23,7 @@ from jax_kernels.models.pipeline import pipelined
 from jax_kernels.models.quantized import QuantizedLinear, QuantizedWeight
 from jax_kernels.models.remat import recomputed
 from jax_kernels.models.sharding import ShardingRules, has_explicit_axes, under_auto_axes
+from jax_kernels.models.token_ids import check_targets, checked_tokens, usable_ids
 from jax_kernels.ops.matmul.matmul import matmul
 from jax_kernels.ops.matmul.mlp import mlp
 from jax_kernels.quantization import dequantize
@@ -174,8 +175,12 @@ class Transformer(nnx.Module):
     """
 
     block_type = Block
+    config_type = TransformerConfig
 
     def __init__(self, config: TransformerConfig, *, rules: ShardingRules | None = None, rngs: nnx.Rngs) -> None:
+        check_kind("config", config, self.config_type, f"a {self.config_type.__name__}")
+        check_kind("rules", rules, ShardingRules | None, "ShardingRules or None")
+        check_kind("rngs", rngs, nnx.Rngs, "nnx.Rngs")
         self.config = config
         self.rules = ShardingRules() if rules is None else rules
         initialize = nnx.initializers.normal(config.model_dim**-0.5)
@@ -202,16 +207,18 @@ class Transformer(nnx.Module):
         return tuple(layer.attention.init_cache(batch, max_length, dtype) for layer in self.layers)
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
-        """Embeddings [B, T, model_dim], in param_dtype, of int tokens [B, T]; NaN for an id of vocab_size or more."""
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, want integers [batch, length]")
+        """Embeddings [B, T, model_dim], in param_dtype, of integer tokens [B, T].
+
+        Raises ValueError for another shape or dtype, and for known ids outside the vocabulary; traced ones give NaN.
+        """
+        tokens = checked_tokens(tokens, self.config.vocab_size)
         if has_explicit_axes():
             embed = lambda model, tokens: model.embed_tokens(tokens)
             return under_auto_axes(embed, self, (tokens,), self._spec("batch", "tokens", None, of=tokens))
         # Each device has whole rows of the table. Embeddings from rows that a mesh axis shards would be sharded along
         # that axis, too. It shards the batch as well, and XLA would gather the embeddings, and their gradient.
         table = self.rules.constrain(self.embed[...], "vocab", None)
-        return jnp.take(table, tokens, axis=0)
+        return jnp.take(table, usable_ids(tokens, self.config.vocab_size), axis=0)
 
     @under_defaults
     def __call__(
@@ -225,7 +232,8 @@ class Transformer(nnx.Module):
         """Logits of the next token at every position.
 
         Args:
-          tokens: integers [B, T]. With a cache these are the next T tokens.
+          tokens: integers [B, T], from 0 to vocab_size - 1. With a cache these are the next T tokens. Padding, where
+            segment_ids are below 0, may have any id.
           embeddings: [B, T, model_dim], the output of embed_tokens, in place of tokens: for gradients by the input.
           segment_ids: integers [B, T]: packed documents, neighbours with one id each. No token sees another document,
             and positions begin anew with each. An id below 0 marks padding.
@@ -235,14 +243,21 @@ class Transformer(nnx.Module):
           float32 logits [B, T, vocab_size]; with a cache (logits, the new cache).
 
         Raises:
-          ValueError: a shape or dtype is wrong, not exactly one of tokens and embeddings is given, there are a cache
-            and segment_ids, or the cache has no room (under jit that gives NaN: see MultiHeadAttention).
+          ValueError: a shape or dtype is wrong, an id is outside the vocabulary (of traced tokens it gives NaN logits),
+            not exactly one of tokens and embeddings is given, there are a cache and segment_ids, or the cache has no
+            room (under jit that gives NaN: see MultiHeadAttention).
           TypeError: the cache's length, or segment_ids, are no integers.
         """
+        if cache is not None and not isinstance(cache, tuple | list):
+            raise TypeError(f"cache: got {type(cache).__name__}, want the tuple that init_cache or a call gives")
         if cache is not None and len(cache) != len(self.layers):
             raise ValueError(f"cache: got {len(cache)} entries, want one for each of the {len(self.layers)} layers")
         if (tokens is None) == (embeddings is None):
             raise ValueError("tokens, embeddings: want exactly one of them")
+        if embeddings is None:
+            tokens = checked_tokens(tokens, self.config.vocab_size, segment_ids=segment_ids)
+        else:
+            self._check_embeddings(embeddings)
         if has_explicit_axes():
             return self._called_under_auto_axes(tokens, embeddings, segment_ids, cache)
         if cache is None:
@@ -252,6 +267,11 @@ class Transformer(nnx.Module):
             raise ValueError("segment_ids: got an array beside a cache, want None: its tokens are one document")
         x, cache = self._extended(tokens, embeddings, cache)
         return self._logits(x), cache
+
+    def _check_embeddings(self, embeddings: Any) -> None:
+        shape, dtype, width = np.shape(embeddings), jnp.result_type(embeddings), self.config.model_dim
+        if len(shape) != 3 or shape[2] != width or not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"embeddings: got {dtype} {shape}, want floats [batch, length, {width}]")
 
     def _called_under_auto_axes(self, tokens: Any, embeddings: Any, segment_ids: Any, cache: Any) -> Any:
         """A call on a mesh with Explicit axes."""
@@ -276,20 +296,28 @@ class Transformer(nnx.Module):
         Equivalent to linear_cross_entropy of the logits of a call: float32 [B, T], in nats.
 
         Args:
-          tokens, targets: integers [B, T]. A target below 0 has a loss of 0 and no gradient.
+          tokens, targets: integers [B, T], from 0 to vocab_size - 1. A target below 0 has a loss of 0 and no gradient.
+            A token below 0 whose target is below 0 is padding, and so is any token whose segment_ids are below 0.
+            Without segment_ids later tokens attend to padding, as to token 0: it belongs to the end of a row.
           segment_ids: as in a call. All targets count: next_token_loss leaves out those in another document.
 
         Raises:
-          ValueError: a shape or dtype is wrong, or the devices along the sequence axis do not divide the tokens.
-          TypeError: segment_ids are no integers.
+          ValueError: a shape or dtype is wrong, an id is outside the vocabulary (a traced one gives a loss of NaN), or
+            the devices along the sequence axis do not divide the tokens.
+          TypeError: segment_ids or targets are no integers.
         """
+        targets = targets if hasattr(targets, "dtype") else jnp.asarray(targets)
+        if not jnp.issubdtype(targets.dtype, jnp.integer):
+            raise TypeError(f"targets: got dtype {targets.dtype}, want integers")
+        tokens = checked_tokens(tokens, self.config.vocab_size, segment_ids=segment_ids, targets=targets)
         if targets.shape != tokens.shape:
             raise ValueError(f"targets: got shape {targets.shape}, want tokens' {tokens.shape}")
+        check_targets(targets, self.config.vocab_size)
         if has_explicit_axes():
             losses = lambda model, tokens, targets, ids: model.losses(tokens, targets, segment_ids=ids)
             spec = self._spec("batch", "tokens", of=tokens)
             return under_auto_axes(losses, self, (tokens, targets, segment_ids), spec)
-        x, order = self._hidden(tokens, None, segment_ids)
+        x, order = self._hidden(tokens, None, segment_ids, targets)
         tied = self.config.tie_embeddings
         w = self.embed[...] if tied else self._head_kernel(x.dtype)
         targets = targets if order is None else targets[:, order]
@@ -371,14 +399,22 @@ class Transformer(nnx.Module):
             filled.append(layer_cache)
         return self.final_norm(x), tuple(filled)
 
-    def _hidden(self, tokens: Any, embeddings: Any, segment_ids: Any = None) -> tuple[jax.Array, Any]:
-        """(the final norm's result [B, T, model_dim], the tokens by their place in it, None for their order)."""
+    def _hidden(
+        self, tokens: Any, embeddings: Any, segment_ids: Any = None, targets: Any = None
+    ) -> tuple[jax.Array, Any]:
+        """(the final norm's result [B, T, model_dim], the tokens by their place in it, None for their order).
+
+        targets: of a loss, which tell padding.
+        """
         length = (tokens if embeddings is None else embeddings).shape[1]
         order = self.layers[0].attention.token_order(length, "tokens")
         is_local = isinstance(order, jax.Array)
         documents = None
         if segment_ids is not None:
             documents = packed(segment_ids, tokens if embeddings is None else embeddings, is_whole=not is_local)
+        if embeddings is None:
+            ids = None if documents is None else documents.segment_ids
+            tokens = usable_ids(tokens, self.config.vocab_size, segment_ids=ids, targets=targets)
         if is_local:  # inside a shard_map the devices have their tokens in this order already
             order = None
         if order is not None:
@@ -443,6 +479,7 @@ def flat_parameters(model: nnx.Module) -> dict[str, np.ndarray]:
 
     Raises ValueError for a model with weights of few bits, which are no nnx.Params.
     """
+    check_kind("model", model, nnx.Module, "an nnx.Module")
     if jax.tree.leaves(nnx.state(model, QuantizedWeight)):
         raise ValueError("model: got one with weights of few bits, want the model before quantize_weights")
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))

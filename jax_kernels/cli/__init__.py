@@ -5,10 +5,11 @@ import importlib.util
 import sys
 from typing import Any, NoReturn
 
-__all__ = ["UserError", "main"]
+__all__ = ["UserError", "WriteError", "main"]
 
 # Optional package -> the extra of this library that installs it.
 EXTRAS = {
+    "filelock": "flax",
     "flax": "flax",
     "grain": "flax",
     "matplotlib": "cli",
@@ -24,6 +25,10 @@ EXTRAS = {
 
 class UserError(Exception):
     """An error of the user's input. It is shown as one line, and the exit code is 2."""
+
+
+class WriteError(Exception):
+    """A file that cannot be written, such as on a full disk. It is shown as one line, and the exit code is 1."""
 
 
 def _app() -> Any:
@@ -70,21 +75,35 @@ def _app() -> Any:
     return app
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, code: int = 2) -> NoReturn:
     if message:  # without arguments, the help was shown instead
         print(f"jax-kernels: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)
+
+
+def _given(parameter: Any, arguments: list[str]) -> str | None:
+    """The value that the command line has for an option which typer refuses; typer's own errors may lack it."""
+    for option in getattr(parameter, "opts", ()):
+        for name, value in zip(arguments, [*arguments[1:], None], strict=True):
+            if name == option:
+                return value
+            if name.startswith(f"{option}="):
+                return name.removeprefix(f"{option}=")
+    return None
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line and exits.
 
-    The exit code is 0 for success, 1 for a check that failed, 2 for bad input or a missing package.
+    The exit code is 0 for success, 1 for a check that failed or a file that cannot be written, 2 for bad input or a
+    missing package.
     """
     try:
         sys.exit(_app()(arguments, prog_name="jax-kernels", standalone_mode=False))
     except UserError as error:
         _fail(str(error))
+    except WriteError as error:
+        _fail(str(error), 1)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS or importlib.util.find_spec(package) is not None:
@@ -93,4 +112,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not typer's own but a bug: its traceback is wanted
             raise
-        _fail(error.format_message())
+        message = error.format_message()
+        value = _given(getattr(error, "param", None), sys.argv[1:] if arguments is None else arguments)
+        _fail(message if value is None or value in message else f"{message}, got {value!r}")

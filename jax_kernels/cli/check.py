@@ -20,11 +20,13 @@ from jax_kernels import (
     testing_mlp,
     testing_normalization,
 )
-from jax_kernels.cli import UserError
+from jax_kernels.cli import UserError, WriteError
 from jax_kernels.cli.info import find_device, versions
+from jax_kernels.files import write_whole
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS
 from jax_kernels.ops.matmul.table import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
 from jax_kernels.ops.normalization import IMPLEMENTATIONS as NORM_IMPLEMENTATIONS
+from jax_kernels.spelling import did_you_mean
 from jax_kernels.testing import (
     ATTENTION_CASES,
     GPU_ATTENTION_CASES,
@@ -236,7 +238,7 @@ def run_case(op: str, name: str, case: Any, implementation: str) -> Result:
 def _ops(asked: list[str] | None) -> list[str]:
     for name in asked or ():
         if name not in SUITES:
-            raise UserError(f"--op: got {name!r}, want one of {', '.join(SUITES)}")
+            raise UserError(f"--op: got {name!r}, want one of {', '.join(SUITES)}{did_you_mean(name, SUITES)}")
     return [name for name in SUITES if not asked or name in asked]
 
 
@@ -249,9 +251,11 @@ def _implementations(asked: list[str] | None, ops: list[str]) -> dict[str, list[
         found = [of_op[name] for of_op in reasons.values() if name in of_op]
         if not found:
             known = dict.fromkeys(name for of_op in reasons.values() for name in of_op)
-            raise UserError(f"--implementation: got {name!r}, want one of {', '.join(known)}")
+            raise UserError(
+                f"--implementation: got {name!r}, want one of {', '.join(known)}{did_you_mean(name, known)}"
+            )
         if None not in found:
-            raise UserError(str(found[0]))
+            raise UserError(f"--implementation: {found[0]}")
     wanted = lambda name, reason: reason is None and (not asked or name in asked)
     return {op: [name for name, reason in of_op.items() if wanted(name, reason)] for op, of_op in reasons.items()}
 
@@ -293,7 +297,7 @@ def check(
     """
     implementations = _implementations(implementation, _ops(op))
     device = find_device(None)
-    if json_path is not None and not json_path.parent.is_dir():
+    if json_path is not None and (json_path.is_dir() or not json_path.parent.is_dir()):
         raise UserError(f"--json: got {str(json_path)!r}, want a file in a folder that exists")
 
     calls = [
@@ -319,6 +323,9 @@ def check(
     if json_path is not None:
         report: dict[str, Any] = {"device": dataclasses.asdict(device), "versions": versions(), "failed": failed}
         report["results"] = [dataclasses.asdict(result) | {"passed": result.passed} for result in results]
-        json_path.write_text(json.dumps(report, indent=2) + "\n")
+        try:
+            write_whole(json_path, json.dumps(report, indent=2) + "\n")
+        except OSError as error:
+            raise WriteError(f"--json: {json_path} cannot be written ({error.strerror or error})") from error
     if failed:
         raise typer.Exit(1)

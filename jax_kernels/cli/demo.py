@@ -24,7 +24,7 @@ def demo(
         typer.Option(min=1, help="Steps over which the learning rate decays.", show_default="those of --steps"),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of the parameters and the batches.", show_default="0")
+        int | None, typer.Option(min=0, max=2**32 - 1, help="Of the parameters and the batches.", show_default="0")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for loss.png, run.json and the checkpoint.")] = Path("runs/demo"),
     resume: Annotated[
@@ -60,11 +60,16 @@ def demo(
     Writes loss.png, run.json and a checkpoint, prints a sample, and compares
     logits and input gradients with the PyTorch module on the same weights.
 
+    One run at a time writes --out.
+
     Ends with exit code 1 where held-out bits per byte are not below 0.8 of
-    the unigram entropy, or where PyTorch disagrees; 2 for a wrong option.
+    the unigram entropy, where PyTorch disagrees, or where --out cannot be
+    written; 2 for a wrong option, or an --out that another run writes.
     """
-    from jax_kernels.cli import demo_run
+    from jax_kernels.cli import WriteError, demo_run
     from jax_kernels.cli.train import parse_mesh
+    from jax_kernels.models.checkpoints import NotWritten
+    from jax_kernels.models.folder_lock import FolderInUse
 
     given: dict[str, Any] = {
         "seq_len": seq_len,
@@ -80,5 +85,9 @@ def demo(
         passed = demo_run.run(text=text, steps=steps, out=out, resume=resume, mesh=axes, **given)
     except demo_run.OptionError as error:
         raise typer.BadParameter(error.message, param_hint=error.option) from error
+    except FolderInUse as error:
+        raise typer.BadParameter(str(error).removeprefix("folder: "), param_hint="--out") from error
+    except NotWritten as error:
+        raise WriteError(f"--out: {str(error).removeprefix('folder: ')}") from error
     if not passed:
         raise typer.Exit(1)

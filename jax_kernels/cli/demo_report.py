@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import io
 import json
 import platform
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.text import Text
 import jax_kernels
 from jax_kernels.cli.demo_data import Corpus
 from jax_kernels.cli.demo_training import Settings, Trainer, bits_per_byte
+from jax_kernels.files import write_whole
 
 __all__ = ["introduce", "plot", "print_sample", "write_record"]
 
@@ -72,7 +74,9 @@ def plot(path: Path, settings: Settings, history: dict[str, Any], unigram: float
         f"{settings.model.num_layers} layers of width {settings.model.model_dim}, context {settings.seq_len}"
     )
     axes.legend()
-    figure.savefig(path, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format="png")
+    write_whole(path, image.getvalue())
 
 
 def write_record(
@@ -97,7 +101,7 @@ def write_record(
         "losses_nats_per_byte": history["losses"],
         "held_out_bits_per_byte": history["held_out"],
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 def _versions() -> dict[str, str | None]:

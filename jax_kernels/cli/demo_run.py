@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from jax_kernels.cli import demo_compare, demo_report
 from jax_kernels.cli.demo_data import Corpus, CorpusError, read_corpus, unigram_entropy
 from jax_kernels.cli.demo_training import Checkpoints, Settings, Trainer, bits_per_byte, sample
 from jax_kernels.models import LongNetConfig, TransformerConfig, make_mesh
+from jax_kernels.models.checkpoints import NotWritten, file_in_the_way, nonfinite, reason
+from jax_kernels.spelling import did_you_mean
 
 __all__ = ["OptionError", "run"]
 
@@ -66,8 +69,8 @@ def run(
     device = jax_kernels.device_info()
     defaults = preset(device)
     folder = out / "checkpoint"
-    if out.exists() and not out.is_dir():
-        raise OptionError("--out", f"{out} is not a folder")
+    if (found := file_in_the_way(out)) is not None:
+        raise OptionError("--out", f"{found} is not a folder")
     history: dict[str, Any] = {"losses": [], "held_out": []}
 
     with contextlib.ExitStack() as stack:
@@ -93,7 +96,16 @@ def run(
         unigram = unigram_entropy(corpus.held_out)
         demo_report.introduce(console, device, trainer, corpus, plan, unigram)
         timing = train(console, trainer, corpus, steps, checkpoints, history)
+        check_finite(trainer)
+        return finish(console, out, device, trainer, corpus, plan, unigram, history, timing)
 
+
+def finish(
+    console: Console, out: Path, device: jax_kernels.DeviceInfo, trainer: Trainer, corpus: Corpus,
+    plan: jax_kernels.Plan, unigram: float, history: dict[str, Any], timing: dict[str, Any],
+) -> bool:  # fmt: skip
+    """The checks after training, a sample and the files. Whether every check passed. Raises NotWritten."""
+    settings = trainer.settings
     held_out = trainer.evaluate(corpus.held_out_batches(settings.batch_size, 16))
     learned = held_out < LEARNED * unigram
     verdict = "" if learned else ", [red]not below it[/]: the model did not learn enough; train longer (--steps)"
@@ -118,10 +130,23 @@ def run(
         "torch": comparison.numbers,
         "sample": sampled.decode(errors="replace"),
     }
-    demo_report.plot(out / "loss.png", settings, history, unigram)
-    demo_report.write_record(out / "run.json", device, trainer, corpus, plan, history, results)
-    console.print(f"Wrote {out / 'loss.png'}, {out / 'run.json'} and {folder}", soft_wrap=True, markup=False)
+    try:
+        demo_report.plot(out / "loss.png", settings, history, unigram)
+        demo_report.write_record(out / "run.json", device, trainer, corpus, plan, history, results)
+    except OSError as error:
+        raise NotWritten(f"folder: {out} cannot be written ({reason(error)})") from error
+    wrote = f"Wrote {out / 'loss.png'}, {out / 'run.json'} and {out / 'checkpoint'}"
+    console.print(wrote, soft_wrap=True, markup=False)
     return passed
+
+
+def check_finite(trainer: Trainer) -> None:
+    """Ends the process with the status 1 where a parameter is not finite: such a state is not saved."""
+    if names := nonfinite(trainer.params, trainer.mesh):
+        sys.exit(
+            f"jax-kernels: step {trainer.step}: got parameters that are not finite, such as {names[0]}, want finite "
+            "ones; they are not saved"
+        )
 
 
 def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]) -> tuple[Settings, Corpus]:
@@ -149,7 +174,8 @@ def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> 
     if given["attention"] in (None, "dense"):
         return config
     if given["attention"] != "dilated":
-        raise OptionError("--attention", f"got {given['attention']!r}, want dense or dilated")
+        hint = did_you_mean(given["attention"], ("dense", "dilated"))
+        raise OptionError("--attention", f"got {given['attention']!r}, want dense or dilated{hint}")
     # Each segment has a quarter of the context's tokens; a very short context has room for rate 1 alone.
     branches = [(max(1, seq_len * rate // 4), rate) for rate in (1, 2, 4)]
     lengths, rates = zip(*((length, rate) for length, rate in branches if rate <= length), strict=True)
@@ -268,6 +294,7 @@ def train(
             points.append([trainer.step, trainer.evaluate(batches)])
             console.print(f"step {trainer.step}: held out {points[-1][1]:.3f} bits per byte")
             if trainer.step == steps or time.perf_counter() - saved > SAVE_SECONDS:
+                check_finite(trainer)
                 checkpoints.save(trainer, {"settings": dataclasses.asdict(settings), **history})
                 saved = time.perf_counter()
             start = time.perf_counter()

@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 
 from jax_kernels.compiling import compile_kernels, compiler_options, paused_collections
 from jax_kernels.models import LongNet, LongNetConfig, Transformer, TransformerConfig, make_mesh, state_shardings
+from jax_kernels.models.checkpoints import writing
+from jax_kernels.models.folder_lock import FolderLock
 from jax_kernels.models.sharding import ShardingRules, batch_sharding, check_mesh, place
 
 __all__ = ["Checkpoints", "Settings", "Trainer", "bits_per_byte", "make_model", "sample"]
@@ -147,9 +149,14 @@ class Checkpoints:
     """The newest checkpoint of a run in a folder: the trainer's state, and `run`, a JSON value, together.
 
     replace: the first save takes the place of whatever checkpoints the folder has.
+
+    Raises FolderInUse where another run writes the folder, NotWritten where it cannot be written. save raises the
+    second, too.
     """
 
     def __init__(self, folder: Path, *, replace: bool) -> None:
+        self._lock = FolderLock(folder)
+        self._lock.take()
         self._replace = replace
         self._manager = ocp.CheckpointManager(
             folder.resolve(),
@@ -166,12 +173,13 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, trainer: Trainer, run: Any) -> None:
-        if self._replace:
-            for step in self._manager.all_steps():
-                self._manager.delete(step)
-            self._replace = False
-        items = ocp.args.Composite(state=ocp.args.StandardSave(trainer.state), run=ocp.args.JsonSave(run))
-        self._manager.save(trainer.step, args=items)
+        with writing(self._manager, trainer.step):
+            if self._replace:
+                for step in self._manager.all_steps():
+                    self._manager.delete(step)
+                self._replace = False
+            items = ocp.args.Composite(state=ocp.args.StandardSave(trainer.state), run=ocp.args.JsonSave(run))
+            self._manager.save(trainer.step, args=items)
 
     def load_run(self) -> Any:
         return self._manager.restore(self.latest, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
@@ -187,7 +195,10 @@ class Checkpoints:
         trainer.step = step
 
     def close(self) -> None:
-        self._manager.close()
+        try:
+            self._manager.close()
+        finally:
+            self._lock.release()
 
 
 def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, temperature: float = 0.8) -> bytes:

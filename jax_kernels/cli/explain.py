@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from jax_kernels.cli import UserError
 from jax_kernels.cli import explain_options as options
 from jax_kernels.cli.ops import OPS, spec
+from jax_kernels.spelling import did_you_mean
 
 __all__ = ["COMMANDS", "OpGroup"]
 
@@ -250,7 +251,7 @@ def block_sparse_attention(
 
 def matmul(
     shape: options.RowsShape,
-    columns: Annotated[int, typer.Option(help="of w, N")],
+    columns: options.Columns,
     dtype: options.Dtype = "bfloat16",
     activation: Annotated[str | None, typer.Option(help="silu, gelu, ...")] = None,
     transpose_w: Annotated[bool, typer.Option("--transpose-w", help="w is [N, K]")] = False,
@@ -268,7 +269,7 @@ def matmul(
 
 def gated_matmul(
     shape: options.RowsShape,
-    columns: Annotated[int, typer.Option(help="of each weight, N")],
+    columns: options.Columns,
     dtype: options.Dtype = "bfloat16",
     activation: Annotated[str, typer.Option(help="silu, gelu, ...")] = "silu",
     transpose_w: Annotated[bool, typer.Option("--transpose-w", help="the weights are [N, K]")] = False,
@@ -288,8 +289,8 @@ def gated_matmul(
 
 def mlp(
     shape: options.RowsShape,
-    hidden: Annotated[int, typer.Option(help="columns of w_up, H")],
-    columns: Annotated[int, typer.Option(help="of w_down, N")],
+    hidden: options.Hidden,
+    columns: options.Columns,
     dtype: options.Dtype = "bfloat16",
     activation: Annotated[str, typer.Option(help="silu, gelu, ...")] = "silu",
     gated: Annotated[bool, typer.Option("--gated", help="with w_gate")] = False,
@@ -307,7 +308,7 @@ def mlp(
         OPS["mlp"].function,
         x,
         w_up,
-        spec((hidden, columns), dtype),
+        spec((hidden, columns), x.dtype.name),
         w_gate=w_up if gated else None,
         **arguments,
     )
@@ -372,5 +373,5 @@ class OpGroup(TyperGroup):
                 f"op: got {name}, whose plan needs a jax.shard_map; want {of_shares[name]}, with one device's tokens"
             )
         if name not in COMMANDS:
-            raise UserError(f"op: got {name!r}, want one of {', '.join(COMMANDS)}")
+            raise UserError(f"op: got {name!r}, want one of {', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}")
         return super().resolve_command(ctx, args)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from jax_kernels import dispatch
 from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device
 from jax_kernels.cli.ops import spec
+from jax_kernels.spelling import did_you_mean
 
 __all__ = ["arrays", "numbers", "one_array", "optional_spec", "product_arrays", "show_plan", "window_sides"]
 
@@ -20,8 +22,10 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Shape = Annotated[str, typer.Option(help="query's batch,length,heads,head_dim")]
 RowsShape = Annotated[str, typer.Option(help="x's shape, as in 8192,4096")]
 KeyShape = Annotated[str | None, typer.Option(help="key's, where it differs")]
-ValueHeadDim = Annotated[int | None, typer.Option(help="value's head_dim, where it differs")]
+ValueHeadDim = Annotated[int | None, typer.Option(min=1, help="value's head_dim, where it differs")]
 Dtype = Annotated[str, typer.Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32)")]
+Columns = Annotated[int, typer.Option(min=1, help="of the weights, N")]
+Hidden = Annotated[int, typer.Option(min=1, help="columns of w_up, H")]
 Causal = Annotated[bool, typer.Option("--causal", help="is_causal=True")]
 Bias = Annotated[str | None, typer.Option(help="the shape of a bias, as in 1,16,4096,4096")]
 Window = Annotated[str | None, typer.Option(help="left,right, or one number for both; -1 is no limit")]
@@ -87,7 +91,8 @@ def _dtype(name: str) -> str:
     """JAX's name of a dtype. Raises UserError."""
     found = DTYPES.get(name, name)
     if found not in (*DTYPES.values(), "float8_e4m3fn"):
-        raise UserError(f"--dtype: got {name!r}, want one of {', '.join([*DTYPES.values(), *DTYPES])}")
+        names = [*DTYPES.values(), *DTYPES]
+        raise UserError(f"--dtype: got {name!r}, want one of {', '.join(names)}{did_you_mean(name, names)}")
     return found
 
 
@@ -96,11 +101,45 @@ def optional_spec(option: str, shape: str | None, dtype: str) -> jax.ShapeDtypeS
     return None if shape is None else spec(numbers(option, shape), dtype)
 
 
+def _with_option(text: str) -> str:
+    """An op's error, with the option that its argument came from."""
+    name = re.match(r"\w+(?=[:,=])", text)
+    if name is None:
+        return text
+    of_shapes = {"query": "--shape", "x": "--shape", "key": "--kv-shape", "value": "--v-head-dim", "w": "--columns"}
+    if name[0] in of_shapes:
+        return f"{of_shapes[name[0]]}: {text}"
+    return f"--{name[0].replace('_', '-')}{text[name.end() :]}" if name[0] in _ARGUMENTS else text
+
+
+# The ops' arguments that have an option of the same name.
+_ARGUMENTS = (
+    "activation",
+    "bias",
+    "block_size",
+    "combine",
+    "dilation_rates",
+    "dtype",
+    "heads",
+    "implementation",
+    "kv_lengths",
+    "layout",
+    "mask",
+    "order",
+    "precision",
+    "q_offset",
+    "scaling",
+    "segment_lengths",
+    "softcap",
+    "window",
+)
+
+
 def show_plan(device: str | None, as_json: bool, function: Callable[..., Any], *given: Any, **arguments: Any) -> None:
     """Prints the plan of function(*given, **arguments) on the device. Raises UserError for a call that has none."""
     try:
         with dispatch.on_device(find_device(device)):
             plan = dispatch.explain(function, *given, **arguments)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise UserError(str(error)) from None
+    except (TypeError, ValueError, NotImplementedError, OverflowError) as error:
+        raise UserError(_with_option(str(error))) from None
     print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else plan)

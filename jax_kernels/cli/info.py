@@ -26,7 +26,7 @@ def find_device(name: str | None) -> DeviceInfo:
     try:
         return device_info(name)
     except ValueError as error:
-        raise UserError(str(error)) from None
+        raise UserError(f"--{error}") from None
 
 
 def versions() -> dict[str, str | None]:

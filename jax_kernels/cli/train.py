@@ -7,9 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
+from jax_kernels.spelling import did_you_mean
+
 __all__ = ["parse_mesh", "train"]
 
 Positive = typer.Option(min=1)
+MESH_AXES = ("pipeline", "data", "fsdp", "sequence", "tensor")  # jax_kernels.models', which import Flax
+CHOICES = {
+    "--attention": ("dense", "dilated"),
+    "--documents": ("none", "files"),
+    "--dtype": ("bfloat16", "float32"),
+    "--remat": ("none", "all", "attention", "products"),
+    "--sequence-strategy": ("auto", "ring", "halo", "all_to_all", "all_gather"),
+}
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -20,7 +30,31 @@ def parse_mesh(text: str) -> dict[str, int]:
         if not equals or not re.fullmatch(r"-?\d+", size) or not name.strip() or name.strip() in axes:
             raise typer.BadParameter(f"got {text!r}, want axes such as data=2,sequence=2", param_hint="--mesh")
         axes[name.strip()] = int(size)
+    for name, count in axes.items():
+        if name not in MESH_AXES:
+            want = f"want axes of {', '.join(MESH_AXES)}{did_you_mean(name, MESH_AXES)}"
+            raise typer.BadParameter(f"got {text!r}, {want}", param_hint="--mesh")
+        if count < 1 and count != -1:
+            want = "want a positive number of devices for each axis, or -1 for one"
+            raise typer.BadParameter(f"got {text!r}, {want}", param_hint="--mesh")
     return axes
+
+
+def check_choice(option: str, value: str) -> None:
+    """Raises typer.BadParameter unless an option has one of its values."""
+    if value not in CHOICES[option]:
+        *others, last = CHOICES[option]
+        want = f"want {', '.join(others)} or {last}{did_you_mean(value, CHOICES[option])}"
+        raise typer.BadParameter(f"got {value!r}, {want}", param_hint=option)
+
+
+def check_sizes(width: int, heads: int, kv_heads: int | None) -> None:
+    """Raises typer.BadParameter for heads that do not fit the width, or one another."""
+    if width % heads or width // heads % 2 or width // heads > 256:
+        want = "want a divisor of it that gives each head an even number of numbers, up to 256"
+        raise typer.BadParameter(f"got {heads} with --width {width}, {want}", param_hint="--heads")
+    if kv_heads is not None and heads % kv_heads:
+        raise typer.BadParameter(f"got {kv_heads}, want a divisor of --heads {heads}", param_hint="--kv-heads")
 
 
 def train(
@@ -48,7 +82,7 @@ def train(
         str, typer.Option(help="Of attention along the sequence axis: auto, ring, halo, all_to_all or all_gather.")
     ] = "auto",
     learning_rate: Annotated[float, typer.Option(min=0.0, help="The peak.")] = 6e-4,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoints and of train.json.")] = Path("runs/train"),
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
     implementation: Annotated[str | None, typer.Option(help="Of the attention.", show_default="the fastest")] = None,
@@ -64,11 +98,14 @@ def train(
     Processes that Slurm, Open MPI or Kubernetes started find each other;
     others need --coordinator, --num-processes and --process-id.
 
-    Ends with exit code 1, and without another checkpoint, once a loss or a
-    gradient is not finite; 2 for a wrong option.
+    One run at a time writes --out.
+
+    Ends with exit code 1, and without another checkpoint, once a loss, a
+    gradient or a parameter is not finite, or where --out cannot be written;
+    2 for a wrong option, or an --out that another run writes.
     """
-    from jax_kernels.cli import train_run
-    from jax_kernels.models.checkpoints import file_in_the_way
+    from jax_kernels.cli import WriteError, train_run
+    from jax_kernels.models.checkpoints import NotWritten, file_in_the_way
 
     settings: dict[str, Any] = {
         "documents": documents,
@@ -98,10 +135,14 @@ def train(
         "collective_timeout": collective_timeout,
     }
     axes = parse_mesh(mesh)
-    if attention not in ("dense", "dilated"):
-        raise typer.BadParameter(f"got {attention!r}, want dense or dilated", param_hint="--attention")
-    if documents not in ("none", "files"):
-        raise typer.BadParameter(f"got {documents!r}, want none or files", param_hint="--documents")
+    given = (attention, documents, dtype, remat, sequence_strategy)
+    for option, value in zip(CHOICES, given, strict=True):
+        check_choice(option, value)
+    check_sizes(width, heads, kv_heads)
+    if attention == "dilated" and sequence_strategy != "auto":
+        raise typer.BadParameter(
+            f"got {sequence_strategy!r} with --attention dilated, want auto", param_hint="--sequence-strategy"
+        )
     if attention == "dilated" and seq_len < 4:
         raise typer.BadParameter(f"got {seq_len} with --attention dilated, want 4 or more", param_hint="--seq-len")
     if not math.isfinite(learning_rate):
@@ -110,5 +151,7 @@ def train(
         raise typer.BadParameter(f"{found} is not a folder", param_hint="--out")
     try:
         train_run.run(axes, text, out, attention=attention, settings=settings, model=model, processes=processes)
+    except NotWritten as error:
+        raise WriteError(train_run.in_options(str(error))) from error
     except (ValueError, TypeError, FileNotFoundError, NotImplementedError) as error:
         raise train_run.as_user_error(error) from error

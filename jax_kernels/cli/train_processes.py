@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
+
+from jax_kernels.models.distributed import gathered
 
 __all__ = ["check_agreement"]
 
@@ -17,7 +17,7 @@ def check_agreement(given: Mapping[str, Any]) -> None:
     given: JSON values by the names of their options, the same names on each process.
     """
     if jax.process_count() > 1:
-        told = disagreements([json.loads(text) for text in _gathered(json.dumps(given))])
+        told = disagreements([json.loads(text) for text in gathered(json.dumps(given))])
         if told:
             raise ValueError("; ".join(told))
 
@@ -31,13 +31,3 @@ def disagreements(given: list[dict[str, Any]]) -> list[str]:
             values = f"got {wanted} in process 0 and {given[other][name]} in process {other}"
             told.append(f"{name}: {values}, want the same in all processes")
     return told
-
-
-def _gathered(text: str) -> list[str]:
-    """The text of each process. Two small collectives, over all devices, whatever the mesh."""
-    data = np.frombuffer(text.encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.int32(len(data)))
-    padded = np.zeros(lengths.max(), np.uint8)
-    padded[: len(data)] = data
-    rows = multihost_utils.process_allgather(padded)
-    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]

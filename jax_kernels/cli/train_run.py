@@ -2,11 +2,12 @@
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import optax
@@ -15,18 +16,32 @@ from jax.sharding import Mesh
 from jax_kernels.cli import UserError
 from jax_kernels.cli.demo_data import standard_library
 from jax_kernels.cli.train_processes import check_agreement
+from jax_kernels.files import write_whole
 from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, TransformerConfig, make_mesh, read_documents
+from jax_kernels.models.checkpoints import NotWritten, reason
 from jax_kernels.models.distributed import initialize_distributed
+from jax_kernels.models.folder_lock import FolderLock
 from jax_kernels.models.preemption import STOPPED, stop_asked
 
-__all__ = ["as_user_error", "run"]
+__all__ = ["as_user_error", "in_options", "run"]
 
 MESSAGE_SECONDS = 5.0
 
 
 def as_user_error(error: Exception) -> Exception:
-    """The library's own words, which name the argument, as an error of the user's input."""
-    return UserError(str(error))
+    """The library's own words, with the option for the argument, as an error of the user's input."""
+    return UserError(in_options(str(error)))
+
+
+def in_options(text: str) -> str:
+    """An error's text, with the command's options in place of the library's arguments."""
+    text = re.sub(r"\b(TransformerConfig|LongNetConfig)\.", "", text)
+    name = re.match(r"\w+(?=: )", text)
+    if name is not None and name[0] in _ARGUMENTS:
+        text = f"{_ARGUMENTS[name[0]]}{text[name.end() :]}"
+    fields = "|".join((*_OPTIONS, "accumulate", "seq_len"))
+    option = lambda found: f"--{_OPTIONS.get(found[1], found[1]).replace('_', '-')} "
+    return re.sub(rf"\b({fields})=", option, text)
 
 
 def optimizer_of(settings: dict[str, Any]) -> optax.GradientTransformation:
@@ -50,12 +65,15 @@ def run(
 ) -> None:  # fmt: skip
     """Trains. Raises ValueError, TypeError or FileNotFoundError for what the user can mend.
 
-    Ends the process with the status STOPPED where SIGTERM ended the run, and with 1 where a loss is not finite.
+    Ends the process with the status STOPPED where SIGTERM ended the run, and with 1 where a loss or a parameter is not
+    finite. Raises NotWritten where `out` cannot be written.
     """
     initialize_distributed(**processes)
     options = {_OPTIONS.get(name, name): value for name, value in (settings | model).items()}
     options |= {"mesh": axes, "attention": attention, "out": str(out)}
     check_agreement({f"--{name.replace('_', '-')}": value for name, value in options.items()})
+    folder = out / "checkpoint"
+    FolderLock(folder).check_free()  # at once: the text and the model may take minutes
     is_first = jax.process_index() == 0
     say = print if is_first else lambda *words, **options: None
     mesh = make_mesh(axes)
@@ -72,28 +90,59 @@ def run(
         mesh=mesh,
         seed=settings["seed"],
         accumulate=settings["accumulate"],
-        folder=out / "checkpoint",
+        folder=folder,
     )
-    losses: list[float] = []
-    if trainer.latest is not None:
-        before = trainer.restore()
-        if "losses" not in before:
-            raise ValueError("--out: another program wrote the checkpoint there, without losses; give another folder")
-        losses = before.pop("losses")
-        check_settings(before, kept)
-        say(f"goes on from step {trainer.step}", flush=True)
-    say(f"{mesh.size} devices, {jax.process_count()} processes, mesh {dict(mesh.shape)}", flush=True)
     try:
+        trainer.lock_folder()
+        losses = losses_before(trainer, kept)
+        begun = trainer.step
+        if begun and begun < settings["steps"]:
+            say(f"goes on from step {begun}", flush=True)
+        say(f"{mesh.size} devices, {jax.process_count()} processes, mesh {dict(mesh.shape)}", flush=True)
         with stop_asked() as asked:
             is_whole = train(trainer, batches, losses, kept, say, asked)
+        if not is_whole:
+            say(f"SIGTERM: saved step {trainer.step} in {folder}; the same command goes on from there", flush=True)
+            sys.exit(STOPPED)
+        if begun == settings["steps"]:
+            say(f"nothing to train: the run in {out} has had its {begun} steps", flush=True)
+        record = {"settings": kept, "mesh": dict(mesh.shape), "processes": jax.process_count(), "losses": losses}
+        if is_first and (begun < settings["steps"] or not has_record(out / "train.json", losses)):
+            write_record(out / "train.json", record, trainer)
+            say(f"wrote {out / 'train.json'}, and the checkpoint of step {trainer.step} to {folder}", flush=True)
+        elif is_first:
+            say(f"{out / 'train.json'} has its losses, {folder} the checkpoint of step {trainer.step}", flush=True)
     finally:
         trainer.close()
-    if not is_whole:
-        say(f"SIGTERM: saved step {trainer.step}; the same command goes on from there", flush=True)
-        sys.exit(STOPPED)
-    if is_first:
-        record = {"settings": kept, "mesh": dict(mesh.shape), "processes": jax.process_count(), "losses": losses}
-        (out / "train.json").write_text(json.dumps(record, indent=1))
+
+
+def losses_before(trainer: Trainer, kept: dict[str, Any]) -> list[float]:
+    """Restores the newest checkpoint, if any, and gives its losses. Raises ValueError for one of another run."""
+    if trainer.latest is None:
+        return []
+    before = trainer.restore()
+    if "losses" not in before:
+        raise ValueError("--out: another program wrote the checkpoint there, without losses; give another folder")
+    losses = before.pop("losses")
+    check_settings(before, kept)
+    return losses
+
+
+def has_record(path: Path, losses: list[float]) -> bool:
+    """Whether a train.json is whole, and of a run with these losses."""
+    try:
+        return json.loads(path.read_text())["losses"] == losses
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def write_record(path: Path, record: dict[str, Any], trainer: Trainer) -> None:
+    """Writes train.json. Raises NotWritten."""
+    try:
+        write_whole(path, json.dumps(record, indent=1))
+    except OSError as error:
+        newest = f"the newest checkpoint is of step {trainer.latest}"
+        raise NotWritten(f"folder: {path} cannot be written ({reason(error)}); {newest}") from error
 
 
 def batches_of(text: Path | None, settings: dict[str, Any], mesh: Mesh) -> tuple[TokenBatches, str]:
@@ -110,13 +159,33 @@ def batches_of(text: Path | None, settings: dict[str, Any], mesh: Mesh) -> tuple
         digest = batches.sha256
         found = f"a text of SHA-256 {digest[:16]}"
     except (ValueError, OSError) as error:
-        failure, found = error, str(error)
+        found = str(error)
+        if not found.startswith("batch: "):
+            found = f"--text: {found.removeprefix('paths: ').removeprefix('tokens: ')}"
+        failure = (FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)(found)
     check_agreement({"--text": found})  # also from a process that failed, which the others would wait for
     if failure is not None:
         raise failure
     return batches, digest
 
 
+# The options of arguments that the library's errors name.
+_ARGUMENTS = {
+    "axes": "--mesh",
+    "mesh": "--mesh",
+    "config": "--out",  # a model that differs from the checkpoint's there
+    "optimizer": "--out",
+    "batch": "--batch-size",
+    "tokens": "--seq-len",
+    "folder": "--out",
+    "seed": "--seed",
+    "num_layers": "--layers",
+    "coordinator": "--coordinator",
+    "process_id": "--process-id",
+    "num_processes": "--num-processes",
+    "timeout": "--timeout",
+    "accumulate": "--accumulate",
+}
 # The options whose values have other names in the config.
 _OPTIONS = {"num_layers": "layers", "model_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
 
@@ -129,7 +198,8 @@ def train(
     steps, tokens = kept["steps"], kept["batch_size"] * kept["seq_len"]
     last, since = time.monotonic(), trainer.step
     while trainer.step < steps:
-        found = trainer.train(batches[trainer.step])
+        batch = batches[trainer.step]
+        found = trainer.train(batch)
         losses.append(float(found["loss"]))
         check_finite(trainer, losses[-1], float(found["gradient_norm"]))
         is_last, now = trainer.step == steps, time.monotonic()
@@ -140,6 +210,7 @@ def train(
             last, since = now, trainer.step
         is_stopped = asked(trainer.step) and not is_last
         if trainer.step % kept["save_every"] == 0 or is_last or is_stopped:
+            check_parameters(trainer, batch)
             trainer.save(kept | {"losses": losses})
         if is_stopped:
             return False
@@ -148,13 +219,26 @@ def train(
 
 def check_finite(trainer: Trainer, loss: float, gradient_norm: float) -> None:
     """Ends the process with the status 1 where a step had no finite loss or gradient: its parameters are lost."""
-    if math.isfinite(loss) and math.isfinite(gradient_norm):
-        return
-    newest = "no checkpoint" if trainer.latest is None else f"the newest checkpoint is of step {trainer.latest}"
-    sys.exit(
-        f"jax-kernels: step {trainer.step}: got a loss of {loss} and a gradient norm of {gradient_norm}, want finite "
-        f"ones, as of a smaller --learning-rate; {newest}"
+    if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
+        end_unsaved(trainer, f"a loss of {loss} and a gradient norm of {gradient_norm}, want finite ones")
+
+
+def check_parameters(trainer: Trainer, batch: Any) -> None:
+    """Ends the process with the status 1 unless a step's parameters, and their loss, are finite: none is saved."""
+    try:
+        trainer.check_finite()
+    except FloatingPointError:
+        end_unsaved(trainer, "parameters that are not finite, or too large to be squared, want finite ones")
+    loss = trainer.evaluate(batch)
+    if not math.isfinite(loss):
+        end_unsaved(trainer, f"parameters whose loss is {loss}, want a finite one")
+
+
+def end_unsaved(trainer: Trainer, got: str) -> NoReturn:
+    newest = (
+        "there is no checkpoint" if trainer.latest is None else f"the newest checkpoint is of step {trainer.latest}"
     )
+    sys.exit(f"jax-kernels: step {trainer.step}: got {got}, as of a smaller --learning-rate; {newest}")
 
 
 def standard_library_files() -> list[Path]:

@@ -11,6 +11,7 @@ from jax_kernels.masks import checks
 from jax_kernels.masks.arrays import block_sparse
 from jax_kernels.masks.mask import Mask
 from jax_kernels.masks.positions import causal, dilated, global_tokens, prefix, sliding_window
+from jax_kernels.spelling import did_you_mean
 
 
 def prefix_lm(n: Any) -> Mask:
@@ -102,7 +103,7 @@ def preset(name: str, **options: Any) -> Mask:
     if not isinstance(name, str):
         raise TypeError(f"name: got {type(name).__name__}, want a str, one of {names}")
     if name not in PRESETS:
-        raise ValueError(f"name: got {name!r}, want one of {names}")
+        raise ValueError(f"name: got {name!r}, want one of {names}{did_you_mean(name, PRESETS)}")
     signature = inspect.signature(PRESETS[name])
     try:
         signature.bind(**options)

@@ -149,7 +149,7 @@ def test_flex_attention_keeps_what_it_made(make_qkv, reference):
 
 def test_flex_attention_errors():
     for arguments, error, message in (
-        (("swirl",), ValueError, "^name: got 'swirl', want one of"),
+        (("swirl",), ValueError, "^pattern: got 'swirl', want one of"),
         ((3,), TypeError, "^pattern: got int, want a name or a masks.Mask"),
         (("causal", 4), ValueError, "^window: got 4 with the pattern 'causal', which has none"),
         (

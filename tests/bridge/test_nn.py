@@ -135,3 +135,23 @@ def test_errors():
             bridge.nn.Transformer(config)
     with pytest.raises(ValueError, match=r"^x: got head_dim 5, want an even one"):
         bridge.nn.rotary_embedding(torch.zeros(1, 2, 1, 5), torch.arange(2))
+
+
+def test_token_ids_are_checked():
+    model = bridge.nn.Transformer(models.TransformerConfig(vocab_size=9, model_dim=8, num_layers=1, num_heads=1))
+    for tokens, message in [
+        (torch.zeros(4, dtype=torch.int64), r"tokens: got torch.int64 \(4,\), want integers \[batch, length\]"),
+        (torch.zeros(2, 4), r"tokens: got torch.float32 \(2, 4\), want integers"),
+        (torch.tensor([[1, -1]]), "tokens: got ids from -1 to 1, want 0 to 8"),
+        (torch.tensor([[1, 9]]), "tokens: got ids from 1 to 9, want 0 to 8"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model(tokens)
+    with pytest.raises(TypeError, match=r"tokens: got numpy\.ndarray, want a torch\.Tensor"):
+        model(np.zeros((1, 4), np.int64))
+    narrow = torch.tensor([[1, 8, 3]], dtype=torch.uint8)
+    torch.testing.assert_close(model(narrow), model(narrow.long()))
+    # Values are not known under vmap: NaN, as under torch.compile and on a GPU.
+    many = torch.vmap(model._embedded)(torch.tensor([[[1, 2]], [[9, -1]]]))
+    assert not many[0].isnan().any()
+    assert many[1].isnan().all()

@@ -198,7 +198,7 @@ def test_explain_without_arguments_lists_the_ops(run):
         ("explain dilated_attention --shape 1,8,4,64", ("--segment-lengths",)),
         (
             "explain dilated_attention --shape 1,8,4,64 --segment-lengths 4,8 --dilation-rates 1",
-            ("dilation_rates: got 1 of them for 2 segment_lengths",),
+            ("--dilation-rates: got 1 of them for 2 segment_lengths",),
         ),
         (
             "explain dynamic_mask_attention --shape 1,8,4,64 --mask 1,3,8,8",
@@ -233,6 +233,20 @@ def test_explain_without_arguments_lists_the_ops(run):
             ("--implementation: got 'cudnn', want one of triton, mosaic_gpu, xla",),
         ),
         ("check --json /no/such/folder/x.json", ("--json: got '/no/such/folder/x.json', want a file in a folder",)),
+        ("check --json /tmp", ("--json: got '/tmp', want a file in a folder that exists",)),
+        ("check --op flash_atention", ("--op: got 'flash_atention', want one of", "did you mean 'flash_attention'?")),
+        ("info --device h10", ("--device: got 'h10', want cpu or the name of a GPU", "did you mean 'h100'?")),
+        ("explain matmul --shape 8,64 --columns 0", ("'--columns': ", ", got '0'")),
+        ("explain gated_matmul --shape 8,64 --columns -1", ("'--columns': ", ", got '-1'")),
+        ("explain mlp --shape 8,64 --columns 8 --hidden 0", ("'--hidden': ", ", got '0'")),
+        ("explain attention --shape 1,8,4,64 --v-head-dim 0", ("'--v-head-dim': ", ", got '0'")),
+        ("explain attention --shape 1,8,4,64 --softcap 0", ("--softcap: got 0.0, want a number above 0",)),
+        ("explain attention --shape 1,8,4,64 --window 1,2,3", ("--window: got (1, 2, 3), want an int",)),
+        ("explain attention --shape 1,8,4,64 --dtype bfloat", ("did you mean 'bfloat16'?",)),
+        ("explain attention --shape 1,8,4,64 --implementation trition", ("did you mean 'triton'?",)),
+        ("explain attenton --shape 1,8,4,64", ("op: got 'attenton'", "did you mean 'attention'?")),
+        ("explain attention --shape 1,8,4,64 --mask 3,1,8,8", ("--mask: got shape (3, 1, 8, 8), want",)),
+        ("explain attention --shape 1,2,3", ("--shape: query: got shape (1, 2, 3), want 4 axes",)),
     ],
 )
 def test_bad_input_is_one_line(run, arguments, words):

@@ -11,16 +11,21 @@ import sys
 import time
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import typer
 
 from jax_kernels.cli import main, train_run
-from jax_kernels.cli.train import parse_mesh
-from jax_kernels.models import Trainer, TransformerConfig
+from jax_kernels.cli.train import CHOICES, MESH_AXES, parse_mesh
+from jax_kernels.models import Trainer, TransformerConfig, sharding
 from jax_kernels.models.distributed import initialize_distributed, scheduler
+from jax_kernels.models.folder_lock import FolderLock
+from jax_kernels.models.remat import REMAT
+from jax_kernels.ops.ring.ring_attention import STRATEGIES
 
 MODEL = "--seq-len 32 --batch-size 4 --layers 1 --width 32 --heads 2 --dtype float32 --save-every 2"
 MAIN = "from jax_kernels.cli import main; main()"
+HEADS = "want a divisor of it that gives each head an even number of numbers, up to 256"
 
 
 def start(*words, devices=4, command="train", script=MAIN):
@@ -88,7 +93,9 @@ def test_two_processes_train_as_one_does(tmp_path, folder, capsys):
     given = {"attention": "dense", "processes": {}, "settings": settings}
     given["model"] = {"num_layers": 1, "model_dim": 32, "num_heads": 2}
     train_run.run({"data": 1}, folder, tmp_path / "pair", **given)
-    assert "goes on from step 4" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"nothing to train: the run in {tmp_path / 'pair'} has had its 4 steps" in out
+    assert f"{tmp_path / 'pair' / 'train.json'} has its losses, " in out
     given["settings"] = settings | {"steps": 5}
     with pytest.raises(ValueError, match="--out: the checkpoint there was trained with steps 4; give another folder"):
         train_run.run({"data": 1}, folder, tmp_path / "pair", **given)
@@ -168,6 +175,19 @@ def test_what_cannot_run_or_go_on_is_named(tmp_path, text, capsys, monkeypatch):
         (("--attention", "dilated", "--seq-len", "3"), "--seq-len: got 3 with --attention dilated, want 4 or more"),
         (("--out", "FILE"), "--out: FILE is not a folder"),
         (("--out", "FILE/sub"), "--out: FILE is not a folder"),
+        (
+            ("--mesh", "dta=1"),
+            "--mesh: got 'dta=1', want axes of pipeline, data, fsdp, sequence, tensor; did you mean 'data'?",
+        ),
+        (("--mesh", "data=0"), "--mesh: got 'data=0', want a positive number of devices for each axis, or -1 for one"),
+        (("--dtype", "float16"), "--dtype: got 'float16', want bfloat16 or float32; did you mean 'bfloat16'?"),
+        (
+            ("--remat", "product"),
+            "--remat: got 'product', want none, all, attention or products; did you mean 'products'?",
+        ),
+        (("--heads", "5"), f"--heads: got 5 with --width 768, {HEADS}"),
+        (("--heads", "2"), f"--heads: got 2 with --width 768, {HEADS}"),
+        (("--kv-heads", "4"), "--kv-heads: got 4, want a divisor of --heads 6"),
     ],
 )
 def test_options_that_cannot_be_are_named(words, message, text, capsys):
@@ -177,15 +197,117 @@ def test_options_that_cannot_be_are_named(words, message, text, capsys):
     assert capsys.readouterr().err == f"jax-kernels: Invalid value for {message.replace('FILE', str(text))}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--seed 4294967296", "Invalid value for '--seed': "),
+        ("--mesh data=64 --text TEXT", "--mesh: got {'data': 64} for "),
+        ("--text TEXT/none", "--text: TEXT/none is neither a file nor a folder"),
+        ("--text TEXT --seq-len 99999", "--text: got "),
+        ("--text TEXT --accumulate 3", "--batch-size: got 2 rows, want a multiple of --accumulate 3"),
+        ("--coordinator foo --num-processes 2 --process-id 0", "--coordinator: got 'foo', want host:port"),
+        ("--coordinator a:1 --num-processes 2 --process-id 2", "--process-id: got 2 of 2 processes, want 0 to 1"),
+        (
+            "--text TEXT --implementation mosaic",
+            "implementation='mosaic' is not known for flash_attention; want one of",
+        ),
+    ],
+)
+def test_arguments_that_the_library_refuses_are_options(words, message, text, tmp_path, capsys):
+    code, _, err = ended(capsys, *words.replace("TEXT", str(text)).split(), "--out", tmp_path / "out")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith(f"jax-kernels: {message.replace('TEXT', str(text))}")
+
+
+def test_the_choices_are_the_library_s():
+    assert MESH_AXES == sharding.MESH_AXES
+    assert {*CHOICES["--sequence-strategy"]} == {*STRATEGIES}
+    assert {*CHOICES["--remat"]} == {*REMAT, "none", "all"}
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_unsaved(tmp_path, text):
-    given = small({"steps": 20, "save_every": 1, "learning_rate": 1e38})
-    with pytest.raises(
-        SystemExit, match=r"step \d+: got a loss of \S+ and a gradient norm of nan, want finite"
-    ) as ended:
-        train_run.run({"data": 1}, text, tmp_path / "out", **given)
-    step = int(re.search(r"step (\d+)", ended.value.code)[1])
-    assert f"the newest checkpoint is of step {step - 1}" in ended.value.code
+    settings = {"steps": 20, "save_every": 1, "learning_rate": 1e38}
+    message = "step 2: got parameters that are not finite, .+ --learning-rate; the newest checkpoint is of step 1"
+    with pytest.raises(SystemExit, match=message):
+        train_run.run({"data": 1}, text, tmp_path / "out", **small(settings))
     assert not (tmp_path / "out" / "train.json").exists()
+    assert (tmp_path / "out" / "checkpoint" / "1").is_dir()
+    # Between checkpoints the gradient tells it, a step later.
+    message = r"step 3: got a loss of \S+ and a gradient norm of nan, want finite ones, .+; there is no checkpoint"
+    with pytest.raises(SystemExit, match=message):
+        train_run.run({"data": 1}, text, tmp_path / "other", **small(settings | {"save_every": 10}))
+
+
+SIZES = "--mesh data=1 --seq-len 16 --batch-size 2 --layers 1 --width 16 --heads 1 --dtype float32"
+
+
+def ended(capsys, *words):
+    """(the exit code, the output, the error) of `jax-kernels train` with a small model."""
+    with pytest.raises(SystemExit) as exited:
+        main(["train", *SIZES.split(), *map(str, words)])
+    captured = capsys.readouterr()
+    is_text = isinstance(exited.value.code, str)  # which Python prints, with the code 1
+    return (1 if is_text else exited.value.code or 0), captured.out, exited.value.code if is_text else captured.err
+
+
+def test_the_last_step_is_checked_and_a_finished_run_says_so(tmp_path, text, capsys):
+    out = tmp_path / "out"
+    code, _, err = ended(capsys, "--text", text, "--steps", 2, "--out", out, "--learning-rate", "1e30")
+    assert code == 1
+    assert re.match(r"jax-kernels: step 2: got parameters that are not finite, .+; there is no check", err)
+    assert not (out / "train.json").exists()
+    words = ("--text", text, "--steps", 2, "--out", out)
+    code, said, _ = ended(capsys, *words)
+    assert code == 0
+    assert f"wrote {out / 'train.json'}, and the checkpoint of step 2 to {out / 'checkpoint'}" in said
+    first = (out / "train.json").read_bytes()
+    for cut in (None, b'{"losses": ['):  # as it is, and as a kill left it before writes were whole
+        if cut is not None:
+            (out / "train.json").write_bytes(cut)
+        code, said, _ = ended(capsys, *words)
+        assert code == 0
+        assert f"nothing to train: the run in {out} has had its 2 steps" in said
+        assert ("wrote" in said) == (cut is not None)
+        assert (out / "train.json").read_bytes() == first
+
+
+def test_two_runs_in_one_folder_and_disks_that_fail(tmp_path, text, capsys, monkeypatch):
+    out = tmp_path / "out"
+    words = ("--text", text, "--steps", 2, "--save-every", 1, "--out", out)
+    holder = FolderLock(out / "checkpoint")
+    holder.take()
+    code, _, err = ended(capsys, *words)
+    holder.release()
+    assert code == 2
+    assert err.startswith(f"jax-kernels: --out: got {out / 'checkpoint'}, which another Trainer of this process writes")
+
+    save = ocp.CheckpointManager.save
+
+    def full(self, step, *given, **options):
+        if step == 2:
+            raise OSError(28, "No space left on device")
+        return save(self, step, *given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", full)
+        result = ended(capsys, *words)
+    why = "cannot be written (No space left on device); the newest checkpoint is of step 1"
+    assert (result[0], result[2]) == (
+        1,
+        f"jax-kernels: --out: the checkpoint of step 2 in {out / 'checkpoint'} {why}\n",
+    )
+
+    def refused(path, data):
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_run, "write_whole", refused)
+        result = ended(capsys, *words)
+    why = "cannot be written (Read-only file system); the newest checkpoint is of step 2"
+    assert (result[0], result[2]) == (1, f"jax-kernels: --out: {out / 'train.json'} {why}\n")
+    code, _, err = ended(capsys, *words[:-1], "/proc/none")
+    assert (code, err.count("\n")) == (1, 1)
+    assert err.startswith("jax-kernels: --out: /proc/none/checkpoint cannot be made (No such file or directory")
 
 
 def test_a_damaged_checkpoint_is_a_user_s_error(tmp_path, text, capsys):
@@ -195,7 +317,7 @@ def test_a_damaged_checkpoint_is_a_user_s_error(tmp_path, text, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", "--mesh", "data=1", "--text", str(text), "--out", str(tmp_path / "out"), *sizes.split()])
     assert ended.value.code == 2
-    assert "jax-kernels: folder: the checkpoint of step 2 in" in capsys.readouterr().err
+    assert "jax-kernels: --out: the checkpoint of step 2 in" in capsys.readouterr().err
 
 
 @pytest.mark.slow

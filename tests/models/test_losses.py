@@ -66,9 +66,23 @@ def test_large_logits_and_targets_out_of_range():
     losses = linear_cross_entropy(x, w, targets, chunk=8)
     assert np.isfinite(losses).all()
     np.testing.assert_allclose(losses, oracle(x, w, targets, losses)[0], rtol=1e-5)
-    losses = linear_cross_entropy(x, w, targets.at[1, 1].set(VOCABULARY), chunk=8)
+    beyond = targets.at[1, 1].set(VOCABULARY)
+    losses = jax.jit(lambda targets: linear_cross_entropy(x, w, targets, chunk=8))(beyond)
     assert np.isnan(losses[1, 1])
     assert np.isnan(losses).sum() == 1
+    with pytest.raises(ValueError, match="targets: got ids up to 37, want 0 to 36, or below 0 where no target counts"):
+        linear_cross_entropy(x, w, beyond)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint8, np.uint32])
+def test_targets_of_any_width(dtype):
+    """Ids that int32 would wrap stay what they are; -100, PyTorch's ignore_index, does not count."""
+    x, w, targets, cotangent = arrays()
+    targets = np.where(targets < 0, -100 if np.issubdtype(dtype, np.signedinteger) else 3, targets).astype(dtype)
+    if dtype == np.int64:
+        targets[1, 0] = -(2**32) + 5
+    losses = linear_cross_entropy(x, w, targets)
+    np.testing.assert_allclose(losses, oracle(x, w, targets.astype(np.int64), cotangent)[0], atol=3e-6)
 
 
 def test_the_logits_of_the_vocabulary_never_stand():

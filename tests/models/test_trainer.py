@@ -52,7 +52,8 @@ def test_a_run_that_is_killed_in_a_checkpoint_s_write_goes_on_as_if_it_had_not_b
     whole, killed = start(tmp_path / "whole", mesh, STEPS), start(tmp_path / "killed", mesh, STEPS, "kill")
     want = end(whole)
     assert end(killed, -signal.SIGKILL) is None
-    assert [path.name for path in sorted((tmp_path / "killed").iterdir())] == ["2", "4.orbax-checkpoint-tmp"]
+    names = sorted(path.name for path in (tmp_path / "killed").iterdir() if not path.name.startswith("."))
+    assert names == ["2", "4.orbax-checkpoint-tmp"]
     got = end(start(tmp_path / "killed", mesh, STEPS, "elsewhere"))
     assert got["begun"] == 2
     assert got["losses"] == want["losses"][2:]
@@ -149,13 +150,14 @@ def test_a_run_goes_on_from_an_earlier_step_in_another_folder_or_without_the_lat
         return Trainer(CONFIG, optax.sgd(0.1), folder=tmp_path)
 
     def folders():
-        return sorted(int(path.name) for path in tmp_path.iterdir())
+        return sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal())
 
     first = trainer()
     first.fit(batches(), 4, save_every=2)
     first.save()  # it is there
     with pytest.raises(ValueError, match="folder: got a checkpoint of step 4 beside a state of step 4"):
         first.save({"other": 1})
+    first.close()
     again = trainer()
     again.restore(2)
     message = r"folder: got a checkpoint of step 4 beside a state of step 2, want another folder, or restore"
@@ -176,9 +178,13 @@ def test_a_run_goes_on_from_an_earlier_step_in_another_folder_or_without_the_lat
 
 def test_bad_arguments_and_checkpoints_are_named(tmp_path):
     trainer = Trainer(CONFIG, optax.sgd(0.1), folder=tmp_path)
-    with pytest.raises(FileNotFoundError, match="folder: got no checkpoint"):
+    with pytest.raises(FileNotFoundError, match=f"folder: got {tmp_path} with no checkpoint, want one that save wrote"):
         trainer.restore()
     trainer.save({"text": "a"})
+    with pytest.raises(FileNotFoundError, match=r"with no checkpoint of step 3, .+; it has steps 0$"):
+        trainer.restore(3)
+    with pytest.raises(TypeError, match="step: got '0', want an int, or None for the newest"):
+        trainer.restore("0")
     other = Trainer(dataclasses.replace(CONFIG, mlp_dim=48, remat=True), optax.sgd(0.1), folder=tmp_path)
     with pytest.raises(
         ValueError, match="config: got a model that differs from the checkpoint's, which has mlp_dim=32"
@@ -209,6 +215,64 @@ def test_bad_arguments_and_checkpoints_are_named(tmp_path):
         Trainer(dataclasses.replace(CONFIG, dtype="float16"), optax.sgd(0.1))
     with pytest.raises(ValueError, match="batch: got 4 rows, want a multiple of accumulate=3"):
         Trainer(CONFIG, optax.sgd(0.1), accumulate=3).train(batches()[0])
+
+
+ARGUMENTS = {
+    "config": (
+        {"config": {"vocab_size": 4}},
+        TypeError,
+        "config: got dict, want a TransformerConfig or a LongNetConfig",
+    ),
+    "optimizer": ({"optimizer": "adam"}, TypeError, "optimizer: got 'adam', want one of optax, such as optax.adamw"),
+    "mesh": ({"mesh": {"data": 1}}, TypeError, "mesh: got dict, want a jax.sharding.Mesh, as make_mesh gives it"),
+    "rules": ({"rules": "default"}, TypeError, "rules: got str, want ShardingRules or None"),
+    "folder": ({"folder": 3}, TypeError, "folder: got int, want a path or None"),
+    "loss": ({"loss": "nll"}, TypeError, r"loss: got 'nll', want a function of \(model, batch, key\)"),
+    "seed": ({"seed": 2**32}, ValueError, "seed: got 4294967296, want 0 to 4294967295"),
+    "negative seed": ({"seed": -1}, ValueError, "seed: got -1, want 0 to 4294967295"),
+    "seed's type": ({"seed": 1.5}, TypeError, r"seed: got 1\.5, want an int"),
+    "keep": ({"keep": "2"}, TypeError, "keep='2' must be an int"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_of_another_kind_are_named(case):
+    changed, error, message = ARGUMENTS[case]
+    with pytest.raises(error, match=message):
+        Trainer(**{"config": CONFIG, "optimizer": optax.sgd(0.1)} | changed)
+
+
+def test_the_largest_seed_is_one():
+    assert Trainer(CONFIG, optax.sgd(0.1), seed=2**32 - 1).step == 0
+
+
+def test_batches_of_another_kind_are_named():
+    trainer, good = Trainer(CONFIG, optax.sgd(0.1)), np.zeros((2, 4), np.int32)
+    pairs = "want .tokens, targets. or .tokens, targets, segment_ids., integers .batch, length."
+    for call, error, message in [
+        (lambda: trainer.fit([1, 2, 3], 2), TypeError, rf"batches\[0\]: got int, {pairs}"),
+        (lambda: trainer.fit([(good,)], 1), TypeError, rf"batches\[0\]: got 1 items, {pairs}"),
+        (
+            lambda: trainer.fit([(good, good)], 3),
+            ValueError,
+            "batches: got 1 of them, want one for each of the 3 steps",
+        ),
+        (lambda: trainer.fit(iter([]), 1), TypeError, "batches: got list_iterator, want TokenBatches, a list, or"),
+        (lambda: trainer.fit(batches(), 1.5), TypeError, r"steps: got 1\.5, want an int: the steps in all"),
+        (lambda: trainer.fit(batches(), -1), ValueError, "steps: got -1, want 0 or more"),
+        (lambda: trainer.fit(batches(), 1, on_step=3), TypeError, "on_step: got 3, want a function of .step, found."),
+        (lambda: trainer.fit(batches(), 1, save_every=1), ValueError, "folder: got None, want a folder for check"),
+        (lambda: trainer.train(good), TypeError, f"batch: got ndarray, {pairs}"),
+        (lambda: trainer.train((good, good * 1.0)), TypeError, r"batch: got float64 \(2, 4\) for targets, want"),
+        (lambda: trainer.train((good, [[1]])), TypeError, "batch: got list for targets, want"),
+        (lambda: trainer.train((good, good[:1])), ValueError, r"batch: got targets of shape \(1, 4\), want tokens'"),
+        (lambda: trainer.train((good + 64, good)), ValueError, "tokens: got ids from 64 to 64, want 0 to 63"),
+        (lambda: trainer.evaluate((good, good + 64)), ValueError, "targets: got ids up to 64, want 0 to 63"),
+        (lambda: trainer.lock_folder(), ValueError, "folder: got None, want a folder for checkpoints"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
+    assert trainer.step == 0
 
 
 def test_batches_hang_on_the_seed_and_the_step_alone():

@@ -1,0 +1,30 @@
+"""Files that are whole at any moment: a process that is killed, or a full disk, leaves the file before."""
+
+import contextlib
+import os
+from pathlib import Path
+
+__all__ = ["write_whole"]
+
+
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Writes a temporary file in the same folder, then renames it. A symbolic link stays, and its target is replaced.
+
+    A device or a pipe is written to directly. Raises OSError, and leaves no temporary file.
+    """
+    data = data.encode() if isinstance(data, str) else data
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

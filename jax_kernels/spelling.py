@@ -1,0 +1,15 @@
+"""A hint for misspelt names in errors."""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["did_you_mean"]
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """The end of an error about a name that is not known: "; did you mean 'causal'?", or "" if none is near."""
+    if not isinstance(name, str):
+        return ""
+    folded = {x.casefold(): x for x in known}
+    near = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return f"; did you mean {folded[near[0]]!r}?" if near else ""

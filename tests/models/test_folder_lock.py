@@ -1,0 +1,241 @@
+"""One run at a time writes a folder of checkpoints; the lock ends with its process; disks that are full or read-only.
+
+As a script it is a run that has the lock of FOLDER, says so, and waits to be killed.
+"""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+
+from jax_kernels.files import write_whole
+from jax_kernels.models import Trainer, TransformerConfig, checkpoints, folder_lock
+from jax_kernels.models.folder_lock import FolderInUse, FolderLock
+
+CONFIG = TransformerConfig(vocab_size=64, model_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
+BATCH = (np.arange(32, dtype=np.int32).reshape(2, 16),) * 2
+
+
+def trainer(folder, optimizer=None):
+    return Trainer(CONFIG, optax.sgd(1e-2) if optimizer is None else optimizer, folder=folder)
+
+
+def steps_in(folder):
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+
+def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, __file__, str(tmp_path)]
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    one = trainer(tmp_path)
+    try:
+        assert first.stdout.readline() == "has it\n"
+        since = time.monotonic()
+        who = rf"which process {first.pid} on {platform.node()} writes since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+        for write in (one.lock_folder, one.save, lambda: one.fit([BATCH], 1, save_every=1)):
+            with pytest.raises(ValueError, match=f"folder: got {tmp_path}, {who}, want another folder, or that run's"):
+                write()
+        assert time.monotonic() - since < 20
+        assert one.step == 0
+        assert steps_in(tmp_path) == []
+        with pytest.raises(FileNotFoundError, match=f"folder: got {tmp_path} with no checkpoint, want one that save"):
+            one.restore()  # which needs no lock
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    assert (tmp_path / ".lock.json").exists()
+    one.fit([BATCH] * 2, 2, save_every=1)
+    assert json.loads((tmp_path / ".lock.json").read_text())["pid"] == os.getpid()
+    assert steps_in(tmp_path) == [1, 2]
+    one.close()
+    assert not (tmp_path / ".lock.json").exists()
+
+
+def test_trainers_of_one_process_write_one_after_the_other(tmp_path):
+    first, second = trainer(tmp_path), trainer(tmp_path)
+    first.fit([BATCH] * 2, 1, save_every=1)
+    message = "another Trainer of this process writes since .+, want another folder, or close\\(\\) that one"
+    second.restore()
+    second.train(BATCH)
+    with pytest.raises(FolderInUse, match=message):
+        second.save()
+    first.train(BATCH)
+    first.save()
+    first.close()
+    # Steps that the first wrote since the second was made count.
+    with pytest.raises(ValueError, match="folder: got a checkpoint of step 2 beside a state of step 2"):
+        second.save()
+    second.restore(1, remove_later=True)
+    second.fit([BATCH] * 2, 2, save_every=1)
+    with pytest.raises(FolderInUse, match=message):
+        trainer(tmp_path).restore(1, remove_later=True)
+    assert steps_in(tmp_path) == [1, 2]
+    # A run that ends with an error, and a trainer that is not reachable any more, give the lock back.
+    with pytest.raises(RuntimeError, match="mine"):
+        second.fit([BATCH] * 3, 3, save_every=1, on_step=lambda *_: (_ for _ in ()).throw(RuntimeError("mine")))
+    third = trainer(tmp_path)
+    third.restore()
+    third.fit([BATCH] * 3, 3, save_every=3)
+    del third
+    FolderLock(tmp_path).take()
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_of_several_processes_the_first_locks_for_all(tmp_path, monkeypatch, process):
+    """The other ones learn from it, over gathered, whether it has the lock."""
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.process_index", lambda: process)
+    told = []
+    monkeypatch.setattr(folder_lock, "gathered", lambda text: told.append(text) or [text, "{}"])
+    lock = FolderLock(tmp_path)
+    lock.take()
+    assert (tmp_path / ".lock.json").exists() == (process == 0)
+    lock.take()  # no collective of its own
+    assert told == ["{}"]
+    lock.release()
+    lock.check_free()
+    assert told == ["{}", "{}"]
+    assert not (tmp_path / ".lock.json").exists()
+    monkeypatch.setattr(folder_lock, "gathered", lambda text: ['{"in_use": true, "text": "folder: taken"}', "{}"])
+    with pytest.raises(FolderInUse, match="folder: taken"):
+        FolderLock(tmp_path).take()
+
+
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+    import errno
+
+    import filelock
+
+    def acquire(*given, **options):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
+    with pytest.warns(UserWarning, match="is on a file system without locks .+ nothing keeps a second run"):
+        FolderLock(tmp_path).take()
+
+
+@pytest.fixture
+def full_after(tmp_path, monkeypatch):
+    """Makes the disk full: orbax's writes of arrays fail, as tensorstore's do, from a call on."""
+
+    def fill(one):
+        save = one._manager.save
+
+        def failing(step, **given):
+            partial = tmp_path / f"{step}.orbax-checkpoint-tmp"
+            partial.mkdir()
+            (partial / "data").write_bytes(b"x")
+            raise ValueError("RESOURCE_EXHAUSTED: Error writing \"params\": long text [os_error_code='28']")
+
+        monkeypatch.setattr(one._manager, "save", failing)
+        return lambda: monkeypatch.setattr(one._manager, "save", save)
+
+    return fill
+
+
+def test_a_full_disk_names_the_newest_checkpoint(tmp_path, full_after):
+    one = trainer(tmp_path)
+    one.fit([BATCH] * 3, 1, save_every=1)
+    freed = full_after(one)
+    message = (
+        rf"folder: the checkpoint of step 2 in {tmp_path} cannot be written \(No space left on device\); the newest "
+    )
+    with pytest.raises(OSError, match=message + "checkpoint is of step 1"):
+        one.fit([BATCH] * 3, 3, save_every=1)
+    assert not list(tmp_path.glob("*tmp*"))
+    freed()
+    one.save()
+    one.close()
+    assert trainer(tmp_path).latest == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
+def test_a_disk_that_is_full(tmp_path, capfd):
+    """A real one, of 600 kB: one checkpoint finds room, and orbax prints nothing."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", tmp_path], check=False).returncode:
+        pytest.skip("cannot mount a disk")
+    try:
+        one = trainer(tmp_path / "run", optax.adam(1e-2))
+        with pytest.raises(OSError, match=r"cannot be written \(No space left on device\); the newest checkpoint is"):
+            one.fit([BATCH] * 30, 30, save_every=1)
+        one.close()
+        again = trainer(tmp_path / "run", optax.adam(1e-2))
+        again.restore()
+        assert again.step == one.step - 1 > 0
+        again.close()
+        assert "Traceback" not in capfd.readouterr().err
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=False)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    with pytest.raises(checkpoints.NotWritten, match=r"folder: /proc/none/run cannot be made \(No such file"):
+        trainer("/proc/none/run")
+    one = trainer(tmp_path)
+    one.fit([BATCH], 1, save_every=1)
+    one.close()
+
+    def refused(*given, **options):
+        raise PermissionError(13, "Permission denied", str(tmp_path / ".lock"))
+
+    monkeypatch.setattr("filelock.FileLock.acquire", refused)
+    again = trainer(tmp_path)
+    again.restore()  # reads
+    again.train(BATCH)
+    with pytest.raises(OSError, match=rf"folder: {tmp_path} cannot be written \(Permission denied: {tmp_path}/.lock\)"):
+        again.save()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path, bad):
+    one = trainer(tmp_path)
+    one.fit([BATCH], 1, save_every=1)
+    one.train(BATCH)
+    one.state["params"]["final_norm"]["scale"][...] = one.state["params"]["final_norm"]["scale"][...].at[3].set(bad)
+    message = r"step 2: got parameters that are not finite, .+ \(final_norm.scale\), want finite ones, as of a smaller "
+    for end in (one.save, one.check_finite):
+        with pytest.raises(FloatingPointError, match=message + "learning rate; the newest checkpoint is of step 1"):
+            end()
+    assert steps_in(tmp_path) == [1]
+    one.close()
+
+
+def test_the_last_step_s_parameters_are_checked():
+    one = trainer(None, optax.sgd(np.inf))
+    with pytest.raises(
+        FloatingPointError, match=r"step 1: got parameters that are not finite, .+ \(embed and 10 more\)"
+    ):
+        one.fit([BATCH], 1)
+    one = trainer(None)
+    one.fit([BATCH], 1)
+
+
+def test_a_file_is_whole_or_the_one_before(tmp_path, monkeypatch):
+    path, link = tmp_path / "a.json", tmp_path / "link"
+    write_whole(path, "old")
+    link.symlink_to(path)
+    write_whole(link, b"new")
+    assert (path.read_text(), link.is_symlink()) == ("new", True)
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, "cut")
+    assert path.read_text() == "new"
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["a.json", "link"]
+    write_whole(Path("/dev/null"), "anything")
+    assert Path("/dev/null").is_char_device()
+
+
+if __name__ == "__main__":
+    lock = FolderLock(Path(sys.argv[1]))
+    lock.take()
+    print("has it", flush=True)
+    time.sleep(100)
