@@ -35,9 +35,10 @@ class _Source:
             x = captures.reached(function, self.path)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
             return False
-        if not isinstance(x, torch.Tensor) or x is not self.tensor() or _pointer(x) != self.pointer:
+        then = self.tensor()
+        if then is None or x is not then or _pointer(then) != self.pointer:
             return False
-        return torch.equal(x, self.copy) if self.copy is not None else bool(x._version == self.version)
+        return torch.equal(then, self.copy) if self.copy is not None else bool(then._version == self.version)
 
 
 class Sources:
