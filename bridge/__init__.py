@@ -27,6 +27,7 @@ from jax_kernels.bridge.distributed import initialize_distributed as initialize_
 from jax_kernels.bridge.explaining import benchmark_implementations as benchmark_implementations  # noqa: E402
 from jax_kernels.bridge.explaining import device_info as device_info  # noqa: E402
 from jax_kernels.bridge.explaining import explain as explain  # noqa: E402
+from jax_kernels.bridge.flex_attention import flex_attention as flex_attention  # noqa: E402
 from jax_kernels.bridge.fp8 import flash_attention_fp8 as flash_attention_fp8  # noqa: E402
 from jax_kernels.bridge.fp8 import quantize_fp8 as quantize_fp8  # noqa: E402
 from jax_kernels.bridge.function import from_jax as from_jax  # noqa: E402

@@ -107,7 +107,7 @@ def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
         jax.eval_shape(function, x)
         return function
     except Exception as error:
-        of_arrays, reason = torch_forms.in_jnp(function), error
+        of_arrays, reason = torch_forms.in_jnp(function, is_elementwise=True), error
     try:
         jax.eval_shape(of_arrays, x)
     except torch_forms.NoFormError as error:

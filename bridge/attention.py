@@ -94,15 +94,18 @@ def flash_attention(
       bias: broadcastable to [B, H, T, S], in query's dtype or float32.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Floats of 0 and 1 are taken too: other
         values raise ValueError on a CPU, and make the results NaN on a GPU. Or a masks.Mask, prepared by prepare_mask
-        or not. The arrays of a Mask get no gradient. Arrays on another device than query are copied to
-        query's device; JAX arrays are copied once for each Mask.
+        or not: ValueError where a tensor that its function reads has changed since it was made. The arrays of a Mask
+        get no gradient. Arrays on another device than query are copied to query's device; JAX arrays are copied once
+        for each Mask.
       segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
       kv_lengths: [B] int32.
       q_offset: an int, or an int32 tensor, a scalar or [B].
       score_mod: a function (score, b, h, q_idx, kv_idx) of scalars, in torch's elementwise operations or in jnp code.
-        It is a constant of the call. In torch operations it may close over tensors, which are data of the call and
-        have gradients. JAX arrays that it closes over get no gradient. For their gradients, write a function that takes
-        them as arguments and defines the score_mod inside, and pass it to bridge.from_jax.
+        It is a constant of the call. In torch operations it may read tensors: each call reads today's values (where a
+        masks.from_function keeps the values of when the mask was made), and they have gradients. int64 tensors are read
+        as int32: a value beyond raises ValueError on a CPU, and makes the results NaN on a GPU. JAX arrays that it
+        closes over get no gradient. For their gradients, write a function that takes them as arguments and defines the
+        score_mod inside, and pass it to bridge.from_jax.
       sinks: [H], bfloat16, float16 or float32.
       deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
       other_names: attn_mask, softmax_scale, causal or window_size, in place of mask, scale, is_causal and window. The

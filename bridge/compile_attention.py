@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge import dlpack, private
+from jax_kernels.bridge import dlpack, mask_sources, private
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.attention_checks import check_tensor
 from jax_kernels.bridge.operands import on_device
@@ -144,6 +144,7 @@ def compile_attention(
         if isinstance(option, torch.Tensor):
             raise TypeError(f"{name}: got a torch.Tensor, want a constant; for a tensor, pass a masks.Mask")
     place = _place(device)
+    mask_sources.check([pattern])
     with here(place):
         compiled = ops.compile_attention(
             on_device(pattern, place) if isinstance(pattern, Mask) else pattern,

@@ -1,192 +1,183 @@
-"""Attention under a pattern, as a PyTorch module without parameters."""
+"""PyTorch's flex_attention over flash_attention."""
 
-import inspect
-import itertools
-import operator
-import weakref
-from typing import Any, NamedTuple
+import ctypes
+from typing import Any
 
 import torch
+from torch.nn.attention import flex_attention as torchs
 
-from jax_kernels.bridge import symbolic
+from jax_kernels.bridge import block_masks, heads_first
 from jax_kernels.bridge.argument_checks import check_tensors
 from jax_kernels.bridge.attention import flash_attention
-from jax_kernels.bridge.compile_attention import CompiledAttention, compile_attention
+from jax_kernels.bridge.attention_checks import as_torch_is_set
 from jax_kernels.bridge.dlpack import check_dense
+from jax_kernels.bridge.score_functions import RefusedError
 from jax_kernels.bridge.sparse_attention import attend_in_graph
 from jax_kernels.bridge.structure import MaskOfId
+from jax_kernels.bridge.warned import warn_once
 from jax_kernels.masks import Mask
-from jax_kernels.masks.presets import PRESETS, preset
-from jax_kernels.spelling import did_you_mean
 
-__all__ = ["FlexAttention"]
+__all__ = ["flex_attention"]
 
-_MOST = 16  # shapes that a module keeps
-_MODULES: weakref.WeakValueDictionary[int, "FlexAttention"] = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST_HEAD_DIM = 256
+_LAYOUT = "want 4 axes [batch, heads, length, head_dim]"
+_OPTIONS = {*getattr(getattr(torchs, "FlexKernelOptions", None), "__annotations__", ()), "FORCE_USE_FLEX_ATTENTION"}
+_torchs = torchs.flex_attention  # as it was before anybody assigned this one to it
 
 
-class FlexAttention(torch.nn.Module):
-    """Attention under a fixed pattern, for tensors of any shape: out = module(query, key, value), with gradients.
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """torch.nn.attention.flex_attention.flex_attention by flash_attention; it may be assigned to that name.
 
-    The first call of a shape makes an attention by bridge.compile_attention, which is kept: the pattern's blocks are
-    listed once. The module has no parameters.
+    Equivalent to the following code, where `mask` has the blocks and the mask_mod of block_mask::
+
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = bridge.flash_attention(q, k, v, score_mod=score_mod, mask=mask, scale=scale).transpose(1, 2)
+
+    PyTorch's own function runs instead, with a warning the first time, for float64, a head_dim above 256, max_scores,
+    devices that are neither a CPU nor a CUDA one, and for a function that has no form in jnp. On a CPU PyTorch's has no
+    gradients: there a call that wants them raises the error that says why.
 
     Args:
-      pattern: a name of bridge.masks.preset, such as "causal", "sliding_window", "global_local", "longformer",
-        "bigbird" or "strided", or a masks.Mask.
-      window: of the patterns that have one. "longformer": how many keys around a token it attends to. "sliding_window"
-        and "global_local": how many on each side, or (left, right). "attention_sinks": how many before it.
-      implementation: as in flash_attention; None picks the fastest.
-      options: the pattern's others, as in bridge.masks.preset. Lengths that a pattern wants (q_length, kv_length) are
-        those of each call.
+      query: [B, H, T, D]; key: [B or 1, Hkv, S, D]; value: [B or 1, Hkv, S, Dv]; bfloat16, float16 or float32.
+      score_mod: a function (score, batch, head, q_idx, kv_idx) of scalars in torch's elementwise operations. Tensors
+        that it reads have today's values in each call, and gradients.
+      block_mask: a BlockMask, whose lists and mask_mod count as they do in PyTorch's kernels: pairs outside the listed
+        blocks are masked out, the mask_mod decides in the partial blocks, and full blocks are kept whole. It is made
+        for the call's lengths, and its lists broadcast to B and H. A masks.Mask of them is kept with it, and made again
+        where a list, or a tensor that the mask_mod reads, has changed. Or a masks.Mask.
+      scale: multiplies the scores; default 1 / sqrt(D).
+      enable_gqa: allow fewer key and value heads than query heads, which they divide.
+      return_lse: return (out, lse). return_aux: an AuxRequest; return (out, AuxOutput).
+      kernel_options: FlexKernelOptions. They choose among PyTorch's kernels, and change nothing here.
+
+    In a graph of torch.compile a BlockMask is a constant that was made outside. A graph whose mask_mod reads a tensor
+    that has changed since raises ValueError.
+
+    Returns:
+      out [B, H, T, Dv] in query's dtype. lse is float32 [B, H, T], the natural logarithm, -inf for a query without
+      keys, whose out is 0; it has a gradient.
 
     Raises:
-      ValueError, TypeError: the pattern or an option is not known, naming it; at once where no lengths are wanted.
+      TypeError: an argument has a type, or a dtype, that is not taken.
+      ValueError: shapes do not fit together, a tensor is nested, or a name in kernel_options is not known.
+      Errors of flash_attention, too: its gradient cannot be differentiated again.
     """
+    _check(query, key, value, block_mask, enable_gqa, kernel_options)
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
+        raise TypeError("scale: got a tensor that requires a gradient, want a number; multiply query by it")
+    scale = scale if scale is None else float(scale)
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse, return_aux: got both, want one of them")
+    options = {"scale": scale, "enable_gqa": enable_gqa, "kernel_options": kernel_options, "return_aux": return_aux}
+    given = (query, key, value, score_mod, block_mask)
+    reason = _why_torchs(query, value, return_aux)
+    if reason is not None:
+        return _by_torch(reason, *given, return_lse=return_lse, **options)
+    has_lse = return_lse or (return_aux is not None and return_aux.lse)
+    try:
+        out, lse = _attended(*given, scale=scale, has_lse=has_lse)
+    except RefusedError as error:
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        if isinstance(block_mask, Mask) or (query.device.type == "cpu" and needs_grad):
+            raise
+        return _by_torch(str(error), *given, return_lse=return_lse, **options)
+    if return_aux is not None:
+        return out, torchs.AuxOutput(lse=lse, max_scores=None)
+    return (out, lse) if return_lse else out
 
-    def __init__(
-        self, pattern: str | Mask, window: Any = None, *, implementation: str | None = None, **options: Any
-    ) -> None:
-        super().__init__()
-        _check_pattern(pattern)
-        if not (implementation is None or isinstance(implementation, str)):
-            raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
-        self.pattern = pattern
-        self.options = options if window is None else options | _windows(pattern, window)
-        self.implementation = implementation
-        self._kept: dict[Any, CompiledAttention] = {}
-        self._in_graphs: dict[Any, Mask] = {}  # graphs of torch.compile run as long as these live
-        self._number = self._registered()
-        if isinstance(pattern, str):
-            preset(pattern, **self._with_lengths(1024, 1024))  # raises what a call would
-        elif self.options:
-            raise ValueError(f"{next(iter(self.options))}: got it with a masks.Mask, want it with a pattern's name")
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query: [B, T, H, D]; key: [B, S, Hkv, D]; value: [B, S, Hkv, D]. Returns [B, T, H, D].
-
-        torch.compile makes a graph for each shape. Raises ValueError, naming the tensor, where one is nested.
-        """
-        if symbolic.is_traced(query, key, value):
-            return symbolic.leaf(self, query, key, value)
-        if query.device.type == "meta":
-            return flash_attention(query, key, value)  # of the same shape
+def _attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, *, scale, has_lse
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse). lse is None unless it is asked for."""
+    batch, heads, length, _ = query.shape
+    if key.shape[0] != batch:
+        key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
+    if isinstance(block_mask, torchs.BlockMask) and block_masks.is_whole(block_mask):
+        block_mask = None
+    if score_mod is None and block_mask is None and not has_lse:
+        return heads_first.attend(query, key, value, scale=scale), None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    options: dict[str, Any] = {"score_mod": score_mod, "scale": scale, "return_lse": has_lse}
+    if isinstance(block_mask, torchs.BlockMask):
+        sizes = block_masks.Sizes(*map(int, (batch, heads, length, key.shape[2])))
         if torch.compiler.is_compiling():
-            mask, implementation = _made(self._number, *_sizes_of(query, key), query.device)
-            # torch.compile looks at a text that it made itself, and cannot look at one that it was given.
-            return attend_in_graph(query, key, value, MaskOfId(mask + 0), f"{implementation}")
-        return self.compiled(query, key)(query, key, value)
-
-    __prepare_scriptable__ = symbolic.no_script
-
-    def compiled(self, query: torch.Tensor, key: torch.Tensor) -> CompiledAttention:
-        """The attention of calls with tensors like these: its mask, its plan and its density."""
-        return self._compiled(_Shape(*_sizes_of(query, key)), query.device)
-
-    def _registered(self) -> int:
-        """A number by which graphs of torch.compile find the module."""
-        number = next(_NUMBERS)
-        _MODULES[number] = self
-        return number
-
-    def _in_graph(self, shape: "_Shape", device: torch.device) -> tuple[int, str]:
-        """(the id of the mask, the implementation) of a call in a graph."""
-        made = self._compiled(shape, device)
-        mask = self._in_graphs.setdefault((shape, device), made.prepared_mask)
-        return id(mask), made.plan.implementation
-
-    def _compiled(self, shape: "_Shape", device: torch.device) -> CompiledAttention:
-        found = self._kept.get((shape, device))
-        if found is None:
-            found = compile_attention(
-                self.pattern,
-                shape.length,
-                shape.head_dim,
-                kv_len=shape.kv_length,
-                batch=shape.batch,
-                num_heads=shape.heads,
-                num_kv_heads=shape.kv_heads,
-                dtype=shape.dtype,
-                device=device,
-                implementation=self.implementation,
-                **self._with_lengths(shape.length, shape.kv_length),
-            )
-            while len(self._kept) >= _MOST:
-                del self._kept[next(iter(self._kept))]
-            self._kept[shape, device] = found
-        return found
-
-    def _with_lengths(self, length: int, kv_length: int) -> dict[str, Any]:
-        """The options, with the lengths of a call where the pattern wants them and has none."""
-        if not isinstance(self.pattern, str) or self.pattern not in PRESETS:
-            return self.options
-        wanted = inspect.signature(PRESETS[self.pattern]).parameters
-        lengths = {"q_length": length, "kv_length": kv_length}
-        return {name: x for name, x in lengths.items() if name in wanted} | self.options
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": {}, "_in_graphs": {}}  # they are made again where they are needed
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._number = self._registered()
-
-    def extra_repr(self) -> str:
-        return ", ".join([repr(self.pattern), *(f"{name}={x!r}" for name, x in self.options.items())])
-
-
-class _Shape(NamedTuple):
-    """That for which a call's attention is made."""
-
-    batch: int
-    length: int
-    heads: int
-    head_dim: int
-    kv_length: int
-    kv_heads: int
-    dtype: torch.dtype
-
-
-def _sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
-    """The fields of a call's _Shape. Raises ValueError, naming the tensor, where it has not 4 axes."""
-    for name, x in (("query", query), ("key", key)):
-        check_tensors(**{name: x})
-        check_dense(name, x)
-        if x.ndim != 4:
-            raise ValueError(f"{name}: got shape {tuple(x.shape)}, want 4 axes [batch, length, heads, head_dim]")
-    kind = query.device.type
-    is_cast = kind != "meta" and torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if is_cast else query.dtype
-    return (*map(operator.index, query.shape), operator.index(key.shape[1]), operator.index(key.shape[2]), dtype)
+            mask = MaskOfId(_made(id(block_mask), *sizes) + 0)
+            results = attend_in_graph(q, k, v, mask, **options)
+        else:
+            results = flash_attention(q, k, v, mask=block_masks.mask_of(block_mask, sizes), **options)
+    else:
+        results = flash_attention(q, k, v, mask=block_mask, **options)
+    out, lse = results if has_lse else (results, None)
+    return out.transpose(1, 2), lse
 
 
 @torch.compiler.assume_constant_result
-def _made(number: int, *facts: Any) -> tuple[int, str]:
-    """The constants that a graph has of the module of that number. facts: the fields of _Shape, and the device."""
-    *shape, device = facts
-    return _MODULES[number]._in_graph(_Shape(*shape), device)
+def _made(number: int, *sizes: int) -> int:
+    """The id of the Mask of the BlockMask with that id, which holds it."""
+    block_mask = ctypes.cast(number, ctypes.py_object).value
+    return id(block_masks.mask_in_graph(block_mask, block_masks.Sizes(*sizes)))
 
 
-def _check_pattern(pattern: Any) -> None:
-    """Raises TypeError or ValueError unless it is the name of a preset, or a Mask."""
-    if isinstance(pattern, Mask):
-        return
-    if not isinstance(pattern, str):
-        raise TypeError(f"pattern: got {type(pattern).__name__}, want a name or a masks.Mask")
-    if pattern not in PRESETS:
-        names = ", ".join(map(repr, PRESETS))
-        raise ValueError(f"pattern: got {pattern!r}, want one of {names}{did_you_mean(pattern, PRESETS)}")
+def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool, kernel_options: Any) -> None:
+    """Raises, naming the argument, for types, layouts and shapes that flex_attention does not take."""
+    check_tensors(query=query, key=key, value=value)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_dense(name, x)
+        if x.ndim != 4:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, {_LAYOUT}")
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if not enable_gqa and heads != kv_heads:
+        raise ValueError(f"key: got {kv_heads} heads, want query's {heads}, or enable_gqa=True")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"key: got {kv_heads} heads, want a divisor of query's {heads}")
+    if key.shape[0] not in (1, query.shape[0]) or (key.shape[0] != query.shape[0] and block_mask is None):
+        raise ValueError(
+            f"key: got batch {key.shape[0]}, want query's {query.shape[0]}, or 1 with a block_mask for that batch"
+        )
+    if block_mask is not None and not isinstance(block_mask, torchs.BlockMask | Mask):
+        want = "want a torch.nn.attention.flex_attention.BlockMask, as of create_block_mask, or a masks.Mask"
+        raise TypeError(f"block_mask: got {type(block_mask).__name__}, {want}")
+    if isinstance(block_mask, torchs.BlockMask) and block_mask.kv_num_blocks.device != query.device:
+        raise ValueError(
+            f"block_mask: got one on {block_mask.kv_num_blocks.device}, want query's device {query.device}"
+        )
+    for name in kernel_options or ():
+        if name.removeprefix("fwd_").removeprefix("bwd_") not in _OPTIONS:
+            raise ValueError(f"kernel_options: got {name!r}, want names of FlexKernelOptions")
 
 
-def _windows(pattern: Any, window: Any) -> dict[str, Any]:
-    """The options that a window stands for."""
-    takes = inspect.signature(PRESETS[pattern]).parameters if isinstance(pattern, str) and pattern in PRESETS else {}
-    if "window" in takes:
-        return {"window": window}
-    if "left" not in takes:
-        raise ValueError(f"window: got {window!r} with the pattern {pattern!r}, which has none; want None")
-    sides = tuple(window) if isinstance(window, tuple | list) else (window,) * (1 + ("right" in takes))
-    if len(sides) != 1 + ("right" in takes):
-        raise ValueError(f"window: got {window!r} with the pattern {pattern!r}, want an int: it looks back alone")
-    return dict(zip(("left", "right"), sides, strict=False))
+def _why_torchs(query: torch.Tensor, value: torch.Tensor, return_aux: Any) -> str | None:
+    """The reason why PyTorch's own function runs; None where flash_attention serves the call."""
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else query.dtype
+    if kind not in ("cpu", "cuda", "meta"):
+        return f"query is on {query.device}, and flash_attention runs on CPUs and CUDA devices"
+    if dtype not in _DTYPES:
+        return f"query is {query.dtype}, and flash_attention takes bfloat16, float16 and float32"
+    if max(query.shape[-1], value.shape[-1]) > _MOST_HEAD_DIM:
+        return f"head_dim is {max(query.shape[-1], value.shape[-1])}, and flash_attention's at most {_MOST_HEAD_DIM}"
+    if return_aux is not None and return_aux.max_scores:
+        return "return_aux asks for max_scores, which flash_attention does not give"
+    return None
+
+
+def _by_torch(reason: str, query: Any, key: Any, value: Any, *arguments: Any, return_lse: bool, **options: Any) -> Any:
+    """PyTorch's own result, with a warning the first time."""
+    warn_once(f"flex_attention: {reason}; PyTorch's own function runs instead")
+    query, key, value, *_ = as_torch_is_set(query, key, value)
+    scale, enable_gqa, kernel_options, return_aux = options.values()
+    return _torchs(query, key, value, *arguments, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from jax_kernels.bridge import private
+from jax_kernels.bridge import mask_sources, private
 from jax_kernels.bridge.bounded import drop_oldest
 from jax_kernels.bridge.direct import route
 
@@ -126,7 +126,8 @@ class Known:
         """Makes a call known, unless its tensors cannot be checked, or are not read in place.
 
         make: gives the call, or None where there is none. masks: those Masks whose ids the statics hold. With one of
-        them the call ends, so that it keeps no Mask alive, and no other Mask is taken for it.
+        them the call ends, so that it keeps no Mask alive, and no other Mask is taken for it. A call is not found where
+        a tensor of a mask's function has changed.
         """
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return
@@ -139,7 +140,8 @@ class Known:
         check = private.guard(tensors)
         if check is None:
             return
-        call.statics, call.check = statics, _under_autocast(check, tensors)
+        call.statics = statics
+        call.check = mask_sources.watched(_under_autocast(check, tensors), masks)
         forget = functools.partial(_forget, weakref.ref(self), key)
         call.references = [weakref.ref(mask, forget) for mask in masks]
         try:

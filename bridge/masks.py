@@ -7,13 +7,15 @@ For example::
     mask = masks.causal() & masks.segments(ids) | masks.prefix(lengths)  # int32 tensors
     out = bridge.flash_attention(query, key, value, mask=mask)
 
-A mask is a jax_kernels Mask of JAX arrays. They are copies on the tensors' device: later changes of a tensor do not
+A mask is a jax_kernels Mask of JAX arrays. They are copies on the tensors' device: later changes of an argument do not
 reach them, and no gradient passes through them. Tensors of one call are on one device, and have the dtypes that JAX's
 arrays would have; arrays are taken as they are. A Mask's own methods give JAX arrays, of which torch.from_dlpack makes
 tensors. pooled_scores of tensors gives a tensor, with a gradient.
 
-from_function also takes a function in torch operations, such as a mask_mod of FlexAttention. The tensors that it closes
-over are copied like others. `batch` and `heads` are wanted where it looks at b or at h.
+from_function also takes a function in torch operations, such as a mask_mod of FlexAttention. `batch` and `heads` are
+wanted where it looks at b or at h. The mask keeps the values that the tensors which the function reads had when the
+mask was made. Once one of them has changed, the mask raises ValueError: make it again. A score_mod, by contrast, reads
+today's values in each call.
 
 In a graph of torch.compile a Mask is a constant. Builders, and `&`, `|` and `~`, run when they are called: there
 torch.compile has a graph break, torch.func.vmap cannot map their arguments, and a CUDA graph cannot capture them. To
@@ -31,9 +33,11 @@ import numpy as np
 import torch
 
 from jax_kernels import masks as _masks
+from jax_kernels.bridge import captures as _captures
 from jax_kernels.bridge import dlpack as _dlpack
 from jax_kernels.bridge import fork as _fork
 from jax_kernels.bridge import library as _library
+from jax_kernels.bridge import mask_sources as _mask_sources
 from jax_kernels.bridge import private as _private
 from jax_kernels.bridge import score_functions as _score_functions
 from jax_kernels.bridge.argument_checks import check_tensors as _check_tensors
@@ -58,6 +62,7 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
         _fork.refuse()
         named = [(names[min(index, len(names) - 1)], x) for index, x in enumerate(args)] + list(kwargs.items())
         found = {index: name for index, (name, x) in enumerate(named) if isinstance(x, torch.Tensor)}
+        _mask_sources.check([x for _, x in named])
         if not found:
             return builder(*args, **kwargs)
         given = [x for _, x in named]
@@ -122,10 +127,27 @@ top_k = _of_tensors(_masks.top_k, is_traced=True)
 top_k_blocks = _of_tensors(_masks.top_k_blocks, is_traced=True)
 
 
-@functools.wraps(_masks.from_function)
+@functools.wraps(_masks.from_function, assigned=("__module__", "__name__", "__qualname__"))
 def from_function(function: Any, *arrays: Any, batch: int | None = None, heads: int | None = None) -> Mask:
-    made, read = _score_functions.mask_mod(function)
-    return _from_function(made, *read, *arrays, batch=batch, heads=heads)
+    """jax_kernels.masks.from_function, for a function (b, h, q, k) in jnp code, or of scalars in torch operations.
+
+    Args:
+      function: in torch operations it may read tensors: closed over, as defaults or globals, in lists and dicts, of
+        partials, or as attributes of objects, such as the buffers of a module. int64 tensors are read as int32.
+      arrays: arrays or tensors that the function takes after k. They are copied: later changes do not reach them.
+      batch, heads: how many batch entries and heads the function tells apart; None if it does not look at b, or at h.
+
+    The mask keeps the values that the tensors which the function reads had when the mask was made, where a score_mod
+    reads today's. Once PyTorch has counted a change of one of them, or a variable has another tensor, every use of the
+    mask raises ValueError. Changes that PyTorch does not count, through `.data` or NumPy's memory, are not seen.
+
+    Raises:
+      TypeError: the function uses an operation without a form in jnp, naming it, or is not elementwise.
+      ValueError: batch or heads are wanted, or an int64 tensor has a value beyond int32, naming the tensor.
+    """
+    made, read, paths = _score_functions.mask_mod(function, arrays)
+    mask = _from_function(made, *read, *arrays, batch=batch, heads=heads)
+    return _mask_sources.attach(mask, _captures.root_of(function), paths) if paths else mask
 
 
 from_function = torch.compiler.disable(

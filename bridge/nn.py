@@ -18,12 +18,12 @@ from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.dilated_attention import dilated_attention
 from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.dynamic_mask_attention import DynamicMaskAttention
-from jax_kernels.bridge.flex_attention import FlexAttention
 from jax_kernels.bridge.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, rotary_embedding
 from jax_kernels.bridge.matmul import GatedMLP, Linear, gated_matmul, linear
 from jax_kernels.bridge.multihead_attention import MultiheadAttention
 from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
 from jax_kernels.bridge.normalization import LayerNorm, RMSNorm
+from jax_kernels.bridge.pattern_attention import FlexAttention
 from jax_kernels.bridge.quantized_linear import QuantizedLinear
 from jax_kernels.bridge.ring_dilated_attention import RingDilatedAttention
 
@@ -213,8 +213,8 @@ class Transformer(torch.nn.Module):
           float32 [B, T, vocab_size].
 
         Raises:
-          ValueError: not exactly one of tokens and embeddings is given, one is nested, tokens are not of two axes, or on
-            a CPU one is outside the vocabulary. On a GPU, and under torch.compile, such a token gives NaN.
+          ValueError: not exactly one of tokens and embeddings is given, one is nested, tokens are not of two axes, or
+            on a CPU one is outside the vocabulary. On a GPU, and under torch.compile, such a token gives NaN.
         """
         if symbolic.is_traced(tokens, embeddings):
             return symbolic.leaf(self, tokens=tokens, embeddings=embeddings)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from jax_kernels.bridge import dlpack, fork, library
+from jax_kernels.bridge import dlpack, fork, library, mask_sources
 from jax_kernels.bridge.once import fresh_name
 from jax_kernels.masks import Mask, checks
 
@@ -50,6 +50,9 @@ class _OfMasks:
     def held(self) -> tuple[Mask, ...]:
         """The Masks as they were given: as long as somebody holds these, they are found."""
         raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises ValueError where a tensor of a mask's function has changed since the mask was made."""
 
     @functools.cached_property
     def signature(self) -> MaskSignature:
@@ -99,6 +102,14 @@ class KeptOperands(_OfMasks):
     @property
     def held(self) -> tuple[Mask, ...]:
         return tuple(mask for reference in self.references if (mask := reference()) is not None)
+
+    @functools.cached_property
+    def _has_sources(self) -> bool:
+        return any(map(mask_sources.has_sources, self.held))
+
+    def check(self) -> None:
+        if self._has_sources:
+            mask_sources.check(self.held)
 
     @functools.cached_property
     def _facts(self) -> list["_Facts"]:
@@ -204,6 +215,7 @@ def may_be_known(masks: Sequence[Mask]) -> bool:
 
 def operands_of(masks: Sequence[Mask], device: torch.device) -> Operands:
     """Registers the masks, with their arrays on the device, under a new name."""
+    mask_sources.check(masks)
     operands = Operands(fresh_name("masks"), tuple(on_device(mask, device) for mask in masks))
     with _LOCK:
         _FOUND[operands.name] = operands
@@ -212,6 +224,7 @@ def operands_of(masks: Sequence[Mask], device: torch.device) -> Operands:
 
 def kept_operands(masks: Sequence[Mask], device: torch.device) -> KeptOperands:
     """The operands of Masks whose calls are made again; a graph of torch.compile takes their name for a constant."""
+    mask_sources.check(masks)
     with _LOCK:
         for kept in list(_KEPT.values()):
             if kept.is_of(masks, device):
@@ -263,7 +276,7 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
     with _LOCK:
         copies = _MOVED.setdefault(mask, {})
         if target not in copies:
-            copies[target] = jax.device_put(mask, target)
+            copies[target] = mask_sources.passed_on(mask, jax.device_put(mask, target))
         return copies[target]
 
 

@@ -26,7 +26,9 @@ def _program(tensors, plan, operands=""):
                 f"{planned.label}: got a tensor of shape {tuple(x.shape)} and dtype {x.dtype} in a graph, want those "
                 f"that it was traced with, {want.shape} and {want.dtype}"
             )
-    return library.Program(planned.forward, tensors, found(operands))
+    masks = found(operands)
+    masks.check()
+    return library.Program(planned.forward, tensors, masks)
 
 
 def _backward_program(stored, cotangents, plan, operands=""):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import torch
 
-from jax_kernels.bridge import dlpack, targets
+from jax_kernels.bridge import dlpack, mask_sources, targets
 from jax_kernels.bridge.operands import on_device
 from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.ops.attention import prepare_mask as ops
@@ -41,7 +41,8 @@ def prepare_mask(
       A Mask, as jax_kernels.prepare_mask says. flash_attention takes its lists as data, forward and backward.
 
     Raises:
-      ValueError: the tensors are on several devices, or as jax_kernels.prepare_mask raises it.
+      ValueError: the tensors are on several devices, a tensor that the mask's function reads has changed since it was
+        made, or as jax_kernels.prepare_mask raises it.
       TypeError, NotImplementedError: as jax_kernels.prepare_mask raises them.
     """
     given = {"query": query, "key": key, "value": value, **arguments}
@@ -55,6 +56,7 @@ def prepare_mask(
             given[name] = _spec(name, x)
     if given.get("deterministic") is None and torch.are_deterministic_algorithms_enabled():
         given["deterministic"] = True
+    mask_sources.check([mask])
     with here(None if device is None or device.type == "meta" else device) as place:
         # The JAX function refuses whatever is no Mask.
         moved = mask if place is None or not isinstance(mask, Mask) else on_device(mask.unprepared, place)

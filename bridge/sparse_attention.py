@@ -3,12 +3,12 @@
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import torch
 
-from jax_kernels.bridge import float_masks, growing, library, score_functions, twins
+from jax_kernels.bridge import captures, float_masks, growing, library, score_functions, twins
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
 from jax_kernels.bridge.function import JaxOp, Seen, seen_by_name
 from jax_kernels.bridge.known import KnownCall
@@ -53,22 +53,34 @@ _block_sparse = JaxOp(_WithScoreMods(block_sparse.block_sparse_attention))
 _dynamic_mask = JaxOp(_WithScoreMods(dynamic_mask.dynamic_mask_attention))
 
 
-def _apart(seen: Seen | None, arguments: dict[str, Any]) -> tuple[Seen | None, dict[str, Any]]:
-    """(what the call is known as, its arguments), with the tensors that a score_mod reads as arguments.
+class _Apart(NamedTuple):
+    """A call with the tensors that its score_mod reads as arguments.
 
-    A call whose score_mod reads tensors, or is made anew for each call, is not known.
+    seen: what the call is known as. is_valid: whether int64 tensors hold values of int32; None where that is known.
     """
+
+    seen: Seen | None
+    arguments: dict[str, Any]
+    is_valid: Any = None
+
+
+def _apart(seen: Seen | None, arguments: dict[str, Any]) -> _Apart:
+    """The call, which is not known if its score_mod reads tensors, or is made anew for each call."""
     score_mod = arguments.get("score_mod")
-    if not isinstance(score_mod, types.FunctionType):
-        return seen, arguments
+    root = captures.root_of(score_mod)
+    if root is None:
+        return _Apart(seen, arguments)
     is_traced = torch.compiler.is_compiling()
     found = score_functions.apart_in_graph(score_mod) if is_traced else score_functions.apart(score_mod)
     if found is not None:
         skeleton, paths = found
-        read = [score_functions.reached(score_mod, path) for path in paths]
+        read, is_valid = score_functions.read("score_mod", score_mod, paths)
         # torch.compile looks at a text that it made itself, and cannot look at one that it was given.
-        return None, arguments | {"score_mod": None, "skeleton": f"{skeleton}", "read": read}
-    return None if is_traced or twins.first_of(score_mod) is not score_mod else seen, arguments
+        return _Apart(None, arguments | {"score_mod": None, "skeleton": f"{skeleton}", "read": read}, is_valid)
+    if is_traced:
+        return _Apart(None, arguments)
+    is_new = isinstance(score_mod, types.FunctionType) and twins.first_of(score_mod) is not score_mod
+    return _Apart(None if is_new else seen, arguments)
 
 
 def attend(
@@ -80,14 +92,16 @@ def attend(
     """
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments | {"sinks": sinks})
     del arguments["sinks"]
-    seen, arguments = _apart(seen, arguments)
-    return _flash.serve(seen, query, key, value, bias=bias, sinks=sinks, mask=mask, **arguments)
+    call = _apart(seen, arguments)
+    results = _flash.serve(call.seen, query, key, value, bias=bias, sinks=sinks, mask=mask, **call.arguments)
+    return float_masks.or_nan(results, call.is_valid)
 
 
-def attend_in_graph(query: Any, key: Any, value: Any, mask: MaskOfId, implementation: str | None) -> Any:
+def attend_in_graph(query: Any, key: Any, value: Any, mask: MaskOfId, **arguments: Any) -> Any:
     """bridge.flash_attention with a Mask, in code that torch.compile traces. Somebody holds the Mask."""
-    (query, key, value, _), arguments = _prepared(query, key, value, None, None, {"implementation": implementation})
-    return _flash.serve(None, query, key, value, mask=mask, **arguments)
+    (query, key, value, _), arguments = _prepared(query, key, value, None, None, arguments)
+    call = _apart(None, arguments)
+    return float_masks.or_nan(_flash.serve(None, query, key, value, mask=mask, **call.arguments), call.is_valid)
 
 
 def find(statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
@@ -141,8 +155,9 @@ def block_sparse_attention(
     (query, key, value, bias), arguments = _prepared(query, key, value, None, arguments.get("bias"), arguments)
     if "bias" in arguments:
         arguments = arguments | {"bias": bias}
-    call, arguments = _apart(call, arguments)
-    return _block_sparse.serve(call, query, key, value, block_mask, block_size=block_size, **arguments)
+    apart = _apart(call, arguments)
+    results = _block_sparse.serve(apart.seen, query, key, value, block_mask, block_size=block_size, **apart.arguments)
+    return float_masks.or_nan(results, apart.is_valid)
 
 
 def dynamic_mask_attention(
@@ -186,8 +201,9 @@ def dynamic_mask_attention(
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
     if isinstance(mask, torch.Tensor) and library.is_plain_call():
         mask = growing.shrunk(mask)
-    call, arguments = _apart(call, arguments)
-    return _dynamic_mask.serve(call, query, key, value, mask, bias, **arguments)
+    apart = _apart(call, arguments)
+    results = _dynamic_mask.serve(apart.seen, query, key, value, mask, bias, **apart.arguments)
+    return float_masks.or_nan(results, apart.is_valid)
 
 
 def _renamed(function: str, arguments: dict[str, Any], **given: Any) -> dict[str, Any]:

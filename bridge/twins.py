@@ -63,12 +63,15 @@ def _copy(function: types.FunctionType) -> types.FunctionType:
     return copy
 
 
-def key_of(function: Any) -> Any:
-    """The value that all twins of a function share. Raises UnknownError where it is like itself alone."""
-    return _key(function)
+def key_of(function: Any, *, is_copy: bool = False) -> Any:
+    """The value that all twins of a function share. Raises UnknownError where it is like itself alone.
+
+    is_copy: whether it is a copy of captures.copied, whose lists, dicts and objects nobody else changes.
+    """
+    return _known(function, (), is_copy) if is_copy else _key(function)
 
 
-def _key(function: Any, outer: tuple[Any, ...] = ()) -> Any:
+def _key(function: Any, outer: tuple[Any, ...] = (), is_copy: bool = False) -> Any:
     """The value that all twins of a function share. outer: the functions that are being looked at."""
     if function.__dict__ or function in outer:
         raise UnknownError
@@ -84,9 +87,9 @@ def _key(function: Any, outer: tuple[Any, ...] = ()) -> Any:
     names = [name for name in every if name in own]
     return (
         *(function.__code__, function.__module__, function.__qualname__),
-        *(_known(closed, outer), _known(function.__defaults__ or (), outer)),
-        _known(tuple(sorted((function.__kwdefaults__ or {}).items())), outer),
-        tuple((name, _known(own[name], outer)) for name in names),
+        *(_known(closed, outer, is_copy), _known(function.__defaults__ or (), outer, is_copy)),
+        _known(tuple(sorted((function.__kwdefaults__ or {}).items())), outer, is_copy),
+        tuple((name, _known(own[name], outer, is_copy)) for name in names),
     )
 
 
@@ -98,9 +101,11 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*own, *inner]))
 
 
-def _known(value: Any, outer: tuple[Any, ...]) -> Any:
+def _known(value: Any, outer: tuple[Any, ...], is_copy: bool = False) -> Any:
     """The value in a form whose equality is that of the values."""
     kind = type(value)
+    if is_copy and (found := _known_copy(value, outer)) is not None:
+        return found
     if kind is float:
         return kind, value.hex()
     if kind is complex:
@@ -108,19 +113,35 @@ def _known(value: Any, outer: tuple[Any, ...]) -> Any:
     if kind in _NUMBERS:
         return kind, value
     if kind is tuple:
-        return tuple(_known(item, outer) for item in value)
+        return tuple(_known(item, outer, is_copy) for item in value)
     if kind is Place:
         return kind, value.number
     if isinstance(value, np.generic):
         return value.dtype, value.tobytes()
-    if kind is torch.dtype:
+    if kind in (torch.dtype, torch.device, torch.Size):
         return kind, value
     home = value.__name__ if kind is types.ModuleType else getattr(value, "__module__", None)
     library = home.split(".")[0] if isinstance(home, str) else None
     if library in _LIBRARIES and (callable(value) or kind is types.ModuleType):
         return kind, id(value)
-    if library == "torch" and kind in (types.ModuleType, types.FunctionType, types.BuiltinFunctionType):
+    is_whole = not (is_copy and kind is types.FunctionType and value.__closure__)
+    if library == "torch" and is_whole and kind in (types.ModuleType, types.FunctionType, types.BuiltinFunctionType):
         return kind, id(value)
     if kind is types.FunctionType:
-        return _key(value, outer)
+        return _key(value, outer, is_copy)
     raise UnknownError
+
+
+def _known_copy(value: Any, outer: tuple[Any, ...]) -> Any:
+    """_known of a part of a copy that other functions may change; None for others."""
+    kind = type(value)
+    known = lambda x: _known(x, outer, True)
+    if kind is list or (hasattr(kind, "_fields") and kind is not Place):
+        return kind, tuple(map(known, value))
+    if kind is dict:
+        return kind, tuple((known(key), known(x)) for key, x in value.items())
+    if kind is functools.partial:
+        return kind, known(value.func), known(value.args), known(value.keywords)
+    if kind is types.MethodType and not isinstance(value.__self__, type):
+        return kind, known(value.__func__), known(value.__self__)
+    return value.twins_key(known) if hasattr(kind, "twins_key") else None

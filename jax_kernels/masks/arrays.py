@@ -116,7 +116,8 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
     except Exception as error:
         if checks.is_empty_lookup(error):
             return  # a call with such an array has no pair
-        raise TypeError(f"function: raised {type(error).__name__} when traced, {_WANT}") from error
+        reason = str(error).split("\n")[0]
+        raise TypeError(f"function: raised {type(error).__name__} when traced, {_WANT} ({reason})") from error
     for result, want in ((whole, sizes), (one, ())):
         if not isinstance(result, jax.ShapeDtypeStruct):
             raise TypeError(f"function: got a {type(result).__name__} from it, {_WANT}")
@@ -125,7 +126,7 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
         if result.shape != want and not _broadcasts(result.shape, want):
             raise ValueError(f"function: got shape {result.shape} from it for indices of shape {want}, {_WANT}")
     for index, name, size in ((0, "batch", batch), (1, "heads", heads)):
-        if size is None and _reads(program.jaxpr, index):
+        if size is None and reads(program.jaxpr, index):
             raise ValueError(
                 f"{name}: got None with a function that looks at {'bh'[index]}, want how many it tells apart"
             )
@@ -141,7 +142,7 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
             raise ValueError(f"function: got other values from it for arrays than for each of their numbers, {_WANT}")
 
 
-def _reads(program: Any, index: int) -> bool:
+def reads(program: Any, index: int) -> bool:
     """Whether a program looks at an argument. A jitted function in it takes arguments that it does not look at."""
     argument = program.invars[index]
     if any(x is argument for x in program.outvars):
@@ -149,7 +150,7 @@ def _reads(program: Any, index: int) -> bool:
     for equation in program.eqns:
         called = equation.params["jaxpr"].jaxpr if str(equation.primitive) == "jit" else None
         places = [i for i, x in enumerate(equation.invars) if x is argument]
-        if any(called is None or _reads(called, i) for i in places):
+        if any(called is None or reads(called, i) for i in places):
             return True
     return False
 

@@ -16,13 +16,16 @@ SLOPES = torch.rand(HEADS, generator=GENERATOR, requires_grad=True)
 BIAS = torch.randn(HEADS, LENGTH, LENGTH, generator=GENERATOR, requires_grad=True)
 DOCUMENTS = (torch.arange(LENGTH) // 7).to(torch.int32).expand(BATCH, LENGTH).contiguous()
 HALF = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.bfloat16)
-WIDE = torch.arange(LENGTH)
+WIDE = torch.arange(LENGTH).double()
 
 
 class Module:
-    """Something that has a tensor."""
+    """An object that has a tensor, and may be read by other ways than its attributes."""
 
     bias = torch.zeros(HEADS)
+
+    def __getitem__(self, index):
+        return self.bias[index]
 
 
 MODULE = Module()
@@ -170,9 +173,9 @@ ERRORS = {
     ),
     "jnp beside a tensor": (
         lambda s, b, h, q, k: jnp.tanh(s) + SLOPES[h],
-        "^score_mod: <lambda> raised TypeError when traced; it reads torch.Tensors, so it cannot be in jnp code",
+        "^score_mod: <lambda> raised TypeError when traced .*; it reads torch.Tensors, so it cannot be in jnp code",
     ),
-    "64 bits": (lambda s, b, h, q, k: s + WIDE[q], "<lambda> that reads a tensor of torch.int64 .* want torch.int32"),
+    "64 bits": (lambda s, b, h, q, k: s + WIDE[q], "<lambda> that reads a tensor of torch.float64 .*, WIDE, want .*32"),
 }
 
 
