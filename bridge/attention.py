@@ -19,6 +19,7 @@ from jax_kernels.bridge.function import Seen
 from jax_kernels.bridge.growing import Keys
 from jax_kernels.bridge.known import Known, same_tensors
 from jax_kernels.bridge.other_names import renamed
+from jax_kernels.bridge.plain_numbers import ATTENTION, plain_options
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import flash_attention as attention
 
@@ -152,7 +153,8 @@ def flash_attention(
         statics = (
             *(is_causal, window, score_mod, scale, softcap, return_lse, deterministic, precision, implementation),
             # 1 and True are equal, and not both are taken.
-            *(type(is_causal), type(window), type(scale), type(softcap), type(return_lse), type(deterministic)),
+            *(type(is_causal), None if window is None else _kinds(window), type(scale), type(softcap)),
+            *(type(return_lse), type(deterministic)),
             *(there, None if isinstance(q_offset, torch.Tensor) else q_offset),
             torch.are_deterministic_algorithms_enabled(),
         )
@@ -169,13 +171,18 @@ def flash_attention(
 _KNOWN = Known()
 
 
+def _kinds(window: Any) -> Any:
+    """The types of a window's sides, or of the window."""
+    return tuple(map(type, window)) if isinstance(window, tuple) else type(window)
+
+
 def _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset) -> tuple[list[Any], Any]:
     """The tensors of a call that are there, in the order of Tensors, and which are. Nothing is checked yet."""
     is_pair = isinstance(segment_ids, tuple | list) and len(segment_ids) == 2
     q_ids, kv_ids = segment_ids if is_pair else (segment_ids, segment_ids)
     offset = q_offset if isinstance(q_offset, torch.Tensor) else None
     every = (query, key, value, bias, sinks, mask, q_ids, kv_ids, kv_lengths, offset)
-    return [x for x in every if x is not None], tuple(x is not None for x in every)
+    return [x for x in every if x is not None], (type(q_offset), *(x is not None for x in every))
 
 
 def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset):
@@ -185,7 +192,8 @@ def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv
     offset = q_offset if isinstance(q_offset, torch.Tensor) else None
     every = (query, key, value, bias, sinks, None if is_object else mask, *ids, kv_lengths, offset)
     there = tuple(x is not None for x in every)
-    return [x for x in every if x is not None], (*there, type(segment_ids), id(mask) if is_object else None)
+    kinds = type(segment_ids), type(q_offset)
+    return [x for x in every if x is not None], (*there, *kinds, id(mask) if is_object else None)
 
 
 @torch.compiler.allow_in_graph
@@ -204,6 +212,9 @@ def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: boo
 
     statics, present: what the call is known as from now on. is_traced: whether it is part of a compiled graph.
     """
+    named = given._asdict()
+    if plain := plain_options(ATTENTION, named):
+        return _call(given._replace(**plain), None, (), is_traced=True) if is_traced else flash_attention(**named | plain)
     if float_masks.is_float(given.mask):
         mask, is_valid = float_masks.as_bool("mask", given.mask)
         given = given._replace(mask=mask)

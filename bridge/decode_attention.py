@@ -59,7 +59,8 @@ def decode_attention(
         mask, is_valid = float_masks.as_bool("mask", mask)
     if not torch.compiler.is_compiling():
         sides = tuple(window) if isinstance(window, list) else window
-        kinds = type(window), type(softcap), type(scale), type(return_lse)
+        of_sides = tuple(map(type, sides)) if isinstance(sides, tuple) else type(sides)
+        kinds = of_sides, type(softcap), type(scale), type(return_lse)
         options = *kinds, sides, softcap, scale, return_lse, implementation
         call = seen((query, key, value, kv_lengths, block_tables, mask, bias, sinks), options)
         if (known := _attend.find(call)) is not None:

@@ -59,6 +59,7 @@ def dilated_attention(
         sizes = [tuple(x) if isinstance(x, list) else x for x in (segment_lengths, dilation_rates)]
         options = (
             *(*sizes, is_causal, heads, combine, layout, order, stop_gradient_weights, return_lse, scale),
+            *(tuple(map(type, x)) if isinstance(x, tuple) else None for x in sizes),
             *(type(is_causal), type(stop_gradient_weights), type(return_lse), type(scale), type(deterministic)),
             *(deterministic, precision, implementation, torch.are_deterministic_algorithms_enabled()),
         )

@@ -10,6 +10,7 @@ import torch
 
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.compile_attention import CompiledAttention, compile_attention
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.bridge.sparse_attention import attend_in_graph
 from jax_kernels.bridge.structure import MaskOfId
 from jax_kernels.masks import Mask
@@ -41,6 +42,7 @@ class FlexAttention(torch.nn.Module):
       ValueError, TypeError: the pattern or an option is not known, naming it; at once where no lengths are wanted.
     """
 
+    @plain_arguments
     def __init__(
         self, pattern: str | Mask, window: Any = None, *, implementation: str | None = None, **options: Any
     ) -> None:

@@ -16,6 +16,7 @@ from jax_kernels.bridge.argument_checks import (
 )
 from jax_kernels.bridge.argument_names import rename
 from jax_kernels.bridge.function import JaxOp, Seen, seen
+from jax_kernels.bridge.plain_numbers import in_float32, plain_arguments
 from jax_kernels.bridge.quantized import QuantizedTensor, on_stored, stored
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
@@ -235,7 +236,7 @@ def _argument(name: str, w: Any) -> Any:
 
 
 def _without_gradient(scale: Any) -> Any:
-    return scale.detach() if isinstance(scale, torch.Tensor) else scale
+    return in_float32(scale.detach()) if isinstance(scale, torch.Tensor) else scale
 
 
 def _dtype_name(out_dtype: torch.dtype | None) -> str | None:
@@ -315,6 +316,7 @@ class Linear(torch.nn.Linear):
       TypeError, ValueError: activation, precision or scaling is none of those that bridge.matmul takes.
     """
 
+    @plain_arguments
     def __init__(
         self,
         in_features: int,
@@ -379,6 +381,7 @@ class GatedMLP(torch.nn.Module):
       TypeError, ValueError: activation, precision or scaling is none of those that bridge.matmul takes.
     """
 
+    @plain_arguments
     def __init__(
         self,
         in_features: int,

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from jax_kernels.bridge.attention import flash_attention
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.bridge.warned import warn_once
 
 __all__ = ["MultiheadAttention"]
@@ -27,6 +28,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
       implementation: of the attention, as in flash_attention. The others are torch.nn.MultiheadAttention's.
     """
 
+    @plain_arguments
     def __init__(
         self,
         embed_dim: int,

@@ -13,6 +13,7 @@ from torch.nn import functional
 from jax_kernels.bridge import dlpack, targets
 from jax_kernels.bridge.dilated_attention import dilated_attention
 from jax_kernels.bridge.layers import empty_attention
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.dispatch import explain
 from jax_kernels.ops.dilated import dilated_attention as ops
@@ -71,6 +72,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
     arXiv:2210.06423.
     """
 
+    @plain_arguments
     def __init__(
         self,
         embed_dim: int,

@@ -10,6 +10,7 @@ from jax_kernels.bridge import private
 from jax_kernels.bridge.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.function import JaxOp, from_jax, seen
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.ops import normalization
 from jax_kernels.quantization import FORMATS
 
@@ -211,6 +212,7 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
       ValueError: quantize is none of its formats, or there is a scale_offset and no weight.
     """
 
+    @plain_arguments
     def __init__(
         self,
         normalized_shape: Any,
@@ -250,6 +252,7 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
       ValueError: quantize is none of its formats, or there is a scale_offset and no weight.
     """
 
+    @plain_arguments
     def __init__(
         self,
         normalized_shape: Any,

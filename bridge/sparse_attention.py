@@ -13,6 +13,7 @@ from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, c
 from jax_kernels.bridge.function import JaxOp, Seen, seen_by_name
 from jax_kernels.bridge.known import KnownCall
 from jax_kernels.bridge.other_names import OTHER_NAMES, renamed
+from jax_kernels.bridge.plain_numbers import ATTENTION, plain_options
 from jax_kernels.bridge.structure import MaskOfId
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import block_sparse_attention as block_sparse
@@ -30,6 +31,7 @@ class _WithScoreMods:
 
     def __init__(self, op: Callable[..., Any]) -> None:
         functools.update_wrapper(self, op, updated=())
+        self.plain_numbers = ATTENTION
         self._op = op
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -199,6 +201,7 @@ def _renamed(function: str, arguments: dict[str, Any], **given: Any) -> dict[str
 
 def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
     """((query, key, value, bias), arguments), checked and cast as bridge.flash_attention does."""
+    arguments = arguments | plain_options(("q_offset",), arguments)
     check_inputs(
         query,
         key,

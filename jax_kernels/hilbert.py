@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from jax_kernels.plain_numbers import plain
+
 __all__ = ["hilbert_order", "invert_order"]
 
 
@@ -27,7 +29,8 @@ def hilbert_order(n: int) -> np.ndarray:
 
     Source: Hilbert, "Über die stetige Abbildung einer Linie auf ein Flächenstück" (1891).
     """
-    if isinstance(n, bool) or not isinstance(n, int | np.integer):
+    n = plain(n)
+    if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"n: got {type(n).__name__}, want an int")
     if n < 0:
         raise ValueError(f"n: got {n}, want at least 0")

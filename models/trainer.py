@@ -28,6 +28,7 @@ from jax_kernels.models.sharding import (
     state_shardings,
 )
 from jax_kernels.models.transformer import Transformer
+from jax_kernels.plain_numbers import plain_arguments
 
 __all__ = ["Trainer", "next_token_loss"]
 
@@ -74,6 +75,7 @@ class Trainer:
         folder is a file.
     """
 
+    @plain_arguments
     def __init__(
         self,
         config: TransformerConfig,
