@@ -16,6 +16,12 @@ from jax_kernels.bridge.aliases import flash_attn_func as flash_attn_func  # noq
 from jax_kernels.bridge.aliases import flash_attn_kvpacked_func as flash_attn_kvpacked_func  # noqa: E402
 from jax_kernels.bridge.aliases import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func  # noqa: E402
 from jax_kernels.bridge.aliases import flash_attn_varlen_func as flash_attn_varlen_func  # noqa: E402
+from jax_kernels.bridge.aliases import (  # noqa: E402
+    flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func,
+)
+from jax_kernels.bridge.aliases import (  # noqa: E402
+    flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
+)
 from jax_kernels.bridge.aliases import flash_dmattn_func as flash_dmattn_func  # noqa: E402
 from jax_kernels.bridge.attention import flash_attention as flash_attention  # noqa: E402
 from jax_kernels.bridge.caches import cache_info as cache_info  # noqa: E402

@@ -147,7 +147,7 @@ ERRORS = [
     (bridge.flash_attn_func, (X, X, X, 0.1), {}, NotImplementedError, r"^dropout_p: got 0\.1, want 0"),
     (bridge.flash_attn_func, (X, X, X), {"window_size": 3}, TypeError, r"^window_size: got 3, want \(left, right\)"),
     (bridge.flash_attn_func, (X, X, X), {"alibi_slopes": SLOPES[:3]}, ValueError, r"^alibi_slopes: got .* want torch"),
-    (bridge.flash_attn_func, (X[0], X, X), {}, ValueError, r"^query: got shape \(8, 4, 16\), want 4 axes"),
+    (bridge.flash_attn_func, (X[0], X, X), {}, ValueError, r"^q: got shape \(8, 4, 16\), want 4 axes"),
     (bridge.flash_attn_qkvpacked_func, (X,), {}, ValueError, r"^qkv: got shape .*, want \[batch, length, 3, heads"),
     (bridge.flash_dmattn_func, (X, X, X), {"return_attn_probs": True}, NotImplementedError, "^return_attn_probs: got"),
     (
