@@ -36,6 +36,7 @@ from jax_kernels.bridge.explaining import explain as explain  # noqa: E402
 from jax_kernels.bridge.fp8 import flash_attention_fp8 as flash_attention_fp8  # noqa: E402
 from jax_kernels.bridge.fp8 import quantize_fp8 as quantize_fp8  # noqa: E402
 from jax_kernels.bridge.function import from_jax as from_jax  # noqa: E402
+from jax_kernels.bridge.kv_cache import flash_attn_with_kvcache as flash_attn_with_kvcache  # noqa: E402
 from jax_kernels.bridge.matmul import gated_matmul as gated_matmul  # noqa: E402
 from jax_kernels.bridge.matmul import linear as linear  # noqa: E402
 from jax_kernels.bridge.matmul import matmul as matmul  # noqa: E402

@@ -23,6 +23,8 @@ from jax_kernels.ops.checks import check_softcap
 from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
 
 __all__ = [
+    "attend",
+    "check_slopes",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
@@ -30,6 +32,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_dmattn_func",
+    "options_of",
 ]
 
 # The arguments of flash-attn's functions by this library's names, for errors.
@@ -68,9 +71,9 @@ def flash_attn_func(
 
     Raises NotImplementedError for dropout_p above 0, and what bridge.flash_attention raises.
     """
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     offset = _offset(q, k, ("q", "k"))
-    return _finished(_attend(q, k, v, alibi_slopes, offset, options, return_attn_probs), return_attn_probs)
+    return _finished(attend(q, k, v, alibi_slopes, offset, options, return_attn_probs), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -121,7 +124,7 @@ def flash_attn_varlen_func(
     Raises NotImplementedError for dropout_p above 0 and for block_table (see bridge.decode_attention), ValueError for a
     max_seqlen below the longest sequence on a CPU, and what bridge.flash_attention raises.
     """
-    options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     if block_table is not None:
         raise NotImplementedError("block_table: got one, want None; bridge.decode_attention takes block_tables")
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -138,14 +141,14 @@ def flash_attn_varlen_func(
     if is_aligned and (alibi_slopes is None or alibi_slopes.ndim == 1):
         ids = _numbers(cu_seqlens_q, q.shape[0]), _numbers(cu_seqlens_k, k.shape[0])
         options["segment_ids"] = ids
-        results = _attend(q[None], k[None], v[None], alibi_slopes, 0, options, return_attn_probs)
+        results = attend(q[None], k[None], v[None], alibi_slopes, 0, options, return_attn_probs)
         out, lse = _pair(results, return_attn_probs)
         return (out[0], lse[0], None) if return_attn_probs else out[0]
     rows, columns = _Places.of(cu_seqlens_q, max_seqlen_q), _Places.of(cu_seqlens_k, max_seqlen_k)
     options["kv_lengths"] = columns.lengths
     offset = columns.lengths - rows.lengths
     tensors = rows.apart(q), columns.apart(k), columns.apart(v)
-    results = _attend(*tensors, alibi_slopes, offset, options, return_attn_probs)
+    results = attend(*tensors, alibi_slopes, offset, options, return_attn_probs)
     out, lse = _pair(results, return_attn_probs)
     joined = rows.joined(out, q.shape[0])
     return (joined, rows.joined(lse.mT, q.shape[0]).mT, None) if return_attn_probs else joined
@@ -248,7 +251,7 @@ def _of_heads(bias: Any, query: torch.Tensor) -> Any:
     return bias.repeat_interleave(query.shape[2] // bias.shape[1], dim=1) if is_of_keys else bias
 
 
-def _options(
+def options_of(
     dropout_p: float, softmax_scale: Any, causal: bool, window_size: Any, softcap: float, deterministic: bool
 ) -> dict[str, Any]:
     """The arguments of flash-attn's functions by the names that bridge.flash_attention has for them."""
@@ -310,7 +313,7 @@ def _pair(results: Any, with_lse: bool) -> tuple[Any, Any]:
     return results if with_lse else (results, None)
 
 
-def _attend(
+def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, offset: Any, options: dict[str, Any], with_lse: bool
 ) -> Any:
     """flash_attention with the slopes of ALiBi, where there are any. Errors have flash-attn's names of arguments."""
@@ -326,11 +329,8 @@ def _attend(
 def _attend_with_slopes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, offset: Any, options: dict[str, Any], with_lse: bool
 ) -> Any:
-    check_tensor("alibi_slopes", slopes, q)
+    check_slopes(slopes, q)
     batch, heads = q.shape[0], q.shape[2]
-    if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((heads,), (batch, heads)):
-        want = f"torch.float32 [{heads}] or [{batch}, {heads}]"
-        raise ValueError(f"alibi_slopes: got {slopes.dtype} {tuple(slopes.shape)}, want {want}")
     ids = options.pop("segment_ids", (None, None))
     check_inputs(q, k, v, segment_ids=ids, kv_lengths=options.get("kv_lengths"), q_offset=offset)
     q, k, v, _, options["deterministic"] = as_torch_is_set(q, k, v, deterministic=options["deterministic"])
@@ -359,6 +359,15 @@ def _with_alibi(
         return capped - slopes[b, h] * distance
 
     return ops.flash_attention(q, k, v, score_mod=score_mod, q_offset=offsets, **options)
+
+
+def check_slopes(slopes: Any, q: torch.Tensor) -> None:
+    """Raises TypeError or ValueError unless alibi_slopes are float32 [H] or [B, H]."""
+    check_tensor("alibi_slopes", slopes, q)
+    batch, heads = q.shape[0], q.shape[2]
+    if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        want = f"torch.float32 [{heads}] or [{batch}, {heads}]"
+        raise ValueError(f"alibi_slopes: got {slopes.dtype} {tuple(slopes.shape)}, want {want}")
 
 
 def _numbers(starts: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ __all__ = ["ATTENTION", "PLAIN", "in_float32", "is_constant", "plain_arguments",
 
 PLAIN = plain_numbers.PLAIN
 ATTENTION = (*plain_numbers.ATTENTION, "q_offset")
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _INTEGERS = (torch.int8, torch.int16, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -43,8 +44,10 @@ def plain_of(name: str, x: Any) -> Any:
         raise TypeError(f"{name}: got a tensor that requires a gradient, want {want}: an option gets no gradient")
     try:
         value = x.tolist()
-    except (RuntimeError, NotImplementedError) as error:  # of the meta device, of a graph, or mapped by vmap
+    except (RuntimeError, NotImplementedError) as error:  # of the meta device, or mapped by vmap
         raise TypeError(f"{name}: got a tensor whose values are not known here, want {want}") from error
+    if any(isinstance(part, _SYMBOLS) for part in (value if is_several else [value])):  # in a graph of torch.compile
+        raise TypeError(f"{name}: got a tensor in a graph, whose values are not known, want {want}")
     return tuple(value) if is_several else value
 
 
