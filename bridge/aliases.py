@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from jax_kernels.bridge import library
+from jax_kernels.bridge import dtensors, library
 from jax_kernels.bridge.argument_names import rename
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor
@@ -37,8 +37,13 @@ __all__ = [
 
 # The arguments of flash-attn's functions by this library's names, for errors.
 _OWN_NAMES = {
-    **{"query": "q", "key": "k", "value": "v", "scale": "softmax_scale", "is_causal": "causal"},
-    **{"window": "window_size", "return_lse": "return_attn_probs"},
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "scale": "softmax_scale",
+    "is_causal": "causal",
+    "window": "window_size",
+    "return_lse": "return_attn_probs",
 }
 
 
@@ -124,6 +129,12 @@ def flash_attn_varlen_func(
     Raises NotImplementedError for dropout_p above 0 and for block_table (see bridge.decode_attention), ValueError for a
     max_seqlen below the longest sequence on a CPU, and what bridge.flash_attention raises.
     """
+    if dtensors.are_in(q, k, v):
+        tensors = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
+        named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "block_table": block_table}
+        named |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "dropout_p": dropout_p, "causal": causal}
+        named |= {"softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
+        return _varlen_on_shards(tensors, named | {"deterministic": deterministic}, return_attn_probs)
     options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     if block_table is not None:
         raise NotImplementedError("block_table: got one, want None; bridge.decode_attention takes block_tables")
@@ -152,6 +163,21 @@ def flash_attn_varlen_func(
     out, lse = _pair(results, return_attn_probs)
     joined = rows.joined(out, q.shape[0])
     return (joined, rows.joined(lse.mT, q.shape[0]).mT, None) if return_attn_probs else joined
+
+
+def _varlen_on_shards(tensors: dict[str, Any], options: dict[str, Any], with_lse: bool) -> Any:
+    """flash_attn_varlen_func of DTensors, whose heads may be sharded."""
+    heads = (None, "heads", None)
+    slopes = tensors["alibi_slopes"]
+    of_slopes = (None, "heads") if isinstance(slopes, torch.Tensor) and slopes.ndim == 2 else ("heads",)
+    roles = {"q": heads, "k": heads, "v": heads, "alibi_slopes": of_slopes}
+
+    def run(**given: Any) -> Any:
+        out, lse, _ = flash_attn_varlen_func(**given, return_attn_probs=True)
+        return (out, lse) if with_lse else out
+
+    results = dtensors.on_shards(run, tensors, roles, (heads, ("heads", None)), options)
+    return (*results, None) if with_lse else results
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -290,7 +316,7 @@ def _check_packed(name: str, x: Any, parts: int, want: str | None = None) -> Non
 
 
 def _checked_longest(name: str, starts: torch.Tensor, given: Any) -> int:
-    """max_seqlen as an int. Raises where a sequence is known to be longer. The host does not wait for a GPU's starts."""
+    """max_seqlen as an int. Raises where a sequence is known to be longer. The host waits for no GPU."""
     if torch.compiler.is_compiling():
         return given
     given = plain_of(f"max_seqlen_{name}", given)
@@ -320,17 +346,23 @@ def attend(
     try:
         if slopes is None:
             return flash_attention(q, k, v, q_offset=offset, return_lse=with_lse, **options)
-        return _attend_with_slopes(q, k, v, slopes, offset, options, with_lse)
+        return attend_with_slopes(q, k, v, slopes, offset, options, with_lse)
     except (TypeError, ValueError, NotImplementedError) as error:
         rename(error, **_OWN_NAMES)
         raise
 
 
-def _attend_with_slopes(
+def attend_with_slopes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, offset: Any, options: dict[str, Any], with_lse: bool
 ) -> Any:
     check_slopes(slopes, q)
     batch, heads = q.shape[0], q.shape[2]
+    if dtensors.are_in(q, k, v):
+        run = lambda query, key, value, alibi_slopes, q_offset, **others: attend_with_slopes(
+            query, key, value, alibi_slopes, q_offset, others, with_lse
+        )
+        named = {"query": q, "key": k, "value": v, "alibi_slopes": slopes, "q_offset": offset}
+        return dtensors.attention(run, named | options)
     ids = options.pop("segment_ids", (None, None))
     check_inputs(q, k, v, segment_ids=ids, kv_lengths=options.get("kv_lengths"), q_offset=offset)
     q, k, v, _, options["deterministic"] = as_torch_is_set(q, k, v, deterministic=options["deterministic"])

@@ -5,7 +5,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge import answers, attention_vmap, float_masks, flops, growing, library, sparse_attention
+from jax_kernels.bridge import (
+    answers,
+    attention_vmap,
+    dtensors,
+    float_masks,
+    flops,
+    growing,
+    library,
+    sparse_attention,
+)
 from jax_kernels.bridge.attention_checks import (
     as_torch_is_set,
     check_inputs,
@@ -214,7 +223,10 @@ def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: boo
     """
     named = given._asdict()
     if plain := plain_options(ATTENTION, named):
-        return _call(given._replace(**plain), None, (), is_traced=True) if is_traced else flash_attention(**named | plain)
+        given = given._replace(**plain)
+        return _call(given, None, (), is_traced=True) if is_traced else flash_attention(**given._asdict())
+    if dtensors.are_in(given.query, given.key, given.value):
+        return dtensors.attention(flash_attention, named)
     if float_masks.is_float(given.mask):
         mask, is_valid = float_masks.as_bool("mask", given.mask)
         given = given._replace(mask=mask)

@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge import float_masks, growing
+from jax_kernels.bridge import dtensors, float_masks, growing
 from jax_kernels.bridge.argument_checks import check_optional_tensors
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.function import JaxOp, seen
+from jax_kernels.bridge.plain_numbers import plain_options
 from jax_kernels.masks import Mask
 from jax_kernels.ops import decode_attention as ops
 
@@ -66,6 +67,12 @@ def decode_attention(
         if (known := _attend.find(call)) is not None:
             results = known(call.tensors)
             return results if is_valid is None else float_masks.or_nan(results, is_valid)
+    if block_tables is None and is_valid is None and dtensors.are_in(query, key, value):
+        named = {"query": query, "key": key, "value": value, "kv_lengths": kv_lengths, "mask": mask, "bias": bias}
+        options = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "window": window}
+        options |= plain_options(tuple(options), options)
+        named |= {"sinks": sinks, "implementation": implementation}
+        return dtensors.attention(decode_attention, named | options)
     is_object = isinstance(mask, Mask)
     check_optional_tensors(block_tables=block_tables)
     check_inputs(

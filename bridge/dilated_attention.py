@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge import dtensors
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.function import JaxOp, seen
 from jax_kernels.ops.dilated import dilated_attention as ops
@@ -66,6 +67,20 @@ def dilated_attention(
         call = seen((query, key, value, segment_ids), options)
         if (known := _attend.find(call)) is not None:
             return known(call.tensors)
+    if dtensors.are_in(query, key, value):  # a head's tokens depend on its number: heads are not sharded
+        batch = ("batch", None, None, None)
+        tensors = {"query": query, "key": key, "value": value, "segment_ids": segment_ids}
+        roles = {"query": batch, "key": batch, "value": batch, "segment_ids": batch[:2]}
+        pattern = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "heads": heads}
+        pattern |= {
+            "combine": combine,
+            "layout": layout,
+            "order": order,
+            "stop_gradient_weights": stop_gradient_weights,
+        }
+        settings = {"is_causal": is_causal, "return_lse": return_lse, "scale": scale, "deterministic": deterministic}
+        settings |= {"precision": precision, "implementation": implementation}
+        return dtensors.on_shards(dilated_attention, tensors, roles, (batch, batch[:3]), pattern | settings)
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 tensor [B, T]: queries and keys are the same tokens")
     check_inputs(query, key, value, segment_ids=(segment_ids,))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from jax_kernels.bridge import answers, any_shape, dlpack, flops, library, plan_vmap, private, running
+from jax_kernels.bridge import answers, any_shape, dlpack, dtensors, flops, library, plan_vmap, private, running
 from jax_kernels.bridge.argument_names import leaf_names
 from jax_kernels.bridge.bounded import drop_oldest
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
@@ -240,8 +240,11 @@ class JaxOp:
 
 
 def _check_dense(function: Callable[..., Any], structure: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError, naming the argument, for a nested tensor, which tells no shape."""
+    """Raises, naming the argument, for a nested tensor, which tells no shape, and for a DTensor."""
     for index, x in enumerate(tensors):
+        if dtensors.is_dtensor(x):
+            name = getattr(function, "__name__", repr(function))
+            dtensors.refuse(name, **{leaf_names(function, structure)[index]: x})
         if x.is_nested:
             dlpack.check_dense(leaf_names(function, structure)[index], x)
 

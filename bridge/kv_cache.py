@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge import library
+from jax_kernels.bridge import dtensors, library
 from jax_kernels.bridge.aliases import attend, check_slopes, options_of
 from jax_kernels.bridge.argument_names import rename
 from jax_kernels.bridge.attention_checks import check_tensor
@@ -16,8 +16,13 @@ from jax_kernels.ops.decode_attention import MOST_QUERIES, SMALLEST_PAGE
 __all__ = ["flash_attn_with_kvcache"]
 
 _OWN_NAMES = {
-    **{"query": "q", "key": "k_cache", "value": "v_cache", "kv_lengths": "cache_seqlens"},
-    **{"block_tables": "block_table", "scale": "softmax_scale", "window": "window_size"},
+    "query": "q",
+    "key": "k_cache",
+    "value": "v_cache",
+    "kv_lengths": "cache_seqlens",
+    "block_tables": "block_table",
+    "scale": "softmax_scale",
+    "window": "window_size",
 }
 
 
@@ -76,6 +81,7 @@ def flash_attn_with_kvcache(
         not wait for a GPU's.
       NotImplementedError: a tensor requires a gradient, under torch.enable_grad.
     """
+    dtensors.refuse("flash_attn_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     _check_no_gradient(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     cache = _checked_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
     causal, rotary_interleaved = _flag("causal", causal), _flag("rotary_interleaved", rotary_interleaved)

@@ -32,6 +32,7 @@ import torch
 
 from jax_kernels import masks as _masks
 from jax_kernels.bridge import dlpack as _dlpack
+from jax_kernels.bridge import dtensors as _dtensors
 from jax_kernels.bridge import fork as _fork
 from jax_kernels.bridge import library as _library
 from jax_kernels.bridge import private as _private
@@ -46,11 +47,12 @@ from jax_kernels.masks import PackedBlocks as PackedBlocks
 from jax_kernels.masks import PreparedMask as PreparedMask
 from jax_kernels.masks import causal as causal
 
-
 # Options that the structure of a mask depends on. The others may be data.
 _NUMBERS = frozenset(
-    ("batch", "block_size", "global_blocks", "heads", "k", "kv_length", "left", "q_length", "random_blocks", "rate")
-    + ("right", "seed", "stride", "window", "window_blocks")
+    (
+        *("batch", "block_size", "global_blocks", "heads", "k", "kv_length", "left", "q_length", "random_blocks"),
+        *("rate", "right", "seed", "stride", "window", "window_blocks"),
+    )
 )
 
 
@@ -108,6 +110,7 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
 
 def _checked(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     _dlpack.check_dense(name, tensor)
+    _dtensors.refuse("a mask's builder", **{name: tensor})
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want one on a CPU or a CUDA device")
     if tensor.device != device:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 
-from jax_kernels.bridge import float_masks, growing, library, score_functions, twins
+from jax_kernels.bridge import dtensors, float_masks, growing, library, score_functions, twins
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
 from jax_kernels.bridge.function import JaxOp, Seen, seen_by_name
 from jax_kernels.bridge.known import KnownCall
@@ -131,6 +131,9 @@ def block_sparse_attention(
     if any(name in arguments for name in OTHER_NAMES):
         arguments = _renamed("block_sparse_attention", arguments, query=query, key=key, mask=block_mask)
         return block_sparse_attention(query, key, value, block_mask, block_size=block_size, **arguments)
+    if dtensors.are_in(query, key, value, block_mask):
+        named = {"query": query, "key": key, "value": value, "block_mask": block_mask, "block_size": block_size}
+        return dtensors.attention(block_sparse_attention, named | arguments | plain_options(ATTENTION, arguments))
     if float_masks.is_float(block_mask):
         keep, is_valid = float_masks.as_bool("block_mask", block_mask)
         results = block_sparse_attention(query, key, value, keep, block_size=block_size, **arguments)
@@ -182,6 +185,9 @@ def dynamic_mask_attention(
         return dynamic_mask_attention(query, key, value, mask, bias, **arguments)
     if mask is None:
         raise TypeError("mask: got None, want a bool tensor (True = attend) or a masks.Mask")
+    if dtensors.are_in(query, key, value, mask):
+        named = {"query": query, "key": key, "value": value, "mask": mask, "bias": bias}
+        return dtensors.attention(dynamic_mask_attention, named | arguments | plain_options(ATTENTION, arguments))
     if float_masks.is_float(mask):
         keep, is_valid = float_masks.as_bool("mask", mask)
         return float_masks.or_nan(dynamic_mask_attention(query, key, value, keep, bias, **arguments), is_valid)

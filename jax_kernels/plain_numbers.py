@@ -9,7 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["ATTENTION", "DILATED", "PLAIN", "SEQUENCES", "plain", "plain_arguments", "plain_of", "plain_options", "with_plain_numbers"]
+__all__ = [
+    "ATTENTION",
+    "DILATED",
+    "PLAIN",
+    "SEQUENCES",
+    "plain",
+    "plain_arguments",
+    "plain_of",
+    "plain_options",
+    "with_plain_numbers",
+]
 
 PLAIN = (int, float, bool, str, type(None))
 ATTENTION = ("is_causal", "window", "scale", "softcap", "return_lse", "deterministic")

@@ -97,7 +97,9 @@ def test_against_a_loop(case, reference):
     q = rand(batch, queries, HEADS, SIZE)
     k, v = (rand(batch, new, KV_HEADS, SIZE) if new else None for _ in range(2))
     given = options.pop("cache_seqlens", torch.tensor(LENGTHS, dtype=torch.int32))
-    lengths = LENGTHS if given is not None and getattr(given, "shape", ()) else [ROOM if given is None else int(given)] * 3
+    lengths = (
+        LENGTHS if given is not None and getattr(given, "shape", ()) else [ROOM if given is None else int(given)] * 3
+    )
     whole_k, whole_v = (rand(6, ROOM, KV_HEADS, SIZE) for _ in range(2))
     own_rows = list(rows or range(batch))
     keys, values = whole_k[own_rows], whole_v[own_rows]
@@ -191,7 +193,7 @@ def test_errors(case):
 
 def test_no_gradient_is_lost():
     q = Q.clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match="^q: got a tensor that requires a gradient"):
+    with pytest.raises(NotImplementedError, match=r"^q: got a tensor that requires a gradient"):
         bridge.flash_attn_with_kvcache(q, CACHE, CACHE)
     with torch.no_grad():
         assert bridge.flash_attn_with_kvcache(q, CACHE, CACHE).shape == Q.shape
