@@ -114,11 +114,15 @@ def flash_attention(
         have gradients. JAX arrays that it closes over get no gradient. For their gradients, write a function that takes
         them as arguments and defines the score_mod inside, and pass it to bridge.from_jax.
       sinks: [H], bfloat16, float16 or float32.
+      scale, softcap, window and the others that are numbers: Python's, NumPy's, JAX's, or tensors without axes, whose
+        values are read in each call. window: also a tensor of two.
       deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
       other_names: attn_mask, softmax_scale, causal or window_size, in place of mask, scale, is_causal and window. The
         last two are of flash-attn, which puts the last query at the last key: as many queries as keys, or a q_offset,
         are wanted with them.
       The others are those of jax_kernels.flash_attention.
+
+    DTensors: a batch and heads may be sharded, in all tensors of the call alike. Results are DTensors, with gradients.
 
     With a Mask or a score_mod it runs as bridge.from_jax says. JAX compiles a program, which it keeps, for each
     function, each structure of a Mask and each set of shapes, those of a Mask's arrays included. With a Mask, a

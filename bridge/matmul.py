@@ -267,7 +267,7 @@ def _argument(name: str, w: Any) -> Any:
 
 
 def _without_gradient(scale: Any) -> Any:
-    return in_float32(scale.detach()) if isinstance(scale, torch.Tensor) else scale
+    return in_float32(scale.detach() if isinstance(scale, torch.Tensor) else scale)
 
 
 def _dtype_name(out_dtype: torch.dtype | None) -> str | None:

@@ -62,8 +62,10 @@ def plain_options(names: tuple[str, ...], options: Mapping[str, Any]) -> dict[st
 
 
 def in_float32(x: Any) -> Any:
-    """A scale without axes in float32, which stays on its device. Anything else as it is."""
-    if not isinstance(x, torch.Tensor) or x.ndim or x.dtype == torch.bool or x.is_complex():
+    """A scale: a tensor without axes in float32, on its device; a number of another kind as plain_of gives it."""
+    if not isinstance(x, torch.Tensor):
+        return plain_of("scale", x)
+    if x.ndim or x.dtype == torch.bool or x.is_complex():
         return x
     return x.to(torch.float32)
 

@@ -31,7 +31,7 @@ class _WithScoreMods:
 
     def __init__(self, op: Callable[..., Any]) -> None:
         functools.update_wrapper(self, op, updated=())
-        self.plain_numbers = ATTENTION
+        self.plain_numbers = (*ATTENTION, "block_size")
         self._op = op
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -160,6 +160,8 @@ def flash_attention(
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
       implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the fastest that can serve.
 
+    Numbers and flags may be Python's, NumPy's, or arrays without axes whose values are known when tracing.
+
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
       without a key has out = 0 and lse = -inf (with sinks, the sink), and passes no gradient but the sink's.
