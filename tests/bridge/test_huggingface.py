@@ -169,7 +169,7 @@ def test_rooms_behind_keys():
 def test_a_cache_goes_on_in_another_mode(first, then, reference):
     cache = bridge.huggingface.growing_cache(config_of("llama"))
     generator = torch.Generator().manual_seed(0)
-    new = lambda length: torch.randn(2, 2, length, 16, generator=generator)
+    new = lambda length: torch.randn(1, 2, length, 16, generator=generator)
     wants = [new(5), new(5)]
     with first():
         cache.update(*wants, 0)
@@ -178,7 +178,7 @@ def test_a_cache_goes_on_in_another_mode(first, then, reference):
             more = [new(1), new(1)]
             wants = [torch.cat(pair, dim=2) for pair in zip(wants, more, strict=True)]
             got = cache.update(*more, 0)
-            query = torch.randn(2, 4, 1, 16, generator=generator)
+            query = torch.randn(1, 4, 1, 16, generator=generator)
             out, _ = huggingface.attention(torch.nn.Module(), query, *got, None)
             want, _ = reference(*(x.transpose(1, 2) for x in (query, *wants)))
         assert all(map(torch.equal, got, wants))

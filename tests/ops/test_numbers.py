@@ -23,6 +23,7 @@ eight = lambda **options: jax_kernels.matmul(
     *(x.astype(jnp.float8_e4m3fn) for x in (ROWS, WEIGHTS.T)), **{"x_scale": 0.5, "w_scale": 2.0} | options
 )
 fp8 = lambda **options: jax_kernels.flash_attention_fp8(*(X.astype(jnp.float8_e4m3fn),) * 3, **options)
+by_rows = lambda **options: jax_kernels.quantize(ROWS, scaling="row", **options).scale
 top_k = lambda **options: masks.top_k(ROWS, **options).to_dense(9, 16)
 banded = lambda **options: masks.sliding_window(**{"left": None, "right": 0} | options).to_dense(9, 9)
 CASES = {
@@ -139,5 +140,5 @@ def test_models():
         other = {name: np.asarray(value)[()] for name, value in options.items()}
         made = (of(*args, **options, rngs=nnx.Rngs(0)), of(*map(jnp.int32, args), **other, rngs=nnx.Rngs(0)))
         same(*(module(x) for module in made))
-    with pytest.raises(TypeError, match="num_heads=2.0 must be an int"):
+    with pytest.raises(TypeError, match=r"num_heads=2\.0 must be an int"):
         models.MultiHeadAttention(16, np.float32(2), rngs=nnx.Rngs(0))
