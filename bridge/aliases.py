@@ -251,7 +251,7 @@ def flash_dmattn_func(
       mask, bias: this library's names for attn_mask and attn_bias. A mask may also be a masks.Mask.
 
     Raises NotImplementedError for return_attn_probs, TypeError where an argument is given by both of its names, and
-    what bridge.dynamic_mask_attention raises.
+    the errors of bridge.dynamic_mask_attention.
     """
     if return_attn_probs:
         raise NotImplementedError("return_attn_probs: got True, want False: attention weights are never stored")
@@ -307,7 +307,7 @@ def _offset(query: Any, key: Any, names: tuple[str, str] = ("query", "key")) -> 
 
 
 def _check_packed(name: str, x: Any, parts: int, want: str | None = None) -> None:
-    """want: the axes of packed sequences; None for those of a batch."""
+    """want: the axes of packed sequences; None for a batch."""
     check_tensor(name, x, x)
     axes = 5 if want is None else 4
     if x.ndim != axes or x.shape[axes - 3] != parts:

@@ -88,7 +88,7 @@ def on_shards(
         placements = shards.placements(axes, x.shape)
         if list(x.placements) != placements:
             raise ValueError(
-                f"{name}: got a DTensor with placements {_text(x)}, want {_names(placements)} beside the others; "
+                f"{name}: got a DTensor with placements {_text(x)}, want {_names(placements)} with the others; "
                 f"{name}.redistribute(placements=...) gives it"
             )
         local[name] = x.to_local(grad_placements=shards.placements(axes, x.shape, of_gradient=True))
@@ -115,7 +115,7 @@ def _shards(given: Mapping[str, Any], roles: Mapping[str, Roles]) -> _Shards:
     sizes: dict[str, int] = {}
     for name, x in given.items():
         if not is_dtensor(x):
-            raise TypeError(f"{name}: got a {type(x).__name__} beside {first}, a DTensor; want a DTensor on its mesh")
+            raise TypeError(f"{name}: got a {type(x).__name__} with {first}, a DTensor; want a DTensor on its mesh")
         if x.device_mesh != mesh:
             raise ValueError(f"{name}: got a DTensor on {x.device_mesh}, want {first}'s mesh {mesh}")
         for role, size in zip(roles[name], x.shape, strict=False):
@@ -203,11 +203,11 @@ def attention(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     mask = options.get("mask") if isinstance(options.get("mask"), Mask) else options.get("block_mask")
     if sharded and options.get("score_mod") is not None:
         placements = _text(tensors["query"])
-        raise ValueError(f"score_mod: got one beside a DTensor with placements {placements}, want None, or Replicate()")
+        raise ValueError(f"score_mod: got one with a DTensor with placements {placements}, want None, or Replicate()")
     for role, size in (("batch", mask.batch), ("heads", mask.heads)) if isinstance(mask, Mask) else ():
         if role in sharded and size > 1:
             placements = _text(tensors["query"])
-            raise ValueError(f"mask: got {size} {role} beside a DTensor with placements {placements}, want a Mask of 1")
+            raise ValueError(f"mask: got {size} {role} with a DTensor with placements {placements}, want a Mask of 1")
 
     def run(segment_ids: Any = None, kv_segment_ids: Any = None, **others: Any) -> Any:
         ids = segment_ids if kv_segment_ids is None else (segment_ids, kv_segment_ids)

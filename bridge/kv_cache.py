@@ -56,7 +56,7 @@ def flash_attn_with_kvcache(
     Args:
       q: [B, T, H, D].
       k_cache: [cache rows, S, Hkv, D], or with block_table [pages, page_size, Hkv, D]; v_cache: likewise. Without
-        cache_batch_idx, row b is that of sequence b.
+        cache_batch_idx, sequence b has row b.
       k, v: the new keys and values [B, N, Hkv, D], or None.
       rotary_cos, rotary_sin: [positions, R / 2], R at most D: rotary embedding of the first R features of k at the
         positions that it is written to, and of q: at the same first position and the next ones, or, without causal and
@@ -181,7 +181,7 @@ class _Cache:
     def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value [batch, S, Hkv, D]: a copy, unless the sequences have the first rows."""
         if self.table is not None:
-            pages = self.table.long().clamp(0, max(self.key.shape[0] - 1, 0))  # those past a length may be anything
+            pages = self.table.long().clamp(0, max(self.key.shape[0] - 1, 0))  # pages past a length may have any number
             return self.key[pages].flatten(1, 2), self.value[pages].flatten(1, 2)
         if self.rows is not None:
             return self.key[self.rows.long()], self.value[self.rows.long()]

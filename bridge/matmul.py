@@ -231,7 +231,7 @@ def _on_shards(op: Callable[..., Any], tensors: dict[str, Any], options: dict[st
     """The matmul of DTensors. Rows of x may be sharded, and of matmul and gated_matmul the columns of the weights."""
     for name, x in tensors.items():
         if isinstance(x, QuantizedTensor):
-            raise NotImplementedError(f"{name}: got low-bit weights beside a DTensor, want DTensors alone")
+            raise NotImplementedError(f"{name}: got low-bit weights with a DTensor, want DTensors alone")
     is_eight = options["precision"] == "fp8" or tensors["x"].dtype in _EIGHT_BITS
     if is_eight or any(x is not None for name, x in options.items() if name.endswith("_scale")):
         dtensors.refuse(f"{op.__name__} in 8 bits", **tensors)

@@ -56,7 +56,7 @@ def plain_of(name: str, x: Any) -> Any:
 
 
 def plain_options(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The options with plain numbers in place of those of these names; the dict itself if they are plain already."""
+    """The options whose values of these names are plain; the dict itself if they all were."""
     changed = {name: plain_of(name, options[name]) for name in names if type(options.get(name)) not in PLAIN}
     return options | changed if changed else options
 

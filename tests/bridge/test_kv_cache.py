@@ -103,7 +103,7 @@ def test_against_a_loop(case, reference):
     whole_k, whole_v = (rand(6, ROOM, KV_HEADS, SIZE) for _ in range(2))
     own_rows = list(rows or range(batch))
     keys, values = whole_k[own_rows], whole_v[own_rows]
-    for b, length in enumerate(lengths):  # what is in no sequence has no effect
+    for b, length in enumerate(lengths):  # values outside of all sequences have no effect
         for x, y in ((whole_k, keys), (whole_v, values)):
             x[own_rows[b], length:] = torch.nan
             x[own_rows[b], : 0 if leftpads is None else leftpads[b]] = torch.nan

@@ -109,7 +109,7 @@ def test_a_pattern_of_tensors():
 
 
 def test_a_tensor_is_read_in_each_call(reference):
-    """A number that was written to since is another one; the call that is known is that of the number before."""
+    """A number that was written to since makes another call than the cached one."""
     for function, name in ((attend, "scale"), (decode, "scale"), (dilated, "scale"), (flash, "softmax_scale")):
         number = torch.tensor(0.5)
         for value in (0.5, 0.5, 0.25, 0.25):
