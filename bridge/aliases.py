@@ -130,11 +130,11 @@ def flash_attn_varlen_func(
     max_seqlen below the longest sequence on a CPU, and what bridge.flash_attention raises.
     """
     if dtensors.are_in(q, k, v):
-        tensors = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
+        given = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
         named = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "block_table": block_table}
         named |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "dropout_p": dropout_p, "causal": causal}
         named |= {"softmax_scale": softmax_scale, "window_size": window_size, "softcap": softcap}
-        return _varlen_on_shards(tensors, named | {"deterministic": deterministic}, return_attn_probs)
+        return _varlen_on_shards(given, named | {"deterministic": deterministic}, return_attn_probs)
     options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     if block_table is not None:
         raise NotImplementedError("block_table: got one, want None; bridge.decode_attention takes block_tables")
@@ -198,9 +198,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """flash_attn_varlen_func with the keys and values in one tensor kv: [total_k, 2, Hkv, D]."""
     _check_packed("kv", kv, 2, "[tokens, 2, heads, head_dim]")
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, *kv.unbind(1), *lengths, *options)
+    rest: Any = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -218,9 +218,10 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """flash_attn_varlen_func with queries, keys and values in one tensor qkv: [total, 3, H, D]."""
     _check_packed("qkv", qkv, 3, "[tokens, 3, heads, head_dim]")
-    options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    rest: Any = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    q, k, v = qkv.unbind(1)
     try:
-        return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options)
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest)
     except (TypeError, ValueError) as error:
         rename(error, cu_seqlens_q="cu_seqlens", max_seqlen_q="max_seqlen")
         raise

@@ -69,10 +69,10 @@ def decode_attention(
             return results if is_valid is None else float_masks.or_nan(results, is_valid)
     if block_tables is None and is_valid is None and dtensors.are_in(query, key, value):
         named = {"query": query, "key": key, "value": value, "kv_lengths": kv_lengths, "mask": mask, "bias": bias}
-        options = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "window": window}
-        options |= plain_options(tuple(options), options)
+        numbers: dict[str, Any] = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "window": window}
+        numbers |= plain_options(tuple(numbers), numbers)
         named |= {"sinks": sinks, "implementation": implementation}
-        return dtensors.attention(decode_attention, named | options)
+        return dtensors.attention(decode_attention, named | numbers)
     is_object = isinstance(mask, Mask)
     check_optional_tensors(block_tables=block_tables)
     check_inputs(

@@ -71,14 +71,19 @@ def dilated_attention(
         batch = ("batch", None, None, None)
         tensors = {"query": query, "key": key, "value": value, "segment_ids": segment_ids}
         roles = {"query": batch, "key": batch, "value": batch, "segment_ids": batch[:2]}
-        pattern = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "heads": heads}
+        pattern: dict[str, Any] = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "heads": heads}
         pattern |= {
             "combine": combine,
             "layout": layout,
             "order": order,
             "stop_gradient_weights": stop_gradient_weights,
         }
-        settings = {"is_causal": is_causal, "return_lse": return_lse, "scale": scale, "deterministic": deterministic}
+        settings: dict[str, Any] = {
+            "is_causal": is_causal,
+            "return_lse": return_lse,
+            "scale": scale,
+            "deterministic": deterministic,
+        }
         settings |= {"precision": precision, "implementation": implementation}
         return dtensors.on_shards(dilated_attention, tensors, roles, (batch, batch[:3]), pattern | settings)
     if isinstance(segment_ids, tuple | list):

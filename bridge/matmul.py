@@ -89,9 +89,14 @@ def matmul(
     check_optional_tensors(bias=bias, residual=residual)
     check_scales(x_scale=x_scale, w_scale=w_scale)
     if dtensors.are_in(x, w, bias, residual):
-        options = {"activation": activation, "transpose_w": transpose_w, "out_dtype": out_dtype, "precision": precision}
-        options |= {"scaling": scaling, "implementation": implementation, "x_scale": x_scale, "w_scale": w_scale}
-        return _on_shards(matmul, {"x": x, "w": w, "bias": bias, "residual": residual}, options)
+        own: dict[str, Any] = {
+            "activation": activation,
+            "transpose_w": transpose_w,
+            "out_dtype": out_dtype,
+            "precision": precision,
+        }
+        own |= {"scaling": scaling, "implementation": implementation, "x_scale": x_scale, "w_scale": w_scale}
+        return _on_shards(matmul, {"x": x, "w": w, "bias": bias, "residual": residual}, own)
     x, w, bias = _under_autocast(x, w, bias)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _matmul.serve(
@@ -145,10 +150,15 @@ def gated_matmul(
     check_optional_tensors(residual=residual)
     check_scales(x_scale=x_scale, w_gate_scale=w_gate_scale, w_up_scale=w_up_scale)
     if dtensors.are_in(x, w_gate, w_up, residual):
-        options = {"activation": activation, "transpose_w": transpose_w, "out_dtype": out_dtype, "precision": precision}
-        options |= {"scaling": scaling, "implementation": implementation}
-        options |= {"x_scale": x_scale, "w_gate_scale": w_gate_scale, "w_up_scale": w_up_scale}
-        return _on_shards(gated_matmul, {"x": x, "w_gate": w_gate, "w_up": w_up, "residual": residual}, options)
+        own: dict[str, Any] = {
+            "activation": activation,
+            "transpose_w": transpose_w,
+            "out_dtype": out_dtype,
+            "precision": precision,
+        }
+        own |= {"scaling": scaling, "implementation": implementation}
+        own |= {"x_scale": x_scale, "w_gate_scale": w_gate_scale, "w_up_scale": w_up_scale}
+        return _on_shards(gated_matmul, {"x": x, "w_gate": w_gate, "w_up": w_up, "residual": residual}, own)
     x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _gated_matmul.serve(
@@ -205,8 +215,8 @@ def mlp(
     check_optional_tensors(w_gate=w_gate, bias_up=bias_up, bias_down=bias_down, residual=residual)
     if dtensors.are_in(x, w_up, w_down, w_gate, bias_up, bias_down, residual):
         tensors = {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "bias_up": bias_up, "bias_down": bias_down}
-        options = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
-        return _on_shards(mlp, tensors | {"residual": residual}, options | {"implementation": implementation})
+        own: dict[str, Any] = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
+        return _on_shards(mlp, tensors | {"residual": residual}, own | {"implementation": implementation})
     x, w_up, w_down, w_gate, bias_up, bias_down = _under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
     residual, out_dtype = _with_wide_residual(x, residual, None)
     wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype: added after it

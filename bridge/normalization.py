@@ -135,7 +135,7 @@ def _on_shards(norm: Callable[..., Any], tensors: dict[str, Any], options: dict[
     """The norm of DTensors, whose rows may be sharded."""
     rows, width = dtensors.rows_roles(tensors["x"]), (None,)
     roles = {"x": rows, "residual": rows, "scale": width, "bias": width}
-    results = (rows, rows) if options["quantize"] is None else (rows, rows[:-1], rows)
+    results: tuple[Any, ...] = (rows, rows) if options["quantize"] is None else (rows, rows[:-1], rows)
     if tensors["residual"] is None:
         results = results[:-1]
     return dtensors.on_shards(norm, tensors, roles, results, options)
