@@ -16,6 +16,12 @@ from jax_kernels.bridge.aliases import flash_attn_func as flash_attn_func  # noq
 from jax_kernels.bridge.aliases import flash_attn_kvpacked_func as flash_attn_kvpacked_func  # noqa: E402
 from jax_kernels.bridge.aliases import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func  # noqa: E402
 from jax_kernels.bridge.aliases import flash_attn_varlen_func as flash_attn_varlen_func  # noqa: E402
+from jax_kernels.bridge.aliases import (  # noqa: E402
+    flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func,
+)
+from jax_kernels.bridge.aliases import (  # noqa: E402
+    flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
+)
 from jax_kernels.bridge.aliases import flash_dmattn_func as flash_dmattn_func  # noqa: E402
 from jax_kernels.bridge.attention import flash_attention as flash_attention  # noqa: E402
 from jax_kernels.bridge.caches import cache_info as cache_info  # noqa: E402
@@ -31,6 +37,7 @@ from jax_kernels.bridge.flex_attention import flex_attention as flex_attention  
 from jax_kernels.bridge.fp8 import flash_attention_fp8 as flash_attention_fp8  # noqa: E402
 from jax_kernels.bridge.fp8 import quantize_fp8 as quantize_fp8  # noqa: E402
 from jax_kernels.bridge.function import from_jax as from_jax  # noqa: E402
+from jax_kernels.bridge.kv_cache import flash_attn_with_kvcache as flash_attn_with_kvcache  # noqa: E402
 from jax_kernels.bridge.matmul import gated_matmul as gated_matmul  # noqa: E402
 from jax_kernels.bridge.matmul import linear as linear  # noqa: E402
 from jax_kernels.bridge.matmul import matmul as matmul  # noqa: E402

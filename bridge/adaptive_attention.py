@@ -11,6 +11,7 @@ from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.explaining import explain
 from jax_kernels.bridge.layers import empty_attention
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.masks import Mask
 
 __all__ = ["AdaptiveAttention"]
@@ -42,6 +43,7 @@ class AdaptiveAttention(torch.nn.Module):
       ValueError, TypeError: an argument is out of range, naming it.
     """
 
+    @plain_arguments
     def __init__(
         self,
         dim: int,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
@@ -36,7 +37,8 @@ def check_optional_tensors(**tensors: Any) -> None:
 def check_scales(**scales: Any) -> None:
     """Raises TypeError for one that is neither a torch.Tensor nor a number nor None."""
     for name, x in scales.items():
-        if not (x is None or isinstance(x, torch.Tensor | int | float | np.generic)):
+        is_number = isinstance(x, np.ndarray | jax.Array) and x.ndim == 0
+        if not (x is None or is_number or isinstance(x, torch.Tensor | int | float | np.generic)):
             raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor, a number or None{way_out(x)}")
 
 

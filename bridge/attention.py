@@ -5,7 +5,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge import answers, attention_vmap, float_masks, flops, growing, library, sparse_attention
+from jax_kernels.bridge import (
+    answers,
+    attention_vmap,
+    dtensors,
+    float_masks,
+    flops,
+    growing,
+    library,
+    sparse_attention,
+)
 from jax_kernels.bridge.attention_checks import (
     as_torch_is_set,
     check_inputs,
@@ -19,6 +28,7 @@ from jax_kernels.bridge.function import Seen
 from jax_kernels.bridge.growing import Keys
 from jax_kernels.bridge.known import Known, same_tensors
 from jax_kernels.bridge.other_names import renamed
+from jax_kernels.bridge.plain_numbers import ATTENTION, plain_options
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import flash_attention as attention
 
@@ -107,11 +117,15 @@ def flash_attention(
         closes over get no gradient. For their gradients, write a function that takes them as arguments and defines the
         score_mod inside, and pass it to bridge.from_jax.
       sinks: [H], bfloat16, float16 or float32.
+      scale, softcap, window and the others that are numbers: Python's, NumPy's, JAX's, or tensors without axes, whose
+        values are read in each call. window: also a tensor of two.
       deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
       other_names: attn_mask, softmax_scale, causal or window_size, in place of mask, scale, is_causal and window. The
         last two are of flash-attn, which puts the last query at the last key: as many queries as keys, or a q_offset,
         are wanted with them.
       The others are those of jax_kernels.flash_attention.
+
+    DTensors: a batch and heads may be sharded, in all tensors of the call alike. Results are DTensors, with gradients.
 
     With a Mask or a score_mod it runs as bridge.from_jax says. JAX compiles a program, which it keeps, for each
     function, each structure of a Mask and each set of shapes, those of a Mask's arrays included. With a Mask, a
@@ -155,7 +169,8 @@ def flash_attention(
         statics = (
             *(is_causal, window, score_mod, scale, softcap, return_lse, deterministic, precision, implementation),
             # 1 and True are equal, and not both are taken.
-            *(type(is_causal), type(window), type(scale), type(softcap), type(return_lse), type(deterministic)),
+            *(type(is_causal), None if window is None else _kinds(window), type(scale), type(softcap)),
+            *(type(return_lse), type(deterministic)),
             *(there, None if isinstance(q_offset, torch.Tensor) else q_offset),
             torch.are_deterministic_algorithms_enabled(),
         )
@@ -172,13 +187,18 @@ def flash_attention(
 _KNOWN = Known()
 
 
+def _kinds(window: Any) -> Any:
+    """The types of a window's sides, or of the window."""
+    return tuple(map(type, window)) if isinstance(window, tuple) else type(window)
+
+
 def _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset) -> tuple[list[Any], Any]:
     """The tensors of a call that are there, in the order of Tensors, and which are. Nothing is checked yet."""
     is_pair = isinstance(segment_ids, tuple | list) and len(segment_ids) == 2
     q_ids, kv_ids = segment_ids if is_pair else (segment_ids, segment_ids)
     offset = q_offset if isinstance(q_offset, torch.Tensor) else None
     every = (query, key, value, bias, sinks, mask, q_ids, kv_ids, kv_lengths, offset)
-    return [x for x in every if x is not None], tuple(x is not None for x in every)
+    return [x for x in every if x is not None], (type(q_offset), *(x is not None for x in every))
 
 
 def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset):
@@ -188,7 +208,8 @@ def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv
     offset = q_offset if isinstance(q_offset, torch.Tensor) else None
     every = (query, key, value, bias, sinks, None if is_object else mask, *ids, kv_lengths, offset)
     there = tuple(x is not None for x in every)
-    return [x for x in every if x is not None], (*there, type(segment_ids), id(mask) if is_object else None)
+    kinds = type(segment_ids), type(q_offset)
+    return [x for x in every if x is not None], (*there, *kinds, id(mask) if is_object else None)
 
 
 @torch.compiler.allow_in_graph
@@ -207,6 +228,12 @@ def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: boo
 
     statics, present: what the call is known as from now on. is_traced: whether it is part of a compiled graph.
     """
+    named = given._asdict()
+    if plain := plain_options(ATTENTION, named):
+        given = given._replace(**plain)
+        return _call(given, None, (), is_traced=True) if is_traced else flash_attention(**given._asdict())
+    if dtensors.are_in(given.query, given.key, given.value):
+        return dtensors.attention(flash_attention, named)
     if float_masks.is_float(given.mask):
         mask, is_valid = float_masks.as_bool("mask", given.mask)
         given = given._replace(mask=mask)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge import dtensors
 from jax_kernels.bridge.argument_checks import check_tensors
 from jax_kernels.bridge.dlpack import check_dense
 
@@ -57,6 +58,7 @@ def check_inputs(
 
     segment_ids: those of the queries and of the keys, either may be None.
     """
+    dtensors.refuse("this function", query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _check_float(name, tensor, query)
         if tensor.ndim != 4:

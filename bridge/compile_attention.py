@@ -10,6 +10,7 @@ from jax_kernels.bridge import dlpack, mask_sources, private
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.attention_checks import check_tensor
 from jax_kernels.bridge.operands import on_device
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.bridge.prepare_mask import here
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import compile_attention as ops
@@ -107,6 +108,7 @@ def _holds(check: private.Check, *tensors: Any) -> bool:
         return False
 
 
+@plain_arguments
 def compile_attention(
     pattern: str | Mask,
     seq_len: int,

@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge import float_masks, growing
+from jax_kernels.bridge import dtensors, float_masks, growing
 from jax_kernels.bridge.argument_checks import check_optional_tensors
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.function import JaxOp, seen
+from jax_kernels.bridge.plain_numbers import plain_options
 from jax_kernels.masks import Mask
 from jax_kernels.ops import decode_attention as ops
 
@@ -59,12 +60,19 @@ def decode_attention(
         mask, is_valid = float_masks.as_bool("mask", mask)
     if not torch.compiler.is_compiling():
         sides = tuple(window) if isinstance(window, list) else window
-        kinds = type(window), type(softcap), type(scale), type(return_lse)
+        of_sides = tuple(map(type, sides)) if isinstance(sides, tuple) else type(sides)
+        kinds = of_sides, type(softcap), type(scale), type(return_lse)
         options = *kinds, sides, softcap, scale, return_lse, implementation
         call = seen((query, key, value, kv_lengths, block_tables, mask, bias, sinks), options)
         if (known := _attend.find(call)) is not None:
             results = known(call.tensors)
             return results if is_valid is None else float_masks.or_nan(results, is_valid)
+    if block_tables is None and is_valid is None and dtensors.are_in(query, key, value):
+        named = {"query": query, "key": key, "value": value, "kv_lengths": kv_lengths, "mask": mask, "bias": bias}
+        numbers: dict[str, Any] = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "window": window}
+        numbers |= plain_options(tuple(numbers), numbers)
+        named |= {"sinks": sinks, "implementation": implementation}
+        return dtensors.attention(decode_attention, named | numbers)
     is_object = isinstance(mask, Mask)
     check_optional_tensors(block_tables=block_tables)
     check_inputs(

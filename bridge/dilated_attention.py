@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge import dtensors
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.function import JaxOp, seen
 from jax_kernels.ops.dilated import dilated_attention as ops
@@ -59,12 +60,32 @@ def dilated_attention(
         sizes = [tuple(x) if isinstance(x, list) else x for x in (segment_lengths, dilation_rates)]
         options = (
             *(*sizes, is_causal, heads, combine, layout, order, stop_gradient_weights, return_lse, scale),
+            *(tuple(map(type, x)) if isinstance(x, tuple) else None for x in sizes),
             *(type(is_causal), type(stop_gradient_weights), type(return_lse), type(scale), type(deterministic)),
             *(deterministic, precision, implementation, torch.are_deterministic_algorithms_enabled()),
         )
         call = seen((query, key, value, segment_ids), options)
         if (known := _attend.find(call)) is not None:
             return known(call.tensors)
+    if dtensors.are_in(query, key, value):  # a head's tokens depend on its number: heads are not sharded
+        batch = ("batch", None, None, None)
+        tensors = {"query": query, "key": key, "value": value, "segment_ids": segment_ids}
+        roles = {"query": batch, "key": batch, "value": batch, "segment_ids": batch[:2]}
+        pattern: dict[str, Any] = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "heads": heads}
+        pattern |= {
+            "combine": combine,
+            "layout": layout,
+            "order": order,
+            "stop_gradient_weights": stop_gradient_weights,
+        }
+        settings: dict[str, Any] = {
+            "is_causal": is_causal,
+            "return_lse": return_lse,
+            "scale": scale,
+            "deterministic": deterministic,
+        }
+        settings |= {"precision": precision, "implementation": implementation}
+        return dtensors.on_shards(dilated_attention, tensors, roles, (batch, batch[:3]), pattern | settings)
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 tensor [B, T]: queries and keys are the same tokens")
     check_inputs(query, key, value, segment_ids=(segment_ids,))

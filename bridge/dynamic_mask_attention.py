@@ -15,6 +15,7 @@ from jax_kernels.bridge.attention_checks import as_torch_is_set, check_tensor
 from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.function import from_jax
 from jax_kernels.bridge.layers import PlainLinear, empty_attention, rotary_embedding
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import dynamic_mask_attention as ops
 
@@ -61,6 +62,7 @@ class DynamicMaskAttention(torch.nn.Module):
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
     """
 
+    @plain_arguments
     def __init__(
         self,
         model_dim: int,

@@ -8,6 +8,7 @@ import torch
 from jax_kernels import quantization
 from jax_kernels.bridge.argument_checks import check_optional_tensors, check_scales, check_tensors
 from jax_kernels.bridge.function import JaxOp, from_jax, seen
+from jax_kernels.bridge.plain_numbers import in_float32, plain_of
 from jax_kernels.ops.attention import flash_attention_fp8 as ops
 
 __all__ = ["flash_attention_fp8", "quantize_fp8"]
@@ -29,6 +30,7 @@ def quantize_fp8(x: torch.Tensor, axis: int | Sequence[int] | None = None) -> tu
     It raises what jax_kernels.quantize_fp8 does, or from_jax where the two differ.
     """
     check_tensors(x=x)
+    axis = plain_of("axis", axis)
     return tuple(_quantize_fp8(x, axis=tuple(axis) if isinstance(axis, list) else axis))
 
 
@@ -77,12 +79,12 @@ def flash_attention_fp8(
         query,
         key,
         value,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        q_scale=in_float32(q_scale),
+        k_scale=in_float32(k_scale),
+        v_scale=in_float32(v_scale),
         is_causal=is_causal,
         scale=scale,
-        q_offset=q_offset,
+        q_offset=plain_of("q_offset", q_offset),
         kv_lengths=kv_lengths,
         return_lse=return_lse,
         implementation=implementation,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from jax_kernels.bridge import answers, any_shape, dlpack, flops, library, plan_vmap, private, running
+from jax_kernels.bridge import answers, any_shape, dlpack, dtensors, flops, library, plan_vmap, private, running
 from jax_kernels.bridge.argument_names import leaf_names
 from jax_kernels.bridge.bounded import drop_oldest
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
@@ -36,6 +36,7 @@ from jax_kernels.bridge.operands import (
     may_be_known,
     operands_of,
 )
+from jax_kernels.bridge.plain_numbers import is_constant, plain_options
 from jax_kernels.bridge.plan_ops import Call, KnownPlan, PlanFacts, call_op
 from jax_kernels.bridge.planning import plan_for
 from jax_kernels.bridge.plans import Request, Signature, register
@@ -187,8 +188,10 @@ class JaxOp:
         self._name = name = register(function)
         self._known = Known()
         self._is_whole = is_whole
+        self._numbers: tuple[str, ...] = getattr(function, "plain_numbers", ())
 
         def in_graph(*args: Any, **kwargs: Any) -> Any:
+            kwargs |= plain_options(self._numbers, kwargs)
             tensors: list[torch.Tensor] = []
             structure = flatten((args, kwargs), tensors, None)
             _check_dense(function, structure, tensors)
@@ -206,6 +209,10 @@ class JaxOp:
         """The function's results. seen: what the call is known as from now on, if its tensors are the arguments'."""
         if self._is_whole and torch.compiler.is_compiling():
             return self._in_graph(*args, **kwargs)
+        if not torch.compiler.is_compiling() and (changed := plain_options(self._numbers, kwargs)):
+            # The numbers of arrays and tensors may change, and are read in each call.
+            seen = seen if all(is_constant(kwargs[name]) for name in changed) else None
+            kwargs |= changed
         tensors: list[torch.Tensor] = []
         masks: list[Mask] = []
         structure = flatten((args, kwargs), tensors, masks)
@@ -233,8 +240,11 @@ class JaxOp:
 
 
 def _check_dense(function: Callable[..., Any], structure: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError, naming the argument, for a nested tensor, which tells no shape."""
+    """Raises, naming the argument, for a nested tensor, which tells no shape, and for a DTensor."""
     for index, x in enumerate(tensors):
+        if dtensors.is_dtensor(x):
+            name = getattr(function, "__name__", repr(function))
+            dtensors.refuse(name, **{leaf_names(function, structure)[index]: x})
         if x.is_nested:
             dlpack.check_dense(leaf_names(function, structure)[index], x)
 

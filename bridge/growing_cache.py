@@ -18,8 +18,8 @@ _AHEAD = 128  # tokens that new memory has room for, at least
 class GrowingLayer(DynamicLayer):
     """transformers' DynamicLayer, whose keys and values are the front of larger tensors.
 
-    A token is written behind them, where DynamicLayer copies all of them. What other methods put there is taken
-    as it is, and is copied to new memory by the next token.
+    A token is written behind them, where DynamicLayer copies all of them. Keys that other methods put there, and keys
+    from inference_mode that are continued outside of it, are copied to new memory by the next token.
     """
 
     keys: Any
@@ -45,13 +45,18 @@ class GrowingLayer(DynamicLayer):
         length = x.shape[2] if x.ndim == 4 else 0
         total = length + new.shape[2]
         room = self._rooms.get(name)
-        if room is None or not _is_front(x, room, length) or room.shape[2] < total:
+        if room is None or not _is_front(x, room, length) or room.shape[2] < total or not _is_writable(room):
             room = new.new_empty(*new.shape[:2], growing.bucket(total + _AHEAD), new.shape[3])
             if length:
                 room[:, :, :length].copy_(x)
             self._rooms[name] = room
         room.narrow(2, length, new.shape[2]).copy_(new)
         return room.narrow(2, 0, total)
+
+
+def _is_writable(room: torch.Tensor) -> bool:
+    """Whether PyTorch allows a write: memory that was made under inference_mode is read-only outside of it."""
+    return torch.is_inference_mode_enabled() or not room.is_inference()
 
 
 def _is_front(x: torch.Tensor, room: torch.Tensor, length: int) -> bool:

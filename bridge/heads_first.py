@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge import dtensors
 from jax_kernels.bridge.attention import flash_attention
 
 __all__ = ["attend"]
@@ -49,7 +50,7 @@ def _folds(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     given = (query, key, value)
     if all(x.transpose(1, 2).is_contiguous() for x in given):
         return False
-    return all(x.is_contiguous() for x in given)
+    return all(x.is_contiguous() for x in given) and not dtensors.is_dtensor(query)
 
 
 def _score_folds(x: torch.Tensor, query: torch.Tensor) -> bool:

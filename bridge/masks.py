@@ -35,6 +35,7 @@ import torch
 from jax_kernels import masks as _masks
 from jax_kernels.bridge import captures as _captures
 from jax_kernels.bridge import dlpack as _dlpack
+from jax_kernels.bridge import dtensors as _dtensors
 from jax_kernels.bridge import fork as _fork
 from jax_kernels.bridge import library as _library
 from jax_kernels.bridge import mask_sources as _mask_sources
@@ -43,13 +44,34 @@ from jax_kernels.bridge import score_functions as _score_functions
 from jax_kernels.bridge.argument_checks import check_tensors as _check_tensors
 from jax_kernels.bridge.function import from_jax as _from_jax
 from jax_kernels.bridge.operands import on_device as _on_device
+from jax_kernels.bridge.plain_numbers import plain_of as _plain_of
 from jax_kernels.masks import BlockLists as BlockLists
 from jax_kernels.masks import Mask as Mask
 from jax_kernels.masks import PackedBlocks as PackedBlocks
 from jax_kernels.masks import PreparedMask as PreparedMask
 from jax_kernels.masks import causal as causal
-from jax_kernels.masks import dilated as dilated
-from jax_kernels.masks import sliding_window as sliding_window
+
+# Options that the structure of a mask depends on. The others may be data.
+_NUMBERS = frozenset(
+    (
+        *("batch", "block_size", "global_blocks", "heads", "k", "kv_length", "left", "q_length", "random_blocks"),
+        *("rate", "right", "seed", "stride", "window", "window_blocks"),
+    )
+)
+
+
+def _number(name: str, x: Any) -> Any:
+    return _plain_of(name, x) if name in _NUMBERS else x
+
+
+@functools.wraps(_masks.dilated)
+def dilated(rate: Any) -> Mask:
+    return _masks.dilated(_plain_of("rate", rate))
+
+
+@functools.wraps(_masks.sliding_window)
+def sliding_window(left: Any, right: Any) -> Mask:
+    return _masks.sliding_window(_plain_of("left", left), _plain_of("right", right))
 
 
 def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Callable[..., Mask]:
@@ -60,6 +82,8 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
     @functools.wraps(builder)
     def build(*args: Any, **kwargs: Any) -> Mask:
         _fork.refuse()
+        args = tuple(_number(names[min(index, len(names) - 1)], x) for index, x in enumerate(args))
+        kwargs = {name: _number(name, x) for name, x in kwargs.items()}
         named = [(names[min(index, len(names) - 1)], x) for index, x in enumerate(args)] + list(kwargs.items())
         found = {index: name for index, (name, x) in enumerate(named) if isinstance(x, torch.Tensor)}
         _mask_sources.check([x for _, x in named])
@@ -91,6 +115,7 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
 
 def _checked(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     _dlpack.check_dense(name, tensor)
+    _dtensors.refuse("a mask's builder", **{name: tensor})
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want one on a CPU or a CUDA device")
     if tensor.device != device:
@@ -145,6 +170,7 @@ def from_function(function: Any, *arrays: Any, batch: int | None = None, heads: 
       TypeError: the function uses an operation without a form in jnp, naming it, or is not elementwise.
       ValueError: batch or heads are wanted, or an int64 tensor has a value beyond int32, naming the tensor.
     """
+    batch, heads = _plain_of("batch", batch), _plain_of("heads", heads)
     made, read, paths = _score_functions.mask_mod(function, arrays)
     mask = _from_function(made, *read, *arrays, batch=batch, heads=heads)
     return _mask_sources.attach(mask, _captures.root_of(function), paths) if paths else mask
@@ -162,7 +188,7 @@ def pooled_scores(query: Any, key: Any, block_size: int | tuple[int, int]) -> An
     is_tensor = isinstance(query, torch.Tensor) or isinstance(key, torch.Tensor)
     if is_tensor:
         _check_tensors(query=query, key=key)
-    return (_pooled_scores if is_tensor else _masks.pooled_scores)(query, key, block_size)
+    return (_pooled_scores if is_tensor else _masks.pooled_scores)(query, key, _plain_of("block_size", block_size))
 
 
 _private.untraced_by_dynamo("jax", "jax_kernels.masks")

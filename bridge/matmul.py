@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge import symbolic
+from jax_kernels.bridge import dtensors, symbolic
 from jax_kernels.bridge.activation_functions import is_kept, name_of, with_functions
 from jax_kernels.bridge.argument_checks import (
     check_activation,
@@ -17,6 +17,7 @@ from jax_kernels.bridge.argument_checks import (
 )
 from jax_kernels.bridge.argument_names import rename
 from jax_kernels.bridge.function import JaxOp, Seen, seen
+from jax_kernels.bridge.plain_numbers import in_float32, plain_arguments
 from jax_kernels.bridge.quantized import QuantizedTensor, on_stored, stored
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
@@ -87,6 +88,15 @@ def matmul(
     _check_weights(w=w)
     check_optional_tensors(bias=bias, residual=residual)
     check_scales(x_scale=x_scale, w_scale=w_scale)
+    if dtensors.are_in(x, w, bias, residual):
+        own: dict[str, Any] = {
+            "activation": activation,
+            "transpose_w": transpose_w,
+            "out_dtype": out_dtype,
+            "precision": precision,
+        }
+        own |= {"scaling": scaling, "implementation": implementation, "x_scale": x_scale, "w_scale": w_scale}
+        return _on_shards(matmul, {"x": x, "w": w, "bias": bias, "residual": residual}, own)
     x, w, bias = _under_autocast(x, w, bias)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _matmul.serve(
@@ -139,6 +149,16 @@ def gated_matmul(
     _check_weights(w_gate=w_gate, w_up=w_up)
     check_optional_tensors(residual=residual)
     check_scales(x_scale=x_scale, w_gate_scale=w_gate_scale, w_up_scale=w_up_scale)
+    if dtensors.are_in(x, w_gate, w_up, residual):
+        own: dict[str, Any] = {
+            "activation": activation,
+            "transpose_w": transpose_w,
+            "out_dtype": out_dtype,
+            "precision": precision,
+        }
+        own |= {"scaling": scaling, "implementation": implementation}
+        own |= {"x_scale": x_scale, "w_gate_scale": w_gate_scale, "w_up_scale": w_up_scale}
+        return _on_shards(gated_matmul, {"x": x, "w_gate": w_gate, "w_up": w_up, "residual": residual}, own)
     x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _gated_matmul.serve(
@@ -193,6 +213,10 @@ def mlp(
             return known(call.tensors)
     check_tensors(x=x, w_up=w_up, w_down=w_down)
     check_optional_tensors(w_gate=w_gate, bias_up=bias_up, bias_down=bias_down, residual=residual)
+    if dtensors.are_in(x, w_up, w_down, w_gate, bias_up, bias_down, residual):
+        tensors = {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "bias_up": bias_up, "bias_down": bias_down}
+        own: dict[str, Any] = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
+        return _on_shards(mlp, tensors | {"residual": residual}, own | {"implementation": implementation})
     x, w_up, w_down, w_gate, bias_up, bias_down = _under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
     residual, out_dtype = _with_wide_residual(x, residual, None)
     wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype: added after it
@@ -211,6 +235,23 @@ def mlp(
         implementation=implementation,
     )
     return out if wide is None else wide + out
+
+
+def _on_shards(op: Callable[..., Any], tensors: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
+    """The matmul of DTensors. Rows of x may be sharded, and of matmul and gated_matmul the columns of the weights."""
+    for name, x in tensors.items():
+        if isinstance(x, QuantizedTensor):
+            raise NotImplementedError(f"{name}: got low-bit weights with a DTensor, want DTensors alone")
+    is_eight = options["precision"] == "fp8" or tensors["x"].dtype in _EIGHT_BITS
+    if is_eight or any(x is not None for name, x in options.items() if name.endswith("_scale")):
+        dtensors.refuse(f"{op.__name__} in 8 bits", **tensors)
+    rows, of_hidden = dtensors.rows_roles(tensors["x"]), op is mlp
+    columns = None if of_hidden else "columns"
+    weights = (columns, None) if options["transpose_w"] else (None, columns)
+    out = (*rows[:-1], columns)
+    roles = dict.fromkeys(tensors, weights) | {"x": rows, "residual": out, "bias": (columns,)}
+    roles |= {"bias_up": (None,), "bias_down": (None,)}
+    return dtensors.on_shards(op, tensors, roles, (out,), options)
 
 
 def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> Seen:
@@ -236,7 +277,7 @@ def _argument(name: str, w: Any) -> Any:
 
 
 def _without_gradient(scale: Any) -> Any:
-    return scale.detach() if isinstance(scale, torch.Tensor) else scale
+    return in_float32(scale.detach() if isinstance(scale, torch.Tensor) else scale)
 
 
 def _dtype_name(out_dtype: torch.dtype | None) -> str | None:
@@ -316,6 +357,7 @@ class Linear(torch.nn.Linear):
       TypeError, ValueError: activation, precision or scaling is none of those that bridge.matmul takes.
     """
 
+    @plain_arguments
     def __init__(
         self,
         in_features: int,
@@ -384,6 +426,7 @@ class GatedMLP(torch.nn.Module):
       TypeError, ValueError: activation, precision or scaling is none of those that bridge.matmul takes.
     """
 
+    @plain_arguments
     def __init__(
         self,
         in_features: int,

@@ -8,6 +8,7 @@ from torch.nn import functional
 from jax_kernels.bridge import fallback, symbolic
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.dlpack import check_dense
+from jax_kernels.bridge.plain_numbers import plain_arguments
 
 __all__ = ["MultiheadAttention"]
 
@@ -31,6 +32,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
       implementation: of the attention, as in flash_attention. The others are torch.nn.MultiheadAttention's.
     """
 
+    @plain_arguments
     def __init__(
         self,
         embed_dim: int,

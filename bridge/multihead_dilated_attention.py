@@ -1,9 +1,10 @@
 """Multi-head dilated attention as a PyTorch module."""
 
+import contextlib
 import math
 import numbers
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,16 +13,41 @@ from torch.nn import functional
 
 from jax_kernels.bridge import dlpack, symbolic, targets
 from jax_kernels.bridge.argument_checks import check_tensors
+from jax_kernels.bridge.argument_names import rename
 from jax_kernels.bridge.dilated_attention import dilated_attention
 from jax_kernels.bridge.layers import empty_attention
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.dispatch import explain
+from jax_kernels.ops.attention.table import IMPLEMENTATIONS
 from jax_kernels.ops.dilated import dilated_attention as ops
 
 __all__ = ["MultiheadDilatedAttention"]
 
-# dilated-attention-pytorch's names for kernels that are not there: here they are what None is.
-_FASTEST = ("auto", "sdpa", "flash", "xformers")
+# The names that dilated-attention-pytorch and its forks have for their own kernels. Each is the same as None.
+_FASTEST = ("auto", "sdpa", "flash", "flash_attn", "flash_attn_2", "flash_attn_3", "xformers", "manual")
+
+
+def _checked_backend(backend: Any) -> str | None:
+    """The implementation that a backend's name means; None for the fastest. Raises TypeError or ValueError."""
+    if backend is None:
+        return None
+    if not isinstance(backend, str):
+        raise TypeError(f"attention_backend: got {type(backend).__name__}, want a name or None")
+    if backend not in (*IMPLEMENTATIONS, *_FASTEST):
+        known = ", ".join(map(repr, (*IMPLEMENTATIONS, *_FASTEST)))
+        raise ValueError(f"attention_backend: got {backend!r}, want one of {known}, or None")
+    return None if backend in _FASTEST else backend
+
+
+@contextlib.contextmanager
+def _by_own_name() -> Iterator[None]:
+    """Errors inside the block name attention_backend."""
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        rename(error, implementation="attention_backend")
+        raise
 
 
 class _Timed(NamedTuple):
@@ -50,7 +76,8 @@ class MultiheadDilatedAttention(torch.nn.Module):
       layer_norm: a LayerNorm before out_proj; layer_norm_eps: its epsilon.
       gamma_init: the projections are Xavier normal; those of v_proj and out_proj are multiplied by this.
       attention_backend: the implementation, "mosaic_gpu", "triton" or "xla"; None is the fastest on the
-        parameters' device, and so are "auto", "sdpa", "flash" and "xformers", the names of dilated-attention-pytorch.
+        parameters' device, and so are "auto", "sdpa", "flash", "flash_attn", "flash_attn_2", "flash_attn_3", "xformers"
+        and "manual", names of other libraries' kernels.
       dtype, device: of the parameters, as in any PyTorch module.
       benchmark_backends: with attention_backend None, time forward and backward of each implementation that can serve,
         once, now, for one sequence over the longest segment (at most 8192 tokens). The fastest is kept for as long as
@@ -72,6 +99,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
     arXiv:2210.06423.
     """
 
+    @plain_arguments
     def __init__(
         self,
         embed_dim: int,
@@ -118,7 +146,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
             raise ValueError(
                 f"benchmark_backends: got True with attention_backend={attention_backend!r}, want one of the two"
             )
-        attention_backend = None if attention_backend in _FASTEST else attention_backend
+        attention_backend = _checked_backend(attention_backend)
         branches = ops.check_pattern(segment_lengths, dilation_rates, heads, combine, layout, order)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -149,7 +177,8 @@ class MultiheadDilatedAttention(torch.nn.Module):
             fastest = min(self.backend_times, key=lambda name: self.backend_times[name])
             self._timed = _Timed(device=self.device, dtype=self.dtype, fastest=fastest)
         elif self.device.type != "meta":
-            self._plan(attention_backend)  # raises what a call would
+            with _by_own_name():
+                self._plan(attention_backend)  # raises what a call would
 
     @property
     def attention_backend(self) -> str | None:
@@ -232,7 +261,11 @@ class MultiheadDilatedAttention(torch.nn.Module):
         query, key, value = split(self.q_proj(query)), split(self.k_proj(key)), split(self.v_proj(value))
         out = empty_attention(query, key, value)
         if out is None:
-            out = self._attend(query, key, value, is_causal=is_causal, segment_ids=segment_ids)
+            try:
+                out = self._attend(query, key, value, is_causal=is_causal, segment_ids=segment_ids)
+            except (NotImplementedError, ValueError) as error:
+                rename(error, implementation="attention_backend")
+                raise
         out = out.flatten(-2)
         if self.norm is not None:
             out = self.norm(out)

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge import private, symbolic
+from jax_kernels.bridge import dtensors, private, symbolic
 from jax_kernels.bridge.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.function import JaxOp, from_jax, seen
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.ops import normalization
 from jax_kernels.quantization import FORMATS
 
@@ -72,6 +73,9 @@ def layer_norm(
             return known(call.tensors)
     check_tensors(x=x)
     check_optional_tensors(scale=scale, bias=bias, residual=residual)
+    if dtensors.are_in(x, scale, bias, residual):
+        own = {"eps": eps, "scale_offset": scale_offset, "quantize": quantize, "implementation": implementation}
+        return _on_shards(layer_norm, {"x": x, "scale": scale, "bias": bias, "residual": residual}, own)
     scale, bias = (_weights(weights, x) for weights in (scale, bias))
     options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
     if quantize is not None:
@@ -117,11 +121,24 @@ def rms_norm(
             return known(call.tensors)
     check_tensors(x=x)
     check_optional_tensors(scale=scale, residual=residual)
+    if dtensors.are_in(x, scale, residual):
+        own = {"eps": eps, "scale_offset": scale_offset, "quantize": quantize, "implementation": implementation}
+        return _on_shards(rms_norm, {"x": x, "scale": scale, "residual": residual}, own)
     eps = _default_eps(x.dtype) if eps is None else eps
     options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
     if quantize is not None:
         return _quantized_rms_norm(x, _weights(scale, x), residual=residual, quantize=quantize, **options)
     return _rms_norm.serve(call, x, _weights(scale, x), residual=residual, **options)
+
+
+def _on_shards(norm: Callable[..., Any], tensors: dict[str, Any], options: dict[str, Any]) -> Any:
+    """The norm of DTensors, whose rows may be sharded."""
+    rows, width = dtensors.rows_roles(tensors["x"]), (None,)
+    roles = {"x": rows, "residual": rows, "scale": width, "bias": width}
+    results: tuple[Any, ...] = (rows, rows) if options["quantize"] is None else (rows, rows[:-1], rows)
+    if tensors["residual"] is None:
+        results = results[:-1]
+    return dtensors.on_shards(norm, tensors, roles, results, options)
 
 
 @torch.compiler.assume_constant_result
@@ -213,6 +230,7 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
       ValueError: quantize is none of its formats, or there is a scale_offset and no weight.
     """
 
+    @plain_arguments
     def __init__(
         self,
         normalized_shape: Any,
@@ -254,6 +272,7 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
       ValueError: quantize is none of its formats, or there is a scale_offset and no weight.
     """
 
+    @plain_arguments
     def __init__(
         self,
         normalized_shape: Any,

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge.plain_numbers import plain_of
+
 __all__ = ["OTHER_NAMES", "check_mask_shape", "renamed"]
 
 OTHER_NAMES = {"attn_mask": "mask", "softmax_scale": "scale", "causal": "is_causal", "window_size": "window"}
@@ -47,6 +49,8 @@ def check_mask_shape(name: str, mask: Any, query: Any, key: Any) -> None:
 
 def _checked(name: str, x: Any) -> Any:
     """The value, with this library's word for none."""
+    if name in _ALIGNED:
+        x = plain_of(name, x)
     if name == "attn_mask" and isinstance(x, torch.Tensor) and x.dtype != torch.bool:
         raise TypeError(
             f"attn_mask: got dtype {x.dtype}, want torch.bool (True = attend); what is added to the scores is a bias, "
@@ -63,7 +67,7 @@ def _checked(name: str, x: Any) -> Any:
 
 def _check_alignment(name: str, given: dict[str, Any]) -> None:
     """Raises where the last query does not stand at the last key and nobody said where it stands."""
-    query, key, offset = given["query"], given["key"], given.get("q_offset", 0)
+    query, key, offset = given["query"], given["key"], plain_of("q_offset", given.get("q_offset", 0))
     lengths = [x.shape[1] for x in (query, key) if isinstance(x, torch.Tensor) and x.ndim == 4]
     if len(lengths) < 2 or lengths[0] == lengths[1] or not (isinstance(offset, int) and offset == 0):
         return

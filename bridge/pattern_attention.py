@@ -13,6 +13,7 @@ from jax_kernels.bridge.argument_checks import check_tensors
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.compile_attention import CompiledAttention, compile_attention
 from jax_kernels.bridge.dlpack import check_dense
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.bridge.sparse_attention import attend_in_graph
 from jax_kernels.bridge.structure import MaskOfId
 from jax_kernels.masks import Mask
@@ -45,6 +46,7 @@ class FlexAttention(torch.nn.Module):
       ValueError, TypeError: the pattern or an option is not known, naming it; at once where no lengths are wanted.
     """
 
+    @plain_arguments
     def __init__(
         self, pattern: str | Mask, window: Any = None, *, implementation: str | None = None, **options: Any
     ) -> None:

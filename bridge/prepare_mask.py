@@ -9,6 +9,7 @@ import torch
 
 from jax_kernels.bridge import dlpack, mask_sources, targets
 from jax_kernels.bridge.operands import on_device
+from jax_kernels.bridge.plain_numbers import ATTENTION, plain_of, plain_options
 from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.ops.attention import prepare_mask as ops
 
@@ -45,7 +46,9 @@ def prepare_mask(
         made, or as jax_kernels.prepare_mask raises it.
       TypeError, NotImplementedError: as jax_kernels.prepare_mask raises them.
     """
-    given = {"query": query, "key": key, "value": value, **arguments}
+    arguments |= plain_options(ATTENTION, arguments)
+    offset = plain_of("offset", arguments.get("q_offset", 0))
+    given = {"query": query, "key": key, "value": value, **arguments, "q_offset": offset}
     device = None
     for name in ("query", "key", "value", "bias", "sinks"):
         x = given.get(name)

@@ -12,6 +12,7 @@ import torch
 from jax_kernels import low_bit, quantization
 from jax_kernels.bridge.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.function import from_jax
+from jax_kernels.bridge.plain_numbers import plain_of
 from jax_kernels.low_bit import LowBit
 from jax_kernels.quantization import QuantizedArray
 
@@ -162,6 +163,7 @@ def quantize(
     """
     check_tensors(x=x)
     check_optional_tensors(scale=scale)
+    axis, group_size = plain_of("axis", axis), plain_of("group_size", group_size)
     if scale_dtype not in (None, torch.float32, torch.bfloat16):
         raise ValueError(f"scale_dtype: got {scale_dtype}, want torch.float32, torch.bfloat16 or None")
     name = None if scale_dtype is None else _NAMES[scale_dtype]

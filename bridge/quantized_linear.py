@@ -10,6 +10,7 @@ from jax_kernels import low_bit
 from jax_kernels.bridge import symbolic
 from jax_kernels.bridge.argument_checks import check_activation, check_precision
 from jax_kernels.bridge.matmul import Linear, linear
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.bridge.quantized import QuantizedTensor, quantize
 
 __all__ = ["QuantizedLinear", "quantize_weights"]
@@ -43,6 +44,7 @@ class QuantizedLinear(torch.nn.Module):
     weight_scale: torch.Tensor
     weight_shape: torch.Tensor
 
+    @plain_arguments
     def __init__(
         self,
         in_features: int,

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics
 from jax_kernels.bridge.distributed import AXIS, ring_of
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.bridge.score_functions import in_jnp
 from jax_kernels.bridge.shared_op import SharedOp
 from jax_kernels.masks import Mask
@@ -17,6 +18,7 @@ __all__ = ["ring_attention", "shard_sequence", "unshard_sequence"]
 
 
 @torch.compiler.disable(reason="jax_kernels: ring_attention runs over several processes")
+@plain_arguments
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -114,6 +116,7 @@ def _known(query, key, value, segment_ids, sinks, bias, out, lse, **options):
 _OP = SharedOp(label="ring_attention", attend=_attend, known=_known)
 
 
+@plain_arguments
 def shard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag", axis: int = 1) -> torch.Tensor:
     """This process's tokens of a tensor that all processes have whole.
 
@@ -129,6 +132,7 @@ def shard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag"
     return x.index_select(axis, order.chunk(count)[rank])
 
 
+@plain_arguments
 def unshard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag", axis: int = 1) -> torch.Tensor:
     """The whole tensor of which the processes have the parts `x`, in the order of the tokens. It has no gradient."""
     count = dist.get_world_size(group)

@@ -8,6 +8,7 @@ import torch
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.distributed import AXIS, ring_of
 from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
+from jax_kernels.bridge.plain_numbers import plain_arguments
 from jax_kernels.bridge.shared_op import SharedOp
 from jax_kernels.ops.dilated import dilated_attention as ops
 from jax_kernels.ops.dilated import vjp as dilated_vjp
@@ -18,6 +19,7 @@ __all__ = ["RingDilatedAttention", "sequence_parallel_dilated_attention"]
 
 
 @torch.compiler.disable(reason="jax_kernels: sequence_parallel_dilated_attention runs over several processes")
+@plain_arguments
 def sequence_parallel_dilated_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import torch
 
-from jax_kernels.bridge import captures, float_masks, growing, library, score_functions, twins
+from jax_kernels.bridge import captures, dtensors, float_masks, growing, library, score_functions, twins
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
 from jax_kernels.bridge.function import JaxOp, Seen, seen_by_name
 from jax_kernels.bridge.known import KnownCall
 from jax_kernels.bridge.other_names import OTHER_NAMES, renamed
+from jax_kernels.bridge.plain_numbers import ATTENTION, plain_options
 from jax_kernels.bridge.structure import MaskOfId
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import block_sparse_attention as block_sparse
@@ -30,6 +31,7 @@ class _WithScoreMods:
 
     def __init__(self, op: Callable[..., Any]) -> None:
         functools.update_wrapper(self, op, updated=())
+        self.plain_numbers = (*ATTENTION, "block_size")
         self._op = op
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +145,9 @@ def block_sparse_attention(
     if any(name in arguments for name in OTHER_NAMES):
         arguments = _renamed("block_sparse_attention", arguments, query=query, key=key, mask=block_mask)
         return block_sparse_attention(query, key, value, block_mask, block_size=block_size, **arguments)
+    if dtensors.are_in(query, key, value, block_mask):
+        named = {"query": query, "key": key, "value": value, "block_mask": block_mask, "block_size": block_size}
+        return dtensors.attention(block_sparse_attention, named | arguments | plain_options(ATTENTION, arguments))
     if float_masks.is_float(block_mask):
         keep, is_valid = float_masks.as_bool("block_mask", block_mask)
         results = block_sparse_attention(query, key, value, keep, block_size=block_size, **arguments)
@@ -195,6 +200,9 @@ def dynamic_mask_attention(
         return dynamic_mask_attention(query, key, value, mask, bias, **arguments)
     if mask is None:
         raise TypeError("mask: got None, want a bool tensor (True = attend) or a masks.Mask")
+    if dtensors.are_in(query, key, value, mask):
+        named = {"query": query, "key": key, "value": value, "mask": mask, "bias": bias}
+        return dtensors.attention(dynamic_mask_attention, named | arguments | plain_options(ATTENTION, arguments))
     if float_masks.is_float(mask):
         keep, is_valid = float_masks.as_bool("mask", mask)
         return float_masks.or_nan(dynamic_mask_attention(query, key, value, keep, bias, **arguments), is_valid)
@@ -215,6 +223,7 @@ def _renamed(function: str, arguments: dict[str, Any], **given: Any) -> dict[str
 
 def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
     """((query, key, value, bias), arguments), checked and cast as bridge.flash_attention does."""
+    arguments = arguments | plain_options(("q_offset",), arguments)
     check_inputs(
         query,
         key,

@@ -16,6 +16,7 @@ import jax
 from jax import export
 
 from jax_kernels.device import DeviceInfo, device_info
+from jax_kernels.plain_numbers import plain_options
 from jax_kernels.spelling import did_you_mean
 
 __all__ = ["Implementation", "Plan", "Request", "choose", "explain", "interpreting", "on_device", "target_device"]
@@ -162,7 +163,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     plan = getattr(op, "plan_of_call", None) or getattr(op, "plan", None)
     if not callable(plan):
         raise TypeError(f"op: got {op!r}, want an op of this library (flash_attention, ...)")
-    return plan(*args, **kwargs)
+    return plan(*args, **plain_options(getattr(op, "plain_numbers", ()), kwargs))
 
 
 def interpreting() -> bool:

@@ -5,10 +5,13 @@ from typing import Any
 
 import numpy as np
 
+from jax_kernels.plain_numbers import plain_arguments
+
 __all__ = ["hilbert_order", "invert_order"]
 
 
-@functools.lru_cache(maxsize=32)
+@plain_arguments
+@functools.lru_cache(maxsize=32, typed=True)  # 1 and True are equal
 def hilbert_order(n: int) -> np.ndarray:
     """The first n tokens, as a Hilbert curve visits them.
 
@@ -27,7 +30,7 @@ def hilbert_order(n: int) -> np.ndarray:
 
     Source: Hilbert, "Über die stetige Abbildung einer Linie auf ein Flächenstück" (1891).
     """
-    if isinstance(n, bool) or not isinstance(n, int | np.integer):
+    if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"n: got {type(n).__name__}, want an int")
     if n < 0:
         raise ValueError(f"n: got {n}, want at least 0")

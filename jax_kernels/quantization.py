@@ -13,6 +13,7 @@ from jax_kernels import low_bit, scale_blocks
 from jax_kernels.derivatives import without_derivative
 from jax_kernels.explicit import explicit_mesh, on_auto_axes, with_auto_axes
 from jax_kernels.low_bit import LowBit
+from jax_kernels.plain_numbers import plain, plain_of
 from jax_kernels.scale_blocks import BLOCK
 
 __all__ = ["QuantizedArray", "dequantize", "quantize", "quantize_fp8"]
@@ -122,7 +123,8 @@ def quantize(
     if not isinstance(format, str) or (format not in FORMATS and format not in low_bit.FORMATS):
         known = ", ".join(map(repr, (*FORMATS, *low_bit.FORMATS)))
         raise ValueError(f"format: got {format!r}, want one of {known}")
-    if axis not in (None, -1, -2):
+    axis, group_size = plain(axis), plain(group_size)
+    if axis is not None and (type(axis) is not int or axis not in (-1, -2)):
         raise ValueError(f"axis: got {axis!r}, want -1 or -2")
     if format in low_bit.FORMATS:
         layout = _layout(format, scaling, group_size, scale, scale_dtype)
@@ -319,6 +321,8 @@ def scale_shape(shape: tuple[int, ...], scaling: str, axis: int = -1) -> tuple[i
 
 def checked_scale(name: str, scale: Any, shape: tuple[int, ...]) -> jax.Array:
     """scale, float32 of this shape; a number becomes an array. Raises TypeError or ValueError."""
+    if getattr(scale, "dtype", None) != jnp.float32:
+        scale = plain(scale)
     if isinstance(scale, int | float) and not isinstance(scale, bool):
         if not 0 < scale < float("inf"):
             raise ValueError(f"{name}: got {scale}, want a positive number")
@@ -435,6 +439,7 @@ def _kept(values: jax.Array) -> jax.Array:
 
 def _axes(axis: Any) -> tuple[int, ...]:
     """The axes of an int of any kind, or of a sequence of such."""
+    axis = plain_of("axis", axis)
     try:
         return (operator.index(axis),) if hasattr(axis, "__index__") else tuple(operator.index(x) for x in axis)
     except TypeError:

@@ -36,6 +36,7 @@ from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.checks import check_flags, check_names
 from jax_kernels.ops.decode_attention import MOST_QUERIES, decode_attention
 from jax_kernels.ops.ring.ring_attention import ring_attention
+from jax_kernels.plain_numbers import plain_arguments
 
 __all__ = ["KVCache", "MultiHeadAttention", "rotary_embedding"]
 
@@ -147,6 +148,7 @@ class MultiHeadAttention(nnx.Module):
       ValueError, TypeError: an argument is out of range, naming it.
     """
 
+    @plain_arguments
     def __init__(
         self,
         model_dim: int,
@@ -208,6 +210,7 @@ class MultiHeadAttention(nnx.Module):
         self.v_proj = linear(model_dim, num_kv_heads * head_dim)
         self.out_proj = linear(num_heads * head_dim, model_dim)
 
+    @plain_arguments
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
         """An empty cache for `batch` sequences of up to `max_length` tokens.
 

@@ -11,6 +11,7 @@ from jax_kernels import quantization
 from jax_kernels.models.remat import REMAT
 from jax_kernels.ops.ring.layouts import LAYOUTS
 from jax_kernels.ops.ring.ring_attention import STRATEGIES
+from jax_kernels.plain_numbers import plain, plain_of
 
 __all__ = ["TransformerConfig", "check_heads", "check_precision", "check_scaling", "check_sequence"]
 
@@ -73,6 +74,8 @@ class TransformerConfig:
     microbatches: int | None = None
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, plain_of(field.name, getattr(self, field.name)))
         for name in ("vocab_size", "model_dim", "num_layers"):
             positive(f"TransformerConfig.{name}", getattr(self, name))
         kv_heads, head_dim = check_heads(
@@ -153,6 +156,7 @@ def check_sequence(prefix: str, axis: object, strategy: object, layout: object) 
 
 
 def positive(name: str, value: object) -> None:
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be an int")
     if value < 1:
@@ -175,11 +179,12 @@ def check_size(name: str, x: object) -> None:
 
 def positive_number(name: str, value: object) -> int | float:
     """A number as Python's own. Raises TypeError or ValueError, with its name, unless it is positive and finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} must be a number")
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name}={value} must be positive and finite")
-    return value.item() if isinstance(value, np.generic) else value
+    return value
 
 
 def dtype_name(name: str, dtype: Any, wanted: tuple[str, ...] = DTYPES) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_kernels.models.sharding import ShardingRules, batch_sharding
+from jax_kernels.plain_numbers import plain_arguments
 
 __all__ = ["TokenBatches", "read_documents", "read_text"]
 
@@ -85,6 +86,7 @@ class TokenBatches:
       TypeError: tokens is no array, or a number no int.
     """
 
+    @plain_arguments
     def __init__(
         self,
         tokens: np.ndarray,

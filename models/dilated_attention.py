@@ -19,6 +19,7 @@ from jax_kernels.models.transformer import Block, Transformer
 from jax_kernels.ops.checks import check_flags, check_implementation
 from jax_kernels.ops.dilated.dilated_attention import check_pattern, dilated_attention
 from jax_kernels.ops.dilated.sequence_parallel import sequence_parallel_dilated_attention
+from jax_kernels.plain_numbers import plain_arguments
 
 __all__ = ["DilatedAttention", "LongNet", "LongNetConfig", "MultiHeadDilatedAttention"]
 
@@ -34,6 +35,7 @@ class DilatedAttention(nnx.Module):
       ValueError, TypeError: as dilated_attention raises them for its pattern.
     """
 
+    @plain_arguments
     def __init__(
         self,
         segment_lengths: Sequence[int],
@@ -106,6 +108,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
     Source: Wang et al., "Foundation Transformers" (2022), arXiv:2210.06423.
     """
 
+    @plain_arguments
     def __init__(
         self,
         model_dim: int,

@@ -11,6 +11,7 @@ from jax_kernels import masks
 from jax_kernels.models.attention import MultiHeadAttention, as_mask
 from jax_kernels.models.config import positive
 from jax_kernels.ops.attention.dynamic_mask_attention import dynamic_mask_attention, keys_of_largest_bias
+from jax_kernels.plain_numbers import plain_arguments
 
 __all__ = ["DynamicMaskAttention"]
 
@@ -41,6 +42,7 @@ class DynamicMaskAttention(MultiHeadAttention):
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
     """
 
+    @plain_arguments
     def __init__(
         self,
         model_dim: int,

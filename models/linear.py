@@ -11,6 +11,7 @@ from jax_kernels.models.delayed_scaling import check_fp8_scaling, delayed_scale,
 from jax_kernels.ops.checks import checked_array
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_op
+from jax_kernels.plain_numbers import plain_arguments
 
 __all__ = ["GatedMLP", "Linear"]
 
@@ -48,6 +49,7 @@ class Linear(nnx.Linear):
     recipe DelayedScaling of NVIDIA's Transformer Engine, with the history's maximum and no margin.
     """
 
+    @plain_arguments
     def __init__(
         self,
         in_features: int,
@@ -162,6 +164,7 @@ class GatedMLP(nnx.Module):
       TypeError, ValueError: as Linear; or options have one that this module lacks.
     """
 
+    @plain_arguments
     def __init__(
         self,
         in_features: int,

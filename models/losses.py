@@ -13,6 +13,7 @@ from jax_kernels.defaults import under_defaults
 from jax_kernels.derivatives import in_both_modes
 from jax_kernels.models.sharding import UNCONSTRAINED, ShardingRules
 from jax_kernels.models.token_ids import check_targets, usable_targets
+from jax_kernels.plain_numbers import plain
 from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["linear_cross_entropy"]
@@ -71,6 +72,7 @@ def linear_cross_entropy(
         raise ValueError(f"w: got shape {w.shape}, want {want} beside x's {x.shape}")
     if targets.shape != x.shape[:-1]:
         raise ValueError(f"targets: got shape {targets.shape}, want x's {x.shape[:-1]}")
+    chunk, transpose_w = plain(chunk), plain(transpose_w)
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"chunk: got {chunk!r}, want a positive int")
     rows = w if transpose_w else w.T

@@ -10,6 +10,7 @@ from flax.nnx import initializers
 
 from jax_kernels.models.config import check_kind, check_size
 from jax_kernels.ops import normalization
+from jax_kernels.plain_numbers import plain_arguments
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -29,6 +30,7 @@ class LayerNorm(nnx.LayerNorm):
       ValueError: a residual or a scale_offset meets a mask, or a module with other axes; or as layer_norm.
     """
 
+    @plain_arguments
     def __init__(
         self, num_features: int, *, scale_offset: float = 0.0, implementation: str | None = None, **options: Any
     ) -> None:
@@ -66,6 +68,7 @@ class RMSNorm(nnx.RMSNorm):
       ValueError: a residual or a scale_offset meets a mask, or a module with other axes; or as rms_norm.
     """
 
+    @plain_arguments
     def __init__(
         self, num_features: int, *, scale_offset: float = 0.0, implementation: str | None = None, **options: Any
     ) -> None:

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_kernels.models.config import positive
+from jax_kernels.plain_numbers import plain
 
 __all__ = ["pipelined"]
 
@@ -50,6 +51,7 @@ def pipelined(
 
     Source: Huang et al., "GPipe" (2018), arXiv:1811.06965.
     """
+    microbatches = plain(microbatches)
     positive("microbatches", microbatches)
     mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.shape:

@@ -31,6 +31,7 @@ from jax_kernels.models.sharding import (
 )
 from jax_kernels.models.trainer_checks import as_json, check_batch, check_fit, checked_arguments
 from jax_kernels.models.transformer import Transformer
+from jax_kernels.plain_numbers import plain_arguments
 
 __all__ = ["Trainer", "next_token_loss"]
 
@@ -79,6 +80,7 @@ class Trainer:
       OSError: folder is not there and cannot be made.
     """
 
+    @plain_arguments
     def __init__(
         self,
         config: TransformerConfig,

@@ -26,6 +26,7 @@ from jax_kernels.models.sharding import ShardingRules, has_explicit_axes, under_
 from jax_kernels.models.token_ids import check_targets, checked_tokens, usable_ids
 from jax_kernels.ops.matmul.matmul import matmul
 from jax_kernels.ops.matmul.mlp import mlp
+from jax_kernels.plain_numbers import plain
 from jax_kernels.quantization import dequantize
 
 __all__ = ["Block", "Transformer", "flat_parameters"]
@@ -355,6 +356,7 @@ class Transformer(nnx.Module):
         Raises:
           ValueError, TypeError: an argument is out of range, naming it.
         """
+        max_new_tokens, top_k, eos_id = map(plain, (max_new_tokens, top_k, eos_id))
         tokens, lengths = check_generation(
             tokens, lengths, max_new_tokens, temperature, top_k, eos_id, key, self.config.vocab_size
         )

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kernels.plain_numbers import plain, plain_of
+
 
 def is_int(x: Any) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
@@ -15,6 +17,7 @@ def is_int(x: Any) -> bool:
 def integer(name: str, x: Any, least: int, want: str | None = None) -> int:
     """Checks that x is an int that is known when tracing, at least `least`, and returns it."""
     want = want or f"an int of at least {least} that is known when tracing"
+    x = plain(x)
     if not is_int(x):
         raise TypeError(f"{name}: got {x!r}, want {want}")
     if not least <= x < 1 << 30:
@@ -28,6 +31,7 @@ def lengths(q_length: Any, kv_length: Any) -> tuple[int, int]:
 
 def block_pair(name: str, block: Any) -> tuple[int, int]:
     """The sizes (of queries, of keys) of a block, from an int for both or a pair."""
+    block = plain_of("block_size", block)
     pair = block if isinstance(block, tuple | list) else (block, block)
     if len(pair) != 2:
         raise ValueError(f"{name}: got {block!r}, want an int or a (query, key) pair of them")

@@ -9,6 +9,7 @@ from jax import lax
 from jax_kernels.masks import checks
 from jax_kernels.masks.literals import Grid, Literal, band
 from jax_kernels.masks.mask import Mask, node, static
+from jax_kernels.plain_numbers import plain
 
 # A position and the limit of a window stay below these: their sums fit an int32.
 _WIDEST = 1 << 29
@@ -32,7 +33,7 @@ def sliding_window(left: int | None, right: int | None) -> Mask:
 
 
 def _side(name: str, side: Any) -> int | None:
-    want = "an int from 0 to 2**29, or None or -1 for no limit"
+    want, side = "an int from 0 to 2**29, or None or -1 for no limit", plain(side)
     if side is not None and not checks.is_int(side):
         raise TypeError(f"{name}: got {side!r}, want {want}")
     if side is not None and not -1 <= side < _WIDEST:

@@ -11,6 +11,7 @@ from jax_kernels.masks import checks
 from jax_kernels.masks.arrays import block_sparse
 from jax_kernels.masks.mask import Mask
 from jax_kernels.masks.positions import causal, dilated, global_tokens, prefix, sliding_window
+from jax_kernels.plain_numbers import plain
 from jax_kernels.spelling import did_you_mean
 
 
@@ -58,7 +59,7 @@ def bigbird(
     row, column = np.ogrid[: -(-q_length // block_size), : -(-kv_length // block_size)]
     first = row - window_blocks // 2
     keep = ((first <= column) & (column < first + window_blocks)) | (row < global_blocks) | (column < global_blocks)
-    order = np.where(keep, np.inf, np.random.default_rng(seed).random((heads, *keep.shape)))
+    order = np.where(keep, np.inf, np.random.default_rng(plain(seed)).random((heads, *keep.shape)))
     rank = order.argsort(axis=-1).argsort(axis=-1)
     return block_sparse(jnp.asarray(keep | (rank < random_blocks)), block_size)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels.masks import checks as mask_checks
+from jax_kernels.plain_numbers import plain, plain_of
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 MAX_HEAD_DIM = 256
@@ -84,9 +85,10 @@ def spread(x: Any, shape: tuple[int, ...]) -> Any:
 
 
 def check_number(name: str, x: Any) -> None:
+    x = plain(x)
     if x is None:
         return
-    if not isinstance(x, int | float | np.integer | np.floating) or isinstance(x, bool):
+    if not isinstance(x, int | float) or isinstance(x, bool):
         raise TypeError(f"{name}: got {type(x).__name__}, want a number that is known when tracing")
     if not math.isfinite(x):
         raise ValueError(f"{name}: got {x}, want a finite number")
@@ -125,6 +127,7 @@ def with_positive_scale(query: jax.Array, scale: float | None) -> tuple[jax.Arra
 
 def checked_window(window: Any, is_causal: bool) -> tuple[bool, tuple[int, int] | None]:
     """(is_causal, window) as AttentionOptions holds them: a right side of 0 is is_causal."""
+    window = plain_of("window", window)
     if window is None:
         return is_causal, None
     sides = window if isinstance(window, tuple | list) else (window, window)

@@ -23,6 +23,7 @@ from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90 import decode as decode_sm90
 from jax_kernels.pallas.attention.triton import decode as decode_triton
 from jax_kernels.pallas.triton.tensors import reaches
+from jax_kernels.plain_numbers import with_plain_numbers
 from jax_kernels.reference import decode_attention as reference
 
 __all__ = ["IMPLEMENTATIONS", "DecodeRequest", "decode_attention"]
@@ -69,6 +70,7 @@ class DecodeOptions:
     left: int
 
 
+@with_plain_numbers("window", "softcap", "scale", "return_lse")
 @with_explicit_axes(as_attention)
 @under_defaults
 def decode_attention(

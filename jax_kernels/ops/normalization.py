@@ -27,6 +27,7 @@ from jax_kernels.pallas.normalization.sm90.traits import cluster_of, row_warps_o
 from jax_kernels.pallas.normalization.triton import backward as backward_triton
 from jax_kernels.pallas.normalization.triton import forward as forward_triton
 from jax_kernels.pallas.triton.tensors import reaches
+from jax_kernels.plain_numbers import with_plain_numbers
 from jax_kernels.quantization import FORMATS, QuantizedArray
 from jax_kernels.reference import normalization as reference
 from jax_kernels.varying import as_varying, varying_axes
@@ -47,6 +48,7 @@ class NormRequest(Request):
     quantize: str | None = None
 
 
+@with_plain_numbers("eps", "scale_offset")
 @with_explicit_axes(as_rows)
 @under_defaults
 def layer_norm(
@@ -111,6 +113,7 @@ def layer_norm(
     return run(call, inputs)
 
 
+@with_plain_numbers("eps", "scale_offset")
 @with_explicit_axes(as_rows)
 @under_defaults
 def rms_norm(

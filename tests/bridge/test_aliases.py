@@ -3,6 +3,7 @@
 import inspect
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ CASES = {
     ),
     "alibi": ((9, 11), {"alibi_slopes": SLOPES, "causal": True}),
     "alibi of entries": ((9, 9), {"alibi_slopes": torch.stack([SLOPES, SLOPES.flip(0)])}),
+    "capped alibi": ((9, 11), {"alibi_slopes": SLOPES, "causal": True, "softcap": 1.5, "softmax_scale": 0.7}),
 }
 
 
@@ -82,6 +84,8 @@ PACKED = {
     "causal cross": ((4, 0, 3, 2), (5, 6, 3, 1), {"causal": True}),
     "window of a cross": ((4, 3), (5, 6), {"window_size": (1, 1)}),
     "alibi of entries": ((4, 3), (5, 6), {"alibi_slopes": torch.stack([SLOPES, SLOPES.flip(0)])}),
+    "self, capped alibi": ((4, 7, 3), None, {"causal": True, "alibi_slopes": SLOPES, "softcap": 1.5}),
+    "cross, capped alibi": ((4, 3), (5, 6), {"alibi_slopes": SLOPES, "softcap": 1.5, "window_size": (2, 2)}),
 }
 
 
@@ -118,6 +122,50 @@ def test_flash_attn_varlen_func(case, reference):
     same_gradients(out, want, inputs)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"causal": True, "alibi_slopes": SLOPES, "softcap": 1.5, "window_size": (3, 0)}],
+    ids=["causal", "all"],
+)
+def test_packed_tensors_of_several_lengths(options, reference):
+    lengths, kv_lengths = (4, 3), (5, 6)
+    starts, kv_starts = (torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (lengths, kv_lengths))
+    qkv = torch.randn(7, 3, 4, 16, requires_grad=True)
+    kv = torch.randn(11, 2, 2, 16, requires_grad=True)
+
+    def pieces(x, starts):
+        return [x[None, a:b] for a, b in itertools.pairwise(starts.tolist())]
+
+    parts = zip(*(pieces(x, starts) for x in qkv.unbind(1)), strict=True)
+    want = torch.cat([wanted(reference, *x, **options)[0][0] for x in parts])
+    got, lse, _ = bridge.flash_attn_varlen_qkvpacked_func(qkv, starts, 4, return_attn_probs=True, **options)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=0)
+    assert lse.shape == (4, 7)
+    same_gradients(got, want, [qkv])
+
+    parts = zip(pieces(qkv[:, 0], starts), *(pieces(x, kv_starts) for x in kv.unbind(1)), strict=True)
+    want = torch.cat([wanted(reference, *x, **options)[0][0] for x in parts])
+    longest = torch.tensor(4), np.int64(6)
+    got = bridge.flash_attn_varlen_kvpacked_func(qkv[:, 0], kv, starts, kv_starts, *longest, **options)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=0)
+    same_gradients(got, want, [qkv, kv])
+
+
+def test_two_names_of_a_mask(make_qkv, reference):
+    inputs = make_qkv(length=9, kv_length=11, kv_heads=2)
+    bias, mask = torch.randn(2, 2, 9, 11, requires_grad=True), torch.rand(2, 4, 9, 11) > 0.3
+    want, _ = reference(*inputs, bias=bias.repeat_interleave(2, dim=1), mask=mask, is_causal=True, q_offset=2)
+    got = bridge.flash_dmattn_func(*inputs, mask=mask, bias=bias, is_causal=True)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=0)
+    same_gradients(got, want, [*inputs, bias])
+    of_mask = bridge.flash_dmattn_func(*inputs, mask=bridge.masks.dense(mask))
+    want, _ = reference(*inputs, mask=mask)
+    torch.testing.assert_close(of_mask.double(), want, atol=3e-6, rtol=0)
+    for name, x in (("mask", mask), ("bias", bias)):
+        with pytest.raises(TypeError, match=rf"^attn_{name}: got it beside {name}, which is the same argument"):
+            bridge.flash_dmattn_func(*inputs, **{name: x, f"attn_{name}": x})
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("masked", [False, True])
 def test_flash_dmattn_func(heads, masked, make_qkv, reference):
@@ -139,6 +187,8 @@ def test_signatures():
     assert names(bridge.flash_attn_func) == f"q k v {common}"
     packed = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
     assert names(bridge.flash_attn_varlen_func) == f"{packed} {common} block_table"
+    assert names(bridge.flash_attn_varlen_qkvpacked_func) == f"qkv cu_seqlens max_seqlen {common}"
+    assert names(bridge.flash_attn_varlen_kvpacked_func) == f"{packed.replace('k v', 'kv', 1)} {common}"
 
 
 X = torch.zeros(2, 8, 4, 16)
@@ -147,12 +197,26 @@ ERRORS = [
     (bridge.flash_attn_func, (X, X, X, 0.1), {}, NotImplementedError, r"^dropout_p: got 0\.1, want 0"),
     (bridge.flash_attn_func, (X, X, X), {"window_size": 3}, TypeError, r"^window_size: got 3, want \(left, right\)"),
     (bridge.flash_attn_func, (X, X, X), {"alibi_slopes": SLOPES[:3]}, ValueError, r"^alibi_slopes: got .* want torch"),
-    (bridge.flash_attn_func, (X[0], X, X), {}, ValueError, r"^query: got shape \(8, 4, 16\), want 4 axes"),
+    (bridge.flash_attn_func, (X[0], X, X), {}, ValueError, r"^q: got shape \(8, 4, 16\), want 4 axes"),
     (bridge.flash_attn_qkvpacked_func, (X,), {}, ValueError, r"^qkv: got shape .*, want \[batch, length, 3, heads"),
     (bridge.flash_dmattn_func, (X, X, X), {"return_attn_probs": True}, NotImplementedError, "^return_attn_probs: got"),
     (
         *(bridge.flash_attn_varlen_func, (*(X.flatten(0, 1),) * 3, STARTS.long(), STARTS, 8, 8)),
         *({}, ValueError, r"^cu_seqlens_q: got torch\.int64 \(3,\), want torch\.int32 \[sequences \+ 1\]"),
+    ),
+    (bridge.flash_attn_func, (X, X, X), {"softmax_scale": "x"}, TypeError, r"^softmax_scale: got str, want a number"),
+    (
+        *(bridge.flash_attn_func, (X, X, X), {"softcap": -1.0, "alibi_slopes": SLOPES}, ValueError),
+        r"^softcap: got -1.0, want a number above 0",
+    ),
+    (bridge.flash_attn_varlen_qkvpacked_func, (X, STARTS, 8), {}, ValueError, r"^qkv: got shape .* \[tokens, 3, heads"),
+    (
+        *(bridge.flash_attn_varlen_qkvpacked_func, (X.flatten(0, 1)[:, :3].unsqueeze(2), STARTS, 7)),
+        *({}, ValueError, r"^max_seqlen: got 7, want at least 8, the longest of cu_seqlens"),
+    ),
+    (
+        *(bridge.flash_attn_varlen_func, (*(X.flatten(0, 1),) * 3, STARTS, STARTS, 8.0, 8)),
+        *({}, TypeError, r"^max_seqlen_q: got float, want an int"),
     ),
     (
         *(bridge.flash_attn_varlen_func, (*(X.flatten(0, 1),) * 3, STARTS, STARTS, 8, 8)),

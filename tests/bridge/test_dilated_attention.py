@@ -159,11 +159,13 @@ def test_module_backends():
     assert module.gpu_info.architecture == "CPU"
     assert module.bfloat16().dtype == torch.bfloat16
     make = lambda **options: bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), **options)
-    with pytest.raises(NotImplementedError, match="implementation='triton' cannot serve this"):
+    with pytest.raises(NotImplementedError, match=r"^attention_backend='triton' cannot serve this"):
         make(attention_backend="triton")
-    with pytest.raises(ValueError, match="implementation='cutlass' is not known"):
+    with pytest.raises(ValueError, match=r"^attention_backend: got 'cutlass', want one of 'mosaic_gpu'"):
         make(attention_backend="cutlass")
-    for name in ("auto", "sdpa", "flash", "xformers"):
+    with pytest.raises(TypeError, match=r"^attention_backend: got int, want a name or None"):
+        make(attention_backend=3)
+    for name in ("auto", "sdpa", "flash", "flash_attn_2", "flash_attn_3", "xformers", "manual"):
         assert make(attention_backend=name).attention_backend == "xla"
     with pytest.raises(ValueError, match="benchmark_backends: got True with attention_backend='xla'"):
         make(attention_backend="xla", benchmark_backends=True)

@@ -164,6 +164,27 @@ def test_rooms_behind_keys():
     assert decoding.with_room(owner[:, :, 28:]) is None  # not its front
 
 
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad], ids=["inference", "no_grad"])
+@pytest.mark.parametrize("then", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_a_cache_goes_on_in_another_mode(first, then, reference):
+    cache = bridge.huggingface.growing_cache(config_of("llama"))
+    generator = torch.Generator().manual_seed(0)
+    new = lambda length: torch.randn(1, 2, length, 16, generator=generator)
+    wants = [new(5), new(5)]
+    with first():
+        cache.update(*wants, 0)
+    for mode in (then, first, then):
+        with mode():
+            more = [new(1), new(1)]
+            wants = [torch.cat(pair, dim=2) for pair in zip(wants, more, strict=True)]
+            got = cache.update(*more, 0)
+            query = torch.randn(1, 4, 1, 16, generator=generator)
+            out, _ = huggingface.attention(torch.nn.Module(), query, *got, None)
+            want, _ = reference(*(x.transpose(1, 2) for x in (query, *wants)))
+        assert all(map(torch.equal, got, wants))
+        torch.testing.assert_close(out.double(), want, atol=3e-6, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_generate_with_room(name):
     theirs, ours = both(name)

@@ -203,7 +203,7 @@ def test_all_arguments_of_compile_attention_reach_jax(monkeypatch):
     compiled = mock.Mock()
     make = mock.Mock(return_value=compiled)
     function = bridge.compile_attention
-    monkeypatch.setattr(function.__globals__["ops"], "compile_attention", make)
+    monkeypatch.setattr(inspect.unwrap(function).__globals__["ops"], "compile_attention", make)
     given = {"kv_len": 9, "batch": 3, "num_heads": 6, "num_kv_heads": 2, "implementation": "xla"}
     names = ["pattern", "seq_len", "head_dim", *given, "dtype", "device", "options"]
     assert sorted(inspect.signature(function).parameters) == sorted(names)

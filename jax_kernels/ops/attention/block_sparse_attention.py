@@ -8,10 +8,12 @@ from jax_kernels import dispatch, masks
 from jax_kernels.defaults import under_defaults
 from jax_kernels.masks.arrays import named_block_sparse
 from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
 
 __all__ = ["block_sparse_attention"]
 
 
+@with_plain_numbers(*ATTENTION)
 @under_defaults
 def block_sparse_attention(
     query: jax.Array,

@@ -18,6 +18,7 @@ from jax_kernels.masks.presets import PRESETS
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.prepare_mask import prepare_mask
 from jax_kernels.ops.checks import checked_array
+from jax_kernels.plain_numbers import plain_of
 
 __all__ = ["CompiledAttention", "Speedup", "compile_attention"]
 
@@ -198,14 +199,17 @@ def compile_attention(
         raise TypeError(f"options: got {', '.join(options)} with a Mask, want none: they are a preset's")
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(pattern)):
         raise TypeError("pattern: got a Mask of traced arrays, want known ones; flash_attention takes these as mask")
+    options = {name: plain_of(name, option) for name, option in options.items()}
     for name, option in options.items():
         if not _is_constant(option):
             got = repr(option) if isinstance(option, tuple) else type(option).__name__
             raise TypeError(f"{name}: got {got}, want a constant; of an array, pass a masks.Mask")
     device = dispatch.target_device()
+    kinds = tuple(type(options[name]) for name in sorted(options))  # 1 and True are equal
     with jax.ensure_compile_time_eval():  # what is kept must not belong to a trace
         return _compiled(
-            pattern, tuple(sorted(options.items())), shape, implementation, device, dispatch.interpreting()
+            *(pattern, tuple((name, options[name]) for name in sorted(options)), kinds, shape, implementation, device),
+            dispatch.interpreting(),
         )
 
 
@@ -229,9 +233,15 @@ def _dtype(x: Any) -> Any:
 
 @functools.lru_cache(CACHED)
 def _compiled(
-    pattern: Any, options: Any, shape: _Shape, implementation: str | None, device: DeviceInfo, interpreting: bool
+    pattern: Any,
+    options: Any,
+    kinds: Any,
+    shape: _Shape,
+    implementation: str | None,
+    device: DeviceInfo,
+    interpreting: bool,
 ) -> CompiledAttention:
-    """device and interpreting: what the plan depends on besides."""
+    """kinds: the types of the options. device and interpreting: the plan depends on them, too."""
     if isinstance(pattern, masks.Mask):
         mask = pattern.unprepared
     else:

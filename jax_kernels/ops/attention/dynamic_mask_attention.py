@@ -14,10 +14,12 @@ from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.mask_validity import mask_or_nan, with_validity
 from jax_kernels.ops.checks import check_shapes, checked_array, checked_sinks, reshaped
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
+from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
 
 __all__ = ["dynamic_mask_attention", "keys_of_largest_bias"]
 
 
+@with_plain_numbers(*ATTENTION)
 @with_explicit_axes(as_attention)
 @under_defaults
 def dynamic_mask_attention(

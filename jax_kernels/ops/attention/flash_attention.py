@@ -15,6 +15,7 @@ from jax_kernels.ops.attention.vjp import AttentionCall, run, vary_alike, with_o
 from jax_kernels.ops.checks import with_positive_scale
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.planned_op import PlannedOp
+from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
 
 __all__ = ["OP", "flash_attention", "prepare"]
 
@@ -85,6 +86,7 @@ def flash_attention(
     precision: str | None = ...,
     implementation: str | None = ...,
 ) -> Any: ...
+@with_plain_numbers(*ATTENTION)
 @with_explicit_axes(as_attention)
 @under_defaults
 def flash_attention(
@@ -162,6 +164,8 @@ def flash_attention(
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
       implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the fastest that can serve. "xla" alone has
         derivatives in forward mode (jax.jvp) and second derivatives.
+
+    Numbers and flags may be Python's, NumPy's, or arrays without axes whose values are known when tracing.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query

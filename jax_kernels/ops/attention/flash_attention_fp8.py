@@ -20,6 +20,7 @@ from jax_kernels.ops.partitioning import Axis, Shares, is_partitioned, partition
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, kernel
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90 import forward_fp8
+from jax_kernels.plain_numbers import plain, with_plain_numbers
 from jax_kernels.reference import attention_fp8 as reference
 
 __all__ = ["IMPLEMENTATIONS", "Fp8Request", "flash_attention_fp8"]
@@ -45,6 +46,7 @@ class Fp8Request(Request):
     q_offset: int | None
 
 
+@with_plain_numbers("is_causal", "scale", "return_lse")
 @with_explicit_axes(as_attention)
 @under_defaults
 def flash_attention_fp8(
@@ -189,6 +191,8 @@ def _scale(name: str, x: Any, shape: tuple[int, int]) -> Any:
     if x is None:
         return 1.0
     want = f"a positive number, or float32 [batch, heads] = {shape}"
+    if getattr(x, "dtype", None) != jnp.float32:
+        x = plain(x)
     if not isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         if not isinstance(x, int | float) or isinstance(x, bool):
             raise TypeError(f"{name}: got {type(x).__name__}, want {want}")

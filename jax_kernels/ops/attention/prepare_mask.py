@@ -13,6 +13,7 @@ from jax_kernels.masks.limits import dense_part
 from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.flash_attention import OP
 from jax_kernels.ops.attention.table import prepared_lists
+from jax_kernels.plain_numbers import ATTENTION, plain, plain_options
 
 __all__ = ["prepare_mask"]
 
@@ -65,8 +66,10 @@ def prepare_mask(
             raise ValueError(
                 f"{name}: got {type(arguments[name]).__name__}, want None: compose {instead} into the mask"
             )
-    if not is_int(arguments.get("q_offset", 0)):
-        raise TypeError(f"q_offset: got {type(arguments['q_offset']).__name__}, want an int that is known when tracing")
+    arguments = plain_options(ATTENTION, arguments)
+    if not is_int(offset := plain(arguments.get("q_offset", 0))):
+        raise TypeError(f"q_offset: got {type(offset).__name__}, want an int that is known when tracing")
+    arguments["q_offset"] = offset
     mask, value = mask.unprepared, key if value is None else value
     request, inputs = check(query, key, value, mask=mask, **arguments)
     request = dataclasses.replace(request, has_lists=inputs.mask is not None)  # of an array, too

@@ -26,10 +26,12 @@ from jax_kernels.ops.dilated.views import BranchCall, Piece
 from jax_kernels.ops.dilated.vjp import DilatedCall
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.planned_op import named_arguments
+from jax_kernels.plain_numbers import DILATED, plain, plain_of, with_plain_numbers
 
 __all__ = ["DilatedPlan", "check_pattern", "dilated_attention", "prepare"]
 
 
+@with_plain_numbers(*DILATED)
 @with_explicit_axes(as_attention)
 @under_defaults
 def dilated_attention(
@@ -330,6 +332,9 @@ def check_pattern(
     stop_gradient_weights: Any = False,
 ) -> tuple[tuple[int, int], ...]:
     """The branches, (segment length, rate); raises what dilated_attention documents for what its arrays do not tell."""
+    segment_lengths = plain_of("segment_lengths", segment_lengths)
+    dilation_rates = plain_of("dilation_rates", dilation_rates)
+    stop_gradient_weights = plain(stop_gradient_weights)
     for name, numbers in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         has_items = isinstance(numbers, Sequence) or (isinstance(numbers, np.ndarray) and numbers.ndim > 0)
         if isinstance(numbers, str | bytes) or not has_items:

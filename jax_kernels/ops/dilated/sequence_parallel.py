@@ -11,10 +11,12 @@ from jax_kernels.ops.dilated.dilated_attention import prepare
 from jax_kernels.ops.dilated.shards import Shards
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.ring.layouts import axis_size
+from jax_kernels.plain_numbers import DILATED, with_plain_numbers
 
 __all__ = ["sequence_parallel_dilated_attention"]
 
 
+@with_plain_numbers(*DILATED)
 @with_explicit_axes(as_attention)
 @under_defaults
 def sequence_parallel_dilated_attention(

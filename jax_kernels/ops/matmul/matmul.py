@@ -20,6 +20,7 @@ from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import fp8, gradients, low_bit
 from jax_kernels.ops.matmul.table import GATED, OP, MatmulRequest, request_of
 from jax_kernels.ops.planned_op import PlannedCall
+from jax_kernels.plain_numbers import with_plain_numbers
 from jax_kernels.quantization import QuantizedArray
 from jax_kernels.varying import as_varying, varying_axes
 
@@ -30,6 +31,7 @@ ROUNDED = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 PRECISIONS = ("fp32", "tf32", *ROUNDED, "fp8")
 
 
+@with_plain_numbers("transpose_w")
 @with_explicit_axes(as_product)
 @under_defaults
 def matmul(
@@ -116,6 +118,7 @@ def matmul(
     return run(OP.call(request, options, implementation), inputs)
 
 
+@with_plain_numbers("transpose_w")
 @with_explicit_axes(as_product)
 @under_defaults
 def gated_matmul(

@@ -16,6 +16,7 @@ from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import gradients, matmul
 from jax_kernels.ops.matmul.table import GATED, MatmulRequest
 from jax_kernels.ops.planned_op import PlannedCall, PlannedOp
+from jax_kernels.plain_numbers import with_plain_numbers
 from jax_kernels.quantization import QuantizedArray
 from jax_kernels.varying import as_varying, varying_axes
 
@@ -37,6 +38,7 @@ class MlpInputs(NamedTuple):
     residual: Any = None
 
 
+@with_plain_numbers("transpose_w")
 @with_explicit_axes(as_product)
 @under_defaults
 def mlp(

@@ -31,6 +31,7 @@ from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size, not_an_axis
 from jax_kernels.ops.ring.vjp import run
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import RingRow
+from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
 from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["OF_HEADS", "STRATEGIES", "attention_of", "prepare", "ring_attention", "with_results"]
@@ -38,6 +39,7 @@ __all__ = ["OF_HEADS", "STRATEGIES", "attention_of", "prepare", "ring_attention"
 STRATEGIES = ("ring", "halo", "all_to_all", "all_gather", "auto")
 
 
+@with_plain_numbers(*ATTENTION, "sends_ahead")
 @with_explicit_axes(as_attention)
 @under_defaults
 def ring_attention(

@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
+from jax_kernels.plain_numbers import plain
 
 __all__ = ["order_of", "shard_sequence", "unshard_sequence"]
 
@@ -33,13 +34,13 @@ def shard_sequence(x: Any, mesh: Mesh, axis_name: str, *, layout: str = "zigzag"
       ValueError: the mesh lacks the axis, the layout is unknown, the devices do not divide the tokens, or JAX has no
         dtype for an integer of a NumPy array.
     """
-    order = lambda length: _order(mesh, axis_name, layout, length)
+    axis, order = plain(axis), lambda length: _order(mesh, axis_name, layout, length)
     return jax.tree.map(lambda x: _placed(x, order(_tokens(x, axis)), mesh, axis_name, axis), x)
 
 
 def unshard_sequence(x: Any, mesh: Mesh, axis_name: str, *, layout: str = "zigzag", axis: int = 1) -> Any:
     """The inverse of shard_sequence: the tokens in their order, still shared out. Arguments and errors are the same."""
-    order = lambda length: np.argsort(_order(mesh, axis_name, layout, length))
+    axis, order = plain(axis), lambda length: np.argsort(_order(mesh, axis_name, layout, length))
     return jax.tree.map(lambda x: _placed(x, order(_tokens(x, axis)), mesh, axis_name, axis), x)
 
 

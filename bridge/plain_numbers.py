@@ -1,0 +1,93 @@
+"""Options that are numbers, as Python's own: PyTorch's, NumPy's and JAX's scalars are read when a call is made.
+
+A number on a GPU makes the host wait for it. A number that requires a gradient is refused: it would get none.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from jax_kernels import plain_numbers
+from jax_kernels.masks.checks import FARTHEST
+
+__all__ = ["ATTENTION", "PLAIN", "in_float32", "is_constant", "plain_arguments", "plain_of", "plain_options"]
+
+PLAIN = plain_numbers.PLAIN
+ATTENTION = (*plain_numbers.ATTENTION, "q_offset")
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_INTEGERS = (torch.int8, torch.int16, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+def plain_of(name: str, x: Any) -> Any:
+    """The value of an option: the int, float or bool that x holds, a tuple of them, or x itself.
+
+    Raises TypeError, naming the option, for a tensor whose value is not known, or that requires a gradient.
+    """
+    kind = type(x)
+    if kind in PLAIN:
+        return x
+    if kind is tuple or kind is list:
+        return kind(plain_of(name, part) for part in x)
+    if not isinstance(x, torch.Tensor):
+        return plain_numbers.plain_of(name, x)
+    if name == "q_offset":  # it is data; the ops keep it within the same limits
+        return x.long().clamp(-FARTHEST, FARTHEST).int() if x.dtype in _INTEGERS and not x.ndim else x
+    is_several = x.ndim == 1 and name in plain_numbers.SEQUENCES
+    if x.is_nested or (x.ndim and not is_several) or x.is_complex():
+        return x
+    want = "numbers" if is_several else "a number"
+    if x.requires_grad and torch.is_grad_enabled():
+        raise TypeError(f"{name}: got a tensor that requires a gradient, want {want}: an option gets no gradient")
+    try:
+        value = x.tolist()
+    except (RuntimeError, NotImplementedError) as error:  # of the meta device, or mapped by vmap
+        raise TypeError(f"{name}: got a tensor whose values are not known here, want {want}") from error
+    if any(isinstance(part, _SYMBOLS) for part in (value if is_several else [value])):  # in a graph of torch.compile
+        raise TypeError(f"{name}: got a tensor in a graph, whose values are not known, want {want}")
+    return tuple(value) if is_several else value
+
+
+def plain_options(names: tuple[str, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of these names that are no plain numbers, as plain_of gives them, where that changes them."""
+    found = {}
+    for name in names:
+        x = options.get(name)
+        if type(x) not in PLAIN and (value := plain_of(name, x)) is not x and not _is_same(value, x):
+            found[name] = value
+    return found
+
+
+def in_float32(x: Any) -> Any:
+    """A scale: a tensor without axes in float32, on its device; a number of another kind as plain_of gives it."""
+    if not isinstance(x, torch.Tensor):
+        return plain_of("scale", x)
+    if x.ndim or x.dtype == torch.bool or x.is_complex():
+        return x
+    return x.to(torch.float32)
+
+
+def is_constant(x: Any) -> bool:
+    """Whether an option keeps its value, as a number of Python's or NumPy's does and an array does not."""
+    return all(map(is_constant, x)) if type(x) is tuple else type(x) in PLAIN or isinstance(x, np.generic)
+
+
+def _is_same(value: Any, x: Any) -> bool:
+    """Whether a tuple or a list stayed as it was."""
+    return type(x) in (tuple, list) and len(x) == len(value) and all(a is b for a, b in zip(value, x, strict=True))
+
+
+def plain_arguments[Function: Callable[..., Any]](function: Function) -> Function:
+    """A decorator of a function that takes no tensors without axes but as numbers: all arguments are as plain_of's."""
+    positions = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        plain_args = (plain_of(name, x) for name, x in zip(positions, args, strict=False))
+        more = args[len(positions) :]
+        return function(*plain_args, *more, **{name: plain_of(name, x) for name, x in kwargs.items()})
+
+    return cast(Function, run)

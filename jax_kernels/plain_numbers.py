@@ -1,0 +1,88 @@
+"""Options that are numbers, as Python's own: NumPy's scalars, and arrays without axes whose values are known."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = [
+    "ATTENTION",
+    "DILATED",
+    "PLAIN",
+    "SEQUENCES",
+    "plain",
+    "plain_arguments",
+    "plain_of",
+    "plain_options",
+    "with_plain_numbers",
+]
+
+PLAIN = (int, float, bool, str, type(None))
+ATTENTION = ("is_causal", "window", "scale", "softcap", "return_lse", "deterministic")
+DILATED = (
+    *("segment_lengths", "dilation_rates", "is_causal", "stop_gradient_weights", "scale", "return_lse"),
+    "deterministic",
+)
+# Options that may be several numbers, and so arrays with one axis.
+SEQUENCES = frozenset(("axis", "block_size", "dilation_rates", "segment_lengths", "window", "window_size"))
+
+
+def plain(x: Any) -> Any:
+    """The int, float or bool that x holds; x itself if it is no known number. Tuples and lists are entered."""
+    kind = type(x)
+    if kind in PLAIN:
+        return x
+    if kind is tuple or kind is list:
+        return kind(map(plain, x))
+    if not isinstance(x, np.generic | np.ndarray | jax.Array) or isinstance(x, jax.core.Tracer) or x.ndim:
+        return x
+    if x.dtype == bool:
+        return bool(x)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return int(x)
+    return float(x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def plain_of(name: str, x: Any) -> Any:
+    """The value of an option as plain gives it. The numbers of an array with one axis become a tuple in SEQUENCES."""
+    is_array = isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer)
+    if name in SEQUENCES and is_array and x.ndim == 1:
+        return tuple(map(plain, np.asarray(x)))
+    return plain(x)
+
+
+def plain_options(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The options whose values of these names are plain; the dict itself if they all were."""
+    changed = {name: plain_of(name, options[name]) for name in names if type(options.get(name)) not in PLAIN}
+    return options | changed if changed else options
+
+
+def with_plain_numbers[Function: Callable[..., Any]](*names: str) -> Callable[[Function], Function]:
+    """A decorator: the keyword arguments of these names reach the function, and its plan, as Python's numbers."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **plain_options(names, kwargs))
+
+        run.plain_numbers = names  # type: ignore[attr-defined]
+        return cast(Function, run)
+
+    return decorate
+
+
+def plain_arguments[Function: Callable[..., Any]](function: Function) -> Function:
+    """A decorator of a function that has no arrays without axes: all of its arguments are as plain_of gives them."""
+    positions = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        plain_args = (plain_of(name, x) for name, x in zip(positions, args, strict=False))
+        more = args[len(positions) :]
+        return function(*plain_args, *more, **{name: plain_of(name, x) for name, x in kwargs.items()})
+
+    return cast(Function, run)
