@@ -88,9 +88,7 @@ class Source:
 
     def fault(self, node, kind: str, new: str) -> Fault:
         start, end = self.span(node)
-        return Fault(
-            path=self.path, line=node.lineno, kind=kind, start=start, end=end, old=self.text(node), new=new
-        )
+        return Fault(path=self.path, line=node.lineno, kind=kind, start=start, end=end, old=self.text(node), new=new)
 
 
 def computing(node) -> Iterator[ast.AST]:
@@ -139,7 +137,7 @@ def faults_of_node(source: Source, node) -> Iterator[Fault]:
             yield source.fault(node, "constant", str(value + 1))
         case ast.Constant(value=float() as value):
             yield source.fault(node, "constant", repr(2 * value or 1.0))
-        case ast.Tuple(elts=[*_, last], ctx=ast.Load()) if len(node.elts) > 2:
+        case ast.Tuple(elts=[_, _, _, *_], ctx=ast.Load()):
             start, _ = source.span(node)
             _, end = source.span(node.elts[-2])
             closing = ")" if source.bytes[start : start + 1] == b"(" else ""
@@ -158,7 +156,6 @@ def faults_of_node(source: Source, node) -> Iterator[Fault]:
 def faults_of_call(source: Source, node: ast.Call) -> Iterator[Fault]:
     text = source.text
     arguments = [*node.args, *node.keywords]
-    start, _ = source.span(node)
     name = text(node.func)
     # Arguments that look alike: others end in an error at once.
     if len(node.args) >= 2 and all(isinstance(x, ast.Name) for x in node.args[:2]):

@@ -114,6 +114,7 @@ CASES = {
         "without_lse": True,
         "bias": "hts",
         "bias_masks": True,
+        "bias_whole": LOWEST_BF16,
         "is_causal": True,
         "q_offset": 100,
         "heads": 2,
