@@ -11,7 +11,7 @@ from jax_kernels import bridge
 
 def compiled(count):
     """So many functions with a program each, which they keep as long as JAX does."""
-    functions = [jax.jit(lambda x, n=n: jnp.sort(x * n) + jnp.cumsum(x)) for n in range(count)]
+    functions = [jax.jit(lambda x, n=n: x * n + 2) for n in range(count)]
     for function in functions:
         function(jnp.arange(5.0))
     return functions
@@ -25,29 +25,29 @@ def empty():
 
 
 def test_maps_fall_though_the_functions_stay(empty):
-    functions = compiled(40)
-    assert room.count_maps() > empty + 80
+    functions = compiled(50)
+    assert room.count_maps() > empty + 100
     scale = bridge.from_jax(lambda x: jnp.sort(x) * 3)
     graphs = [torch.compile(lambda x, n=n: scale(x) * n, backend="aot_eager", fullgraph=True) for n in range(3)]
     for size, graph in enumerate(graphs, 3):
         graph(torch.ones(size))
     taken = room.count_maps()
     room.clear()
-    assert room.count_maps() < empty + (taken - empty) // 4
-    assert functions[2](jnp.ones(2)).tolist() == [3, 4]
+    assert room.count_maps() < empty + (taken - empty) // 2  # some are PyTorch's own, which it takes once
+    assert functions[3](jnp.ones(2)).tolist() == [5, 5]
     torch.testing.assert_close(graphs[2](torch.ones(5)), torch.full((5,), 6.0))
     torch.testing.assert_close(scale(torch.ones(5)), torch.full((5,), 3.0))
 
 
 def test_it_is_cleared_before_there_are_too_many(empty):
-    own = room.Room(most_maps=empty + 100, most_unseen=10, most_tests=1000)
+    own = room.Room(most_maps=empty + 50, least_room=50, most_unseen=10, most_tests=1000)
     functions, most, cleared = [], 0, 0
-    for _ in range(30):
+    for _ in range(12):
         functions += compiled(10)
         most = max(most, room.count_maps())
         cleared += own.after_test()
-    assert cleared > 3
-    assert most < empty + 400
+    assert cleared >= 3
+    assert most < empty + 300
 
 
 def test_maps_are_read_after_some_programs_or_tests(empty, monkeypatch):

@@ -28,6 +28,7 @@ X, W, W_UP, W_DOWN, SQUARE = random(5, 8), random(8, 6), random(8, 6, seed=1), r
 FP8 = random(16, 16).detach().to(torch.float8_e4m3fn), random(16, 16, seed=1).detach().to(torch.float8_e4m3fn)
 GATED_FP8 = {"x": FP8[0], "w_gate": FP8[1], "w_up": FP8[0].T.contiguous(), "w_gate_scale": 1.5, "w_up_scale": 2.5}
 OUTLIERS, OF_8 = random(16, 16).detach() * torch.logspace(-3, 3, 16)[:, None], random(16, 16, seed=1).detach()
+OF_8_BITS = [x.detach().to(torch.float8_e4m3fn) for x in (QUERY, KEY, VALUE)]
 CU = torch.tensor([0, 20, 48], dtype=torch.int32), torch.tensor([0, 24, 48], dtype=torch.int32)
 PACKED = [x.detach().reshape(2 * T, H, D) for x in (QUERY, KEY, VALUE)]
 
@@ -55,8 +56,15 @@ ATTENTION = {
     "softcap": (None, 0.5, 50.0),
     "return_lse": (False, True),
 }
+# Of ops that hand them on.
+OF_ATTENTION = {name: x if isinstance(x[-1], dict) else x[-2:] for name, x in ATTENTION.items()}
 # These change no value on a CPU, or none that a test can rely on: their calls are counted.
-COUNTED = {"deterministic": (False, True), "precision": ("fp32", "tf32"), "implementation": (None, "xla")}
+COUNTED = {
+    "deterministic": (False, True),
+    "stop_gradient_weights": (False, True),
+    "precision": ("fp32", "tf32"),
+    "implementation": (None, "xla"),
+}
 DILATED = {
     "segment_lengths": ((8, 24), [12, 24], (8, 16)),
     "dilation_rates": ((1, 2), [2, 1]),
@@ -65,7 +73,6 @@ DILATED = {
     "combine": ("lse", "mean"),
     "layout": ("overlap", "partition"),
     "order": (None, "hilbert"),
-    "stop_gradient_weights": (False, True),
     "return_lse": (False, True),
     "segment_ids": (None, IDS),
     "scale": (None, 0.5),
@@ -123,17 +130,22 @@ QUANTIZE = {
 }
 CASES = {
     "flash_attention": ({"query": QUERY, "key": KEY, "value": VALUE}, ATTENTION),
+    # By another way, which a Mask or a score_mod takes.
+    "flash_attention beside a Mask": (
+        {"query": QUERY, "key": KEY, "value": VALUE, "mask": masks.prefix(20)},
+        {name: x for name, x in OF_ATTENTION.items() if name not in ("mask", "score_mod")},
+    ),
     "block_sparse_attention": (
         {"query": QUERY, "key": KEY, "value": VALUE, "block_mask": BLOCKS, "block_size": 8},
         {
             "block_mask": (BLOCKS, BLOCKS.flip(0).contiguous()),
             "block_size": (8, 9, (8, 11)),
         }
-        | {name: x for name, x in ATTENTION.items() if name != "mask"},
+        | {name: x for name, x in OF_ATTENTION.items() if name != "mask"},
     ),
     "dynamic_mask_attention": (
         {"query": QUERY, "key": KEY, "value": VALUE, "mask": MASKS[0]},
-        ATTENTION | {"mask": (*MASKS, masks.prefix(9))},
+        OF_ATTENTION | {"mask": (*MASKS, masks.prefix(9))},
     ),
     "dilated_attention": (
         {"query": QUERY, "key": KEY, "value": VALUE, "segment_lengths": (8, 24), "dilation_rates": (1, 2)},
@@ -141,7 +153,7 @@ CASES = {
     ),
     "decode_attention": ({"query": FEW, "key": CACHE[0], "value": CACHE[1]}, DECODE),
     "flash_attention_fp8": (
-        dict(zip(("query", "key", "value"), (x.detach().to(torch.float8_e4m3fn) for x in (QUERY, KEY, VALUE)))),
+        dict(zip(("query", "key", "value"), OF_8_BITS, strict=True)),
         {name: (None, 0.5, torch.tensor(2.0)) for name in ("q_scale", "k_scale", "v_scale")}
         | {name: ATTENTION[name] for name in ("is_causal", "q_offset", "kv_lengths", "return_lse")}
         | {"scale": (None, 0.5)},
@@ -185,7 +197,7 @@ CASES = {
     ),
     "flash_attn_func": ({"q": QUERY, "k": KEY, "v": VALUE}, FLASH_ATTN),
     "flash_attn_varlen_func": (
-        dict(zip("qkv", PACKED))
+        dict(zip("qkv", PACKED, strict=True))
         | {"cu_seqlens_q": CU[0], "cu_seqlens_k": CU[1], "max_seqlen_q": 28, "max_seqlen_k": 28},
         FLASH_ATTN | {"cu_seqlens_q": CU, "cu_seqlens_k": CU[::-1], "max_seqlen_q": (28, 30), "max_seqlen_k": (28, 29)},
     ),
@@ -212,11 +224,17 @@ RAISING = {"dropout_p", "block_table", "return_attn_probs of flash_dmattn_func"}
 ACTIVATIONS = {F.silu: jax.nn.silu, F.mish: jax.nn.mish}
 
 
+def function_of(op: str):
+    return getattr(bridge, op.split()[0])
+
+
 def names_of(op: str) -> set[str]:
     """The arguments of a function that have several values."""
-    arguments = inspect.signature(getattr(bridge, op)).parameters
+    arguments = inspect.signature(function_of(op)).parameters
     names = {name for name, x in arguments.items() if x.kind is not x.VAR_KEYWORD}
-    if len(names) < len(arguments) and op != "flash_attention":  # of flash_attention, under their names there
+    if len(names) < len(arguments) and not op.startswith(
+        "flash_attention"
+    ):  # of flash_attention, under their names there
         of_attention = names_of("flash_attention")
         names |= of_attention - {"mask"} if op == "block_sparse_attention" else of_attention
     return {name for name in names if not {name, f"{name} of {op}"} & RAISING}
@@ -224,10 +242,10 @@ def names_of(op: str) -> set[str]:
 
 def test_every_option_has_a_case():
     functions = {name for name in dir(bridge) if callable(getattr(bridge, name)) and not name.startswith("_")}
-    assert functions == set(CASES) | LEFT_OUT
+    assert functions == {op.split()[0] for op in CASES} | LEFT_OUT
     for op, (given, options) in CASES.items():
-        tensors = {name for name in given if name not in options}
-        assert not names_of(op) - tensors - set(options) - set(COUNTED), op
+        others = {name for name in given if name not in options} | ({"score_mod"} if op.endswith("a Mask") else set())
+        assert not names_of(op) - others - set(options) - set(COUNTED), op
         assert set(options) <= names_of(op), op
 
 
@@ -266,9 +284,8 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, retu
     found = []
     slopes = options.pop("alibi_slopes", None)
     for i in range(2):
-        parts = [
-            x[starts[i] : starts[i + 1]][None] for x, starts in zip((q, k, v), (cu_seqlens_q, *[cu_seqlens_k] * 2))
-        ]
+        (q_start, q_end), (k_start, k_end) = (x[i : i + 2] for x in (cu_seqlens_q, cu_seqlens_k))
+        parts = q[q_start:q_end][None], k[k_start:k_end][None], v[k_start:k_end][None]
         own = slopes[i] if slopes is not None and slopes.ndim == 2 else slopes
         found.append(flash_attn(*parts, **options, alibi_slopes=own, return_attn_probs=True))
     out, lse = jnp.concatenate([x[0][0] for x in found]), jnp.concatenate([x[1][0] for x in found], -1)
@@ -301,8 +318,8 @@ REFERENCES = {
     "scaled_dot_product_attention": dot_product,
     "quantize": rounded,
 }
-# Of the ways to a known call that have gradients, one op each.
-WITH_GRADIENTS = {"flash_attention", "matmul"}
+# A known call has its gradients, which these find by its options; others have them by the same ways.
+WITH_GRADIENTS = {("flash_attention", "softcap"), ("flash_attention", "window"), ("matmul", "activation")}
 
 
 def tensors_of(found) -> list:
@@ -322,15 +339,15 @@ def numbers(x) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32))
 
 
-def given_to(op, values):
-    """The arguments of a call, of most ops without gradients."""
-    fixed = lambda x: x.detach() if isinstance(x, torch.Tensor) and op not in WITH_GRADIENTS else x
+def given_to(op, name, values):
+    """The arguments of a call, of most options without gradients."""
+    fixed = lambda x: x.detach() if isinstance(x, torch.Tensor) and (op, name) not in WITH_GRADIENTS else x
     return {name: fixed(x) for name, x in values.items()}
 
 
 def reference(op, given) -> list[np.ndarray]:
     """The results, and gradients of the sine of their floats, by JAX."""
-    function = REFERENCES.get(op) or getattr(jax_kernels, op)
+    function = REFERENCES.get(op) or getattr(jax_kernels, op.split()[0])
     moved = {name: in_jax(x) for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad}
     fixed = {name: in_jax(x) for name, x in given.items() if name not in moved}
     if not moved:
@@ -352,7 +369,7 @@ def reference(op, given) -> list[np.ndarray]:
 
 def results(op, given) -> list[np.ndarray]:
     """The results, and gradients of the sine of their floats, by the bridge."""
-    found = tensors_of(getattr(bridge, op)(**given))
+    found = tensors_of(function_of(op)(**given))
     moved = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
     if moved:
         found += torch.autograd.grad(sum(x.float().sin().sum() for x in found), moved)
@@ -376,7 +393,7 @@ def test_calls_that_differ_in_one_option(op, name, direct):
     values, others = options[name], {}
     if len(values) == 2 and isinstance(values[1], dict):
         values, others = values
-    calls = [given_to(op, given | others | {name: value}) for value in values]
+    calls = [given_to(op, name, given | others | {name: value}) for value in values]
     want = [reference(op, call) for call in calls]
     for i, one in enumerate(want):
         assert not any(close(one, other) for other in want[:i]) or name.startswith("max_seqlen"), i
@@ -393,7 +410,7 @@ def test_calls_that_differ_in_an_option_without_a_value(op, name, direct):
     given, _ = CASES[op]
     counts = []
     for value in COUNTED[name] * 2:
-        getattr(bridge, op)(**given | {name: value})
+        function_of(op)(**given | {name: value})
         counts.append(known.count())
     assert counts[0] > 0
     assert counts[0] < counts[1] == counts[3]

@@ -42,18 +42,21 @@ class Room:
     """Clears the caches where there are many programs, after a test.
 
     To read the maps takes 1 ms for 1,000 of them. They are read after as many programs as `most_unseen`, or tests as
-    `most_tests`, for maps that are not of JAX's programs.
+    `most_tests`, for maps that are not of JAX's programs. least_room: as many more than clearing leaves are allowed.
+    most_bytes: of memory, which programs take too. limit: of maps that clearing may leave.
     """
 
     def __init__(
         self,
         most_maps: int = 15_000,
+        least_room: int = 5_000,
         most_bytes: int = 5 << 30,
         most_unseen: int = 100,
         most_tests: int = 50,
         limit: int = 50_000,
     ) -> None:
         self.most_maps = most_maps
+        self.least_room = least_room
         self.most_bytes = most_bytes
         self.most_unseen = most_unseen
         self.most_tests = most_tests
@@ -79,5 +82,5 @@ class Room:
         maps = count_maps()
         if maps > self.limit:
             raise RuntimeError(f"{maps} memory maps are left without any programs, want at most {self.limit}")
-        self.most_maps = max(self.most_maps, maps + 5_000)
+        self.most_maps = max(self.most_maps, maps + self.least_room)
         return True

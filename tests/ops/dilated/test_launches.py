@@ -107,7 +107,7 @@ def test_explain_tells_what_is_joined():
     ],
 )
 def test_a_view_has_each_head_s_class_and_key_head(heads, kv_heads, served, rates):
-    """In a view [B, rows, rate * H, D], head number class * H + h is what query head h reads; keys likewise."""
+    """Query head h reads head number class * H + h of a view [B, rows, rate * H, D], and likewise of keys."""
     length, group = 64 * max(rates) * 3, heads // kv_heads
     branches = tuple((length, rate) for rate in rates)
     pieces = views.pieces_of(length, heads, branches, heads=served, layout="overlap", order=None)
