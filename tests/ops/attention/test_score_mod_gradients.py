@@ -200,3 +200,18 @@ def test_memory_is_of_a_chunk(monkeypatch):
     text = jax.jit(run).lower(query, jnp.ones(256)).as_text()
     assert "2x1x1x16x16x" in text
     assert "256x256x" not in text
+
+
+@pytest.mark.parametrize("empty", ["query", "key"])
+def test_no_pairs_pass_no_gradient(empty):
+    """Without queries, or without keys, the gradients of a mod's arrays are zeros of their shapes."""
+    slopes = jnp.asarray(normal(H))
+    mod = lambda score, b, h, q, k: alibi(score, b, h, q, k, slopes)
+    call, inputs = prepare(query=QUERY, key=KEY, value=VALUE, score_mod=mod, implementation="xla")
+    names = ("query",) if empty == "query" else ("key", "value")
+    inputs = inputs._replace(**{name: getattr(inputs, name)[:, :0] for name in names})
+    length = 0 if empty == "query" else T
+    rows = jnp.full((B, H, length), -jnp.inf), jnp.zeros((B, H, length))
+    found = score_mod_gradients.array_gradients(inputs, call.options, *rows, jnp.asarray(DOUT)[:, :length])
+    (got,) = jax.tree.leaves(found.arrays)
+    np.testing.assert_array_equal(got, np.zeros(H))
