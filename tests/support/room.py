@@ -76,7 +76,10 @@ class Room:
         self._programs = self._tests = 0
         if count_maps() <= self.most_maps and not is_full:
             return False
-        clear()
+        jax.clear_caches()  # what the bridge and PyTorch keep serves on, and compiles its programs again
+        gc.collect()
+        if is_full or count_maps() > self.most_maps // 2:
+            clear()
         if is_full:  # what stays is not programs: no use in doing it after every test
             self.most_bytes = max(self.most_bytes, resident_bytes() + (1 << 30))
         maps = count_maps()
