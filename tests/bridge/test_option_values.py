@@ -425,3 +425,32 @@ def test_calls_that_differ_in_an_option_without_a_value(op, name, direct):
         counts.append(known.count())
     assert counts[0] > 0
     assert counts[0] < counts[1] == counts[3]
+
+
+@pytest.mark.parametrize("op", ["matmul", "gated_matmul", "mlp"])
+def test_calls_under_another_setting_of_precision(op, direct):
+    given, _ = CASES[op]
+    before, counts = torch.get_float32_matmul_precision(), []
+    try:
+        for precision in ("highest", "high") * 2:
+            torch.set_float32_matmul_precision(precision)
+            function_of(op)(**given)
+            counts.append(known.count())
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert 0 < counts[0] < counts[1] == counts[3]
+
+
+@pytest.mark.parametrize(
+    "op", ["flash_attention", "block_sparse_attention", "dynamic_mask_attention", "dilated_attention"]
+)
+def test_calls_under_deterministic_algorithms(op, direct):
+    given, counts = CASES[op][0], []
+    try:
+        for is_on in (False, True) * 2:
+            torch.use_deterministic_algorithms(is_on)
+            function_of(op)(**given)
+            counts.append(known.count())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert 0 < counts[0] < counts[1] == counts[3]
