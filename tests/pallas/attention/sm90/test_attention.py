@@ -207,7 +207,7 @@ CASES = {
 # What `make test` runs: each head_dim, each form of a mask, a bias, the split and the persistent backward.
 QUICK = {
     "split_128_gqa", "window_256_offsets_lengths",
-    "bias_64", "mask_128", "lists_128", "persistent_everything_64",
+    "bias_64", "mask_128", "lists_128", "persistent_everything_64", "mask_bias_64",
 }  # fmt: skip
 
 
