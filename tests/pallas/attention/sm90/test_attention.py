@@ -157,6 +157,8 @@ CASES = {
     "mask_64_bias_keys": SMALL | {"mask": "hts", "heads": 2, "kv_heads": 1, "bias": "s", "kv_length": 150},
     "mask_queries_64": SMALL | {"mask": "bt", "batch": 2, "softcap": 3.0},
     "mask_bias_64": SMALL | {"mask": "ts", "bias": "hts", "heads": 2, "kv_length": 100},
+    # Words of bits tell the gradient of the bias which pairs a block has.
+    "stripes_bias_64": SMALL | {"pattern": "stripes", "bias": "hts", "heads": 2, "kv_length": 100},
     "lists_64": LARGE | {"pattern": "cells", "heads": 4, "kv_heads": 2, "bounded": True, "races": True},
     "lists_128": SMALL
     | WIDE
@@ -207,7 +209,7 @@ CASES = {
 # What `make test` runs: each head_dim, each form of a mask, a bias, the split and the persistent backward.
 QUICK = {
     "split_128_gqa", "window_256_offsets_lengths",
-    "bias_64", "mask_128", "lists_128", "persistent_everything_64", "mask_bias_64",
+    "bias_64", "mask_128", "lists_128", "persistent_everything_64", "stripes_bias_64",
 }  # fmt: skip
 
 
