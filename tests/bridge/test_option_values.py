@@ -384,6 +384,7 @@ def close(got, want) -> bool:
 
 # They hand all of their options on as one, to a key or to another function: a few of these would tell.
 QUICK = {
+    "flash_attention beside a Mask": ("bias", "is_causal", "segment_ids", "kv_lengths", "q_offset", "sinks"),
     "block_sparse_attention": ("block_mask", "block_size", "bias", "softcap", "q_offset"),
     "dynamic_mask_attention": ("mask", "bias", "window", "scale"),
     "flash_attn_varlen_func": ("softmax_scale", "causal", "cu_seqlens_k", "alibi_slopes"),
