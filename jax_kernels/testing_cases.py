@@ -193,8 +193,9 @@ ATTENTION_CASES = (
     # Queries 0 to 49 have no key.
     AttentionCase("offset_negative", q_length=150, kv_length=100, is_causal=True, q_offset=-50),
     AttentionCase("offset_per_batch", q_length=90, kv_length=140, is_causal=True, q_offset=(50, -30)),
-    AttentionCase("kv_lengths", batch=3, q_length=70, kv_length=140, kv_lengths=(0, 140, 65)),
-    AttentionCase("kv_lengths_causal", q_length=140, kv_length=140, is_causal=True, kv_lengths=(1, 77)),
+    # Lengths below 0 and beyond the keys, here and below: they count as 0 and as all keys.
+    AttentionCase("kv_lengths", batch=4, q_length=70, kv_length=140, kv_lengths=(-3, 300, 65, 0)),
+    AttentionCase("kv_lengths_causal", q_length=140, kv_length=140, is_causal=True, kv_lengths=(141, 77)),
     AttentionCase("all_dead", batch=1, q_length=40, kv_length=60, is_causal=True, q_offset=-40),
     AttentionCase("fp16", dtype="float16"),
     AttentionCase("fp16_causal_gqa", dtype="float16", heads=4, is_causal=True, q_length=99, kv_length=131),
@@ -210,7 +211,7 @@ ATTENTION_CASES = (
     AttentionCase("window_of_one", window=0, q_length=70, kv_length=70),
     # The last queries have no key, and the first ones in the second entry.
     AttentionCase(
-        "window_offsets_lengths", window=(20, 9), q_length=150, kv_length=120, q_offset=(17, -40), kv_lengths=(120, 77)
+        "window_offsets_lengths", window=(20, 9), q_length=150, kv_length=120, q_offset=(17, -40), kv_lengths=(190, 77)
     ),
     AttentionCase("segments", segments="packed", q_length=150, kv_length=150),
     AttentionCase("segments_causal", segments="packed", q_length=140, kv_length=140, heads=4, is_causal=True),
@@ -219,7 +220,7 @@ ATTENTION_CASES = (
     AttentionCase("softcap", softcap=2.0),
     AttentionCase("softcap_causal", softcap=30.0, is_causal=True, q_length=99, kv_length=131, magnitude=10.0),
     AttentionCase("softcap_fp32", softcap=1.5, dtype="float32", is_causal=True, heads=4),
-    AttentionCase("garbage", batch=3, q_length=70, kv_length=140, kv_lengths=(0, 140, 65), garbage=True),
+    AttentionCase("garbage", batch=3, q_length=70, kv_length=140, kv_lengths=(-1, 200, 65), garbage=True),
     AttentionCase(
         "garbage_causal",
         batch=2,
@@ -242,7 +243,7 @@ ATTENTION_CASES = (
     # The gradients of a row's scores add up to that of its lse alone: all else cancels, and only float32 shows it.
     AttentionCase("bias_queries", bias="ht", dtype="float32", q_length=77, kv_length=131),
     AttentionCase("bias_number", bias="", dtype="float32", q_length=77, kv_length=70, heads=4, is_causal=True),
-    AttentionCase("bias_masks", bias="hts", bias_masks=True, q_length=80, kv_length=80, kv_lengths=(80, 40)),
+    AttentionCase("bias_masks", bias="hts", bias_masks=True, q_length=80, kv_length=80, kv_lengths=(99, 40)),
     AttentionCase("bias_low", bias="ts", bias_low=-1e30, q_length=150, kv_length=150),
     AttentionCase("bias_lower", bias="hts", bias_dtype="float32", bias_low=-1e10, q_length=70, kv_length=150),
     AttentionCase("bias_whole", bias="ts", bias_whole=LOWEST_BF16, q_length=150, kv_length=131, heads=4),
@@ -255,7 +256,7 @@ ATTENTION_CASES = (
     AttentionCase("mask_bias", mask="ts", bias="bhs", q_length=131, kv_length=70, heads=4),
     AttentionCase("pattern_cells", pattern="cells", batch=1, q_length=300, kv_length=256, heads=4),
     AttentionCase("pattern_cells_causal", pattern="cells_causal", q_length=150, kv_length=200, heads=4, q_offset=20),
-    AttentionCase("pattern_global", pattern="global", q_length=140, kv_length=131, kv_lengths=(131, 60), sinks=True),
+    AttentionCase("pattern_global", pattern="global", q_length=140, kv_length=131, kv_lengths=(400, 60), sinks=True),
     AttentionCase("pattern_stripes", pattern="stripes", q_length=77, kv_length=140, window=(60, 30), softcap=3.0),
     AttentionCase("pattern_bias", pattern="cells", bias="hts", bias_masks=True, q_length=77, kv_length=140, heads=4),
     AttentionCase(
@@ -268,7 +269,7 @@ ATTENTION_CASES = (
         dtype="float32",
         is_causal=True,
         q_offset=(-3, 5),
-        kv_lengths=(30, 38),
+        kv_lengths=(30, 300),
     ),
     AttentionCase(
         "everything_else",
@@ -279,7 +280,7 @@ ATTENTION_CASES = (
         v_head_dim=24,
         dtype="float32",
         q_offset=(-3, 5),
-        kv_lengths=(30, 38),
+        kv_lengths=(30, 300),
         window=(15, 11),
         softcap=3.0,
         sinks=True,

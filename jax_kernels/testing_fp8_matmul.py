@@ -161,7 +161,8 @@ def gated_errors(scaling: str, transpose_w: bool, implementation: str | None, si
     random = np.random.default_rng(1)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
     depth, columns = 3 * size, 4 * size
-    weights = [normal(depth, columns) / depth**0.5 for _ in range(2)]
+    # Scales of their own: with the gate's, numbers of the up product would saturate.
+    weights = [normal(depth, columns) / depth**0.5 * magnitude for magnitude in (1, 30)]
     arrays = {"x": normal(6 * size, depth)}
     arrays |= {name: w.T if transpose_w else w for name, w in zip(("w_gate", "w_up"), weights, strict=True)}
     dout = normal(6 * size, columns)

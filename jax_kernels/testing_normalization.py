@@ -185,26 +185,26 @@ CASES = {
     "rms_residual": Case((21, 128), "rms_norm", has_residual=True, weights="bfloat16"),
     "rms_offset": Case((21, 100), "rms_norm", scale_offset=1.0, eps=1e-5),
     "rms_no_scale": Case((21, 100), "rms_norm", weights=None, dtype="float32"),
-    "wide": Case((3, 5000), has_residual=True),
-    "rms_wide": Case((3, 5000), "rms_norm"),
+    "wide": Case((3, 5000), has_residual=True, eps=0.5),
+    "rms_wide": Case((3, 5000), "rms_norm", eps=0.5),
 }
-# Rows that do not fit the registers of a program.
+# Rows that do not fit the registers of a program. An eps near their mean square counts in each result.
 LONG = {
-    "long": Case((3, 40_001)),
-    "long_far_mean": Case((2, 70_000), dtype="float32", centre=1e4, has_residual=True),
+    "long": Case((3, 40_001), eps=0.5),
+    "long_far_mean": Case((2, 70_000), dtype="float32", centre=1e4, has_residual=True, eps=0.5),
     "long_drift": Case((3, 40_001), drift=8.0),
-    "rms_long": Case((3, 70_000), "rms_norm", has_residual=True),
+    "rms_long": Case((3, 70_000), "rms_norm", has_residual=True, eps=0.5),
 }
 # What the Hopper kernels serve: a row for each warp, and rows of 1, 2 and 4 warpgroups.
 HOPPER = {
-    "row_for_each_warp": Case((2, 3, 256)),
+    "row_for_each_warp": Case((2, 3, 256), eps=0.5),
     "many_short_rows": Case((37, 384), "rms_norm", weights="bfloat16", has_residual=True, scale_offset=1.0),
     "no_weights": Case((5, 128), weights=None, dtype="float16"),
     "one_warpgroup": Case((19, 2560), centre=100.0, has_residual=True),
     "rms_one_warpgroup": Case((6, 2560), "rms_norm", dtype="float16", weights="float16"),
     "no_bias": Case((6, 2560), has_bias=False, drift=8.0),
-    "two_warpgroups": Case((7, 5120)),
+    "two_warpgroups": Case((7, 5120), eps=0.5),
     "wide_two_warpgroups": Case((3, 13312), "rms_norm"),
     "four_warpgroups": Case((7, 16384), has_residual=True, drift=8.0),
-    "rms_four_warpgroups": Case((5, 16384), "rms_norm", has_residual=True, weights="bfloat16"),
+    "rms_four_warpgroups": Case((5, 16384), "rms_norm", has_residual=True, weights="bfloat16", eps=0.5),
 }

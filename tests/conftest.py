@@ -20,6 +20,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import hypothesis
 import jax
 import pytest
+import room
 
 # JAX makes many small objects that live on. To look at all of them time and again takes 6 % of the suite's time.
 gc.freeze()
@@ -37,16 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
-MOST_MAPS = 15_000
+ROOM = room.Room()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _room_for_programs() -> Iterator[None]:
-    """Forgets compiled programs where there are many: each takes memory maps, of which Linux gives a process 65,530."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
-        jax.clear_caches()
+    ROOM.after_test()
 
 
 @pytest.fixture

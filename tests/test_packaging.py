@@ -26,7 +26,7 @@ def run(*command, **kwargs):
 def built(tmp_path_factory) -> Path:
     """A folder with the wheel and the sdist, built from a copy of the checkout; the wheel is made from the sdist."""
     copy = tmp_path_factory.mktemp("checkout") / "checkout"
-    ignore = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "runs", "tests", "benchmarks")
+    ignore = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "runs")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignore)
     run("-m", "build", "--no-isolation", copy)
     return copy / "dist"
@@ -71,6 +71,9 @@ def test_sdist(built):
             assert files[name].isfile(), f"{name} is a link"
     assert {"pyproject.toml", "LICENSE", "jax_kernels/py.typed"} <= set(files)
     assert not [name for name in files if name.partition("/")[0] in LINKED]
+    # Of the tests, all or none. They need the Makefile, benchmarks/ and docs/, which a package does not.
+    assert not [name for name in files if name.partition("/")[0] in ("tests", "benchmarks")]
+    assert not [name for name, member in files.items() if member.issym() or member.islnk()]
 
 
 def test_installed_wheel_imports(wheel, tmp_path):

@@ -111,6 +111,39 @@ def test_the_scale_has_a_derivative_and_the_values_have_none():
         jax.grad(lambda values: dequantize(dataclasses.replace(found, values=values)).sum())(found.values)
 
 
+@pytest.mark.parametrize(("format", "top"), [("e4m3", 448), ("e5m2", 57344)])
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_numbers_beyond_a_given_scale_saturate_on_both_sides(format, top, scaling):
+    x = jnp.linspace(-9, 9, 32).reshape(4, 8) * top
+    scale = {"tensor": jnp.float32(2), "row": jnp.full(4, 2.0), "block": jnp.full((1, 1), 2.0)}[scaling]
+    found = jax.jit(lambda x: quantize(x, format, scaling=scaling, scale=scale))(x)
+    values = np.asarray(found.values).astype(np.float64)
+    beyond = np.abs(x) > 2 * top
+    np.testing.assert_array_equal(values[beyond], top * np.sign(x)[beyond])
+    assert beyond.sum() > 20
+    np.testing.assert_allclose(values[~beyond], np.asarray(x)[~beyond] / 2, rtol=2.0**-3)
+
+
+@pytest.mark.parametrize(("format", "largest", "top"), [("mxfp8", 500.0, 448), ("mxfp4", 7.5, 6)])
+def test_numbers_beyond_a_power_of_two_saturate_on_both_sides(format, largest, top):
+    x = jnp.full((64, 2), 0.5 * largest).at[1].set(largest).at[2].set(-largest).at[33].set(-largest)
+    found = np.asarray(dequantize(quantize(x, format)))
+    np.testing.assert_array_equal(found[[1, 2, 33]], np.full((3, 2), top) * np.array([[1], [-1], [-1]]))
+
+
+@pytest.mark.parametrize(("format", "top"), [("int8", 127), ("int4", 7)])
+def test_integers_beyond_a_rounded_scale_saturate_on_both_sides(format, top):
+    """The scale's rounding to bfloat16 may take it below the largest number over the format's largest."""
+    sizes = np.linspace(1, 2, 200, dtype=np.float32)
+    x = jnp.stack([sizes, -sizes, sizes / 3])
+    found = quantize(x, format, scaling="row", scale_dtype="bfloat16")
+    scale = np.asarray(found.scale.astype(jnp.float32), np.float64)
+    assert (sizes / scale > top + 0.2 * (top == 127)).sum() > 10
+    values = np.asarray(dequantize(found), np.float64) / scale
+    want = np.clip(np.round(np.asarray(x, np.float64) / scale), -top, top)
+    assert np.abs(values - want).max() < 1e-3
+
+
 @pytest.mark.parametrize("format", ["e4m3", "int4"])
 def test_rounding_has_no_derivative(format):
     x = jax.random.normal(jax.random.key(0), (8, 32))

@@ -150,6 +150,16 @@ def test_module_initialisation_and_dropout():
     torch.testing.assert_close(dropped[kept], module.eval()(x)[kept] / 0.75)
 
 
+def test_module_epsilon():
+    x = torch.randn(2, 15, 32)
+    for eps in (0.5, 2.0):
+        module = bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), layer_norm_eps=eps)
+        heads = (layer(x).unflatten(-1, (4, 8)) for layer in (module.q_proj, module.k_proj, module.v_proj))
+        out = bridge.dilated_attention(*heads, **PATTERN, heads="groups", combine="mean").flatten(-2)
+        normed = (out - out.mean(-1, keepdim=True)) / torch.sqrt(out.var(-1, correction=0, keepdim=True) + eps)
+        torch.testing.assert_close(module(x), module.out_proj(normed))
+
+
 def test_module_backends():
     module = bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), benchmark_backends=True)
     assert module.attention_backend == "xla"

@@ -2,12 +2,13 @@
 
 import gc
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_cuda import CONTEXT, STREAM, FakeCuda, FakeMosaic, Launch, Memory
 
-from jax_kernels.bridge.direct import launcher
+from jax_kernels.bridge.direct import executable, launcher
 from jax_kernels.bridge.direct.chain import Array, Constant, Copy, Dims, Fill, Kernel, LaunchChain, MosaicKernel, Place
 from jax_kernels.bridge.direct.driver import DriverError
 
@@ -245,3 +246,22 @@ def test_launches_of_several_threads_do_not_share_a_block():
     launched = {call.arguments[1] for name, call in bench.cuda.calls if name == "launch"}
     assert launched == {outputs[1].data_ptr() for outputs in found}
     assert len(launched) == len(loaded._blocks) == 4
+
+
+@pytest.mark.parametrize(("kind", "size", "value"), [("memzero", 12, 0), ("memzero", 3, 0), ("memset", 12, 7)])
+def test_a_fill_has_the_program_s_value(kind, size, value):
+    target = Place(buffer=0, offset=4, size=size)
+    (number,) = [number for number, name in executable._THUNKS.items() if name == kind]
+    own = SimpleNamespace(message=lambda _: None, integer=lambda field: {2: 7}[field])
+    thunk = SimpleNamespace(numbers=lambda: [1, number], message=lambda _: own)
+    buffers = SimpleNamespace(shaped=lambda _: target, place=lambda _: target)
+    assert list(executable._steps(thunk, buffers)) == [Fill(target=target, value=value)]
+
+
+def test_a_fill_by_words_needs_whole_words():
+    target = Place(buffer=0, offset=0, size=6)
+    (number,) = [number for number, name in executable._THUNKS.items() if name == "memset"]
+    own = SimpleNamespace(message=lambda _: None, integer=lambda _: 7)
+    thunk = SimpleNamespace(numbers=lambda: [number], message=lambda _: own)
+    with pytest.raises(ValueError, match="got a memset of 6 bytes by words of 4"):
+        list(executable._steps(thunk, SimpleNamespace(place=lambda _: target)))

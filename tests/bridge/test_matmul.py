@@ -229,8 +229,10 @@ def test_tensors_of_8_bits(scaling):
         again = bridge.matmul(x, w, w_scale=w_scale, out_dtype=torch.float32, **scales)
     torch.testing.assert_close(again, got, rtol=0, atol=0)
     w = w.to(up.dtype)
-    got = bridge.gated_matmul(x, w, up, w_gate_scale=w_scale, w_up_scale=w_scale, **scales)
-    gate, up = ((x.float() * spread(x_scale)) @ (y.float() * spread(w_scale)).T for y in (w, up))
+    up_scale = 3 * w_scale.flip(0) + 1
+    got = bridge.gated_matmul(x, w, up, w_gate_scale=w_scale, w_up_scale=up_scale, **scales)
+    of_weights = (w, w_scale), (up, up_scale)
+    gate, up = ((x.float() * spread(x_scale)) @ (y.float() * spread(scale)).T for y, scale in of_weights)
     torch.testing.assert_close(got.float(), functional.silu(gate) * up, rtol=1e-2, atol=1e-4)
 
 

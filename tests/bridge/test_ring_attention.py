@@ -75,6 +75,14 @@ check("zigzag", True, ids, sinks, strategy="ring")
 check("zigzag", True, ids, sinks, strategy="halo", window=(3, 0))
 check("zigzag", True, None, None, strategy="all_gather")
 check("zigzag", True, ids, sinks, strategy="all_to_all")
+# Calls in turn that differ in one option's value.
+with torch.no_grad():
+    mine = [bridge.shard_sequence(x) for x in (query, key, value)]
+    others = [{"softcap": 0.5}, {"softcap": 50.0}, {"scale": 0.1}, {"window": (3, 2)}, {"is_causal": True}]
+    for options in 2 * [{}, *others]:
+        want = bridge.flash_attention(query, key, value, **options)
+        got = bridge.ring_attention(*mine, layout="zigzag", **options)
+        torch.testing.assert_close(bridge.unshard_sequence(got), want, rtol=0, atol=2e-6)
 from jax_kernels.bridge import masks
 for layout, strategy in (("zigzag", "auto"), ("striped", "all_to_all")):
     bias = torch.randn(heads, tokens, tokens)
@@ -135,6 +143,12 @@ for axis, g, w in zip((1, 2), got, want):
     torch.testing.assert_close(of_all(g, axis), w.detach(), rtol=0, atol=2e-6)
 for g, w in zip(mine, whole):
     torch.testing.assert_close(of_all(g.grad), w.grad, rtol=0, atol=2e-6)
+with torch.no_grad():
+    mine = [local(x) for x in (query, key, value)]
+    for other in 2 * [{}, {"scale": 0.1}, {"combine": "mean"}, {"is_causal": False}]:
+        want = bridge.dilated_attention(query, key, value, **options | other)[0]
+        got = bridge.sequence_parallel_dilated_attention(*mine, **options | other)[0]
+        torch.testing.assert_close(of_all(got), want, rtol=0, atol=2e-6)
 torch.manual_seed(1)
 arguments = 32, 4, (5, 12), (2, 3)  # segments that end within a process
 single = bridge.nn.MultiheadDilatedAttention(*arguments, attention_backend="xla", order="hilbert")

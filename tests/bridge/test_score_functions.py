@@ -56,6 +56,18 @@ MODS = {
     "a method of two": (lambda s, b, h, q, k: s.where((q - k).abs() <= 3, s * 0.5), ()),
     "a constant": (lambda s, b, h, q, k: torch.where((q >= k) & ~(h == 1), s, torch.tensor(-1e9)), ()),
     "arithmetic": (lambda s, b, h, q, k: s * 2.0 ** -(h + 1) - (q - k) % 3 + (q // 4 == k // 4) / 2 + 1 / (1 + b), ()),
+    # By torch's functions, too: a function of operators alone runs on JAX's arrays as it is.
+    "numbers on the left": (
+        lambda s, b, h, q, k: (
+            1 - torch.tanh(s) + 2 / (2 + torch.tanh(s)) + 1.5 ** torch.tanh(s) + 0.1 * (7 % (2 + k))
+            + (9 // (1 + k)) / 9 + torch.where(k < 5, 0.5 * s, 3.0 * torch.cos(s))
+        ),
+        (),
+    ),
+    "bools on the left": (
+        lambda s, b, h, q, k: torch.where((True & (q >= k)) ^ (False | (k % 3 == 0)), torch.tanh(s), 2 * s),
+        (),
+    ),
     "many": (
         lambda s, b, h, q, k: (
             torch.sigmoid(s).sqrt() + functional.softplus(s) * functional.relu(s - 0.1) + torch.clamp(s, -0.5, max=0.5)

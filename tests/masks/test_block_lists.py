@@ -296,6 +296,12 @@ def test_bits_of_lists_that_are_narrow():
     check(case, blocks=(4, 4))
 
 
+@pytest.mark.parametrize("window", [(5, 4), (5, 0), (3, 12)], ids=str)
+def test_a_block_is_live_where_one_pair_has_every_limit(window):
+    """Blocks that hold a pair of the window, and another one of the dilated mask, are dead."""
+    check(cases.dilated(7) & cases.window(*window), blocks=(2, 2), with_bitmaps=False)
+
+
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(compositions(leaves), st.integers(-30, 30), st.sampled_from([(8, 16), (5, 7), (1, 4), (64, 64)]))
 def test_no_composition_has_more_partial_blocks(case, q_offset, blocks):

@@ -1,5 +1,6 @@
 """Checkpoints that are damaged, or of another optimizer: restore says so, and leaves the state as it was."""
 
+import dataclasses
 import shutil
 
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jax_kernels.models import Trainer, TransformerConfig, checkpoints, make_mesh
+from jax_kernels.models import LongNetConfig, Trainer, TransformerConfig, checkpoints, make_mesh
 
 CONFIG = TransformerConfig(vocab_size=64, model_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
 BATCH = (np.arange(32, dtype=np.int32).reshape(2, 16),) * 2
@@ -104,3 +105,54 @@ def test_a_digest_tells_bits_and_places(dtype):
     changed = [x.at[0, 0, 0].set(other), x[::-1], x.swapaxes(0, 1), jnp.roll(x, 1)]
     assert len({digest(y) for y in (x, *changed)}) == 1 + len(changed)
     assert first != other
+
+
+# Another value of every field. Those of OTHER_MODELS make other parameters, or another result of the same ones.
+OTHER_MODELS = {
+    "vocab_size": 65, "model_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 1, "head_dim": 4, "mlp_dim": 48,
+    "rope_theta": 500.0, "norm_eps": 1e-5, "tie_embeddings": False, "param_dtype": "bfloat16", "precision": "fp8",
+    "scaling": "row",
+}  # fmt: skip
+OTHER_LONGNETS = {
+    "segment_lengths": (8, 8), "dilation_rates": (2, 2), "heads": "groups", "combine": "mean", "layout": "partition",
+    "order": "hilbert", "layer_norm": True, "gamma": 0.5,
+}  # fmt: skip
+OTHER_WAYS = {
+    "dtype": "bfloat16", "remat": True, "scan_layers": True, "implementation": "xla", "mlp_implementation": "xla",
+    "projection_implementation": "xla", "sequence_axis": None, "sequence_strategy": "ring",
+    "sequence_layout": "striped", "microbatches": 2,
+}  # fmt: skip
+
+
+def longnet():
+    return LongNetConfig(**dataclasses.asdict(CONFIG), segment_lengths=(8, 16), dilation_rates=(1, 2))
+
+
+def test_every_field_of_a_config_is_compared_or_free(saved, tmp_path, monkeypatch):
+    """A field that changes no parameter's shape may change what the parameters give."""
+    assert {x.name for x in dataclasses.fields(TransformerConfig)} == OTHER_MODELS.keys() | OTHER_WAYS.keys()
+    own = {x.name for x in dataclasses.fields(LongNetConfig)} - {x.name for x in dataclasses.fields(TransformerConfig)}
+    assert own == OTHER_LONGNETS.keys()
+    of_longnet = Trainer(longnet(), optax.adamw(1e-2), folder=tmp_path)
+    of_longnet.save()
+    for one, others in ((trainer(saved), OTHER_MODELS), (of_longnet, OTHER_LONGNETS)):
+        config, before = one.config, one.state
+        for name, value in others.items():
+            changed = object.__new__(type(config))  # whatever else a checked config would want with this value
+            changed.__dict__.update(config.__dict__ | {name: value})
+            monkeypatch.setattr(one, "config", changed)
+            got = getattr(config, name)
+            want = list(got) if isinstance(got, tuple) else got
+            with pytest.raises(ValueError, match="config: got a model that differs") as caught:
+                one.restore()
+            assert str(caught.value).endswith(f"which has {name}={want!r}"), name
+            assert one.state is before
+        monkeypatch.setattr(one, "config", config)
+        one.close()
+    for name, value in OTHER_WAYS.items():
+        one = trainer(saved)
+        changed = object.__new__(TransformerConfig)
+        changed.__dict__.update(CONFIG.__dict__ | {name: value})
+        monkeypatch.setattr(one, "config", changed)
+        one.restore(1)
+        assert one.step == 1, name

@@ -61,6 +61,20 @@ def test_bfloat16_is_as_good_as_a_plain_evaluation():
         assert 0 < ours < 1.1 * theirs
 
 
+def test_the_gradient_of_float32_weights_is_a_sum_in_float32():
+    """Beside an x in 16 bits only the cotangents of the logits are rounded, not the sum."""
+    x, w, targets, cotangent = arrays(jnp.bfloat16)
+    _, vjp = jax.vjp(lambda w: linear_cross_entropy(x, w, targets, chunk=8), w)
+    (got,) = vjp(cotangent)
+    rounded = lambda y: np.asarray(jnp.asarray(y, jnp.bfloat16), np.float64)
+    logits, one_hot = rounded(x) @ rounded(w), np.eye(VOCABULARY)[np.maximum(targets, 0)]
+    share = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) - one_hot
+    dlogits = rounded(share * np.where(targets >= 0, cotangent, 0)[..., None])
+    want = np.einsum("btv,btd->dv", dlogits, rounded(x))
+    assert got.dtype == jnp.float32
+    assert np.linalg.norm(got - want) < 3e-4 * np.linalg.norm(want)
+
+
 def test_large_logits_and_targets_out_of_range():
     x, w, targets, _ = arrays(scale=1e4)
     losses = linear_cross_entropy(x, w, targets, chunk=8)

@@ -1,5 +1,7 @@
 """Packed documents: as the same documents one by one, in attention, models, losses, and batches."""
 
+import hashlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,6 +118,17 @@ def test_where_documents_begin_and_end():
     assert local.positions is None
     text = np.frombuffer(b"one\ntwo\n\nthree\n", np.uint8)
     np.testing.assert_array_equal(document_starts(text, ord("\n")), [0, 4, 8, 9])
+
+
+def test_a_digest_is_of_all_tokens():
+    """It reads 2**24 of them at a time."""
+    tokens = np.zeros((3 << 24) + 5, np.uint8)
+    digests = [TokenBatches(tokens, 16, 3).sha256]
+    for place in (0, (1 << 24) + 1, (2 << 24) + 1, len(tokens) - 1):
+        tokens[place] = 1
+        digests.append(TokenBatches(tokens, 16, 3).sha256)
+    assert len(set(digests)) == 5
+    assert digests[-1] == hashlib.sha256(tokens).hexdigest()
 
 
 def test_batches_of_documents(tmp_path):

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.timeout(120)
 ON_XLA = DecodeCase("float32", dtype="float32", q_length=3, window=30, softcap=4.0, sinks=True, kv_lengths=(190, 2))
 # A machine with more multiprocessors than a case has heads: its keys are cut into splits.
 MANY_CORES = dataclasses.replace(device_info("a100"), core_count=9)
-QUICK = ["plain", "dead", "everything", "head_dim_256", "pages_32_everything", "alibi", "masked_odd", "odd_pages"]
+QUICK = [
+    "plain", "dead", "everything", "head_dim_256", "pages_32_everything", "alibi", "masked_odd", "odd_pages",
+    "long_pages_128"]  # fmt: skip
 
 
 def check(case, implementation, arrays=None):

@@ -80,8 +80,13 @@ def test_quantized_arrays(scaling, transpose_w):
     dense = [dequantize(y) for y in quantized]
     right = jnp.dot(dense[0], dense[1].T if transpose_w else dense[1], precision="highest")
     np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-3)
-    gated = gated_matmul(quantized[0], quantized[1], quantized[1], **options)
-    np.testing.assert_allclose(gated, jax.nn.silu(right) * right, rtol=1e-4, atol=1e-2)
+    of_up = quantize(5 * w[::-1], scaling=scaling, axis=-1 if transpose_w else -2)
+    up = jnp.dot(dense[0], dequantize(of_up).T if transpose_w else dequantize(of_up), precision="highest")
+    gated = gated_matmul(quantized[0], quantized[1], of_up, **options)
+    np.testing.assert_allclose(gated, jax.nn.silu(right) * up, rtol=1e-4, atol=5e-2)
+    scales = {"x_scale": quantized[0].scale, "w_gate_scale": quantized[1].scale, "w_up_scale": of_up.scale}
+    by_name = gated_matmul(*(y.values for y in (*quantized, of_up)), **scales, **options)
+    np.testing.assert_array_equal(by_name, gated)
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
@@ -121,8 +126,12 @@ def test_values_without_scales():
     rows = jnp.arange(1, 9, dtype=jnp.float32)
     got = matmul(x, w, x_scale=rows, out_dtype="float32")
     np.testing.assert_allclose(got, rows[:, None] * (wide[0] @ wide[1]), rtol=1e-6)
-    out = gated_matmul(x, w, w, out_dtype="float32")
-    np.testing.assert_allclose(out, jax.nn.silu(wide[0] @ wide[1]) * (wide[0] @ wide[1]), rtol=1e-5)
+    gate, up = wide[0] @ wide[1], wide[0] @ wide[1][::-1]
+    out = gated_matmul(x, w, w[::-1], out_dtype="float32")
+    np.testing.assert_allclose(out, jax.nn.silu(gate) * up, rtol=1e-5)
+    scales = {"x_scale": 0.5, "w_gate_scale": 2.0, "w_up_scale": jnp.array(7.0)}
+    out = gated_matmul(x, w, w[::-1], **scales, out_dtype="float32")
+    np.testing.assert_allclose(out, jax.nn.silu(gate) * 3.5 * up, rtol=1e-5)
 
 
 def test_scales_of_three_axes():

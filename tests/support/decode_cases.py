@@ -52,11 +52,11 @@ class DecodeCase:
 
 
 _CASES = (
-    DecodeCase("plain"),
+    DecodeCase("plain", kv_lengths=(300, 77)),
     DecodeCase("no_lengths", kv_lengths=None, dtype="float16"),
     DecodeCase("multi_head_some_queries", q_length=4, kv_heads=4),
     DecodeCase("short", batch=5, q_length=3, kv_length=72, kv_lengths=(2, 0, 72, -5, 300), sinks=True),
-    DecodeCase("dead", batch=3, q_length=3, kv_length=72, kv_lengths=(2, 0, 1)),
+    DecodeCase("dead", batch=3, q_length=3, kv_length=72, kv_lengths=(2, -4, 1)),
     DecodeCase("multi_query_two_tiles", q_length=16, heads=8, kv_heads=1, kv_length=136, kv_lengths=(136, 70)),
     DecodeCase("everything", q_length=3, window=40, softcap=2.0, sinks=True, kv_lengths=(2, 150), v_head_dim=128),
     # Both ends of what needs no predicate, next to the ends of blocks of 64: query 0 ends at 190, query 1 starts at 65.
@@ -66,6 +66,10 @@ _CASES = (
     DecodeCase("head_dim_256", batch=1, head_dim=256, v_head_dim=192, heads=2, kv_heads=1, kv_lengths=(190,)),
     DecodeCase("pages_16", q_length=2, kv_length=320, kv_lengths=(300, 10), page_size=16, head_dim=128, sinks=True),
     DecodeCase("pages_128", q_length=2, kv_length=384, kv_lengths=(300, 0), page_size=128, window=100),
+    # Pages of several blocks of keys, whichever the kernel takes.
+    DecodeCase("long_pages", kv_length=1024, kv_lengths=(900, 600), page_size=512),
+    DecodeCase("long_pages_128", q_length=2, kv_length=512, kv_lengths=(500, 300), page_size=256, head_dim=128,
+               v_head_dim=128),
     DecodeCase("pages_32_everything", kv_length=96, kv_lengths=(96, 33), page_size=32, softcap=3.0, window=50),
     DecodeCase("odd", head_dim=40, v_head_dim=24, kv_length=83, kv_lengths=(83, 17), scale=-0.3),
     DecodeCase("padding", batch=3, kv_lengths=(200, 77, 3), mask="BS"),
@@ -74,7 +78,7 @@ _CASES = (
     DecodeCase("masked_pages", q_length=2, kv_length=96, page_size=32, kv_lengths=(96, 33), mask="TS", bias="B"),
     DecodeCase("masked_odd", head_dim=40, v_head_dim=24, heads=8, kv_heads=1, kv_length=83, q_length=9,
                kv_lengths=(83, 17), mask="HS", bias="BTS"),
-    DecodeCase("odd_pages", head_dim=40, v_head_dim=72, kv_length=80, kv_lengths=(80, 13), page_size=16, q_length=5),
+    DecodeCase("odd_pages", head_dim=40, v_head_dim=72, kv_length=80, kv_lengths=(99, 13), page_size=16, q_length=5),
 )  # fmt: skip
 CASES = {case.name: case for case in _CASES}
 

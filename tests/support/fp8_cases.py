@@ -41,8 +41,8 @@ CASES = {
     for case in (
         Fp8Case("full"),
         Fp8Case("causal", q_length=256, kv_length=256, kv_heads=2, is_causal=True),
-        Fp8Case("lengths", batch=3, q_length=70, kv_lengths=(300, 17, -2), scale=0.2),
-        Fp8Case("offsets", 2, 70, 200, heads=1, is_causal=True, q_offset=(100, -30), kv_lengths=(150, 200)),
+        Fp8Case("lengths", batch=3, q_length=70, kv_lengths=(400, 17, -2), scale=0.2),
+        Fp8Case("offsets", 2, 70, 200, heads=1, is_causal=True, q_offset=(100, -30), kv_lengths=(150, 270)),
         # Scores hundreds above those of the first block; and 11 above them, in base 2, which e4m3 cannot hold.
         Fp8Case("rising", q_length=64, kv_length=500, rising=160),
         Fp8Case("rising_some", q_length=64, kv_length=500, heads=1, rising=4),

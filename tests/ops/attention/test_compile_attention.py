@@ -52,6 +52,7 @@ def test_density_is_of_blocks():
     assert compile_attention("causal", 512, 64).density == 10 / 16
     assert compile_attention("sliding_window", 512, 64, left=1, right=0).density == 7 / 16
     assert compile_attention("causal", 256, 64, kv_len=512).density == 3 / 8
+    assert compile_attention("causal", 258, 64).density == pytest.approx(6 / 9)
 
 
 def test_lengths_go_to_the_presets_that_have_them():

@@ -219,3 +219,59 @@ def test_the_sink_of_a_row_without_keys(sink):
     out, lse = jax.jit(functools.partial(flash_attention, **arguments))(*arrays)
     np.testing.assert_array_equal(out, 0)
     np.testing.assert_array_equal(lse, sink)
+
+
+def gradients_of_rounded_scores(scores, sinks, value, dout, dlse):
+    """(dscores, dsinks) in float64 of scores [B, H, T, S] as float32 has them, and of sinks [H]."""
+    scores, sinks, value, dout, dlse = (np.asarray(x).astype(np.float64) for x in (scores, sinks, value, dout, dlse))
+    highest = np.maximum(scores.max(-1, keepdims=True), sinks[:, None, None])
+    weights, of_sink = np.exp(scores - highest), np.exp(sinks[:, None, None] - highest)
+    total = weights.sum(-1, keepdims=True) + of_sink
+    weights, of_sink = weights / total, of_sink / total
+    dweights = np.einsum("bthd,bshd->bhts", dout, value)
+    delta = (weights * dweights).sum(-1, keepdims=True) - dlse[..., None]
+    return weights * (dweights - delta), -(of_sink * delta).sum((0, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "lowest"), [("xla", -1e9), ("xla", -3e38), ("triton", -1e9)], ids=lambda x: f"{x}"
+)
+def test_gradients_beside_rows_that_are_wholly_low(implementation, lowest, monkeypatch):
+    """Those of a score_mod's arrays, of sinks and of a bias: such rows are as their weights, not as their lse, say.
+
+    Their scores are one number of float32, and so is a low sink: their weights are uniform.
+    """
+    if implementation == "triton":
+        monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    generator = np.random.default_rng(3)
+    normal = lambda *shape: jnp.asarray(generator.standard_normal(shape), jnp.float32)
+    query, key, value, dout = (normal(1, n, H, 16) for n in (T, S, S, T))
+    dlse, slopes, sinks = normal(1, H, T), normal(H), jnp.array([lowest, 0.5], jnp.float32)
+    low = jnp.where(jnp.arange(T) % 2 == 0, jnp.float32(lowest), 0)
+    distance = np.arange(S) - np.arange(T)[:, None]
+
+    def by_mod(query, key, value, slopes, sinks):
+        mod = lambda score, b, h, q, k: score + slopes[h] * (k - q) + low[q]
+        return flash_attention(
+            query, key, value, score_mod=mod, sinks=sinks, return_lse=True, implementation=implementation
+        )
+
+    def by_bias(query, key, value, bias, sinks):
+        return flash_attention(
+            query, key, value, bias=bias, sinks=sinks, return_lse=True, implementation=implementation
+        )
+
+    scores = jnp.einsum("bthd,bshd->bhts", query, key, precision="highest") / 4
+    bias = jnp.broadcast_to(slopes[:, None, None] * distance, (1, H, T, S)) + low[:, None]
+    for attend, moved, rounded in (
+        (by_mod, slopes, scores + slopes[:, None, None] * distance + low[:, None]),
+        (by_bias, bias, scores + bias),
+    ):
+        gradients = jax.jit(lambda *given, attend=attend: jax.vjp(attend, *given)[1]((dout, dlse)))
+        dquery, _, _, dmoved, dsinks = gradients(query, key, value, moved, sinks)
+        dscores, want_sinks = gradients_of_rounded_scores(rounded, sinks, value, dout, dlse)
+        want = (dscores * distance).sum((0, 2, 3)) if attend is by_mod else dscores
+        np.testing.assert_allclose(dmoved, want, rtol=1e-4, atol=2e-5)
+        want_query = np.einsum("bhts,bshd->bthd", dscores, np.asarray(key, np.float64)) / 4
+        np.testing.assert_allclose(dquery, want_query, rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(dsinks, want_sinks, rtol=1e-4, atol=2e-5)

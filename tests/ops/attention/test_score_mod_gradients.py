@@ -200,3 +200,38 @@ def test_memory_is_of_a_chunk(monkeypatch):
     text = jax.jit(run).lower(query, jnp.ones(256)).as_text()
     assert "2x1x1x16x16x" in text
     assert "256x256x" not in text
+
+
+@pytest.mark.parametrize("empty", ["query", "key"])
+def test_no_pairs_pass_no_gradient(empty):
+    """Without queries, or without keys, the gradients of a mod's arrays are zeros of their shapes."""
+    slopes = jnp.asarray(normal(H))
+    mod = lambda score, b, h, q, k: alibi(score, b, h, q, k, slopes)
+    call, inputs = prepare(query=QUERY, key=KEY, value=VALUE, score_mod=mod, implementation="xla")
+    names = ("query",) if empty == "query" else ("key", "value")
+    inputs = inputs._replace(**{name: getattr(inputs, name)[:, :0] for name in names})
+    length = 0 if empty == "query" else T
+    rows = jnp.full((B, H, length), -jnp.inf), jnp.zeros((B, H, length))
+    found = score_mod_gradients.array_gradients(inputs, call.options, *rows, jnp.asarray(DOUT)[:, :length])
+    (got,) = jax.tree.leaves(found.arrays)
+    np.testing.assert_array_equal(got, np.zeros(H))
+
+
+@pytest.mark.parametrize("mod", [alibi, relative])
+def test_rows_that_are_wholly_low(mod):
+    """Their log-sum-exp is -1e9 to float32; what it leaves out, excess, is the logarithm of how many keys they have."""
+    closed = {name: jnp.asarray(x) for name, x in CLOSED[mod].items()}
+    low = jnp.where(jnp.arange(T) % 3 == 0, jnp.float32(-1e9), 0)
+
+    def run(closed):
+        lowered = lambda score, b, h, q, k: mod(score, b, h, q, k, **closed) + low[q]
+        call, inputs = prepare(
+            query=QUERY, key=KEY, value=VALUE, score_mod=lowered, implementation="xla", is_causal=True
+        )
+        out, lse, excess = attention.attention_forward(call, inputs)
+        given = (inputs, call.options, *reference.row_terms(out, lse, DOUT, DLSE), jnp.asarray(DOUT), excess)
+        return score_mod_gradients.array_gradients(*given).arrays, reference.backward(*given).score_mod.arrays, excess
+
+    got, want, excess = jit(run)(closed)
+    assert np.abs(excess[..., 3::3]).max() > 1
+    check(got, want)

@@ -10,6 +10,7 @@ from jax_kernels import dilated_attention, explain
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.dilated import dilated_attention as ops
+from jax_kernels.ops.dilated import views
 
 SHORT = {"segment_lengths": (1024, 2048, 4096, 8192), "dilation_rates": (1, 2, 4, 8)}
 GROUPS = SHORT | {"heads": "groups", "is_causal": True}
@@ -90,3 +91,38 @@ def test_explain_tells_what_is_joined():
         plan = explain(dilated_attention, *arrays, **GROUPS)
     assert plan.in_place == plan.in_place_differentiated == (False,) * 4
     assert "segments of 1024 at rate 1: triton of gathered rows, " in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "served", "rates"),
+    [
+        (8, 8, "all", (1, 2, 4)),
+        (8, 2, "all", (2, 4, 8)),  # classes end within the queries of a key head
+        (12, 3, "all", (2, 3, 4)),
+        (6, 3, "groups", (1, 2, 4)),
+        (12, 6, "groups", (2, 4, 8)),
+        (16, 4, "groups", (1, 2, 4, 8)),
+        (16, 2, "groups", (2, 4)),
+        (9, 3, "groups", (2, 4)),  # a group of 5 heads and one of 4
+    ],
+)
+def test_a_view_has_each_head_s_class_and_key_head(heads, kv_heads, served, rates):
+    """Query head h reads head number class * H + h of a view [B, rows, rate * H, D], and likewise of keys."""
+    length, group = 64 * max(rates) * 3, heads // kv_heads
+    branches = tuple((length, rate) for rate in rates)
+    pieces = views.pieces_of(length, heads, branches, heads=served, layout="overlap", order=None)
+    calls = views.calls_of(pieces, heads, kv_heads, is_causal=True, has_segment_ids=False)
+    strided = [one for call in calls for one in views.split_strided(call, length, group) if one.is_strided]
+    assert len(strided) >= len(rates) - (heads == 9)
+    for call in strided:
+        (piece,) = call.pieces
+        first, end = piece.heads
+        of_query, of_key = (call.head_view(heads, count) for count in (heads, kv_heads))
+        counts = [end - first if view is None else view.count for view in (of_query, of_key or of_query)]
+        counts[1] = counts[1] if of_key is not None else kv_heads
+        for number, head in enumerate(range(first, end)):
+            kv_number = number // (counts[0] // counts[1])
+            query = number if of_query is None else of_query.of_array(number)
+            key = kv_number if of_key is None else of_key.of_array(kv_number)
+            assert query == piece.offsets[head] * heads + head
+            assert key == piece.offsets[head] * kv_heads + head // group

@@ -48,7 +48,8 @@ CASES = {
     "heads bias of all": (2, "zigzag", "all_to_all", (1, 1, TOKENS, TOKENS), {}),
     "window bias": (4, "zigzag", "ring", (1, HEADS, TOKENS, TOKENS), {"window": (7, 0), "segment_ids": True}),
 }
-QUICK = ["zigzag mod", "heads mod", "striped bias", "far"]
+# Under the window of "contiguous mod" a step is skipped.
+QUICK = ["zigzag mod", "heads mod", "striped bias", "far sinks", "contiguous mod"]
 
 
 def run_case(devices, layout, strategy, shape, options):
@@ -63,10 +64,11 @@ def run_case(devices, layout, strategy, shape, options):
     ahead = options.pop("sends_ahead", None)
     bias = None if shape is None else normal(*shape)
     if options.pop("far", False):  # rows with a few keys, with none on some devices, and with far ones alone
+        sinks = None if sinks is None else sinks.at[0].set(-1e9)  # beside far keys it has a part of the weight
         bias = jnp.where(random.random(shape) < 0.15, bias, -1e9).at[:, :, ::7].set(-1e9)
 
-    def both(attention, query, key, value, ids, dout, dlse, bias, slopes, table):
-        def call(query, key, value, bias, slopes, table):
+    def both(attention, query, key, value, ids, dout, dlse, bias, slopes, table, sinks):
+        def call(query, key, value, bias, slopes, table, sinks):
             mod = lambda score, b, h, q, k: 3 * jnp.tanh(score / 3) - slopes[h] * jnp.abs(q - k) / 9 + table[q - k + 48]
             given = {"score_mod": mod} if bias is None else {"bias": bias}
             return attention(
@@ -74,7 +76,7 @@ def run_case(devices, layout, strategy, shape, options):
                 **options,
             )  # fmt: skip
 
-        results, vjp = jax.vjp(call, query, key, value, bias, slopes, table)
+        results, vjp = jax.vjp(call, query, key, value, bias, slopes, table, sinks)
         return *results, *vjp((dout, jnp.where(jnp.isneginf(results[1]), 0, dlse)))
 
     mesh = jax.make_mesh((devices,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
@@ -82,22 +84,23 @@ def run_case(devices, layout, strategy, shape, options):
         ring_attention, axis_name="sequence", layout=layout, strategy=strategy, sends_ahead=ahead
     )
     tokens, rows, one, name = jax.P(None, "sequence"), jax.P(None, None, "sequence"), jax.P(), layout or "zigzag"
-    of_ids, of_bias = None if ids is None else tokens, None
+    of_ids, of_bias, of_sinks = None if ids is None else tokens, None, None if sinks is None else one
     if bias is not None:
         of_bias = rows if shape[2] > 1 else one
-    specs = tokens, tokens, tokens, of_ids, tokens, rows, of_bias, one, one
-    out_specs = tokens, rows, tokens, tokens, tokens, of_bias, one, one
+    specs = tokens, tokens, tokens, of_ids, tokens, rows, of_bias, one, one, of_sinks
+    out_specs = tokens, rows, tokens, tokens, tokens, of_bias, one, one, of_sinks
     ring = functools.partial(both, attention)
     shared = jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=specs, out_specs=out_specs))
-    given = query, key, value, ids, dout, dlse, bias, slopes, table
+    given = query, key, value, ids, dout, dlse, bias, slopes, table, sinks
     axis = lambda spec: 2 if spec == rows else 1
     place = lambda move, x, spec: x if spec in (None, one) else move(x, mesh, "sequence", layout=name, axis=axis(spec))
     got = shared(*(place(shard_sequence, x, spec) for x, spec in zip(given, specs, strict=True)))
     got = [place(unshard_sequence, x, spec) for x, spec in zip(got, out_specs, strict=True)]
     with jax.default_matmul_precision("highest"):
         want = both(flash_attention, *given)
-    errors = rings.errors_of(("out", "lse", "dq", "dk", "dv", "dbias", "dslopes", "dtable"), got, want)
+    errors = rings.errors_of(("out", "lse", "dq", "dk", "dv", "dbias", "dslopes", "dtable", "dsinks"), got, want)
     assert ("dbias" in errors) == (shape is not None)
+    assert ("dsinks" in errors) == (sinks is not None)
     return errors
 
 

@@ -32,7 +32,7 @@ EVERYTHING = {
     "kv_heads": 1,
     "is_causal": True,
     "q_offset": [50, -20],
-    "kv_lengths": [130, 70],
+    "kv_lengths": [230, 70],
     "window": 60,
     "segments": "packed",
     "softcap": 2.0,
@@ -53,7 +53,7 @@ CASES = {
     # Queries without a key, and fewer keys than queries.
     "negative_offset": SMALL | {"is_causal": True, "q_offset": -40, "q_length": 133, "kv_length": 66},
     "lengths_and_offsets": SMALL
-    | {"batch": 2, "is_causal": True, "kv_lengths": [100, 40], "q_offset": [-20, 60], "head_dim": 128},
+    | {"batch": 2, "is_causal": True, "kv_lengths": [300, 40], "q_offset": [-20, 60], "head_dim": 128},
     # Without a running maximum: where bounds hold, where they don't in some warps, where they never do.
     "bounded": SMALL | {"q_length": 200, "kv_length": 300, "bounded": True, "races": True},
     "bounded_causal": SMALL | {"is_causal": True, "q_length": 300, "kv_length": 300, "heads": 2, "bounded": True},
@@ -68,7 +68,7 @@ CASES = {
     "bounded_softcap": SMALL | {"kv_length": 300, "softcap": 30.0, "magnitude": 2.0, "bounded": True},
     "bounded_softcap_small": SMALL
     | {"kv_length": 300, "softcap": 50.0, "is_causal": True, "q_length": 300, "bounded": True},
-    "bounded_lengths": SMALL | {"batch": 2, "kv_length": 300, "kv_lengths": [0, 290], "bounded": True},
+    "bounded_lengths": SMALL | {"batch": 2, "kv_length": 300, "kv_lengths": [-5, 400], "bounded": True},
     "head_dim_40": SMALL | {"head_dim": 40, "v_head_dim": 24, "is_causal": True},
     "head_dim_192": SMALL | {"head_dim": 192, "v_head_dim": 128, "is_causal": True, "kv_length": 70},
     "head_dim_256": SMALL | {"head_dim": 256, "v_head_dim": 256, "is_causal": True, "races": True},
@@ -114,6 +114,7 @@ CASES = {
         "without_lse": True,
         "bias": "hts",
         "bias_masks": True,
+        "bias_whole": LOWEST_BF16,
         "is_causal": True,
         "q_offset": 100,
         "heads": 2,
@@ -156,6 +157,8 @@ CASES = {
     "mask_64_bias_keys": SMALL | {"mask": "hts", "heads": 2, "kv_heads": 1, "bias": "s", "kv_length": 150},
     "mask_queries_64": SMALL | {"mask": "bt", "batch": 2, "softcap": 3.0},
     "mask_bias_64": SMALL | {"mask": "ts", "bias": "hts", "heads": 2, "kv_length": 100},
+    # Words of bits tell the gradient of the bias which pairs a block has.
+    "stripes_bias_64": SMALL | {"pattern": "stripes", "bias": "hts", "heads": 2, "kv_length": 100},
     "lists_64": LARGE | {"pattern": "cells", "heads": 4, "kv_heads": 2, "bounded": True, "races": True},
     "lists_128": SMALL
     | WIDE
@@ -206,7 +209,7 @@ CASES = {
 # What `make test` runs: each head_dim, each form of a mask, a bias, the split and the persistent backward.
 QUICK = {
     "split_128_gqa", "window_256_offsets_lengths",
-    "bias_64", "mask_128", "lists_128", "persistent_everything_64",
+    "bias_64", "mask_128", "lists_128", "persistent_everything_64", "stripes_bias_64",
 }  # fmt: skip
 
 

@@ -18,7 +18,11 @@ import tiers
 # Cores, whether races are looked for, and cases.
 INTERPRETED = {
     "one_core": (1, True, ["plain", "short", "multi_query_two_tiles", "pages_16", "head_dim_256"]),
-    "splits": (3, False, ["no_lengths", "dead", "everything", "head_dim_128", "pages_128", "pages_32_everything"]),
+    "splits": (
+        3,
+        False,
+        ["no_lengths", "dead", "everything", "head_dim_128", "pages_128", "pages_32_everything", "long_pages_128"],
+    ),
 }
 
 

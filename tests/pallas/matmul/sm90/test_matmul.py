@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 
 import aot
 import cases_interpreter
+import fp8_gated_cases
 import matmul_block_cases
 import tiers
 
@@ -64,6 +65,12 @@ def test_mlp_interpreted(cores, names):
 )
 def test_8_bits_interpreted(cores, names):
     cases_interpreter.check("jax_kernels.testing_fp8_matmul", cores, cores == 1, names)
+
+
+@pytest.mark.timeout(240)
+def test_gated_units_of_8_bits_interpreted():
+    """Gate and up have scales that differ."""
+    cases_interpreter.check("fp8_gated_cases", 1, True, list(fp8_gated_cases.CASES))
 
 
 @pytest.mark.timeout(240)

@@ -1,0 +1,457 @@
+"""Calls in turn that differ in one option's value: each gives its own result and gradients, not a known call's.
+
+Every option of every function of the bridge has a case. The reference is JAX's op of the name, or PyTorch's function.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from known_cases import BLOCKS, IDS, LENGTHS, random
+
+import jax_kernels
+from jax_kernels import bridge, masks
+from jax_kernels.bridge import known
+
+T, H, D = 24, 4, 16
+QUERY, KEY, VALUE = (random(2, T, H, D, seed=seed) for seed in range(3))
+CACHE = [random(2, T, 2, D, seed=seed).detach() for seed in range(2)]
+FEW = random(2, 1, H, D).detach()
+PAGES = [x.detach().reshape(4, 16, 2, D) for x in (random(4, 16, 2, D), random(4, 16, 2, D, seed=1))]
+BIAS, SINKS = random(1, H, T, T), random(H)
+MASKS = IDS[:, None, None] < 2, IDS[:, None, :, None] >= IDS[:, None, None]
+X, W, W_UP, W_DOWN, SQUARE = random(5, 8), random(8, 6), random(8, 6, seed=1), random(6, 8), random(8, 8)
+FP8 = random(16, 16).detach().to(torch.float8_e4m3fn), random(16, 16, seed=1).detach().to(torch.float8_e4m3fn)
+GATED_FP8 = {"x": FP8[0], "w_gate": FP8[1], "w_up": FP8[0].T.contiguous(), "w_gate_scale": 1.5, "w_up_scale": 2.5}
+OUTLIERS, OF_8 = random(16, 16).detach() * torch.logspace(-3, 3, 16)[:, None], random(16, 16, seed=1).detach()
+OF_8_BITS = [x.detach().to(torch.float8_e4m3fn) for x in (QUERY, KEY, VALUE)]
+CU = torch.tensor([0, 20, 48], dtype=torch.int32), torch.tensor([0, 24, 48], dtype=torch.int32)
+PACKED = [x.detach().reshape(2 * T, H, D) for x in (QUERY, KEY, VALUE)]
+
+
+def near(score, b, h, q, k):
+    return score - 0.1 * (q - k) ** 2
+
+
+def far(score, b, h, q, k):
+    return score + 0.05 * (q - k)
+
+
+# The values of an option, in turn, and the tensors and options that each of its calls has with them.
+ATTENTION = {
+    "bias": (None, BIAS),
+    "mask": (None, *MASKS, masks.prefix(9)),
+    "is_causal": (False, True),
+    "window": (None, 3, (5, 1)),
+    "segment_ids": (None, IDS, (IDS, IDS.flip(1).contiguous())),
+    "kv_lengths": (None, LENGTHS),
+    "q_offset": ((0, 2, torch.tensor(7, dtype=torch.int32)), {"is_causal": True}),
+    "score_mod": (None, near, far),
+    "sinks": (None, SINKS),
+    "scale": (None, 0.5, -0.1),
+    "softcap": (None, 0.5, 50.0),
+    "return_lse": (False, True),
+}
+# Of ops that hand them on.
+OF_ATTENTION = {name: x if isinstance(x[-1], dict) else x[-2:] for name, x in ATTENTION.items()}
+# These change no value on a CPU, or none that a test can rely on: their calls are counted.
+COUNTED = {
+    "deterministic": (False, True),
+    "stop_gradient_weights": (False, True),
+    "precision": ("fp32", "tf32"),
+    "implementation": (None, "xla"),
+}
+DILATED = {
+    "segment_lengths": ((8, 24), [12, 24], (8, 16)),
+    "dilation_rates": ((1, 2), [2, 1]),
+    "is_causal": (False, True),
+    "heads": ("all", "groups"),
+    "combine": ("lse", "mean"),
+    "layout": ("overlap", "partition"),
+    "order": (None, "hilbert"),
+    "return_lse": (False, True),
+    "segment_ids": (None, IDS),
+    "scale": (None, 0.5),
+}
+FLASH_ATTN = {
+    "softmax_scale": (None, 0.5),
+    "causal": (False, True),
+    "window_size": ((-1, -1), (3, 2), (3, -1)),
+    "softcap": (0.0, 0.5, 50.0),
+    "alibi_slopes": (None, torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.full((2, H), 0.2)),
+    "return_attn_probs": (False, True),
+}
+EIGHT_BITS = {
+    "x_scale": ((None, 2.0, torch.tensor(3.0)), {"x": FP8[0], "w": FP8[1]}),
+    "w_scale": ((None, 2.0, torch.tensor(3.0)), {"x": FP8[0], "w": FP8[1]}),
+    "out_dtype": (None, torch.bfloat16, torch.float16),
+    "precision": (None, "bf16", "fp16"),
+    "scaling": (("tensor", "row"), {"x": OUTLIERS, "w": OF_8, "precision": "fp8"}),
+    "transpose_w": ((False, True), {"w": SQUARE}),
+}
+MATMUL = {
+    "bias": (None, random(6), random(6, seed=1)),
+    "activation": (None, "relu", "gelu", F.silu, torch.nn.LeakyReLU(0.2)),
+    "residual": (None, random(5, 6)),
+    **EIGHT_BITS,
+}
+NORM = {
+    "scale": (None, random(8), random(8, seed=1)),
+    "residual": (None, random(5, 8, seed=1)),
+    "eps": (1e-5, 0.5, 2.0),
+    "scale_offset": ((0.0, 1.0), {"scale": random(8)}),
+    "quantize": ((None, "e4m3"), {"x": random(16, 16).detach()}),
+}
+DECODE = {
+    "kv_lengths": (None, LENGTHS),
+    "mask": (None, MASKS[0], masks.prefix(9)),
+    "bias": (None, BIAS[:, :, :1].detach()),
+    "window": (None, 3, (5, 0)),
+    "softcap": (None, 0.5, 50.0),
+    "sinks": (None, SINKS.detach()),
+    "scale": (None, 0.5),
+    "return_lse": (False, True),
+    "block_tables": (
+        (torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)),
+        {"key": PAGES[0], "value": PAGES[1], "kv_lengths": torch.tensor([20, 31], dtype=torch.int32)},
+    ),
+}
+QUANTIZE = {
+    "format": ("e4m3", "e5m2", "int8", "int4", "mxfp4"),
+    "scaling": (None, "row", "block"),
+    "axis": ((-1, -2), {"scaling": "row"}),
+    "scale": (None, torch.tensor(0.5), torch.tensor(2.0)),
+    "group_size": ((32, 64), {"format": "int8"}),
+    "scale_dtype": ((None, torch.bfloat16), {"format": "int8"}),
+}
+CASES = {
+    "flash_attention": ({"query": QUERY, "key": KEY, "value": VALUE}, ATTENTION),
+    # By another way, which a Mask or a score_mod takes.
+    "flash_attention beside a Mask": (
+        {"query": QUERY, "key": KEY, "value": VALUE, "mask": masks.prefix(20)},
+        {name: x for name, x in OF_ATTENTION.items() if name not in ("mask", "score_mod")},
+    ),
+    "block_sparse_attention": (
+        {"query": QUERY, "key": KEY, "value": VALUE, "block_mask": BLOCKS, "block_size": 8},
+        {
+            "block_mask": (BLOCKS, BLOCKS.flip(0).contiguous()),
+            "block_size": (8, 9, (8, 11)),
+        }
+        | {name: x for name, x in OF_ATTENTION.items() if name != "mask"},
+    ),
+    "dynamic_mask_attention": (
+        {"query": QUERY, "key": KEY, "value": VALUE, "mask": MASKS[0]},
+        OF_ATTENTION | {"mask": (*MASKS, masks.prefix(9))},
+    ),
+    "dilated_attention": (
+        {"query": QUERY, "key": KEY, "value": VALUE, "segment_lengths": (8, 24), "dilation_rates": (1, 2)},
+        DILATED,
+    ),
+    "decode_attention": ({"query": FEW, "key": CACHE[0], "value": CACHE[1]}, DECODE),
+    "flash_attention_fp8": (
+        dict(zip(("query", "key", "value"), OF_8_BITS, strict=True)),
+        {name: (None, 0.5, torch.tensor(2.0)) for name in ("q_scale", "k_scale", "v_scale")}
+        | {name: ATTENTION[name] for name in ("is_causal", "q_offset", "kv_lengths", "return_lse")}
+        | {"scale": (None, 0.5)},
+    ),
+    "matmul": ({"x": X, "w": W}, MATMUL),
+    "gated_matmul": (
+        {"x": X, "w_gate": W, "w_up": W_UP},
+        {
+            "activation": ("silu", "relu", F.mish),
+            "residual": (None, random(5, 6)),
+            **{name: ((2.0, torch.tensor(3.0)), GATED_FP8) for name in ("x_scale", "w_gate_scale", "w_up_scale")},
+            "out_dtype": EIGHT_BITS["out_dtype"],
+            "precision": EIGHT_BITS["precision"],
+            "scaling": (("tensor", "row"), {"x": OUTLIERS, "w_gate": OF_8, "w_up": OF_8 + 1, "precision": "fp8"}),
+            "transpose_w": ((False, True), {"w_gate": SQUARE, "w_up": SQUARE + 1}),
+        },
+    ),
+    "mlp": (
+        {"x": X, "w_up": W, "w_down": W_DOWN},
+        {
+            "w_gate": (None, W_UP),
+            "bias_up": (None, random(6)),
+            "bias_down": (None, random(8)),
+            "activation": ("silu", "relu", F.mish),
+            "residual": (None, random(5, 8, seed=1)),
+            "transpose_w": ((False, True), {"w_up": SQUARE, "w_down": random(8, 8, seed=1)}),
+        },
+    ),
+    "layer_norm": ({"x": X}, NORM | {"bias": (None, random(8), random(8, seed=1))}),
+    "rms_norm": ({"x": X}, NORM),
+    "quantize": ({"x": random(256, 128).detach()}, QUANTIZE),
+    "quantize_fp8": ({"x": random(16, 16).detach()}, {"axis": (None, 0, 1)}),
+    "scaled_dot_product_attention": (
+        {"query": random(2, H, T, D), "key": random(2, H, 12, D), "value": random(2, H, 12, D, seed=1)},
+        {
+            "attn_mask": (None, random(T, 12), random(H, 1, 12) > 0),
+            "is_causal": (False, True),
+            "scale": (None, 0.5),
+            "enable_gqa": ((True,), {"key": random(2, 2, 12, D), "value": random(2, 2, 12, D, seed=1)}),
+        },
+    ),
+    "flash_attn_func": ({"q": QUERY, "k": KEY, "v": VALUE}, FLASH_ATTN),
+    "flash_attn_varlen_func": (
+        dict(zip("qkv", PACKED, strict=True))
+        | {"cu_seqlens_q": CU[0], "cu_seqlens_k": CU[1], "max_seqlen_q": 28, "max_seqlen_k": 28},
+        FLASH_ATTN | {"cu_seqlens_q": CU, "cu_seqlens_k": CU[::-1], "max_seqlen_q": (28, 30), "max_seqlen_k": (28, 29)},
+    ),
+    "flash_dmattn_func": (
+        {"query": QUERY, "key": KEY, "value": VALUE},
+        {
+            "attn_mask": (None, *MASKS),
+            "attn_bias": (None, BIAS),
+            "scale": (None, 0.5),
+            "is_causal": (None, True),
+            "softcap": (None, 0.5, 50.0),
+        },
+    ),
+}
+# Functions without options whose values a known call could mix up.
+LEFT_OUT = {
+    "QuantizedTensor", "benchmark_implementations", "cache_info", "clear_cache", "compile_attention", "dequantize",
+    "device_info", "explain", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "from_jax",
+    "initialize_distributed", "leave_memory_to_torch", "linear", "memory_report", "prepare_mask", "quantize_weights",
+    "ring_attention", "sequence_parallel_dilated_attention", "shard_sequence", "unshard_sequence",
+}  # fmt: skip
+# Arguments that raise for every value but one.
+RAISING = {"dropout_p", "block_table", "return_attn_probs of flash_dmattn_func"}
+ACTIVATIONS = {F.silu: jax.nn.silu, F.mish: jax.nn.mish}
+
+
+def function_of(op: str):
+    return getattr(bridge, op.split()[0])
+
+
+def names_of(op: str) -> set[str]:
+    """The arguments of a function that have several values."""
+    arguments = inspect.signature(function_of(op)).parameters
+    names = {name for name, x in arguments.items() if x.kind is not x.VAR_KEYWORD}
+    if len(names) < len(arguments) and not op.startswith(
+        "flash_attention"
+    ):  # of flash_attention, under their names there
+        of_attention = names_of("flash_attention")
+        names |= of_attention - {"mask"} if op == "block_sparse_attention" else of_attention
+    return {name for name in names if not {name, f"{name} of {op}"} & RAISING}
+
+
+def test_every_option_has_a_case():
+    functions = {name for name in dir(bridge) if callable(getattr(bridge, name)) and not name.startswith("_")}
+    assert functions == {op.split()[0] for op in CASES} | LEFT_OUT
+    for op, (given, options) in CASES.items():
+        others = {name for name in given if name not in options} | ({"score_mod"} if op.endswith("a Mask") else set())
+        assert not names_of(op) - others - set(options) - set(COUNTED), op
+        assert set(options) <= names_of(op), op
+
+
+def in_jax(x):
+    """An argument of the bridge as one of JAX's."""
+    if isinstance(x, torch.Tensor):
+        is_fp8, bits = x.dtype == torch.float8_e4m3fn, x.detach().contiguous()
+        array = jnp.asarray((bits.view(torch.uint8) if is_fp8 else bits).numpy())
+        return array.view(jnp.float8_e4m3fn) if is_fp8 else array
+    if isinstance(x, tuple | list):
+        return tuple(map(in_jax, x))
+    if isinstance(x, torch.dtype):
+        return str(x).removeprefix("torch.")
+    if isinstance(x, torch.nn.LeakyReLU):
+        return lambda y: jax.nn.leaky_relu(y, x.negative_slope)
+    return ACTIVATIONS.get(x, x) if callable(x) else x
+
+
+def flash_attn(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+               return_attn_probs=False):  # fmt: skip
+    """flash_attn_func as its docstring has it: bottom-right, and a bias of slopes."""
+    offset = k.shape[1] - q.shape[1]
+    if alibi_slopes is not None:
+        distance = jnp.abs(jnp.arange(q.shape[1])[:, None] + offset - jnp.arange(k.shape[1]))
+        alibi_slopes = -alibi_slopes.reshape(-1, q.shape[2], 1, 1) * distance
+    found = jax_kernels.flash_attention(
+        q, k, v, scale=softmax_scale, is_causal=causal, window=window_size, softcap=softcap or None, q_offset=offset,
+        bias=alibi_slopes, return_lse=return_attn_probs,
+    )  # fmt: skip
+    return found
+
+
+def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs=False, **options):
+    """Each sequence by itself."""
+    cu_seqlens_q, cu_seqlens_k = (np.asarray(x) for x in (cu_seqlens_q, cu_seqlens_k))
+    found = []
+    slopes = options.pop("alibi_slopes", None)
+    for i in range(2):
+        (q_start, q_end), (k_start, k_end) = (x[i : i + 2] for x in (cu_seqlens_q, cu_seqlens_k))
+        parts = q[q_start:q_end][None], k[k_start:k_end][None], v[k_start:k_end][None]
+        own = slopes[i] if slopes is not None and slopes.ndim == 2 else slopes
+        found.append(flash_attn(*parts, **options, alibi_slopes=own, return_attn_probs=True))
+    out, lse = jnp.concatenate([x[0][0] for x in found]), jnp.concatenate([x[1][0] for x in found], -1)
+    return (out, lse) if return_attn_probs else out
+
+
+def dmattn(query, key, value, attn_mask=None, attn_bias=None, is_causal=None, **options):
+    return jax_kernels.flash_attention(
+        query, key, value, mask=attn_mask, bias=attn_bias, is_causal=bool(is_causal), **options
+    )
+
+
+def dot_product(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
+    is_bias = attn_mask is not None and attn_mask.dtype != bool
+    return jax_kernels.flash_attention(
+        *(x.swapaxes(1, 2) for x in (query, key, value)), is_causal=is_causal, scale=scale,
+        **{"bias" if is_bias else "mask": attn_mask},
+    ).swapaxes(1, 2)  # fmt: skip
+
+
+def rounded(x, **options):
+    found = jax_kernels.quantize(x, **options)
+    return found.values, found.scale
+
+
+REFERENCES = {
+    "flash_attn_func": flash_attn,
+    "flash_attn_varlen_func": varlen,
+    "flash_dmattn_func": dmattn,
+    "scaled_dot_product_attention": dot_product,
+    "quantize": rounded,
+}
+# A known call has its gradients, which these find by its options; others have them by the same ways.
+WITH_GRADIENTS = {("flash_attention", "softcap"), ("flash_attention", "window"), ("matmul", "activation")}
+
+
+def tensors_of(found) -> list:
+    """The results of a call, in order."""
+    if isinstance(found, tuple | list):
+        return [x for each in found for x in tensors_of(each)]
+    if isinstance(found, bridge.QuantizedTensor):
+        return [found.values, found.scale]
+    return [] if found is None else [found]
+
+
+def numbers(x) -> np.ndarray:
+    """A tensor's or an array's values, those of scales without a sign as their bits."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().float().numpy()
+    x = x.view(jnp.uint8) if x.dtype == jnp.float8_e8m0fnu else x
+    return np.asarray(x.astype(jnp.float32))
+
+
+def given_to(op, name, values):
+    """The arguments of a call, of most options without gradients."""
+    fixed = lambda x: x.detach() if isinstance(x, torch.Tensor) and (op, name) not in WITH_GRADIENTS else x
+    return {name: fixed(x) for name, x in values.items()}
+
+
+def reference(op, given) -> list[np.ndarray]:
+    """The results, and gradients of the sine of their floats, by JAX."""
+    function = REFERENCES.get(op) or getattr(jax_kernels, op.split()[0])
+    moved = {name: in_jax(x) for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    fixed = {name: in_jax(x) for name, x in given.items() if name not in moved}
+    if not moved:
+        return [numbers(x) for x in jax.tree.leaves(jax.jit(lambda: function(**fixed))())]
+
+    @jax.jit
+    def run(moved):
+        def total(moved):
+            found = function(**moved, **fixed)
+            leaves = jax.tree.leaves(found)
+            return sum(jnp.sin(x.astype(jnp.float32)).sum() for x in leaves), leaves
+
+        gradients, leaves = jax.grad(total, has_aux=True)(moved)
+        return leaves, gradients
+
+    leaves, gradients = run(moved)
+    return [numbers(x) for x in (*leaves, *(gradients[name] for name in moved))]
+
+
+def results(op, given) -> list[np.ndarray]:
+    """The results, and gradients of the sine of their floats, by the bridge."""
+    found = tensors_of(function_of(op)(**given))
+    moved = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    if moved:
+        found += torch.autograd.grad(sum(x.float().sin().sum() for x in found), moved)
+    return [numbers(x) for x in found]
+
+
+def close(got, want) -> bool:
+    return len(got) == len(want) and all(
+        x.shape == y.shape and np.allclose(x, y, atol=2e-4, rtol=2e-4) for x, y in zip(got, want, strict=True)
+    )
+
+
+# They hand all of their options on as one, to a key or to another function: a few of these would tell.
+QUICK = {
+    "flash_attention beside a Mask": ("bias", "is_causal", "segment_ids", "kv_lengths", "q_offset", "sinks"),
+    "block_sparse_attention": ("block_mask", "block_size", "bias", "softcap", "q_offset"),
+    "dynamic_mask_attention": ("mask", "bias", "window", "scale"),
+    "flash_attn_varlen_func": ("softmax_scale", "causal", "cu_seqlens_k", "alibi_slopes"),
+}
+
+
+def parameters(names_of_op):
+    """Each op with each of its names."""
+    marks = lambda op, name: () if name in QUICK.get(op, (name,)) or name in COUNTED else pytest.mark.slow
+    return [
+        pytest.param(op, name, id=f"{op}-{name}", marks=marks(op, name)) for op in CASES for name in names_of_op(op)
+    ]
+
+
+@pytest.mark.parametrize(("op", "name"), parameters(lambda op: CASES[op][1]))
+def test_calls_that_differ_in_one_option(op, name, direct):
+    given, options = CASES[op]
+    values, others = options[name], {}
+    if len(values) == 2 and isinstance(values[1], dict):
+        values, others = values
+    calls = [given_to(op, name, given | others | {name: value}) for value in values]
+    want = [reference(op, call) for call in calls]
+    for i, one in enumerate(want):
+        assert not any(close(one, other) for other in want[:i]) or name.startswith("max_seqlen"), i
+    for turn in range(2):
+        for value, call, right in zip(values, calls, want, strict=True):
+            got = results(op, call)
+            assert close(got, right), (turn, value)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), parameters(lambda op: [name for name in COUNTED if name in names_of(op) - set(CASES[op][1])])
+)
+def test_calls_that_differ_in_an_option_without_a_value(op, name, direct):
+    given, _ = CASES[op]
+    counts = []
+    for value in COUNTED[name] * 2:
+        function_of(op)(**given | {name: value})
+        counts.append(known.count())
+    assert counts[0] > 0
+    assert counts[0] < counts[1] == counts[3]
+
+
+@pytest.mark.parametrize("op", ["matmul", "gated_matmul", "mlp"])
+def test_calls_under_another_setting_of_precision(op, direct):
+    given, _ = CASES[op]
+    before, counts = torch.get_float32_matmul_precision(), []
+    try:
+        for precision in ("highest", "high") * 2:
+            torch.set_float32_matmul_precision(precision)
+            function_of(op)(**given)
+            counts.append(known.count())
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert 0 < counts[0] < counts[1] == counts[3]
+
+
+@pytest.mark.parametrize(
+    "op", ["flash_attention", "block_sparse_attention", "dynamic_mask_attention", "dilated_attention"]
+)
+def test_calls_under_deterministic_algorithms(op, direct):
+    given, counts = CASES[op][0], []
+    try:
+        for is_on in (False, True) * 2:
+            torch.use_deterministic_algorithms(is_on)
+            function_of(op)(**given)
+            counts.append(known.count())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert 0 < counts[0] < counts[1] == counts[3]
