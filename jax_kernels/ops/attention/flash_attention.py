@@ -130,8 +130,8 @@ def flash_attention(
     The gradients are those of query, key, value, bias, sinks and the arrays that score_mod closes over.
     docs/implementations.md says what each implementation takes, skips and computes.
 
-    Each of B, T, S and H may be 0. Then plain JAX gives the result, also where a kernel is named: out is empty, or 0
-    without keys, where lse is -inf or the sink. Gradients are empty or 0.
+    Each of B, T, S and H may be 0: plain JAX then gives the result, also where a kernel is named. Numbers and flags may
+    be Python's, NumPy's, or arrays without axes whose values are known when tracing.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T. float32 must hold its products with key.
@@ -146,8 +146,7 @@ def flash_attention(
         j <= q_offset + i + right. -1 or None is no limit on that side. At most 2**29. With is_causal, right is 0.
       segment_ids: int32 [B, T] where T == S, or a (query, key) pair [B, T], [B, S]: packed sequences. A query attends
         to the keys that have its id. An id below 0 attends to nothing and is not attended to; all arrays must be
-        finite there. Other integers are taken too: known ones that int32 holds, and traced ones of any value,
-        which are compared exactly.
+        finite there. Other integers are taken too: traced ones, and known ones that int32 holds.
       kv_lengths: [B] integers: how many keys of each batch entry count, kept to 0 ... S. What key and value hold past
         them is without effect, be it NaN. (What a mask, a window or is_causal leaves out must be finite.)
       q_offset: position of query 0: an int within 2**30 of 0, or integers, a scalar array or [B], kept to that. 0
@@ -164,8 +163,6 @@ def flash_attention(
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
       implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the fastest that can serve. "xla" alone has
         derivatives in forward mode (jax.jvp) and second derivatives.
-
-    Numbers and flags may be Python's, NumPy's, or arrays without axes whose values are known when tracing.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
