@@ -104,9 +104,8 @@ def flash_attention(
       bias: broadcastable to [B, H, T, S], in query's dtype or float32.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Floats of 0 and 1 are taken too: other
         values raise ValueError on a CPU, and make the results NaN on a GPU. Or a masks.Mask, prepared by prepare_mask
-        or not: ValueError where a tensor that its function reads has changed since it was made. The arrays of a Mask
-        get no gradient. Arrays on another device than query are copied to query's device; JAX arrays are copied once
-        for each Mask.
+        or not: ValueError where a tensor that its function reads has changed since it was made. Its arrays get no
+        gradient; they are copied to query's device, JAX arrays once for each Mask.
       segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
       kv_lengths: [B] int32.
       q_offset: an int, or an int32 tensor, a scalar or [B].
@@ -114,8 +113,7 @@ def flash_attention(
         It is a constant of the call. In torch operations it may read tensors: each call reads today's values (where a
         masks.from_function keeps the values of when the mask was made), and they have gradients. int64 tensors are read
         as int32: a value beyond raises ValueError on a CPU, and makes the results NaN on a GPU. JAX arrays that it
-        closes over get no gradient. For their gradients, write a function that takes them as arguments and defines the
-        score_mod inside, and pass it to bridge.from_jax.
+        closes over get no gradient; bridge.from_jax of a function that takes them as arguments has it.
       sinks: [H], bfloat16, float16 or float32.
       scale, softcap, window and the others that are numbers: Python's, NumPy's, JAX's, or tensors without axes, whose
         values are read in each call. window: also a tensor of two.
@@ -126,7 +124,6 @@ def flash_attention(
       The others are those of jax_kernels.flash_attention.
 
     DTensors: a batch and heads may be sharded, in all tensors of the call alike. Results are DTensors, with gradients.
-
     With a Mask or a score_mod it runs as bridge.from_jax says. JAX compiles a program, which it keeps, for each
     function, each structure of a Mask and each set of shapes, those of a Mask's arrays included. With a Mask, a
     graph of torch.compile serves that Mask alone. All calls that torch.func.vmap maps share one Mask.

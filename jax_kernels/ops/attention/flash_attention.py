@@ -128,10 +128,9 @@ def flash_attention(
         out = jnp.einsum("bhts,bshd->bthd", exp(scores - lse[..., None]), value)
 
     The gradients are those of query, key, value, bias, sinks and the arrays that score_mod closes over.
-    docs/implementations.md says what each implementation takes, skips and computes.
-
-    Each of B, T, S and H may be 0: plain JAX then gives the result, also where a kernel is named. Numbers and flags may
-    be Python's, NumPy's, or arrays without axes whose values are known when tracing.
+    docs/implementations.md says what each implementation takes, skips and computes. Each of B, T, S and H may be 0:
+    plain JAX then gives the result, also where a kernel is named. Numbers and flags may be Python's, NumPy's, or arrays
+    without axes whose values are known when tracing.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T. float32 must hold its products with key.
@@ -150,7 +149,7 @@ def flash_attention(
       kv_lengths: [B] integers: how many keys of each batch entry count, kept to 0 ... S. What key and value hold past
         them is without effect, be it NaN. (What a mask, a window or is_causal leaves out must be finite.)
       q_offset: position of query 0: an int within 2**30 of 0, or integers, a scalar array or [B], kept to that. 0
-        aligns the causal mask top-left, as jax.nn and PyTorch do; S - T aligns it bottom-right, as flash-attn does.
+        aligns the causal mask top-left, as jax.nn and PyTorch do; S - T bottom-right, as flash-attn does.
       score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any jnp code of scalars: query @ key * scale in
         float32, and int32 indices (q_idx: the query's row in this call, without q_offset). softcap is not taken beside
         it. Where a pair is masked out, the arrays that it closes over may get a NaN, as through jnp.where.
@@ -161,8 +160,8 @@ def flash_attention(
       deterministic: True for the same bits on every run; False lets the backward add in arrival order, which
         is faster on some GPUs; None follows XLA's --xla_gpu_deterministic_ops. The forward always is.
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
-      implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the fastest that can serve. "xla" alone has
-        derivatives in forward mode (jax.jvp) and second derivatives.
+      implementation: "mosaic_gpu", "triton", "cudnn" or "xla", which alone has forward mode (jax.jvp) and second
+        derivatives; None picks the fastest that can serve.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
@@ -173,7 +172,7 @@ def flash_attention(
       ValueError: shapes do not fit together, or a value is out of range.
       NotImplementedError: a named implementation cannot serve this call, and why; or kernels have no such derivative.
 
-    Source: Dao (2023), arXiv:2307.08691; Shah et al. (2024), arXiv:2407.08608; score_mod: Dong et al. (2024),
+    Sources: Dao (2023), arXiv:2307.08691; Shah et al. (2024), arXiv:2407.08608; score_mod: Dong et al. (2024),
     arXiv:2412.05496; sinks: Xiao et al. (2023), arXiv:2309.17453.
     """
     mask, is_valid = with_validity("mask", mask)
