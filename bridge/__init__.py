@@ -58,6 +58,6 @@ from jax_kernels.bridge.ring_dilated_attention import (  # noqa: E402
 from jax_kernels.bridge.sdpa import scaled_dot_product_attention as scaled_dot_product_attention  # noqa: E402
 from jax_kernels.bridge.sparse_attention import block_sparse_attention as block_sparse_attention  # noqa: E402
 from jax_kernels.bridge.sparse_attention import dynamic_mask_attention as dynamic_mask_attention  # noqa: E402
-from jax_kernels.bridge.symbolic import refuse_functions  # noqa: E402
+from jax_kernels.bridge.symbolic import refuse_functions as _refuse_functions  # noqa: E402
 
-refuse_functions(globals().values())
+_refuse_functions(globals().values())

@@ -37,8 +37,9 @@ def check_optional_tensors(**tensors: Any) -> None:
 def check_scales(**scales: Any) -> None:
     """Raises TypeError for one that is neither a torch.Tensor nor a number nor None."""
     for name, x in scales.items():
-        is_number = isinstance(x, np.ndarray | jax.Array) and x.ndim == 0
-        if not (x is None or is_number or isinstance(x, torch.Tensor | int | float | np.generic)):
+        if x is None or isinstance(x, torch.Tensor | int | float | np.generic):
+            continue
+        if not isinstance(x, np.ndarray | jax.Array) or x.ndim:
             raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor, a number or None{way_out(x)}")
 
 

@@ -221,7 +221,7 @@ class Transformer(torch.nn.Module):
         if (tokens is None) == (embeddings is None):
             raise ValueError("tokens, embeddings: want exactly one of them")
         for name, given in (("tokens", tokens), ("embeddings", embeddings)):
-            if given is not None:
+            if isinstance(given, torch.Tensor):
                 check_dense(name, given)
         x = (self._embedded(tokens) if embeddings is None else embeddings).to(self.dtype)
         for layer in self.layers:

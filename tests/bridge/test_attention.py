@@ -290,7 +290,7 @@ ERRORS = [
     ((ZEROS,) * 3, {"segment_ids": 3}, TypeError, r"^segment_ids: got builtins\.int, want a torch\.Tensor"),
     ((ZEROS,) * 3, {"is_causal": 1}, TypeError, "^is_causal: got int, want a bool"),
     ((ZEROS,) * 3, {"deterministic": 1}, TypeError, "^deterministic: got int, want True, False or None"),
-    ((ZEROS,) * 3, {"scale": torch.tensor(1.0)}, TypeError, "^scale: got Tensor, want a number"),
+    ((ZEROS,) * 3, {"scale": torch.ones(2)}, TypeError, "^scale: got Tensor, want a number"),
     ((ZEROS,) * 3, {"scale": float("nan")}, ValueError, "^scale: got nan, want a finite number"),
     ((ZEROS,) * 3, {"precision": "fp8"}, ValueError, "^precision: got 'fp8', want"),
     ((ZEROS,) * 3, {"implementation": 3}, TypeError, "^implementation: got int, want a name or None"),

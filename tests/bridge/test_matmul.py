@@ -288,7 +288,7 @@ def test_bad_input_of_8_bits():
     with pytest.raises(ValueError, match=re.escape("x_scale: got shape (4,), want (6,)")):
         bridge.matmul(x, w, precision="fp8", scaling="row", x_scale=torch.ones(4))
     with pytest.raises(TypeError, match="w_scale: got float16, want float32"):
-        bridge.matmul(x, w, precision="fp8", w_scale=torch.ones((), dtype=torch.float16))
+        bridge.matmul(x, w, precision="fp8", scaling="row", w_scale=torch.ones(4, dtype=torch.float16))
     with pytest.raises(TypeError, match="w: got dtype float8_e4m3fn, want x's dtype float32"):
         bridge.matmul(x, w.detach().to(torch.float8_e4m3fn))
 

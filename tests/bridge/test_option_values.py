@@ -206,21 +206,37 @@ CASES = {
         {
             "attn_mask": (None, *MASKS),
             "attn_bias": (None, BIAS),
+            "mask": (None, *MASKS),
+            "bias": (None, BIAS),
             "scale": (None, 0.5),
             "is_causal": (None, True),
             "softcap": (None, 0.5, 50.0),
         },
     ),
+    "flex_attention": (
+        {"query": random(2, H, T, D), "key": random(2, H, 12, D), "value": random(2, H, 12, D, seed=1)},
+        {
+            "score_mod": (None, near, far),
+            "block_mask": (None, masks.prefix(9), masks.causal()),
+            "scale": (None, 0.5),
+            "enable_gqa": ((True,), {"key": random(2, 2, 12, D), "value": random(2, 2, 12, D, seed=1)}),
+            "return_lse": (False, True),
+        },
+    ),
 }
-# Functions without options whose values a known call could mix up.
+# Functions without options whose values a known call could mix up; test_kv_cache.py has the cache's.
 LEFT_OUT = {
     "QuantizedTensor", "benchmark_implementations", "cache_info", "clear_cache", "compile_attention", "dequantize",
-    "device_info", "explain", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "from_jax",
+    "device_info", "explain", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "from_jax",
     "initialize_distributed", "leave_memory_to_torch", "linear", "memory_report", "prepare_mask", "quantize_weights",
     "ring_attention", "sequence_parallel_dilated_attention", "shard_sequence", "unshard_sequence",
 }  # fmt: skip
-# Arguments that raise for every value but one.
-RAISING = {"dropout_p", "block_table", "return_attn_probs of flash_dmattn_func"}
+# Arguments that raise for every value but one, or change no value.
+RAISING = {
+    "dropout_p", "block_table", "kernel_options", "return_attn_probs of flash_dmattn_func",
+    "return_aux of flex_attention",
+}  # fmt: skip
 ACTIVATIONS = {F.silu: jax.nn.silu, F.mish: jax.nn.mish}
 
 
@@ -292,10 +308,16 @@ def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, retu
     return (out, lse) if return_attn_probs else out
 
 
-def dmattn(query, key, value, attn_mask=None, attn_bias=None, is_causal=None, **options):
-    return jax_kernels.flash_attention(
-        query, key, value, mask=attn_mask, bias=attn_bias, is_causal=bool(is_causal), **options
+def dmattn(query, key, value, attn_mask=None, attn_bias=None, is_causal=None, mask=None, bias=None, **options):
+    options |= {"mask": mask if attn_mask is None else attn_mask, "bias": bias if attn_bias is None else attn_bias}
+    return jax_kernels.flash_attention(query, key, value, is_causal=bool(is_causal), **options)
+
+
+def flex(query, key, value, block_mask=None, enable_gqa=False, return_lse=False, **options):
+    out, lse = jax_kernels.flash_attention(
+        *(x.swapaxes(1, 2) for x in (query, key, value)), mask=block_mask, return_lse=True, **options
     )
+    return (out.swapaxes(1, 2), lse) if return_lse else out.swapaxes(1, 2)
 
 
 def dot_product(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
@@ -315,6 +337,7 @@ REFERENCES = {
     "flash_attn_func": flash_attn,
     "flash_attn_varlen_func": varlen,
     "flash_dmattn_func": dmattn,
+    "flex_attention": flex,
     "scaled_dot_product_attention": dot_product,
     "quantize": rounded,
 }

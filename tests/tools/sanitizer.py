@@ -32,8 +32,8 @@ from jax_kernels.pallas.attention.passes import ranked_bits, row_norms
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 PROCESSES = 12  # at once
-CALLS_OF_PROCESS = 3
-SECONDS = 400  # of a process
+CALLS_OF_PROCESS = 1
+SECONDS = 150  # of a process
 FOUND = 9  # the exit status of a process with errors
 # Each buffer is an allocation, so that a tool sees where it ends. XLA's autotuning would run its candidates.
 ENVIRONMENT = {
