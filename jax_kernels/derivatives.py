@@ -96,7 +96,10 @@ def _raised(*_: Any, message: str, **__: Any) -> Any:
 _transposed_p.def_impl(_raised)
 _transposed_p.def_abstract_eval(lambda x, *, message: x)
 ad.deflinear2(_transposed_p, lambda cotangent, _, *, message: [cotangent])
-batching.primitive_batchers[_transposed_p] = _raised
+batching.primitive_batchers[_transposed_p] = lambda operands, axes, *, message: (
+    _transposed_p.bind(*operands, message=message),
+    *axes,
+)
 mlir.register_lowering(_transposed_p, _raised)
 
 

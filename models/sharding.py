@@ -107,12 +107,14 @@ class ShardingRules:
         return PartitionSpec()
 
     def constrain(self, x: jax.Array, *names: Any) -> jax.Array:
-        """x, shared out by its axes' names on the mesh of jax.set_mesh; as it is without one, and inside shard_map.
+        """x, sharded by its axes' names over the mesh of jax.set_mesh; as it is without one, and inside shard_map.
 
-        names: as in spec.
+        names: as in spec. An array outside of jit that is not on the mesh stays as it is.
         """
         mesh = _auto_mesh()
-        return x if mesh is None else lax.with_sharding_constraint(x, self.spec(names, x.shape, mesh))
+        if mesh is None or not (isinstance(x, jax.core.Tracer) or isinstance(x.sharding, NamedSharding)):
+            return x
+        return lax.with_sharding_constraint(x, self.spec(names, x.shape, mesh))
 
     def devices(self, name: str, length: int) -> dict[str, int]:
         """The axes of the mesh of jax.set_mesh that share out an axis of this name and length, with their devices.

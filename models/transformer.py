@@ -476,12 +476,14 @@ class Transformer(nnx.Module):
         return dequantize(self.head.kernel, dtype) if is_quantized else self.head.kernel[...]
 
 
-def flat_parameters(model: nnx.Module) -> dict[str, np.ndarray]:
+def flat_parameters(model: nnx.Module | nnx.State) -> dict[str, np.ndarray]:
     """The model's nnx.Params on the host, by dotted name: {"layers.0.attention.q_proj.kernel": array, ...}.
+
+    model: a Flax model, or a State of it, such as its gradients.
 
     Raises ValueError for a model with weights of few bits, which are no nnx.Params.
     """
-    check_kind("model", model, nnx.Module, "an nnx.Module")
+    check_kind("model", model, nnx.Module | nnx.State, "an nnx.Module, or an nnx.State such as its gradients")
     if jax.tree.leaves(nnx.state(model, QuantizedWeight)):
         raise ValueError("model: got one with weights of few bits, want the model before quantize_weights")
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))

@@ -160,8 +160,8 @@ def test_a_full_disk_names_the_newest_checkpoint(tmp_path, full_after):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
 def test_a_disk_that_is_full(tmp_path, capfd):
-    """A real one, of 600 kB: one checkpoint finds room, and orbax prints nothing."""
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", tmp_path], check=False).returncode:
+    """A real one, of 400 kB: two checkpoints find room, and orbax prints nothing."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path], check=False).returncode:
         pytest.skip("cannot mount a disk")
     try:
         one = trainer(tmp_path / "run", optax.adam(1e-2))

@@ -235,7 +235,11 @@ ERRORS = {
         ValueError,
         "scaling: got None with x_scale (1, 4), which rows and blocks have; want 'row' or 'block'",
     ),
-    "scale_dtype": (lambda: matmul(X8, W8, x_scale=jnp.ones((), jnp.bfloat16)), TypeError, "x_scale: got bfloat16"),
+    "scale_dtype": (
+        lambda: matmul(X8, W8, x_scale=jnp.ones(len(X8), jnp.bfloat16), scaling="row"),
+        TypeError,
+        "x_scale: got bfloat16",
+    ),
     "negative": (lambda: matmul(X8, W8, x_scale=-1.0), ValueError, "x_scale: got -1.0, want a positive number"),
     "axis": (
         lambda: matmul(quantize(X, scaling="row", axis=-2), W8),

@@ -144,3 +144,18 @@ def test_second_derivatives(name, monkeypatch):
             push()
     with pytest.raises(NotImplementedError, match=r"in reverse mode alone|gradients of gradients"):
         jax.jvp(lambda x: first(x, "triton"), (given,), (given,))
+
+
+def test_gradients_of_mapped_kernel_calls(monkeypatch):
+    """The gradient of a vmap of a kernel's call, whose tangents vmap maps: it is that of each call."""
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((3, 5, 32), (32, 16))))
+    calls = {
+        name: jax.vmap(functools.partial(matmul, precision="tf32", implementation=name), (0, None))
+        for name in ("triton", "xla")
+    }
+    norms = {name: jax.vmap(functools.partial(rms_norm, implementation=name)) for name in ("triton", "xla")}
+    for found in (calls, norms):
+        arguments = (x, w) if found is calls else (x,)
+        got, want = (jax.grad(lambda *given, of=of: jnp.square(of(*given)).sum())(*arguments) for of in found.values())
+        np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2)

@@ -153,7 +153,7 @@ IDS = np.zeros((B, T), np.int32)
 BAD += [
     ("window_type", {"window": 1.5}, TypeError, "window: got 1.5, want an int from 0 to 2**29, or (left, right)"),
     ("window_bool", {"window": True}, TypeError, "window: got True, want an int"),
-    ("window_array", {"window": np.array([1, 2])}, TypeError, "window: got array([1, 2]), want an int"),
+    ("window_array", {"window": np.array([1, 2, 3])}, ValueError, "window: got (1, 2, 3), want an int"),
     ("window_one", {"window": (3,)}, ValueError, "window: got (3,), want an int"),
     ("window_three", {"window": (3, 2, 1)}, ValueError, "window: got (3, 2, 1), want an int"),
     ("window_negative", {"window": (3, -2)}, ValueError, "window: got (3, -2), want an int"),
