@@ -188,7 +188,8 @@ def check(found):
     for case, of in found.items():
         illegal = [x for x in of["collectives"] if not is_legal(case, *x)]
         assert not illegal, (case, illegal)
-        assert of["error"] < 1e-4, (case, of["error"])
+        # Each shard rounds its partial sums to float16, whose unit roundoff is 4.9e-4.
+        assert of["error"] < (1e-3 if case.startswith("float16") else 1e-4), (case, of["error"])
 
 
 @pytest.mark.timeout(300)
