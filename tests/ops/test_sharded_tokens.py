@@ -177,11 +177,11 @@ def main(kind, implementation, length):
 
 
 def is_legal(case, name, *shape):
-    """Whether devices may exchange these: sums of weights' gradients, and the largest values of shared scales."""
-    if name != "all-reduce":
-        return False
+    """Whether devices may exchange these: sums of weights' gradients, and the scales of blocks that shards split."""
+    if "block" in case and np.prod(shape) <= 8:
+        return name in ("all-reduce", "all-gather")
     weights = [[], [1], [K], [N], [K, N], [N, K]]
-    return shape in map(tuple, weights) or ("block" in case and np.prod(shape) <= 8)
+    return name == "all-reduce" and shape in map(tuple, weights)
 
 
 def check(found):
