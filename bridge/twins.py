@@ -66,7 +66,7 @@ def _copy(function: types.FunctionType) -> types.FunctionType:
 def key_of(function: Any, *, is_copy: bool = False) -> Any:
     """The value that all twins of a function share. Raises UnknownError where it is like itself alone.
 
-    is_copy: whether it is a copy of captures.copied, whose lists, dicts and objects nobody else changes.
+    is_copy: whether it is a copy by captures.copied, whose lists, dicts and objects no other code changes.
     """
     return _known(function, (), is_copy) if is_copy else _key(function)
 

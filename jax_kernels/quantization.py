@@ -174,7 +174,7 @@ def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: Any) 
 
 
 def _values(x: jax.Array, spread: jax.Array, dtype: Any, is_given: bool) -> jax.Array:
-    """x in 8 bits over the scales, which are the caller's, or those of x's largest values.
+    """x in 8 bits over the scales: the caller's, or scales from x's largest values.
 
     x times the reciprocal: a compiled division by one value is that, and rounds otherwise than an exact one.
     """

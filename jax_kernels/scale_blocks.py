@@ -57,7 +57,7 @@ def counts(shape: Lengths, sizes: Lengths) -> tuple[int, ...]:
 
 
 def largest(x: Any, sizes: Lengths, largest_along: Callable[[Any, Any], Any]) -> Any:
-    """The largest magnitude of each block of x. largest_along(x, axes): that of the values along axes."""
+    """The largest magnitude of each block of x. largest_along(x, axes): the largest along axes."""
     sizes = [min(size, n) if isinstance(n, int) and n else size for n, size in zip(x.shape, sizes, strict=True)]
     split = counts(x.shape, sizes)
     ends = [(0, count * size - n) for n, size, count in zip(x.shape, sizes, split, strict=True)]

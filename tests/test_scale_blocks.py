@@ -10,7 +10,7 @@ import pytest
 from jax_kernels import matmul
 from jax_kernels.scale_blocks import BLOCK, boxes, counts, largest, sizes_of, spread
 
-# Outer axes, those that boxes() leaves, and the sizes of a block.
+# Outer axes, the axes that boxes() leaves, and the sizes of a block.
 CASES = [
     ((), (1,), (1,)),
     ((300,), (300,), (128,)),

@@ -90,7 +90,7 @@ def test_large_logits_and_targets_out_of_range():
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint8, np.uint32])
 def test_targets_of_any_width(dtype):
-    """Ids that int32 would wrap stay what they are; -100, PyTorch's ignore_index, does not count."""
+    """Ids that int32 would wrap keep their values; -100, PyTorch's ignore_index, does not count."""
     x, w, targets, cotangent = arrays()
     targets = np.where(targets < 0, -100 if np.issubdtype(dtype, np.signedinteger) else 3, targets).astype(dtype)
     if dtype == np.int64:

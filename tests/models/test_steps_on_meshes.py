@@ -1,4 +1,4 @@
-"""The Trainer's compiled step on meshes of CPU devices: no activation is gathered, and the loss is that of one device.
+"""The Trainer's compiled step on meshes of CPU devices: no activation is gathered, and the loss equals one device's.
 
 As a script it prints, for each mesh, the collectives with the shapes of their results, and the loss and gradient norm.
 """

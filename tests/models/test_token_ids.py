@@ -72,7 +72,7 @@ def gradients(model, tokens, targets, segment_ids=None):
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["targets", "segment_ids"])
 def test_padding_of_minus_one_changes_nothing(model, is_packed):
-    """Losses and gradients of rows that end in padding are those of the rows without it."""
+    """Losses and gradients of rows that end in padding equal the losses and gradients of the rows without it."""
     pad = lambda x: np.pad(x, ((0, 0), (0, 4)), constant_values=-1)
     tokens, targets, ids = pad(GOOD), pad(np.roll(GOOD, -1, 1)), pad(np.zeros_like(GOOD))
     want = gradients(model, GOOD, np.roll(GOOD, -1, 1))

@@ -147,7 +147,7 @@ def test_second_derivatives(name, monkeypatch):
 
 
 def test_gradients_of_mapped_kernel_calls(monkeypatch):
-    """The gradient of a vmap of a kernel's call, whose tangents vmap maps: it is that of each call."""
+    """The gradient of a vmap of a kernel's call, whose tangents vmap maps, equals each call's gradient."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((3, 5, 32), (32, 16))))
     calls = {

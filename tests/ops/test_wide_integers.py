@@ -72,7 +72,7 @@ def test_ids_of_different_dtypes():
 
 
 def test_shards_compare_their_ids():
-    """Equal ids of two devices stay equal, and different ones stay different, as those of one array."""
+    """Equal ids of two devices stay equal, and different ones stay different, as ids of one array do."""
     ids = np.array([[[9, 9, FAR + 9, -1]], [[FAR + 9, 3, 9, 3]]])
     with jax.enable_x64(True):
         narrow = lambda x: checks.ids(("ids",), (x,), "ids", axis_name="devices")[0]

@@ -169,7 +169,7 @@ def faults_of_call(source: Source, node: ast.Call) -> Iterator[Fault]:
 
 
 def faults_of(path: Path) -> list[Fault]:
-    """The faults of a file, of which some are no Python."""
+    """The faults of a file; some of them are not valid Python."""
     source = Source(path)
     return [fault for node in computing(source.tree) for fault in faults_of_node(source, node)]
 
