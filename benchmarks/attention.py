@@ -217,8 +217,10 @@ def benchmark(args: argparse.Namespace) -> int:
     watchdog = threading.Timer(args.budget, run.stop)
     watchdog.daemon = True
     watchdog.start()
-    run.everything()
-    watchdog.cancel()
+    try:
+        run.everything()
+    finally:
+        watchdog.cancel()  # it would end a caller's process after an error, too
     report.print_table(run.results)
     if args.plot is not None:
         report.plot(run.results, args.plot)

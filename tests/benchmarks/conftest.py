@@ -4,12 +4,14 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 
 import jax
 import pytest
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
+TIMER = threading.Timer  # tests patch the name
 
 
 @pytest.fixture
@@ -27,6 +29,18 @@ def run_script():
         return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def no_timer_left():
+    """A watchdog that outlives its run ends the process of the suite minutes later, without a word."""
+    before = set(threading.enumerate())
+    yield
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, TIMER) and thread not in before]
+    waiting = [timer for timer in timers if not timer.finished.is_set()]
+    for timer in waiting:
+        timer.cancel()
+    assert not waiting
 
 
 @pytest.fixture
