@@ -66,40 +66,40 @@ def in_reverse_mode[Tree](tree: Tree, message: str) -> Tree:
 
     Reverse mode only transposes the tangents.
     """
-    pass_on = _in_reverse_mode(message)
     is_moving = lambda x: isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
     # One by one: an array that is not differentiated then has no tangent afterwards either.
-    return jax.tree.map(lambda x: pass_on(x) if is_moving(x) else x, tree)
-
-
-@functools.cache
-def _in_reverse_mode(message: str) -> Callable[[jax.Array], jax.Array]:
-    @jax.custom_jvp
-    def same(x: jax.Array) -> jax.Array:
-        return x
-
-    @same.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        return primals[0], _transposed_p.bind(tangents[0], message=message)
-
-    return same
-
-
-# The identity, which is transposed and never computed.
-_transposed_p = Primitive("reverse_mode_tangent")
+    return jax.tree.map(lambda x: _in_reverse_mode_p.bind(x, message=message) if is_moving(x) else x, tree)
 
 
 def _raised(*_: Any, message: str, **__: Any) -> Any:
     raise NotImplementedError(message)
 
 
+# The identity of an array. vmap maps it, and a derivative comes later: so vmap meets tangents in forward mode alone.
+_in_reverse_mode_p = Primitive("in_reverse_mode")
+_in_reverse_mode_p.def_impl(lambda x, *, message: x)
+_in_reverse_mode_p.def_abstract_eval(lambda x, *, message: x)
+mlir.register_lowering(_in_reverse_mode_p, lambda context, x, *, message: [x])
+batching.primitive_batchers[_in_reverse_mode_p] = lambda operands, axes, *, message: (
+    _in_reverse_mode_p.bind(*operands, message=message),
+    *axes,
+)
+
+
+def _derivative_of_mark(primals: Any, tangents: Any, *, message: str) -> tuple[Any, Any]:
+    (x,), (tangent,) = primals, tangents
+    moved = tangent if isinstance(tangent, ad.Zero) else _transposed_p.bind(tangent, message=message)
+    return _in_reverse_mode_p.bind(x, message=message), moved
+
+
+ad.primitive_jvps[_in_reverse_mode_p] = _derivative_of_mark
+
+# The identity of a tangent, which is transposed and never computed.
+_transposed_p = Primitive("reverse_mode_tangent")
 _transposed_p.def_impl(_raised)
 _transposed_p.def_abstract_eval(lambda x, *, message: x)
 ad.deflinear2(_transposed_p, lambda cotangent, _, *, message: [cotangent])
-batching.primitive_batchers[_transposed_p] = lambda operands, axes, *, message: (
-    _transposed_p.bind(*operands, message=message),
-    *axes,
-)
+batching.primitive_batchers[_transposed_p] = _raised
 mlir.register_lowering(_transposed_p, _raised)
 
 

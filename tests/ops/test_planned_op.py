@@ -137,6 +137,9 @@ def test_second_derivatives(name, monkeypatch):
         lambda: jax.jvp(by_kernel, (given,), (given,)),
         lambda: jax.jit(lambda x: jax.jvp(by_kernel, (x,), (x,)))(given),
         lambda: jax.jacfwd(by_kernel)(given),
+        lambda: jax.jit(jax.jacfwd(by_kernel))(given),
+        lambda: jax.jacfwd(jax.vmap(by_kernel))(given[None]),
+        lambda: jax.vmap(jax.linearize(jax.jit(by_kernel), given)[1])(given[None]),
         lambda: jax.linearize(jax.jit(by_kernel), given)[1](given),
     )
     for push in forward_modes:
