@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from jax_kernels.bridge import dtensors, library
+from jax_kernels.bridge import dtensors, private
 from jax_kernels.bridge.argument_names import rename
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor
@@ -328,7 +328,7 @@ def _checked_longest(name: str, starts: torch.Tensor, given: Any) -> int:
     given = plain_of(f"max_seqlen_{name}", given)
     if isinstance(given, bool) or not isinstance(given, int | torch.SymInt):
         raise TypeError(f"max_seqlen_{name}: got {type(given).__name__}, want an int")
-    if len(starts) == 1 or starts.device.type != "cpu" or not library.is_plain_call():
+    if len(starts) == 1 or starts.device.type != "cpu" or not private.is_plain_call():
         return given
     longest = int(starts.diff().max())
     if given < longest:

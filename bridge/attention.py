@@ -13,6 +13,7 @@ from jax_kernels.bridge import (
     flops,
     growing,
     library,
+    private,
     sparse_attention,
 )
 from jax_kernels.bridge.attention_checks import (
@@ -315,7 +316,7 @@ def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: boo
         return flash_attention(query, sinks=given.sinks, window=given.window, **keys._asdict(), **_kept(options))
     results = _run(tensors, options, is_traced=is_traced)
     read = [x for x in tensors if x is not None]
-    if statics is not None and library.is_plain_call() and same_tensors(read, present):
+    if statics is not None and private.is_plain_call() and same_tensors(read, present):
         _KNOWN.learn(statics, present, lambda: known_call(tensors, options))
     return results
 
@@ -323,7 +324,7 @@ def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: boo
 def _padded(tensors: Tensors, options: Options) -> Keys | None:
     """The keys of a call that is repeated with more and more of them, padded; None where they stay as they are."""
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
-    if needs_grad or tensors.q_segment_ids is not None or options.implementation or not library.is_plain_call():
+    if needs_grad or tensors.q_segment_ids is not None or options.implementation or not private.is_plain_call():
         return None
     keys = Keys(
         key=tensors.key,
@@ -346,7 +347,7 @@ def _run(tensors: Tensors, options: Options, *, is_traced: bool) -> Any:
     """Runs a call that has been checked: out, or (out, lse)."""
     arguments = (*tensors, *options)
     operator = forward_op if options.return_lse else inference_op
-    if is_traced or not library.is_plain_call():
+    if is_traced or not private.is_plain_call():
         results = operator(*arguments)
     elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated):
         results = Attention.apply(options.return_lse, *arguments)

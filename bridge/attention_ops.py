@@ -383,7 +383,7 @@ def _known_backward(call: KnownCall, statics: Any, tensors: Sequence[torch.Tenso
     dout, drows = (None if without else next(left) for without in (without_dout, without_drows))
     extra = BackwardArguments(wanted=wanted, out=out, rows=rows, dout=dout, drows=drows)
     gradients = library.call_in_backward(backward_op, *given, *call.facts.options, *extra)
-    if library.is_plain_call() and not torch.is_grad_enabled() and call.backwards is not None:
+    if private.is_plain_call() and not torch.is_grad_enabled() and call.backwards is not None:
 
         def make():
             program = _backward_program(*given, *call.facts.options, *extra)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge import library
+from jax_kernels.bridge import private
 
 __all__ = ["as_bool", "is_float", "or_nan"]
 
@@ -34,7 +34,7 @@ def as_bool(name: str, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor |
     is_valid = (keep | (mask == 0)).all()
     if mask.device.type == "meta":
         return keep, None
-    if mask.device.type != "cpu" or torch.compiler.is_compiling() or not library.is_plain_call():
+    if mask.device.type != "cpu" or torch.compiler.is_compiling() or not private.is_plain_call():
         return keep, is_valid
     if not bool(is_valid):
         raise ValueError(

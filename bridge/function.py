@@ -225,7 +225,7 @@ class JaxOp:
             results = _with_masks(self._name, structure, tensors, masks)
         else:
             results = _run(self._name, structure, tensors, NONE, None)
-        is_seen = seen is not None and library.is_plain_call() and same_tensors(tensors, seen.tensors)
+        is_seen = seen is not None and private.is_plain_call() and same_tensors(tensors, seen.tensors)
         if seen is not None and is_seen and (not masks or may_be_known(masks)):
 
             def make() -> KnownCall:
@@ -277,7 +277,7 @@ def _run(
         results = call(recipe, *tensors)
         return rebuild(_outputs(recipe), iter(results))
     signatures = tuple(_signature(x) for x in tensors)
-    if not library.is_plain_call():
+    if not private.is_plain_call():
         plan = plan_for(Request(name, structure, signatures, masks, jax.config.jax_enable_x64), (False,) * len(tensors))
         return rebuild(plan.outputs, iter(call_op(tensors, plan.name, operands.name)))
     grad = torch.is_grad_enabled()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
-from jax_kernels.bridge import decoding, fallback, heads_first, library
+from jax_kernels.bridge import decoding, fallback, heads_first, private
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.sdpa import shared_axes
@@ -281,7 +281,7 @@ def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *o
     if torch.compiler.is_compiling():
         if mask is None or not all(has_static_value(size) for size in key.shape):
             return False
-    elif type(query) is not torch.Tensor or not library.is_plain_call():
+    elif type(query) is not torch.Tensor or not private.is_plain_call():
         return False
     if any(x is not None and x.shape[-1] != key.shape[2] for x in (mask, bias)):
         return False

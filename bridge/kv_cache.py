@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge import dtensors, library
+from jax_kernels.bridge import dtensors, private
 from jax_kernels.bridge.aliases import attend, check_slopes, options_of
 from jax_kernels.bridge.argument_names import rename
 from jax_kernels.bridge.attention_checks import check_tensor
@@ -247,7 +247,7 @@ def _check_int32(name: str, x: Any, q: torch.Tensor, shape: tuple[int | None, ..
 
 def _are_known(x: torch.Tensor) -> bool:
     """Whether the host may look at the values."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and library.is_plain_call()
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and private.is_plain_call()
 
 
 def _check_within(name: str, x: torch.Tensor, most: int, of: str) -> None:

@@ -26,7 +26,6 @@ __all__ = [
     "define",
     "define_vmap",
     "has_tangent",
-    "is_plain_call",
     "one_by_one",
     "refuse_gradient",
     "refuse_second_gradient",
@@ -118,7 +117,7 @@ def _defined(
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*flat):
             return differentiate(*arguments)
         results = below_autograd(operator, *arguments)
-        if is_plain_call():
+        if private.is_plain_call():
             known.learn(*seen, lambda: known_call(*arguments))
         return results
 
@@ -242,16 +241,6 @@ def one_by_one(operator: Callable[[], Any]) -> Callable[..., Any]:
         return [torch.stack(x) for x in zip(*each, strict=True)], 0
 
     return rule
-
-
-def is_plain_call() -> bool:
-    """Tells whether the call is free of compilers, torch.jit.trace, torch.func and forward-mode differentiation."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or private.is_forward_mode()
-        or torch._C._get_tracing_state() is not None
-    )
 
 
 def below_autograd(operator: Any, *arguments: Any) -> Any:

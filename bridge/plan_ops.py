@@ -155,7 +155,7 @@ class KnownPlan(torch.autograd.Function):
             gradients = known(tensors)
         else:
             gradients = library.call_in_backward(backward_op, stored, given, plan.name, operands.name)
-            if library.is_plain_call() and not torch.is_grad_enabled():
+            if private.is_plain_call() and not torch.is_grad_enabled():
                 call.backwards.learn(statics, tensors, lambda: _known_backward(call.facts, (*stored, *given)))
         found = iter(gradients)
         return (None, *(next(found) if needed else None for needed in plan.needs))

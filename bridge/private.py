@@ -23,6 +23,7 @@ __all__ = [
     "is_batched",
     "is_forward_mode",
     "is_in_batch",
+    "is_plain_call",
     "out_of_batch",
     "stream_handle",
     "unseen_by_dynamo",
@@ -80,6 +81,16 @@ def is_forward_mode() -> bool:
         return False
     functorch = torch._C._functorch
     return any(x.key() == functorch.TransformType.Jvp for x in functorch.get_interpreter_stack() or ())
+
+
+def is_plain_call() -> bool:
+    """Tells whether the call is free of compilers, torch.jit.trace, torch.func and forward-mode differentiation."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or is_forward_mode()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 @contextlib.contextmanager

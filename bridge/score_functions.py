@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from jax_kernels.bridge import captures, dlpack, library, torch_forms, twins
+from jax_kernels.bridge import captures, dlpack, private, torch_forms, twins
 from jax_kernels.bridge.bounded import drop_oldest
 from jax_kernels.bridge.captures import Path
 from jax_kernels.bridge.once import fresh_name
@@ -121,7 +121,7 @@ def read(argument: str, function: Any, paths: Sequence[Path]) -> tuple[list[torc
         if x.dtype != torch.int64:
             continue
         tensors[index] = narrow = x.to(torch.int32)
-        if x.device.type == "cpu" and not torch.compiler.is_compiling() and library.is_plain_call():
+        if x.device.type == "cpu" and not torch.compiler.is_compiling() and private.is_plain_call():
             _check_values(argument, root, path, x, narrow)
         elif x.device.type != "meta":
             is_valid = (narrow == x).all()

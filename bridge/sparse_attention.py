@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import torch
 
-from jax_kernels.bridge import captures, dtensors, float_masks, growing, library, score_functions, twins
+from jax_kernels.bridge import captures, dtensors, float_masks, growing, private, score_functions, twins
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
 from jax_kernels.bridge.function import JaxOp, Seen, seen_by_name
 from jax_kernels.bridge.known import KnownCall
@@ -207,7 +207,7 @@ def dynamic_mask_attention(
         keep, is_valid = float_masks.as_bool("mask", mask)
         return float_masks.or_nan(dynamic_mask_attention(query, key, value, keep, bias, **arguments), is_valid)
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
-    if isinstance(mask, torch.Tensor) and library.is_plain_call():
+    if isinstance(mask, torch.Tensor) and private.is_plain_call():
         mask = growing.shrunk(mask)
     apart = _apart(call, arguments)
     results = _dynamic_mask.serve(apart.seen, query, key, value, mask, bias, **apart.arguments)
