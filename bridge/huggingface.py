@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
-from jax_kernels.bridge import decoding, fallback, heads_first, private
-from jax_kernels.bridge.attention import flash_attention
-from jax_kernels.bridge.dlpack import check_dense
-from jax_kernels.bridge.sdpa import shared_axes
+from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.dlpack import check_dense
+from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
+from jax_kernels.bridge.ops.decoding import cached_decoding
+from jax_kernels.bridge.ops.drop_in import fallback, heads_first
+from jax_kernels.bridge.ops.drop_in.sdpa import shared_axes
 
 __all__ = ["NAME", "attention", "attention_mask", "growing_cache", "register", "replace_attention"]
 
@@ -78,7 +80,7 @@ def growing_cache(model: Any) -> Any:
     Raises ImportError where transformers 5 or later is not installed.
     """
     register()
-    from jax_kernels.bridge.growing_cache import GrowingCache
+    from jax_kernels.bridge.hf_cache import GrowingCache
 
     return GrowingCache(getattr(model, "config", model))
 
@@ -137,7 +139,7 @@ def attention(
     reason = _reason(query, value, dropout, asks_for_weights, others.get("head_mask"))
     if reason is None and length == 1 and _is_decoding(query, key, value, attention_mask, position_bias, s_aux):
         mask, bias = _mask_and_bias(attention_mask, position_bias, is_shrunk=False)
-        attend = decoding.attend_in_graph if torch.compiler.is_compiling() else decoding.attend
+        attend = cached_decoding.attend_in_graph if torch.compiler.is_compiling() else cached_decoding.attend
         return attend(query, key, value, mask=mask, bias=bias, sinks=s_aux, **options), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and length > 1 and causal:
@@ -281,7 +283,7 @@ def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *o
     if torch.compiler.is_compiling():
         if mask is None or not all(has_static_value(size) for size in key.shape):
             return False
-    elif type(query) is not torch.Tensor or not private.is_plain_call():
+    elif type(query) is not torch.Tensor or not torch_internals.is_plain_call():
         return False
     if any(x is not None and x.shape[-1] != key.shape[2] for x in (mask, bias)):
         return False

@@ -33,18 +33,18 @@ import numpy as np
 import torch
 
 from jax_kernels import masks as _masks
-from jax_kernels.bridge import captures as _captures
-from jax_kernels.bridge import dlpack as _dlpack
-from jax_kernels.bridge import dtensors as _dtensors
-from jax_kernels.bridge import fork as _fork
-from jax_kernels.bridge import library as _library
-from jax_kernels.bridge import mask_sources as _mask_sources
-from jax_kernels.bridge import private as _private
-from jax_kernels.bridge import score_functions as _score_functions
-from jax_kernels.bridge.argument_checks import check_tensors as _check_tensors
-from jax_kernels.bridge.function import from_jax as _from_jax
-from jax_kernels.bridge.operands import on_device as _on_device
-from jax_kernels.bridge.plain_numbers import plain_of as _plain_of
+from jax_kernels.bridge.interop import dlpack as _dlpack
+from jax_kernels.bridge.interop import dtensors as _dtensors
+from jax_kernels.bridge.interop import fork as _fork
+from jax_kernels.bridge.interop import torch_internals as _private
+from jax_kernels.bridge.interop.plain_numbers import plain_of as _plain_of
+from jax_kernels.bridge.jax_functions.api import from_jax as _from_jax
+from jax_kernels.bridge.jax_functions.argument_checks import check_tensors as _check_tensors
+from jax_kernels.bridge.jax_functions.mask_operands import on_device as _on_device
+from jax_kernels.bridge.operators import torch_operator as _library
+from jax_kernels.bridge.translate import captures as _captures
+from jax_kernels.bridge.translate import mask_sources as _mask_sources
+from jax_kernels.bridge.translate import score_mods as _score_functions
 from jax_kernels.masks import BlockLists as BlockLists
 from jax_kernels.masks import Mask as Mask
 from jax_kernels.masks import PackedBlocks as PackedBlocks

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jax_kernels.bridge import fork
-from jax_kernels.bridge.adaptive_attention import AdaptiveAttention
-from jax_kernels.bridge.argument_checks import kind_of
-from jax_kernels.bridge.multihead_attention import MultiheadAttention
-from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
-from jax_kernels.bridge.ring_dilated_attention import RingDilatedAttention
+from jax_kernels.bridge.interop import fork
+from jax_kernels.bridge.jax_functions.argument_checks import kind_of
+from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention
+from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention
+from jax_kernels.bridge.nn.multihead_dilated_attention import MultiheadDilatedAttention
+from jax_kernels.bridge.nn.ring_dilated_attention import RingDilatedAttention
 
 __all__ = ["from_flax", "to_flax", "transformer_fields"]
 

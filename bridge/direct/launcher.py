@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge import dlpack, private
 from jax_kernels.bridge.direct.chain import Array, Copy, Fill, Kernel, LaunchChain, MosaicKernel, Place
-from jax_kernels.bridge.direct.driver import (
+from jax_kernels.bridge.interop import dlpack, torch_internals
+from jax_kernels.bridge.interop.cuda_driver import (
     CLUSTER_DIMENSION,
     Attribute,
     Driver,
@@ -52,10 +52,10 @@ class Allocator(NamedTuple):
 def torch_allocator() -> Allocator:
     """PyTorch's own."""
     return Allocator(
-        empty=private.empty_on_gpu,
+        empty=torch_internals.empty_on_gpu,
         device=torch._C._cuda_getDevice,
         on=torch.cuda.device,
-        stream=private.stream_handle,
+        stream=torch_internals.stream_handle,
         is_capturing=torch._C._cuda_isCurrentStreamCapturing,
     )
 

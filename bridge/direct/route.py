@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels import dispatch
-from jax_kernels.bridge import dlpack
 from jax_kernels.bridge.direct.chain import NotDirectError
+from jax_kernels.bridge.direct.compile import Target, compile_chain
 from jax_kernels.bridge.direct.launcher import LoadedChain, torch_allocator, unload_dropped
-from jax_kernels.bridge.direct.target import Target, compile_chain
+from jax_kernels.bridge.interop import dlpack
 from jax_kernels.ops import normalization
 from jax_kernels.ops.matmul import matmul
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from known_cases import Route
 
-from jax_kernels.bridge import known
 from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.operators import call_cache
 
 
 def attention(
@@ -74,6 +74,6 @@ def direct(monkeypatch):
     made = Route()
     monkeypatch.setattr(route, "find", made.find)
     monkeypatch.setattr(route._STATE, "is_enabled", True)
-    known.clear()
+    call_cache.clear()
     yield made
-    known.clear()
+    call_cache.clear()

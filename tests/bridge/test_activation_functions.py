@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import activation_functions
-from jax_kernels.bridge.function import JaxOp
+from jax_kernels.bridge.jax_functions.api import JaxOp
+from jax_kernels.bridge.translate import activations
 
 functional, nn = torch.nn.functional, torch.nn
 # By name, an activation of the bridge, and PyTorch's own, None where it is the same.
@@ -108,9 +108,9 @@ def test_other_ops_and_modules():
 
 
 def test_functions_with_names_here_have_these():
-    assert activation_functions.name_of(functional.gelu) == "gelu"
-    assert activation_functions.name_of(torch.sigmoid) == "sigmoid"
-    assert activation_functions.name_of(None) is None
+    assert activations.name_of(functional.gelu) == "gelu"
+    assert activations.name_of(torch.sigmoid) == "sigmoid"
+    assert activations.name_of(None) is None
 
 
 def test_functions_that_are_made_anew_share_a_program():

@@ -9,8 +9,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from jax_kernels import bridge
-from jax_kernels.bridge import any_shape
-from jax_kernels.bridge.function import JaxOp
+from jax_kernels.bridge.jax_functions import dynamic_shapes
+from jax_kernels.bridge.jax_functions.api import JaxOp
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -256,7 +256,7 @@ def test_a_size_with_a_limit():
 
 def test_recipes_are_kept_where_no_text_says_them(monkeypatch):
     """A graph whose recipe is a text outlives clear_cache(), another one says that it does not."""
-    monkeypatch.setattr(any_shape, "_MOST", 2)
+    monkeypatch.setattr(dynamic_shapes, "_MOST", 2)
     scaled = JaxOp(lambda x, by, names=(): x * (by if isinstance(by, float) else by.value), is_whole=True)
     kinds = [enum.Enum("Kind", {"one": number}) for number in range(2, 6)]
     graph = lambda *given: torch.compile(
@@ -284,10 +284,10 @@ def test_recipes_are_kept_where_no_text_says_them(monkeypatch):
 @pytest.mark.parametrize("name", ["call_any", "call_any_backward"])
 def test_opcheck(name, is_strided):
     names = []
-    own = any_shape._name_of
+    own = dynamic_shapes._name_of
     x, w = random(5, 8).detach(), random(8, 6).detach()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(any_shape, "_name_of", lambda recipe: names.append(own(recipe)) or names[-1])
+        patch.setattr(dynamic_shapes, "_name_of", lambda recipe: names.append(own(recipe)) or names[-1])
         torch.compile(bridge.matmul, backend="aot_eager", fullgraph=True, dynamic=True)(x, w)
     if is_strided:
         x, w = x.t().contiguous().t(), w.t().contiguous().t()
@@ -298,10 +298,10 @@ def test_opcheck(name, is_strided):
 
 def test_a_second_gradient_raises():
     names = []
-    own = any_shape._name_of
+    own = dynamic_shapes._name_of
     inputs = [random(5, 8), random(8, 6)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(any_shape, "_name_of", lambda recipe: names.append(own(recipe)) or names[-1])
+        patch.setattr(dynamic_shapes, "_name_of", lambda recipe: names.append(own(recipe)) or names[-1])
         torch.compile(bridge.matmul, backend="aot_eager", fullgraph=True, dynamic=True)(*inputs)
     (out,) = torch.ops.jax_kernels.call_any(inputs, names[-1])
     (gradient,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import jax_kernels
 from jax_kernels import bridge
-from jax_kernels.bridge import known
+from jax_kernels.bridge.operators import call_cache
 
 IDS = torch.tensor([[0] * 7 + [2] * 14 + [-1] * 3, [1, 0] * 12], dtype=torch.int32)
 CASES = {
@@ -120,13 +120,13 @@ def test_dtypes_of_bias_and_sinks(make_qkv):
 
 def test_only_the_gradients_that_are_asked_for_are_computed(make_qkv, monkeypatch):
     """The second round is that of known calls."""
-    programs, made = {}, bridge.attention_ops._backward
+    programs, made = {}, bridge.ops.attention.flash_attention_operator._backward
 
     def backward(device, options, wanted):
         programs[wanted] = made(device, options, wanted)
         return programs[wanted]
 
-    monkeypatch.setattr(bridge.attention_ops, "_backward", backward)
+    monkeypatch.setattr(bridge.ops.attention.flash_attention_operator, "_backward", backward)
     inputs, bias, sinks = make_qkv(), torch.randn(24).requires_grad_(), torch.randn(4).requires_grad_()
     for asked in [(0,), (1,), (0, 2), (3,), (2, 4), (0, 1, 2, 3, 4)] * 2:
         everything = [*inputs, bias, sinks]
@@ -229,12 +229,14 @@ def test_autocast(make_qkv):
 
 
 def test_deterministic_follows_torch(monkeypatch, make_qkv):
-    known.clear()  # a known call takes no operator
+    call_cache.clear()  # a known call takes no operator
     seen = []
-    inference = bridge.attention.inference_op
-    deterministic = lambda args: bridge.attention_ops.split(args).options.deterministic
+    inference = bridge.ops.attention.flash_attention.inference_op
+    deterministic = lambda args: bridge.ops.attention.flash_attention_operator.split(args).options.deterministic
     monkeypatch.setattr(
-        bridge.attention, "inference_op", lambda *args: seen.append(deterministic(args)) or inference(*args)
+        bridge.ops.attention.flash_attention,
+        "inference_op",
+        lambda *args: seen.append(deterministic(args)) or inference(*args),
     )
     inputs = [x.detach() for x in make_qkv()]
     bridge.flash_attention(*inputs)

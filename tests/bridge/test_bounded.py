@@ -3,7 +3,7 @@
 import concurrent.futures
 import sys
 
-from jax_kernels.bridge.bounded import drop_oldest
+from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 
 
 def test_the_newest_stay():

@@ -6,12 +6,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from jax_kernels import bridge
-from jax_kernels.bridge import known, plans, running
-from jax_kernels.bridge import once as module
+from jax_kernels.bridge.interop import keyed_cache as module
+from jax_kernels.bridge.jax_functions import programs
+from jax_kernels.bridge.operators import call_cache, execute
 
 
 def test_old_plans_are_dropped_and_made_again(monkeypatch):
-    monkeypatch.setattr(plans, "_MOST", 4)
+    monkeypatch.setattr(programs, "_MOST", 4)
     square = bridge.from_jax(lambda x: x * x)
     compiled = torch.compile(lambda x: square(x) + 1, backend="aot_eager", fullgraph=True)
     given = torch.arange(3.0, requires_grad=True)
@@ -30,7 +31,7 @@ def test_old_recipes_are_dropped_but_for_graphs(monkeypatch):
     """A call whose recipe is gone still has its backward, and graphs their plans, also those of mapped calls."""
     bridge.clear_cache()
     graphs = bridge.cache_info().plan_recipes
-    monkeypatch.setattr(plans, "_MOST", 4)
+    monkeypatch.setattr(programs, "_MOST", 4)
     square = bridge.from_jax(lambda x: x * x)
     given = torch.arange(3.0, requires_grad=True)
     values = given.detach()
@@ -42,15 +43,15 @@ def test_old_recipes_are_dropped_but_for_graphs(monkeypatch):
     by_mask = bridge.from_jax(lambda x, mask: x * mask.to_dense(3, 3)[0, 0, 1])
     masked = torch.compile(lambda x: by_mask(x, mask), backend="aot_eager", fullgraph=True)
     compiled(values), masked(values)
-    of_graphs = len(plans._OF_GRAPHS)
+    of_graphs = len(programs._OF_GRAPHS)
     for _ in range(2):
         for size in range(4, 12):
             square(torch.ones(size, requires_grad=True)).sum().backward()
         assert bridge.cache_info().plan_recipes == 4 + of_graphs > graphs + 4
-        for forget in (module.clear, known.clear, running.forget):
+        for forget in (module.clear, call_cache.clear, execute.forget):
             forget()
         gc.collect()
-        alive = [plan for plan in plans._ALIVE.values() if plan.request.function == square._op._name]
+        alive = [plan for plan in programs._ALIVE.values() if plan.request.function == square._op._name]
         assert len(alive) == 4 + 1  # and that of `out`
         del alive
         torch.testing.assert_close(compiled(values), values**2 + 1)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from jax_kernels import bridge, masks
-from jax_kernels.bridge import private
+from jax_kernels.bridge.interop import torch_internals
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -222,17 +222,17 @@ def test_the_dual_level_of_a_graph_is_that_of_its_thread():
     seen = []
 
     def elsewhere():
-        seen.append(private.is_forward_mode())
+        seen.append(torch_internals.is_forward_mode())
         seen.extend(tangents(in_torch, X, Y))
 
     before = forward_ad._current_level
-    with private.as_in_dual_level():
-        assert private.is_forward_mode()
+    with torch_internals.as_in_dual_level():
+        assert torch_internals.is_forward_mode()
         assert forward_ad._current_level == before
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-    assert not private.is_forward_mode()
+    assert not torch_internals.is_forward_mode()
     assert seen[0] is False
     torch.testing.assert_close(seen[1:], tangents(in_torch, X, Y))
 

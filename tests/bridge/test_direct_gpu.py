@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack, in_place, masks
+from jax_kernels.bridge import masks
 from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.interop import dlpack, donated_outputs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +38,7 @@ def only_direct():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dlpack, "import_tensors", counting(dlpack.import_tensors))
-        patch.setattr(in_place, "run", counting(in_place.run))
+        patch.setattr(donated_outputs, "run", counting(donated_outputs.run))
         yield
     reasons = route.reasons()
     assert not taken, f"{len(taken)} calls went through DLPack; new reasons: {reasons[before:]}; all: {set(reasons)}"

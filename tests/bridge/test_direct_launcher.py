@@ -10,7 +10,7 @@ from fake_cuda import CONTEXT, STREAM, FakeCuda, FakeMosaic, Launch, Memory
 
 from jax_kernels.bridge.direct import executable, launcher
 from jax_kernels.bridge.direct.chain import Array, Constant, Copy, Dims, Fill, Kernel, LaunchChain, MosaicKernel, Place
-from jax_kernels.bridge.direct.driver import DriverError
+from jax_kernels.bridge.interop.cuda_driver import DriverError
 
 GPU, GPU1 = torch.device("cuda", 0), torch.device("cuda", 1)
 X = Array(shape=(4, 6), dtype="float32", size=96)

@@ -7,9 +7,9 @@ import forked
 import pytest
 import torch
 
-from jax_kernels.bridge import dlpack
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.direct.chain import NotDirectError
+from jax_kernels.bridge.interop import dlpack
 
 GPU = torch.device("cuda", 0)
 TENSOR = types.SimpleNamespace(shape=(4, 8), dtype=torch.bfloat16, device=GPU)

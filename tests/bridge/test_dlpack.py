@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack, running
-from jax_kernels.bridge import held as held_memory
-from jax_kernels.bridge.direct import driver
+from jax_kernels.bridge.interop import cuda_driver, dlpack
+from jax_kernels.bridge.interop import keep_alive as held_memory
+from jax_kernels.bridge.operators import execute
 
 CPU = torch.device("cpu")
 NARROW = [
@@ -250,7 +250,7 @@ def test_another_threads_capture_is_not_ended(monkeypatch):
         mode._obj.value = 0 if len(modes) == 1 else 2
 
     fake = types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
-    monkeypatch.setattr(driver, "driver", lambda: fake)
+    monkeypatch.setattr(cuda_driver, "driver", lambda: fake)
     with held_memory.while_others_capture():
         assert modes == [2]
     assert modes == [2, 0]
@@ -261,5 +261,5 @@ def test_a_capture_is_refused_before_jax_runs(monkeypatch):
     called = []
     tensor = types.SimpleNamespace(device=torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match="a JAX function cannot be captured in a CUDA graph"):
-        running._through_jax(lambda *_: called.append(1), [True], [tensor], None)
+        execute._through_jax(lambda *_: called.append(1), [True], [tensor], None)
     assert not called

@@ -8,7 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from jax_kernels import bridge
-from jax_kernels.bridge import masks, operands
+from jax_kernels.bridge import masks
+from jax_kernels.bridge.jax_functions import mask_operands
 
 BLOCKS = masks.block_sparse(torch.ones(3, 3, dtype=torch.bool).tril(), 8)
 
@@ -127,18 +128,18 @@ def test_an_exported_program_with_a_mask_trains():
 
 
 def test_masks_of_graphs_have_one_name_as_long_as_they_live():
-    mask, before = masks.block_sparse(torch.ones(3, 3, dtype=torch.bool), 8), len(operands._KEPT)
+    mask, before = masks.block_sparse(torch.ones(3, 3, dtype=torch.bool), 8), len(mask_operands._KEPT)
     device = torch.device("cpu")
-    names = {operands.kept_operands([mask], device).name for _ in range(3)}
-    assert len(operands._KEPT) == before + 1
+    names = {mask_operands.kept_operands([mask], device).name for _ in range(3)}
+    assert len(mask_operands._KEPT) == before + 1
     (name,) = names
-    assert operands.found(name).masks == (mask,)
-    assert operands.kept_operands([mask, mask], device).name != name
+    assert mask_operands.found(name).masks == (mask,)
+    assert mask_operands.kept_operands([mask, mask], device).name != name
     del mask
     gc.collect()
-    assert len(operands._KEPT) == before
+    assert len(mask_operands._KEPT) == before
     with pytest.raises(RuntimeError, match="only while the Mask is alive"):
-        operands.found(name)
+        mask_operands.found(name)
 
 
 @pytest.mark.parametrize("name", ["flash_attention", "rms_norm"])

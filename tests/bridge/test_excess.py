@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from jax_kernels import dispatch
-from jax_kernels.bridge import attention_ops
-from jax_kernels.bridge.attention_ops import Options, Tensors
+from jax_kernels.bridge.ops.attention import flash_attention_operator
+from jax_kernels.bridge.ops.attention.flash_attention_operator import Options, Tensors
 from jax_kernels.device import device_info
 
 BATCH, HEADS, LENGTH, HEAD_DIM = 2, 4, 200, 64
@@ -33,11 +33,11 @@ def test_backward_takes_the_forwards_rows(case, gpu):
     given = {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in GIVEN[case].items()}
     tensors = Tensors(**empty | dict.fromkeys(("query", "key", "value"), array) | given)
     differentiated = [x for x in tensors.differentiated if x is not None]
-    wanted = attention_ops.wanted_of([x is not None for x in tensors.differentiated])
+    wanted = flash_attention_operator.wanted_of([x is not None for x in tensors.differentiated])
     device = torch.device("cpu")
     # Not the functions that are kept for a device: these are planned for a GPU.
-    forward = attention_ops._forward.__wrapped__(device, OPTIONS)
-    backward = attention_ops._backward.__wrapped__(device, OPTIONS, wanted)
+    forward = flash_attention_operator._forward.__wrapped__(device, OPTIONS)
+    backward = flash_attention_operator._backward.__wrapped__(device, OPTIONS, wanted)
     with dispatch.on_device(device_info(gpu)):
         out, rows = jax.eval_shape(forward, *tensors)
         gradients = jax.eval_shape(backward, *tensors, out, rows, out, rows)

@@ -37,7 +37,7 @@ def test_a_plan_is_that_of_the_call(name):
 
 
 def test_a_plan_is_the_one_of_the_jax_op():
-    arrays = [jax_kernels.bridge.dlpack.jax.numpy.asarray(x.numpy()) for x in QKV]
+    arrays = [jax_kernels.bridge.interop.dlpack.jax.numpy.asarray(x.numpy()) for x in QKV]
     want = jax_kernels.explain(jax_kernels.flash_attention, *arrays, window=3)
     assert bridge.explain(bridge.flash_attention, *QKV, window=3) == want
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from jax_kernels import bridge, flash_attention
-from jax_kernels.bridge import plans as module
+from jax_kernels.bridge.jax_functions import programs as module
 
 
 def in_jax(tree, *, power, name="unused", flag=True):

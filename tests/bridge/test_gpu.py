@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack, in_place, masks, operands
+from jax_kernels.bridge import masks
+from jax_kernels.bridge.interop import dlpack, donated_outputs
+from jax_kernels.bridge.jax_functions import mask_operands
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,7 +78,7 @@ def test_the_host_does_not_wait():
 @pytest.mark.parametrize("route", ["in place", "private", "public"])
 def test_a_side_stream_is_followed_in_and_out(route, monkeypatch):
     if route == "private":
-        monkeypatch.setattr(in_place, "run", lambda *given: None)
+        monkeypatch.setattr(donated_outputs, "run", lambda *given: None)
     if route == "public":
         monkeypatch.setattr(dlpack, "_PRIVATE", None)
     sources = detached()
@@ -150,7 +152,7 @@ def test_outputs_are_copied_when_jax_has_written_them():
 
 def test_jax_keeps_its_memory_until_it_is_copied(monkeypatch):
     """The copy is made late, and JAX's own work, which knows nothing of PyTorch's stream, runs meanwhile."""
-    monkeypatch.setattr(in_place, "run", lambda *given: None)
+    monkeypatch.setattr(donated_outputs, "run", lambda *given: None)
     inputs = detached()
     want = attend(*inputs)
     view = dlpack._view
@@ -177,7 +179,7 @@ def test_jax_keeps_its_memory_until_it_is_copied(monkeypatch):
 @pytest.mark.parametrize("is_in_place", [True, False])
 def test_memory_is_given_back(is_in_place, monkeypatch):
     if not is_in_place:
-        monkeypatch.setattr(in_place, "run", lambda *given: None)
+        monkeypatch.setattr(donated_outputs, "run", lambda *given: None)
     inputs = detached()
     for _ in range(100):
         attend(*inputs)
@@ -390,8 +392,8 @@ def test_masks_on_a_side_stream(is_prepared):
 def test_a_mask_of_the_cpu_is_moved_once():
     inputs = detached(shape=MASK_SHAPE)
     mask = masks_of(0, "cpu")["both"]
-    first = operands.on_device(mask, inputs[0].device)
-    assert first is operands.on_device(mask, inputs[0].device)
+    first = mask_operands.on_device(mask, inputs[0].device)
+    assert first is mask_operands.on_device(mask, inputs[0].device)
     assert all(x.devices() == {dlpack.jax_device(inputs[0].device)} for x in jax.tree.leaves(first))
     close(bridge.flash_attention(*inputs, mask=mask), bridge.flash_attention(*inputs, mask=masks_of(0)["both"]))
 

@@ -5,12 +5,13 @@ import tiers
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import attention_ops, dlpack, growing
+from jax_kernels.bridge.interop import dlpack
+from jax_kernels.bridge.ops.attention import flash_attention_operator, length_buckets
 
 
 @pytest.fixture(autouse=True)
 def nothing_seen():
-    growing._SEEN.clear()
+    length_buckets._SEEN.clear()
 
 
 def qkv(length, queries=1, batch=2):
@@ -22,12 +23,14 @@ def qkv(length, queries=1, batch=2):
 def programs(monkeypatch):
     """A list to which each length of keys that JAX gets is added."""
     lengths = []
-    own = attention_ops._prepare
+    own = flash_attention_operator._prepare
     monkeypatch.setattr(
-        attention_ops, "_prepare", lambda options, *arrays: lengths.append(arrays[1].shape[1]) or own(options, *arrays)
+        flash_attention_operator,
+        "_prepare",
+        lambda options, *arrays: lengths.append(arrays[1].shape[1]) or own(options, *arrays),
     )
-    attention_ops._forward.clear()
-    attention_ops._inference.clear()
+    flash_attention_operator._forward.clear()
+    flash_attention_operator._inference.clear()
     return lengths
 
 
@@ -73,10 +76,10 @@ def test_what_stays_as_it_is(monkeypatch):
 
 def test_lengths_that_keys_are_padded_to():
     for length in range(1, 5000):
-        size = growing.bucket(length)
+        size = length_buckets.bucket(length)
         assert length <= size <= max(128, 1.26 * length)
-        assert growing.bucket(size) == size
-    assert len({growing.bucket(length) for length in range(1, 65_537)}) == 1 + 9 * 4
+        assert length_buckets.bucket(size) == size
+    assert len({length_buckets.bucket(length) for length in range(1, 65_537)}) == 1 + 9 * 4
 
 
 @pytest.fixture
@@ -97,8 +100,8 @@ def test_many_offsets_are_right_and_few_are_compiled(with_gradient, reference, m
     inputs = make_qkv(length=6, kv_length=30)
     if not with_gradient:
         inputs = [x.detach() for x in inputs]
-    growing._OFFSETS.clear()
-    made = attention_ops._forward if with_gradient else attention_ops._inference
+    length_buckets._OFFSETS.clear()
+    made = flash_attention_operator._forward if with_gradient else flash_attention_operator._inference
     before, wide = len(made), [x.detach().double().requires_grad_(with_gradient) for x in inputs]
     for offset in (0, 24, 3, 20, 11, 24, 7, 0):
         got = bridge.flash_attention(*inputs, is_causal=True, q_offset=offset)
@@ -108,7 +111,7 @@ def test_many_offsets_are_right_and_few_are_compiled(with_gradient, reference, m
             pairs = torch.autograd.grad(got.square().sum(), inputs), torch.autograd.grad(want.square().sum(), wide)
             for ours, theirs in zip(*pairs, strict=True):
                 torch.testing.assert_close(ours.double(), theirs, atol=1e-4, rtol=0)
-    assert len(made) - before <= growing._LENGTHS
+    assert len(made) - before <= length_buckets._LENGTHS
 
 
 def test_expanded_masks_and_biases_are_not_materialised(read, reference, make_qkv):

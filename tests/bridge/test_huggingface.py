@@ -8,7 +8,9 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from jax_kernels import bridge
-from jax_kernels.bridge import decoding, heads_first, huggingface
+from jax_kernels.bridge import huggingface
+from jax_kernels.bridge.ops.decoding import cached_decoding
+from jax_kernels.bridge.ops.drop_in import heads_first
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -120,7 +122,7 @@ def test_a_cache_with_room():
     got, _ = huggingface.attention(torch.nn.Module(), query, keys, values, None)
     want_out = bridge.flash_attention(*(x.transpose(1, 2) for x in (query, want, wanted)))
     torch.testing.assert_close(got, want_out, atol=3e-6, rtol=0)
-    assert decoding.with_room(keys).data_ptr() == first
+    assert cached_decoding.with_room(keys).data_ptr() == first
     cache.layers[0].crop(-20)
     more = new(3)
     keys, _ = cache.update(more, more, 0)
@@ -140,7 +142,7 @@ def test_a_cache_with_room():
 
 def test_rooms_behind_keys():
     whole = torch.arange(2.0 * 3 * 128 * 4).reshape(2, 3, 128, 4)
-    room = decoding.with_room(whole[:, :, :100])
+    room = cached_decoding.with_room(whole[:, :, :100])
     assert torch.equal(room, whole)
     for x in (
         whole[:, :, :100].contiguous(),  # no room, and 100 is not one of the few numbers
@@ -149,19 +151,19 @@ def test_rooms_behind_keys():
         whole[..., :2][:, :, :100],
         whole.transpose(1, 2),
     ):
-        assert decoding.with_room(x) is None
-    assert decoding.with_room(whole) is whole
+        assert cached_decoding.with_room(x) is None
+    assert cached_decoding.with_room(whole) is whole
     fixed = torch.zeros(1, 2, 100, 4)  # a cache of a fixed size is read in place from the second time on
-    assert decoding.with_room(fixed) is None
-    assert decoding.with_room(fixed) is fixed
+    assert cached_decoding.with_room(fixed) is None
+    assert cached_decoding.with_room(fixed) is fixed
     for length in (99, 100):  # another tensor at the same address, as that of a later sequence may be
         grown = fixed.view(-1)[: 2 * length * 4].view(1, 2, length, 4)
         assert grown.data_ptr() == fixed.data_ptr()
-        assert decoding.with_room(grown) is None
-    assert decoding.with_room(fixed) is fixed
+        assert cached_decoding.with_room(grown) is None
+    assert cached_decoding.with_room(fixed) is fixed
     owner = whole.clone()
-    assert decoding.with_room(owner[:, :, :100]) is owner  # PyTorch keeps what it is a view of
-    assert decoding.with_room(owner[:, :, 28:]) is None  # not its front
+    assert cached_decoding.with_room(owner[:, :, :100]) is owner  # PyTorch keeps what it is a view of
+    assert cached_decoding.with_room(owner[:, :, 28:]) is None  # not its front
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad], ids=["inference", "no_grad"])
@@ -220,8 +222,8 @@ def test_a_growing_cache_compiles_once_for_many_lengths(sinks, monkeypatch):
     The keys of a second layer stand where those of the first stood, as in memory that PyTorch gives again.
     """
     seen = set()
-    attend = decoding._folded
-    monkeypatch.setattr(decoding, "_folded", lambda *given: seen.add(given[1].shape) or attend(*given))
+    attend = cached_decoding._folded
+    monkeypatch.setattr(cached_decoding, "_folded", lambda *given: seen.add(given[1].shape) or attend(*given))
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape: empty(x, *shape).fill_(torch.nan))
     layer = torch.nn.Module()
@@ -258,7 +260,7 @@ def test_a_token_decodes_under_masks_and_biases(name, reference):
     if "mask" in options:
         options["mask"] = torch.rand(options["mask"], generator=generator) < 0.5
     for _ in range(2):
-        got = decoding.attend(query, key, value, **options)
+        got = cached_decoding.attend(query, key, value, **options)
         want, _ = reference(*(x.transpose(1, 2) for x in (query, key, value)), **options)
         torch.testing.assert_close(got, want.float(), atol=3e-6, rtol=0)
         for part in ("mask", "bias"):
@@ -273,12 +275,12 @@ def test_a_mask_is_padded_anew_when_others_wrote_to_it():
         mask.data = ~mask.data
 
     mask = torch.rand(2, 1, 1, 131, generator=torch.Generator().manual_seed(0)) < 0.5
-    kept = decoding._padded(mask, 160)
-    assert decoding._padded(mask, 160) is kept
+    kept = cached_decoding._padded(mask, 160)
+    assert cached_decoding._padded(mask, 160) is kept
     writes = (lambda x: x.logical_not_(), lambda x: x.data.logical_not_(), lambda x: np.logical_not(x, out=x.numpy()))
     for write in (*writes, assign):
         write(mask)
-        padded = decoding._padded(mask, 160)
+        padded = cached_decoding._padded(mask, 160)
         assert torch.equal(padded[..., :131], mask)
         assert not padded[..., 131:].any()
 
@@ -288,9 +290,11 @@ def test_padded_prompts_decode_by_split_keys(monkeypatch):
     _, ours = both("llama")
     tokens, mask, _ = tokens_and_mask("left")
     calls, padded = [], []
-    attend, pad = decoding.attend, decoding._pad
-    monkeypatch.setattr(decoding, "attend", lambda *x, **given: calls.append(given["mask"]) or attend(*x, **given))
-    monkeypatch.setattr(decoding, "_pad", lambda x, room: padded.append(x) or pad(x, room))
+    attend, pad = cached_decoding.attend, cached_decoding._pad
+    monkeypatch.setattr(
+        cached_decoding, "attend", lambda *x, **given: calls.append(given["mask"]) or attend(*x, **given)
+    )
+    monkeypatch.setattr(cached_decoding, "_pad", lambda x, room: padded.append(x) or pad(x, room))
     ours.generate(tokens, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert [x.shape for x in calls] == [(2, 1, 1, length) for length in (13, 14, 15) for _ in range(2)]
     assert len(padded) == 3
@@ -398,8 +402,8 @@ def test_one_graph_decodes_all_tokens_of_a_static_cache(monkeypatch):
     """By split keys, which read none behind a sequence's last one. No token compiles a graph or a program anew."""
     torch._dynamo.reset()
     theirs, ours = both("llama")
-    programs, folded = [], decoding._folded
-    monkeypatch.setattr(decoding, "_folded", lambda *given: programs.append(given[1].shape) or folded(*given))
+    programs, folded = [], cached_decoding._folded
+    monkeypatch.setattr(cached_decoding, "_folded", lambda *given: programs.append(given[1].shape) or folded(*given))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ours, backend=counter, fullgraph=True)
     tokens, mask, _ = tokens_and_mask("left")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import huggingface, warned
+from jax_kernels.bridge import huggingface
+from jax_kernels.bridge.interop import warn_once
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -71,7 +72,7 @@ def models_of(name, reference=None):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_with_dropout(name, monkeypatch):
     """PyTorch's attention drops the same weights: the loss and the gradients are equal."""
-    monkeypatch.setattr(warned, "_GIVEN", set())
+    monkeypatch.setattr(warn_once, "_GIVEN", set())
     theirs, ours, given = models_of(name)
     losses, gradients = [], []
     with warnings.catch_warnings(record=True) as caught:
@@ -94,7 +95,7 @@ def test_a_training_step_with_dropout(name, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_output_attentions_are_those_of_eager(name, monkeypatch):
     """Weights and logits; the kernels give the same logits. One warning."""
-    monkeypatch.setattr(warned, "_GIVEN", set())
+    monkeypatch.setattr(warn_once, "_GIVEN", set())
     theirs, ours, given = models_of(name, "eager")
     given.pop("labels") if "decoder_start_token_id" not in MODELS[name][1] else None
     theirs.eval()
@@ -207,7 +208,7 @@ def test_a_layers_attention(name, how, reference):
 
 
 def test_each_reason_warns_once(monkeypatch):
-    monkeypatch.setattr(warned, "_GIVEN", set())
+    monkeypatch.setattr(warn_once, "_GIVEN", set())
     layer = torch.nn.Module()
     inputs = torch.randn(3, 1, 2, 5, 8)
     for given, options, text in (

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack, in_place, lent, masks, running
+from jax_kernels.bridge import masks
 from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.interop import dlpack, dlpack_capsule, donated_outputs
+from jax_kernels.bridge.operators import execute
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -33,14 +35,14 @@ def lender():
 @pytest.fixture
 def programs(monkeypatch):
     found = {}
-    monkeypatch.setattr(in_place, "_PROGRAMS", found)
+    monkeypatch.setattr(donated_outputs, "_PROGRAMS", found)
     return found
 
 
 def run(function, *tensors):
-    arguments = in_place.Arguments((), tensors, (False,) * len(tensors))
+    arguments = donated_outputs.Arguments((), tensors, (False,) * len(tensors))
     device = tensors[0].device
-    return in_place.run(function, arguments, device)
+    return donated_outputs.run(function, arguments, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -85,7 +87,7 @@ def test_an_array_that_somebody_deleted_is_made_again(lender):
 
 
 def test_few_arrays_are_kept(lender, monkeypatch):
-    monkeypatch.setattr(lent, "_MOST", 3)
+    monkeypatch.setattr(dlpack_capsule, "_MOST", 3)
     tensors = [torch.zeros(size, 16) for size in range(1, 6)]
     arrays = [lender.kept(x) for x in tensors]
     assert len(lender._kept) == len(lender._forms) == 3
@@ -109,9 +111,9 @@ FORMS = {
 @pytest.mark.filterwarnings("error")  # JAX warns where a result cannot lie in the memory that it is given
 def test_xla_writes_each_result_to_an_argument(case):
     function, want = FORMS[case]
-    program = in_place._Program(jax.jit(function, keep_unused=True))
+    program = donated_outputs._Program(jax.jit(function, keep_unused=True))
     x = torch.ones(8, 16)
-    forms = program.forms("key", in_place.Arguments((), [x], (False,)))
+    forms = program.forms("key", donated_outputs.Arguments((), [x], (False,)))
     assert (forms and [form.shape for form in forms]) == want
     if forms is not None:
         assert all(torch.empty(form.shape).stride() == form.strides for form in forms)
@@ -143,7 +145,7 @@ def test_it_needs_jaxlibs_own_functions(programs, monkeypatch):
 
 def test_an_error_leaves_when_jax_is_done(programs, monkeypatch):
     settled = []
-    monkeypatch.setattr(in_place, "_settle", settled.append)
+    monkeypatch.setattr(donated_outputs, "_settle", settled.append)
 
     def fail(*given):
         raise KeyboardInterrupt
@@ -168,14 +170,14 @@ def test_which_argument_is_there_is_part_of_the_kind(programs):
     function = jax.jit(lambda x, y: [x + 1] if y is None else [jnp.concatenate([y, y])])
     tensor = torch.arange(3.0)
     found = [
-        in_place.run(function, in_place.Arguments((), [tensor], absent), CPU)
+        donated_outputs.run(function, donated_outputs.Arguments((), [tensor], absent), CPU)
         for absent in ((False, True), (True, False))
     ]
     assert [[x.tolist() for x in results] for results in found] == [[[1, 2, 3]], [[0, 1, 2, 0, 1, 2]]]
 
 
 def test_the_kinds_of_a_program_are_bounded(programs, monkeypatch):
-    monkeypatch.setattr(in_place, "_MOST", 3)
+    monkeypatch.setattr(donated_outputs, "_MOST", 3)
     function = jax.jit(lambda x: [x + 1])
     for length in (1, 2, 3, 4, 5, 1):
         (found,) = run(function, torch.arange(float(length)))
@@ -184,9 +186,9 @@ def test_the_kinds_of_a_program_are_bounded(programs, monkeypatch):
 
 
 def test_programs_are_forgotten():
-    in_place._program(jax.jit(lambda x: [x]))
-    running.forget()
-    assert not in_place._PROGRAMS
+    donated_outputs._program(jax.jit(lambda x: [x]))
+    execute.forget()
+    assert not donated_outputs._PROGRAMS
 
 
 class TestOnAGpu:
@@ -200,18 +202,18 @@ class TestOnAGpu:
     @pytest.fixture(autouse=True)
     def all_in_place(self, monkeypatch):
         """Fails where a call was not in place."""
-        found, own = [], in_place.run
+        found, own = [], donated_outputs.run
 
         def run(*given):
             results = own(*given)
             found.append(results is not None)
             return results
 
-        monkeypatch.setattr(in_place, "run", run)
+        monkeypatch.setattr(donated_outputs, "run", run)
         yield
         assert found
         assert all(found)
-        programs = in_place._PROGRAMS.values()
+        programs = donated_outputs._PROGRAMS.values()
         assert all(forms is not None for program in programs for forms in program.results.values())
 
     def test_results_are_written_in_place(self, programs):

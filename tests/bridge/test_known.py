@@ -11,8 +11,10 @@ import torch.utils.checkpoint
 from known_cases import BLOCKS, CALLS, IDS, qkv, random, total
 
 from jax_kernels import bridge
-from jax_kernels.bridge import known, private, running, sparse_attention
 from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.operators import call_cache, execute
+from jax_kernels.bridge.ops.attention import masked_attention
 
 # One of each way in which a call's arrays come to its chain.
 QUICK = [
@@ -76,13 +78,13 @@ def test_constants_and_names_make_other_calls(direct):
     attend = lambda **options: bridge.block_sparse_attention(*(z.detach() for z in qkv()), BLOCKS, **options)
     for _ in range(2):
         attend(block_size=8)
-    count = len(sparse_attention._block_sparse._known)
+    count = len(masked_attention._block_sparse._known)
     torch.use_deterministic_algorithms(True)
     try:
         attend(block_size=8)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(sparse_attention._block_sparse._known) == count + 1
+    assert len(masked_attention._block_sparse._known) == count + 1
     with pytest.raises(TypeError, match="block_mask: got dtype"):
         bridge.block_sparse_attention(*qkv(), BLOCKS.int(), block_size=8)
 
@@ -117,7 +119,7 @@ def test_each_mask_is_itself(direct):
     wants = []
     for ids in (torch.tensor(x.__array__()) for x in numbers):
         wants.append(bridge.flash_attention(*given, mask=ids[:, None, :, None] == ids[:, None, None]))
-    calls, outs = sparse_attention._flash._known, []
+    calls, outs = masked_attention._flash._known, []
     for ids in numbers:
         mask = bridge.masks.segments(ids)
         outs += [bridge.flash_attention(*given, mask=mask) for _ in range(3)][2:]
@@ -281,14 +283,14 @@ def test_an_operator_knows_its_calls(direct, monkeypatch):
         found.append(function)
         return direct.find(function, tensors, operands)(*(x for x in tensors if x is not None))
 
-    own = running.run
+    own = execute.run
 
     def run(function, tensors, operands=None):
-        results = running._launched(function, tensors, [x for x in tensors if x is not None], operands)
+        results = execute._launched(function, tensors, [x for x in tensors if x is not None], operands)
         return own(function, tensors, operands) if results is None else results
 
     monkeypatch.setattr(route, "launch", launch)
-    monkeypatch.setattr(running, "run", run)
+    monkeypatch.setattr(execute, "run", run)
     compiled = torch.compile(lambda *x: bridge.flash_attention(*x).sin(), backend="aot_eager", fullgraph=True)
     counts = []
     for _ in range(4):  # while it compiles, PyTorch's state is another one than in later calls
@@ -297,7 +299,7 @@ def test_an_operator_knows_its_calls(direct, monkeypatch):
         counts.append(len(found))
     assert counts[0] >= 2
     assert counts[1] == counts[3]
-    running.forget()
+    execute.forget()
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
@@ -349,16 +351,16 @@ def test_threads(direct):
 
 
 def test_as_many_calls_as_wanted_are_known(direct, monkeypatch):
-    monkeypatch.setattr(known, "_MOST", 3)
+    monkeypatch.setattr(call_cache, "_MOST", 3)
     function = bridge.from_jax(lambda x: x + 1)
     for size in range(1, 8):
         function(torch.zeros(size))
-    (calls,) = [x for x in known._ALL if len(x) == 3]
+    (calls,) = [x for x in call_cache._ALL if len(x) == 3]
     assert [call.chain.there for call in calls._calls.values()] == [[True]] * 3
 
 
 def test_without_pytorchs_guards_nothing_is_known(direct, monkeypatch):
-    monkeypatch.setattr(private, "_GUARDS", None)
+    monkeypatch.setattr(torch_internals, "_GUARDS", None)
     query, key, value = (x.detach() for x in qkv())
     for _ in range(3):
         bridge.flash_attention(query, key, value)
@@ -367,8 +369,8 @@ def test_without_pytorchs_guards_nothing_is_known(direct, monkeypatch):
 
 def test_the_private_symbols_are_found():
     """A PyTorch without them serves every call, and takes longer."""
-    assert private._GUARDS is not None
-    assert private.empty_on_gpu is torch._C._dynamo.guards._empty_strided_cuda
+    assert torch_internals._GUARDS is not None
+    assert torch_internals.empty_on_gpu is torch._C._dynamo.guards._empty_strided_cuda
 
 
 @pytest.mark.parametrize("name", ["matmul", "flash_attention", "dilated_attention"])

@@ -8,8 +8,8 @@ import torch.utils.checkpoint
 from known_cases import CALLS, qkv, random, total
 
 from jax_kernels import bridge
-from jax_kernels.bridge import known
 from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.operators import call_cache
 
 QUICK = [
     "plain",
@@ -48,7 +48,7 @@ def test_a_checkpoint_recomputes_by_a_known_call_what_a_first_call_computed(name
     call, given = CALLS[name]
     with route.disabled():
         want = torch.autograd.grad(total(call(*given)), given)
-    known.clear()
+    call_cache.clear()
     for _ in range(3):
         fresh = [x.detach().requires_grad_() for x in given]
         total(torch.utils.checkpoint.checkpoint(call, *fresh, use_reentrant=is_reentrant)).backward()

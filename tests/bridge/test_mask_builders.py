@@ -148,7 +148,7 @@ def test_prepare_mask(make_qkv):
     mask = masks.prefix(LENGTHS) | masks.sliding_window(100, 0)
     assert bridge.prepare_mask(mask, *inputs).lists == ()  # nothing reads any here
     with pytest.MonkeyPatch.context() as patch, on_device("H200") as hopper:
-        patch.setattr(bridge.targets, "_device_info", lambda device: hopper)
+        patch.setattr(bridge.interop.planning_device, "_device_info", lambda device: hopper)
         prepared = bridge.prepare_mask(mask, *(x.bfloat16() for x in inputs), is_causal=True)
         specs = [jax.ShapeDtypeStruct(x.shape, "bfloat16") for x in inputs]
         want = jax_kernels.prepare_mask(mask, *specs, is_causal=True)

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import jax_kernels
 from jax_kernels import bridge, masks
-from jax_kernels.bridge import operands
-from jax_kernels.bridge import plans as kept
+from jax_kernels.bridge.jax_functions import mask_operands
+from jax_kernels.bridge.jax_functions import programs as kept
 
 LENGTH, HEADS = 24, 4
 
@@ -109,35 +109,37 @@ def test_arrays_of_numpy_and_pytorch_are_read_anew_in_each_call(make_qkv, plans)
 
 def test_arrays_of_jax_are_passed_as_they_are():
     mask = of(0)["composed"]
-    assert operands.on_device(mask, torch.device("cpu")) is mask
+    assert mask_operands.on_device(mask, torch.device("cpu")) is mask
 
 
 def test_a_mask_is_moved_once_and_forgotten_with_it(monkeypatch):
     """JAX has one device here; what is on it is taken for another's."""
     moves = []
-    monkeypatch.setattr(operands.dlpack, "jax_device", lambda device: "another device")
-    monkeypatch.setattr(operands.jax, "device_put", lambda x, device: moves.append(device) or jax.tree.map(np.copy, x))
-    mask, before = of(0)["composed"], len(operands._MOVED)
-    first, second = (operands.on_device(mask, torch.device("cpu")) for _ in range(2))
+    monkeypatch.setattr(mask_operands.dlpack, "jax_device", lambda device: "another device")
+    monkeypatch.setattr(
+        mask_operands.jax, "device_put", lambda x, device: moves.append(device) or jax.tree.map(np.copy, x)
+    )
+    mask, before = of(0)["composed"], len(mask_operands._MOVED)
+    first, second = (mask_operands.on_device(mask, torch.device("cpu")) for _ in range(2))
     assert first is second
     assert moves == ["another device"]
-    assert mask in operands._MOVED
+    assert mask in mask_operands._MOVED
     del mask, first, second
     gc.collect()
-    assert len(operands._MOVED) <= before
+    assert len(mask_operands._MOVED) <= before
 
 
 def test_the_arrays_live_as_long_as_the_gradient_needs_them(make_qkv):
     inputs = make_qkv()
     gc.collect()
-    before = set(operands._FOUND)
+    before = set(mask_operands._FOUND)
     out = bridge.flash_attention(*inputs, mask=of(0)["dense"])
     gc.collect()
-    assert len(operands._FOUND) == len(before) + 1
+    assert len(mask_operands._FOUND) == len(before) + 1
     check(out, inputs, mask=of(0)["dense"])
     del out
     gc.collect()
-    assert set(operands._FOUND) <= before
+    assert set(mask_operands._FOUND) <= before
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -209,7 +211,7 @@ def test_errors(make_qkv):
     with pytest.raises(ValueError, match=r"^segments: got q_ids of shape \(1, 7\), want \[batch, 24\]"):
         bridge.flash_attention(*inputs, mask=masks.segments(np.zeros(7, np.int32)))
     with pytest.raises(RuntimeError, match=r"^mask: a graph that calls a function with a Mask runs only in the proc"):
-        operands.found("lost")
+        mask_operands.found("lost")
 
 
 def test_a_compiled_attention_can_be_copied_and_pickled(make_qkv):

@@ -10,7 +10,7 @@ import torch
 from jax._src import xla_bridge
 
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack, memory
+from jax_kernels.bridge.interop import dlpack, memory
 
 
 @pytest.fixture

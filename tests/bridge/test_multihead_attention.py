@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import warned
+from jax_kernels.bridge.interop import warn_once
 
 EMBED, HEADS, BATCH, LENGTH, KEYS = 32, 4, 3, 9, 11
 CASES = {
@@ -134,7 +134,7 @@ def test_weights_are_pytorchs(average):
 
 
 def test_what_falls_back_is_pytorchs(monkeypatch):
-    monkeypatch.setattr(warned, "_GIVEN", set())
+    monkeypatch.setattr(warn_once, "_GIVEN", set())
     x = torch.randn(2, LENGTH, EMBED)
     theirs, ours = both(batch_first=True, dropout=0.5)
     results = []
@@ -142,7 +142,7 @@ def test_what_falls_back_is_pytorchs(monkeypatch):
         torch.manual_seed(2)
         results.append(module(x, x, x, **options)[0])
     torch.testing.assert_close(*results)
-    assert any("dropout=0.5 drops attention weights" in x for x in warned._GIVEN)
+    assert any("dropout=0.5 drops attention weights" in x for x in warn_once._GIVEN)
     with_weights = []
     for module in (theirs, ours):  # the weights that are dropped are the same, too
         torch.manual_seed(2)

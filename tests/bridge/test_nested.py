@@ -8,7 +8,7 @@ from known_cases import qkv
 from torch.nn import functional
 
 from jax_kernels import bridge
-from jax_kernels.bridge import warned
+from jax_kernels.bridge.interop import warn_once
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
@@ -225,7 +225,7 @@ def test_encoders_of_pytorch_with_our_layers():
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
 def test_scaled_dot_product_attention_falls_back(layout, monkeypatch):
-    monkeypatch.setattr(warned, "_GIVEN", set())
+    monkeypatch.setattr(warn_once, "_GIVEN", set())
     entries = [torch.randn(n, 4, 8) for n in (3, 5)]
     if layout is torch.strided:  # PyTorch's own function wants contiguous ones
         nested = lambda: torch.nested.nested_tensor([x.transpose(0, 1) for x in entries])

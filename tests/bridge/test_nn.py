@@ -8,7 +8,7 @@ import torch
 from flax import nnx
 
 from jax_kernels import bridge, models
-from jax_kernels.bridge.layers import PlainLinear
+from jax_kernels.bridge.nn.layers import PlainLinear
 
 SHAPE = {"vocab_size": 61, "model_dim": 48, "num_layers": 2, "num_heads": 4}
 CONFIGS = {

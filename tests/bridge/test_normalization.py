@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from jax_kernels import bridge
-from jax_kernels.bridge import normalization
+from jax_kernels.bridge.ops import normalization
 
 OPS = {
     "layer_norm": (bridge.layer_norm, functional.layer_norm),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import attention_ops
+from jax_kernels.bridge.ops.attention import flash_attention_operator
 
 X = torch.randn(1, 9, 2, 16, generator=torch.Generator().manual_seed(0))
 ROWS, WEIGHTS = X[0, :, 0], torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
@@ -163,9 +163,9 @@ def test_numbers_of_a_graph():
 
 def test_numpys_numbers_compile_nothing_new():
     attend(scale=0.375)
-    before = len(attention_ops._inference)
+    before = len(flash_attention_operator._inference)
     attend(scale=np.float32(0.375)), attend(scale=torch.tensor(0.375)), attend(scale=np.float64(0.375))
-    assert len(attention_ops._inference) == before
+    assert len(flash_attention_operator._inference) == before
 
 
 MODULES = {

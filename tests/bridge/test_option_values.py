@@ -15,7 +15,7 @@ from known_cases import BLOCKS, IDS, LENGTHS, random
 
 import jax_kernels
 from jax_kernels import bridge, masks
-from jax_kernels.bridge import known
+from jax_kernels.bridge.operators import call_cache
 
 T, H, D = 24, 4, 16
 QUERY, KEY, VALUE = (random(2, T, H, D, seed=seed) for seed in range(3))
@@ -446,7 +446,7 @@ def test_calls_that_differ_in_an_option_without_a_value(op, name, direct):
     counts = []
     for value in COUNTED[name] * 2:
         function_of(op)(**given | {name: value})
-        counts.append(known.count())
+        counts.append(call_cache.count())
     assert counts[0] > 0
     assert counts[0] < counts[1] == counts[3]
 
@@ -459,7 +459,7 @@ def test_calls_under_another_setting_of_precision(op, direct):
         for precision in ("highest", "high") * 2:
             torch.set_float32_matmul_precision(precision)
             function_of(op)(**given)
-            counts.append(known.count())
+            counts.append(call_cache.count())
     finally:
         torch.set_float32_matmul_precision(before)
     assert 0 < counts[0] < counts[1] == counts[3]
@@ -474,7 +474,7 @@ def test_calls_under_deterministic_algorithms(op, direct):
         for is_on in (False, True) * 2:
             torch.use_deterministic_algorithms(is_on)
             function_of(op)(**given)
-            counts.append(known.count())
+            counts.append(call_cache.count())
     finally:
         torch.use_deterministic_algorithms(False)
     assert 0 < counts[0] < counts[1] == counts[3]

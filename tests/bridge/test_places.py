@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack, masks
+from jax_kernels.bridge import masks
+from jax_kernels.bridge.interop import dlpack
 
 
 def qkv(length, **options):

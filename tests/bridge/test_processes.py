@@ -61,8 +61,8 @@ for name, function in CALLS.items():
             print("numbers", name, got)
 
 # A forked process has the plans of its parent, and gives other names.
-from jax_kernels.bridge.plans import PLANS
-from jax_kernels.bridge.once import fresh_name, once
+from jax_kernels.bridge.jax_functions.programs import PLANS
+from jax_kernels.bridge.interop.keyed_cache import fresh_name, once
 made = once(lambda key: os.getpid())
 before = made(1)
 reader, writer = os.pipe()

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 from jax_kernels import bridge
-from jax_kernels.bridge import masks, torch_forms
+from jax_kernels.bridge import masks
+from jax_kernels.bridge.translate import torch_to_jnp
 
 BATCH, LENGTH, HEADS = 2, 20, 4
 GENERATOR = torch.Generator().manual_seed(0)
@@ -162,7 +163,7 @@ def test_gradients_at_bounds():
     for function in (lambda x: torch.clamp(x, -1.0, 1.0), torch.abs, functional.relu, functional.softplus):
         x = torch.tensor([-30.0, -1.0, 0.0, 1.0, 30.0], requires_grad=True)
         (want,) = torch.autograd.grad(function(x).sum(), x)
-        traced = bridge.from_jax(torch_forms.in_jnp(function))
+        traced = bridge.from_jax(torch_to_jnp.in_jnp(function))
         (got,) = torch.autograd.grad(traced(x).sum(), x)
         torch.testing.assert_close(got, want)
 

@@ -12,7 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from jax_kernels import bridge
-from jax_kernels.bridge import attention_ops, heads_first, warned
+from jax_kernels.bridge.interop import warn_once
+from jax_kernels.bridge.ops.attention import flash_attention_operator
+from jax_kernels.bridge.ops.drop_in import heads_first
 from jax_kernels.dispatch import on_device
 
 # Shapes of query, key and value, and the options.
@@ -145,7 +147,7 @@ def test_memory_that_pytorchs_own_tests_take(case):
 
 @pytest.mark.parametrize(("queries", "keys"), [(9, 11), (11, 9)])
 def test_pytorchs_causal_bias(queries, keys, monkeypatch):
-    monkeypatch.setattr(warned, "_GIVEN", set())
+    monkeypatch.setattr(warn_once, "_GIVEN", set())
     query, key, value = torch.randn(2, 4, queries, 8), *torch.randn(2, 2, 4, keys, 8)
     got = bridge.scaled_dot_product_attention(query, key, value, causal_upper_left(queries, keys))
     torch.testing.assert_close(got, functional.scaled_dot_product_attention(query, key, value, is_causal=True))
@@ -217,7 +219,7 @@ FALLBACKS = {
 
 @pytest.mark.parametrize("case", FALLBACKS)
 def test_what_falls_back_is_pytorchs_and_says_so_once(case, monkeypatch):
-    monkeypatch.setattr(warned, "_GIVEN", set())
+    monkeypatch.setattr(warn_once, "_GIVEN", set())
     options, dtype, head_dim, message = FALLBACKS[case]
     inputs = torch.randn(3, 1, 2, 5, head_dim, dtype=dtype).requires_grad_()
     torch.manual_seed(1)
@@ -251,7 +253,7 @@ def test_rows_that_see_nothing_in_calls_that_fall_back(case, is_added):
 
 def test_by_assignment(monkeypatch):
     """torch.nn's modules call it, and its own fall back does not call itself."""
-    monkeypatch.setattr(warned, "_GIVEN", set())
+    monkeypatch.setattr(warn_once, "_GIVEN", set())
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
     x = torch.randn(2, 7, 32)
     padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
@@ -270,17 +272,17 @@ def test_by_assignment(monkeypatch):
 @pytest.mark.parametrize("shape", [(2, 1, 1, 500), (500, 500)], ids=str)
 def test_rows_of_a_mask_have_one_shape_on_each_device(shape):
     """Kernels of a GPU take a mask of keys as a bias. The results of the operator do not show it to its backward."""
-    options = attention_ops.Options(
+    options = flash_attention_operator.Options(
         is_causal=False, window_left=-1, window_right=-1, q_offset=0, scale=None, softcap=None, return_lse=False,
         deterministic=None, precision=None, implementation=None,
     )  # fmt: skip
     query = jax.ShapeDtypeStruct((2, 500, 4, 64), jnp.bfloat16)
     others = dict.fromkeys(("bias", "sinks", "q_segment_ids", "kv_segment_ids", "kv_lengths", "q_offset"))
     mask = jax.ShapeDtypeStruct(shape, jnp.bool_)
-    tensors = attention_ops.Tensors(query=query, key=query, value=query, mask=mask, **others)
+    tensors = flash_attention_operator.Tensors(query=query, key=query, value=query, mask=mask, **others)
     device = torch.device("cuda", 0)
     with on_device("H200"):
-        out, rows = jax.eval_shape(attention_ops._forward.__wrapped__(device, options), *tensors)
+        out, rows = jax.eval_shape(flash_attention_operator._forward.__wrapped__(device, options), *tensors)
     assert out.shape == query.shape
     assert rows.shape == (2, 4, 500)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import plans as module
-from jax_kernels.bridge.structure import flatten, rebuild
+from jax_kernels.bridge.jax_functions import programs as module
+from jax_kernels.bridge.jax_functions.pytree import flatten, rebuild
 
 
 class Mode(enum.IntEnum):

@@ -9,7 +9,8 @@ from torch import fx
 from torch.nn import functional
 
 from jax_kernels import bridge
-from jax_kernels.bridge import flash_attention, warned
+from jax_kernels.bridge import flash_attention
+from jax_kernels.bridge.interop import warn_once
 
 fx.wrap("flash_attention")
 TORCHS = functional.scaled_dot_product_attention
@@ -167,7 +168,7 @@ def test_fx_wrap_is_a_way_out():
 
 def test_script_runs_pytorchs_attention(assigned, monkeypatch):
     """With one warning; also inside of torch.nn.MultiheadAttention, and it is saved."""
-    monkeypatch.setattr(warned, "_GIVEN", set())
+    monkeypatch.setattr(warn_once, "_GIVEN", set())
     with pytest.warns(UserWarning, match=r"scaled_dot_product_attention: torch\.jit\.script.*PyTorch's own"):
         scripted = torch.jit.script(Causal())
     query, key, value = draw(3, 2, 4, 7, 8)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from jax_kernels import bridge, masks
-from jax_kernels.bridge import plans as module
-from jax_kernels.bridge.once import fresh_name, once
+from jax_kernels.bridge.interop.keyed_cache import fresh_name, once
+from jax_kernels.bridge.jax_functions import programs as module
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -103,10 +103,12 @@ def test_once_makes_a_value_once_and_names_are_given_once():
 
 def test_a_mask_is_copied_once(monkeypatch):
     copies = []
-    monkeypatch.setattr(bridge.operands.dlpack, "jax_device", lambda device: "elsewhere")
-    monkeypatch.setattr(bridge.operands.jax, "device_put", lambda mask, target: copies.append(target) or mask)
+    monkeypatch.setattr(bridge.jax_functions.mask_operands.dlpack, "jax_device", lambda device: "elsewhere")
+    monkeypatch.setattr(
+        bridge.jax_functions.mask_operands.jax, "device_put", lambda mask, target: copies.append(target) or mask
+    )
     mask = masks.block_sparse(jnp.ones((2, 2), bool), 4)
-    together(*[lambda: bridge.operands.on_device(mask, torch.device("cpu"))] * 4)
+    together(*[lambda: bridge.jax_functions.mask_operands.on_device(mask, torch.device("cpu"))] * 4)
     assert copies == ["elsewhere"]
 
 

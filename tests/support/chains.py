@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from jax_kernels import flash_attention, masks
-from jax_kernels.bridge import attention_ops, decoding
-from jax_kernels.bridge.attention_ops import Options, Tensors
-from jax_kernels.bridge.direct import target
+from jax_kernels.bridge.direct import compile
 from jax_kernels.bridge.direct.chain import Copy, Fill, Kernel, LaunchChain, MosaicKernel, NotDirectError, Place
-from jax_kernels.bridge.quantized import on_stored
+from jax_kernels.bridge.ops.attention import flash_attention_operator
+from jax_kernels.bridge.ops.attention.flash_attention_operator import Options, Tensors
+from jax_kernels.bridge.ops.decoding import cached_decoding
+from jax_kernels.bridge.ops.quantization import on_stored
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.low_bit import LowBit
@@ -54,11 +55,13 @@ def attention(kind: str, *, length: int = 512, head_dim: int = 128, has_drows: b
     of_call, others = options(is_causal=True, **given), [None] * (len(Tensors._fields) - 3)
     x = spec(2, length, 4, head_dim)
     if kind == "backward":
-        backward = attention_ops._backward.__wrapped__(CPU, of_call, attention_ops.wanted_of([True] * 3))
+        backward = flash_attention_operator._backward.__wrapped__(
+            CPU, of_call, flash_attention_operator.wanted_of([True] * 3)
+        )
         rows = spec(2, 4, length, dtype="float32")
         function = lambda q, k, v, out, rows, dout, drows=None: backward(q, k, v, *others, out, rows, dout, drows)
         return Program(function=function, specs=[x, x, x, x, rows, x, *[rows] * has_drows])
-    make = {"forward": attention_ops._forward, "inference": attention_ops._inference}[kind]
+    make = {"forward": flash_attention_operator._forward, "inference": flash_attention_operator._inference}[kind]
     forward = make.__wrapped__(CPU, of_call)
     return Program(function=lambda q, k, v: forward(q, k, v, *others), specs=[x, x, x])
 
@@ -74,7 +77,7 @@ def with_constants() -> Program:
 def token() -> Program:
     """One new token of grouped heads behind a cache with room, as a Hugging Face model asks for it."""
     cache = spec(1, 8, 8192, 64)
-    function = lambda *given: (decoding._decode(*given, None, None, None, scale=None, softcap=None),)
+    function = lambda *given: (cached_decoding._decode(*given, None, None, None, scale=None, softcap=None),)
     return Program(function=function, specs=[spec(1, 32, 1, 64), cache, cache, spec(8, dtype="int32")])
 
 
@@ -142,11 +145,11 @@ CASES: dict[str, Callable[[], Program]] = {
 }
 
 
-def target_of(gpu: str) -> target.Target:
+def target_of(gpu: str) -> compile.Target:
     """The target that is a GPU by its name."""
     info = device_info(gpu)
     generation = aot.GENERATIONS[info.compute_capability]
-    return target.Target(
+    return compile.Target(
         kind=generation.kind,
         compute_capability=info.compute_capability,
         core_count=info.core_count,
@@ -164,7 +167,7 @@ def target_of(gpu: str) -> target.Target:
 def chain_for(gpu: str, case: str) -> LaunchChain:
     program = CASES[case]()
     with on_device(gpu):
-        return target.compile_chain(target_of(gpu), *program)
+        return compile.compile_chain(target_of(gpu), *program)
 
 
 def described(chain: LaunchChain) -> dict[str, Any]:

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack
 from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.interop import dlpack
 
 THREADS, STREAMS = 4, 3
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge.direct.driver import _SIGNATURES, Driver, LaunchConfig
 from jax_kernels.bridge.direct.launcher import Allocator
+from jax_kernels.bridge.interop.cuda_driver import _SIGNATURES, Driver, LaunchConfig
 
 CONTEXT = 0xC0
 STREAM = 0x5

@@ -5,7 +5,7 @@ import torch
 
 import jax_kernels
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack, targets
+from jax_kernels.bridge.interop import dlpack, planning_device
 
 
 class Chain:
@@ -21,7 +21,7 @@ class Chain:
         self.calls += 1
         arrays, owners = dlpack.import_tensors(tensors, tensors[0].device)
         given = iter(arrays)
-        with targets.planning_for(tensors[0].device):
+        with planning_device.planning_for(tensors[0].device):
             masks = () if self.operands is None else (self.operands.masks,)
             results = self.function(*masks, *(next(given) if there else None for there in self.there))
         exported = dlpack.export_arrays(results, tensors[0].device)

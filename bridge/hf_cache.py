@@ -1,0 +1,80 @@
+"""A cache of transformers whose keys and values have room for more tokens, which are written in place.
+
+It imports transformers: bridge.huggingface imports it when a cache is asked for.
+"""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from jax_kernels.bridge.ops.attention import length_buckets
+
+__all__ = ["GrowingCache", "GrowingLayer"]
+
+_AHEAD = 128  # tokens that new memory has room for, at least
+
+
+class GrowingLayer(DynamicLayer):
+    """transformers' DynamicLayer, whose keys and values are the front of larger tensors.
+
+    A token is written behind them, where DynamicLayer copies all of them. Keys that other methods put there, and keys
+    from inference_mode that are continued outside of it, are copied to new memory by the next token.
+    """
+
+    keys: Any
+    values: Any
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._rooms: dict[str, torch.Tensor] = {}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values with those of the new tokens behind them: [batch, heads, length, head_dim] each."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return super().update(key_states, value_states, *args, **options)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._extended("keys", self.keys, key_states)
+        self.values = self._extended("values", self.values, value_states)
+        return self.keys, self.values
+
+    def _extended(self, name: str, x: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        length = x.shape[2] if x.ndim == 4 else 0
+        total = length + new.shape[2]
+        room = self._rooms.get(name)
+        if room is None or not _is_front(x, room, length) or room.shape[2] < total or not _is_writable(room):
+            room = new.new_empty(*new.shape[:2], length_buckets.bucket(total + _AHEAD), new.shape[3])
+            if length:
+                room[:, :, :length].copy_(x)
+            self._rooms[name] = room
+        room.narrow(2, length, new.shape[2]).copy_(new)
+        return room.narrow(2, 0, total)
+
+
+def _is_writable(room: torch.Tensor) -> bool:
+    """Whether PyTorch allows a write: memory that was made under inference_mode is read-only outside of it."""
+    return torch.is_inference_mode_enabled() or not room.is_inference()
+
+
+def _is_front(x: torch.Tensor, room: torch.Tensor, length: int) -> bool:
+    """Tells whether x is the front of the room."""
+    if not length:
+        return False
+    same = x.shape[:2] == room.shape[:2] and x.shape[3] == room.shape[3] and x.dtype == room.dtype
+    return same and x.data_ptr() == room.data_ptr() and x.stride() == room.stride()
+
+
+class GrowingCache(DynamicCache):
+    """transformers' DynamicCache of GrowingLayers. Layers that have a window of their own stay as they are."""
+
+    layers: Any
+    layer_class_to_replicate: Any
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config=config)
+        self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+        if self.layer_class_to_replicate is not None:
+            self.layer_class_to_replicate = GrowingLayer

@@ -1,0 +1,406 @@
+"""Passes arrays between PyTorch and JAX: in which order on the GPU, and who owns the memory.
+
+In: JAX reads the tensor's own memory, once the work queued on PyTorch's current stream has run. Tensors that
+JAX cannot read as they are (strided, lazily conjugated or negated, badly aligned) are copied first.
+
+Out: PyTorch owns every output. A program writes its results to tensors of PyTorch's where it can (in_place.py).
+Else JAX's memory is copied to a new tensor on PyTorch's current stream, after JAX's work and without waiting on
+the host, and is given back to JAX once the copy has run. A tensor over JAX's own memory would not be safe: when
+it dies, JAX reuses the memory at once, though another stream may still read it, and `Tensor.record_stream` knows
+nothing of JAX's allocator. The copy costs the time to read and write the output once.
+
+jaxlib's own DLPack functions are used where they are found under the names that jax 0.11 and 0.12 have: the
+public ones cost more than twice the time of a call.
+"""
+
+import atexit
+import contextlib
+import functools
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax._src import core
+
+from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.dlpack_capsule import Lender
+from jax_kernels.bridge.interop.keep_alive import Held
+
+__all__ = [
+    "after_current_stream",
+    "check_dense",
+    "check_dtype",
+    "copied",
+    "current_gpu",
+    "export_arrays",
+    "has_private",
+    "has_torch_dtype",
+    "held_bytes",
+    "import_tensors",
+    "is_capturing",
+    "jax_device",
+    "jax_dtype",
+    "lender",
+    "outside_of_traces",
+    "read_by",
+    "readable",
+    "refuse_capture",
+    "torch_dtype",
+    "wait_for",
+]
+
+_NARROW = (
+    *("bfloat16", "float16", "float32", "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "complex64"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
+# JAX narrows these to 32 bits, silently, unless jax_enable_x64 is set.
+_WIDE = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}
+
+_TO_JAX = {getattr(torch, name): jnp.dtype(name) for name in (*_NARROW, *_WIDE)}
+_TO_TORCH = {name: dtype for dtype, name in _TO_JAX.items()}
+
+# XLA reads its arguments with vector loads of this many bytes.
+_ALIGNMENT = {"cpu": 64, "cuda": 16}
+_DLPACK_DEVICE = {"cpu": 1, "cuda": 2}
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError, naming the argument, for a nested or sparse tensor."""
+    if tensor.is_nested:
+        raise ValueError(
+            f"{name}: got a nested tensor, want a dense one, such as its values(); attention takes sequences of "
+            "several lengths in one tensor with segment_ids, or by flash_attn_varlen_func"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor; convert it with .to_dense()")
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raises TypeError, naming the argument, where JAX cannot take the dtype as it is."""
+    short = str(dtype).removeprefix("torch.")
+    if dtype not in _TO_JAX:
+        raise TypeError(f"{name}: got dtype {dtype}, which JAX does not take; cast it first")
+    if short in _WIDE and not jax.config.jax_enable_x64:
+        raise TypeError(
+            f"{name}: got dtype {dtype}, which JAX narrows to 32 bits; cast it first, with .to(torch.{_WIDE[short]}), "
+            "or set jax_enable_x64"
+        )
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """The NumPy dtype that JAX has for a PyTorch dtype."""
+    return _TO_JAX[dtype]
+
+
+def torch_dtype(name: str, dtype: Any) -> torch.dtype:
+    """The PyTorch dtype of a JAX array; TypeError, naming the array, where there is none."""
+    if dtype not in _TO_TORCH:
+        raise TypeError(f"{name}: got dtype {dtype}, which PyTorch does not take; cast it first")
+    return _TO_TORCH[dtype]
+
+
+def has_torch_dtype(dtype: Any) -> bool:
+    """Whether PyTorch has the dtype of a JAX array."""
+    return dtype in _TO_TORCH
+
+
+@functools.cache
+def jax_device(device: torch.device) -> jax.Device:
+    """The JAX device that is this PyTorch device.
+
+    Raises ValueError for a device that is neither a CPU nor a CUDA GPU, and RuntimeError where JAX does not
+    have it.
+    """
+    if device.type not in _DLPACK_DEVICE:
+        raise ValueError(f"got a tensor on {device}, want one on a CPU or a CUDA device")
+    if device.type == "cuda" and torch.version.hip:
+        raise RuntimeError(
+            f"got a tensor on {device}, which is an AMD GPU's in this build of PyTorch ({torch.version.hip}), want one "
+            "on a CPU or an NVIDIA GPU"
+        )
+    try:
+        devices = jax.local_devices(backend=device.type)
+    except RuntimeError as error:
+        hint = "install jax[cuda13]" if device.type == "cuda" else "add cpu to JAX_PLATFORMS"
+        raise RuntimeError(
+            f"got a tensor on {device}, but JAX has no {device.type} backend ({hint}): {error}"
+        ) from error
+    if device.type == "cpu":
+        return devices[0]
+    for candidate in devices:
+        if candidate.local_hardware_id == device.index:
+            return candidate
+    raise RuntimeError(f"got a tensor on {device}, but JAX sees only {devices}")
+
+
+def current_gpu(argument: str) -> torch.device:
+    """PyTorch's current GPU. Raises ValueError, naming the argument that asks for it, where PyTorch has none."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"{argument}: got none, want a CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def import_tensors(
+    tensors: Sequence[torch.Tensor], device: torch.device, *, is_one_call: bool = False
+) -> tuple[list[jax.Array], list[torch.Tensor]]:
+    """JAX arrays over the tensors' memory, and the tensors that own it.
+
+    Keep the owners until the results have been exported: before that, PyTorch may give a dead tensor's memory
+    away while JAX still reads it. The tensors must all be on `device`, and must not be written to by JAX
+    (never donate the arrays).
+
+    is_one_call: a promise that all arrays go to one call of a function that was jitted with keep_unused, and the owners
+    to export_arrays. Then the wait of one array for PyTorch's stream is that of all.
+    """
+    owners = [readable(tensor) for tensor in tensors]
+    if is_one_call and device.type == "cuda":
+        owners = [owner.detach() if owner.requires_grad else owner for owner in owners]
+    else:
+        # Detached: the caller's own tensors may live on, and would not show when JAX lets go of the memory.
+        owners = [owner.detach() for owner in owners]
+        for owner in owners:
+            _LENT[next(_LOANS)] = owner
+    target = jax_device(device)
+    filled = [tensor for tensor in owners if tensor.numel()]
+    arrays = iter(_over(filled, device, target, is_one_call))
+    return [next(arrays) if t.numel() else jnp.zeros(t.shape, _TO_JAX[t.dtype], device=target) for t in owners], owners
+
+
+def export_arrays(
+    arrays: Iterable[jax.Array], device: torch.device, read: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """New tensors, owned by PyTorch, with the arrays' values. Never waits for the GPU on the host.
+
+    read: tensors that JAX reads for the arrays. They are held as long.
+    """
+    arrays = list(arrays)
+    for index, array in enumerate(arrays):
+        torch_dtype(f"output {index}", array.dtype)
+    if device.type == "cpu":
+        jax.block_until_ready(arrays)
+        return [_view(array, None).clone() if array.size else _empty(array, device) for array in arrays]
+    stream = _current_stream(device)
+    # 0, the default stream's handle, means something else in DLPack, where 1 stands for it.
+    handle = stream.cuda_stream or 1
+    views = [_view(array, handle) if array.size else _empty(array, device) for array in arrays]
+    if not any(array.size for array in arrays):
+        jax.block_until_ready(arrays)  # nothing else tells the stream when JAX has read the tensors
+    if torch.cuda.current_device() == device.index:
+        return _cloned(views, stream, read)
+    with torch.cuda.device(device):
+        return _cloned(views, stream, read)
+
+
+def _cloned(views: list[torch.Tensor], stream: Any, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of the views on the current stream of their device, which is the current one."""
+    tensors = [view.clone(memory_format=torch.contiguous_format) for view in views]
+    _HELD.hold(stream, views, read)
+    return tensors
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raises RuntimeError while a CUDA graph is being captured, which would not hold JAX's work."""
+    if device.type == "cuda" and is_capturing(device):
+        raise RuntimeError(
+            "a JAX function cannot be captured in a CUDA graph: JAX runs it on a stream of its own. Call it outside "
+            "torch.cuda.graph; a call that is launched directly can be captured after a first call of the same shapes "
+            "and options outside"
+        )
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of a GPU."""
+    if not torch.cuda.is_initialized():
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[jax.Array]:
+    """Copies of the tensors, which JAX owns and which may be kept. Never waits for the GPU on the host."""
+    return read_by(lambda *arrays: [jnp.copy(array) for array in arrays], tensors, device)
+
+
+def read_by(function: Callable[..., Any], tensors: Sequence[torch.Tensor], device: torch.device) -> Any:
+    """The results of a JAX function of the tensors: a pytree of arrays, none of which shares the tensors' memory.
+
+    Work that PyTorch's current stream does on the tensors later waits until JAX has read them.
+    """
+    refuse_capture(device)
+    with torch._C._DisableFuncTorch():  # a transform that is active would wrap what is made of the tensors here
+        arrays, owners = import_tensors(tensors, device)
+        results = function(*arrays)
+        leaves = [array for array in jax.tree.leaves(results) if array.size]
+        if device.type == "cpu":
+            jax.block_until_ready(leaves)
+        else:
+            handle = torch.cuda.current_stream(device).cuda_stream or 1
+            for array in leaves:
+                _view(array, handle)  # the stream waits for JAX
+    del owners
+    return results
+
+
+def outside_of_traces() -> contextlib.AbstractContextManager[Any]:
+    """Makes JAX compute inside the block, also where it is tracing a function that calls the bridge on tensors."""
+    return contextlib.nullcontext() if core.trace_state_clean() else core.eval_context()
+
+
+def _empty(array: jax.Array, device: torch.device) -> torch.Tensor:
+    return torch.empty(array.shape, dtype=_TO_TORCH[array.dtype], device=device)
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy of it, in the one form that JAX reads rightly."""
+    # DLPack carries neither of these bits: JAX would read the wrong sign.
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    # JAX takes some permutations, but compiles anew for each.
+    tensor = tensor.contiguous()
+    if tensor.data_ptr() % _ALIGNMENT[tensor.device.type]:
+        tensor = tensor.clone()
+    return tensor
+
+
+class _DlpackFunctions(NamedTuple):
+    """jaxlib's own DLPack functions: from a capsule to an array, and back."""
+
+    to_array: Any
+    to_capsule: Any
+
+
+def _private() -> _DlpackFunctions | None:
+    """jaxlib's own DLPack functions, or None where they are not found."""
+    try:
+        from jax._src.lib import _jax
+
+        return _DlpackFunctions(
+            to_array=_jax.dlpack_managed_tensor_to_buffer, to_capsule=_jax.buffer_to_dlpack_managed_tensor
+        )
+    except (ImportError, AttributeError):
+        return None
+
+
+_PRIVATE = _private()
+
+
+def has_private() -> bool:
+    """Whether jaxlib's own DLPack functions are found."""
+    return _PRIVATE is not None
+
+
+def lender(device: torch.device) -> Lender:
+    """The Lender of a device. It needs jaxlib's own DLPack functions."""
+    assert _PRIVATE is not None
+    return Lender(_PRIVATE.to_array, jax_device(device), _DLPACK_DEVICE[device.type])
+
+
+def wait_for(array: jax.Array, device: torch.device) -> None:
+    """Makes PyTorch's current stream of a GPU wait until JAX has written the array; on a CPU, waits itself."""
+    if device.type == "cpu":
+        array.block_until_ready()
+        return
+    assert _PRIVATE is not None
+    _PRIVATE.to_capsule(array, stream=_current_stream(device).cuda_stream or 1)
+
+
+def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device, is_one_call: bool) -> list[jax.Array]:
+    """Arrays over the memory of readable tensors; on a GPU, JAX waits for PyTorch's current stream."""
+    if _PRIVATE is None:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                return [jax.dlpack.from_dlpack(tensor, device=target, copy=False) for tensor in tensors]
+        # A pinned tensor would call itself a GPU's.
+        tensors = [tensor.clone() if tensor.is_pinned() else tensor for tensor in tensors]
+        return [jax.dlpack.from_dlpack(tensor, device=target, copy=False) for tensor in tensors]
+    stream = after_current_stream(device)
+    code = _DLPACK_DEVICE[device.type]
+    to_array = _PRIVATE.to_array
+    arrays = []
+    for tensor in tensors:
+        arrays.append(to_array(torch.utils.dlpack.to_dlpack(tensor), target, stream, None, code))
+        if is_one_call:
+            stream = None
+    return arrays
+
+
+class _Ready(threading.local):
+    """The events that this thread records on PyTorch's streams, by the index of the GPU."""
+
+    def __init__(self) -> None:
+        self.events: dict[int, torch.cuda.Event] = {}
+
+
+_READY = _Ready()
+
+
+def after_current_stream(device: torch.device) -> int | None:
+    """A stream of JAX's that waits for PyTorch's current one; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    stream = _stream_of_jax(device)
+    ready = _READY.events.get(device.index)
+    if ready is None:
+        ready = _READY.events[device.index] = torch.cuda.Event()
+    ready.record(_current_stream(device))
+    stream.wait_event(ready)
+    return stream.cuda_stream
+
+
+@functools.cache
+def _stream_of_jax(device: torch.device) -> Any:
+    return _external_stream(jax_device(device).get_stream_for_external_ready_events(), device)
+
+
+def _current_stream(device: torch.device) -> Any:
+    """PyTorch's current stream of a GPU, as an object that is kept: torch.cuda.current_stream makes one each time."""
+    return _external_stream(torch_internals.stream_handle(device.index), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _external_stream(stream: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream of this handle. Of 0, the default stream's, torch.cuda.ExternalStream would make a new stream."""
+    return torch.cuda.ExternalStream(stream, device=device) if stream else torch.cuda.default_stream(device)
+
+
+def _view(array: jax.Array, stream: int | None) -> torch.Tensor:
+    """A tensor over JAX's memory; on a GPU, `stream` waits for JAX."""
+    if _PRIVATE is not None:
+        return torch.utils.dlpack.from_dlpack(_PRIVATE.to_capsule(array, stream=stream))
+    return torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=stream))  # type: ignore[call-arg]
+
+
+_HELD = Held()
+
+
+def held_bytes(device: torch.device) -> int:
+    """The bytes of JAX's memory on a GPU that are held until PyTorch's streams have read them."""
+    return _HELD.sizes().get(device.index, 0)
+
+
+# The tensors that JAX may still be reading, by a running number.
+_LENT: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+_LOANS = itertools.count()
+
+
+@atexit.register
+def _finish() -> None:
+    """Waits until neither side uses the other's memory.
+
+    JAX's threads let go of a tensor under the interpreter's lock: once the interpreter is gone, that aborts
+    the process.
+    """
+    read = _HELD.clear()
+    deadline = time.monotonic() + 2
+    while (_LENT or any(x() is not None for x in read)) and time.monotonic() < deadline:
+        time.sleep(0.001)

@@ -1,0 +1,179 @@
+"""Programs of JAX whose results are tensors of PyTorch's own memory.
+
+The program takes empty tensors as arguments that it may overwrite, and XLA writes its results there. So none is copied,
+and no memory of JAX's is held for a stream of PyTorch's. PyTorch's current stream waits for JAX before the call
+returns: what it does with the tensors later comes after JAX's work, as if it had run the program itself.
+"""
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+
+from jax_kernels.bridge.interop import dlpack, torch_internals
+from jax_kernels.bridge.interop.bounded_dict import drop_oldest
+from jax_kernels.bridge.interop.dlpack_capsule import Lender
+from jax_kernels.bridge.interop.keep_alive import while_others_capture
+from jax_kernels.bridge.interop.planning_device import planning_for
+
+__all__ = ["Arguments", "forget", "run"]
+
+_MOST = 1024
+
+
+class Arguments(NamedTuple):
+    """A call of a function. masks: its first argument, alone in a tuple, or (). tensors: those that are there.
+
+    absent: tells for each argument after `masks` whether it is None, and no tensor. structure: equal where that of the
+    Masks is, with the shapes of their arrays.
+    """
+
+    masks: tuple[Any, ...]
+    tensors: Sequence[torch.Tensor]
+    absent: tuple[bool, ...]
+    structure: Any = None
+
+    def placed(self, values: Sequence[Any]) -> list[Any]:
+        """The values of the tensors at their places, behind the Masks."""
+        given = iter(values)
+        return [*self.masks, *(None if is_absent else next(given) for is_absent in self.absent)]
+
+
+class _Result(NamedTuple):
+    """The form of a result, as PyTorch takes it."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Program:
+    """A jitted function that writes its results in place.
+
+    results: their forms for each kind of arguments, or None where JAX does not write in place.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        def in_place(results: Any, *arguments: Any) -> Any:
+            return function(*arguments)
+
+        in_place.__name__ = getattr(function, "__name__", in_place.__name__)
+        self.jitted = jax.jit(in_place, donate_argnums=0, keep_unused=True)
+        self.results: dict[Any, tuple[_Result, ...] | None] = {}
+        self._function = function
+
+    def forms(self, key: Any, arguments: Arguments) -> tuple[_Result, ...] | None:
+        """Finds the results' forms of new arguments, where JAX may write in place. key: of the arguments."""
+        forms = self.results[key] = self._traced(arguments)
+        drop_oldest(self.results, _MOST)
+        return forms
+
+    def _traced(self, arguments: Arguments) -> tuple[_Result, ...] | None:
+        if not all(x.numel() for x in arguments.tensors):
+            return None
+        abstract = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in arguments.tensors]
+        found = jax.tree.leaves(jax.eval_shape(self._function, *arguments.placed(abstract)))
+        if not found or not all(math.prod(x.shape) and dlpack.has_torch_dtype(x.dtype) for x in found):
+            return None
+        return tuple(_Result(tuple(x.shape), _strides(x.shape), dlpack.torch_dtype("", x.dtype)) for x in found)
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(reversed(shape[1:]), lambda x, y: x * y, initial=1))[::-1] if shape else ()
+
+
+_PROGRAMS: dict[Callable[..., Any], _Program] = {}
+
+
+def forget() -> None:
+    """Drops the programs."""
+    _PROGRAMS.clear()
+
+
+def _program(function: Callable[..., Any]) -> _Program:
+    program = _PROGRAMS.get(function)
+    if program is None:
+        program = _PROGRAMS[function] = _Program(function)
+        drop_oldest(_PROGRAMS, _MOST)
+    return program
+
+
+def run(function: Callable[..., Any], arguments: Arguments, device: torch.device) -> list[torch.Tensor] | None:
+    """The results of a jitted function, or None where JAX does not write them in place: run it in another way then.
+
+    Never waits for a GPU on the host.
+    """
+    if not dlpack.has_private():
+        return None
+    program = _program(function)
+    signatures = tuple([(x.shape, x.dtype) for x in arguments.tensors])
+    key = arguments.absent, signatures, arguments.structure, jax.config.jax_enable_x64
+    forms = program.results.get(key)
+    if forms is None:
+        if key in program.results:
+            return None
+        with planning_for(device):
+            forms = program.forms(key, arguments)
+        if forms is None:
+            return None
+    with _current(device):
+        written = _written(program, forms, arguments, device)
+    if not written.is_in_place:
+        program.results[key] = None
+    return written.results
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    is_current = device.type != "cuda" or torch.cuda.current_device() == device.index
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)
+
+
+class _Written(NamedTuple):
+    """The results of a call. is_in_place: whether JAX wrote them there, and they are no copies."""
+
+    results: list[torch.Tensor]
+    is_in_place: bool
+
+
+def _written(program: _Program, forms: tuple[_Result, ...], arguments: Arguments, device: torch.device) -> _Written:
+    """Runs the program on the device that is current."""
+    lender = _lender(device)
+    read = [dlpack.readable(x) for x in arguments.tensors]
+    results = [_empty(form, device) for form in forms]
+    try:
+        # The first array's wait for PyTorch's stream is that of all: JAX waits for each before the program begins.
+        first = lender.over(results[0], dlpack.after_current_stream(device))
+        targets = [first, *[lender.over(x) for x in results[1:]]]
+        with planning_for(device):
+            arrays = program.jitted(targets, *arguments.placed([lender.kept(x) for x in read]))
+        if not all(x.unsafe_buffer_pointer() == y.data_ptr() for x, y in zip(arrays, results, strict=True)):
+            return _Written(dlpack.export_arrays(arrays, device, read), is_in_place=False)
+        # All are results of one program, of which JAX records the end once.
+        dlpack.wait_for(arrays[0], device)
+    except BaseException:
+        _settle(device)
+        raise
+    return _Written(results, is_in_place=True)
+
+
+def _empty(form: _Result, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        return torch_internals.empty_on_gpu(form.shape, form.strides, form.dtype)
+    return torch.empty(form.shape, dtype=form.dtype)
+
+
+def _settle(device: torch.device) -> None:
+    """Waits until JAX uses no tensor: nobody else keeps those that it was lent, once an error has left the call."""
+    if device.type == "cuda":
+        with contextlib.suppress(Exception), while_others_capture():
+            torch.cuda.synchronize(device)
+
+
+@functools.cache
+def _lender(device: torch.device) -> Lender:
+    return dlpack.lender(device)

@@ -1,0 +1,154 @@
+"""Memory that a stream of PyTorch's may still use: JAX's results, and the tensors that JAX reads.
+
+JAX gives a result's memory away when the array dies, though a stream may still read it. A tensor that JAX lets go of
+last is freed by one of JAX's threads, which takes the interpreter's lock from the thread that calls. So both are held
+until an event on the stream has passed. Later calls look for those that have; where no call comes, a thread does.
+"""
+
+import collections
+import contextlib
+import ctypes
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from jax_kernels.bridge.interop import cuda_driver
+
+__all__ = ["Held", "while_others_capture"]
+
+_IDLE_SECONDS = 0.05
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@contextlib.contextmanager
+def while_others_capture() -> Iterator[None]:
+    """Allows this thread, inside the block, what would end a CUDA graph's capture in another thread."""
+    try:
+        exchange: Any = cuda_driver.driver().cuThreadExchangeStreamCaptureMode  # type: ignore[attr-defined]
+    except (OSError, AttributeError):
+        yield
+        return
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+class _Entry(NamedTuple):
+    """Memory that is held until the event `copied`, and the tensors that JAX reads. size: the bytes of JAX's memory."""
+
+    copied: torch.cuda.Event
+    memory: list[torch.Tensor]
+    read: Sequence[torch.Tensor]
+    size: int
+
+
+class Held:
+    """A queue for each stream, in the stream's own order.
+
+    Where the host runs so far ahead that more than a sixteenth of the GPU's memory is held, it waits for the oldest.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[tuple[int, int], collections.deque[_Entry]] = {}
+        self._sizes: dict[int, int] = collections.defaultdict(int)
+        self._is_needed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._calls = 0
+
+    def hold(self, stream: torch.cuda.Stream, memory: list[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> None:
+        """Holds JAX's memory, and the tensors that JAX reads, until the stream has come here."""
+        copied = torch.cuda.Event()
+        copied.record(stream)
+        index = stream.device_index
+        entry = _Entry(copied=copied, memory=memory, read=read, size=sum(tensor.nbytes for tensor in memory))
+        released: list[_Entry] = []  # freed after the lock is, as freeing runs code of JAX's
+        with self._lock, while_others_capture():
+            self._calls += 1
+            queue = self._queues.setdefault((index, stream.cuda_stream), collections.deque())
+            queue.append(entry)
+            self._sizes[index] += entry.size
+            self._pop_passed(released, index)
+            while self._sizes[index] > _memory_to_hold(index) and len(queue) > 1:
+                queue[0].copied.synchronize()
+                self._pop(released, index, queue)
+        self._is_needed.set()
+        if self._thread is None:
+            self._start()
+
+    def _pop(self, released: list[_Entry], index: int, queue: collections.deque[_Entry]) -> None:
+        released.append(queue.popleft())
+        self._sizes[index] -= released[-1].size
+
+    def _pop_passed(self, released: list[_Entry], index: int) -> None:
+        for (owner, _), entries in self._queues.items():
+            while owner == index and entries and entries[0].copied.query():
+                self._pop(released, index, entries)
+
+    def release(self) -> None:
+        """Lets go of all that has passed."""
+        released: list[_Entry] = []
+        with self._lock, while_others_capture():
+            for index in {index for index, _ in self._queues}:
+                self._pop_passed(released, index)
+
+    def sizes(self) -> dict[int, int]:
+        """The bytes of JAX's memory that are held, by the index of the GPU."""
+        with self._lock:
+            return dict(self._sizes)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_watch,
+                    args=(weakref.ref(self), self._is_needed),
+                    daemon=True,
+                    name="jax_kernels held memory",
+                )
+                self._thread.start()
+
+    def _is_empty(self) -> bool:
+        return not any(self._queues.values())
+
+    def clear(self) -> list["weakref.ref[torch.Tensor]"]:
+        """Waits for every event, and lets go of all. Returns references to the tensors that JAX read."""
+        with self._lock:
+            entries = [entry for queue in self._queues.values() for entry in queue]
+            for entry in entries:
+                entry.copied.synchronize()
+            self._queues.clear()
+            self._sizes.clear()
+        return [weakref.ref(tensor) for entry in entries for tensor in entry.read]
+
+
+def _watch(reference: "weakref.ref[Held]", is_needed: threading.Event) -> None:
+    """Lets go of what has passed, where no call has come for a while."""
+    calls = -1
+    while True:
+        is_needed.wait()
+        time.sleep(_IDLE_SECONDS)
+        held = reference()
+        if held is None:
+            return
+        if held._calls == calls:
+            held.release()
+            if held._is_empty():
+                is_needed.clear()
+                if not held._is_empty():  # a call came in between
+                    is_needed.set()
+        calls = held._calls
+        del held
+
+
+@functools.cache
+def _memory_to_hold(index: int) -> int:
+    return torch.cuda.get_device_properties(index).total_memory // 16

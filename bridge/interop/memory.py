@@ -1,0 +1,124 @@
+"""The memory of a GPU that PyTorch and JAX share: JAX does not take most of it, and neither keeps it from the other."""
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import torch
+from jax._src import xla_bridge
+
+__all__ = ["MemoryReport", "leave_memory_to_torch", "memory_report", "with_room"]
+
+# A user who set one of these has decided how the memory is divided.
+_SETTINGS = (
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_ALLOCATOR",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "XLA_CLIENT_MEM_FRACTION",
+)
+
+
+def leave_memory_to_torch() -> None:
+    """Turns JAX's preallocation off, or warns where its GPU backend has preallocated already."""
+    if any(setting in os.environ for setting in _SETTINGS):
+        return
+    # There is no public way to ask for the backends without starting them.
+    backends = getattr(xla_bridge, "_backends", {})
+    if not backends:
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    elif any(platform in backends for platform in ("cuda", "gpu")):
+        warnings.warn(
+            "JAX's GPU backend started before jax_kernels.bridge was imported, and has taken three quarters of the "
+            "GPU's memory, which PyTorch cannot use. Import jax_kernels.bridge before the first use of JAX, or set "
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+class MemoryReport(NamedTuple):
+    """The bytes of a GPU's memory. str(...) is a text of several lines.
+
+    total, free: as the driver tells. torch_allocated: in tensors; torch_reserved: with what PyTorch keeps for later
+    tensors. jax_in_use: in JAX's arrays; jax_reserved: with what JAX keeps, None where it does not tell. held: those of
+    JAX's that a stream of PyTorch's may still read. other: all else that is in use, such as other processes and CUDA's
+    own.
+    """
+
+    device: torch.device
+    total: int
+    free: int
+    torch_allocated: int
+    torch_reserved: int
+    jax_in_use: int
+    jax_reserved: int | None
+    held: int
+
+    @property
+    def other(self) -> int:
+        jax_own = self.jax_in_use if self.jax_reserved is None else self.jax_reserved
+        return max(0, self.total - self.free - self.torch_reserved - jax_own)
+
+    def __str__(self) -> str:
+        size = lambda count: "unknown" if count is None else f"{count / 2**30:.2f} GiB"
+        return (
+            f"{self.device}: {size(self.free)} of {size(self.total)} free\n"
+            f"  PyTorch: {size(self.torch_allocated)} in tensors, {size(self.torch_reserved)} reserved\n"
+            f"  JAX: {size(self.jax_in_use)} in arrays, {size(self.jax_reserved)} reserved, {size(self.held)} held for "
+            f"PyTorch's streams\n"
+            f"  others: {size(self.other)}"
+        )
+
+
+def memory_report(device: torch.device | str | int | None = None) -> MemoryReport:
+    """The memory of a GPU, and who has it. None is PyTorch's current one.
+
+    Raises ValueError for a device that is no CUDA GPU, and where there is none; RuntimeError where JAX lacks it.
+    """
+    from jax_kernels.bridge.interop import dlpack  # which imports JAX's GPU backend, that this module must come before
+
+    given = "cuda" if device is None else device
+    place = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    if place.type != "cuda":
+        raise ValueError(f"device: got {place}, want a CUDA device")
+    if place.index is None:
+        place = dlpack.current_gpu("device")
+    stats = dlpack.jax_device(place).memory_stats() or {}
+    free, total = torch.cuda.mem_get_info(place)
+    return MemoryReport(
+        device=place,
+        total=total,
+        free=free,
+        torch_allocated=torch.cuda.memory_allocated(place),
+        torch_reserved=torch.cuda.memory_reserved(place),
+        jax_in_use=stats.get("bytes_in_use", 0),
+        jax_reserved=stats.get("pool_bytes"),
+        held=dlpack.held_bytes(place),
+    )
+
+
+def with_room(device: torch.device, call: Callable[[], Any]) -> Any:
+    """call(), and where JAX finds no memory on a GPU, once more after PyTorch gave back what it keeps for later.
+
+    Raises torch.cuda.OutOfMemoryError, with the memory that both have, where that does not help.
+    """
+    try:
+        return call()
+    except jax.errors.JaxRuntimeError as error:
+        if device.type != "cuda" or not _is_out_of_memory(error):
+            raise
+    torch.cuda.synchronize(device)  # what is freed in the order of a stream is free afterwards
+    torch.cuda.empty_cache()
+    try:
+        return call()
+    except jax.errors.JaxRuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        text = str(error).splitlines()[0]
+        raise torch.cuda.OutOfMemoryError(f"JAX is out of memory: {text}\n{memory_report(device)}") from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return "RESOURCE_EXHAUSTED" in str(error)

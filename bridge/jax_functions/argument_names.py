@@ -1,0 +1,80 @@
+"""The names of a call's arguments in errors: those of the function that the user called."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax_kernels.bridge.jax_functions.pytree import SINGLE, rebuild
+
+__all__ = ["constants", "leaf_names", "rename"]
+
+
+def leaf_names(function: Callable[..., Any], structure: Any) -> list[str]:
+    """The name of each tensor of a call, in the order of the leaves: "x", or "x[0]" and "x['a']" inside of containers.
+
+    structure: that of the call's (args, kwargs).
+    """
+    return [name for name, part in _named_parts(function, structure) if part == SINGLE]
+
+
+def constants(function: Callable[..., Any], structure: Any) -> Iterator[tuple[str, Any]]:
+    """The name and the value of each constant of a call that is no number, as leaf_names names tensors."""
+    for name, (kind, *others) in _named_parts(function, structure):
+        if kind == "constant":
+            _, value, *_ = others
+            yield name, value
+
+
+def _named_parts(function: Callable[..., Any], structure: Any) -> Iterator[tuple[str, Any]]:
+    """The name and the structure of each leaf, Mask and constant of a call."""
+    _, (positional, by_keyword) = structure
+    _, given = positional
+    _, keys, values = by_keyword
+    for name, part in zip(_positional(function, len(given)), given, strict=True):
+        yield from _parts(name, part)
+    for key, part in zip(keys, values, strict=True):
+        yield from _parts(str(rebuild(key, iter(()))), part)
+
+
+def _positional(function: Callable[..., Any], count: int) -> list[str]:
+    """The names of the first arguments of a function."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a builtin
+        parameters = []
+    names = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    rest = next((x.name for x in parameters if x.kind is x.VAR_POSITIONAL), None)
+    if rest is None:
+        others = [f"argument {index}" for index in range(len(names), count)]
+    else:
+        others = [f"{rest}[{index}]" for index in range(count - len(names))]
+    return [*names, *others][:count]
+
+
+def _parts(name: str, structure: Any) -> Iterator[tuple[str, Any]]:
+    """The names and structures of all but the containers inside of an argument of this name."""
+    kind, *parts = structure
+    if kind in ("dict", "ordered dict"):
+        keys, children = parts
+        for key, child in zip(keys, children, strict=True):
+            yield from _parts(f"{name}[{rebuild(key, iter(()))!r}]", child)
+    elif kind in ("list", "tuple"):
+        (children,) = parts
+        for index, child in enumerate(children):
+            yield from _parts(f"{name}[{index}]", child)
+    elif isinstance(kind, type):
+        (children,) = parts
+        for field, child in zip(kind._fields, children, strict=True):  # type: ignore[attr-defined]
+            yield from _parts(f"{name}.{field}", child)
+    else:
+        yield name, structure
+
+
+def rename(error: Exception, **names: str) -> None:
+    """Gives an error's text the names that the caller's function has, in place of those of the function that raised."""
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        (text,) = error.args
+        for inner, own in names.items():
+            text = re.sub(rf"\b{inner}\b", own, text)
+        error.args = (text,)

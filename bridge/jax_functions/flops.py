@@ -1,0 +1,100 @@
+"""FLOP formulas of the bridge's operators, for torch.utils.flop_counter.FlopCounterMode.
+
+As PyTorch's own, they count the products of matrices alone, and attention without what a mask leaves out.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax._src import core
+from torch.utils.flop_counter import register_flop_formula
+
+from jax_kernels import dispatch
+from jax_kernels.bridge.interop import dlpack
+from jax_kernels.bridge.jax_functions.programs import find_plan
+from jax_kernels.bridge.jax_functions.tracing import mask_specs, outputs_of
+
+__all__ = ["define_formulas"]
+
+
+def _attention(query: Any, value: Any, of_query: int, of_value: int) -> int:
+    """of_query, of_value: how many products have the head_dim of query, and of value."""
+    batch, length, heads, head_dim = query
+    _, kv_length, _, value_dim = value
+    return 2 * batch * heads * length * kv_length * (of_query * head_dim + of_value * value_dim)
+
+
+def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return _attention(query, value, 1, 1)
+
+
+def _backward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """The scores once more, and the gradients of the weights, query, key and value."""
+    return _attention(query, value, 3, 2)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_plan(name: str, with_gradient: bool) -> int:
+    """The operations of a plan's products in plain JAX, forward, or forward and backward."""
+    plan = find_plan(name)
+    outputs, _ = outputs_of(plan.request)
+    specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in plan.request.signatures]
+    moving = [index for index, needed in enumerate(plan.needs) if needed]
+
+    def both(masks: Any, *leaves: Any) -> Any:
+        def moved(*values: Any) -> Any:
+            full = list(leaves)
+            for index, value in zip(moving, values, strict=True):
+                full[index] = value
+            return [x for x in outputs(masks, *full) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        results, pullback = jax.vjp(moved, *(leaves[index] for index in moving))
+        return pullback([jnp.ones_like(x) for x in results])
+
+    with dlpack.outside_of_traces(), dispatch.on_device(dispatch.device_info(jax.devices("cpu")[0])):
+        try:
+            traced = jax.make_jaxpr(both if with_gradient else outputs)(mask_specs(plan.request.masks), *specs)
+        except NotImplementedError:  # an implementation that plain JAX is not
+            return 0
+    return _products(traced.jaxpr)
+
+
+def _products(jaxpr: Any) -> int:
+    """The operations of the products of matrices in a jaxpr, those of a loop's body times its length."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            total += 2 * math.prod(shape[axis] for axis in contracted) * equation.outvars[0].aval.size
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += times * sum(_products(inner) for inner in core.jaxprs_in_params(equation.params))
+    return total
+
+
+def _call(tensors: Any, plan: str, *_: Any, **__: Any) -> int:
+    return _of_plan(plan, False)
+
+
+def _call_backward(stored: Any, cotangents: Any, plan: str, *_: Any, **__: Any) -> int:
+    return _of_plan(plan, True) - _of_plan(plan, False)
+
+
+_FORMULAS = {
+    "flash_attention": _forward,
+    "flash_attention_inference": _forward,
+    "flash_attention_backward": _backward,
+    "call": _call,
+    "call_backward": _call_backward,
+}
+
+
+def define_formulas(*names: str) -> None:
+    """Tells PyTorch the formulas of operators, which are there. It may be called once for a name in a process."""
+    for name in names:
+        for full in (name, f"{name}_direct"):
+            register_flop_formula(getattr(torch.ops.jax_kernels, full))(_FORMULAS[name])

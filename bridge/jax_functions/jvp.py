@@ -1,0 +1,89 @@
+"""The plans of forward-mode derivatives of from_jax's functions: calls of a function that jax.jvp makes.
+
+As such a plan is one like any other, torch.func.vmap maps it, and so jacfwd works. A function that is built on an op
+with a gradient for reverse mode alone (jax.custom_vjp) has no such plan, nor has one of this library's ops.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jax_kernels.bridge.interop.keyed_cache import once
+from jax_kernels.bridge.jax_functions.programs import Map, Plan, Request, register_tangents, stem_of
+from jax_kernels.bridge.jax_functions.pytree import MASK, SINGLE
+from jax_kernels.bridge.jax_functions.tracing import make_plan, outputs_of
+from jax_kernels.bridge.operators import torch_operator
+from jax_kernels.derivatives import linear_p
+
+__all__ = ["pushed"]
+
+# The primitives of the tangents of a jax.custom_vjp, which has no rule, and of this library's ops: with "xla" JAX
+# computes these, but a call must not depend on which implementation serves it.
+_REVERSE_ALONE = "custom_lin", linear_p.name
+
+
+def pushed(request: Request, moving: tuple[bool, ...]) -> Plan:
+    """The plan of the tangents of a request's results that are floating-point or complex.
+
+    Its tensors are those of the request, and the tangents of those that are `moving`. Raises NotImplementedError where
+    the function has derivatives in reverse mode alone.
+    """
+    of_masks = 0 if request.masks is None else len(request.masks.structure.children())
+    function = _function(request.function, request.structure, request.maps, moving, of_masks)
+    tangents = tuple(x for x, is_moving in zip(request.signatures, moving, strict=True) if is_moving)
+    signatures = *request.signatures, *tangents
+    leaves = ("tuple", (*[SINGLE] * len(signatures), *[MASK] * of_masks))
+    structure = ("tuple", (leaves, ("dict", (), ())))
+    own = Request(function.name, structure, signatures, request.masks, request.x64)
+    return make_plan(own, (False,) * len(signatures))
+
+
+class _Named(NamedTuple):
+    """A function and its name."""
+
+    name: str
+    function: Callable[..., Any]
+
+
+@once
+def _function(function: str, structure: Any, maps: tuple[Map, ...], moving: tuple[bool, ...], of_masks: int) -> _Named:
+    """The function of a request's leaves, the moving ones' tangents, and its Masks."""
+    outputs, _ = outputs_of(Request(function, structure, (), None, False, maps))
+    places = [at for at, is_moving in enumerate(moving) if is_moving]
+    count = len(moving)
+    label = f"from_jax of {stem_of(function)}"
+
+    def tangents(*given):
+        leaves, given = list(given[:count]), given[count:]
+        directions, masks = given[: len(places)], given[len(places) :]
+        assert len(masks) == of_masks
+
+        def push(*directions):
+            def moved(*values):
+                full = list(leaves)
+                for at, value in zip(places, values, strict=True):
+                    full[at] = value
+                return outputs(masks, *full)
+
+            results, found = jax.jvp(moved, [leaves[at] for at in places], list(directions))
+            pairs = zip(results, found, strict=True)
+            return tuple(x for result, x in pairs if jnp.issubdtype(result.dtype, jnp.inexact))
+
+        if _is_reverse_alone(jax.make_jaxpr(push)(*directions).jaxpr):
+            torch_operator.refuse_tangent(label)
+        return push(*directions)
+
+    tangents.__name__ = stem_of(function)
+    return _Named(register_tangents(tangents), tangents)
+
+
+def _is_reverse_alone(jaxpr: Any) -> bool:
+    for equation in jaxpr.eqns:
+        if str(equation.primitive) in _REVERSE_ALONE:
+            return True
+        if any(_is_reverse_alone(inner) for inner in core.jaxprs_in_params(equation.params)):
+            return True
+    return False

@@ -1,0 +1,290 @@
+"""The Masks of a call, whose arrays are JAX's already and stay so.
+
+As tensors they would be copied to memory that PyTorch owns (see dlpack). Instead they go past PyTorch's operators,
+which take only the name under which the Masks of a call are found.
+"""
+
+import dataclasses
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+
+from jax_kernels.bridge.interop import dlpack, fork
+from jax_kernels.bridge.interop.keyed_cache import fresh_name
+from jax_kernels.bridge.operators import torch_operator
+from jax_kernels.bridge.translate import mask_sources
+from jax_kernels.masks import Mask, checks
+
+__all__ = ["NONE", "MaskSignature", "Operands", "found", "kept_operands", "may_be_known", "on_device", "operands_of"]
+
+
+class ArraySignature(NamedTuple):
+    """An array of a Mask without its values."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+
+
+class MaskSignature(NamedTuple):
+    """The Masks of a call without their values, for which a program is compiled: their structure, and each array."""
+
+    structure: Any
+    arrays: tuple[ArraySignature, ...]
+
+
+class _OfMasks:
+    """The Masks of a call: `masks`, on its device, and the `name` under which they are found."""
+
+    name: str
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        raise NotImplementedError
+
+    @property
+    def held(self) -> tuple[Mask, ...]:
+        """The Masks as they were given: as long as somebody holds these, they are found."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raises ValueError where a tensor of a mask's function has changed since the mask was made."""
+
+    @functools.cached_property
+    def signature(self) -> MaskSignature:
+        facts = [_facts_of(mask) for mask in self.masks]
+        structure = jax.tree_util.treedef_tuple([x.structure for x in facts])
+        return MaskSignature(structure, tuple(itertools.chain.from_iterable(x.arrays for x in facts)))
+
+    def tensors(self, device: torch.device) -> list[torch.Tensor] | None:
+        """The Masks' arrays as tensors of PyTorch's, for work on its current stream. They are copied once.
+
+        None where they cannot be had: PyTorch lacks a dtype, or a CUDA graph is being captured and they are not there.
+        """
+        return _tensors_of(map(_facts_of, self.masks), device)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operands(_OfMasks):
+    """The Masks of a call. They are found as long as somebody holds this object; no Masks have name ""."""
+
+    name: str
+    given: tuple[Mask, ...]
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        return self.given
+
+    @property
+    def held(self) -> tuple[Mask, ...]:
+        return self.given
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class KeptOperands(_OfMasks):
+    """The Masks of calls that are made again: of known ones, and in a graph of torch.compile.
+
+    They are found as long as all of them live.
+    """
+
+    name: str
+    device: torch.device
+    references: tuple[weakref.ref[Mask], ...]
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        return tuple(on_device(mask, self.device) for mask in self.held)
+
+    @property
+    def held(self) -> tuple[Mask, ...]:
+        return tuple(mask for reference in self.references if (mask := reference()) is not None)
+
+    @functools.cached_property
+    def _has_sources(self) -> bool:
+        return any(map(mask_sources.has_sources, self.held))
+
+    def check(self) -> None:
+        if self._has_sources:
+            mask_sources.check(self.held)
+
+    @functools.cached_property
+    def _facts(self) -> list["_Facts"]:
+        return [_facts_of(mask) for mask in self.masks]
+
+    def tensors(self, device: torch.device) -> list[torch.Tensor] | None:
+        return _tensors_of(self._facts, device)
+
+    def is_of(self, masks: Sequence[Mask], device: torch.device) -> bool:
+        """Whether it holds these very masks, for calls on the device."""
+        if device != self.device or len(masks) != len(self.references):
+            return False
+        return all(reference() is mask for reference, mask in zip(self.references, masks, strict=True))
+
+
+NONE = Operands("", ())
+_FOUND: weakref.WeakValueDictionary[str, Operands] = weakref.WeakValueDictionary()
+_KEPT: dict[str, KeptOperands] = {}
+# Copies by Mask and device. Equal Masks hold the very same arrays, which never change.
+_MOVED: weakref.WeakKeyDictionary[Mask, dict[jax.Device, Mask]] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()  # guards _FOUND and _MOVED
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Copy:
+    """A Mask's arrays in PyTorch's memory. streams: the handles of those whose work comes after the copy."""
+
+    tensors: list[torch.Tensor]
+    copied: torch.cuda.Event
+    streams: set[int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Facts:
+    """The parts of a Mask that do not change, kept as long as it lives. reference: what ends them."""
+
+    reference: weakref.ref[Mask]
+    structure: Any
+    arrays: tuple[ArraySignature, ...]
+    copies: dict[torch.device, _Copy]
+
+
+_FACTS: dict[int, _Facts] = {}
+_CAPTURED: dict[int, _Copy] = {}  # a captured graph may read these at any time
+
+
+def _facts_of(mask: Mask) -> _Facts:
+    facts = _FACTS.get(id(mask))
+    if facts is None or facts.reference() is not mask:
+        leaves, structure = jax.tree.flatten(mask)
+        number = id(mask)
+        _FACTS[number] = facts = _Facts(
+            reference=weakref.ref(mask, lambda _: _FACTS.pop(number, None)),
+            structure=structure,
+            arrays=tuple(ArraySignature(x.shape, x.dtype, x.weak_type) for x in leaves),
+            copies={},
+        )
+    return facts
+
+
+def _tensors_of(every: Iterable[_Facts], device: torch.device) -> list[torch.Tensor] | None:
+    """_OfMasks.tensors of Masks on that device."""
+    tensors: list[torch.Tensor] = []
+    for facts in every:
+        if facts.arrays:
+            found = _read(facts, device)
+            if found is None:
+                return None
+            tensors += found
+    return tensors
+
+
+def _read(facts: _Facts, device: torch.device) -> list[torch.Tensor] | None:
+    """The arrays of a Mask, for work on PyTorch's current stream."""
+    is_capturing = dlpack.is_capturing(device)
+    stream = torch.cuda.current_stream(device)
+    found = facts.copies.get(device)
+    if found is None:
+        if is_capturing:
+            return None
+        try:
+            tensors = dlpack.export_arrays(jax.tree.leaves(facts.reference()), device)
+        except TypeError:
+            return None
+        copied = torch.cuda.Event()
+        copied.record(stream)
+        found = _Copy(tensors=tensors, copied=copied, streams={stream.cuda_stream})
+        facts.copies[device] = found
+    elif is_capturing:  # a capture begins with a wait for all that came before
+        _CAPTURED[id(found)] = found
+    elif stream.cuda_stream not in found.streams:
+        stream.wait_event(found.copied)
+        for x in found.tensors:
+            x.record_stream(stream)
+        found.streams.add(stream.cuda_stream)
+    return found.tensors
+
+
+def may_be_known(masks: Sequence[Mask]) -> bool:
+    """Whether a call with these Masks is the same another time: what they hold does not change."""
+    return all(isinstance(x, jax.Array) for mask in masks for x in jax.tree.leaves(mask))
+
+
+def operands_of(masks: Sequence[Mask], device: torch.device) -> Operands:
+    """Registers the masks, with their arrays on the device, under a new name."""
+    mask_sources.check(masks)
+    operands = Operands(fresh_name("masks"), tuple(on_device(mask, device) for mask in masks))
+    with _LOCK:
+        _FOUND[operands.name] = operands
+    return operands
+
+
+def kept_operands(masks: Sequence[Mask], device: torch.device) -> KeptOperands:
+    """The operands of Masks whose calls are made again; a graph of torch.compile takes their name for a constant."""
+    mask_sources.check(masks)
+    with _LOCK:
+        for kept in list(_KEPT.values()):
+            if kept.is_of(masks, device):
+                return kept
+        name = fresh_name("masks")
+        drop = functools.partial(_drop, _KEPT, name)
+        references = tuple(weakref.ref(mask, drop) for mask in masks)
+        _KEPT[name] = KeptOperands(name=name, device=device, references=references)
+        return _KEPT[name]
+
+
+def _drop(kept: dict[str, KeptOperands], name: str, _: Any) -> None:
+    kept.pop(name, None)
+
+
+def found(name: str) -> Operands | KeptOperands:
+    """The operands of that name, as long as somebody holds them."""
+    if not name:
+        return NONE
+    operands = _FOUND.get(name) or _KEPT.get(name)
+    if operands is None:
+        raise RuntimeError(
+            "mask: a graph that calls a function with a Mask runs only in the process that traced it, and only while "
+            "the Mask is alive"
+        )
+    return operands
+
+
+def on_device(mask: Mask, device: torch.device) -> Mask:
+    """The mask with its arrays on the device: the mask itself if they are there, else a copy.
+
+    jax.Arrays are copied once. NumPy arrays and tensors may change, and are copied each time. A forked process raises
+    RuntimeError where it would have to copy.
+    """
+    if device.type == "meta":
+        return mask
+    target = dlpack.jax_device(device)
+    leaves = jax.tree.leaves(mask)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise TypeError(
+            "mask: got a Mask whose arrays JAX traces, want known ones; in jax.jit, call jax_kernels itself"
+        )
+    is_whole = all(isinstance(x, jax.Array) for x in leaves)
+    if is_whole and all(x.devices() == {target} for x in leaves):
+        return mask
+    fork.refuse()  # a forked process waits for ever for a copy
+    if not is_whole:
+        return jax.tree.map(functools.partial(_leaf, device), mask)
+    with _LOCK:
+        copies = _MOVED.setdefault(mask, {})
+        if target not in copies:
+            copies[target] = mask_sources.passed_on(mask, jax.device_put(mask, target))
+        return copies[target]
+
+
+def _leaf(device: torch.device, x: Any) -> jax.Array:
+    if not isinstance(x, torch.Tensor):
+        return jax.device_put(checks.array("mask", x, "arrays"), dlpack.jax_device(device))
+    dlpack.check_dtype("mask", x.dtype)
+    with torch._C._DisableFuncTorch():
+        return dlpack.copied([torch_operator.unwrapped("mask", x).to(device)], device)[0]

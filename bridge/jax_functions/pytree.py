@@ -1,0 +1,136 @@
+"""Arguments and results as a structure of constants and a flat list of leaves.
+
+Two structures are equal exactly if a function cannot tell their constants apart. The equal numbers 0.0 and -0.0, or 1,
+1.0, True and a member of an IntEnum, make different structures; NaN makes one that equals itself.
+"""
+
+import collections
+import dataclasses
+import operator
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from jax_kernels.bridge.jax_functions.argument_checks import kind_of, way_out
+from jax_kernels.bridge.translate import function_identity
+from jax_kernels.masks import Mask
+
+__all__ = ["MASK", "SINGLE", "Leaf", "MaskOfId", "flatten", "rebuild"]
+
+_LEAF, _MASK = ("leaf",), ("mask",)
+SINGLE, MASK = _LEAF, _MASK  # the structures of one leaf, and of a Mask
+_NO_MASKS: Iterator[Mask] = iter(())
+
+
+class MaskOfId(NamedTuple):
+    """A Mask by its id, for code that torch.compile traces: it makes no constant of a Mask that is new to it."""
+
+    number: int
+
+
+class _LeafType(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return not (value is None or isinstance(value, tuple | list | dict))
+
+
+class Leaf(metaclass=_LeafType):
+    """Anything in a function's result that is not a container."""
+
+
+def flatten(tree: Any, leaves: list[Any], masks: list[Any] | None, leaf_type: Any = torch.Tensor) -> tuple[Any, ...]:
+    """The structure of a tree as a tuple of constants. Its leaves are appended to `leaves`, its Masks to `masks`."""
+    if isinstance(tree, leaf_type):
+        leaves.append(tree)
+        return _LEAF
+    if isinstance(tree, dict):
+        keys = tuple(_constant(key) for key in tree)
+        name = "ordered dict" if isinstance(tree, collections.OrderedDict) else "dict"
+        return (name, keys, tuple(flatten(tree[key], leaves, masks, leaf_type) for key in tree))
+    if isinstance(tree, tuple | list):
+        if masks is not None and type(tree) is MaskOfId:
+            masks.append(tree)
+            return _MASK
+        kind = type(tree) if hasattr(tree, "_fields") else "list" if isinstance(tree, list) else "tuple"
+        return (kind, tuple(flatten(item, leaves, masks, leaf_type) for item in tree))
+    if masks is not None and isinstance(tree, Mask):
+        masks.append(tree)
+        return _MASK
+    return _constant(tree)
+
+
+def _constant(value: Any) -> tuple[Any, ...]:
+    kind = type(value)
+    if kind is str or kind is bool or value is None:
+        return ("constant", kind, value)
+    # torch.compile and torch.export may have made a symbol of a number; these make a constant of it again.
+    if kind is int or kind is torch.SymInt:
+        return ("constant", int, operator.index(value))
+    if kind is torch.SymBool:
+        return ("constant", bool, bool(value))
+    if kind is float or kind is torch.SymFloat:
+        return ("float", float(value).hex())
+    if kind is complex:
+        return ("complex", value.real.hex(), value.imag.hex())
+    if isinstance(value, np.generic):
+        return ("numpy", value.dtype, value.tobytes())
+    if kind is types.FunctionType and not torch.compiler.is_compiling():
+        value = function_identity.first_of(value)
+    if hint := way_out(value):
+        raise TypeError(f"got {kind_of(value)} among the arguments, want a torch.Tensor{hint}")
+    return ("constant", kind, value, _parts(value))
+
+
+def _parts(value: Any) -> Any:
+    """Tells apart constants that are equal but hold other numbers; a tensor among them would lose its gradient."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return tuple(_part(value, getattr(value, name, None)) for name in names)
+    if isinstance(value, frozenset):
+        return frozenset(_part(value, item) for item in value)
+    return ()
+
+
+def _part(whole: Any, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"got a torch.Tensor inside of a {type(whole).__name__}, which is a constant; want it as an argument, "
+            "alone or in a tuple, list or dict"
+        )
+    if isinstance(value, tuple | list):
+        return (type(value), tuple(_part(whole, item) for item in value))
+    return _constant(value)
+
+
+def rebuild(structure: tuple[Any, ...], leaves: Iterator[Any], masks: Iterator[Mask] = _NO_MASKS) -> Any:
+    """The tree that flatten took apart. leaves, masks: in flatten's order."""
+    kind, *parts = structure
+    if kind == "leaf":
+        return next(leaves)
+    if kind == "constant":
+        _, value, *_ = parts
+        return value
+    if kind == "float":
+        (text,) = parts
+        return float.fromhex(text)
+    if kind == "complex":
+        real, imaginary = parts
+        return complex(float.fromhex(real), float.fromhex(imaginary))
+    if kind == "numpy":
+        dtype, data = parts
+        (number,) = np.frombuffer(data, dtype)
+        return number
+    if kind == "mask":
+        return next(masks)
+    if kind in ("dict", "ordered dict"):
+        names, children = parts
+        keys = [rebuild(key, leaves) for key in names]
+        items = [(key, rebuild(item, leaves, masks)) for key, item in zip(keys, children, strict=True)]
+        return dict(items) if kind == "dict" else collections.OrderedDict(items)
+    (children,) = parts
+    items = [rebuild(item, leaves, masks) for item in children]
+    if kind == "list":
+        return items
+    return tuple(items) if kind == "tuple" else kind(*items)

@@ -1,0 +1,219 @@
+"""Makes the plan of a request: traces the JAX function, and finds what its backward reads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from jax_kernels.bridge.interop import dlpack, planning_device
+from jax_kernels.bridge.interop.keyed_cache import once
+from jax_kernels.bridge.jax_functions.argument_checks import kind_of
+from jax_kernels.bridge.jax_functions.argument_names import constants, leaf_names
+from jax_kernels.bridge.jax_functions.mask_operands import MaskSignature
+from jax_kernels.bridge.jax_functions.programs import (
+    Info,
+    Plan,
+    Request,
+    Residual,
+    find_function,
+    keep,
+    keep_if_traced,
+    new_name,
+)
+from jax_kernels.bridge.jax_functions.pytree import Leaf, flatten, rebuild
+
+__all__ = ["cotangents_of", "make_plan", "mapped_axes", "mask_specs", "outputs_of", "plan_for"]
+
+
+def plan_for(request: Request, needs: tuple[bool, ...]) -> Plan:
+    """make_plan, with an error message for constants that are not hashable."""
+    try:
+        hash(request)
+    except TypeError as error:
+        _refuse_unhashable(request)
+        raise TypeError(f"got an argument that is neither a tensor nor hashable: {error}") from error
+    return make_plan(request, needs)
+
+
+def _refuse_unhashable(request: Request) -> None:
+    """Raises TypeError, naming the argument, for a constant of a call that is not hashable."""
+    for name, value in constants(find_function(request.function), request.structure):
+        try:
+            hash(value)
+        except TypeError as error:
+            raise TypeError(f"{name}: got {kind_of(value)}, want a torch.Tensor or a hashable constant") from error
+
+
+def make_plan(request: Request, needs: tuple[bool, ...]) -> Plan:
+    """The plan of a request, made once in a process. needs: which tensors have a gradient."""
+    plan: Plan = _made(request, needs)
+    keep_if_traced(plan.name)
+    return plan
+
+
+@once
+def _made(request: Request, needs: tuple[bool, ...]) -> Plan:
+    name = new_name(request)
+    function = find_function(request.function)  # which the recipe holds
+    return keep(name, lambda: _planned(name, request, needs, function))
+
+
+def _planned(name: str, request: Request, needs: tuple[bool, ...], function: Callable[..., Any]) -> Plan:
+    signatures = request.signatures
+    device = _check(request, function)
+    outputs, structures = outputs_of(request)
+    moving = [index for index, needed in enumerate(needs) if needed]
+    specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in signatures]
+    specs_of_masks = mask_specs(request.masks)
+
+    def with_pullback(masks, *leaves):
+        def moved(*values):
+            full = list(leaves)
+            for index, value in zip(moving, values, strict=True):
+                full[index] = value
+            return outputs(masks, *full)
+
+        return jax.vjp(moved, *(leaves[index] for index in moving))
+
+    with planning_device.planning_for(device):
+        if moving:
+            traced = jax.jit(with_pullback).trace(specs_of_masks, *specs)
+            out_infos, pullback = traced.out_info
+        else:
+            out_infos, pullback = jax.eval_shape(outputs, specs_of_masks, *specs), None
+    count = len(out_infos)
+    residual_infos, tree = jax.tree.flatten(pullback)
+    sources = _sources(traced.jaxpr.jaxpr, len(jax.tree.leaves(specs_of_masks)), count) if moving else []
+    extra = [index for index, source in enumerate(sources) if source == Residual("extra", index)]
+    inputs_read = sorted({source.position for source in sources if source.place == "input"})
+    outputs_read = sorted({source.position for source in sources if source.place == "output"})
+
+    def forward(masks, *leaves):
+        if not moving:
+            return outputs(masks, *leaves)
+        results, pullback = with_pullback(masks, *leaves)
+        residuals = jax.tree.leaves(pullback)
+        return (*results, *(residuals[index] for index in extra))
+
+    def backward(masks, *arrays):
+        stored = iter(arrays)
+        places = {
+            **{Residual("mask", index): array for index, array in enumerate(jax.tree.leaves(masks))},
+            **{Residual("input", index): next(stored) for index in inputs_read},
+            **{Residual("output", index): next(stored) for index in outputs_read},
+            **{Residual("extra", index): next(stored) for index in extra},
+        }
+        pullback = jax.tree.unflatten(tree, [places[source] for source in sources])
+        gradients = pullback(cotangents_of(out_infos, stored))
+        return tuple(_conjugate(gradient) for gradient in gradients)
+
+    residuals = [residual_infos[index] for index in extra]
+    *_, output_structure = structures
+    return Plan(
+        name=name,
+        request=request,
+        needs=needs,
+        outputs=output_structure,
+        count=count,
+        fixed=tuple(i for i, info in enumerate(out_infos) if not jnp.issubdtype(info.dtype, jnp.inexact)),
+        results=_infos("output", out_infos) + _infos("residual", residuals),
+        grads=tuple(Info(signatures[index].shape, signatures[index].dtype) for index in moving),
+        inputs_read=tuple(inputs_read),
+        outputs_read=tuple(outputs_read),
+        forward=jax.jit(forward, keep_unused=True),
+        backward=jax.jit(backward, keep_unused=True),
+    )
+
+
+def _check(request: Request, function: Callable[..., Any]) -> torch.device:
+    """The device of all tensors. Raises what from_jax documents, and names the argument."""
+    if not request.signatures:
+        raise ValueError("got no tensor among the arguments, want at least one: its device is where the function runs")
+    first, *_ = request.signatures
+    names = leaf_names(function, request.structure)
+    for name, x in zip(names, request.signatures, strict=True):
+        dlpack.check_dtype(name, x.dtype)
+        if x.layout != torch.strided:
+            raise ValueError(f"{name}: got layout {x.layout}, want a dense tensor; convert it with .to_dense()")
+        if x.device != first.device:
+            raise ValueError(f"{name}: got a tensor on {x.device}, want the device of the others, {first.device}")
+    if first.device.type != "meta":
+        dlpack.jax_device(first.device)
+    return first.device
+
+
+def outputs_of(request: Request) -> tuple[Callable[..., tuple[jax.Array, ...]], list[Any]]:
+    """(a function from Masks and arrays to the outputs, a list to which each trace of it adds their structure)."""
+    function = find_function(request.function)
+    structures: list[Any] = []
+
+    def outputs(masks, *leaves):
+        def each(*leaves):
+            args, kwargs = rebuild(request.structure, iter(leaves), iter(masks))
+            results: list[Any] = []
+            structures.append(flatten(function(*args, **kwargs), results, None, Leaf))
+            return tuple(jnp.asarray(result) for result in results)
+
+        for size, mapped in request.maps:
+            each = jax.vmap(each, mapped_axes(mapped), axis_size=size)
+        return each(*leaves)
+
+    return outputs, structures
+
+
+def mask_specs(signature: MaskSignature | None) -> Any:
+    """The Masks with a jax.ShapeDtypeStruct for each array."""
+    if signature is None:
+        return ()
+    arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in signature.arrays]
+    return jax.tree.unflatten(signature.structure, arrays)
+
+
+def _infos(what: str, arrays: Any) -> tuple[Info, ...]:
+    """PyTorch's shapes and dtypes of JAX's arrays. Raises TypeError, naming `what`, for a dtype that it lacks."""
+    return tuple(Info(x.shape, dlpack.torch_dtype(what, x.dtype)) for x in arrays)
+
+
+def _sources(jaxpr: Any, mask_count: int, count: int) -> list[Residual]:
+    """Tells for each residual where the backward finds it, so that nothing is kept twice.
+
+    mask_count: how many of the inputs are arrays of Masks. count: how many of the results are outputs.
+    """
+    known: dict[Any, Residual] = {}
+    for index, variable in enumerate(jaxpr.invars):
+        is_mask = index < mask_count
+        source = Residual("mask", index) if is_mask else Residual("input", index - mask_count)
+        known.setdefault(variable, source)
+    for index, variable in enumerate(jaxpr.outvars[:count]):
+        if not hasattr(variable, "val"):  # a literal, which cannot be looked up
+            known.setdefault(variable, Residual("output", index))
+    sources = []
+    for index, variable in enumerate(jaxpr.outvars[count:]):
+        fresh = Residual("extra", index)
+        sources.append(fresh if hasattr(variable, "val") else known.setdefault(variable, fresh))
+    return sources
+
+
+def cotangents_of(infos: Any, given: Any) -> tuple[Any, ...]:
+    """JAX's cotangents from PyTorch's, where None counts as zero."""
+    cotangents = []
+    for info, cotangent in zip(infos, given, strict=True):
+        if not jnp.issubdtype(info.dtype, jnp.inexact):
+            cotangent = np.zeros(info.shape, jax.dtypes.float0)
+        elif cotangent is None:
+            cotangent = jnp.zeros(info.shape, info.dtype)
+        cotangents.append(_conjugate(cotangent))
+    return tuple(cotangents)
+
+
+def _conjugate(x: Any) -> Any:
+    """Turns PyTorch's convention for complex gradients into JAX's, and back."""
+    return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+
+
+def mapped_axes(mapped: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """The in_axes of jax.vmap for arrays. mapped: which of them have an axis of calls first."""
+    return tuple(0 if is_mapped else None for is_mapped in mapped)

@@ -1,0 +1,272 @@
+"""torch.nn.MultiheadAttention by flash_attention."""
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from jax_kernels.bridge.interop.dlpack import check_dense
+from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.ops import symbolic_trace
+from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
+from jax_kernels.bridge.ops.drop_in import fallback
+
+__all__ = ["MultiheadAttention"]
+
+
+_NARROW = (torch.bfloat16, torch.float16)  # autocast casts them, as it does query
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention by this library's attention.
+
+    It has PyTorch's arguments, parameters, initialisation and state dict, and takes its place in PyTorch's own layers.
+    One default is another: need_weights is False, as attention by kernels never stores its weights.
+
+    Plain PyTorch computes it instead for need_weights=True, which is slow, and, with one warning for each reason, for
+    dropout in training, a head_dim above 256, float64, and devices that are neither a CPU nor a CUDA one. It also
+    computes empty tensors and, in eval() without gradients, nested ones of the strided layout.
+
+    torch.fx.symbolic_trace keeps the module as one node. torch.jit.script of it raises RuntimeError.
+
+    Args:
+      implementation: of the attention, as in flash_attention. The others are torch.nn.MultiheadAttention's.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        implementation: str | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout=dropout,
+            bias=bias,
+            add_bias_kv=add_bias_kv,
+            add_zero_attn=add_zero_attn,
+            kdim=kdim,
+            vdim=vdim,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )
+        self.implementation = implementation
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(the output like query, None, or with need_weights the attention weights).
+
+        Args:
+          query: [N, L, embed_dim] with batch_first, else [L, N, embed_dim]; or [L, embed_dim].
+          key, value: likewise, of S tokens, kdim and vdim wide.
+          key_padding_mask: [N, S] or [S]. A bool one is True where no query may attend to a key; floats are added to
+            the scores.
+          attn_mask: [L, S] or [N * num_heads, L, S]. A bool one is True where a query may not attend; floats are added.
+          need_weights: also return the attention weights, [N, L, S]; average_attn_weights=False keeps the heads apart.
+          is_causal: token i sees tokens up to i alone. An attn_mask beside it is taken to say the same.
+
+        A query that may attend to nothing has an attention of 0, weights of 0 and gradients of 0. With need_weights,
+        torch.nn.MultiheadAttention gives NaN there.
+
+        Raises:
+          ValueError, TypeError: a mask or a tensor has a wrong shape or dtype, or a tensor is nested and PyTorch's fast
+            path does not serve the call: it takes no jagged tensors, gradients, training, masks or is_causal.
+        """
+        if symbolic_trace.is_traced(query, key, value):
+            return symbolic_trace.leaf(
+                *(self, query, key, value),
+                key_padding_mask=key_padding_mask,
+                need_weights=need_weights,
+                attn_mask=attn_mask,
+                average_attn_weights=average_attn_weights,
+                is_causal=is_causal,
+            )
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._of_nested(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        if 0 in (*query.shape, *key.shape):
+            if is_causal and attn_mask is None:
+                attn_mask = self._causal_mask(query, key)
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        if query.ndim not in (2, 3) or not query.ndim == key.ndim == value.ndim:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+            raise ValueError(f"query, key, value: got shapes {shapes}, want 3 axes each, or 2 without a batch")
+        at = 0 if self.batch_first else 1
+        batch = query.shape[at] if query.ndim == 3 else 1
+        if key.shape[:-1] != value.shape[:-1] or (query.ndim == 3 and key.shape[at] != batch):
+            shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+            raise ValueError(f"query, key, value: got shapes {shapes}, want one batch, and as many keys as values")
+        dropout_p = self.dropout if self.training else 0.0
+        reason = fallback.reason_of(query, self.head_dim, dropout_p, "dropout")
+        by_pytorch = need_weights or reason is not None
+        if is_causal and (by_pytorch or self._keeps_keys()):
+            attn_mask, is_causal = self._causal_mask(query, key), False
+        mask, bias = self._mask_and_bias(query, key, attn_mask, key_padding_mask, batch, is_causal)
+        projected = self._projected(query, key, value, batch)
+        weights = None
+        if by_pytorch:
+            if reason is not None and not need_weights:
+                fallback.warn("MultiheadAttention", reason)
+            out, weights = _by_pytorch(projected, mask, bias, dropout_p, need_weights=need_weights)
+        else:
+            out = flash_attention(
+                *projected, mask=mask, bias=bias, is_causal=is_causal, implementation=self.implementation
+            )
+        if weights is not None:
+            weights = weights.reshape(batch, self.num_heads, *weights.shape[-2:])
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if query.ndim == 3 else weights[0]
+        return self.out_proj(out.reshape(*query.shape[:-1], self.embed_dim)), weights
+
+    __prepare_scriptable__ = symbolic_trace.no_script
+
+    def _of_nested(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None,
+        need_weights: bool,
+        attn_mask: torch.Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """forward of nested tensors, by PyTorch's fast path, the one computation that PyTorch has for them."""
+        named = {"query": query, "key": key, "value": value}
+        name = next(name for name, x in named.items() if x.is_nested)
+        want = f"{name}: got a nested tensor, want a dense one: pad it, with key_padding_mask for the padding"
+        if is_causal:  # the fast path would leave it out
+            raise ValueError(f"{want}; or is_causal=False, for PyTorch's fast path")
+        try:
+            return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
+        except AssertionError as error:
+            _, _, why = " ".join(str(error).split()).partition("not hit because ")
+            why = why or "the projections have no bias"
+            raise ValueError(
+                f"{want}; PyTorch's fast path, which takes nested ones, was not hit because {why}"
+            ) from None
+
+    def _keeps_keys(self) -> bool:
+        """Tells whether keys that all queries see are appended."""
+        return self.bias_k is not None or self.add_zero_attn
+
+    def _projected(self, query: Any, key: Any, value: Any, batch: int) -> list[torch.Tensor]:
+        """The projections, [B, T, H, D]. Sequence first, the entries of the batch count as heads: nothing is copied."""
+        if self.in_proj_weight is not None and query is key is value:  # one product, whose gradient is rounded once
+            projected = list(functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1))
+        else:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights = weights if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            projected = [functional.linear(*x) for x in zip((query, key, value), weights, biases, strict=True)]
+        axis = 1 if self.batch_first and query.ndim == 3 else 0  # of the length
+        if self.bias_k is not None:
+            given = zip(projected[1:], (self.bias_k, self.bias_v), strict=True)
+            projected[1:] = [self._appended(x, row.to(x.dtype), axis) for x, row in given]
+        if self.add_zero_attn:
+            projected[1:] = [self._appended(x, x.new_zeros(1, 1, self.embed_dim), axis) for x in projected[1:]]
+        shape = (-1, self.num_heads, self.head_dim) if axis else (-1, batch * self.num_heads, self.head_dim)
+        return [x.reshape(batch if axis else 1, *shape) for x in projected]
+
+    @staticmethod
+    def _appended(x: torch.Tensor, row: torch.Tensor, axis: int) -> torch.Tensor:
+        """The keys or values with one more token, [1, 1, embed_dim], the same for all entries of the batch."""
+        row = row[0] if x.ndim == 2 else row.expand(*(1 if i == axis else x.shape[i] for i in range(2)), -1)
+        return torch.cat([x, row], dim=axis)
+
+    def _causal_mask(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        axis = 1 if self.batch_first and query.ndim == 3 else 0
+        mask = torch.ones(query.shape[axis], key.shape[axis], dtype=torch.bool, device=query.device)
+        return mask.triu(1)
+
+    def _mask_and_bias(
+        self, query: Any, key: Any, attn_mask: Any, key_padding_mask: Any, batch: int, is_causal: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(True where a query may attend, what is added to the scores), for tensors as _projected gives them."""
+        axis = 1 if self.batch_first and query.ndim == 3 else 0
+        length, kv_length = query.shape[axis], key.shape[axis]
+        given = []
+        if attn_mask is not None:
+            shapes = ((length, kv_length), (batch * self.num_heads, length, kv_length))
+            _check("attn_mask", attn_mask, shapes, query)
+        if attn_mask is not None and not is_causal:
+            given.append(attn_mask.reshape(-1 if attn_mask.ndim == 3 else 1, length, kv_length))
+        if key_padding_mask is not None:
+            shape = (batch, kv_length) if query.ndim == 3 else (kv_length,)
+            _check("key_padding_mask", key_padding_mask, (shape,), query)
+            rows = key_padding_mask.reshape(batch, 1, 1, kv_length)
+            given.append(rows.expand(-1, self.num_heads, -1, -1).reshape(-1, 1, kv_length) if batch > 1 else rows[0])
+        mask = bias = None
+        appended = int(self.bias_k is not None) + int(self.add_zero_attn)
+        for x in given:
+            x = functional.pad(x, (0, appended)) if appended else x
+            if x.dtype == torch.bool:
+                mask = ~x if mask is None else mask & ~x
+            else:
+                bias = x if bias is None else bias + x
+        return tuple(None if x is None else self._of_batch(x, batch, axis) for x in (mask, bias))  # type: ignore[return-value]
+
+    def _of_batch(self, x: torch.Tensor, batch: int, axis: int) -> torch.Tensor:
+        """[N * num_heads or 1, L, S] as the scores have it."""
+        return x[None] if x.shape[0] == 1 or not axis else x.unflatten(0, (batch, self.num_heads))
+
+
+def _by_pytorch(
+    projected: list[torch.Tensor],
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+    *,
+    need_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(the attention [B, T, H, D] of query, key and value [B, T, H, D], None or its weights [B, H, T, S])."""
+    query, key, value = (x.transpose(1, 2) for x in projected)
+    if need_weights:
+        out, weights = fallback.attention_with_weights(query, key, value, mask=mask, bias=bias, dropout_p=dropout_p)
+        return out.transpose(1, 2), weights
+    if bias is not None:
+        bias = bias.to(query.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    return fallback.attention(query, key, value, mask, dropout_p).transpose(1, 2), None
+
+
+def _check(name: str, mask: Any, shapes: tuple[tuple[int, ...], ...], query: torch.Tensor) -> None:
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{name}: got {type(mask).__name__}, want a torch.Tensor")
+    check_dense(name, mask)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name}: got dtype {mask.dtype}, want torch.bool (True = masked out) or floats (added)")
+    casts = mask.dtype in _NARROW and torch.is_autocast_enabled(query.device.type)
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype) and not casts:
+        or_float32 = "" if query.dtype == torch.float32 else " or torch.float32"
+        raise TypeError(f"{name}: got dtype {mask.dtype}, want torch.bool, or query's dtype {query.dtype}{or_float32}")
+    if mask.device != query.device:
+        raise ValueError(f"{name}: got a tensor on {mask.device}, want query's device {query.device}")
+    if tuple(mask.shape) not in shapes:
+        wanted = " or ".join(str(x) for x in shapes)
+        raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want {wanted}")

@@ -1,0 +1,314 @@
+"""Multi-head dilated attention as a PyTorch module."""
+
+import contextlib
+import math
+import numbers
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+from torch.nn import functional
+
+from jax_kernels.bridge.interop import dlpack, planning_device
+from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
+from jax_kernels.bridge.jax_functions.argument_names import rename
+from jax_kernels.bridge.nn.layers import empty_attention
+from jax_kernels.bridge.ops import symbolic_trace
+from jax_kernels.bridge.ops.attention.dilated_attention import dilated_attention
+from jax_kernels.device import DeviceInfo, device_info
+from jax_kernels.dispatch import explain
+from jax_kernels.ops.attention.table import IMPLEMENTATIONS
+from jax_kernels.ops.dilated import dilated_attention as ops
+
+__all__ = ["MultiheadDilatedAttention"]
+
+# The names that dilated-attention-pytorch and its forks have for their own kernels. Each is the same as None.
+_FASTEST = ("auto", "sdpa", "flash", "flash_attn", "flash_attn_2", "flash_attn_3", "xformers", "manual")
+
+
+def _checked_backend(backend: Any) -> str | None:
+    """The implementation that a backend's name means; None for the fastest. Raises TypeError or ValueError."""
+    if backend is None:
+        return None
+    if not isinstance(backend, str):
+        raise TypeError(f"attention_backend: got {type(backend).__name__}, want a name or None")
+    if backend not in (*IMPLEMENTATIONS, *_FASTEST):
+        known = ", ".join(map(repr, (*IMPLEMENTATIONS, *_FASTEST)))
+        raise ValueError(f"attention_backend: got {backend!r}, want one of {known}, or None")
+    return None if backend in _FASTEST else backend
+
+
+@contextlib.contextmanager
+def _by_own_name() -> Iterator[None]:
+    """Errors inside the block name attention_backend."""
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        rename(error, implementation="attention_backend")
+        raise
+
+
+class _Timed(NamedTuple):
+    """The fastest implementation of those that were timed, for parameters of this device and dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+    fastest: str
+
+
+class MultiheadDilatedAttention(torch.nn.Module):
+    """Multi-head dilated attention, batch first, with MAGNETO's LayerNorm and initialisation.
+
+    state_dict() has the names and shapes of dilated-attention-pytorch: q_proj, k_proj, v_proj and out_proj with
+    weight [embed_dim, embed_dim] and, with bias, bias [embed_dim]; with layer_norm also norm.weight and norm.bias. A
+    state dict with a fused qkv_proj [3 * embed_dim, embed_dim] can be loaded.
+    Its attention differs from that package's in one point: outputs are not divided by their own sum over the segment.
+    That division is no mean, and shows every token the later ones.
+
+    Args:
+      embed_dim: width of input and output; num_heads divides it, into heads of at most 256.
+      segment_lengths, dilation_rates: of each branch.
+      dropout: the probability with which elements of the output are zeroed in training. Attention weights are not
+        dropped: they are never stored.
+      bias: whether the projections have one.
+      layer_norm: a LayerNorm before out_proj; layer_norm_eps: its epsilon.
+      gamma_init: the projections are Xavier normal; those of v_proj and out_proj are multiplied by this.
+      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla"; None is the fastest on the
+        parameters' device, and so are "auto", "sdpa", "flash", "flash_attn", "flash_attn_2", "flash_attn_3", "xformers"
+        and "manual", names of other libraries' kernels.
+      dtype, device: of the parameters, as in any PyTorch module.
+      benchmark_backends: with attention_backend None, time forward and backward of each implementation that can serve,
+        once, now, for one sequence over the longest segment (at most 8192 tokens). The fastest is kept for as long as
+        the parameters have this device and dtype.
+      heads, combine, layout, order: as in dilated_attention. None for heads and combine: "groups" and "mean", as that
+        package has them, and with layout="partition" "all" and "lse", the only ones there.
+
+    Attributes:
+      attention_backend: the implementation that runs with the parameters' present device and dtype. gpu_info: the
+      DeviceInfo of that device. device, dtype: of the parameters. backend_times: the milliseconds of each
+      implementation that was timed; empty without benchmark_backends. On the meta device attention_backend and gpu_info
+      are None.
+
+    Raises:
+      TypeError, ValueError: an argument is out of range, naming it.
+      NotImplementedError: attention_backend cannot serve here, and why.
+
+    Source: Ding et al., "LongNet" (2023), arXiv:2307.02486; Wang et al., "Foundation Transformers" (2022),
+    arXiv:2210.06423.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        attention_backend: str | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        *,
+        benchmark_backends: bool = False,
+        heads: str | None = None,
+        combine: str | None = None,
+        layout: str = "overlap",
+        order: str | None = None,
+    ) -> None:
+        super().__init__()
+        overlaps = layout == "overlap"
+        heads = ("groups" if overlaps else "all") if heads is None else heads
+        combine = ("mean" if overlaps else "lse") if combine is None else combine
+        for name, width in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+            if isinstance(width, bool) or not isinstance(width, numbers.Integral):
+                raise TypeError(f"{name}: got {width!r}, want an int")
+            if width < 1:
+                raise ValueError(f"{name}: got {width}, want a positive one")
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim: got {embed_dim} with num_heads={num_heads}, want a multiple of num_heads")
+        for name, number in (("dropout", dropout), ("layer_norm_eps", layer_norm_eps), ("gamma_init", gamma_init)):
+            if isinstance(number, bool) or not isinstance(number, numbers.Real):
+                raise TypeError(f"{name}: got {number!r}, want a number")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout: got {dropout}, want a probability, from 0 to below 1")
+        if not 0 < gamma_init < math.inf:
+            raise ValueError(f"gamma_init: got {gamma_init}, want a finite number above 0")
+        for name, flag in (("bias", bias), ("layer_norm", layer_norm), ("benchmark_backends", benchmark_backends)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: got {flag!r}, want a bool")
+        if benchmark_backends and attention_backend is not None:
+            raise ValueError(
+                f"benchmark_backends: got True with attention_backend={attention_backend!r}, want one of the two"
+            )
+        attention_backend = _checked_backend(attention_backend)
+        branches = ops.check_pattern(segment_lengths, dilation_rates, heads, combine, layout, order)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.gamma_init = gamma_init
+        self.pattern: dict[str, Any] = {
+            "segment_lengths": tuple(length for length, _ in branches),
+            "dilation_rates": tuple(rate for _, rate in branches),
+            "heads": heads,
+            "combine": combine,
+            "layout": layout,
+            "order": order,
+        }
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        linear: Callable[[], torch.nn.Linear] = lambda: torch.nn.Linear(embed_dim, embed_dim, bias=bias, **place)
+        self.q_proj, self.k_proj, self.v_proj = linear(), linear(), linear()
+        self.norm = torch.nn.LayerNorm(embed_dim, eps=layer_norm_eps, **place) if layer_norm else None
+        self.out_proj = linear()
+        if benchmark_backends and self.device.type == "meta":
+            raise ValueError("benchmark_backends: got True on the meta device, want a device that can run them")
+        self.reset_parameters()
+
+        self._asked = attention_backend
+        self._timed: _Timed | None = None
+        self.backend_times: dict[str, float] = {}
+        if benchmark_backends:
+            self.backend_times = self._time_backends()
+            fastest = min(self.backend_times, key=lambda name: self.backend_times[name])
+            self._timed = _Timed(device=self.device, dtype=self.dtype, fastest=fastest)
+        elif self.device.type != "meta":
+            with _by_own_name():
+                self._plan(attention_backend)  # raises what a call would
+
+    @property
+    def attention_backend(self) -> str | None:
+        if self.device.type == "meta":
+            return None
+        return self._implementation or self._plan(None).implementation
+
+    @property
+    def gpu_info(self) -> DeviceInfo | None:
+        return None if self.device.type == "meta" else device_info(dlpack.jax_device(self.device))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q_proj.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.q_proj.weight.device
+
+    @property
+    def _implementation(self) -> str | None:
+        """The implementation that is passed to calls. None leaves the choice to them."""
+        timed = self._timed
+        if timed is not None and (timed.device, timed.dtype) == (self.device, self.dtype):
+            return timed.fastest
+        return self._asked
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        """Splits a fused qkv_proj, [3 * embed_dim, embed_dim] in the order query, key, value, into its projections."""
+        for kind in ("weight", "bias"):
+            fused = state_dict.get(f"{prefix}qkv_proj.{kind}")
+            if fused is not None and fused.shape[0] == 3 * self.embed_dim:
+                del state_dict[f"{prefix}qkv_proj.{kind}"]
+                for name, part in zip("qkv", fused.chunk(3), strict=True):
+                    state_dict[f"{prefix}{name}_proj.{kind}"] = part
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def reset_parameters(self) -> None:
+        for projection, gain in (
+            (self.q_proj, 1.0),
+            (self.k_proj, 1.0),
+            (self.v_proj, self.gamma_init),
+            (self.out_proj, self.gamma_init),
+        ):
+            torch.nn.init.xavier_normal_(projection.weight, gain=gain)
+            if projection.bias is not None:
+                torch.nn.init.zeros_(projection.bias)
+        if self.norm is not None:
+            self.norm.reset_parameters()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        segment_ids: torch.Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Any:
+        """The output [B, T, embed_dim] from query, key and value [B, T, embed_dim]; key and value default to query.
+
+        An empty batch gives an empty output.
+
+        is_causal: a token attends to itself and to earlier ones only. segment_ids: int32 [B, T]: packed sequences.
+        need_weights: return (the output, None), as modules do whose weights are never stored.
+
+        Raises ValueError, naming the tensor, where one is nested or has a wrong shape.
+        """
+        if symbolic_trace.is_traced(query, key, value):
+            return symbolic_trace.leaf(
+                self, query, key, value, is_causal, segment_ids=segment_ids, need_weights=need_weights
+            )
+        key = query if key is None else key
+        value = key if value is None else value
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            check_tensors(**{name: x})
+            dlpack.check_dense(name, x)
+            if x.ndim != 3 or x.shape[-1] != self.embed_dim:
+                raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, length, {self.embed_dim}]")
+        split = lambda x: x.unflatten(-1, (self.num_heads, -1))
+        query, key, value = split(self.q_proj(query)), split(self.k_proj(key)), split(self.v_proj(value))
+        out = empty_attention(query, key, value)
+        if out is None:
+            try:
+                out = self._attend(query, key, value, is_causal=is_causal, segment_ids=segment_ids)
+            except (NotImplementedError, ValueError) as error:
+                rename(error, implementation="attention_backend")
+                raise
+        out = out.flatten(-2)
+        if self.norm is not None:
+            out = self.norm(out)
+        out = functional.dropout(self.out_proj(out), self.dropout, self.training)
+        return (out, None) if need_weights else out
+
+    __prepare_scriptable__ = symbolic_trace.no_script
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **limits: Any) -> torch.Tensor:
+        """The attention of projected query, key and value. limits: is_causal and segment_ids."""
+        return dilated_attention(query, key, value, implementation=self._implementation, **limits, **self.pattern)
+
+    def _shape(self) -> tuple[int, int, int, int]:
+        """The shape of a typical query: one sequence over the longest segment."""
+        length = min(max(self.pattern["segment_lengths"]), 8192)
+        return 1, length, self.num_heads, self.embed_dim // self.num_heads
+
+    def _plan(self, implementation: str | None) -> Any:
+        x = jax.ShapeDtypeStruct(self._shape(), dlpack.jax_dtype(self.dtype))
+        with planning_device.planning_for(self.device):
+            return explain(ops.dilated_attention, x, x, x, implementation=implementation, **self.pattern)
+
+    def _time_backends(self) -> dict[str, float]:
+        device = self.device
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        query, key, value, dout = torch.randn(4, *self._shape(), dtype=self.dtype, device=device)
+        times = {}
+        for name in ("mosaic_gpu", "triton", "xla"):
+            try:
+                self._plan(name)
+            except NotImplementedError:
+                continue
+            inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+            elapsed = []
+            for _ in range(4):  # the first compiles
+                wait()
+                start = time.perf_counter()
+                out = dilated_attention(*inputs, implementation=name, **self.pattern)
+                torch.autograd.grad(out, inputs, dout)
+                wait()
+                elapsed.append(1e3 * (time.perf_counter() - start))
+            times[name] = min(elapsed[1:])
+        return times

@@ -1,0 +1,267 @@
+"""A linear layer with weights of few bits, and a model whose linear layers get them."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from jax_kernels import low_bit
+from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.jax_functions.argument_checks import check_activation, check_precision
+from jax_kernels.bridge.ops import symbolic_trace
+from jax_kernels.bridge.ops.matmul import Linear, linear
+from jax_kernels.bridge.ops.quantization import QuantizedTensor, quantize
+
+__all__ = ["QuantizedLinear", "quantize_weights"]
+
+_LOGGER = logging.getLogger("jax_kernels.bridge.quantized_linear")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class QuantizedLinear(torch.nn.Module):
+    """A linear layer with weights of few bits, for inference, and for training of what stands before it.
+
+    Equivalent to torch.nn.functional.linear(x, bridge.dequantize(layer.weight, x.dtype), layer.bias), with an
+    activation and a residual in the same pass. x: [..., in_features], bfloat16, float16 or float32.
+
+    A new layer has weights of zero: from_linear rounds those of another layer, and load_state_dict takes rounded ones.
+    Its state dict has the buffers weight_values and weight_scale, as in bridge.QuantizedTensor with axis=-1,
+    weight_shape, and the parameter bias. `.to(dtype)` and the like cast the bias alone.
+
+    Args:
+      in_features, out_features, bias, device: as torch.nn.Linear's.
+      dtype: of the bias.
+      format: "int8", "int4", "mxfp8" or "mxfp4". scaling, group_size, scale_dtype: as in bridge.quantize.
+      activation, precision, implementation: as in bridge.matmul.
+
+    Raises:
+      TypeError: activation is neither a name nor a function.
+      ValueError: format, scaling, group_size, scale_dtype, activation or precision is wrong.
+    """
+
+    weight_values: torch.Tensor
+    weight_scale: torch.Tensor
+    weight_shape: torch.Tensor
+
+    @plain_arguments
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        format: str = "int4",
+        scaling: str | None = None,
+        group_size: int | None = None,
+        scale_dtype: torch.dtype | None = None,
+        activation: str | Callable[..., Any] | None = None,
+        precision: str | None = None,
+        implementation: str | None = None,
+    ) -> None:
+        super().__init__()
+        _check_format(format)
+        check_activation(activation)
+        check_precision(precision, ("fp32", "tf32", "bf16", "fp16"))
+        zeros = torch.zeros(out_features, in_features, device=device)
+        options: dict[str, Any] = {"scaling": scaling, "group_size": group_size, "scale_dtype": scale_dtype}
+        self._hold(quantize(zeros, format, axis=-1, **options))
+        self.bias = torch.nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.activation = activation
+        self.precision = precision
+        self.implementation = implementation
+
+    @classmethod
+    def from_linear(
+        cls,
+        layer: torch.nn.Linear,
+        format: str = "int4",
+        *,
+        scaling: str | None = None,
+        group_size: int | None = None,
+        scale_dtype: torch.dtype | None = None,
+    ) -> "QuantizedLinear":
+        """A layer with the weights of a torch.nn.Linear or bridge.nn.Linear, rounded, on their device.
+
+        It shares the bias with `layer`, and takes a bridge.nn.Linear's activation, precision and implementation.
+
+        Raises:
+          TypeError: layer is of another class, a subclass included, whose forward might do more.
+          ValueError: format, scaling, group_size or scale_dtype is wrong; layer has hooks, or precision="fp8".
+        """
+        if type(layer) not in (torch.nn.Linear, Linear):
+            raise TypeError(f"layer: got {type(layer).__name__}, want torch.nn.Linear or bridge.nn.Linear")
+        if any(getattr(layer, name, None) for name in _HOOKS) or "forward" in vars(layer):
+            raise ValueError("layer: got hooks or a forward of its own, which would be lost; want a layer without")
+        options = {name: getattr(layer, name, None) for name in ("activation", "precision", "implementation")}
+        if options["precision"] == "fp8" or getattr(layer, "scaling", None) is not None:
+            raise ValueError("layer: got precision='fp8' or a scaling, want None: weights of few bits have their own")
+        _check_format(format)
+        rounding: dict[str, Any] = {"scaling": scaling, "group_size": group_size, "scale_dtype": scale_dtype}
+        made = cls.__new__(cls)
+        torch.nn.Module.__init__(made)
+        made._hold(quantize(layer.weight.detach(), format, axis=-1, **rounding))
+        made.bias = layer.bias
+        made.activation, made.precision, made.implementation = options.values()
+        return made.train(layer.training)
+
+    def _hold(self, weight: QuantizedTensor) -> None:
+        """Takes the weights, [N, K]."""
+        self.out_features, self.in_features = weight.shape
+        self.format = weight.format
+        self.group_size = weight.group_size
+        self.register_buffer("weight_values", weight.values)
+        self.register_buffer("weight_scale", weight.scale)
+        self.register_buffer("weight_shape", torch.tensor(list(weight.shape), device=weight.device))
+
+    @property
+    def weight(self) -> QuantizedTensor:
+        """The weights [out_features, in_features], which bridge.linear and bridge.dequantize take."""
+        return QuantizedTensor(
+            values=self.weight_values,
+            scale=self.weight_scale,
+            format=self.format,
+            group_size=self.group_size,
+            axis=-1,
+            length=self.in_features,
+        )
+
+    @property
+    def scaling(self) -> None:
+        """The scaling of products of 8 bits, which it does not have."""
+        return None
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [..., in_features]. residual: [..., out_features], added last, as in bridge.matmul."""
+        if isinstance(x, symbolic_trace.Proxy):
+            return symbolic_trace.leaf(self, x, residual=residual)
+        return linear(
+            x,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            residual=residual,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+    __prepare_scriptable__ = symbolic_trace.no_script
+
+    def extra_repr(self) -> str:
+        group = "" if self.group_size is None else f", group_size={self.group_size}"
+        features = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        activation = "" if self.activation is None else f", activation={self.activation!r}"
+        return f"{features}, format={self.format!r}{group}{activation}"
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """As torch.nn.Module's, but that numbers of few bits, and their scales, keep their dtypes."""
+        buffers = list(self._buffers.values())
+
+        def apply(x: torch.Tensor) -> torch.Tensor:
+            moved = fn(x)
+            if moved.dtype == x.dtype or not any(x is y for y in buffers):
+                return moved
+            return torch.empty_like(x, device=moved.device) if x.is_meta or moved.is_meta else x.to(moved.device)
+
+        return super()._apply(apply, recurse)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: Any,
+    ) -> None:
+        """As torch.nn.Module's, which would cast scales of another format, and take a K that is padded alike."""
+        wrong = []
+        for name in ("weight_values", "weight_scale"):
+            given, own = state_dict.get(prefix + name), getattr(self, name)
+            if isinstance(given, torch.Tensor) and given.dtype != own.dtype:
+                wrong.append(f"{prefix}{name}: got dtype {given.dtype}, want {own.dtype}, that of {self.format!r}")
+        shape, want = state_dict.get(prefix + "weight_shape"), [self.out_features, self.in_features]
+        if isinstance(shape, torch.Tensor) and not shape.is_meta and shape.tolist() != want:
+            wrong.append(f"{prefix}weight_shape: got {shape.tolist()}, want {want}, out_features and in_features")
+        errors += wrong
+        if not wrong:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+
+def _check_format(format: Any) -> None:
+    """Raises ValueError."""
+    if format not in tuple(low_bit.FORMATS):
+        raise ValueError(f"format: got {format!r}, want one of {', '.join(map(repr, low_bit.FORMATS))}")
+
+
+def quantize_weights(
+    model: torch.nn.Module,
+    format: str = "int4",
+    *,
+    scaling: str | None = None,
+    group_size: int | None = None,
+    scale_dtype: torch.dtype | None = None,
+    skip: str | Sequence[str] = (),
+) -> torch.nn.Module:
+    """Gives the linear layers of a model weights of few bits, in place, and returns the model.
+
+    It replaces modules of class torch.nn.Linear and bridge.nn.Linear by bridge.nn.QuantizedLinear.from_linear of them.
+    Other modules stay as they are, also those of subclasses, such as torch.nn.MultiheadAttention's out_proj. The number
+    of replaced modules goes to the logger "jax_kernels.bridge.quantized_linear" at level INFO; it is also that of the
+    layers which the model then holds::
+
+        sum(isinstance(x, bridge.nn.QuantizedLinear) for x in model.modules())
+
+    Args:
+      model: holds linear layers; it may be on any device. A layer that stands at several places is replaced at all.
+      format, scaling, group_size, scale_dtype: as in bridge.quantize. group_size: None is 128 for integers, and 32 for
+        the MX formats.
+      skip: names of modules to leave as they are, with all that they hold: "lm_head", "layers.0.mlp" or "q_proj", whole
+        names or consecutive parts of them.
+
+    Raises:
+      TypeError: model is no module.
+      ValueError: no layer is to be replaced; a name in skip fits no module; model is a linear layer itself; or what
+        QuantizedLinear.from_linear raises, with the layer's name. Then no layer has been replaced.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, want a torch.nn.Module")
+    if type(model) in (torch.nn.Linear, Linear):
+        raise ValueError(
+            "model: got a linear layer itself, want a model that holds some; see QuantizedLinear.from_linear"
+        )
+    _check_format(format)
+    named = dict(model.named_modules(remove_duplicate=False))
+    skipped = _fitting((skip,) if isinstance(skip, str) else skip, list(named))
+    found = {name: x for name, x in named.items() if type(x) in (torch.nn.Linear, Linear) and name not in skipped}
+    kept = {id(named[name]) for name in skipped}  # under other names, too
+    found = {name: x for name, x in found.items() if id(x) not in kept}
+    if not found:
+        raise ValueError("model: got no torch.nn.Linear or bridge.nn.Linear that skip leaves, want one or more")
+    made: dict[int, QuantizedLinear] = {}
+    options: dict[str, Any] = {"scaling": scaling, "group_size": group_size, "scale_dtype": scale_dtype}
+    for name, layer in found.items():
+        if id(layer) not in made:
+            try:
+                made[id(layer)] = QuantizedLinear.from_linear(layer, format, **options)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+    for name, layer in found.items():
+        parent, _, own = name.rpartition(".")
+        named[parent].register_module(own, made[id(layer)])
+    _LOGGER.info("quantize_weights: %d linear layers have %s weights now", len(made), format)
+    return model
+
+
+def _fitting(skip: Sequence[str], names: Sequence[str]) -> set[str]:
+    """The names that skip says. Raises ValueError for an entry that fits none."""
+    found: set[str] = set()
+    for entry in skip:
+        fits = {name for name in names if f".{entry}." in f".{name}."}
+        if not fits:
+            raise ValueError(f"skip: got {entry!r}, which is in no module's name; want names of modules")
+        found |= fits
+    return found

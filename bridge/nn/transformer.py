@@ -1,0 +1,344 @@
+"""PyTorch modules built on this library's attention."""
+
+import math
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C import _functorch as functorch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from jax_kernels.bridge.interop.dlpack import check_dense
+from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
+from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention
+from jax_kernels.bridge.nn.dynamic_mask_attention import DynamicMaskAttention
+from jax_kernels.bridge.nn.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, rotary_embedding
+from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention
+from jax_kernels.bridge.nn.multihead_dilated_attention import MultiheadDilatedAttention
+from jax_kernels.bridge.nn.pattern_attention import FlexAttention
+from jax_kernels.bridge.nn.quantized_linear import QuantizedLinear
+from jax_kernels.bridge.nn.ring_dilated_attention import RingDilatedAttention
+from jax_kernels.bridge.ops import symbolic_trace
+from jax_kernels.bridge.ops.attention.dilated_attention import dilated_attention
+from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
+from jax_kernels.bridge.ops.matmul import GatedMLP, Linear, gated_matmul, linear
+from jax_kernels.bridge.ops.normalization import LayerNorm, RMSNorm
+
+__all__ = [
+    "MLP",
+    "AdaptiveAttention",
+    "Attention",
+    "Block",
+    "DynamicMaskAttention",
+    "FlexAttention",
+    "GatedMLP",
+    "LayerNorm",
+    "Linear",
+    "MultiheadAttention",
+    "MultiheadDilatedAttention",
+    "QuantizedLinear",
+    "RMSNorm",
+    "RingDilatedAttention",
+    "Transformer",
+    "has_gpu",
+    "logits_and_input_gradients",
+    "rotary_embedding",
+]
+
+_REQUIRED = ("vocab_size", "model_dim", "num_layers", "num_heads")
+_DEFAULTS = {
+    "num_kv_heads": None,
+    "head_dim": None,
+    "mlp_dim": None,
+    "rope_theta": 10000.0,
+    "norm_eps": 1e-6,
+    "tie_embeddings": True,
+    "dtype": "float32",
+    "param_dtype": "float32",
+    "remat": False,
+    "implementation": None,
+    "precision": None,
+    "scaling": None,
+}
+# The fields that a LongNetConfig adds.
+_PATTERN = {
+    "segment_lengths": None,
+    "dilation_rates": None,
+    "heads": "all",
+    "combine": "lse",
+    "layout": "overlap",
+    "order": None,
+}
+_DEFAULTS |= _PATTERN | {"layer_norm": False, "gamma": None}
+
+
+class LinearOf8Bits(PlainLinear):
+    """PlainLinear by a product of 8 bits."""
+
+    def __init__(self, in_features: int, out_features: int, shape: Any) -> None:
+        super().__init__(in_features, out_features, shape.param_dtype)
+        self.scaling = shape.scaling
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight.to(x.dtype), precision="fp8", scaling=self.scaling)
+
+
+def _linear(in_features: int, out_features: int, shape: Any) -> PlainLinear:
+    """A product of a block, of the kind that the config's precision says."""
+    if shape.precision == "fp8":
+        return LinearOf8Bits(in_features, out_features, shape)
+    return PlainLinear(in_features, out_features, shape.param_dtype)
+
+
+class Attention(torch.nn.Module):
+    """Causal self-attention over [B, T, model_dim], with rotary embedding and grouped key and value heads.
+
+    With segment_lengths it is dilated, as jax_kernels.models.MultiHeadDilatedAttention is.
+    """
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.rope_theta = shape.rope_theta
+        self.implementation = shape.implementation
+        heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = _linear(shape.model_dim, heads, shape)
+        self.k_proj = _linear(shape.model_dim, kv_heads, shape)
+        self.v_proj = _linear(shape.model_dim, kv_heads, shape)
+        self.out_proj = _linear(heads, shape.model_dim, shape)
+        self.pattern = {name: getattr(shape, name) for name in _PATTERN}
+        self.out_norm = PlainLayerNorm(heads, eps=1e-5, dtype=shape.param_dtype) if shape.layer_norm else None
+        if shape.gamma is not None:
+            for projection, gain in (("q", 1.0), ("k", 1.0), ("v", shape.gamma), ("out", shape.gamma)):
+                torch.nn.init.xavier_normal_(getattr(self, f"{projection}_proj").weight, gain=gain)
+
+    __prepare_scriptable__ = symbolic_trace.no_script
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if symbolic_trace.is_traced(x):
+            return symbolic_trace.leaf(self, x)
+        check_dense("x", x)
+        split = lambda y: y.unflatten(-1, (-1, self.head_dim))
+        query, key, value = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
+        positions = torch.arange(x.shape[1], device=x.device)
+        query = rotary_embedding(query, positions, self.rope_theta)
+        key = rotary_embedding(key, positions, self.rope_theta)
+        if self.pattern["segment_lengths"] is None:
+            out = flash_attention(query, key, value, is_causal=True, implementation=self.implementation)
+        else:
+            out = dilated_attention(
+                query, key, value, is_causal=True, implementation=self.implementation, **self.pattern
+            )
+        out = out.flatten(-2)
+        return self.out_proj(out if self.out_norm is None else self.out_norm(out))
+
+
+class MLP(torch.nn.Module):
+    """The gated MLP: down_proj(silu(gate_proj(x)) * up_proj(x))."""
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__()
+        self.precision = shape.precision
+        self.scaling = shape.scaling
+        self.gate_proj = _linear(shape.model_dim, shape.mlp_dim, shape)
+        self.up_proj = _linear(shape.model_dim, shape.mlp_dim, shape)
+        self.down_proj = _linear(shape.mlp_dim, shape.model_dim, shape)
+
+    __prepare_scriptable__ = symbolic_trace.no_script
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if symbolic_trace.is_traced(x):
+            return symbolic_trace.leaf(self, x)
+        check_dense("x", x)
+        if self.precision == "fp8":
+            gate, up = (projection.weight.to(x.dtype) for projection in (self.gate_proj, self.up_proj))
+            return self.down_proj(gated_matmul(x, gate, up, transpose_w=True, precision="fp8", scaling=self.scaling))
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(torch.nn.Module):
+    """A block: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__()
+        self.attention_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
+        self.attention = Attention(shape)
+        self.mlp_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
+        self.mlp = MLP(shape)
+
+    __prepare_scriptable__ = symbolic_trace.no_script
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if symbolic_trace.is_traced(x):
+            return symbolic_trace.leaf(self, x)
+        check_dense("x", x)
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(torch.nn.Module):
+    """jax_kernels.models.Transformer and LongNet in PyTorch, with the same forward. load_flax_state loads weights.
+
+    A causal decoder: token embedding, blocks with RMSNorm before attention and MLP, a final RMSNorm, a head.
+
+    Args:
+      config: a jax_kernels.models.TransformerConfig or LongNetConfig, or a mapping with its fields.
+
+    Raises:
+      ValueError: a field is missing or unknown, or does not fit the others.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        shape = _shape(config)
+        self.dtype = shape.dtype
+        self.remat = shape.remat
+        self.embed = torch.nn.Embedding(shape.vocab_size, shape.model_dim, dtype=shape.param_dtype)
+        torch.nn.init.normal_(self.embed.weight, std=shape.model_dim**-0.5)
+        self.layers = torch.nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.final_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
+        self.head = None if shape.tie_embeddings else PlainLinear(shape.model_dim, shape.vocab_size, shape.param_dtype)
+
+    def forward(self, tokens: torch.Tensor | None = None, *, embeddings: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the next token at every position.
+
+        Args:
+          tokens: integers [B, T], from 0 to vocab_size - 1.
+          embeddings: [B, T, model_dim], the output of `embed`, in place of tokens: for gradients by the input.
+
+        Returns:
+          float32 [B, T, vocab_size].
+
+        Raises:
+          ValueError: not exactly one of tokens and embeddings is given, one is nested, tokens are not of two axes, or
+            on a CPU one is outside the vocabulary. On a GPU, and under torch.compile, such a token gives NaN.
+        """
+        if symbolic_trace.is_traced(tokens, embeddings):
+            return symbolic_trace.leaf(self, tokens=tokens, embeddings=embeddings)
+        if (tokens is None) == (embeddings is None):
+            raise ValueError("tokens, embeddings: want exactly one of them")
+        for name, given in (("tokens", tokens), ("embeddings", embeddings)):
+            if isinstance(given, torch.Tensor):
+                check_dense(name, given)
+        x = (self._embedded(tokens) if embeddings is None else embeddings).to(self.dtype)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.remat and torch.is_grad_enabled() else layer(x)
+        x = self.final_norm(x)
+        if self.head is not None:
+            return self.head(x).float()
+        return functional.linear(x, self.embed.weight.to(x.dtype)).float()
+
+    __prepare_scriptable__ = symbolic_trace.no_script
+
+    def _embedded(self, tokens: Any) -> torch.Tensor:
+        check_tensors(tokens=tokens)
+        dtype = tokens.dtype
+        if tokens.ndim != 2 or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            raise ValueError(f"tokens: got {dtype} {tuple(tokens.shape)}, want integers [batch, length]")
+        most = self.embed.num_embeddings - 1
+        is_known = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+        if is_known and tokens.numel() and not functorch.is_functorch_wrapped_tensor(tokens):
+            low, high = (int(x) for x in torch.aminmax(tokens))
+            if low < 0 or high > most:
+                raise ValueError(f"tokens: got ids from {low} to {high}, want 0 to {most}")
+            return self.embed(tokens.long())
+        tokens = tokens.long()
+        is_id = (tokens >= 0) & (tokens <= most)
+        return self.embed(torch.where(is_id, tokens, 0)).masked_fill(~is_id[..., None], float("nan"))
+
+    @torch.no_grad()
+    def load_flax_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Copies the parameters of a jax_kernels.models.Transformer or LongNet, as its flat_parameters gives them.
+
+        Raises ValueError where names or shapes are not those of this model; it is unchanged then.
+        """
+        parameters = {_flax_name(name): parameter for name, parameter in self.named_parameters()}
+        missing, unknown = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
+        if missing or unknown:
+            raise ValueError(f"state: got names that do not fit; missing: {missing}, unknown: {unknown}")
+        loaded = {}
+        for name, parameter in parameters.items():
+            # NumPy has no bfloat16 that PyTorch knows; float32 holds every value of it.
+            array = torch.from_numpy(np.array(state[name], np.float32))
+            loaded[name] = array.T if name.endswith(".kernel") else array
+            if loaded[name].shape != parameter.shape:
+                raise ValueError(f"state[{name!r}]: got shape {tuple(array.shape)}, which does not fit this model")
+        for name, parameter in parameters.items():
+            parameter.copy_(loaded[name])
+
+
+def _flax_name(name: str) -> str:
+    if name == "embed.weight":
+        return "embed"
+    if name.endswith(".bias"):
+        return name
+    return name.removesuffix("weight") + ("scale" if name.endswith("norm.weight") else "kernel")
+
+
+def _shape(config: Any) -> types.SimpleNamespace:
+    """The fields of a config with their defaults, dtypes as torch.dtypes."""
+    if isinstance(config, Mapping):
+        unknown = sorted(config.keys() - {*_REQUIRED, *_DEFAULTS})
+        if unknown:
+            raise ValueError(f"config: got unknown fields {unknown}")
+        given = dict(config)
+    else:
+        given = {name: getattr(config, name) for name in (*_REQUIRED, *_DEFAULTS) if hasattr(config, name)}
+    missing = [name for name in _REQUIRED if name not in given]
+    if missing:
+        raise ValueError(f"config: got no {', '.join(missing)}")
+    shape = types.SimpleNamespace(**{**_DEFAULTS, **given})
+    if shape.num_kv_heads is None:
+        shape.num_kv_heads = shape.num_heads
+    if shape.head_dim is None:
+        if shape.model_dim % shape.num_heads:
+            raise ValueError(f"config: num_heads={shape.num_heads} must divide model_dim={shape.model_dim}")
+        shape.head_dim = shape.model_dim // shape.num_heads
+    if shape.mlp_dim is None:
+        shape.mlp_dim = math.ceil(shape.model_dim * 8 / 3 / 64) * 64
+    if shape.num_heads % shape.num_kv_heads:
+        raise ValueError(f"config: num_kv_heads={shape.num_kv_heads} must divide num_heads={shape.num_heads}")
+    if (shape.segment_lengths is None) != (shape.dilation_rates is None):
+        raise ValueError("config: got one of segment_lengths and dilation_rates, want both or neither")
+    if shape.segment_lengths is None and (shape.layer_norm or shape.gamma is not None):
+        raise ValueError("config: got layer_norm or gamma without segment_lengths, want them with dilated attention")
+    if shape.precision not in (None, "fp8"):
+        raise ValueError(f"config: got precision={shape.precision!r}, want 'fp8' or None")
+    if shape.scaling not in (None, "tensor", "row", "block") or (shape.scaling is not None and shape.precision is None):
+        raise ValueError(
+            f"config: got scaling={shape.scaling!r} with precision={shape.precision!r}, want None, or 'tensor', 'row' "
+            "or 'block' with 'fp8'"
+        )
+    for name in ("dtype", "param_dtype"):
+        if getattr(shape, name) not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"config: got {name}={getattr(shape, name)!r}, want 'float32', 'bfloat16' or 'float16'")
+        setattr(shape, name, getattr(torch, getattr(shape, name)))
+    return shape
+
+
+def has_gpu() -> bool:
+    """Tells whether PyTorch can use a CUDA GPU here."""
+    return torch.cuda.is_available()
+
+
+def logits_and_input_gradients(
+    config: Any, parameters: Mapping[str, np.ndarray], tokens: np.ndarray, targets: np.ndarray, *, device: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and input gradients of a Transformer with Flax's weights, for a comparison with the Flax model.
+
+    config and parameters: as Transformer and load_flax_state take them. tokens, targets: int [B, T].
+    Returns (logits [B, T, vocab], the gradient [B, T, model_dim] of the mean cross-entropy by the tokens'
+    embeddings), both numpy.
+    """
+    model = Transformer(config)
+    model.load_flax_state(parameters)
+    model.to(device)
+    inputs, labels = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (tokens, targets))
+    embeddings = model.embed(inputs).detach().requires_grad_()
+    logits = model(embeddings=embeddings)
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    (gradient,) = torch.autograd.grad(loss, embeddings)
+    return logits.detach().cpu().numpy(), gradient.cpu().numpy()

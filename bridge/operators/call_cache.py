@@ -1,0 +1,214 @@
+"""Calls that were made before: one check of their tensors, and what runs.
+
+A call is known by its statics (all that is no tensor, and which tensors there are) and its tensors without their
+values. A check of PyTorch's own compares the tensors, in a microsecond. Whatever it does not vouch for goes the way of
+a first call: compilers, transforms, autocast, modes, tensors that are strided.
+"""
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.bounded_dict import drop_oldest
+from jax_kernels.bridge.translate import mask_sources
+
+__all__ = ["Known", "KnownCall", "clear", "count", "same_tensors"]
+
+_MOST = 512  # calls of an op
+_TYPES = (torch.Tensor, torch.nn.Parameter)
+# Looked up once, for the time of a call.
+_ROUTE = route._STATE
+_GRAPH = torch_internals._GRAPH
+_is_transforming = torch._C._are_functorch_transforms_active
+_is_grad_enabled = torch.is_grad_enabled
+_functions_looking_on = torch._C._len_torch_function_stack
+
+
+class KnownCall:
+    """A call that was made before. Calling it with the tensors gives its results.
+
+    chain: what runs, a LoadedChain or the like. is_direct, has_grad: whether the direct route, and gradients, were on
+    when it was made. finish: makes the results of the list that a chain gives. function: where a gradient is needed,
+    the Function whose forward takes this call and the tensors, and gives what the chain does. facts: those of the call
+    that the Function wants. backwards: the calls of its backward. references: what ends it with each of its Masks.
+    """
+
+    __slots__ = (
+        *("backwards", "chain", "check", "facts", "finish", "function", "has_grad", "is_direct", "references"),
+        "statics",
+    )
+
+    def __init__(
+        self,
+        chain: Callable[..., list[torch.Tensor]],
+        finish: Callable[[Any], Any],
+        function: type[torch.autograd.Function] | None = None,
+        facts: Any = None,
+    ) -> None:
+        self.chain = chain
+        self.is_direct = route.is_enabled()
+        self.has_grad = torch.is_grad_enabled()
+        self.finish = finish
+        self.function = function
+        self.facts = facts
+        self.backwards = None if function is None else Known()
+        self.references: list[Any] = []
+        self.statics: Any = None
+        self.check: Callable[..., bool] = _never
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+        if self.function is None:
+            return self.finish(self.chain(*tensors))
+        return self.finish(self.function.apply(self, *tensors))
+
+
+def _never(*tensors: Any) -> bool:
+    return False
+
+
+class Known:
+    """The calls of an op that are known, at most so many. The last one is looked at first."""
+
+    __slots__ = ("__weakref__", "_calls", "_last", "_nothing")
+
+    def __init__(self) -> None:
+        self._nothing = KnownCall(None, _never)  # type: ignore[arg-type]
+        self._last = self._nothing
+        self._calls: dict[Any, KnownCall] = {}
+        _ALL.add(self)
+
+    def find(self, statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
+        """The known call of these tensors, None where there is none. Not for code that torch.compile traces."""
+        call = self._last
+        try:
+            is_last = call.has_grad is _is_grad_enabled() and call.is_direct is _ROUTE.is_enabled
+            if is_last and call.statics == statics:
+                for x in tensors:
+                    if x.is_nested:  # PyTorch's check ends the process for one
+                        return None
+                is_last = call.check(*tensors)
+            else:
+                is_last = False
+            if not is_last:
+                found = self._search(statics, tensors)
+                if found is None:
+                    return None
+                call = found
+        # Statics that cannot be compared or hashed, such as arrays; tensors that are none, or have no sizes.
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return None
+        if forward_ad._current_level >= 0 or _GRAPH.is_in_dual_level or _functions_looking_on():
+            return None
+        return None if _is_transforming() and torch_internals.is_forward_mode() else call
+
+    def _search(self, statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
+        if not self._calls:
+            return None
+        call = self._calls.get(_key(statics, tensors))
+        if call is None or not call.check(*tensors):
+            return None
+        self._last = call
+        return call
+
+    def learn(
+        self,
+        statics: Any,
+        tensors: Sequence[torch.Tensor],
+        make: Callable[[], KnownCall | None],
+        masks: Sequence[Any] = (),
+    ) -> None:
+        """Makes a call known, unless its tensors cannot be checked, or are not read in place.
+
+        make: gives the call, or None where there is none. masks: those Masks whose ids the statics hold. With one of
+        them the call ends, so that it keeps no Mask alive, and no other Mask is taken for it. A call is not found where
+        a tensor of a mask's function has changed.
+        """
+        if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+            return
+        if not all(x.is_contiguous() and not x.is_meta and not torch_internals.is_batched(x) for x in tensors):
+            return
+        key = _key(statics, tensors)
+        call = None if key is None else make()
+        if call is None:
+            return
+        check = torch_internals.guard(tensors)
+        if check is None:
+            return
+        call.statics = statics
+        call.check = mask_sources.watched(_under_autocast(check, tensors), masks)
+        forget = functools.partial(_forget, weakref.ref(self), key)
+        call.references = [weakref.ref(mask, forget) for mask in masks]
+        try:
+            self._calls[key] = call
+        except TypeError:  # the statics are not hashable
+            return
+        drop_oldest(self._calls, _MOST)
+
+    def forget(self, key: Any) -> None:
+        """Ends the call of a key."""
+        self._last = self._nothing
+        self._calls.pop(key, None)
+
+    def clear(self) -> None:
+        self._last = self._nothing
+        self._calls.clear()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+def _forget(reference: "weakref.ref[Known]", key: Any, _: Any) -> None:
+    known = reference()
+    if known is not None:
+        known.forget(key)
+
+
+def same_tensors(read: Sequence[Any], given: Sequence[Any]) -> bool:
+    """Whether a call reads the very tensors that it is given, and not copies."""
+    return len(read) == len(given) and all(map(operator.is_, read, given))
+
+
+_ALL: weakref.WeakSet[Known] = weakref.WeakSet()
+
+
+def clear() -> None:
+    """Forgets all calls."""
+    for known in list(_ALL):
+        known.clear()
+
+
+def count() -> int:
+    """How many calls are known."""
+    return sum(len(known) for known in list(_ALL))
+
+
+def _autocast_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
+    """The dtype of autocast for the tensors' device, None where it is off."""
+    if not tensors:
+        return None
+    device = tensors[0].device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _under_autocast(check: torch_internals.Check, tensors: Sequence[torch.Tensor]) -> torch_internals.Check:
+    """The check, which tells whether autocast is on, of its dtype too."""
+    dtype = _autocast_dtype(tensors)
+    if dtype is None:
+        return check
+    device = tensors[0].device.type
+    return lambda *given: torch.get_autocast_dtype(device) is dtype and check(*given)
+
+
+def _key(statics: Any, tensors: Sequence[Any]) -> Any:
+    """The statics, and the tensors without their values; None where one is of a type that is not known."""
+    if any(type(x) not in _TYPES for x in tensors):
+        return None
+    modes = torch.is_grad_enabled(), route._STATE.is_enabled, _autocast_dtype(tensors)
+    return statics, modes, *[(x.shape, x.dtype, x.device, x.requires_grad, type(x)) for x in tensors]

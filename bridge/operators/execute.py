@@ -1,0 +1,126 @@
+"""How a jitted JAX function runs on PyTorch's tensors: its kernels are launched directly, or JAX runs it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.interop import dlpack, donated_outputs, memory
+from jax_kernels.bridge.interop.bounded_dict import drop_oldest
+from jax_kernels.bridge.interop.planning_device import planning_for
+from jax_kernels.bridge.operators.call_cache import Known, KnownCall
+
+__all__ = ["chain_for", "forget", "run"]
+
+
+def run(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
+) -> list[torch.Tensor]:
+    """Calls a jitted JAX function, whose results are a flat sequence of arrays, on tensors of one device.
+
+    operands: the Operands whose Masks are the function's first argument, or None where it takes none.
+
+    On a GPU its kernels are launched directly where they can be. Else, raises RuntimeError while a CUDA graph is being
+    captured: JAX queues its work on a stream of its own, which the graph would not hold.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    device = given[0].device
+    if device.type == "cuda" and (launched := _launched(function, tensors, given, operands)) is not None:
+        return launched
+    return _through_jax(function, tensors, given, operands)
+
+
+def _through_jax(
+    function: Callable[..., Any], tensors: Sequence[Any], given: Sequence[torch.Tensor], operands: Any
+) -> list[torch.Tensor]:
+    """run by the DLPack route. given: the tensors that are not None; they stand for those of `tensors` in turn."""
+    device = given[0].device
+    dlpack.refuse_capture(device)
+    masks = () if operands is None else (operands.masks,)
+    structure = None if operands is None else operands.signature
+    arguments = donated_outputs.Arguments(masks, given, tuple([x is None for x in tensors]), structure)
+
+    def call() -> list[torch.Tensor]:
+        if device.type == "cuda" and (found := donated_outputs.run(function, arguments, device)) is not None:
+            return found
+        arrays, owners = dlpack.import_tensors(given, device, is_one_call=True)
+        with planning_for(device):
+            results = function(*arguments.placed(arrays))
+        return dlpack.export_arrays(results, device, owners)
+
+    return memory.with_room(device, call)
+
+
+class _ThroughJax:
+    """A function with its tensors' places, that runs by the DLPack route as a chain does by the direct one."""
+
+    __slots__ = ("_function", "_operands", "_places")
+
+    def __init__(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any) -> None:
+        self._function = function
+        self._places = [None if x is None else True for x in tensors]
+        self._operands = operands
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return _through_jax(self._function, self._places, tensors, self._operands)
+
+
+def chain_for(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
+) -> Callable[..., list[torch.Tensor]]:
+    """The function of the tensors that are there: its chain, or what runs it by the DLPack route."""
+    chain, other = route.find(function, tensors, operands), _ThroughJax(function, tensors, operands)
+    device = next(x.device for x in tensors if x is not None)
+    if chain is None or operands is None or not operands.masks or device.type != "cuda":
+        return chain or other
+    return _UnderMasks(chain, other, operands, device)
+
+
+class _UnderMasks:
+    """A chain whose first inputs are the arrays of Masks."""
+
+    __slots__ = ("_chain", "_device", "_operands", "_other")
+
+    def __init__(self, chain: Any, other: _ThroughJax, operands: Any, device: torch.device) -> None:
+        self._chain = chain
+        self._other = other
+        self._operands = operands
+        self._device = device
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        masks = self._operands.tensors(self._device)
+        return self._other(*tensors) if masks is None else self._chain(*masks, *tensors)
+
+
+_KNOWN: dict[Any, Known] = {}  # by function
+_MOST = 1024
+
+
+def _launched(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], given: list[torch.Tensor], operands: Any
+) -> list[torch.Tensor] | None:
+    """route.launch, by a known call where there is one. given: the tensors that are not None."""
+    if operands is not None and operands.masks:
+        return route.launch(function, tensors, operands)
+    known = _KNOWN.get(function)
+    if known is None:
+        known = _KNOWN[function] = Known()
+        drop_oldest(_KNOWN, _MOST)
+    statics = tuple(x is None for x in tensors)
+    if (call := known.find(statics, given)) is not None:
+        return call(given)
+    results = route.launch(function, tensors, operands)
+    if results is not None:
+        known.learn(statics, given, lambda: _call_of(route.find(function, tensors, operands)))
+    return results
+
+
+def _call_of(chain: Any) -> KnownCall | None:
+    return None if chain is None else KnownCall(chain, lambda results: results)
+
+
+def forget() -> None:
+    """Drops the functions whose calls are known, and their programs."""
+    _KNOWN.clear()
+    donated_outputs.forget()

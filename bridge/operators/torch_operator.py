@@ -1,0 +1,343 @@
+"""PyTorch operators that are opaque to torch.compile and run a JAX function.
+
+An operator's derivative is its "Autograd" implementation. So none is lost where only the operator is called: in an
+exported program, in a compiled graph, under torch.func. A call in eager mode knows whether it needs a gradient, and
+goes past that implementation (below_autograd), which would cost 20 microseconds.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.operators import execute
+from jax_kernels.bridge.operators.call_cache import Known, KnownCall, same_tensors
+
+__all__ = [
+    "Program",
+    "apply",
+    "below_autograd",
+    "below_function",
+    "call_in_backward",
+    "define",
+    "define_vmap",
+    "has_tangent",
+    "one_by_one",
+    "refuse_gradient",
+    "refuse_second_gradient",
+    "refuse_tangent",
+    "unwrapped",
+]
+
+_LIBRARY = torch.library.Library("jax_kernels", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_TENSOR = torch.Tensor
+
+
+class Program(NamedTuple):
+    """A call of an operator as running.run takes it."""
+
+    function: Callable[..., Any]
+    tensors: Sequence[torch.Tensor | None]
+    operands: Any = None
+
+
+def define(
+    name: str,
+    schema: str,
+    program: Callable[..., Program],
+    finish: Callable[..., Callable[[list[torch.Tensor]], Any]],
+    fake: Callable[..., Any],
+    differentiate: Callable[..., Any],
+    label: Callable[..., str],
+    push: Callable[..., Any] | None = None,
+) -> Any:
+    """The operator torch.ops.jax_kernels.<name>, for CPU and CUDA tensors.
+
+    program: gives what runs, whose tensors are the operator's, in its order. finish: gives what makes the operator's
+    results of the program's list, and holds no tensor. fake: gives empty results of their shapes. differentiate: gives
+    the results where they need a gradient; it calls the operator with below_function. label: gives the name for the
+    error that refuses a tensor with a tangent, of forward-mode differentiation. push: gives the results of such
+    tensors, with their tangents, where that is possible.
+
+    <name>_direct is the same operator, for compiled graphs of calls that are launched directly: they may be part of a
+    CUDA graph.
+    """
+
+    @torch_internals.unseen_by_dynamo
+    def kernel(*arguments: Any) -> Any:
+        return finish(*arguments)(execute.run(*program(*arguments)))
+
+    def known_call(*arguments: Any) -> KnownCall | None:
+        function, tensors, operands = program(*arguments)
+        read = [x for x in tensors if x is not None]
+        if (operands is not None and operands.masks) or not same_tensors(read, _seen(arguments).tensors):
+            return None
+        return KnownCall(execute.chain_for(function, tensors, operands), finish(*arguments))
+
+    operator, direct = (
+        _defined(full, schema, tags, kernel, known_call, fake, differentiate, label, push)
+        for full, tags in ((name, (*_TAGS, torch.Tag.cudagraph_unsafe)), (f"{name}_direct", _TAGS))
+    )
+    _DIRECT[operator] = _Direct(operator=direct, program=program)
+    return operator
+
+
+def _defined(
+    name: str,
+    schema: str,
+    tags: Sequence[torch.Tag],
+    kernel: Callable[..., Any],
+    known_call: Callable[..., KnownCall | None],
+    fake: Callable[..., Any],
+    differentiate: Callable[..., Any],
+    label: Callable[..., str],
+    push: Callable[..., Any] | None,
+) -> Any:
+    _LIBRARY.define(name + schema, tags=tags)
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, kernel, key)
+    torch.library.register_fake(f"jax_kernels::{name}", fake, lib=_LIBRARY)
+    operator = getattr(torch.ops.jax_kernels, name).default
+
+    known = Known()
+
+    @torch_internals.unseen_by_dynamo
+    def autograd(*arguments: Any) -> Any:
+        seen = _seen(arguments)
+        if (call := known.find(*seen)) is not None:
+            return call(seen.tensors)
+        flat = _flat(arguments)
+        if has_tangent(flat):
+            return refuse_tangent(label(*arguments)) if push is None else push(*arguments)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*flat):
+            return differentiate(*arguments)
+        results = below_autograd(operator, *arguments)
+        if torch_internals.is_plain_call():
+            known.learn(*seen, lambda: known_call(*arguments))
+        return results
+
+    _LIBRARY.impl(name, autograd, "Autograd")
+    return operator
+
+
+class _Seen(NamedTuple):
+    """The arguments of an operator: those that are no tensors, with the places of those that are, and the tensors."""
+
+    statics: tuple[Any, ...]
+    tensors: list[torch.Tensor]
+
+
+def _seen(arguments: Sequence[Any]) -> _Seen:
+    if list in map(type, arguments):
+        return _seen_in_lists(arguments)
+    statics = [_TENSOR if isinstance(x, _TENSOR) else x for x in arguments]
+    return _Seen(tuple(statics), [x for x in arguments if isinstance(x, _TENSOR)])
+
+
+def _seen_in_lists(arguments: Sequence[Any]) -> _Seen:
+    statics: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    for x in arguments:
+        if isinstance(x, _TENSOR):
+            tensors.append(x)
+            statics.append(_TENSOR)
+        elif isinstance(x, list | tuple):
+            there = [y for y in x if y is not None]
+            tensors += there
+            statics.append(len(x) if len(there) == len(x) else tuple(y is None for y in x))
+        else:
+            statics.append(x)
+    return _Seen(tuple(statics), tensors)
+
+
+def _flat(arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of an operator, with those that stand in lists."""
+    return [x for given in arguments for x in (given if isinstance(given, list | tuple) else (given,))]
+
+
+class _Direct(NamedTuple):
+    """The operator that stands for another one where the program is launched directly."""
+
+    operator: Any
+    program: Callable[..., Program]
+
+
+_DIRECT: dict[Any, _Direct] = {}
+
+
+def _in_a_graph(operator: Any, arguments: Sequence[Any]) -> Any:
+    """The operator, or in a graph that torch.compile traces the one that a CUDA graph may hold, if it is right there.
+
+    Then the call's kernels are compiled already.
+    """
+    direct = _DIRECT.get(operator)
+    if direct is None or torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
+        return operator
+    flat = _flat(arguments)
+    tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+    if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors):
+        return operator  # a mode that looks on, and traces nothing
+    sizes = [size for x in tensors for size in x.shape]
+    if any(isinstance(x, torch.SymInt) for x in (*flat, *sizes)) or not all(sizes):
+        return operator
+    with torch_internals.without_modes() as are_off:
+        is_direct = are_off and route.find(*direct.program(*arguments)) is not None
+        return direct.operator if is_direct else operator
+
+
+def define_vmap(name: str, rule: Callable[..., Any]) -> None:
+    """Defines torch.func.vmap of the operator; `rule(info, in_dims, *args)` gives (results, out_dims).
+
+    Batches of cotangents, by torch.autograd.grad(is_grads_batched=True), take the same rule.
+    """
+    for full in (name, f"{name}_direct"):
+        torch.library.register_vmap(f"jax_kernels::{full}", rule, lib=_LIBRARY)
+        _LIBRARY.impl(full, functools.partial(_with_batches, rule), "Batched")
+
+
+class _Info(NamedTuple):
+    """The first argument of a vmap rule."""
+
+    batch_size: int
+    randomness: str = "error"
+
+
+@torch_internals.unseen_by_dynamo
+def _with_batches(rule: Callable[..., Any], *arguments: Any) -> Any:
+    """An operator's results, by its vmap rule, of the tensors that PyTorch's autograd batches itself."""
+    level, size = torch_internals.batch_of(_flat(arguments))
+    apart = lambda x: torch_internals.out_of_batch(x, level) if torch_internals.is_in_batch(x, level) else None
+    front = [[apart(y) for y in x] if isinstance(x, list | tuple) else apart(x) for x in arguments]
+    dim = lambda x: None if x is None else 0
+    in_dims = tuple([dim(y) for y in x] if isinstance(x, list) else dim(x) for x in front)
+    chosen = lambda own, moved: own if moved is None else moved
+    given = [
+        [chosen(y, moved) for y, moved in zip(x, found, strict=True)] if isinstance(found, list) else chosen(x, found)
+        for x, found in zip(arguments, front, strict=True)
+    ]
+    results, dims = rule(_Info(size), in_dims, *given)
+    if isinstance(results, torch.Tensor):
+        return torch_internals.into_batch(results, dims, level)
+    each = dims if isinstance(dims, list | tuple) else (dims,) * len(results)
+    return type(results)(torch_internals.into_batch(x, at, level) for x, at in zip(results, each, strict=True))
+
+
+def one_by_one(operator: Callable[[], Any]) -> Callable[..., Any]:
+    """A vmap rule that calls the operator for each entry, and stacks the lists of its results."""
+
+    def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        def entry(at: int, x: Any, dim: Any) -> Any:
+            if isinstance(x, list | tuple):
+                return [entry(at, y, one) for y, one in zip(x, dim, strict=True)]
+            return x if dim is None else x.select(dim, at)
+
+        pairs = list(zip(arguments, in_dims, strict=True))
+        each = [operator()(*(entry(at, x, dim) for x, dim in pairs)) for at in range(info.batch_size)]
+        return [torch.stack(x) for x in zip(*each, strict=True)], 0
+
+    return rule
+
+
+def below_autograd(operator: Any, *arguments: Any) -> Any:
+    """The operator's results, without a gradient."""
+    if torch._C._len_torch_dispatch_stack():
+        operator = _in_a_graph(operator, arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
+
+
+def below_function(operator: Any, *arguments: Any) -> Any:
+    """The operator's results, inside of a Function's forward, where PyTorch has switched gradients off.
+
+    They are off for the Function's own level alone: other levels of torch.func may differentiate the operator.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return below_autograd(operator, *arguments)
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return below_autograd(operator, *arguments)
+
+
+def call_in_backward(operator: Any, *arguments: Any) -> Any:
+    """The operator's results, below autograd unless somebody may differentiate them."""
+    if torch.is_grad_enabled() or torch_internals.is_forward_mode():
+        return operator(*arguments)
+    return below_autograd(operator, *arguments)
+
+
+def apply(function: Any, *arguments: Any) -> Any:
+    """function.apply inside of an operator's "Autograd" implementation.
+
+    There, torch.func has one level left to differentiate; the operator, called below autograd, goes on to the next.
+    function.apply itself would begin with all levels again.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    with enable_single_level_autograd_function():
+        return _of_one_level(function).apply(*arguments)
+
+
+@functools.cache
+def _of_one_level(function: type[torch.autograd.Function]) -> Any:
+    """The Function as a subclass of the class that torch.func itself uses for one level."""
+    body = {name: vars(function)[name] for name in ("forward", "backward", "jvp")}
+    return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), body)
+
+
+def has_tangent(arguments: Sequence[Any]) -> bool:
+    """Tells whether forward-mode differentiation watches one of the arguments."""
+    if not torch_internals.is_forward_mode() or not torch._C._is_fwd_grad_enabled():
+        return False
+    level = max(forward_ad._current_level, 0)  # PyTorch has but one
+    tensors = (x for x in arguments if isinstance(x, torch.Tensor))
+    return any(forward_ad.unpack_dual(x, level=level).tangent is not None for x in tensors)
+
+
+def refuse_tangent(name: str) -> Any:
+    raise NotImplementedError(
+        f"{name}: forward-mode differentiation is not supported (torch.func.jvp, linearize, jacfwd and hessian, "
+        "torch.autograd.forward_ad); use the reverse mode: torch.func.vjp, grad, jacrev, or backward()"
+    )
+
+
+def refuse_second_gradient(name: str) -> Any:
+    raise RuntimeError(f"{name}: double backward is not supported; its gradient cannot be differentiated again")
+
+
+class _Last(torch.autograd.Function):
+    """A function whose gradient raises."""
+
+    @staticmethod
+    @torch_internals.unseen_by_dynamo
+    def forward(ctx, name, function, *tensors):
+        ctx.name = name
+        return tuple(function(*tensors))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        refuse_second_gradient(ctx.name)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_tangent(ctx.name)
+
+
+def refuse_gradient(name: str, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> Any:
+    """function(*tensors), a tuple of tensors, whose backward raises; for an operator's "Autograd" implementation."""
+    return apply(_Last, name, function, *tensors)
+
+
+def unwrapped(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor that torch.func.grad may be watching, detached."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            raise NotImplementedError(f"{name}: got a tensor that torch.func.vmap maps, want one outside of it")
+        tensor = functorch.get_unwrapped(tensor)
+    with torch._C._DisableFuncTorch():  # which would wrap what it gives
+        return tensor.detach()

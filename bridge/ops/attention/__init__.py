@@ -1,0 +1,1 @@
+"""Attention over whole sequences: dense, masked, in 8 bits, and dilated."""

@@ -1,0 +1,166 @@
+"""Checks of flash_attention's PyTorch arguments. An error names the argument, what it got and what it wants.
+
+The JAX function checks shapes and ranges when an operator is traced.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.interop.dlpack import check_dense
+from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
+
+__all__ = [
+    "as_torch_is_set",
+    "check_inputs",
+    "check_statics",
+    "check_tensor",
+    "constant",
+    "segment_pair",
+    "window_sides",
+]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INT64 = 2**63  # an operator takes no int from here on; JAX's own checks are stricter
+
+
+def check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
+    """Raises, naming the argument, unless it is a dense tensor on query's device, a CPU or a CUDA one."""
+    check_tensors(**{name: tensor})
+    check_dense(name, tensor)
+    if tensor.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, want one on a CPU or a CUDA device")
+    if tensor.device != query.device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, want query's device {query.device}")
+
+
+def _check_float(name: str, tensor: Any, query: torch.Tensor) -> None:
+    check_tensor(name, tensor, query)
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name}: got dtype {tensor.dtype}, want torch.bfloat16, torch.float16 or torch.float32; cast it, with "
+            f"{name}.to(torch.float32)"
+        )
+
+
+def _check_int32(name: str, tensor: Any, query: torch.Tensor) -> None:
+    check_tensor(name, tensor, query)
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, want torch.int32; cast it with {name}.to(torch.int32)")
+
+
+def check_inputs(
+    query, key, value, *, bias=None, sinks=None, mask=None, segment_ids=(), kv_lengths=None, q_offset=0
+) -> None:
+    """Raises, naming the argument, for a wrong type, dtype or device of a call's tensors.
+
+    segment_ids: those of the queries and of the keys, either may be None.
+    """
+    dtensors.refuse("this function", query=query, key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _check_float(name, tensor, query)
+        if tensor.ndim != 4:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want 4 axes [batch, length, heads, head_dim]")
+    if bias is not None:
+        check_tensor("bias", bias, query)
+        if bias.dtype == torch.bool:
+            raise TypeError("bias: got dtype torch.bool, want query's dtype or torch.float32; a bool one is a mask")
+        _check_float("bias", bias, query)
+    if sinks is not None:
+        _check_float("sinks", sinks, query)
+    if mask is not None:
+        check_tensor("mask", mask, query)
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"mask: got dtype {mask.dtype}, want torch.bool (True = attend), or torch.float32, torch.bfloat16 or "
+                "torch.float16 of 0 and 1; an additive mask is a bias"
+            )
+    for tensor in segment_ids:
+        if tensor is not None:
+            _check_int32("segment_ids", tensor, query)
+    if kv_lengths is not None:
+        _check_int32("kv_lengths", kv_lengths, query)
+    if isinstance(q_offset, torch.Tensor):
+        _check_int32("q_offset", q_offset, query)
+    elif isinstance(q_offset, bool) or not isinstance(q_offset, int | torch.SymInt):
+        raise TypeError(f"q_offset: got {type(q_offset).__name__}, want an int or an int32 tensor")
+    elif isinstance(q_offset, int) and not -_INT64 <= q_offset < _INT64:
+        raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
+
+
+def check_statics(*, is_causal, scale, softcap, return_lse, deterministic, precision, implementation) -> None:
+    """Raises, naming the argument, for a wrong type of an argument that is no tensor."""
+    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {type(flag).__name__}, want a bool")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
+            raise TypeError(f"{name}: got {type(number).__name__}, want a number")
+        if isinstance(number, int) and abs(number) > sys.float_info.max:
+            raise ValueError(f"{name}: got an int of {number.bit_length()} bits, want a number that a float can be")
+    for name, choice in (("precision", precision), ("implementation", implementation)):
+        if choice is not None and not isinstance(choice, str):
+            raise TypeError(f"{name}: got {type(choice).__name__}, want a name or None")
+
+
+def as_torch_is_set(query, key, value, *, bias=None, deterministic=None) -> tuple[Any, ...]:
+    """(query, key, value, bias, deterministic) after autocast and torch.use_deterministic_algorithms.
+
+    A float32 bias stays float32.
+    """
+    if deterministic is None and torch.are_deterministic_algorithms_enabled():
+        deterministic = True
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if bias is not None and bias.dtype != torch.float32:
+            bias = bias.to(dtype)
+    return query, key, value, bias, deterministic
+
+
+def constant(x: Any) -> Any:
+    """A symbol that torch.compile made of a number, or a tuple or list with such, as constants of the graph.
+
+    The graph holds for these values. Anything else stays as it is.
+    """
+    if isinstance(x, torch.SymFloat):
+        return float(x)
+    if isinstance(x, torch.SymInt):
+        return int(x)
+    if isinstance(x, torch.SymBool):
+        return bool(x)
+    return type(x)(map(constant, x)) if type(x) in (tuple, list) else x
+
+
+def window_sides(window: Any) -> tuple[int, int]:
+    """(left, right) of the argument `window`, -1 for no limit."""
+    if window is None:
+        return -1, -1
+    sides = window if isinstance(window, tuple | list) else (window, window)
+    whole = all(side is None or (isinstance(side, int) and not isinstance(side, bool)) for side in sides)
+    if len(sides) != 2 or not whole:
+        raise TypeError(f"window: got {window!r}, want an int, or (left, right) of them; -1 is no limit on that side")
+    left, right = (-1 if side is None else side for side in sides)
+    if not all(-_INT64 <= side < _INT64 for side in (left, right)):
+        raise ValueError(f"window: got {window!r}, want an int from 0 to 2**29, or (left, right) of them")
+    return left, right
+
+
+def segment_pair(segment_ids: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(query's ids, key's ids) of the argument `segment_ids`."""
+    if segment_ids is None:
+        return None, None
+    if not isinstance(segment_ids, tuple | list):
+        return segment_ids, segment_ids
+    want = "want an int32 tensor [B, T], or a (query, key) pair of them"
+    if len(segment_ids) != 2:
+        raise ValueError(f"segment_ids: got {len(segment_ids)} items, {want}")
+    for part, x in zip(("query", "key"), segment_ids, strict=True):
+        if x is None:
+            raise ValueError(f"segment_ids: got None for {part}, {want}")
+    q_ids, kv_ids = segment_ids
+    return q_ids, kv_ids

@@ -1,0 +1,181 @@
+"""compile_attention for PyTorch tensors."""
+
+import functools
+import threading
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.interop import dlpack, torch_internals
+from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.jax_functions.mask_operands import on_device
+from jax_kernels.bridge.ops.attention.attention_checks import check_tensor
+from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
+from jax_kernels.bridge.ops.attention.prepare_mask import here
+from jax_kernels.bridge.translate import mask_sources
+from jax_kernels.masks import Mask
+from jax_kernels.ops.attention import compile_attention as ops
+
+__all__ = ["CompiledAttention", "compile_attention"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class CompiledAttention:
+    """Attention under a fixed mask, made by compile_attention: out = attention(query, key, value), with gradients.
+
+    query is [B, seq_len, num_heads, head_dim]; key and value are [B, kv_len, num_kv_heads, head_dim]; B is any number.
+    They have this dtype, to which autocast may cast them, and are on this device. Calls run, and may be compiled and
+    mapped, as those of flash_attention with a Mask. Tensors of another shape, dtype or device raise ValueError or
+    TypeError.
+
+    mask: the masks.Mask. plan: the Plan of its calls. density: the share of blocks of 128 queries and 128 keys in which
+    the mask keeps a pair. device, dtype: PyTorch's.
+    """
+
+    def __init__(
+        self, compiled: ops.CompiledAttention, device: torch.device, dtype: torch.dtype, implementation: str | None
+    ):
+        self.mask = compiled.mask
+        self.plan = compiled.plan
+        self.density = compiled.density
+        self.device = device
+        self.dtype = dtype
+        self._compiled = compiled
+        self._implementation = implementation
+        self._passed: torch_internals.Check | None = (
+            None  # whether tensors are as those of a call that passed the checks
+        )
+
+    def __reduce__(self) -> Any:
+        """As a call of compile_attention, with the mask: it is planned where it is loaded."""
+        query, key, _ = self._compiled.specs.values()
+        batch, length, heads, head_dim = query.shape
+        make = functools.partial(
+            compile_attention,
+            kv_len=key.shape[1],
+            batch=batch,
+            num_heads=heads,
+            num_kv_heads=key.shape[2],
+            dtype=self.dtype,
+            device=self.device,
+            implementation=self._implementation,
+        )
+        return make, (self.mask, length, head_dim)
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            self._check(query, key, value)
+        elif self._passed is None or not _holds(self._passed, query, key, value):
+            self._check(query, key, value)
+            if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in (query, key, value)):
+                self._passed = torch_internals.guard((query, key, value))
+        mask = self.prepared_mask
+        return flash_attention(query, key, value, mask=mask, implementation=self.plan.implementation)
+
+    @property
+    def prepared_mask(self) -> Mask:
+        """The mask, with the block lists of its calls."""
+        return self._compiled.prepared_mask
+
+    def _check(self, query: Any, key: Any, value: Any) -> None:
+        """Raises unless the tensors are those that the class documents."""
+        for (name, spec), x in zip(self._compiled.specs.items(), (query, key, value), strict=True):
+            check_tensor(name, x, query)
+            if tuple(x.shape[1:]) != spec.shape[1:]:
+                sizes = ", ".join(map(str, spec.shape[1:]))
+                raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, {sizes}]")
+            if x.device != self.device:
+                raise ValueError(f"{name}: got a tensor on {x.device}, want one on {self.device}")
+            kind = x.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+            if dtype != self.dtype:
+                raise TypeError(f"{name}: got dtype {dtype}, want {self.dtype}")
+
+    def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> ops.Speedup:
+        """Times JAX's programs now: how many times faster this is than flash_attention without a mask.
+
+        It measures on the device, as jax_kernels.compile_attention does. PyTorch's own cost of a call is left out.
+        """
+        with here(self.device):
+            return self._compiled.measured_speedup(backward=backward, rounds=rounds)
+
+    def __repr__(self) -> str:
+        return f"{self._compiled!r} on {self.device}"
+
+
+def _holds(check: torch_internals.Check, *tensors: Any) -> bool:
+    try:
+        return check(*tensors)
+    except (RuntimeError, TypeError, ValueError):  # they are no tensors
+        return False
+
+
+@plain_arguments
+def compile_attention(
+    pattern: str | Mask,
+    seq_len: int,
+    head_dim: int,
+    *,
+    kv_len: int | None = None,
+    batch: int = 1,
+    num_heads: int = 8,
+    num_kv_heads: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    implementation: str | None = None,
+    **options: Any,
+) -> CompiledAttention:
+    """jax_kernels.compile_attention for tensors: attention under a pattern, planned once and kept.
+
+    Equivalent to the following code, with a mask that is prepared::
+
+        mask = bridge.masks.preset(pattern, **options)  # or the Mask itself
+        attention = lambda query, key, value: bridge.flash_attention(query, key, value, mask=mask)
+
+    Args:
+      dtype: torch.bfloat16, torch.float16 or torch.float32.
+      device: the tensors' device. None is PyTorch's current CUDA device, or the CPU where there is none.
+      The others are those of jax_kernels.compile_attention. No option is a tensor: for one, pass a masks.Mask.
+
+    The last 64 results are kept.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: an argument, an option or a shape that is not taken, naming it.
+    """
+    if dtype not in _DTYPES:
+        raise TypeError(f"dtype: got {dtype!r}, want torch.bfloat16, torch.float16 or torch.float32")
+    for name, option in options.items():
+        if isinstance(option, torch.Tensor):
+            raise TypeError(f"{name}: got a torch.Tensor, want a constant; for a tensor, pass a masks.Mask")
+    place = _place(device)
+    mask_sources.check([pattern])
+    with here(place):
+        compiled = ops.compile_attention(
+            on_device(pattern, place) if isinstance(pattern, Mask) else pattern,
+            seq_len,
+            head_dim,
+            kv_len=kv_len,
+            batch=batch,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            dtype=dlpack.jax_dtype(dtype),
+            implementation=implementation,
+            **options,
+        )
+    with _LOCK:
+        return _kept(compiled, place, dtype, implementation)
+
+
+def _place(device: torch.device | str | None) -> torch.device:
+    """The device, with a number if it is a GPU, as tensors have it."""
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type == "cuda" and found.index is None:
+        return dlpack.current_gpu("device")
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {found}, want a CPU or a CUDA device")
+    return found
+
+
+_kept = functools.lru_cache(ops.CACHED)(CompiledAttention)
+_LOCK = threading.Lock()  # two threads get one object

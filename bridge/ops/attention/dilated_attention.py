@@ -1,0 +1,112 @@
+"""dilated_attention on PyTorch tensors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.jax_functions.api import JaxOp, seen
+from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
+from jax_kernels.ops.dilated import dilated_attention as ops
+
+__all__ = ["dilated_attention"]
+
+_attend = JaxOp(ops.dilated_attention, is_whole=True)
+
+
+def dilated_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = False,
+    heads: str = "all",
+    combine: str = "lse",
+    layout: str = "overlap",
+    order: str | None = None,
+    stop_gradient_weights: bool = False,
+    return_lse: bool = False,
+    segment_ids: torch.Tensor | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """jax_kernels.dilated_attention on PyTorch tensors, with gradients of query, key and value, also through lse.
+
+    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Under autocast query, key and
+    value are cast to the autocast dtype.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
+      key: [B, T, Hkv, D]; value: [B, T, Hkv, Dv]; in query's dtype and on its device.
+      segment_ids: int32 [B, T].
+      deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
+      The others are those of jax_kernels.dilated_attention.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    Raises:
+      TypeError: an argument is not a tensor, or has a type or a dtype that is not taken.
+      ValueError: shapes do not fit together, a value is out of range, or tensors are on several devices.
+      NotImplementedError: a named implementation cannot serve this call, and why.
+    """
+    call = None
+    if not torch.compiler.is_compiling():
+        sizes = [tuple(x) if isinstance(x, list) else x for x in (segment_lengths, dilation_rates)]
+        options = (
+            *(*sizes, is_causal, heads, combine, layout, order, stop_gradient_weights, return_lse, scale),
+            *(tuple(map(type, x)) if isinstance(x, tuple) else None for x in sizes),
+            *(type(is_causal), type(stop_gradient_weights), type(return_lse), type(scale), type(deterministic)),
+            *(deterministic, precision, implementation, torch.are_deterministic_algorithms_enabled()),
+        )
+        call = seen((query, key, value, segment_ids), options)
+        if (known := _attend.find(call)) is not None:
+            return known(call.tensors)
+    if dtensors.are_in(query, key, value):  # a head's tokens depend on its number: heads are not sharded
+        batch = ("batch", None, None, None)
+        tensors = {"query": query, "key": key, "value": value, "segment_ids": segment_ids}
+        roles = {"query": batch, "key": batch, "value": batch, "segment_ids": batch[:2]}
+        pattern: dict[str, Any] = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "heads": heads}
+        pattern |= {
+            "combine": combine,
+            "layout": layout,
+            "order": order,
+            "stop_gradient_weights": stop_gradient_weights,
+        }
+        settings: dict[str, Any] = {
+            "is_causal": is_causal,
+            "return_lse": return_lse,
+            "scale": scale,
+            "deterministic": deterministic,
+        }
+        settings |= {"precision": precision, "implementation": implementation}
+        return dtensors.on_shards(dilated_attention, tensors, roles, (batch, batch[:3]), pattern | settings)
+    if isinstance(segment_ids, tuple | list):
+        raise TypeError("segment_ids: got a pair, want one int32 tensor [B, T]: queries and keys are the same tokens")
+    check_inputs(query, key, value, segment_ids=(segment_ids,))
+    query, key, value, _, deterministic = as_torch_is_set(query, key, value, deterministic=deterministic)
+    return _attend.serve(
+        call,
+        query,
+        key,
+        value,
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+        is_causal=is_causal,
+        heads=heads,
+        combine=combine,
+        layout=layout,
+        order=order,
+        stop_gradient_weights=stop_gradient_weights,
+        return_lse=return_lse,
+        segment_ids=segment_ids,
+        scale=scale,
+        deterministic=deterministic,
+        precision=precision,
+        implementation=implementation,
+    )

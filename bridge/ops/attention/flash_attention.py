@@ -1,0 +1,359 @@
+"""flash_attention on PyTorch tensors."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from jax_kernels.bridge.interop import dtensors, torch_internals
+from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_options
+from jax_kernels.bridge.jax_functions import flops
+from jax_kernels.bridge.jax_functions.api import Seen
+from jax_kernels.bridge.operators import plan_query, torch_operator
+from jax_kernels.bridge.operators.call_cache import Known, same_tensors
+from jax_kernels.bridge.ops.attention import flash_attention_vmap, float_masks, length_buckets, masked_attention
+from jax_kernels.bridge.ops.attention.argument_aliases import renamed
+from jax_kernels.bridge.ops.attention.attention_checks import (
+    as_torch_is_set,
+    check_inputs,
+    check_statics,
+    constant,
+    segment_pair,
+    window_sides,
+)
+from jax_kernels.bridge.ops.attention.flash_attention_operator import (
+    Attention,
+    Options,
+    Tensors,
+    forward_op,
+    inference_op,
+    known_call,
+)
+from jax_kernels.bridge.ops.attention.length_buckets import Keys
+from jax_kernels.masks import Mask
+from jax_kernels.ops.attention import flash_attention as attention
+
+__all__ = ["flash_attention"]
+
+flash_attention_vmap.define_rules()
+flops.define_formulas("flash_attention", "flash_attention_inference", "flash_attention_backward")
+
+
+class _Given(NamedTuple):
+    """The arguments of a call, as flash_attention is given them."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any
+    mask: Any
+    is_causal: Any
+    window: Any
+    segment_ids: Any
+    kv_lengths: Any
+    q_offset: Any
+    score_mod: Any
+    sinks: Any
+    scale: Any
+    softcap: Any
+    return_lse: Any
+    deterministic: Any
+    precision: Any
+    implementation: Any
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    mask: torch.Tensor | Mask | None = None,
+    is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    segment_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    q_offset: int | torch.Tensor = 0,
+    score_mod: Any = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+    **other_names: Any,
+) -> Any:
+    """jax_kernels.flash_attention on PyTorch tensors: gradients of query, key, value, bias, sinks, also through lse.
+
+    It runs on the tensors' own device, after the work on PyTorch's current stream. The host never waits for the GPU.
+    Inputs that are contiguous and aligned to 16 bytes are read in place; others are copied. PyTorch owns the results,
+    which may be used on any stream.
+
+    | under | behaviour |
+    |---|---|
+    | torch.compile | works with fullgraph=True; JAX compiles once for each set of shapes |
+    | autocast | casts query, key, value and a 16-bit bias to the autocast dtype |
+    | torch.func.vmap | one call; a loop where the mapped calls have own sinks, or gradients of a bias or sinks |
+    | activation checkpointing, torch.export, torch.func.grad | works |
+    | a CUDA graph | works on the direct route, after a first call outside; else raises |
+    | double backward, forward mode | raises |
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
+      key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
+      bias: broadcastable to [B, H, T, S], in query's dtype or float32.
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Floats of 0 and 1 are taken too: other
+        values raise ValueError on a CPU, and make the results NaN on a GPU. Or a masks.Mask, prepared by prepare_mask
+        or not: ValueError where a tensor that its function reads has changed since it was made. Its arrays get no
+        gradient; they are copied to query's device, JAX arrays once for each Mask.
+      segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
+      kv_lengths: [B] int32.
+      q_offset: an int, or an int32 tensor, a scalar or [B].
+      score_mod: a function (score, b, h, q_idx, kv_idx) of scalars, in torch's elementwise operations or in jnp code.
+        It is a constant of the call. In torch operations it may read tensors: each call reads today's values (where a
+        masks.from_function keeps the values of when the mask was made), and they have gradients. int64 tensors are read
+        as int32: a value beyond raises ValueError on a CPU, and makes the results NaN on a GPU. JAX arrays that it
+        closes over get no gradient; bridge.from_jax of a function that takes them as arguments has it.
+      sinks: [H], bfloat16, float16 or float32.
+      scale, softcap, window and the others that are numbers: Python's, NumPy's, JAX's, or tensors without axes, whose
+        values are read in each call. window: also a tensor of two.
+      deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
+      other_names: attn_mask, softmax_scale, causal or window_size, in place of mask, scale, is_causal and window. The
+        last two are of flash-attn, which puts the last query at the last key: as many queries as keys, or a q_offset,
+        are wanted with them.
+      The others are those of jax_kernels.flash_attention.
+
+    DTensors: a batch and heads may be sharded, in all tensors of the call alike. Results are DTensors, with gradients.
+    With a Mask or a score_mod it runs as bridge.from_jax says. JAX compiles a program, which it keeps, for each
+    function, each structure of a Mask and each set of shapes, those of a Mask's arrays included. With a Mask, a
+    graph of torch.compile serves that Mask alone. All calls that torch.func.vmap maps share one Mask.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    Raises:
+      TypeError: an argument is not a tensor, or has a dtype that is not taken.
+      ValueError: shapes do not fit together, tensors are on several devices, or on one that is not served.
+      NotImplementedError: an argument, or a named implementation, cannot serve this call, and why; or it is
+        differentiated in forward mode (torch.func.jvp, torch.autograd.forward_ad).
+      RuntimeError: it is differentiated twice, a CUDA graph is being captured that cannot hold the call, JAX lacks the
+        device, or the process was forked from one in which JAX was running.
+    """
+    if other_names:
+        named = _Given(
+            *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
+            *(scale, softcap, return_lse, deterministic, precision, implementation),
+        )._asdict()
+        return flash_attention(**named | renamed("flash_attention", other_names, named))
+    statics: Any = None
+    present: Sequence[Any] = ()
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling and score_mod is None and not isinstance(mask, Mask):
+        return _in_graph(
+            *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
+            *(scale, softcap, return_lse, deterministic, precision, implementation),
+        )
+    by_function = score_mod is not None or isinstance(mask, Mask)
+    if not is_compiling:
+        if by_function:
+            present, there = _present_beside_a_mask(
+                query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset
+            )
+        elif bias is mask is segment_ids is kv_lengths is sinks is None and type(q_offset) is int:
+            present, there = (query, key, value), None
+        else:
+            present, there = _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset)
+        statics = (
+            *(is_causal, window, score_mod, scale, softcap, return_lse, deterministic, precision, implementation),
+            # 1 and True are equal, and not both are taken.
+            *(type(is_causal), None if window is None else _kinds(window), type(scale), type(softcap)),
+            *(type(return_lse), type(deterministic)),
+            *(there, None if isinstance(q_offset, torch.Tensor) else q_offset),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        known = masked_attention.find(statics, present) if by_function else _KNOWN.find(statics, present)
+        if known is not None:
+            return known(present)
+    given = _Given(
+        *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
+        *(scale, softcap, return_lse, deterministic, precision, implementation),
+    )
+    return _call(given, statics, present)
+
+
+_KNOWN = Known()
+
+
+def _kinds(window: Any) -> Any:
+    """The types of a window's sides, or of the window."""
+    return tuple(map(type, window)) if isinstance(window, tuple) else type(window)
+
+
+def _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset) -> tuple[list[Any], Any]:
+    """The tensors of a call that are there, in the order of Tensors, and which are. Nothing is checked yet."""
+    is_pair = isinstance(segment_ids, tuple | list) and len(segment_ids) == 2
+    q_ids, kv_ids = segment_ids if is_pair else (segment_ids, segment_ids)
+    offset = q_offset if isinstance(q_offset, torch.Tensor) else None
+    every = (query, key, value, bias, sinks, mask, q_ids, kv_ids, kv_lengths, offset)
+    return [x for x in every if x is not None], (type(q_offset), *(x is not None for x in every))
+
+
+def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset):
+    """_present of a call by from_jax, in the order of its arguments. A Mask is told by its id."""
+    ids = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids,)
+    is_object = isinstance(mask, Mask)
+    offset = q_offset if isinstance(q_offset, torch.Tensor) else None
+    every = (query, key, value, bias, sinks, None if is_object else mask, *ids, kv_lengths, offset)
+    there = tuple(x is not None for x in every)
+    kinds = type(segment_ids), type(q_offset)
+    return [x for x in every if x is not None], (*there, *kinds, id(mask) if is_object else None)
+
+
+@torch.compiler.allow_in_graph
+def _in_graph(*given: Any) -> Any:
+    """A call of a compiled graph without a Mask or a score_mod.
+
+    torch.compile does not look inside: each name that it sees adds to what it checks before every call.
+    """
+    named = _Given(*given)
+    constants = {name: constant(x) for name, x in named._asdict().items() if name != "q_offset"}
+    return _call(named._replace(**constants), None, (), is_traced=True)
+
+
+def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: bool = False) -> Any:
+    """Runs a call: with a Mask or a score_mod by from_jax, else by flash_attention's own operators.
+
+    statics, present: what the call is known as from now on. is_traced: whether it is part of a compiled graph.
+    """
+    named = given._asdict()
+    if plain := plain_options(ATTENTION, named):
+        given = given._replace(**plain)
+        return _call(given, None, (), is_traced=True) if is_traced else flash_attention(**given._asdict())
+    if dtensors.are_in(given.query, given.key, given.value):
+        return dtensors.attention(flash_attention, named)
+    if float_masks.is_float(given.mask):
+        mask, is_valid = float_masks.as_bool("mask", given.mask)
+        given = given._replace(mask=mask)
+        results = _call(given, None, (), is_traced=True) if is_traced else flash_attention(**given._asdict())
+        return float_masks.or_nan(results, is_valid)
+    if given.score_mod is not None or isinstance(given.mask, Mask):
+        return masked_attention.attend(
+            given.query,
+            given.key,
+            given.value,
+            None if statics is None else Seen(statics, present),
+            bias=given.bias,
+            sinks=given.sinks,
+            mask=given.mask,
+            segment_ids=given.segment_ids,
+            kv_lengths=given.kv_lengths,
+            q_offset=given.q_offset,
+            is_causal=given.is_causal,
+            window=given.window,
+            score_mod=given.score_mod,
+            scale=given.scale,
+            softcap=given.softcap,
+            return_lse=given.return_lse,
+            deterministic=given.deterministic,
+            precision=given.precision,
+            implementation=given.implementation,
+        )
+    q_ids, kv_ids = segment_pair(given.segment_ids)
+    check_inputs(
+        given.query,
+        given.key,
+        given.value,
+        bias=given.bias,
+        sinks=given.sinks,
+        mask=given.mask,
+        segment_ids=(q_ids, kv_ids),
+        kv_lengths=given.kv_lengths,
+        q_offset=given.q_offset,
+    )
+    check_statics(
+        is_causal=given.is_causal,
+        scale=given.scale,
+        softcap=given.softcap,
+        return_lse=given.return_lse,
+        deterministic=given.deterministic,
+        precision=given.precision,
+        implementation=given.implementation,
+    )
+    query, key, value, bias, deterministic = as_torch_is_set(
+        given.query, given.key, given.value, bias=given.bias, deterministic=given.deterministic
+    )
+    if statics is not None:
+        arrays = {"query": query, "key": key, "value": value, "bias": bias, "deterministic": deterministic}
+        plan_query.answer(attention.flash_attention, query.device, **given._asdict() | arrays)
+    left, right = window_sides(given.window)
+    has_offset_tensor = isinstance(given.q_offset, torch.Tensor)
+    tensors = Tensors(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        sinks=given.sinks,
+        mask=given.mask,
+        q_segment_ids=q_ids,
+        kv_segment_ids=kv_ids,
+        kv_lengths=given.kv_lengths,
+        q_offset=given.q_offset if has_offset_tensor else None,
+    )
+    options = Options(
+        is_causal=given.is_causal,
+        window_left=left,
+        window_right=right,
+        q_offset=0 if has_offset_tensor else given.q_offset,
+        scale=given.scale,
+        softcap=given.softcap,
+        return_lse=given.return_lse,
+        deterministic=deterministic,
+        precision=given.precision,
+        implementation=given.implementation,
+    )
+    if statics is not None and (keys := _padded(tensors, options)) is not None:
+        return flash_attention(query, sinks=given.sinks, window=given.window, **keys._asdict(), **_kept(options))
+    results = _run(tensors, options, is_traced=is_traced)
+    read = [x for x in tensors if x is not None]
+    if statics is not None and torch_internals.is_plain_call() and same_tensors(read, present):
+        _KNOWN.learn(statics, present, lambda: known_call(tensors, options))
+    return results
+
+
+def _padded(tensors: Tensors, options: Options) -> Keys | None:
+    """The keys of a call that is repeated with more and more of them, padded; None where they stay as they are."""
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
+    if needs_grad or tensors.q_segment_ids is not None or options.implementation or not torch_internals.is_plain_call():
+        return None
+    keys = Keys(
+        key=tensors.key,
+        value=tensors.value,
+        bias=tensors.bias,
+        mask=tensors.mask,
+        kv_lengths=tensors.kv_lengths,
+        q_offset=options.q_offset if tensors.q_offset is None else tensors.q_offset,
+    )
+    return length_buckets.padded(tensors.query, keys, (options._replace(q_offset=0), tensors.sinks is None))
+
+
+def _kept(options: Options) -> dict[str, Any]:
+    """The options by the names that flash_attention has for them, without those of the keys and the window."""
+    own = options._asdict()
+    return {name: own[name] for name in own if name not in ("window_left", "window_right", "q_offset")}
+
+
+def _run(tensors: Tensors, options: Options, *, is_traced: bool) -> Any:
+    """Runs a call that has been checked: out, or (out, lse)."""
+    arguments = (*tensors, *options)
+    operator = forward_op if options.return_lse else inference_op
+    if is_traced or not torch_internals.is_plain_call():
+        results = operator(*arguments)
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated):
+        results = Attention.apply(options.return_lse, *arguments)
+    else:
+        results = torch_operator.below_autograd(operator, *arguments)
+    if not options.return_lse:
+        return results
+    out, rows = results
+    return out, tensors.lse_of(rows)

@@ -1,0 +1,91 @@
+"""Attention of 8-bit numbers on PyTorch tensors: quantize_fp8 and flash_attention_fp8."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from jax_kernels import quantization
+from jax_kernels.bridge.interop.plain_numbers import in_float32, plain_of
+from jax_kernels.bridge.jax_functions.api import JaxOp, from_jax, seen
+from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_scales, check_tensors
+from jax_kernels.ops.attention import flash_attention_fp8 as ops
+
+__all__ = ["flash_attention_fp8", "quantize_fp8"]
+
+_attend = JaxOp(ops.flash_attention_fp8, is_whole=True)
+_quantize_fp8 = from_jax(quantization.quantize_fp8)
+
+
+def quantize_fp8(x: torch.Tensor, axis: int | Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """jax_kernels.quantize_fp8 on a PyTorch tensor: (values, scales), with x ≈ values * scales.
+
+    Args:
+      x: a float tensor, of any shape.
+      axis: the axes whose numbers share a scale; None is all axes. (1, 3) gives each head of x [B, T, H, D] a scale.
+
+    Returns:
+      values: torch.float8_e4m3fn, of x's shape. scales: positive float32, of x's shape without `axis`.
+
+    It raises what jax_kernels.quantize_fp8 does, or from_jax where the two differ.
+    """
+    check_tensors(x=x)
+    axis = plain_of("axis", axis)
+    return tuple(_quantize_fp8(x, axis=tuple(axis) if isinstance(axis, list) else axis))
+
+
+def flash_attention_fp8(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    q_offset: int | torch.Tensor = 0,
+    kv_lengths: torch.Tensor | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """jax_kernels.flash_attention_fp8 on PyTorch tensors of 8 bits, as quantize_fp8(x, axis=(1, 3)) gives them.
+
+    Forward only. Calls run, and may be compiled and captured, as bridge.from_jax says.
+
+    Args:
+      query: [B, T, H, D], torch.float8_e4m3fn; key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv].
+      q_scale: [B, H] float32, or a number; k_scale, v_scale: [B, Hkv] float32, or a number; None is 1. A number
+        compiles a program of its own.
+      q_offset: an int, or an int32 tensor, a scalar or [B]. kv_lengths: [B] int32.
+      The others are those of jax_kernels.flash_attention_fp8.
+
+    Returns:
+      out [B, T, H, Dv] bfloat16; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    It raises what jax_kernels.flash_attention_fp8 does, or from_jax where the two differ.
+    """
+    call = None
+    if not torch.compiler.is_compiling():
+        options = is_causal, scale, return_lse, implementation
+        call = seen((query, key, value, q_scale, k_scale, v_scale, q_offset, kv_lengths), options)
+        if (known := _attend.find(call)) is not None:
+            return known(call.tensors)
+    check_tensors(query=query, key=key, value=value)
+    check_optional_tensors(kv_lengths=kv_lengths)
+    check_scales(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    return _attend.serve(
+        call,
+        query,
+        key,
+        value,
+        q_scale=in_float32(q_scale),
+        k_scale=in_float32(k_scale),
+        v_scale=in_float32(v_scale),
+        is_causal=is_causal,
+        scale=scale,
+        q_offset=plain_of("q_offset", q_offset),
+        kv_lengths=kv_lengths,
+        return_lse=return_lse,
+        implementation=implementation,
+    )

@@ -1,0 +1,476 @@
+"""PyTorch's operators of flash_attention, and their gradient.
+
+| operator | results |
+|---|---|
+| flash_attention | out, and rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess |
+| flash_attention_inference | out |
+| flash_attention_backward | the gradients of query, key, value, bias and sinks; empty tensors for those not wanted |
+
+The excess is the exact log-sum-exp minus lse. The backward of a bias needs it. On Hopper the forward of a mask of keys
+gives one, too, which no backward reads.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jax_kernels.attention_inputs import AttentionResult
+from jax_kernels.bridge.interop import dlpack, planning_device, torch_internals
+from jax_kernels.bridge.interop.keyed_cache import once
+from jax_kernels.bridge.operators import execute, torch_operator
+from jax_kernels.bridge.operators.call_cache import KnownCall, same_tensors
+from jax_kernels.bridge.ops.attention import length_buckets
+from jax_kernels.ops.attention import vjp as attention
+from jax_kernels.ops.attention.flash_attention import prepare
+
+__all__ = [
+    "DIFFERENTIATED",
+    "Arguments",
+    "Attention",
+    "BackwardArguments",
+    "Options",
+    "Tensors",
+    "backward_op",
+    "forward_op",
+    "inference_op",
+    "known_call",
+    "names_of",
+    "split",
+    "wanted_of",
+]
+
+DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call, in the operators' order. The first are those of DIFFERENTIATED."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any
+    sinks: Any
+    mask: Any
+    q_segment_ids: Any
+    kv_segment_ids: Any
+    kv_lengths: Any
+    q_offset: Any
+
+    @property
+    def differentiated(self) -> tuple[Any, ...]:
+        """The tensors of DIFFERENTIATED, in its order."""
+        return self[: len(DIFFERENTIATED)]
+
+    @property
+    def has_excess(self) -> bool:
+        """Whether the rows of a call have an excess, which may not depend on its plan."""
+        return self.bias is not None
+
+    def lse_of(self, rows: Any) -> Any:
+        """The log-sum-exp of a call's rows."""
+        return rows[:, 0] if self.has_excess else rows
+
+
+class Options(NamedTuple):
+    """The static arguments of a call, in the operators' order, after the tensors. q_offset: where it is no tensor."""
+
+    is_causal: bool
+    window_left: int
+    window_right: int
+    q_offset: int
+    scale: float | None
+    softcap: float | None
+    return_lse: bool
+    deterministic: bool | None
+    precision: str | None
+    implementation: str | None
+
+
+class BackwardArguments(NamedTuple):
+    """The arguments of the backward after those of the forward.
+
+    wanted: which of DIFFERENTIATED get a gradient, a bit for each, the lowest for the first. dout, drows: the gradients
+    of out and rows, or None for zeros.
+    """
+
+    wanted: int
+    out: Any
+    rows: Any
+    dout: Any
+    drows: Any
+
+
+class Arguments(NamedTuple):
+    """The arguments of an operator. backward: BackwardArguments, or None in the forward."""
+
+    tensors: Tensors
+    options: Options
+    backward: Any
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors.query.device
+
+
+TENSORS, ALL = len(Tensors._fields), len(Tensors._fields) + len(Options._fields)
+
+
+def split(arguments: Sequence[Any]) -> Arguments:
+    """The flat arguments of an operator, by name."""
+    return Arguments(
+        tensors=Tensors(*arguments[:TENSORS]),
+        options=Options(*arguments[TENSORS:ALL]),
+        backward=BackwardArguments(*arguments[ALL:]) if len(arguments) > ALL else None,
+    )
+
+
+def _prepare(options: Options, *arrays):
+    """Checks and plans a call as jax_kernels.flash_attention does: (the static half of the call, its arrays)."""
+    arguments = Tensors(*arrays)._asdict()
+    q_ids, kv_ids = arguments.pop("q_segment_ids"), arguments.pop("kv_segment_ids")
+    statics = options._asdict()
+    window = (statics.pop("window_left"), statics.pop("window_right"))
+    if arguments["q_offset"] is None:
+        del arguments["q_offset"]
+    segment_ids = None if q_ids is None else q_ids if q_ids is kv_ids else (q_ids, kv_ids)
+    return prepare(**statics | arguments, window=window, segment_ids=segment_ids)
+
+
+@once
+def _forward(device: torch.device, options: Options):
+    """The jitted forward: (out, rows). A plan that is made while JAX traces holds for one device alone."""
+
+    def forward(*arrays):
+        call, inputs = _prepare(options, *arrays)
+        out, lse, excess = attention.attention_forward(call, inputs)
+        if lse is None:  # nothing reads it, but the operator's results must not depend on the plan
+            batch, length, heads = out.shape[:3]
+            lse = jnp.zeros((batch, heads, length), jnp.float32)
+        if not Tensors(*arrays).has_excess:
+            return out, lse
+        return out, jnp.stack([lse, jnp.zeros_like(lse) if excess is None else excess], axis=1)
+
+    return jax.jit(forward, keep_unused=True)
+
+
+@once
+def _inference(device: torch.device, options: Options):
+    """The jitted forward whose rows nobody reads: (out,). Its kernel writes no lse."""
+
+    def inference(*arrays):
+        call, inputs = _prepare(options, *arrays)
+        return (attention.attention_forward(attention.with_options(call, has_lse=False), inputs).out,)
+
+    return jax.jit(inference, keep_unused=True)
+
+
+def wanted_of(needed: Sequence[Any]) -> int:
+    """BackwardArguments.wanted of what tells for each of DIFFERENTIATED whether its gradient is needed."""
+    return sum(1 << index for index, is_needed in enumerate(needed[: len(DIFFERENTIATED)]) if is_needed)
+
+
+def names_of(wanted: int) -> list[str]:
+    """The names of DIFFERENTIATED in BackwardArguments.wanted."""
+    return [name for index, name in enumerate(DIFFERENTIATED) if wanted >> index & 1]
+
+
+@once
+def _backward(device: torch.device, options: Options, wanted: int):
+    """The jitted backward: the gradients that are wanted. XLA leaves out what is computed for others alone.
+
+    It takes the arrays of Tensors, and then out, rows, dout and drows. wanted: as in BackwardArguments.
+    """
+    names = names_of(wanted)
+
+    def backward(*arrays):
+        tensors = Tensors(*arrays[:TENSORS])
+        out, rows, dout, drows = arrays[TENSORS:]
+        lse, dlse = tensors.lse_of(rows), None if drows is None else tensors.lse_of(drows)
+        given = {name: getattr(tensors, name) for name in names}
+        call, inputs = _prepare(options, *tensors)
+        call = attention.with_options(call, bias_gradient="bias" in names)
+        dout = jnp.zeros_like(out) if dout is None else dout
+        excess = rows[:, 1] if tensors.has_excess else None
+        result = AttentionResult(out=out, lse=lse, excess=excess)
+        gradients = attention.attention_backward(call, inputs, result, dout, dlse)
+
+        # prepare changes the arrays: their shapes, and query's sign for a negative scale.
+        def prepared(given):
+            _, inputs = _prepare(options, *tensors._replace(**given))
+            return {name: getattr(inputs, name) for name in given}
+
+        _, pullback = jax.vjp(prepared, given)
+        (pulled,) = pullback({name: getattr(gradients, name) for name in given})
+        return tuple(pulled[name] for name in names)
+
+    return jax.jit(backward, keep_unused=True)
+
+
+def _forward_program(*arguments):
+    call = length_buckets.settled(split(arguments), ("bias", "mask", "key", "value"))
+    return torch_operator.Program(_forward(call.device, call.options), call.tensors)
+
+
+def _inference_program(*arguments):
+    call = length_buckets.settled(split(arguments), ("bias", "mask", "key", "value"))
+    return torch_operator.Program(_inference(call.device, call.options), call.tensors)
+
+
+def _backward_program(*arguments):
+    call = split(arguments)
+    names = names_of(call.backward.wanted)
+    call = length_buckets.settled(call, [name for name in ("bias", "mask", "key", "value") if name not in names])
+    wanted, *arrays = call.backward
+    return torch_operator.Program(_backward(call.device, call.options, wanted), (*call.tensors, *arrays))
+
+
+def _gradients(*arguments):
+    """Gives the function that makes the backward's results of the gradients that were computed."""
+    call = split(arguments)
+    names, dtype, device = names_of(call.backward.wanted), call.tensors.query.dtype, call.device
+
+    def finish(found):
+        named = dict(zip(names, found, strict=True))
+        return tuple(
+            named[name] if name in named else torch.empty(0, dtype=dtype, device=device) for name in DIFFERENTIATED
+        )
+
+    return finish
+
+
+class _Spec(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@functools.lru_cache(maxsize=1024)
+def _check(device: torch.device, options: Options, *tensors: _Spec | None) -> None:
+    """Runs JAX's own checks of a call, and nothing else."""
+    specs = [None if x is None else jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors]
+
+    def inputs(*tracers):
+        _, checked = _prepare(options, *tracers)
+        return checked
+
+    with planning_device.planning_for(device):
+        jax.eval_shape(inputs, *specs)
+
+
+def _fake_forward(*arguments):
+    call = split(arguments)
+    tensors, options = call.tensors, call.options
+    sizes = [size for tensor in tensors if tensor is not None for size in tensor.shape]
+    if all(isinstance(x, int) for x in (*sizes, options.q_offset)):  # symbolic sizes are checked when it runs
+        _check(call.device, options, *(None if x is None else _Spec(tuple(x.shape), x.dtype) for x in tensors))
+    batch, length, heads, _ = tensors.query.shape
+    out = tensors.query.new_empty((batch, length, heads, tensors.value.shape[-1]))
+    rows = (batch, 2, heads, length) if tensors.has_excess else (batch, heads, length)
+    return out, tensors.query.new_empty(rows, dtype=torch.float32)
+
+
+def _fake_inference(*arguments):
+    out, _ = _fake_forward(*arguments)
+    return out
+
+
+def _fake_backward(*arguments):
+    call = split(arguments)
+    empty = lambda x: call.tensors.query.new_empty(0) if x is None else x.new_empty(x.shape)
+    names = names_of(call.backward.wanted)
+    return tuple(empty(getattr(call.tensors, name) if name in names else None) for name in DIFFERENTIATED)
+
+
+class Attention(torch.autograd.Function):
+    """Attention with its gradient. A `setup_context` of its own would add 20 microseconds to each call."""
+
+    @staticmethod
+    @torch_internals.unseen_by_dynamo
+    def forward(ctx, with_rows, *arguments):
+        """(out, rows), or out alone."""
+        out, rows = torch_operator.below_function(forward_op, *arguments)
+        ctx.options = arguments[TENSORS:]
+        ctx.save_for_backward(*arguments[:TENSORS], out, rows)
+        ctx.set_materialize_grads(False)
+        return (out, rows) if with_rows else out
+
+    @staticmethod
+    @torch_internals.unseen_by_dynamo
+    def backward(ctx, dout, drows=None):
+        if dout is None and drows is None:
+            return (None,) * (1 + ALL)
+        *tensors, out, rows = ctx.saved_tensors
+        _, *needed = ctx.needs_input_grad
+        differentiated = needed[: len(DIFFERENTIATED)]
+        extra = BackwardArguments(wanted=wanted_of(differentiated), out=out, rows=rows, dout=dout, drows=drows)
+        gradients = torch_operator.call_in_backward(backward_op, *tensors, *ctx.options, *extra)
+        found = (x if is_needed else None for x, is_needed in zip(gradients, differentiated, strict=True))
+        return (None, *found, *(None,) * (ALL - len(DIFFERENTIATED)))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        torch_operator.refuse_tangent("flash_attention")
+
+
+class _Facts(NamedTuple):
+    """The facts of a KnownCall: its options, which of Tensors it has, and whether the Function gives rows."""
+
+    options: Options
+    there: tuple[bool, ...]
+    with_rows: bool
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors that are there."""
+        return [name for name, is_there in zip(Tensors._fields, self.there, strict=True) if is_there]
+
+    def filled(self, tensors: Sequence[Any]) -> Tensors:
+        """Tensors of those that are there."""
+        given = iter(tensors)
+        return Tensors(*(next(given) if there else None for there in self.there))
+
+
+class KnownAttention(torch.autograd.Function):
+    """A KnownCall with its gradient."""
+
+    @staticmethod
+    @torch_internals.unseen_by_dynamo
+    def forward(ctx, call, *tensors):
+        """(out, rows), or out alone."""
+        out, rows = call.chain(*tensors)
+        ctx.call = call
+        ctx.save_for_backward(*tensors, out, rows)
+        ctx.set_materialize_grads(False)
+        return (out, rows) if call.facts.with_rows else out
+
+    @staticmethod
+    @torch_internals.unseen_by_dynamo
+    def backward(ctx, dout, drows=None):
+        call = ctx.call
+        _, *needed = ctx.needs_input_grad
+        if dout is None and drows is None:
+            return (None,) * (1 + len(needed))
+        given = [x.contiguous() for x in (dout, drows) if x is not None]
+        tensors = [*ctx.saved_tensors, *given]
+        wanted = _WANTED_OF_THREE if needed == _ALL_OF_THREE else wanted_of(call.facts.filled(needed))
+        statics = wanted, dout is None, drows is None
+        known = call.backwards.find(statics, tensors)
+        gradients = _known_backward(call, statics, tensors) if known is None else known(tensors)
+        if needed == _ALL_OF_THREE:
+            return (None, *gradients)
+        found = dict(zip(names_of(wanted), gradients, strict=True))
+        return (None, *(found.get(name) for name in call.facts.names))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        torch_operator.refuse_tangent("flash_attention")
+
+
+_ALL_OF_THREE = [True, True, True]
+_WANTED_OF_THREE = wanted_of(_ALL_OF_THREE)
+
+
+def _known_backward(call: KnownCall, statics: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that are wanted, by the operator. The next call of its kind is known."""
+    wanted, without_dout, without_drows = statics
+    count = sum(call.facts.there)
+    given, (out, rows, *cotangents) = call.facts.filled(tensors[:count]), tensors[count:]
+    left = iter(cotangents)
+    dout, drows = (None if without else next(left) for without in (without_dout, without_drows))
+    extra = BackwardArguments(wanted=wanted, out=out, rows=rows, dout=dout, drows=drows)
+    gradients = torch_operator.call_in_backward(backward_op, *given, *call.facts.options, *extra)
+    if torch_internals.is_plain_call() and not torch.is_grad_enabled() and call.backwards is not None:
+
+        def make():
+            program = _backward_program(*given, *call.facts.options, *extra)
+            if not same_tensors(_there(program.tensors), tensors):
+                return None
+            return KnownCall(execute.chain_for(*program), _same)
+
+        call.backwards.learn(statics, tensors, make)
+    return [x for index, x in enumerate(gradients) if wanted >> index & 1]
+
+
+def _same(results: Any) -> Any:
+    return results
+
+
+def _there(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+def known_call(tensors: Tensors, options: Options) -> KnownCall | None:
+    """The call of tensors that were checked and are read as they are; None where its program reads others.
+
+    It gives what Attention does where a gradient is needed, and else what the operator does that serves it.
+    """
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
+    with_rows = needs_grad or options.return_lse
+    program = (_forward_program if with_rows else _inference_program)(*tensors, *options)
+    if not same_tensors(_there(program.tensors), _there(tensors)):
+        return None
+    chain = execute.chain_for(*program)
+    facts = _Facts(options=options, there=tuple(x is not None for x in tensors), with_rows=options.return_lse)
+    finish: Callable[[Any], Any] = _same
+    if not options.return_lse and not needs_grad:
+        finish = operator.itemgetter(0)
+    elif options.return_lse:
+        finish = _without_excess if tensors.has_excess else tuple
+    return KnownCall(chain, finish, KnownAttention if needs_grad else None, facts)
+
+
+def _without_excess(results: Any) -> Any:
+    out, rows = results
+    return out, rows[:, 0]
+
+
+def _differentiate_backward(*arguments):
+    again = lambda *arguments: torch_operator.below_function(backward_op, *arguments)
+    return torch_operator.refuse_gradient("flash_attention", again, arguments)
+
+
+def _label(*arguments):
+    return "flash_attention"
+
+
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor? mask, Tensor? q_segment_ids, "
+    "Tensor? kv_segment_ids, Tensor? kv_lengths, Tensor? q_offset_array, "
+    "bool is_causal, int window_left, int window_right, SymInt q_offset, float? scale, float? softcap, "
+    "bool return_lse, bool? deterministic, str? precision, str? implementation"
+)
+
+forward_op = torch_operator.define(
+    "flash_attention",
+    f"({_ARGUMENTS}) -> (Tensor, Tensor)",
+    program=_forward_program,
+    finish=lambda *arguments: tuple,
+    fake=_fake_forward,
+    differentiate=lambda *arguments: torch_operator.apply(Attention, True, *arguments),
+    label=_label,
+)
+inference_op = torch_operator.define(
+    "flash_attention_inference",
+    f"({_ARGUMENTS}) -> Tensor",
+    program=_inference_program,
+    finish=lambda *arguments: operator.itemgetter(0),
+    fake=_fake_inference,
+    differentiate=lambda *arguments: torch_operator.apply(Attention, False, *arguments),
+    label=_label,
+)
+backward_op = torch_operator.define(
+    "flash_attention_backward",
+    f"({_ARGUMENTS}, int wanted, Tensor out, Tensor rows, Tensor? dout, Tensor? drows) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    program=_backward_program,
+    finish=_gradients,
+    fake=_fake_backward,
+    differentiate=_differentiate_backward,
+    label=_label,
+)

@@ -1,0 +1,110 @@
+"""torch.func.vmap of flash_attention's operators: the mapped axis joins the batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.operators import torch_operator
+from jax_kernels.bridge.ops.attention.flash_attention_operator import (
+    BackwardArguments,
+    Tensors,
+    backward_op,
+    forward_op,
+    inference_op,
+    names_of,
+    split,
+)
+
+__all__ = ["define_rules"]
+
+
+def _rule(op: Any) -> Callable[..., Any]:
+    """The vmap rule of one of the operators."""
+
+    def rule(info, in_dims, *arguments):
+        size = info.batch_size
+        front = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, in_dims, strict=True)]
+        mapped = [dim is not None for dim in in_dims]
+        call, is_mapped = split(front), split(mapped)
+        if _is_a_loop(call, is_mapped.tensors):
+            return _one_by_one(op, size, front, mapped)
+        batch = call.tensors.query.shape[1 if is_mapped.tensors.query else 0]
+        joined = (
+            _join_as(name, x, has_axis, size, batch)
+            for name, x, has_axis in zip(Tensors._fields, call.tensors, is_mapped.tensors, strict=True)
+        )
+        extra: tuple[Any, ...] = ()
+        if call.backward is not None:
+            given = zip(BackwardArguments._fields, call.backward, is_mapped.backward, strict=True)
+            extra = tuple(x if name == "wanted" else _join(x, m, size) for name, x, m in given)
+        results = op(*joined, *call.options, *extra)
+        if isinstance(results, torch.Tensor):
+            return results.unflatten(0, (size, batch)), 0
+        apart = lambda x: x.unflatten(0, (size, batch)) if x.ndim > 1 else x.new_empty(size, 0)
+        return tuple(apart(x) for x in results), (0,) * len(results)
+
+    return rule
+
+
+def _is_a_loop(call: Any, is_mapped: Tensors) -> bool:
+    """Tells whether the mapped calls must run one by one.
+
+    All entries of a batch share the sinks, and add to one gradient of the sinks or of a shared bias.
+    """
+    if is_mapped.sinks:
+        return True
+    if call.backward is None:
+        return False
+    return not {"bias", "sinks"}.isdisjoint(names_of(call.backward.wanted))
+
+
+def _one_by_one(op: Any, size: int, front: list[Any], mapped: list[bool]) -> Any:
+    """A loop over the mapped calls, whose results are stacked."""
+    each = [op(*(x[i] if m else x for x, m in zip(front, mapped, strict=True))) for i in range(size)]
+    if op is inference_op:
+        return torch.stack(each), 0
+    results = tuple(torch.stack(x) for x in zip(*each, strict=True))
+    return results, (0,) * len(results)
+
+
+def _join_as(name: str, x: Any, is_mapped: bool, size: int, batch: int) -> Any:
+    """The tensor of this name for all calls at once, with the mapped axis in the batch."""
+    if name in ("bias", "mask"):
+        return _join_scores(x, is_mapped, size, batch)
+    if name == "q_offset":
+        return _join_offset(x, is_mapped, size, batch)
+    return x if name == "sinks" else _join(x, is_mapped, size)
+
+
+def _join(x: Any, is_mapped: bool, size: int) -> Any:
+    """Joins [B, ...] of each call to [size * B, ...]."""
+    if x is None:
+        return None
+    x = x if is_mapped else x.expand(size, *x.shape)
+    return x.flatten(0, 1)
+
+
+def _join_scores(x: Any, is_mapped: bool, size: int, batch: int) -> Any:
+    """Joins a tensor that is broadcast to [B, H, T, S]."""
+    if x is None or (not is_mapped and (x.ndim < 4 or x.shape[0] == 1)):
+        return x
+    shape = x.shape[1:] if is_mapped else x.shape
+    ones = (1,) * (4 - len(shape))
+    x = x.reshape(size if is_mapped else 1, *ones, *shape)
+    return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+
+
+def _join_offset(x: Any, is_mapped: bool, size: int, batch: int) -> Any:
+    """Joins a tensor that is a scalar or [B]."""
+    if x is None or (not is_mapped and x.ndim == 0):
+        return x
+    rows = size if is_mapped else 1
+    return x.reshape(rows, x.numel() // rows).expand(size, batch).flatten()
+
+
+def define_rules() -> None:
+    """Tells PyTorch how to map the operators. It may be called once in a process."""
+    torch_operator.define_vmap("flash_attention", _rule(forward_op))
+    torch_operator.define_vmap("flash_attention_inference", _rule(inference_op))
+    torch_operator.define_vmap("flash_attention_backward", _rule(backward_op))

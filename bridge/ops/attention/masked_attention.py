@@ -1,0 +1,243 @@
+"""Attention on PyTorch tensors under masks of blocks, dynamic masks, Mask objects and functions of the scores."""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import torch
+
+from jax_kernels.bridge.interop import dtensors, torch_internals
+from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_options
+from jax_kernels.bridge.jax_functions.api import JaxOp, Seen, seen_by_name
+from jax_kernels.bridge.jax_functions.pytree import MaskOfId
+from jax_kernels.bridge.operators.call_cache import KnownCall
+from jax_kernels.bridge.ops.attention import float_masks, length_buckets
+from jax_kernels.bridge.ops.attention.argument_aliases import OTHER_NAMES, renamed
+from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
+from jax_kernels.bridge.translate import captures, function_identity, score_mods
+from jax_kernels.masks import Mask
+from jax_kernels.ops.attention import block_sparse_attention as block_sparse
+from jax_kernels.ops.attention import dynamic_mask_attention as dynamic_mask
+from jax_kernels.ops.attention import flash_attention as attention
+
+__all__ = ["attend", "attend_in_graph", "block_sparse_attention", "dynamic_mask_attention", "find"]
+
+
+class _WithScoreMods:
+    """An op whose score_mod may be in torch operations.
+
+    skeleton, read: the name of one that reads tensors, and these.
+    """
+
+    def __init__(self, op: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, op, updated=())
+        self.plain_numbers = (*ATTENTION, "block_size")
+        self._op = op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._op(*args, **_in_jnp(**kwargs))
+
+    def plan(self, *args: Any, read: Any = (), **kwargs: Any) -> Any:
+        """The plan that jax_kernels.explain asks for. Nothing runs: zeros stand for arrays that a function reads."""
+        read = [jnp.zeros(x.shape, x.dtype) for x in read]
+        return self._op.plan(*args, **_in_jnp(read=read, **kwargs))  # type: ignore[attr-defined]
+
+
+def _in_jnp(score_mod: Any = None, skeleton: str | None = None, read: Any = (), **others: Any) -> dict[str, Any]:
+    """The arguments of an op with their score_mod in jnp."""
+    if skeleton is not None:
+        return others | {"score_mod": score_mods.filled(skeleton, read)}
+    return others if score_mod is None else others | {"score_mod": score_mods.in_jnp(score_mod)}
+
+
+_flash = JaxOp(_WithScoreMods(attention.flash_attention))
+_block_sparse = JaxOp(_WithScoreMods(block_sparse.block_sparse_attention))
+_dynamic_mask = JaxOp(_WithScoreMods(dynamic_mask.dynamic_mask_attention))
+
+
+class _Apart(NamedTuple):
+    """A call with the tensors that its score_mod reads as arguments.
+
+    seen: what the call is known as. is_valid: whether int64 tensors hold values of int32; None where that is known.
+    """
+
+    seen: Seen | None
+    arguments: dict[str, Any]
+    is_valid: Any = None
+
+
+def _apart(seen: Seen | None, arguments: dict[str, Any]) -> _Apart:
+    """The call, which is not known if its score_mod reads tensors, or is made anew for each call."""
+    score_mod = arguments.get("score_mod")
+    root = captures.root_of(score_mod)
+    if root is None:
+        return _Apart(seen, arguments)
+    is_traced = torch.compiler.is_compiling()
+    found = score_mods.apart_in_graph(score_mod) if is_traced else score_mods.apart(score_mod)
+    if found is not None:
+        skeleton, paths = found
+        read, is_valid = score_mods.read("score_mod", score_mod, paths)
+        # torch.compile looks at a text that it made itself, and cannot look at one that it was given.
+        return _Apart(None, arguments | {"score_mod": None, "skeleton": f"{skeleton}", "read": read}, is_valid)
+    if is_traced:
+        return _Apart(None, arguments)
+    is_new = isinstance(score_mod, types.FunctionType) and function_identity.first_of(score_mod) is not score_mod
+    return _Apart(None if is_new else seen, arguments)
+
+
+def attend(
+    query: Any, key: Any, value: Any, seen: Seen | None, *, bias: Any, sinks: Any, mask: Any, **arguments: Any
+) -> Any:
+    """bridge.flash_attention with a Mask or a score_mod. A score_mod, and the structure of a Mask, are constants.
+
+    seen: what the call is known as from now on. A score_mod that is made anew for each call is not known.
+    """
+    (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments | {"sinks": sinks})
+    del arguments["sinks"]
+    call = _apart(seen, arguments)
+    results = _flash.serve(call.seen, query, key, value, bias=bias, sinks=sinks, mask=mask, **call.arguments)
+    return float_masks.or_nan(results, call.is_valid)
+
+
+def attend_in_graph(query: Any, key: Any, value: Any, mask: MaskOfId, **arguments: Any) -> Any:
+    """bridge.flash_attention with a Mask, in code that torch.compile traces. Somebody holds the Mask."""
+    (query, key, value, _), arguments = _prepared(query, key, value, None, None, arguments)
+    call = _apart(None, arguments)
+    return float_masks.or_nan(_flash.serve(None, query, key, value, mask=mask, **call.arguments), call.is_valid)
+
+
+def find(statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
+    """The call of `attend` that is known by that. Not for code that torch.compile traces."""
+    return _flash.find(Seen(statics, tensors))
+
+
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: torch.Tensor | Mask,
+    *,
+    block_size: int | tuple[int, int] | None = None,
+    **arguments: Any,
+) -> Any:
+    """jax_kernels.block_sparse_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
+
+    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast casts query, key,
+    value and a 16-bit bias.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
+      key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
+      block_mask: bool, or floats of 0 and 1, [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows,
+        columns]. Or a masks.Mask, as
+        bridge.flash_attention takes it.
+      block_size: an int, or (queries, keys); None is 128.
+      arguments: the other arguments of bridge.flash_attention, without mask.
+
+    It returns and raises what bridge.flash_attention does, or from_jax where the two differ.
+    """
+    call = None
+    if not torch.compiler.is_compiling():
+        options = {"block_size": block_size, **arguments}
+        call = seen_by_name((query, key, value, block_mask), options, torch.are_deterministic_algorithms_enabled())
+        if (known := _block_sparse.find(call)) is not None:
+            return known(call.tensors)
+    if any(name in arguments for name in OTHER_NAMES):
+        arguments = _renamed("block_sparse_attention", arguments, query=query, key=key, mask=block_mask)
+        return block_sparse_attention(query, key, value, block_mask, block_size=block_size, **arguments)
+    if dtensors.are_in(query, key, value, block_mask):
+        named = {"query": query, "key": key, "value": value, "block_mask": block_mask, "block_size": block_size}
+        return dtensors.attention(block_sparse_attention, named | arguments | plain_options(ATTENTION, arguments))
+    if float_masks.is_float(block_mask):
+        keep, is_valid = float_masks.as_bool("block_mask", block_mask)
+        results = block_sparse_attention(query, key, value, keep, block_size=block_size, **arguments)
+        return float_masks.or_nan(results, is_valid)
+    if not isinstance(block_mask, Mask):
+        check_tensor("block_mask", block_mask, query)
+        if block_mask.dtype != torch.bool:
+            want = "want torch.bool (True = attend), or floats of 0 and 1"
+            raise TypeError(f"block_mask: got dtype {block_mask.dtype}, {want}")
+    (query, key, value, bias), arguments = _prepared(query, key, value, None, arguments.get("bias"), arguments)
+    if "bias" in arguments:
+        arguments = arguments | {"bias": bias}
+    apart = _apart(call, arguments)
+    results = _block_sparse.serve(apart.seen, query, key, value, block_mask, block_size=block_size, **apart.arguments)
+    return float_masks.or_nan(results, apart.is_valid)
+
+
+def dynamic_mask_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | Mask | None = None,
+    bias: torch.Tensor | None = None,
+    **arguments: Any,
+) -> Any:
+    """jax_kernels.dynamic_mask_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
+
+    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast casts query, key,
+    value and a 16-bit bias.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
+      key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
+      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend, or floats of 0
+        and 1. Or a masks.Mask. Both as bridge.flash_attention takes them.
+      bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32.
+      arguments: the other arguments of bridge.flash_attention. attn_mask is another name for mask.
+
+    It returns and raises what bridge.flash_attention does, or from_jax where the two differ.
+    """
+    call = None
+    if not torch.compiler.is_compiling():
+        settings = torch.are_deterministic_algorithms_enabled()
+        call = seen_by_name((query, key, value, mask, bias), arguments, settings)
+        if (known := _dynamic_mask.find(call)) is not None:
+            return known(call.tensors)
+    if any(name in arguments for name in OTHER_NAMES):
+        arguments = _renamed("dynamic_mask_attention", arguments, query=query, key=key, mask=mask)
+        mask = arguments.pop("mask", mask)
+        return dynamic_mask_attention(query, key, value, mask, bias, **arguments)
+    if mask is None:
+        raise TypeError("mask: got None, want a bool tensor (True = attend) or a masks.Mask")
+    if dtensors.are_in(query, key, value, mask):
+        named = {"query": query, "key": key, "value": value, "mask": mask, "bias": bias}
+        return dtensors.attention(dynamic_mask_attention, named | arguments | plain_options(ATTENTION, arguments))
+    if float_masks.is_float(mask):
+        keep, is_valid = float_masks.as_bool("mask", mask)
+        return float_masks.or_nan(dynamic_mask_attention(query, key, value, keep, bias, **arguments), is_valid)
+    (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
+    if isinstance(mask, torch.Tensor) and torch_internals.is_plain_call():
+        mask = length_buckets.shrunk(mask)
+    apart = _apart(call, arguments)
+    results = _dynamic_mask.serve(apart.seen, query, key, value, mask, bias, **apart.arguments)
+    return float_masks.or_nan(results, apart.is_valid)
+
+
+def _renamed(function: str, arguments: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """The arguments by this library's names."""
+    others = {name: x for name, x in arguments.items() if name in OTHER_NAMES}
+    own = {name: x for name, x in arguments.items() if name not in OTHER_NAMES}
+    return own | renamed(function, others, own | given)
+
+
+def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """((query, key, value, bias), arguments), checked and cast as bridge.flash_attention does."""
+    arguments = arguments | plain_options(("q_offset",), arguments)
+    check_inputs(
+        query,
+        key,
+        value,
+        bias=bias,
+        sinks=arguments.get("sinks"),
+        mask=None if isinstance(mask, Mask) else mask,
+        segment_ids=segment_pair(arguments.get("segment_ids")),
+        kv_lengths=arguments.get("kv_lengths"),
+        q_offset=arguments.get("q_offset", 0),
+    )
+    *tensors, deterministic = as_torch_is_set(
+        query, key, value, bias=bias, deterministic=arguments.get("deterministic")
+    )
+    return tensors, arguments if deterministic is None else arguments | {"deterministic": deterministic}

@@ -1,0 +1,1 @@
+"""Attention of new tokens to a cache of keys and values."""

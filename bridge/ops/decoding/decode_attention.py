@@ -1,0 +1,100 @@
+"""decode_attention on PyTorch tensors."""
+
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.interop.plain_numbers import plain_options
+from jax_kernels.bridge.jax_functions.api import JaxOp, seen
+from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors
+from jax_kernels.bridge.ops.attention import float_masks, length_buckets
+from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
+from jax_kernels.masks import Mask
+from jax_kernels.ops import decode_attention as ops
+
+__all__ = ["decode_attention"]
+
+_attend = JaxOp(ops.decode_attention, is_whole=True)
+_attend_by_object = JaxOp(ops.decode_attention)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    kv_lengths: torch.Tensor | None = None,
+    block_tables: torch.Tensor | None = None,
+    mask: torch.Tensor | Mask | None = None,
+    bias: torch.Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """jax_kernels.decode_attention on PyTorch tensors: the newest 1 to 16 tokens against a cache. Forward only.
+
+    Calls run, and may be compiled and captured, as bridge.from_jax says. Under autocast query, key and value are cast
+    to the autocast dtype.
+
+    Args:
+      query: [B, T, H, D], T from 1 to 16, bfloat16, float16 or float32, on a CPU or a CUDA device.
+      key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; with block_tables [pages, page_size, Hkv, D or Dv].
+      kv_lengths: [B] int32. It is data: a longer sequence in the same cache compiles nothing.
+      block_tables: [B, max_pages] int32.
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend, or floats of 0 and 1, as
+        bridge.flash_attention takes them. Or a masks.Mask. bias: broadcastable to
+        [B, H, T, S], in query's dtype or float32. A tensor that was expanded is read as it was before.
+      sinks: [H], bfloat16, float16 or float32.
+      The others are those of jax_kernels.decode_attention.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    It raises what jax_kernels.decode_attention does, or from_jax where the two differ.
+    """
+    call = is_valid = None
+    if mask is not None and float_masks.is_float(mask):
+        mask, is_valid = float_masks.as_bool("mask", mask)
+    if not torch.compiler.is_compiling():
+        sides = tuple(window) if isinstance(window, list) else window
+        of_sides = tuple(map(type, sides)) if isinstance(sides, tuple) else type(sides)
+        kinds = of_sides, type(softcap), type(scale), type(return_lse)
+        options = *kinds, sides, softcap, scale, return_lse, implementation
+        call = seen((query, key, value, kv_lengths, block_tables, mask, bias, sinks), options)
+        if (known := _attend.find(call)) is not None:
+            results = known(call.tensors)
+            return results if is_valid is None else float_masks.or_nan(results, is_valid)
+    if block_tables is None and is_valid is None and dtensors.are_in(query, key, value):
+        named = {"query": query, "key": key, "value": value, "kv_lengths": kv_lengths, "mask": mask, "bias": bias}
+        numbers: dict[str, Any] = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "window": window}
+        numbers |= plain_options(tuple(numbers), numbers)
+        named |= {"sinks": sinks, "implementation": implementation}
+        return dtensors.attention(decode_attention, named | numbers)
+    is_object = isinstance(mask, Mask)
+    check_optional_tensors(block_tables=block_tables)
+    check_inputs(
+        query, key, value, bias=bias, sinks=sinks, mask=None if is_object else mask, kv_lengths=kv_lengths
+    )  # fmt: skip
+    query, key, value, bias, _ = as_torch_is_set(query, key, value, bias=bias)
+    attend = _attend_by_object if is_object else _attend
+    results = attend.serve(
+        call,
+        query,
+        key,
+        value,
+        kv_lengths=kv_lengths,
+        block_tables=block_tables,
+        mask=mask if is_object else length_buckets.shrunk(mask),
+        bias=length_buckets.shrunk(bias),
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
+    return float_masks.or_nan(results, is_valid)

@@ -1,0 +1,1 @@
+"""Functions with the names and arguments of PyTorch and flash-attn, and PyTorch's own path as their fallback."""

@@ -1,0 +1,145 @@
+"""PyTorch's BlockMask as a masks.Mask.
+
+The blocks of its lists are kept: in the partial ones the mask_mod says which pairs, in the full ones all are.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention import flex_attention as torchs
+
+from jax_kernels.bridge import masks
+from jax_kernels.bridge.translate import mask_sources, score_mods
+from jax_kernels.masks import Mask
+
+__all__ = ["Sizes", "is_whole", "mask_in_graph", "mask_of"]
+
+_NAME = "_jax_kernels_masks"
+_LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_WHOLE = 1 << 30  # the block size of PyTorch's own mask for no mask
+_MOST = 16  # sizes of calls
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call that a BlockMask serves."""
+
+    batch: int
+    heads: int
+    length: int
+    kv_length: int
+
+
+class _Made(NamedTuple):
+    """A Mask, and the state of the BlockMask as of when it was made."""
+
+    mask: Mask
+    state: tuple[Any, ...]
+
+
+class _Kept(dict[Sizes, _Made]):
+    """The Masks that were made of a BlockMask, by sizes. A copy of the BlockMask begins without any.
+
+    in_graphs: the Masks of graphs of torch.compile, which live as long as the BlockMask.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_graphs: dict[int, Mask] = {}
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+
+def is_whole(block_mask: Any) -> bool:
+    """Whether it is PyTorch's own BlockMask for calls without one."""
+    return tuple(block_mask.BLOCK_SIZE) == (_WHOLE, _WHOLE) and block_mask.mask_mod is torchs.noop_mask
+
+
+def mask_of(block_mask: Any, sizes: Sizes) -> Mask:
+    """The Mask of a BlockMask for calls of these sizes. It is made once, and again where a tensor has changed.
+
+    Raises ValueError, naming block_mask, for a call that the BlockMask was not made for, and TypeError where its
+    mask_mod has no form in jnp.
+    """
+    kept = vars(block_mask).setdefault(_NAME, _Kept())
+    made = kept.get(sizes)
+    state = _state_of(block_mask)
+    if made is None or made.state != state or not mask_sources.is_fresh(made.mask):
+        while len(kept) >= _MOST:
+            del kept[next(iter(kept))]
+        kept[sizes] = made = _Made(_make(block_mask, sizes), state)
+    return made.mask
+
+
+def mask_in_graph(block_mask: Any, sizes: Sizes) -> Mask:
+    """The Mask of a BlockMask, for a graph of torch.compile: the BlockMask holds it."""
+    mask = mask_of(block_mask, sizes)
+    vars(block_mask)[_NAME].in_graphs[id(mask)] = mask
+    return mask
+
+
+def _state_of(block_mask: Any) -> tuple[Any, ...]:
+    """The parts of a BlockMask that its Mask is made of, without the values of tensors."""
+    is_there = tuple(getattr(block_mask, name) is not None for name in _LISTS)
+    return block_mask.mask_mod, is_there, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
+
+
+def _make(block_mask: Any, sizes: Sizes) -> Mask:
+    mask_mod = block_mask.mask_mod
+    if mask_mod is getattr(torchs, "_sliced_mask_mod_error", None):
+        raise ValueError(
+            "block_mask: got a part of a BlockMask, want its mask_mod set, as to the mask_mod of the whole"
+        )
+    lengths = tuple(map(int, block_mask.seq_lengths))
+    if lengths != (sizes.length, sizes.kv_length):
+        raise ValueError(
+            f"block_mask: got one for {lengths[0]} queries and {lengths[1]} keys, want one for {sizes.length} queries "
+            f"and {sizes.kv_length} keys"
+        )
+    lists = [(("attribute", name),) for name in _LISTS if getattr(block_mask, name) is not None]
+    return mask_sources.attach(_of_lists(block_mask, sizes), block_mask, lists)
+
+
+def _of_lists(block_mask: Any, sizes: Sizes) -> Mask:
+    mask_mod = block_mask.mask_mod
+    partial = _blocks(block_mask, "kv_num_blocks", "kv_indices", sizes)
+    has_full = block_mask.full_kv_num_blocks is not None
+    full = _blocks(block_mask, "full_kv_num_blocks", "full_kv_indices", sizes) if has_full else None
+    size = tuple(map(int, block_mask.BLOCK_SIZE))
+    if mask_mod is torchs.noop_mask:
+        blocks = partial if full is None else torch.logical_or(*torch.broadcast_tensors(partial, full))
+        return masks.block_sparse(blocks, size)
+    mask = masks.block_sparse(partial, size) & _of_function(mask_mod, sizes)
+    return mask if full is None else mask | masks.block_sparse(full, size)
+
+
+def _of_function(mask_mod: Any, sizes: Sizes) -> Mask:
+    """masks.from_function of a mask_mod, for as many batch entries and heads as it looks at."""
+    made, read, _ = score_mods.mask_mod(mask_mod)
+    sees_batch, sees_heads = score_mods.looks_at(made, read)
+    return masks.from_function(
+        mask_mod, batch=sizes.batch if sees_batch else None, heads=sizes.heads if sees_heads else None
+    )
+
+
+def _blocks(block_mask: Any, of_counts: str, of_indices: str, sizes: Sizes) -> torch.Tensor:
+    """The blocks of a pair of lists: bool [B or 1, H or 1, rows, columns]."""
+    counts, indices = getattr(block_mask, of_counts).detach(), getattr(block_mask, of_indices).detach()
+    counts = counts.reshape((1,) * (3 - counts.ndim) + tuple(counts.shape))
+    indices = indices.reshape((1,) * (4 - indices.ndim) + tuple(indices.shape))
+    block_q, block_kv = map(int, block_mask.BLOCK_SIZE)
+    rows, columns = -(-sizes.length // block_q), -(-sizes.kv_length // block_kv)
+    batch, heads, length = counts.shape
+    if length != rows or batch not in (1, sizes.batch) or heads not in (1, sizes.heads):
+        raise ValueError(
+            f"block_mask: got {of_counts} of shape {tuple(counts.shape)}, want one broadcastable to "
+            f"{(sizes.batch, sizes.heads, rows)}"
+        )
+    indices = indices.to(torch.int64)
+    is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    is_listed, indices = torch.broadcast_tensors(is_listed, indices)
+    if bool((is_listed & ((indices < 0) | (indices >= columns))).any()):
+        raise ValueError(f"block_mask: got {of_indices} with a block that is not there, want 0 to {columns - 1}")
+    blocks = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
+    blocks.scatter_(-1, torch.where(is_listed, indices, columns), True)
+    return blocks[..., :columns].contiguous()

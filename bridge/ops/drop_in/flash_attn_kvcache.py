@@ -1,0 +1,356 @@
+"""flash-attn's attention to a cache of keys and values, which writes the new ones to the cache first."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+
+from jax_kernels.bridge.interop import dtensors, torch_internals
+from jax_kernels.bridge.interop.plain_numbers import plain_of
+from jax_kernels.bridge.jax_functions.argument_names import rename
+from jax_kernels.bridge.ops.attention.attention_checks import check_tensor
+from jax_kernels.bridge.ops.decoding.decode_attention import decode_attention
+from jax_kernels.bridge.ops.drop_in.flash_attn import attend, check_slopes, options_of
+from jax_kernels.ops.decode_attention import MOST_QUERIES, SMALLEST_PAGE
+
+__all__ = ["flash_attn_with_kvcache"]
+
+_OWN_NAMES = {
+    "query": "q",
+    "key": "k_cache",
+    "value": "v_cache",
+    "kv_lengths": "cache_seqlens",
+    "block_tables": "block_table",
+    "scale": "softmax_scale",
+    "window": "window_size",
+}
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """flash_attn.flash_attn_with_kvcache by bridge.decode_attention and bridge.flash_attention. Forward only.
+
+    With k and v it writes them to k_cache and v_cache in place, behind the cache_seqlens keys of each sequence, and
+    attends to all of them. One query, and up to 16 causal ones, run by decode_attention, which reads the cache in
+    place; other calls run by flash_attention, which reads pages, and rows of cache_batch_idx, from a copy.
+
+    Args:
+      q: [B, T, H, D].
+      k_cache: [cache rows, S, Hkv, D], or with block_table [pages, page_size, Hkv, D]; v_cache: likewise. Without
+        cache_batch_idx, sequence b has row b.
+      k, v: the new keys and values [B, N, Hkv, D], or None.
+      rotary_cos, rotary_sin: [positions, R / 2], R at most D: rotary embedding of the first R features of k at the
+        positions that it is written to, and of q: at the same first position and the next ones, or, without causal and
+        window_size, all at the first. Only with k and v.
+      cache_seqlens: how many keys each sequence has in the cache, without the new ones: an int, or integers, int32 [B].
+        None is S, without k and v.
+      cache_batch_idx: int32 [B], the cache row of each sequence. Where two are equal, either k is kept. Not with
+        block_table.
+      cache_leftpad: int32 [B], the first key of each sequence in the cache; None is 0. The cache is copied.
+      block_table: int32 [B, pages of a sequence], the numbers of each sequence's pages, in order.
+      softmax_scale, softcap, alibi_slopes: as in flash_attn_func.
+      causal, window_size: bottom-right: the last query is at the last key.
+      rotary_interleaved: rotate the features 0 and 1, 2 and 3, ...; False: 0 and R / 2, 1 and R / 2 + 1, ...
+      num_splits: an int. It has no effect: decode_attention splits the keys where that is faster.
+      return_softmax_lse: return (out, lse float32 [B, H, T]).
+
+    Returns:
+      out [B, T, H, D]. A query without a key has out = 0 and lse = -inf.
+
+    Raises:
+      TypeError, ValueError: an argument is wrong, naming it. Lengths and indices are checked on a CPU; the host does
+        not wait for a GPU's.
+      NotImplementedError: a tensor requires a gradient, under torch.enable_grad.
+    """
+    dtensors.refuse("flash_attn_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    _check_no_gradient(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    cache = _checked_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
+    causal, rotary_interleaved = _flag("causal", causal), _flag("rotary_interleaved", rotary_interleaved)
+    num_splits = plain_of("num_splits", num_splits)
+    if type(num_splits) is not int or num_splits < 0:
+        raise ValueError(f"num_splits: got {num_splits!r}, want an int of 0 or more")
+    lengths = _lengths(cache_seqlens, q, cache, has_new=k is not None)
+    options = options_of(0.0, softmax_scale, causal, window_size, softcap, False)
+    with torch.no_grad():
+        if k is None:
+            for name, x in (("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+                if x is not None:
+                    raise ValueError(f"{name}: got one without k, want k and v too, or None")
+        else:
+            k, v = _checked_new(q, k, v, cache, lengths)
+            if rotary_cos is not None or rotary_sin is not None:
+                is_moving = causal or options["window"] is not None
+                count = max(k.shape[1], q.shape[1] if is_moving else 1)
+                rotary = _checked_rotary(q, rotary_cos, rotary_sin, rotary_interleaved, lengths, count)
+                q, k = rotary.rotated(q, lengths, is_moving=is_moving), rotary.rotated(k, lengths)
+            cache.write(k, v, lengths)
+            lengths = lengths + k.shape[1]
+        if cache_leftpad is not None:
+            _check_int32("cache_leftpad", cache_leftpad, q, (q.shape[0],))
+            cache, lengths = cache.without_padding(cache_leftpad), lengths - cache_leftpad
+        try:
+            return _attend(q, cache, lengths, alibi_slopes, options, _flag("return_softmax_lse", return_softmax_lse))
+        except (TypeError, ValueError, NotImplementedError) as error:
+            rename(error, **_OWN_NAMES)
+            raise
+
+
+def _attend(
+    q: torch.Tensor, cache: "_Cache", lengths: torch.Tensor, slopes: Any, options: dict[str, Any], with_lse: bool
+) -> Any:
+    """The attention to the first `lengths` keys of the cache."""
+    length = q.shape[1]
+    if 0 < length <= MOST_QUERIES and (length == 1 or options["is_causal"]):
+        key, value, tables = cache.in_place()
+        left = -1 if options["window"] is None else options["window"][0]
+        bias = None
+        if slopes is not None:
+            check_slopes(slopes, q)
+            offset = lengths.clamp(max=cache.capacity) - length
+            rows = offset[:, None] + torch.arange(length, device=q.device)
+            distance = (rows[..., None] - torch.arange(cache.capacity, device=q.device)).abs().float()
+            bias = -slopes.reshape(-1, q.shape[2], 1, 1) * distance[:, None]
+        own = {"bias": bias, "window": None if left < 0 else (left, 0), "scale": options["scale"]}
+        own |= {"softcap": options["softcap"], "return_lse": with_lse}
+        return decode_attention(q, key, value, kv_lengths=lengths, block_tables=tables, **own)
+    key, value = cache.whole()
+    return attend(q, key, value, slopes, lengths - length, options | {"kv_lengths": lengths}, with_lse)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Cache:
+    """The keys and values of `batch` sequences: [rows, S, Hkv, D], or with a table [pages, page_size, Hkv, D].
+
+    rows: int32 [batch], the row of each sequence; None for the first ones, in order. table: int32 [batch, pages].
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    batch: int
+    rows: torch.Tensor | None = None
+    table: torch.Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """The keys that a sequence has room for."""
+        return self.key.shape[1] if self.table is None else self.table.shape[1] * self.key.shape[1]
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Writes new keys and values [batch, N, Hkv, D] behind the lengths."""
+        positions = lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
+        if self.table is not None:
+            size = self.key.shape[1]
+            at = self.table.long().gather(1, positions // size), positions % size
+        elif self.rows is not None:
+            at = self.rows.long()[:, None], positions
+        else:
+            at = torch.arange(self.batch, device=k.device)[:, None], positions
+        self.key[at] = k
+        self.value[at] = v
+
+    def in_place(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(key, value, block_tables) of decode_attention, which takes pages of some sizes alone."""
+        tables, size = self.table, self.key.shape[1]
+        if tables is None and self.rows is None:
+            return self.key[: self.batch], self.value[: self.batch], None
+        if size < SMALLEST_PAGE or size & (size - 1):
+            return *self.whole(), None
+        if tables is None and self.rows is not None:
+            tables = self.rows[:, None]  # a row is a page
+        return self.key, self.value, tables
+
+    def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value [batch, S, Hkv, D]: a copy, unless the sequences have the first rows."""
+        if self.table is not None:
+            pages = self.table.long().clamp(0, max(self.key.shape[0] - 1, 0))  # pages past a length may have any number
+            return self.key[pages].flatten(1, 2), self.value[pages].flatten(1, 2)
+        if self.rows is not None:
+            return self.key[self.rows.long()], self.value[self.rows.long()]
+        return self.key[: self.batch], self.value[: self.batch]
+
+    def without_padding(self, leftpad: torch.Tensor) -> "_Cache":
+        """A copy in which each sequence begins at its key number `leftpad`."""
+        key, value = self.whole()
+        index = leftpad.long()[:, None] + torch.arange(self.capacity, device=key.device)
+        at = torch.arange(self.batch, device=key.device)[:, None], index.clamp(0, self.capacity - 1)
+        return _Cache(key=key[at], value=value[at], batch=self.batch)
+
+
+class _Rotary(NamedTuple):
+    """cos, sin: [positions, R / 2]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    is_interleaved: bool
+
+    def rotated(self, x: torch.Tensor, first: torch.Tensor, *, is_moving: bool = True) -> torch.Tensor:
+        """x [B, T, heads, D], whose token i is at position first[b] + i, or all at first[b]."""
+        steps = torch.arange(x.shape[1], device=x.device) * is_moving
+        positions = first.long()[:, None] + steps
+        cos, sin = (table[positions][:, :, None].float() for table in (self.cos, self.sin))
+        size = 2 * self.cos.shape[1]
+        turned, rest = x[..., :size].float(), x[..., size:]
+        if self.is_interleaved:
+            a, b = turned[..., ::2], turned[..., 1::2]
+            found = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+        else:
+            a, b = turned.chunk(2, dim=-1)
+            found = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        return torch.cat([found.to(x.dtype), rest], dim=-1)
+
+
+def _check_no_gradient(**tensors: Any) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and x.requires_grad:
+            raise NotImplementedError(
+                f"{name}: got a tensor that requires a gradient, want none: attention to a cache has no gradient; call "
+                "it under torch.no_grad()"
+            )
+
+
+def _flag(name: str, x: Any) -> bool:
+    x = plain_of(name, x)
+    if not isinstance(x, bool):
+        raise TypeError(f"{name}: got {type(x).__name__}, want a bool")
+    return x
+
+
+def _check_int32(name: str, x: Any, q: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+    """shape: None for an axis of any size."""
+    check_tensor(name, x, q)
+    is_like = x.ndim == len(shape) and all(want in (None, got) for got, want in zip(x.shape, shape, strict=True))
+    if x.dtype != torch.int32 or not is_like:
+        axes = ", ".join("pages" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}, want torch.int32 [{axes}]")
+
+
+def _are_known(x: torch.Tensor) -> bool:
+    """Whether the host may look at the values."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.is_plain_call()
+
+
+def _check_within(name: str, x: torch.Tensor, most: int, of: str) -> None:
+    """Raises ValueError where a known index is out of range."""
+    if _are_known(x) and x.numel() and not 0 <= int(x.min()) <= int(x.max()) < most:
+        raise ValueError(f"{name}: got {int(x.min())} to {int(x.max())}, want indices of {of}, 0 to {most - 1}")
+
+
+def _checked_cache(q: Any, k_cache: Any, v_cache: Any, rows: Any, table: Any) -> _Cache:
+    is_paged = table is not None
+    cache_axes = "[pages, page_size, heads, head_dim]" if is_paged else "[rows, length, heads, head_dim]"
+    for name, x, axes in (
+        ("q", q, "[batch, length, heads, head_dim]"),
+        ("k_cache", k_cache, cache_axes),
+        ("v_cache", v_cache, cache_axes),
+    ):
+        check_tensor(name, x, q)
+        if x.ndim != 4:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, want 4 axes {axes}")
+        if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+            raise TypeError(f"{name}: got dtype {x.dtype}, want q's dtype {q.dtype}")
+    if k_cache.shape[3] != q.shape[3] or not k_cache.shape[2] or q.shape[2] % k_cache.shape[2]:
+        want = f"a divisor of q's {q.shape[2]} heads, and its head_dim {q.shape[3]}"
+        raise ValueError(f"k_cache: got shape {tuple(k_cache.shape)}, want {want}")
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        want = f"k_cache's {tuple(k_cache.shape[:3])} in the first three axes"
+        raise ValueError(f"v_cache: got shape {tuple(v_cache.shape)}, want {want}")
+    batch = q.shape[0]
+    if is_paged:
+        if rows is not None:
+            raise ValueError("cache_batch_idx: got one with block_table, want None: a table tells a sequence's pages")
+        _check_int32("block_table", table, q, (batch, None))
+    elif rows is not None:
+        _check_int32("cache_batch_idx", rows, q, (batch,))
+        _check_within("cache_batch_idx", rows, k_cache.shape[0], "k_cache's rows")
+    elif k_cache.shape[0] < batch:
+        raise ValueError(f"k_cache: got {k_cache.shape[0]} rows, want q's batch {batch} or more, or cache_batch_idx")
+    return _Cache(key=k_cache, value=v_cache, batch=batch, rows=rows, table=table)
+
+
+def _lengths(given: Any, q: torch.Tensor, cache: _Cache, *, has_new: bool) -> torch.Tensor:
+    """cache_seqlens as int32 [B]."""
+    if given is None:
+        if has_new:
+            raise ValueError("cache_seqlens: got None with k, want an int or int32 [batch]: where k is written")
+        given = cache.capacity
+    if not isinstance(given, torch.Tensor):
+        given = plain_of("cache_seqlens", given)
+        if isinstance(given, bool) or not isinstance(given, int | torch.SymInt):
+            raise TypeError(f"cache_seqlens: got {type(given).__name__}, want an int or an int32 tensor [batch]")
+        found = torch.full((cache.batch,), given, dtype=torch.int32, device=q.device)
+    elif given.ndim == 0 and not given.is_floating_point() and given.dtype != torch.bool:
+        found = given.to(device=q.device, dtype=torch.int32).expand(cache.batch)
+    else:
+        _check_int32("cache_seqlens", given, q, (cache.batch,))
+        found = given
+    _check_pages(cache, found, 0)
+    return found
+
+
+def _check_pages(cache: _Cache, lengths: torch.Tensor, new: int) -> None:
+    """Raises ValueError where known lengths, with new tokens, are out of the cache, or their pages are."""
+    if not _are_known(lengths) or not lengths.numel():
+        return
+    low, high = int(lengths.min()), int(lengths.max())
+    if low < 0 or high + new > cache.capacity:
+        tokens = f" with {new} new tokens" if new else ""
+        raise ValueError(f"cache_seqlens: got {low} to {high}{tokens}, want 0 to {cache.capacity - new}")
+    if cache.table is not None:
+        pages = torch.arange(cache.table.shape[1]) * cache.key.shape[1]
+        _check_within("block_table", cache.table[pages < lengths[:, None] + new], cache.key.shape[0], "k_cache's pages")
+
+
+def _checked_new(
+    q: torch.Tensor, k: Any, v: Any, cache: _Cache, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v in the cache's dtype, which they have unless autocast is on."""
+    if v is None:
+        raise ValueError("v: got None with k, want the new values")
+    found = []
+    for name, x, of in (("k", k, cache.key), ("v", v, cache.value)):
+        check_tensor(name, x, q)
+        want = (cache.batch, k.shape[1] if k.ndim > 1 else None, *of.shape[2:])
+        if tuple(x.shape) != want:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, want {want}, [batch, length, heads, head_dim]")
+        if x.dtype != of.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"{name}: got dtype {x.dtype}, want {name}_cache's {of.dtype}")
+        found.append(x.to(of.dtype))
+    _check_pages(cache, lengths, k.shape[1])
+    return found[0], found[1]
+
+
+def _checked_rotary(
+    q: torch.Tensor, cos: Any, sin: Any, is_interleaved: bool, lengths: torch.Tensor, count: int
+) -> _Rotary:
+    """count: the positions from each length on that are read."""
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if x is None:
+            raise ValueError(f"{name}: got None, want both of rotary_cos and rotary_sin, or neither")
+        check_tensor(name, x, q)
+        if x.ndim != 2 or x.shape != cos.shape or not x.is_floating_point() or not 0 < 2 * x.shape[1] <= q.shape[3]:
+            want = f"floats [positions, R / 2] with R at most {q.shape[3]}"
+            raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}, want {want}, alike in both")
+    if _are_known(lengths) and lengths.numel() and (last := int(lengths.max()) + count) > cos.shape[0]:
+        raise ValueError(f"rotary_cos: got {cos.shape[0]} positions, want {last} or more")
+    return _Rotary(cos=cos, sin=sin, is_interleaved=is_interleaved)

@@ -1,0 +1,183 @@
+"""PyTorch's flex_attention over flash_attention."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch.nn.attention import flex_attention as torchs
+
+from jax_kernels.bridge.interop.dlpack import check_dense
+from jax_kernels.bridge.interop.warn_once import warn_once
+from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
+from jax_kernels.bridge.jax_functions.pytree import MaskOfId
+from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set
+from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
+from jax_kernels.bridge.ops.attention.masked_attention import attend_in_graph
+from jax_kernels.bridge.ops.drop_in import block_masks, heads_first
+from jax_kernels.bridge.translate.score_mods import RefusedError
+from jax_kernels.masks import Mask
+
+__all__ = ["flex_attention"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MOST_HEAD_DIM = 256
+_LAYOUT = "want 4 axes [batch, heads, length, head_dim]"
+_OPTIONS = {*getattr(getattr(torchs, "FlexKernelOptions", None), "__annotations__", ()), "FORCE_USE_FLEX_ATTENTION"}
+_torchs = torchs.flex_attention  # as it was before anybody assigned this one to it
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """torch.nn.attention.flex_attention.flex_attention by flash_attention; it may be assigned to that name.
+
+    Equivalent to the following code, where `mask` has the blocks and the mask_mod of block_mask::
+
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out = bridge.flash_attention(q, k, v, score_mod=score_mod, mask=mask, scale=scale).transpose(1, 2)
+
+    PyTorch's own function runs instead, with a warning the first time, for float64, a head_dim above 256, max_scores,
+    devices that are neither a CPU nor a CUDA one, and for a function that has no form in jnp. On a CPU PyTorch's has no
+    gradients: there a call that wants them raises the error that says why.
+
+    Args:
+      query: [B, H, T, D]; key: [B or 1, Hkv, S, D]; value: [B or 1, Hkv, S, Dv]; bfloat16, float16 or float32.
+      score_mod: a function (score, batch, head, q_idx, kv_idx) of scalars in torch's elementwise operations. Tensors
+        that it reads have today's values in each call, and gradients.
+      block_mask: a BlockMask, whose lists and mask_mod count as they do in PyTorch's kernels: pairs outside the listed
+        blocks are masked out, the mask_mod decides in the partial blocks, and full blocks are kept whole. It is made
+        for the call's lengths, and its lists broadcast to B and H. A masks.Mask of them is kept with it, and made again
+        where a list, or a tensor that the mask_mod reads, has changed. Or a masks.Mask.
+      scale: multiplies the scores; default 1 / sqrt(D).
+      enable_gqa: allow fewer key and value heads than query heads, which they divide.
+      return_lse: return (out, lse). return_aux: an AuxRequest; return (out, AuxOutput).
+      kernel_options: FlexKernelOptions. They choose among PyTorch's kernels, and change nothing here.
+
+    In a graph of torch.compile a BlockMask is a constant that was made outside. A graph whose mask_mod reads a tensor
+    that has changed since raises ValueError.
+
+    Returns:
+      out [B, H, T, Dv] in query's dtype. lse is float32 [B, H, T], the natural logarithm, -inf for a query without
+      keys, whose out is 0; it has a gradient.
+
+    Raises:
+      TypeError: an argument has a type, or a dtype, that is not taken.
+      ValueError: shapes do not fit together, a tensor is nested, or a name in kernel_options is not known.
+      Errors of flash_attention, too: its gradient cannot be differentiated again.
+    """
+    _check(query, key, value, block_mask, enable_gqa, kernel_options)
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
+        raise TypeError("scale: got a tensor that requires a gradient, want a number; multiply query by it")
+    scale = scale if scale is None else float(scale)
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse, return_aux: got both, want one of them")
+    options = {"scale": scale, "enable_gqa": enable_gqa, "kernel_options": kernel_options, "return_aux": return_aux}
+    given = (query, key, value, score_mod, block_mask)
+    reason = _why_torchs(query, value, return_aux)
+    if reason is not None:
+        return _by_torch(reason, *given, return_lse=return_lse, **options)
+    has_lse = return_lse or (return_aux is not None and return_aux.lse)
+    try:
+        out, lse = _attended(*given, scale=scale, has_lse=has_lse)
+    except RefusedError as error:
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        if isinstance(block_mask, Mask) or (query.device.type == "cpu" and needs_grad):
+            raise
+        return _by_torch(str(error), *given, return_lse=return_lse, **options)
+    if return_aux is not None:
+        return out, torchs.AuxOutput(lse=lse, max_scores=None)
+    return (out, lse) if return_lse else out
+
+
+def _attended(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, *, scale, has_lse
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse). lse is None unless it is asked for."""
+    batch, heads, length, _ = query.shape
+    if key.shape[0] != batch:
+        key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
+    if isinstance(block_mask, torchs.BlockMask) and block_masks.is_whole(block_mask):
+        block_mask = None
+    if score_mod is None and block_mask is None and not has_lse:
+        return heads_first.attend(query, key, value, scale=scale), None
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    options: dict[str, Any] = {"score_mod": score_mod, "scale": scale, "return_lse": has_lse}
+    if isinstance(block_mask, torchs.BlockMask):
+        sizes = block_masks.Sizes(*map(int, (batch, heads, length, key.shape[2])))
+        if torch.compiler.is_compiling():
+            mask = MaskOfId(_made(id(block_mask), *sizes) + 0)
+            results = attend_in_graph(q, k, v, mask, **options)
+        else:
+            results = flash_attention(q, k, v, mask=block_masks.mask_of(block_mask, sizes), **options)
+    else:
+        results = flash_attention(q, k, v, mask=block_mask, **options)
+    out, lse = results if has_lse else (results, None)
+    return out.transpose(1, 2), lse
+
+
+@torch.compiler.assume_constant_result
+def _made(number: int, *sizes: int) -> int:
+    """The id of the Mask of the BlockMask with that id, which holds it."""
+    block_mask = ctypes.cast(number, ctypes.py_object).value
+    return id(block_masks.mask_in_graph(block_mask, block_masks.Sizes(*sizes)))
+
+
+def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool, kernel_options: Any) -> None:
+    """Raises, naming the argument, for types, layouts and shapes that flex_attention does not take."""
+    check_tensors(query=query, key=key, value=value)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_dense(name, x)
+        if x.ndim != 4:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, {_LAYOUT}")
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if not enable_gqa and heads != kv_heads:
+        raise ValueError(f"key: got {kv_heads} heads, want query's {heads}, or enable_gqa=True")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"key: got {kv_heads} heads, want a divisor of query's {heads}")
+    if key.shape[0] not in (1, query.shape[0]) or (key.shape[0] != query.shape[0] and block_mask is None):
+        raise ValueError(
+            f"key: got batch {key.shape[0]}, want query's {query.shape[0]}, or 1 with a block_mask for that batch"
+        )
+    if block_mask is not None and not isinstance(block_mask, torchs.BlockMask | Mask):
+        want = "want a torch.nn.attention.flex_attention.BlockMask, as of create_block_mask, or a masks.Mask"
+        raise TypeError(f"block_mask: got {type(block_mask).__name__}, {want}")
+    if isinstance(block_mask, torchs.BlockMask) and block_mask.kv_num_blocks.device != query.device:
+        raise ValueError(
+            f"block_mask: got one on {block_mask.kv_num_blocks.device}, want query's device {query.device}"
+        )
+    for name in kernel_options or ():
+        if name.removeprefix("fwd_").removeprefix("bwd_") not in _OPTIONS:
+            raise ValueError(f"kernel_options: got {name!r}, want names of FlexKernelOptions")
+
+
+def _why_torchs(query: torch.Tensor, value: torch.Tensor, return_aux: Any) -> str | None:
+    """The reason why PyTorch's own function runs; None where flash_attention serves the call."""
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else query.dtype
+    if kind not in ("cpu", "cuda", "meta"):
+        return f"query is on {query.device}, and flash_attention runs on CPUs and CUDA devices"
+    if dtype not in _DTYPES:
+        return f"query is {query.dtype}, and flash_attention takes bfloat16, float16 and float32"
+    if max(query.shape[-1], value.shape[-1]) > _MOST_HEAD_DIM:
+        return f"head_dim is {max(query.shape[-1], value.shape[-1])}, and flash_attention's at most {_MOST_HEAD_DIM}"
+    if return_aux is not None and return_aux.max_scores:
+        return "return_aux asks for max_scores, which flash_attention does not give"
+    return None
+
+
+def _by_torch(reason: str, query: Any, key: Any, value: Any, *arguments: Any, return_lse: bool, **options: Any) -> Any:
+    """PyTorch's own result, with a warning the first time."""
+    warn_once(f"flex_attention: {reason}; PyTorch's own function runs instead")
+    query, key, value, *_ = as_torch_is_set(query, key, value)
+    scale, enable_gqa, kernel_options, return_aux = options.values()
+    return _torchs(query, key, value, *arguments, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux)

@@ -1,0 +1,69 @@
+"""flash_attention on PyTorch's layout [B, H, T, D], with as few copies as the tensors' memory allows.
+
+| memory | what is read |
+|---|---|
+| [B, T, H, D], seen as [B, H, T, D] by a transpose | as it is |
+| [B, H, T, D], of as many key heads as query heads, or of one query | as [B * H, T, 1, D]: heads join the batch |
+| else | a copy in flash_attention's layout |
+"""
+
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
+
+__all__ = ["attend"]
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """flash_attention of [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv]: [B, H, T, Dv], or a transposed view of it.
+
+    options: those of flash_attention that are the same for all batch entries and heads, and no return_lse.
+    """
+    scores = [x for x in (mask, bias) if x is not None]
+    if not _folds(query, key, value) or not all(_score_folds(x, query) for x in scores):
+        transposed = (x.transpose(1, 2) for x in (query, key, value))
+        return flash_attention(*transposed, mask=mask, bias=bias, **options).transpose(1, 2)
+    batch, heads, length, _ = query.shape
+    kv_heads = key.shape[1]
+    mask, bias = (None if x is None else _score_folded(x, query, kv_heads) for x in (mask, bias))
+    query = query.reshape(batch * kv_heads, length, heads // kv_heads, query.shape[-1])  # either size is 1
+    key, value = (x.flatten(0, 1).unsqueeze(2) for x in (key, value))
+    out = flash_attention(query, key, value, mask=mask, bias=bias, **options)
+    return out.reshape(batch, heads, length, out.shape[-1])
+
+
+def _folds(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Tells whether heads can become batch entries without a copy, where a transpose would need one."""
+    if query.shape[1] != key.shape[1] and query.shape[2] != 1:
+        return False
+    given = (query, key, value)
+    if all(x.transpose(1, 2).is_contiguous() for x in given):
+        return False
+    return all(x.is_contiguous() for x in given) and not dtensors.is_dtensor(query)
+
+
+def _score_folds(x: torch.Tensor, query: torch.Tensor) -> bool:
+    """Tells whether a mask or bias can follow the heads into the batch without becoming larger than a few rows."""
+    shape = (1,) * (4 - x.ndim) + tuple(x.shape)
+    return shape[:2] in ((1, 1), tuple(query.shape[:2])) or shape[2] == 1
+
+
+def _score_folded(x: torch.Tensor, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    batch, heads = query.shape[:2]
+    x = x.reshape((1,) * (4 - x.ndim) + x.shape)
+    if x.shape[:2] == (1, 1):
+        return x
+    of_heads = heads if x.shape[1] > 1 else kv_heads
+    x = x.expand(batch, of_heads, -1, -1)
+    return x.reshape(batch * kv_heads, of_heads // kv_heads, *x.shape[2:])

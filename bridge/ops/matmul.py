@@ -1,0 +1,483 @@
+"""matmul and linear on PyTorch tensors, and the module made of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.interop.plain_numbers import in_float32, plain_arguments
+from jax_kernels.bridge.jax_functions.api import JaxOp, Seen, seen
+from jax_kernels.bridge.jax_functions.argument_checks import (
+    check_activation,
+    check_optional_tensors,
+    check_precision,
+    check_scales,
+    check_tensors,
+    kind_of,
+)
+from jax_kernels.bridge.jax_functions.argument_names import rename
+from jax_kernels.bridge.ops import symbolic_trace
+from jax_kernels.bridge.ops.quantization import QuantizedTensor, on_stored, stored
+from jax_kernels.bridge.translate.activations import is_kept, name_of, with_functions
+from jax_kernels.ops.matmul import matmul as ops
+from jax_kernels.ops.matmul import mlp as mlp_ops
+from jax_kernels.quantization import check_scaling
+
+__all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul", "mlp"]
+
+_matmul = JaxOp(with_functions(on_stored(ops.matmul)), is_whole=True)
+_gated_matmul = JaxOp(with_functions(on_stored(ops.gated_matmul)), is_whole=True)
+_mlp = JaxOp(with_functions(mlp_ops.mlp), is_whole=True)
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def matmul(
+    x: torch.Tensor,
+    w: torch.Tensor | QuantizedTensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | Callable[..., Any] | None = None,
+    residual: torch.Tensor | None = None,
+    x_scale: torch.Tensor | float | None = None,
+    w_scale: torch.Tensor | float | None = None,
+    transpose_w: bool = False,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+    scaling: str | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """jax_kernels.matmul on PyTorch tensors, with gradients of x, w, bias and residual.
+
+    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast casts x, w and bias,
+    as it does for torch.matmul, also with precision="fp8"; tensors of 8 bits stay as they are.
+
+    Args:
+      x: [..., K], bfloat16, float16 or float32, on a CPU or a CUDA device; or, forward only, float8_e4m3fn or
+        float8_e5m2.
+      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; where x has 8 bits, any dtype of 8 bits. Or
+        weights of few bits, a bridge.QuantizedTensor that is quantized along K: axis=-2, and with transpose_w -1. They
+        have no gradients, and no w_scale.
+      bias: [N], in x's dtype or float32. Where x has 8 bits, in any dtype of more.
+      activation: None, "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh". Or an elementwise function of
+        one number, in torch's elementwise operations (torch.nn.functional.mish, torch.nn.ReLU6()) or in jnp code, that
+        reads no tensors; functions that are made anew for each call share a program where they are alike.
+      residual: [..., N] in out_dtype, added last. Under autocast, without an out_dtype, any float dtype: the result has
+        that of the sum in PyTorch, which is float32 for a float32 residual.
+      x_scale, w_scale: of 8-bit products, as in jax_kernels.matmul; float32 tensors, or numbers, each of which compiles
+        a program of its own. They get no gradients.
+      out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is x's dtype, or torch.bfloat16 where that has 8
+        bits.
+      precision: for float32 inputs, "fp32" or "tf32", where None is as torch.set_float32_matmul_precision says. For
+        all, "fp8": products of 8 bits, as in jax_kernels.matmul; "bf16" or "fp16": x and w are rounded to it first.
+      scaling: of 8-bit products, "tensor", "row" or "block", as in jax_kernels.matmul.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
+
+    Returns:
+      out [..., N] in out_dtype: activation(x @ w + bias) + residual.
+
+    It raises what jax_kernels.matmul does, or from_jax where the two differ.
+    """
+    call = None
+    if not torch.compiler.is_compiling():
+        options = activation, transpose_w, out_dtype, precision, scaling, implementation
+        call = _seen((x, *_parts(w), bias, residual, x_scale, w_scale), options)
+        if (known := _matmul.find(call)) is not None:
+            return known(call.tensors)
+    check_tensors(x=x)
+    _check_weights(w=w)
+    check_optional_tensors(bias=bias, residual=residual)
+    check_scales(x_scale=x_scale, w_scale=w_scale)
+    if dtensors.are_in(x, w, bias, residual):
+        own: dict[str, Any] = {
+            "activation": activation,
+            "transpose_w": transpose_w,
+            "out_dtype": out_dtype,
+            "precision": precision,
+        }
+        own |= {"scaling": scaling, "implementation": implementation, "x_scale": x_scale, "w_scale": w_scale}
+        return _on_shards(matmul, {"x": x, "w": w, "bias": bias, "residual": residual}, own)
+    x, w, bias = _under_autocast(x, w, bias)
+    residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
+    return _matmul.serve(
+        call if is_kept(activation) else None,
+        x,
+        _argument("w", w),
+        bias=bias,
+        activation=name_of(activation),
+        residual=residual,
+        x_scale=_without_gradient(x_scale),
+        w_scale=_without_gradient(w_scale),
+        transpose_w=transpose_w,
+        out_dtype=_dtype_name(out_dtype),
+        precision=_precision(precision, x),
+        scaling=scaling,
+        implementation=implementation,
+    )
+
+
+def gated_matmul(
+    x: torch.Tensor,
+    w_gate: torch.Tensor | QuantizedTensor,
+    w_up: torch.Tensor | QuantizedTensor,
+    activation: str | Callable[..., Any] = "silu",
+    *,
+    residual: torch.Tensor | None = None,
+    x_scale: torch.Tensor | float | None = None,
+    w_gate_scale: torch.Tensor | float | None = None,
+    w_up_scale: torch.Tensor | float | None = None,
+    transpose_w: bool = False,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+    scaling: str | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """jax_kernels.gated_matmul on PyTorch tensors, with gradients of x, both weights and residual.
+
+    Equivalent to activation(x @ w_gate) * (x @ w_up) + residual. The arguments are those of bridge.matmul; w_gate and
+    w_up: [K, N], or [N, K] with transpose_w, as torch.nn.Linear's weights are; two tensors, or two QuantizedTensors of
+    one layout. w_gate_scale and w_up_scale: as w_scale.
+    """
+    call = None
+    if not torch.compiler.is_compiling():
+        options = activation, transpose_w, out_dtype, precision, scaling, implementation
+        weights = *_parts(w_gate), *_parts(w_up)
+        call = _seen((x, *weights, residual, x_scale, w_gate_scale, w_up_scale), options)
+        if (known := _gated_matmul.find(call)) is not None:
+            return known(call.tensors)
+    check_tensors(x=x)
+    _check_weights(w_gate=w_gate, w_up=w_up)
+    check_optional_tensors(residual=residual)
+    check_scales(x_scale=x_scale, w_gate_scale=w_gate_scale, w_up_scale=w_up_scale)
+    if dtensors.are_in(x, w_gate, w_up, residual):
+        own: dict[str, Any] = {
+            "activation": activation,
+            "transpose_w": transpose_w,
+            "out_dtype": out_dtype,
+            "precision": precision,
+        }
+        own |= {"scaling": scaling, "implementation": implementation}
+        own |= {"x_scale": x_scale, "w_gate_scale": w_gate_scale, "w_up_scale": w_up_scale}
+        return _on_shards(gated_matmul, {"x": x, "w_gate": w_gate, "w_up": w_up, "residual": residual}, own)
+    x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
+    residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
+    return _gated_matmul.serve(
+        call if is_kept(activation) else None,
+        x,
+        _argument("w_gate", w_gate),
+        _argument("w_up", w_up),
+        activation=name_of(activation),
+        residual=residual,
+        x_scale=_without_gradient(x_scale),
+        w_gate_scale=_without_gradient(w_gate_scale),
+        w_up_scale=_without_gradient(w_up_scale),
+        transpose_w=transpose_w,
+        out_dtype=_dtype_name(out_dtype),
+        precision=_precision(precision, x),
+        scaling=scaling,
+        implementation=implementation,
+    )
+
+
+def mlp(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    *,
+    w_gate: torch.Tensor | None = None,
+    bias_up: torch.Tensor | None = None,
+    bias_down: torch.Tensor | None = None,
+    activation: str | Callable[..., Any] = "silu",
+    residual: torch.Tensor | None = None,
+    transpose_w: bool = False,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """jax_kernels.mlp on PyTorch tensors, with gradients of all of them.
+
+    Equivalent to hidden @ w_down + bias_down + residual, where hidden is activation(x @ w_up + bias_up), or, with
+    w_gate, activation(x @ w_gate) * (x @ w_up). Between forward and backward it keeps x and the first products, and no
+    hidden. Autocast casts x, the weights and the biases.
+
+    Args:
+      x: [..., K]. w_up, w_gate: [K, H]; w_down: [H, N]; with transpose_w [H, K] and [N, H], as torch.nn.Linear's are.
+      bias_up: [H], without w_gate. bias_down: [N]. residual: [..., N] in x's dtype, added last; under autocast as in
+        bridge.matmul.
+      activation, implementation: as in bridge.matmul. precision: for float32 inputs, "fp32" or "tf32", as there.
+    """
+    call = None
+    if not torch.compiler.is_compiling():
+        options = activation, transpose_w, precision, implementation
+        call = _seen((x, w_up, w_down, w_gate, bias_up, bias_down, residual), options)
+        if (known := _mlp.find(call)) is not None:
+            return known(call.tensors)
+    check_tensors(x=x, w_up=w_up, w_down=w_down)
+    check_optional_tensors(w_gate=w_gate, bias_up=bias_up, bias_down=bias_down, residual=residual)
+    if dtensors.are_in(x, w_up, w_down, w_gate, bias_up, bias_down, residual):
+        tensors = {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "bias_up": bias_up, "bias_down": bias_down}
+        own: dict[str, Any] = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
+        return _on_shards(mlp, tensors | {"residual": residual}, own | {"implementation": implementation})
+    x, w_up, w_down, w_gate, bias_up, bias_down = _under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
+    residual, out_dtype = _with_wide_residual(x, residual, None)
+    wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype: added after it
+    out = _mlp.serve(
+        call if wide is None and is_kept(activation) else None,
+        x,
+        w_up,
+        w_down,
+        w_gate=w_gate,
+        bias_up=bias_up,
+        bias_down=bias_down,
+        activation=name_of(activation),
+        residual=residual if wide is None else None,
+        transpose_w=transpose_w,
+        precision=_precision(precision, x),
+        implementation=implementation,
+    )
+    return out if wide is None else wide + out
+
+
+def _on_shards(op: Callable[..., Any], tensors: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
+    """The matmul of DTensors. Rows of x may be sharded, and of matmul and gated_matmul the columns of the weights."""
+    for name, x in tensors.items():
+        if isinstance(x, QuantizedTensor):
+            raise NotImplementedError(f"{name}: got low-bit weights with a DTensor, want DTensors alone")
+    is_eight = options["precision"] == "fp8" or tensors["x"].dtype in _EIGHT_BITS
+    if is_eight or any(x is not None for name, x in options.items() if name.endswith("_scale")):
+        dtensors.refuse(f"{op.__name__} in 8 bits", **tensors)
+    rows, of_hidden = dtensors.rows_roles(tensors["x"]), op is mlp
+    columns = None if of_hidden else "columns"
+    weights = (columns, None) if options["transpose_w"] else (None, columns)
+    out = (*rows[:-1], columns)
+    roles = dict.fromkeys(tensors, weights) | {"x": rows, "residual": out, "bias": (columns,)}
+    roles |= {"bias_up": (None,), "bias_down": (None,)}
+    return dtensors.on_shards(op, tensors, roles, (out,), options)
+
+
+def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> Seen:
+    """The call as it may be known: by its arguments, its options, and what PyTorch is set to."""
+    return seen(arguments, (*options, torch.get_float32_matmul_precision()))
+
+
+def _parts(w: Any) -> tuple[Any, ...]:
+    """The tensors of weights, and what is no tensor, for _seen."""
+    return (w.values, w.scale, w.facts) if isinstance(w, QuantizedTensor) else (w,)
+
+
+def _check_weights(**weights: Any) -> None:
+    """Raises TypeError for weights that are neither a tensor nor of few bits."""
+    for name, w in weights.items():
+        if not isinstance(w, torch.Tensor | QuantizedTensor):
+            raise TypeError(f"{name}: got {kind_of(w)}, want a torch.Tensor or a bridge.QuantizedTensor")
+
+
+def _argument(name: str, w: Any) -> Any:
+    """Weights as JAX's op takes them."""
+    return stored(name, w) if isinstance(w, QuantizedTensor) else w
+
+
+def _without_gradient(scale: Any) -> Any:
+    return in_float32(scale.detach() if isinstance(scale, torch.Tensor) else scale)
+
+
+def _dtype_name(out_dtype: torch.dtype | None) -> str | None:
+    if out_dtype is not None and out_dtype not in _NAMES:
+        raise TypeError(f"out_dtype: got {out_dtype}, want torch.bfloat16, torch.float16, torch.float32 or None")
+    return None if out_dtype is None else _NAMES[out_dtype]
+
+
+def _precision(precision: str | None, x: torch.Tensor) -> str | None:
+    return "tf32" if precision is None and x.dtype == torch.float32 and _takes_tf32() else precision
+
+
+@torch.compiler.assume_constant_result
+def _takes_tf32() -> bool:
+    """Whether torch.set_float32_matmul_precision allows tf32. A compiled function keeps what was set when it was."""
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor | QuantizedTensor, bias: torch.Tensor | None = None, **arguments: Any
+) -> torch.Tensor:
+    """torch.nn.functional.linear, weight [N, K]; with the arguments of bridge.matmul but transpose_w.
+
+    weight may be of few bits: bridge.quantize(weight, "int4", axis=-1).
+    """
+    if "transpose_w" in arguments:
+        raise TypeError("transpose_w: linear's weight is [N, K]; want bridge.matmul for another one")
+    if torch.compiler.is_compiling():
+        return matmul(x, weight, bias=bias, transpose_w=True, **arguments)
+    try:
+        return matmul(x, weight, bias=bias, transpose_w=True, **arguments)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        rename(error, w="weight")
+        raise
+
+
+def _under_autocast(*tensors: Any) -> list[Any]:
+    """The tensors in autocast's dtype where it is on, but for those of 8 bits or fewer; as they are otherwise."""
+    device = next(x for x in tensors if x is not None).device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    stays = lambda x: x is None or isinstance(x, QuantizedTensor) or not x.is_floating_point() or x.dtype in _EIGHT_BITS
+    return [x if stays(x) else x.to(dtype) for x in tensors]
+
+
+def _check_scaling(scaling: Any, precision: Any) -> None:
+    """Raises ValueError for a scaling that no product of 8 bits has."""
+    if scaling is None:
+        return
+    check_scaling(scaling)
+    if precision not in (None, "fp8"):  # None: the tensors of a call may have 8 bits
+        raise ValueError(f"scaling: got {scaling!r} with precision={precision!r}, want None, or precision='fp8'")
+
+
+def _with_wide_residual(x: torch.Tensor, residual: Any, out_dtype: Any) -> tuple[Any, Any]:
+    """(residual, out_dtype). Under autocast the two are in the dtype that their sum has in PyTorch.
+
+    x: as _under_autocast gives it.
+    """
+    is_open = isinstance(residual, torch.Tensor) and out_dtype is None
+    if not is_open or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+        return residual, out_dtype
+    wide = torch.promote_types(torch.bfloat16 if x.dtype in _EIGHT_BITS else x.dtype, residual.dtype)
+    return (residual.to(wide), wide) if residual.is_floating_point() and wide in _NAMES else (residual, out_dtype)
+
+
+class Linear(torch.nn.Linear):
+    """torch.nn.Linear by this library's matmul, with an activation and a residual in the same pass.
+
+    It has torch.nn.Linear's arguments, parameters, initialisation and state dict.
+
+    Args:
+      activation, precision, scaling, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
+
+    Raises:
+      TypeError, ValueError: activation, precision or scaling is none of those that bridge.matmul takes.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: str | Callable[..., Any] | None = None,
+        precision: str | None = None,
+        scaling: str | None = None,
+        implementation: str | None = None,
+    ) -> None:
+        check_activation(activation)
+        check_precision(precision)
+        _check_scaling(scaling, precision)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation
+        self.precision = precision
+        self.scaling = scaling
+        self.implementation = implementation
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        x_scale: torch.Tensor | float | None = None,
+        w_scale: torch.Tensor | float | None = None,
+    ) -> torch.Tensor:
+        """input: x of bridge.linear, [..., in_features]. residual: [..., out_features], added last.
+
+        x_scale, w_scale: as in bridge.matmul.
+        """
+        if isinstance(input, symbolic_trace.Proxy):
+            return symbolic_trace.leaf(self, input, residual=residual, x_scale=x_scale, w_scale=w_scale)
+        return linear(
+            input,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            residual=residual,
+            x_scale=x_scale,
+            w_scale=w_scale,
+            precision=self.precision,
+            scaling=self.scaling,
+            implementation=self.implementation,
+        )
+
+    __prepare_scriptable__ = symbolic_trace.no_script
+
+
+class GatedMLP(torch.nn.Module):
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), by bridge.mlp, or by bridge.gated_matmul and bridge.linear.
+
+    bridge.mlp serves precision None, "fp32" and "tf32". bridge.quantize_weights may give the projections weights of few
+    bits; then bridge.gated_matmul serves them.
+
+    Parameters: gate_proj.weight, up_proj.weight [hidden_features, in_features] and down_proj.weight [in_features,
+    hidden_features], initialised as torch.nn.Linear's, without bias.
+
+    Args:
+      activation, precision, scaling, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
+
+    Raises:
+      TypeError, ValueError: activation, precision or scaling is none of those that bridge.matmul takes.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        activation: str | Callable[..., Any] = "silu",
+        precision: str | None = None,
+        scaling: str | None = None,
+        implementation: str | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        check_activation(activation, is_optional=False)
+        if scaling is not None and precision != "fp8":
+            raise ValueError(f"scaling: got {scaling!r} with precision={precision!r}, want None, or precision='fp8'")
+        options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+        options |= {"precision": precision, "scaling": scaling, "implementation": implementation}
+        self.gate_proj = Linear(in_features, hidden_features, **options)
+        self.up_proj = Linear(in_features, hidden_features, **options)
+        self.down_proj = Linear(hidden_features, in_features, **options)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [..., in_features]. residual: like x, added last; under autocast as in bridge.matmul."""
+        if isinstance(x, symbolic_trace.Proxy):
+            return symbolic_trace.leaf(self, x, residual=residual)
+        gate, up = self.gate_proj, self.up_proj
+        is_few = [isinstance(layer.weight, QuantizedTensor) for layer in (gate, up, self.down_proj)]
+        if not any(is_few) and gate.precision in mlp_ops.PRECISIONS:
+            return mlp(
+                x,
+                up.weight,
+                self.down_proj.weight,
+                w_gate=gate.weight,
+                activation=self.activation,
+                residual=residual,
+                transpose_w=True,
+                precision=gate.precision,
+                implementation=gate.implementation,
+            )
+        if is_few[0] != is_few[1]:  # bridge.quantize_weights skipped one of them
+            hidden = linear(x, gate.weight, activation=self.activation, **_options(gate)) * up(x)
+            return self.down_proj(hidden, residual=residual)
+        hidden = gated_matmul(x, gate.weight, up.weight, self.activation, transpose_w=True, **_options(gate))
+        return self.down_proj(hidden, residual=residual)
+
+    __prepare_scriptable__ = symbolic_trace.no_script
+
+
+def _options(layer: Any) -> dict[str, Any]:
+    """The options of a layer's products."""
+    return {"precision": layer.precision, "scaling": layer.scaling, "implementation": layer.implementation}

@@ -1,0 +1,325 @@
+"""layer_norm and rms_norm on PyTorch tensors, and the modules made of them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.interop import dtensors, torch_internals
+from jax_kernels.bridge.interop.dlpack import check_dense
+from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.jax_functions.api import JaxOp, from_jax, seen
+from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
+from jax_kernels.bridge.ops import symbolic_trace
+from jax_kernels.ops import normalization
+from jax_kernels.quantization import FORMATS
+
+__all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]
+
+
+def _as_arrays(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """The norm with an output of 8 bits as two arrays: (values, scale), and x + residual where there is a residual."""
+
+    @functools.wraps(norm)
+    def call(*args: Any, residual: Any, **options: Any) -> Any:
+        found = norm(*args, residual=residual, **options)
+        out, *total = (found,) if residual is None else found
+        return out.values, out.scale, *total
+
+    return call
+
+
+_layer_norm = JaxOp(normalization.layer_norm, is_whole=True)
+_rms_norm = JaxOp(normalization.rms_norm, is_whole=True)
+_quantized_layer_norm = from_jax(_as_arrays(normalization.layer_norm))
+_quantized_rms_norm = from_jax(_as_arrays(normalization.rms_norm))
+
+
+def layer_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    scale_offset: float = 0.0,
+    quantize: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """jax_kernels.layer_norm on PyTorch tensors, with gradients of x, scale, bias and residual.
+
+    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast changes nothing: the
+    statistics are in float32, whatever x's dtype.
+
+    Args:
+      x: [..., N], bfloat16, float16 or float32, on a CPU or a CUDA device.
+      scale, bias: [N], on x's device; None leaves it out. 16-bit ones of another dtype than x's count in float32.
+      residual: like x, added to it, rounded to x's dtype.
+      eps: added to the variance; PyTorch's default.
+      scale_offset: added to scale.
+      quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass, as in jax_kernels.layer_norm; forward only.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
+
+    Returns:
+      out, like x; with a residual, (out, x + residual). With quantize (values, scale), or
+      (values, scale, x + residual): values in 8 bits and float32 scales [...], x and x_scale of bridge.matmul.
+
+    It raises what jax_kernels.layer_norm does, or from_jax where the two differ.
+    """
+    call = None
+    if quantize is None and not torch.compiler.is_compiling():
+        call = seen((x, scale, bias, residual), (eps, scale_offset, implementation))
+        if (known := _layer_norm.find(call)) is not None:
+            return known(call.tensors)
+    check_tensors(x=x)
+    check_optional_tensors(scale=scale, bias=bias, residual=residual)
+    if dtensors.are_in(x, scale, bias, residual):
+        own = {"eps": eps, "scale_offset": scale_offset, "quantize": quantize, "implementation": implementation}
+        return _on_shards(layer_norm, {"x": x, "scale": scale, "bias": bias, "residual": residual}, own)
+    scale, bias = (_weights(weights, x) for weights in (scale, bias))
+    options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
+    if quantize is not None:
+        return _quantized_layer_norm(x, scale, bias, residual=residual, quantize=quantize, **options)
+    return _layer_norm.serve(call, x, scale, bias, residual=residual, **options)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    eps: float | None = None,
+    scale_offset: float = 0.0,
+    quantize: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """jax_kernels.rms_norm on PyTorch tensors, with gradients of x, scale and residual.
+
+    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast changes nothing: the
+    statistics are in float32, whatever x's dtype.
+
+    Args:
+      x: [..., N], bfloat16, float16 or float32, on a CPU or a CUDA device.
+      scale: [N], on x's device; None leaves it out. A 16-bit one of another dtype than x's counts in float32.
+      residual: like x, added to it, rounded to x's dtype.
+      eps: added to the mean square; None is that of the PyTorch that is installed: torch.finfo(torch.float32).eps in
+        recent versions, torch.finfo(x.dtype).eps in older ones.
+      scale_offset: added to scale: 1.0 for weights that are stored as their difference from 1, as Gemma's are.
+      quantize: as in layer_norm.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
+
+    Returns:
+      out, like x; with a residual, (out, x + residual). With quantize (values, scale), or
+      (values, scale, x + residual): values in 8 bits and float32 scales [...], x and x_scale of bridge.matmul.
+
+    It raises what jax_kernels.rms_norm does, or from_jax where the two differ.
+    """
+    call = None
+    if quantize is None and not torch.compiler.is_compiling():
+        call = seen((x, scale, residual), (eps, scale_offset, implementation))
+        if (known := _rms_norm.find(call)) is not None:
+            return known(call.tensors)
+    check_tensors(x=x)
+    check_optional_tensors(scale=scale, residual=residual)
+    if dtensors.are_in(x, scale, residual):
+        own = {"eps": eps, "scale_offset": scale_offset, "quantize": quantize, "implementation": implementation}
+        return _on_shards(rms_norm, {"x": x, "scale": scale, "residual": residual}, own)
+    eps = _default_eps(x.dtype) if eps is None else eps
+    options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
+    if quantize is not None:
+        return _quantized_rms_norm(x, _weights(scale, x), residual=residual, quantize=quantize, **options)
+    return _rms_norm.serve(call, x, _weights(scale, x), residual=residual, **options)
+
+
+def _on_shards(norm: Callable[..., Any], tensors: dict[str, Any], options: dict[str, Any]) -> Any:
+    """The norm of DTensors, whose rows may be sharded."""
+    rows, width = dtensors.rows_roles(tensors["x"]), (None,)
+    roles = {"x": rows, "residual": rows, "scale": width, "bias": width}
+    results: tuple[Any, ...] = (rows, rows) if options["quantize"] is None else (rows, rows[:-1], rows)
+    if tensors["residual"] is None:
+        results = results[:-1]
+    return dtensors.on_shards(norm, tensors, roles, results, options)
+
+
+@torch.compiler.assume_constant_result
+def _default_eps(dtype: torch.dtype) -> float:
+    """The eps of torch.nn.functional.rms_norm where it is given none."""
+    return _found_eps(dtype)
+
+
+@functools.cache
+def _found_eps(dtype: torch.dtype) -> float:
+    """PyTorch's default eps, which differs between its versions.
+
+    Older versions take that of a 16-bit dtype, others float32's. The result on a small number tells.
+    """
+    wide = torch.finfo(torch.float32).eps
+    if dtype not in (torch.bfloat16, torch.float16):
+        return torch.finfo(dtype).eps if dtype.is_floating_point else wide
+    is_off = torch.autocast("cpu", enabled=False)
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableFuncTorch(),
+        torch_internals.without_modes(),
+        torch.no_grad(),
+        is_off,
+    ):
+        x = torch.full((1, 1), 1e-3, dtype=dtype, device="cpu")
+        is_wide = float(torch.nn.functional.rms_norm(x, (1,))) > 0.5
+    return wide if is_wide else torch.finfo(dtype).eps
+
+
+def _weights(weights: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """scale or bias in x's dtype or float32."""
+    if weights is None or weights.dtype == x.dtype or weights.dtype not in (torch.bfloat16, torch.float16):
+        return weights
+    return weights.float()
+
+
+class _Options(torch.nn.Module):
+    """The options that the modules have beside those of PyTorch's."""
+
+    weight: torch.nn.Parameter | None
+    eps: float | None
+    scale_offset: float = 0.0
+    quantize: str | None = None
+    implementation: str | None = None
+
+    def _take(self, scale_offset: float, quantize: str | None, implementation: str | None) -> None:
+        """Checks and keeps the options, and fills weight so that it is 1 with scale_offset. Raises ValueError."""
+        if quantize not in (None, *FORMATS):
+            raise ValueError(f"quantize: got {quantize!r}, want {' or '.join(map(repr, FORMATS))}, or None")
+        if scale_offset and self.weight is None:
+            raise ValueError(
+                f"scale_offset: got {scale_offset} with elementwise_affine=False, want 0.0: it has no weight"
+            )
+        self.scale_offset = scale_offset
+        self.quantize = quantize
+        self.implementation = implementation
+        if scale_offset:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Makes weight + scale_offset 1, and the bias 0."""
+        super().reset_parameters()
+        if self.weight is not None and self.scale_offset:
+            torch.nn.init.constant_(self.weight, 1.0 - self.scale_offset)
+
+    __prepare_scriptable__ = symbolic_trace.no_script
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        names = ("scale_offset", "quantize", "implementation")
+        return {"eps": self.eps} | {name: getattr(self, name) for name in names}
+
+    def extra_repr(self) -> str:
+        told = {name: x for name, x in self._options.items() if name != "eps" and x}
+        return super().extra_repr() + "".join(f", {name}={x!r}" for name, x in told.items())
+
+
+class LayerNorm(_Options, torch.nn.LayerNorm):
+    """torch.nn.LayerNorm by this library's kernels, with an addition before it where a call has a residual.
+
+    It has torch.nn.LayerNorm's arguments, parameters and state dict. normalized_shape may have several axes.
+
+    Args:
+      scale_offset: added to weight, which then begins as 1 - scale_offset.
+      quantize, implementation: as in bridge.layer_norm. The others are torch.nn.LayerNorm's.
+
+    Raises:
+      ValueError: quantize is none of its formats, or there is a scale_offset and no weight.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        scale_offset: float = 0.0,
+        quantize: str | None = None,
+        implementation: str | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self._take(scale_offset, quantize, implementation)
+
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """input: x of bridge.layer_norm, [..., *normalized_shape].
+
+        It returns the result like input; with a residual, (the result, input + residual).
+        With quantize it returns (values, scale), or (values, scale, x + residual): scale [...], float32.
+        """
+        if isinstance(input, symbolic_trace.Proxy):
+            return symbolic_trace.leaf(self, input, residual=residual)
+        given = _flat(input, residual, self.normalized_shape, self.weight, self.bias)
+        return _like(input, layer_norm(*given[:3], residual=given[3], **self._options), self.quantize)
+
+
+class RMSNorm(_Options, torch.nn.RMSNorm):
+    """torch.nn.RMSNorm by this library's kernels, with an addition before it where a call has a residual.
+
+    It has torch.nn.RMSNorm's arguments, parameters and state dict. normalized_shape may have several axes.
+
+    Args:
+      scale_offset: added to weight, which then begins as 1 - scale_offset; 1.0 for Gemma's weights.
+      quantize, implementation: as in bridge.rms_norm. The others are torch.nn.RMSNorm's.
+
+    Raises:
+      ValueError: quantize is none of its formats, or there is a scale_offset and no weight.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        scale_offset: float = 0.0,
+        quantize: str | None = None,
+        implementation: str | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self._take(scale_offset, quantize, implementation)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """x: [..., *normalized_shape]. Returns the result like x; with a residual, (the result, x + residual).
+
+        With quantize it returns (values, scale), or (values, scale, x + residual): scale [...], float32.
+        """
+        if isinstance(x, symbolic_trace.Proxy):
+            return symbolic_trace.leaf(self, x, residual=residual)
+        x_, scale, _, residual = _flat(x, residual, self.normalized_shape, self.weight, None)
+        return _like(x, rms_norm(x_, scale, residual=residual, **self._options), self.quantize)
+
+
+def _flat(x: Any, residual: Any, shape: tuple[int, ...], weight: Any, bias: Any) -> tuple[Any, Any, Any, Any]:
+    """(x, scale, bias, residual) with the axes of `shape` as one."""
+    axes = len(shape)
+    check_tensors(x=x)
+    check_optional_tensors(residual=residual)
+    check_dense("x", x)
+    if residual is not None:
+        check_dense("residual", residual)
+    if tuple(x.shape[-axes:]) != tuple(shape):
+        raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {', '.join(map(str, shape))}]")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual: got shape {tuple(residual.shape)}, want x's {tuple(x.shape)}")
+    if axes == 1:
+        return x, weight, bias, residual
+    rows, flat = (lambda y: None if y is None else y.flatten(-axes)), (lambda y: None if y is None else y.flatten())
+    return rows(x), flat(weight), flat(bias), rows(residual)
+
+
+def _like(x: torch.Tensor, results: Any, quantize: str | None) -> Any:
+    """The results in x's shape. The scales of 8-bit ones stay as they are."""
+    if not isinstance(results, tuple | list):
+        return results.view(x.shape)
+    return tuple(y if quantize is not None and at == 1 else y.view(x.shape) for at, y in enumerate(results))

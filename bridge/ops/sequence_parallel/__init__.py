@@ -1,0 +1,1 @@
+"""Attention over a sequence that the processes of a torch.distributed group share."""

@@ -1,0 +1,99 @@
+"""Dilated attention of a sequence that the processes of a group share, on PyTorch tensors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
+from jax_kernels.bridge.ops.sequence_parallel.operator import SharedOp
+from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, ring_of
+from jax_kernels.ops.dilated import dilated_attention as ops
+from jax_kernels.ops.dilated import vjp as dilated_vjp
+from jax_kernels.ops.dilated.shards import Shards
+from jax_kernels.ops.ring.layouts import axis_size
+
+__all__ = ["sequence_parallel_dilated_attention"]
+
+
+@torch.compiler.disable(reason="jax_kernels: sequence_parallel_dilated_attention runs over several processes")
+@plain_arguments
+def sequence_parallel_dilated_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    group: Any = None,
+    is_causal: bool = False,
+    heads: str = "all",
+    combine: str = "lse",
+    layout: str = "overlap",
+    order: str | None = None,
+    stop_gradient_weights: bool = False,
+    return_lse: bool = False,
+    segment_ids: torch.Tensor | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """jax_kernels.sequence_parallel_dilated_attention on PyTorch tensors, with one process for each device.
+
+    The ranks of the group, in their order, have neighbouring tokens: those that shard_sequence(layout="contiguous")
+    gives. Else it is as bridge.ring_attention: each process calls it, after bridge.initialize_distributed(), and
+    gradients flow to the process that has the tensor.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32: this process's tokens. key: [B, T, Hkv, D]; value:
+        [B, T, Hkv, Dv]; in query's dtype and on its device. segment_ids: int32 [B, T].
+      group: the torch.distributed process group; None is all ranks.
+      deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
+      The others are those of jax_kernels.sequence_parallel_dilated_attention.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as jax_kernels.sequence_parallel_dilated_attention. RuntimeError: JAX
+        does not know the processes of torch.distributed, or it is differentiated twice.
+    """
+    check_inputs(query, key, value, segment_ids=(segment_ids,))
+    query, key, value, _, deterministic = as_torch_is_set(query, key, value, deterministic=deterministic)
+    options = {
+        "segment_lengths": tuple(segment_lengths),
+        "dilation_rates": tuple(dilation_rates),
+        "is_causal": is_causal,
+        "heads": heads,
+        "combine": combine,
+        "layout": layout,
+        "order": order,
+        "stop_gradient_weights": stop_gradient_weights,
+        "scale": scale,
+        "deterministic": deterministic,
+        "precision": precision,
+        "implementation": implementation,
+    }
+    out, lse = _OP(ring_of(group), options, query, key, value, segment_ids, None)
+    return (out, lse) if return_lse else out
+
+
+def _prepared(query, key, value, segment_ids, options):
+    shards = Shards(AXIS, axis_size(AXIS))
+    return ops.prepare(
+        query=query, key=key, value=value, segment_ids=segment_ids, return_lse=True, shards=shards, **options
+    )
+
+
+def _attend(query, key, value, segment_ids, sinks, bias, **options):
+    return dilated_vjp.run(*_prepared(query, key, value, segment_ids, options))
+
+
+def _known(query, key, value, segment_ids, sinks, bias, out, lse, **options):
+    call, arrays = _prepared(query, key, value, segment_ids, options)
+    return dilated_vjp.with_results(call, arrays, out, lse)
+
+
+_OP = SharedOp(label="sequence_parallel_dilated_attention", attend=_attend, known=_known)

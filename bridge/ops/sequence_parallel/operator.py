@@ -1,0 +1,137 @@
+"""Attention of a sequence that several processes share, as a PyTorch function with a gradient."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+
+from jax_kernels.bridge.interop import dlpack
+from jax_kernels.bridge.interop.keyed_cache import once
+from jax_kernels.bridge.operators import torch_operator
+from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, Ring
+
+__all__ = ["SharedOp"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedOp:
+    """An attention inside jax.shard_map over AXIS, of a process's parts.
+
+    label: its name in messages. attend(query, key, value, segment_ids, sinks, bias, **options): gives (out, lse).
+    known(query, key, value, segment_ids, sinks, bias, out, lse, **options): the same of results that are known, with
+    their gradient. segment_ids, sinks and bias, [B or 1, H or 1, T, S or 1], may be None.
+    """
+
+    label: str
+    attend: Callable[..., Any]
+    known: Callable[..., Any]
+
+    def __call__(self, ring: Ring, options: dict[str, Any], query, key, value, segment_ids, sinks, bias=None) -> Any:
+        """(out, lse) on the processes of a ring. options: hashable."""
+        call = _Call(self, ring, tuple(options.items()))
+        return _Attend.apply(call, query, key, value, segment_ids, sinks, bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    op: SharedOp
+    ring: Ring
+    options: tuple[tuple[str, Any], ...]
+
+
+class _Attend(torch.autograd.Function):
+    """(out, lse)."""
+
+    @staticmethod
+    def forward(ctx, call, query, key, value, segment_ids, sinks, bias):
+        tensors = query, key, value, segment_ids, sinks, bias
+        results = _run(call.ring, _forward(call.op, call.ring.mesh, call.options), tensors)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *results)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        if dout is None and dlse is None:
+            return (None,) * 7
+        *tensors, out, lse = ctx.saved_tensors
+        dquery, dkey, dvalue, *others = _Gradients.apply(ctx.call, *tensors, out, lse, dout, dlse)
+        dsinks, dbias = (None if x is None else others.pop(0) for x in tensors[4:])
+        return None, dquery, dkey, dvalue, None, None if dsinks is None else dsinks[0], dbias
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        torch_operator.refuse_tangent(ctx.call.op.label)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of query, key, value, and where there are sinks and a bias theirs; that of sinks is [1, H]."""
+
+    @staticmethod
+    def forward(ctx, call, query, key, value, segment_ids, sinks, bias, out, lse, dout, dlse):
+        ctx.call = call
+        dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
+        tensors = query, key, value, segment_ids, sinks, bias, out, lse, dout, dlse
+        return tuple(_run(call.ring, _backward(call.op, call.ring.mesh, call.options), tensors))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        torch_operator.refuse_second_gradient(ctx.call.op.label)
+
+
+# The axis of the tokens in query, key, value, segment_ids, sinks, bias, out, lse, dout and dlse.
+_AXES = 1, 1, 1, 1, None, 2, 1, 2, 1, 2
+
+
+def _run(ring: Ring, program: Any, tensors: Any) -> list[torch.Tensor]:
+    """The results of a program of this process's tensors, some of which may be None."""
+    device = tensors[0].device
+    dlpack.refuse_capture(device)
+    present = [(x, axis) for x, axis in zip(tensors, _AXES[: len(tensors)], strict=True) if x is not None]
+    arrays, owners = ring.whole([x for x, _ in present], [axis for _, axis in present])
+    given = iter(arrays)
+    results = program(*(None if x is None else next(given) for x in tensors))
+    found = ring.own(results, device)
+    del owners
+    return found
+
+
+@once
+def _forward(op: SharedOp, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
+    """The compiled (out, lse) of query, key, value, segment_ids, sinks and bias."""
+    return _shared(functools.partial(op.attend, **dict(options)), mesh, (1, 2))
+
+
+@once
+def _backward(op: SharedOp, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
+    """The compiled gradients of query, key, value, sinks and bias, from what the forward took and gave."""
+
+    def gradients(query, key, value, segment_ids, sinks, bias, out, lse, dout, dlse):
+        def attend(query, key, value, sinks, bias):
+            return op.known(query, key, value, segment_ids, sinks, bias, out, lse, **dict(options))
+
+        cotangents = dout, jax.numpy.zeros_like(lse) if dlse is None else dlse
+        *found, dsinks, dbias = jax.vjp(attend, query, key, value, sinks, bias)[1](cotangents)
+        return *found, None if dsinks is None else dsinks[None], dbias
+
+    return _shared(gradients, mesh, (1, 1, 1, 0, 2))
+
+
+def _shared(function: Any, mesh: jax.sharding.Mesh, axes: tuple[int, ...]) -> Any:
+    """A function of this process's parts as one of whole arrays.
+
+    axes: those of its results along which the processes' parts stand one after another.
+    """
+    spec = lambda axis: jax.P() if axis is None else jax.P(*[None] * axis, AXIS)
+
+    def run(*given):
+        in_specs = tuple(None if x is None else spec(axis) for axis, x in zip(_AXES[: len(given)], given, strict=True))
+        out_specs = tuple(map(spec, axes))
+        shared = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return [x for x in shared(*given) if x is not None]
+
+    return jax.jit(run)

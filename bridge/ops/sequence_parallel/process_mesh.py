@@ -1,0 +1,121 @@
+"""JAX and PyTorch in one process for each device: JAX's processes are the ranks of torch.distributed.
+
+A tensor of each process is, without a copy, its part of a jax.Array over the devices of a process group.
+"""
+
+import contextlib
+import functools
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import torch
+import torch.distributed as dist
+from jax._src import distributed, xla_bridge
+
+from jax_kernels.bridge.interop import dlpack
+
+__all__ = ["Ring", "initialize_distributed", "ring_of"]
+
+AXIS = "sequence"
+
+
+def initialize_distributed(*, timeout: float = 300.0) -> None:
+    """Starts JAX's distributed runtime with the ranks of torch.distributed as its processes, one device each.
+
+    Call it once in each process, after torch.distributed.init_process_group and torch.cuda.set_device, and before
+    anything else uses JAX. On GPUs JAX then sees the current CUDA device alone. On CPUs its collectives are Gloo's.
+
+    Args:
+      timeout: seconds to wait for the other processes.
+
+    Raises:
+      RuntimeError: torch.distributed is not initialized, or JAX has started its backends already; JAX's own, where a
+        process does not come within the timeout.
+      ValueError: timeout is not positive.
+    """
+    if not timeout > 0:
+        raise ValueError(f"timeout: got {timeout}, want seconds above 0")
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
+    if _is_started():
+        return
+    if getattr(xla_bridge, "_backends", {}):
+        raise RuntimeError(
+            "JAX started before bridge.initialize_distributed(): call it before the first call of jax_kernels or JAX"
+        )
+    rank, count = dist.get_rank(), dist.get_world_size()
+    told = [_free_address() if rank == 0 else None]
+    dist.broadcast_object_list(told, src=0)
+    device = 0
+    if torch.cuda.is_available() and os.environ.get("JAX_PLATFORMS", "cuda") != "cpu":
+        device = torch.cuda.current_device()
+    else:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(told[0], count, rank, local_device_ids=[device], initialization_timeout=round(timeout))
+
+
+def _is_started() -> bool:
+    return distributed.global_state.client is not None
+
+
+def _free_address() -> str:
+    """A host and a port of this machine that other processes can reach."""
+    host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    with contextlib.closing(socket.socket()) as opened:
+        opened.bind(("", 0))
+        return f"{host}:{opened.getsockname()[1]}"
+
+
+class Ring(NamedTuple):
+    """The devices of a process group. mesh: of one axis, AXIS. rank: this process's place on it."""
+
+    mesh: jax.sharding.Mesh
+    rank: int
+
+    def whole(self, tensors: Sequence[torch.Tensor], axes: Sequence[int | None]) -> tuple[list[jax.Array], Any]:
+        """Arrays over the group of which the tensors are this process's parts, and what owns the memory.
+
+        axes: the axis along which each is shared out; None for one that is the same in all processes.
+        """
+        parts, owners = dlpack.import_tensors(tensors, tensors[0].device)
+        arrays: list[jax.Array] = []
+        for part, axis in zip(parts, axes, strict=True):
+            spec: list[str | None] = [None] * part.ndim
+            shape = list(part.shape)
+            if axis is not None:
+                spec[axis], shape[axis] = AXIS, shape[axis] * self.mesh.size
+            sharding = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*spec))
+            arrays.append(jax.make_array_from_single_device_arrays(tuple(shape), sharding, [part]))
+        return arrays, owners
+
+    def own(self, arrays: Sequence[jax.Array], device: torch.device) -> list[torch.Tensor]:
+        """This process's parts of arrays, as new tensors."""
+        return dlpack.export_arrays([array.addressable_data(0) for array in arrays], device)
+
+
+def ring_of(group: Any) -> Ring:
+    """The Ring of a process group; None is all processes. Raises RuntimeError where JAX does not know the processes."""
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
+    count = dist.get_world_size()
+    if count > 1 and (not _is_started() or jax.process_count() != count):
+        raise RuntimeError(
+            f"JAX does not know the {count} processes of torch.distributed: call bridge.initialize_distributed() after "
+            "torch.distributed.init_process_group, before anything else uses JAX"
+        )
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"group: got ranks {ranks}, of which this process, rank {dist.get_rank()}, is none")
+    return Ring(mesh=_mesh(ranks), rank=ranks.index(dist.get_rank()))
+
+
+@functools.cache
+def _mesh(ranks: tuple[int, ...]) -> jax.sharding.Mesh:
+    of_process: dict[int, jax.Device] = {}
+    for device in jax.devices():
+        of_process.setdefault(device.process_index, device)
+    devices = [of_process[rank] for rank in ranks]
+    return jax.make_mesh((len(ranks),), (AXIS,), (jax.sharding.AxisType.Auto,), devices=devices)

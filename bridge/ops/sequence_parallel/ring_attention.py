@@ -1,0 +1,142 @@
+"""ring_attention on PyTorch tensors: one process for each device, each of which has some tokens of the sequence."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from jax_kernels.bridge.interop.plain_numbers import plain_arguments
+from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs, check_statics
+from jax_kernels.bridge.ops.sequence_parallel.operator import SharedOp
+from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, ring_of
+from jax_kernels.bridge.translate.score_mods import in_jnp
+from jax_kernels.masks import Mask
+from jax_kernels.ops.ring import ring_attention as ops
+from jax_kernels.ops.ring import shard_sequence as orders
+
+__all__ = ["ring_attention", "shard_sequence", "unshard_sequence"]
+
+
+@torch.compiler.disable(reason="jax_kernels: ring_attention runs over several processes")
+@plain_arguments
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: Any = None,
+    layout: str | None = None,
+    strategy: str = "auto",
+    sends_ahead: int | None = None,
+    mask: Mask | None = None,
+    is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    segment_ids: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    score_mod: Any = None,
+    bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """jax_kernels.ring_attention on PyTorch tensors, under torchrun with one process for each device.
+
+    Each process calls it with its own tokens, in the same order of calls. Call bridge.initialize_distributed() first.
+    Gradients of query, key and value flow to the process that has them. That of sinks is the part of this process's
+    queries, as of every parameter that the processes share: add the parts up over the group. Under autocast query, key,
+    value and a 16-bit bias are cast to the autocast dtype. torch.compile breaks its graph here.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32: this process's tokens, as shard_sequence gives them.
+      key: [B, T, Hkv, D]; value: [B, T, Hkv, Dv]; in query's dtype and on its device. segment_ids: int32 [B, T].
+      sinks: [H], the same in all processes.
+      mask: a masks.Mask of the whole sequence, the same in all processes. JAX compiles a program for each mask with
+        arrays: keep it.
+      score_mod: as in jax_kernels.ring_attention, in jnp code or in torch's elementwise operations, the same in all
+        processes. It may read no tensors: a bias has gradients.
+      bias: broadcastable to [B, H, T, S], in query's dtype or float32, for this process's queries and all keys in their
+        order: bridge.shard_sequence(bias, axis=2) of that of the whole sequence.
+      group: the torch.distributed process group whose ranks, in their order, share the sequence; None is all ranks.
+      deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
+      The others are those of jax_kernels.ring_attention.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T]. Both are differentiable.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as jax_kernels.ring_attention. RuntimeError: JAX does not know the
+        processes of torch.distributed, or it is differentiated twice.
+    """
+    check_inputs(query, key, value, bias=bias, sinks=sinks, segment_ids=(segment_ids,))
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(
+            f"mask: got {type(mask).__name__}, want a masks.Mask of the whole sequence, or None; bridge.masks.dense "
+            "makes one of a tensor"
+        )
+    check_statics(
+        is_causal=is_causal, scale=scale, softcap=softcap, return_lse=return_lse, deterministic=deterministic,
+        precision=precision, implementation=implementation,
+    )  # fmt: skip
+    query, key, value, bias, deterministic = as_torch_is_set(query, key, value, bias=bias, deterministic=deterministic)
+    if bias is not None and bias.ndim <= 4:
+        bias = bias[(None,) * (4 - bias.ndim)]
+        bias = bias.expand(-1, -1, query.shape[1], -1) if bias.shape[2] == 1 else bias
+    options = {
+        "layout": layout,
+        "strategy": strategy,
+        "sends_ahead": sends_ahead,
+        "mask": mask,
+        "score_mod": None if score_mod is None else in_jnp(score_mod),
+        "is_causal": is_causal,
+        "window": tuple(window) if isinstance(window, list) else window,
+        "scale": scale,
+        "softcap": softcap,
+        "deterministic": deterministic,
+        "precision": precision,
+        "implementation": implementation,
+    }
+    out, lse = _OP(ring_of(group), options, query, key, value, segment_ids, sinks, bias)
+    return (out, lse) if return_lse else out
+
+
+def _attend(query, key, value, segment_ids, sinks, bias, **options):
+    arrays = {"segment_ids": segment_ids, "sinks": sinks, "bias": bias}
+    return ops.ring_attention(query, key, value, axis_name=AXIS, return_lse=True, **arrays, **options)
+
+
+def _known(query, key, value, segment_ids, sinks, bias, out, lse, **options):
+    given = {"segment_ids": segment_ids, "sinks": sinks, "bias": bias}
+    call, arrays = ops.prepare(query, key, value, axis_name=AXIS, return_lse=True, **given, **options)
+    return ops.with_results(call, arrays, out, lse)
+
+
+_OP = SharedOp(label="ring_attention", attend=_attend, known=_known)
+
+
+@plain_arguments
+def shard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag", axis: int = 1) -> torch.Tensor:
+    """This process's tokens of a tensor that all processes have whole.
+
+    Args:
+      x: a tensor with the tokens along `axis`: a multiple of the group's ranks, and with "zigzag" of twice as many.
+      group, layout: as in ring_attention, whose default is "zigzag" too where the order of the tokens matters.
+
+    Raises:
+      ValueError: the layout is unknown, or the ranks do not divide the tokens.
+    """
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    order = torch.from_numpy(orders.order_of(count, layout, x.shape[axis])).to(x.device)
+    return x.index_select(axis, order.chunk(count)[rank])
+
+
+@plain_arguments
+def unshard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag", axis: int = 1) -> torch.Tensor:
+    """The whole tensor of which the processes have the parts `x`, in the order of the tokens. It has no gradient."""
+    count = dist.get_world_size(group)
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(count)]
+    dist.all_gather(parts, x.detach().contiguous(), group=group)
+    order = torch.from_numpy(orders.order_of(count, layout, count * x.shape[axis])).to(x.device)
+    return torch.cat(parts, axis).index_select(axis, order.argsort())

@@ -1,0 +1,95 @@
+"""Calls inside of torch.fx.symbolic_trace and torch.jit.script, which know no values of tensors.
+
+torch.fx keeps a call of scaled_dot_product_attention, or of a module, as one node. TorchScript runs without Python:
+there scaled_dot_product_attention is PyTorch's own, and all other functions and modules raise.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.fx import Proxy
+
+from jax_kernels.bridge.ops.drop_in import fallback
+
+__all__ = ["Proxy", "call", "is_traced", "leaf", "no_script", "refuse_functions", "sdpa_of_script"]
+
+_WAYS_OUT = "compile it with torch.compile, export it with torch.export, or record calls with torch.jit.trace"
+
+
+def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """A node of the graph that torch.fx.symbolic_trace makes: a call of the function."""
+    proxy = next(x for x in arguments if isinstance(x, Proxy))
+    return proxy.tracer.create_proxy("call_function", function, arguments, options)
+
+
+def is_traced(*arguments: Any) -> bool:
+    """Whether torch.fx.symbolic_trace makes the call: one of the arguments is its Proxy."""
+    for x in arguments:  # noqa: SIM110 (half the time of any)
+        if isinstance(x, Proxy):
+            return True
+    return False
+
+
+def leaf(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
+    """A node of the graph that torch.fx.symbolic_trace makes: a call of the module, as of torch.nn's own.
+
+    Arguments that are None are left out of the options.
+
+    Raises ValueError where the module itself is traced, and not one that holds it.
+    """
+    proxy = next(x for x in (*arguments, *options.values()) if isinstance(x, Proxy))
+    tracer: Any = proxy.tracer
+    path = tracer.path_of_module(module)
+    if not path:
+        raise ValueError(
+            f"torch.fx.symbolic_trace: got a {type(module).__name__}, which it cannot look into, want a module that "
+            "has it as a submodule"
+        )
+    given = {name: x for name, x in options.items() if x is not None}
+    return tracer.create_proxy("call_module", path, arguments, given)
+
+
+def no_script(module: Any) -> Any:
+    """Raises RuntimeError; as the method __prepare_scriptable__ of a module, for torch.jit.script."""
+    raise RuntimeError(
+        f"torch.jit.script: got a jax_kernels {type(module).__name__}, which TorchScript cannot hold: JAX runs it; "
+        f"{_WAYS_OUT}"
+    )
+
+
+def refuse_functions(functions: Iterable[Any]) -> None:
+    """Makes torch.jit.script raise RuntimeError for each of the functions, and for code that calls one."""
+    for function in functions:
+        if inspect.isfunction(function) and not hasattr(function, "__prepare_scriptable__"):
+            function.__prepare_scriptable__ = _refusing(function.__name__)  # type: ignore[attr-defined]
+
+
+def _refusing(name: str) -> Callable[[], Any]:
+    def prepare() -> Any:
+        raise RuntimeError(
+            f"torch.jit.script: got code that calls jax_kernels.bridge.{name}, which TorchScript cannot hold: JAX "
+            f"runs it; {_WAYS_OUT}"
+        )
+
+    return prepare
+
+
+def sdpa_of_script() -> Callable[..., Any]:
+    """The function that TorchScript compiles as scaled_dot_product_attention: PyTorch's own."""
+    fallback.warn("scaled_dot_product_attention", "torch.jit.script's programs cannot run JAX")
+    return _pytorchs
+
+
+def _pytorchs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    return fallback.attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -1,0 +1,122 @@
+"""Activations of products that are functions, in jnp code or in torch's elementwise operations, by names.
+
+A name is what torch.compile can make a constant of, and what a program is kept under.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jax_kernels.bridge.interop.bounded_dict import drop_oldest
+from jax_kernels.bridge.interop.keyed_cache import fresh_name
+from jax_kernels.bridge.translate import function_identity, score_mods, torch_to_jnp
+
+__all__ = ["is_kept", "name_of", "with_functions"]
+
+_OWN: dict[Any, str] = {
+    **dict.fromkeys((torch.relu, torch.nn.functional.relu), "relu"),
+    **dict.fromkeys((torch.tanh, torch.nn.functional.tanh), "tanh"),
+    **dict.fromkeys((torch.sigmoid, torch.nn.functional.sigmoid), "sigmoid"),
+    torch.nn.functional.gelu: "gelu",
+    torch.nn.functional.silu: "silu",
+}
+_MOST = 4096
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+_NAMES: dict[Any, str] = {}  # by function
+_WANT = "want a name, or an elementwise function of one tensor, or of one jax.Array"
+
+
+@torch.compiler.assume_constant_result
+def name_of(activation: Any) -> str | None:
+    """The name of an activation, which `with_functions` knows. Names and None stay as they are.
+
+    PyTorch's functions that have a name here get that. Functions that `twins` takes for one have one name, and so have
+    partials of one function with the same numbers, and PyTorch's modules of the same settings.
+
+    Raises TypeError where it is no function, or one that reads a tensor.
+    """
+    if activation is None or isinstance(activation, str):
+        return activation
+    if not callable(activation):
+        raise TypeError(f"activation: got {type(activation).__name__}, {_WANT}, or None")
+    try:
+        own = _OWN.get(activation)
+    except TypeError:
+        raise TypeError(f"activation: got {type(activation).__name__}, which has no hash, {_WANT}") from None
+    if own is not None:
+        return own
+    if score_mods.apart(activation, "activation") is not None:
+        raise TypeError(f"activation: got {_text(activation)}, which reads a torch.Tensor, {_WANT}")
+    first = function_identity.first_of(activation) if isinstance(activation, types.FunctionType) else activation
+    key = _key(first)
+    name = _NAMES.get(key)
+    if name is None or name not in _FUNCTIONS:
+        name = fresh_name("activation")
+        _FUNCTIONS[name], _NAMES[key] = first, name
+        drop_oldest(_FUNCTIONS, _MOST)
+        drop_oldest(_NAMES, _MOST)
+    return name
+
+
+def _key(function: Any) -> Any:
+    """A value that functions share which are made anew for each call and compute the same; else the function."""
+    if isinstance(function, functools.partial):
+        given = *function.args, *function.keywords.values()
+        if all(isinstance(x, bool | int | float | str | None) for x in given):
+            return function.func, repr((function.args, sorted(function.keywords.items())))
+    if type(function).__module__ == torch.nn.modules.activation.__name__ and not list(function.parameters()):
+        return type(function), repr(function)
+    return function
+
+
+def is_kept(activation: Any) -> bool:
+    """Whether a call with it may be known: it is no function that is made anew for each call."""
+    return not isinstance(activation, types.FunctionType) or torch.compiler.is_compiling() or _is_first(activation)
+
+
+def _is_first(function: Any) -> bool:
+    return _FUNCTIONS.get(_NAMES.get(_key(function_identity.first_of(function)), "")) is function
+
+
+def with_functions(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An op of JAX arrays as one that takes the names of functions, too. It has the op's plan."""
+
+    @functools.wraps(op)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **_in_jnp(**kwargs))
+
+    call.plan = lambda *args, **kwargs: op.plan(*args, **_in_jnp(**kwargs))  # type: ignore[attr-defined]
+    return call
+
+
+def _in_jnp(activation: str | None, **others: Any) -> dict[str, Any]:
+    """The arguments of an op with their activation, a name that name_of gave, as the op takes it."""
+    function = _FUNCTIONS.get(activation or "")
+    return others | {"activation": activation if function is None else _traceable(function)}
+
+
+def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in jnp. Raises TypeError, naming it, where it is in torch operations and has no form in jnp."""
+    x = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        jax.eval_shape(function, x)
+        return function
+    except Exception as error:
+        of_arrays, reason = torch_to_jnp.in_jnp(function, is_elementwise=True), error
+    try:
+        jax.eval_shape(of_arrays, x)
+    except torch_to_jnp.NoFormError as error:
+        raise TypeError(f"activation: {_text(function)} {error}; {_WANT}") from error
+    except Exception:
+        kind = type(reason).__name__
+        raise TypeError(f"activation: {_text(function)} raised {kind} when traced ({reason}); {_WANT}") from reason
+    return of_arrays
+
+
+def _text(function: Any) -> str:
+    return getattr(function, "__qualname__", repr(function))

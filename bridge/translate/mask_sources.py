@@ -1,0 +1,137 @@
+"""The tensors that a mask's function has copies of, and whether they have changed since.
+
+PyTorch counts the changes of a tensor. A mask that masks.from_function made is refused once a tensor has changed, or a
+variable has another tensor: the mask would have the values of before.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.translate import captures
+from jax_kernels.masks import Mask
+
+__all__ = ["attach", "check", "has_sources", "is_fresh", "passed_on", "watched"]
+
+_NAME = "_sources"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Source:
+    """A tensor that was copied. version, pointer: as of then. copy: its values, where PyTorch counts no changes."""
+
+    path: captures.Path
+    tensor: weakref.ref[torch.Tensor]
+    version: int | None
+    pointer: int
+    copy: torch.Tensor | None
+
+    def is_fresh(self, function: Any) -> bool:
+        """Whether the function still reads this tensor, and it has the values of then."""
+        try:
+            x = captures.reached(function, self.path)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            return False
+        then = self.tensor()
+        if then is None or x is not then or _pointer(then) != self.pointer:
+            return False
+        return torch.equal(then, self.copy) if self.copy is not None else bool(then._version == self.version)
+
+
+class Sources:
+    """The tensors that a mask's function read when the mask was made. A copy of the mask elsewhere has none."""
+
+    def __init__(self, function: Any, paths: Sequence[captures.Path]) -> None:
+        self._function = function
+        self._sources = tuple(_source(captures.reached(function, path), path) for path in paths)
+
+    def changed(self) -> str | None:
+        """The name of a tensor that has changed since; None where there is none."""
+        for source in self._sources:
+            if not source.is_fresh(self._function):
+                return captures.text_of(self._function, source.path)
+        return None
+
+    def is_fresh(self) -> bool:
+        return all(source.is_fresh(self._function) for source in self._sources)
+
+    def __reduce__(self) -> Any:
+        return Sources, (None, ())
+
+
+def _source(x: torch.Tensor, path: captures.Path) -> _Source:
+    is_counted = not x.is_inference()
+    return _Source(
+        path=path,
+        tensor=weakref.ref(x),
+        version=x._version if is_counted else None,
+        pointer=_pointer(x),
+        copy=None if is_counted else x.clone(),
+    )
+
+
+def _pointer(x: torch.Tensor) -> int:
+    try:
+        return x.data_ptr()
+    except RuntimeError:  # of a transform of torch.func
+        return 0
+
+
+def attach(mask: Mask, root: Any, paths: Sequence[captures.Path]) -> Mask:
+    """The mask, which has copies of the tensors there. It holds the root, a function or object, and so the tensors."""
+    if paths:
+        object.__setattr__(mask, _NAME, Sources(root, paths))
+    return mask
+
+
+def _every(mask: Any) -> Iterator[tuple[Mask, Sources | None]]:
+    """The masks that a mask is made of, in order, with their Sources."""
+    mask = mask.unprepared
+    yield mask, vars(mask).get(_NAME)
+    for part in getattr(mask, "parts", ()):
+        yield from _every(part)
+
+
+def has_sources(mask: Mask) -> bool:
+    return any(x is not None for _, x in _every(mask))
+
+
+def is_fresh(mask: Mask) -> bool:
+    return all(x is None or x.is_fresh() for _, x in _every(mask))
+
+
+def check(masks: Sequence[Any]) -> None:
+    """Raises ValueError for a mask of a function that reads a tensor which has changed since, naming both."""
+    for whole in masks:
+        if not isinstance(whole, Mask):
+            continue
+        for mask, sources in _every(whole):
+            if sources is not None and (name := sources.changed()) is not None:
+                raise ValueError(
+                    f"mask: got {mask!r}, which has the values that {name} had when it was made, and {name} has "
+                    "changed since; want one that is made again, of today's values"
+                )
+
+
+def passed_on(mask: Mask, copy: Mask) -> Mask:
+    """A copy of the mask on another device, which has the Sources of the mask."""
+    for (_, sources), (part, _) in zip(_every(mask), _every(copy), strict=True):
+        if sources is not None:
+            object.__setattr__(part, _NAME, sources)
+    return copy
+
+
+def watched(passes: Callable[..., bool], masks: Sequence[Mask]) -> Callable[..., bool]:
+    """A check of tensors that fails, too, where a tensor of a mask's function has changed."""
+    found = [weakref.ref(x) for mask in masks for _, x in _every(mask) if x is not None]
+    if not found:
+        return passes
+
+    def check_of_both(*tensors: Any) -> bool:
+        sources = [reference() for reference in found]
+        return all(x is not None and x.is_fresh() for x in sources) and passes(*tensors)
+
+    return check_of_both

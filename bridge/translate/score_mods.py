@@ -1,0 +1,327 @@
+"""Functions of scores and indices that are written for PyTorch, as FlexAttention takes them.
+
+A score_mod in jnp code stays as it is. One in torch operations is traced by torch_forms. Tensors that it closes over,
+or reads as globals or defaults, become arguments of the call: their values are data, and they have gradients.
+"""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from jax_kernels.bridge.interop import dlpack, torch_internals
+from jax_kernels.bridge.interop.bounded_dict import drop_oldest
+from jax_kernels.bridge.interop.keyed_cache import fresh_name
+from jax_kernels.bridge.translate import captures, function_identity, torch_to_jnp
+from jax_kernels.bridge.translate.captures import Path
+from jax_kernels.masks.arrays import reads
+
+__all__ = ["RefusedError", "apart", "apart_in_graph", "filled", "in_jnp", "looks_at", "mask_mod", "read"]
+
+_WANT = (
+    "want an elementwise function of scalars in torch's elementwise operations, or in jnp code, as in "
+    "jnp.where(q_idx >= kv_idx, jnp.tanh(score), -jnp.inf)"
+)
+_MOST = 4096
+_SKELETONS: dict[str, Any] = {}  # with Places for the tensors that they read
+_NAMES: dict[Any, str] = {}  # by the key of twins
+_OF_FUNCTION: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def apart(function: Any, argument: str = "score_mod") -> tuple[str, tuple[Path, ...]] | None:
+    """The function without its tensors, and their paths from its root; None where it reads none.
+
+    Twins share a skeleton. Raises TypeError for a tensor of a dtype that JAX lacks, naming it.
+    """
+    root = captures.root_of(function)
+    if root is None:
+        return None
+    places: dict[int, function_identity.Place] = {}
+    paths: list[Any] = []
+
+    def place(x: Any, path: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if id(x) not in places:
+            _check(argument, root, x, path)
+            places[id(x)] = function_identity.Place(len(paths))
+            paths.append(path)
+        return places[id(x)]
+
+    bare = captures.copied(root, place)
+    if not paths:
+        return None
+    try:
+        key = function_identity.key_of(bare, is_copy=True)
+    except (function_identity.UnknownError, TypeError):
+        name, of_paths = _of_function(function)
+        if name not in _SKELETONS or of_paths != paths:
+            name = _kept(bare)
+            with contextlib.suppress(TypeError):
+                _OF_FUNCTION[function] = name, paths
+        return name, tuple(paths)
+    if (name := _NAMES.get(key)) not in _SKELETONS:
+        _NAMES[key] = name = _kept(bare)
+        drop_oldest(_NAMES, _MOST)
+    return name, tuple(paths)
+
+
+def _of_function(function: Any) -> tuple[Any, Any]:
+    try:
+        return _OF_FUNCTION.get(function, (None, None))
+    except TypeError:  # it has no hash
+        return None, None
+
+
+@torch.compiler.assume_constant_result
+def apart_in_graph(function: Any) -> tuple[str, tuple[Path, ...]] | None:
+    """apart, for code that torch.compile traces."""
+    return apart(function)
+
+
+def _check(argument: str, function: Any, x: torch.Tensor, path: Path) -> None:
+    """Raises TypeError, naming the tensor, where JAX cannot take it. int64 is narrowed where its values fit int32."""
+    wants = {torch.float64: "torch.float32", torch.uint64: "torch.int32"}
+    if x.dtype in wants or x.dtype.is_complex:
+        want = wants.get(x.dtype, "a real dtype")
+        hint = f"; cast it before, with .to({want})" if x.dtype in wants else ""
+        raise TypeError(
+            f"{argument}: got a function {_qualname(function)} that reads a tensor of {x.dtype} {tuple(x.shape)}, "
+            f"{captures.text_of(function, path)}, want {want}{hint}"
+        )
+
+
+def _qualname(function: Any) -> str:
+    inner = getattr(function, "func", function)
+    return getattr(inner, "__qualname__", repr(inner))
+
+
+_CHECKED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # versions of int64 tensors whose values fit int32
+
+
+def read(argument: str, function: Any, paths: Sequence[Path]) -> tuple[list[torch.Tensor], Any]:
+    """(the tensors that a function reads, now, whether their values fit). int64 becomes int32.
+
+    The second is None where that is known: the host neither waits for a GPU's values, nor sees those of a graph.
+
+    Raises ValueError, naming the tensor, where a value does not fit int32.
+    """
+    root = captures.root_of(function)
+    tensors = [captures.reached(root, path) for path in paths]
+    if not any(x.dtype == torch.int64 for x in tensors):
+        return tensors, None
+    are_valid = None
+    for index, path in enumerate(paths):
+        x = tensors[index]
+        if x.dtype != torch.int64:
+            continue
+        tensors[index] = narrow = x.to(torch.int32)
+        if x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.is_plain_call():
+            _check_values(argument, root, path, x, narrow)
+        elif x.device.type != "meta":
+            is_valid = (narrow == x).all()
+            are_valid = is_valid if are_valid is None else are_valid & is_valid
+    return tensors, are_valid
+
+
+def _check_values(argument: str, function: Any, path: Path, x: torch.Tensor, narrow: torch.Tensor) -> None:
+    """Raises ValueError, naming the tensor, unless all values of int64 fit int32."""
+    version = None if x.is_inference() else x._version
+    if version is not None and _CHECKED.get(x) == version:
+        return
+    if not bool((narrow == x).all()):
+        furthest = int(x.flatten()[x.abs().flatten().argmax()])
+        raise ValueError(
+            f"{argument}: got a function {_qualname(function)} that reads a tensor of torch.int64 {tuple(x.shape)}, "
+            f"{captures.text_of(function, path)}, with the value {furthest}, want values that fit int32"
+        )
+    _CHECKED[x] = version
+
+
+def _kept(function: Any) -> str:
+    """The name of a new skeleton."""
+    name = fresh_name("score_mod")
+    _SKELETONS[name] = function
+    drop_oldest(_SKELETONS, _MOST)
+    return name
+
+
+def filled(skeleton: str, arrays: Any, argument: str = "score_mod") -> Callable[..., Any]:
+    """The function of that skeleton in jnp, which reads the arrays in the place of its tensors.
+
+    Raises TypeError, naming the function, where it has no form in jnp.
+    """
+    values = [torch_to_jnp.Value(x, is_read=True) for x in arrays]
+    fill = lambda x, path: values[x.number] if isinstance(x, function_identity.Place) else x
+    named = _named(argument, captures.copied(_SKELETONS[skeleton], fill))
+    if argument == "score_mod":
+        try:
+            _trace(named)
+        except RefusedError:
+            raise
+        except Exception as error:
+            raise RefusedError(
+                f"{argument}: {_qualname(_SKELETONS[skeleton])} raised {type(error).__name__} when traced "
+                f"({_line(error)}); it reads torch.Tensors, so it cannot be in jnp code; {_WANT}"
+            ) from error
+    return named
+
+
+def in_jnp(function: Any, name: str = "score_mod") -> Any:
+    """A score_mod in jnp: the function itself, or its form where it is in torch operations and reads no tensors.
+
+    Raises TypeError, naming the function, where it uses torch and has no form.
+    """
+    if not callable(function) or _traces(function):
+        return function
+    named = _named(name, function)
+    try:
+        _trace(named)
+    except RefusedError:
+        raise
+    except Exception:
+        return function  # it is in jnp code, and the op says what is wrong with it
+    return named
+
+
+def mask_mod(function: Any, arrays: Sequence[Any] = ()) -> tuple[Any, list[torch.Tensor], tuple[Path, ...]]:
+    """(a mask's function in jnp, the tensors that it takes after the indices, their paths). Twins have one function.
+
+    arrays: what it takes besides.
+
+    Raises TypeError, naming the function, where it uses torch and has no form, and ValueError for a tensor of int64
+    whose values do not fit int32.
+    """
+    if not callable(function):
+        return function, [], ()
+    indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    found = apart(function, "function")
+    if found is not None:
+        skeleton, paths = found
+        tensors, are_valid = read("function", function, paths)
+        if are_valid is not None and not bool(are_valid):  # a mask is made of values that the host knows
+            for path in paths:
+                x = captures.reached(captures.root_of(function), path)
+                _check_values("function", captures.root_of(function), path, x, x.to(torch.int32))
+        made = _OfIndices(skeleton, len(paths))
+        _refuse(made, *indices, *map(_struct, (*tensors, *arrays)))
+        return made, tensors, paths
+    given = [*indices, *map(_struct, arrays)]
+    try:
+        jax.eval_shape(function, *given)
+        return function, [], ()
+    except Exception:
+        named = _OfIndices(function)
+    try:
+        jax.eval_shape(named, *given)
+    except RefusedError:
+        raise
+    except Exception:
+        return function, [], ()  # it is in jnp code, and the builder finds its error
+    return named, [], ()
+
+
+def _refuse(function: Any, *given: Any) -> None:
+    """Raises RefusedError where the function uses an operation without a form. The builder finds other errors."""
+    try:
+        jax.eval_shape(function, *given)
+    except RefusedError:
+        raise
+    except Exception:
+        return
+
+
+def _struct(x: Any) -> Any:
+    """An array's shape and dtype, for a trace."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return jax.ShapeDtypeStruct(tuple(x.shape), dlpack.jax_dtype(x.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfIndices:
+    """A mask's function in torch operations, as one in jnp. It is called with arrays of indices.
+
+    function: the function itself, or the name of its skeleton, which reads `count` tensors.
+    """
+
+    function: Any
+    count: int = 0
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any, *arrays: Any) -> Any:
+        if isinstance(self.function, str):
+            function = filled(self.function, arrays[: self.count], "function")
+        else:
+            function = _named("function", self.function)
+        return _of_each(lambda *indices: function(*indices, *arrays[self.count :]), b, h, q, k)
+
+    @property
+    def __name__(self) -> str:
+        return _qualname(_SKELETONS.get(self.function, self.function))
+
+
+def _of_each(function: Callable[..., Any], *indices: Any) -> Any:
+    """The function of four numbers, over the arrays' joint shape. An index that it does not read stays unread."""
+    indices = tuple(map(jnp.asarray, indices))
+    program = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), jnp.int32)] * 4)
+    is_read = [reads(program.jaxpr, i) for i in range(4)]
+    given = [x if needs else jnp.int32(0) for x, needs in zip(indices, is_read, strict=True)]
+    rank = max(x.ndim for x in given)
+    shapes = [(1,) * (rank - x.ndim) + x.shape for x in given]
+    mapped = [axis for axis in range(rank) if any(shape[axis] != 1 for shape in shapes)]
+    for axis in reversed(mapped):
+        function = jax.vmap(function, tuple(None if shape[axis] == 1 else 0 for shape in shapes))
+    flat = [
+        x.reshape([n for n in shape if n != 1]) if 1 in shape else x for x, shape in zip(given, shapes, strict=True)
+    ]
+    result = function(*flat)
+    return jnp.expand_dims(result, [axis for axis in range(rank) if axis not in mapped])
+
+
+def looks_at(function: Any, arrays: Sequence[Any]) -> tuple[bool, bool]:
+    """Whether a mask's function, as mask_mod gives it with its arrays, looks at the batch entry, and at the head."""
+    indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    program = jax.make_jaxpr(function)(*indices, *map(_struct, arrays)).jaxpr
+    return reads(program, 0), reads(program, 1)
+
+
+class RefusedError(TypeError):
+    """Raised by in_jnp and filled."""
+
+
+def _traces(function: Callable[..., Any]) -> bool:
+    try:
+        _trace(function)
+    except Exception:
+        return False
+    return True
+
+
+def _trace(function: Callable[..., Any]) -> None:
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.float32), index, index, index, index)
+
+
+def _named(name: str, function: Any) -> Callable[..., Any]:
+    """The function in jnp. An operation without a form is refused, with the function's name."""
+    inner = torch_to_jnp.in_jnp(function)
+    own = _qualname(function)
+
+    def of_arrays(*args: Any) -> Any:
+        try:
+            return inner(*args)
+        except torch_to_jnp.NoFormError as error:
+            raise RefusedError(f"{name}: {own} {error}; {_WANT}") from error
+
+    return of_arrays
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error's text."""
+    return str(error).split("\n")[0]

@@ -1,0 +1,254 @@
+"""The methods of tensors that convert, make, reshape, look up and reduce, by their forms in jnp, for torch_table."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+
+from jax_kernels.bridge.interop import dlpack
+
+__all__ = ["DTYPES", "SHAPES", "TORCHS", "NoFormError", "dtype_of"]
+
+
+class NoFormError(TypeError):
+    """A function in torch operations does something that has no form in jnp here."""
+
+
+TORCHS = {
+    jnp.dtype(dlpack.jax_dtype(x)): x
+    for x in (
+        *(torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.int8, torch.int16, torch.int32, torch.uint8),
+        *(torch.uint16, torch.uint32, torch.float8_e4m3fn, torch.float8_e5m2),
+    )
+}
+
+
+def dtype_of(dtype: Any) -> Any:
+    """JAX's dtype for torch's. Integers have at most 32 bits here."""
+    if not isinstance(dtype, torch.dtype) or dtype not in (torch.int64, *TORCHS.values()):
+        raise NoFormError(f"converts to {dtype!r}, want torch.float32, a 16-bit dtype, an int or a bool")
+    return dlpack.jax_dtype(torch.int32 if dtype == torch.int64 else dtype)
+
+
+def _to(x: Any, *args: Any, dtype: Any = None, device: Any = None, copy: Any = None, non_blocking: Any = None) -> Any:
+    """tensor.to: of a dtype, of a tensor's dtype, of a device or of both."""
+    for given in args:
+        if isinstance(given, torch.dtype):
+            dtype = given
+        elif hasattr(given, "dtype") and hasattr(given, "shape"):
+            return x.astype(given.dtype)
+        elif not isinstance(given, str | torch.device | int | bool | None):
+            raise NoFormError(f"converts to {given!r}, want a torch.dtype, a device or a tensor")
+    return x if dtype is None else x.astype(dtype_of(dtype))
+
+
+def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda x: x.astype(dtype_of(dtype))
+
+
+def _type(x: Any, dtype: Any) -> Any:
+    return x.astype(dtype_of(dtype))
+
+
+_MADE = ("device", "layout", "pin_memory", "memory_format")  # they change no value
+
+
+def _checked(options: dict[str, Any]) -> None:
+    if options.get("requires_grad"):
+        raise NoFormError("makes a tensor with requires_grad=True, want one that the function reads")
+    for name in options:
+        if name not in (*_MADE, "requires_grad"):
+            raise NoFormError(f"makes a tensor with {name}, which has no form in jnp here")
+
+
+def _like(number: Any) -> Callable[..., Any]:
+    """zeros_like, ones_like and empty_like."""
+
+    def like(x: Any, dtype: Any = None, **options: Any) -> Any:
+        _checked(options)
+        return jnp.full_like(x, number, dtype=None if dtype is None else dtype_of(dtype))
+
+    return like
+
+
+def _full_like(x: Any, fill_value: Any, dtype: Any = None, **options: Any) -> Any:
+    return _like(fill_value)(x, dtype, **options)
+
+
+def _sizes(given: Sequence[Any]) -> tuple[int, ...]:
+    """A size that is given as numbers or as one tuple."""
+    return tuple(given[0]) if len(given) == 1 and isinstance(given[0], tuple | list) else tuple(given)
+
+
+def _new(number: Any) -> Callable[..., Any]:
+    """tensor.new_zeros, new_ones and new_empty."""
+
+    def new(x: Any, *size: Any, dtype: Any = None, **options: Any) -> Any:
+        size = _sizes((options.pop("size"),) if "size" in options else size)
+        return _new_full(x, size, number, dtype, **options)
+
+    return new
+
+
+def _new_full(x: Any, size: Any, fill_value: Any, dtype: Any = None, **options: Any) -> Any:
+    _checked(options)
+    return jnp.full(_sizes((size,)), fill_value, x.dtype if dtype is None else dtype_of(dtype))
+
+
+def _new_tensor(x: Any, data: Any, dtype: Any = None, **options: Any) -> Any:
+    _checked(options)
+    return jnp.asarray(data, x.dtype if dtype is None else dtype_of(dtype))
+
+
+DTYPES: dict[str, Callable[..., Any]] = {
+    "to": _to,
+    "type": _type,
+    "type_as": lambda x, y: x.astype(y.dtype),
+    **{name: _cast(getattr(torch, name)) for name in ("float", "half", "bfloat16", "int", "long", "bool", "short")},
+    "char": _cast(torch.int8),
+    "byte": _cast(torch.uint8),
+    "zeros_like": _like(0),
+    "empty_like": _like(0),
+    "ones_like": _like(1),
+    "full_like": _full_like,
+    "new_zeros": _new(0),
+    "new_empty": _new(0),
+    "new_ones": _new(1),
+    "new_full": _new_full,
+    "new_tensor": _new_tensor,
+    "detach": lambda x: lax.stop_gradient(x),
+    **dict.fromkeys(("clone", "contiguous", "cpu", "cuda"), lambda x, *_, **__: x),
+}
+
+
+def _axes(dim: Any) -> Any:
+    return tuple(dim) if isinstance(dim, list | tuple) else dim
+
+
+def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
+    def reduced(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+        x = x if dtype is None else x.astype(dtype_of(dtype))
+        return function(x, axis=_axes(dim), keepdims=keepdim)
+
+    return reduced
+
+
+def _product(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A product of vectors or matrices in the precision of float32."""
+
+    def product(x: Any, y: Any) -> Any:
+        dtype = jnp.result_type(x, y)
+        return function(jnp.asarray(x, dtype), jnp.asarray(y, dtype), precision=lax.Precision.HIGHEST)
+
+    return product
+
+
+def _dot(x: Any, y: Any) -> Any:
+    """The product as a sum of products, as a kernel's program may have it."""
+    if x.ndim != 1 or y.ndim != 1:
+        raise NoFormError(f"calls torch.dot of shapes {x.shape} and {y.shape}, want two vectors")
+    return jnp.sum(x * y)
+
+
+def _view(x: Any, *shape: Any) -> Any:
+    if len(shape) == 1 and isinstance(shape[0], torch.dtype):
+        raise NoFormError("views a tensor as another dtype, which has no form in jnp here")
+    return x.reshape(_sizes(shape))
+
+
+def _expand(x: Any, *size: Any) -> Any:
+    size = _sizes(size)
+    own = (1,) * (len(size) - x.ndim) + x.shape
+    return jnp.broadcast_to(x, tuple(n if m == -1 else m for n, m in zip(own, size, strict=True)))
+
+
+def _squeeze(x: Any, dim: Any = None) -> Any:
+    dims = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    return jnp.squeeze(x, tuple(i for i in dims if x.shape[i] == 1))
+
+
+def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if x.ndim == 0:
+        return x.reshape(1)
+    start, end = start_dim % x.ndim, end_dim % x.ndim
+    return x.reshape(*x.shape[:start], -1, *x.shape[end + 1 :])
+
+
+def _select(x: Any, dim: int, index: Any) -> Any:
+    return jnp.moveaxis(x, dim, 0)[index]
+
+
+def _index_select(x: Any, dim: int, index: Any) -> Any:
+    return jnp.take(x, jnp.atleast_1d(index), axis=dim, mode="clip")
+
+
+def _narrow(x: Any, dim: int, start: Any, length: int) -> Any:
+    return lax.dynamic_slice_in_dim(x, start, length, dim)
+
+
+def _take(x: Any, index: Any) -> Any:
+    return x.reshape(-1)[index]
+
+
+def _embedding(x: Any, weight: Any, **options: Any) -> Any:
+    if any(options.values()):
+        raise NoFormError("calls torch's embedding with options, want weight[index]")
+    return weight[x]
+
+
+def _searchsorted(sorted_sequence: Any, x: Any, out_int32: bool = False, right: bool = False, side: Any = None) -> Any:
+    side = side or ("right" if right else "left")
+    return jnp.searchsorted(sorted_sequence, x, side=side).astype(jnp.int32)
+
+
+def _bucketize(x: Any, boundaries: Any, out_int32: bool = False, right: bool = False) -> Any:
+    return _searchsorted(boundaries, x, right=right)
+
+
+def _einsum(equation: str, *operands: Any) -> Any:
+    return jnp.einsum(equation, *_sizes(operands), precision=lax.Precision.HIGHEST)
+
+
+SHAPES: dict[str, Callable[..., Any]] = {
+    "__getitem__": lambda x, index: x[index],
+    **dict.fromkeys(("view", "reshape"), _view),
+    **dict.fromkeys(("view_as", "reshape_as"), lambda x, y: x.reshape(y.shape)),
+    "unsqueeze": lambda x, dim: jnp.expand_dims(x, dim),
+    "squeeze": _squeeze,
+    **dict.fromkeys(("expand", "broadcast_to"), _expand),
+    "expand_as": lambda x, y: jnp.broadcast_to(x, y.shape),
+    "permute": lambda x, *dims: jnp.transpose(x, _sizes(dims)),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), lambda x, dim0, dim1: jnp.swapaxes(x, dim0, dim1)),
+    **dict.fromkeys(("movedim", "moveaxis"), lambda x, source, destination: jnp.moveaxis(x, source, destination)),
+    "t": lambda x: x.T,
+    "flatten": _flatten,
+    "ravel": lambda x: x.reshape(-1),
+    "flip": lambda x, *dims: jnp.flip(x, _sizes(dims)),
+    "select": _select,
+    "narrow": _narrow,
+    "unbind": lambda x, dim=0: tuple(jnp.moveaxis(x, dim, 0)),
+    "index_select": _index_select,
+    "take": _take,
+    "gather": lambda x, dim, index: jnp.take_along_axis(x, index, dim, mode="clip"),
+    "take_along_dim": lambda x, indices, dim: jnp.take_along_axis(x, indices, dim, mode="clip"),
+    "embedding": _embedding,
+    "stack": lambda tensors, dim=0: jnp.stack(tensors, dim),
+    **dict.fromkeys(("cat", "concat", "concatenate"), lambda tensors, dim=0: jnp.concatenate(tensors, dim)),
+    "broadcast_tensors": lambda *tensors: tuple(jnp.broadcast_arrays(*tensors)),
+    **{name: (lambda f: lambda x: f(x))(getattr(jnp, name)) for name in ("atleast_1d", "atleast_2d")},
+    "searchsorted": _searchsorted,
+    "bucketize": _bucketize,
+    **{name: _reduction(getattr(jnp, name)) for name in ("sum", "mean", "prod", "any", "all", "count_nonzero")},
+    **{name: _reduction(getattr(jnp, name)) for name in ("nansum", "nanmean")},
+    "amax": _reduction(jnp.max),
+    "amin": _reduction(jnp.min),
+    "logsumexp": _reduction(jax.nn.logsumexp),
+    **dict.fromkeys(("dot", "vdot"), _dot),
+    "inner": _product(jnp.inner),
+    **dict.fromkeys(("matmul", "mv", "mm", "__matmul__"), _product(jnp.matmul)),
+    "outer": _product(jnp.outer),
+    "einsum": _einsum,
+}

@@ -1,0 +1,332 @@
+"""The functions and methods of torch that have a form in jnp, by name, for torch_forms.
+
+A form takes arrays where torch's function takes tensors. Its first two parameters are x and y, where torch's may be
+passed as `input` and `other`; the others have torch's names. At a kink a form has torch's derivative.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy import special
+
+from jax_kernels.bridge.translate.torch_shapes import DTYPES, SHAPES, NoFormError
+
+__all__ = ["CASTS", "FORMS", "IN_PLACE", "RANDOM", "VIEWS", "binary"]
+
+type Form = Callable[..., Any]
+
+RANDOM = {
+    *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "poisson", "multinomial", "binomial"),
+    *("rand_like", "randn_like", "randint_like", "dropout", "alpha_dropout", "feature_alpha_dropout", "rrelu"),
+}
+# Functions whose last positional argument may say that they change x.
+IN_PLACE = {
+    *("relu", "relu6", "silu", "mish", "selu", "celu", "elu", "hardtanh", "hardswish", "hardsigmoid", "leaky_relu"),
+    *("threshold", "_threshold"),
+}
+# Of the same dtype and device they give x itself.
+CASTS = {
+    *("to", "type", "type_as", "float", "half", "bfloat16", "int", "long", "bool", "short", "char", "byte", "cpu"),
+    *("cuda", "contiguous", "positive", "real", "conj", "resolve_conj", "resolve_neg"),
+}
+# Their results share memory with x.
+VIEWS = {
+    *("view", "view_as", "reshape", "reshape_as", "unsqueeze", "squeeze", "expand", "expand_as", "permute", "t"),
+    *("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "flatten", "ravel", "select", "narrow", "unbind"),
+    *("detach", "__getitem__", "broadcast_to", "broadcast_tensors", "atleast_1d", "atleast_2d"),
+}
+
+
+def _floating(x: Any) -> Any:
+    """The array in float32, where it holds integers or bools."""
+    x = jnp.asarray(x)
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+
+
+def _is_whole(x: Any) -> bool:
+    return not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def unary(function: Form) -> Form:
+    """The function of one array, whose integers become floats."""
+    return lambda x: function(_floating(x))
+
+
+def binary(function: Form) -> Form:
+    """The function of two arrays, by the names of the table."""
+    return lambda x, y: function(x, y)
+
+
+def _binary_floats(function: Form) -> Form:
+    return lambda x, y: function(*jnp.broadcast_arrays(_floating(x), _floating(y)))
+
+
+def _rounded(function: Form) -> Form:
+    """A rounding, which leaves integers as they are."""
+    return lambda x: x if _is_whole(x) else function(x)
+
+
+def _where(condition: Any, x: Any, y: Any) -> Any:
+    return jnp.where(condition, x, y)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float)
+
+
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+    """At a bound that is a number x has no gradient, as in torch; at a tensor's it has half of it."""
+    if min is None and max is None:
+        raise NoFormError("calls torch.clamp without a bound, want min or max")
+    if min is not None:
+        x = jnp.where(x <= min, min, x) if _is_number(min) else jnp.maximum(x, min)
+    if max is None:
+        return x
+    return jnp.where(x >= max, max, x) if _is_number(max) else jnp.minimum(x, max)
+
+
+def _abs(x: Any) -> Any:
+    """At 0 its gradient is 0, as in torch."""
+    return x * jnp.sign(x)
+
+
+def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    scaled = x * beta
+    return jnp.where(scaled > threshold, x, jnp.log1p(jnp.exp(jnp.minimum(scaled, threshold))) / beta)
+
+
+def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
+    if rounding_mode is None:
+        return jnp.true_divide(x, y)
+    if rounding_mode == "floor":
+        return jnp.floor_divide(x, y)
+    if rounding_mode == "trunc":
+        whole = _is_whole(x) and _is_whole(y)
+        return lax.div(*jnp.broadcast_arrays(*_promoted(x, y))) if whole else jnp.trunc(jnp.true_divide(x, y))
+    raise NoFormError(f"rounding_mode: got {rounding_mode!r}, want None, 'floor' or 'trunc'")
+
+
+def _promoted(x: Any, y: Any) -> tuple[Any, Any]:
+    dtype = jnp.result_type(x, y)
+    return jnp.asarray(x, dtype), jnp.asarray(y, dtype)
+
+
+def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
+    return x + (y if alpha == 1 else alpha * y)
+
+
+def _subtract(x: Any, y: Any, alpha: Any = 1) -> Any:
+    return _add(x, y, -alpha)
+
+
+def _power(x: Any, exponent: Any) -> Any:
+    if isinstance(exponent, int) and not isinstance(exponent, bool) and hasattr(x, "dtype") and exponent >= 0:
+        return x**exponent
+    return jnp.power(x, exponent)
+
+
+def _round(x: Any, decimals: int = 0) -> Any:
+    return x if _is_whole(x) else jnp.round(x, decimals)
+
+
+def _gelu(x: Any, approximate: str = "none") -> Any:
+    return jax.nn.gelu(x, approximate=approximate == "tanh")
+
+
+def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
+    return _clamp(x, min_val, max_val)
+
+
+def _hardsigmoid(x: Any) -> Any:
+    return _clamp(x + 3.0, 0.0, 6.0) / 6.0
+
+
+def _leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
+    return jnp.where(x > 0, x, x * negative_slope)
+
+
+def _threshold(x: Any, threshold: float, value: float) -> Any:
+    return jnp.where(x > threshold, x, value)
+
+
+def _below(x: Any) -> Any:
+    """x up to 0, and 0 above, where exp would overflow in the gradient. At 0 its gradient is 1."""
+    return jnp.where(x > 0, 0.0, x)
+
+
+def _elu(x: Any, alpha: float = 1.0) -> Any:
+    return jnp.where(x > 0, x, alpha * jnp.expm1(_below(x)))
+
+
+def _celu(x: Any, alpha: float = 1.0) -> Any:
+    return jnp.where(x > 0, x, alpha * jnp.expm1(_below(x) / alpha))
+
+
+def _selu(x: Any) -> Any:
+    return 1.0507009873554805 * _elu(x, 1.6732632423543772)
+
+
+def _softshrink(x: Any, lambd: float = 0.5) -> Any:
+    return jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, 0.0))
+
+
+def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
+    return jnp.where(mask, jnp.asarray(value, x.dtype), x)
+
+
+def _lerp(x: Any, end: Any, weight: Any) -> Any:
+    return x + weight * (end - x)
+
+
+def _addcmul(x: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
+    return x + value * (tensor1 * tensor2)
+
+
+def _addcdiv(x: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
+    return x + value * jnp.true_divide(tensor1, tensor2)
+
+
+def _logit(x: Any, eps: float | None = None) -> Any:
+    x = _floating(x)
+    return special.logit(x if eps is None else _clamp(x, eps, 1 - eps))
+
+
+def _copysign(x: Any, y: Any) -> Any:
+    """At x = 0 its gradient is 0, as in torch."""
+    return _abs(_floating(x)) * jnp.where(jnp.signbit(_floating(y)), -1.0, 1.0)
+
+
+def _isclose(x: Any, y: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+    return jnp.isclose(x, y, rtol, atol, equal_nan)
+
+
+def _isin(elements: Any, test_elements: Any, assume_unique: bool = False, invert: bool = False) -> Any:
+    return jnp.isin(elements, test_elements, invert=invert)
+
+
+def _nan_to_num(x: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Any:
+    return x if _is_whole(x) else jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
+
+
+def _without_nan(function: Form) -> Form:
+    """fmin and fmax, which give the other value where one is NaN."""
+    return lambda x, y: jnp.where(jnp.isnan(x), y, jnp.where(jnp.isnan(y), x, function(x, y)))
+
+
+def _extreme(of_two: Form, of_all: Form) -> Form:
+    """torch.max and torch.min: of two tensors, or of all values of one."""
+
+    def extreme(x: Any, y: Any = None) -> Any:
+        if isinstance(y, int):
+            raise NoFormError("looks for the largest or smallest along an axis, want amax or amin")
+        return of_all(x) if y is None else of_two(x, y)
+
+    return extreme
+
+
+def _named(function: Form, *names: str) -> dict[str, Form]:
+    return dict.fromkeys(names, function)
+
+
+_ARITHMETIC: dict[str, Form] = {
+    **_named(_add, "add", "__add__", "__radd__"),
+    **_named(_subtract, "sub", "subtract"),
+    **_named(binary(jnp.multiply), "mul", "multiply"),
+    **_named(_divide, "div", "divide", "true_divide"),
+    **{name: binary(getattr(jnp, name)) for name in ("floor_divide", "remainder", "fmod", "gcd", "lcm", "nextafter")},
+    **_named(_power, "pow"),
+    "float_power": lambda x, exponent: jnp.power(_floating(x), exponent),
+    "rsub": lambda x, y, alpha=1: _subtract(y, x, alpha),
+    **_named(lambda x: jnp.negative(x), "neg", "negative"),
+    **_named(lambda x: x, "positive", "real", "conj", "conj_physical", "resolve_conj", "resolve_neg"),
+    **_named(binary(jnp.equal), "eq"),
+    **_named(binary(jnp.not_equal), "ne", "not_equal"),
+    **_named(binary(jnp.less), "lt", "less"),
+    **_named(binary(jnp.less_equal), "le", "less_equal"),
+    **_named(binary(jnp.greater), "gt", "greater"),
+    **_named(binary(jnp.greater_equal), "ge", "greater_equal"),
+    **{name: binary(getattr(jnp, name)) for name in ("logical_and", "logical_or", "logical_xor")},
+    **{name: binary(getattr(jnp, name)) for name in ("bitwise_and", "bitwise_or", "bitwise_xor")},
+    "logical_not": lambda x: jnp.logical_not(x),
+    "bitwise_not": lambda x: jnp.bitwise_not(x),
+    "bitwise_left_shift": binary(jnp.left_shift),
+    "bitwise_right_shift": binary(jnp.right_shift),
+    "addcmul": _addcmul,
+    "addcdiv": _addcdiv,
+    "lerp": _lerp,
+    "ldexp": lambda x, y: x * jnp.exp2(_floating(y)),
+    "where": _where,
+    "masked_fill": _masked_fill,
+    **_named(_clamp, "clamp", "clip"),
+    "clamp_min": lambda x, min: _clamp(x, min=min),
+    "clamp_max": lambda x, max: _clamp(x, max=max),
+    "minimum": binary(jnp.minimum),
+    "maximum": binary(jnp.maximum),
+    "min": _extreme(jnp.minimum, jnp.min),
+    "max": _extreme(jnp.maximum, jnp.max),
+    "fmin": _without_nan(jnp.minimum),
+    "fmax": _without_nan(jnp.maximum),
+    **_named(_abs, "abs", "absolute"),
+    "isclose": _isclose,
+    "isin": _isin,
+}
+
+_MATHEMATICS: dict[str, Form] = {
+    **{name: unary(getattr(jnp, name)) for name in ("exp", "exp2", "expm1", "log", "log1p", "log2", "log10")},
+    **{name: unary(getattr(jnp, name)) for name in ("tanh", "sinh", "cosh", "sin", "cos", "tan", "sqrt", "reciprocal")},
+    **{f"a{name}": unary(getattr(jnp, f"arc{name}")) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    **{f"arc{name}": unary(getattr(jnp, f"arc{name}")) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    **_named(_binary_floats(jnp.arctan2), "atan2", "arctan2"),
+    **{name: unary(getattr(jnp, name)) for name in ("isnan", "isinf", "isfinite", "isposinf", "isneginf", "signbit")},
+    **{name: unary(getattr(jnp, name)) for name in ("rad2deg", "deg2rad", "sinc", "angle")},
+    **{name: _binary_floats(getattr(jnp, name)) for name in ("hypot", "logaddexp", "logaddexp2", "heaviside")},
+    **{name: _rounded(getattr(jnp, name)) for name in ("floor", "ceil", "trunc")},
+    "fix": _rounded(jnp.trunc),
+    "round": _round,
+    "frac": lambda x: x - jnp.trunc(x),
+    "frexp": lambda x: jnp.frexp(x),
+    "square": lambda x: jnp.square(x),
+    **_named(lambda x: jnp.sign(x), "sign", "sgn"),
+    "isreal": lambda x: jnp.ones(x.shape, bool),
+    "rsqrt": unary(lax.rsqrt),
+    "copysign": _copysign,
+    "nan_to_num": _nan_to_num,
+    **_named(unary(jax.nn.sigmoid), "sigmoid", "expit"),
+    **{name: unary(getattr(special, name)) for name in ("erf", "erfc", "i0", "i0e", "i1", "i1e", "entr")},
+    **{name: unary(getattr(special, name)) for name in ("ndtr", "log_ndtr", "ndtri", "digamma")},
+    "erfinv": unary(lax.erf_inv),
+    "psi": unary(special.digamma),
+    **_named(unary(special.gammaln), "lgamma", "gammaln"),
+    **_named(_binary_floats(special.gammainc), "igamma", "gammainc"),
+    **_named(_binary_floats(special.gammaincc), "igammac", "gammaincc"),
+    **{name: _binary_floats(getattr(special, name)) for name in ("xlogy", "xlog1py", "zeta")},
+    "logit": _logit,
+}
+
+_ACTIVATIONS: dict[str, Form] = {
+    **_named(unary(jax.nn.log_sigmoid), "logsigmoid", "log_sigmoid"),
+    "softplus": _softplus,
+    "relu": lambda x: jax.nn.relu(x),
+    "relu6": lambda x: _clamp(x, 0.0, 6.0),
+    "silu": lambda x: jax.nn.silu(x),
+    "gelu": _gelu,
+    "hardtanh": _hardtanh,
+    "hardsigmoid": _hardsigmoid,
+    "hardswish": lambda x: x * _hardsigmoid(x),
+    "hardshrink": lambda x, lambd=0.5: jnp.where(jnp.abs(x) <= lambd, 0.0, x),
+    "softshrink": _softshrink,
+    "leaky_relu": _leaky_relu,
+    "prelu": lambda x, weight: jnp.where(x > 0, x, x * weight),
+    **_named(_threshold, "threshold", "_threshold"),
+    "elu": _elu,
+    "celu": _celu,
+    "selu": _selu,
+    "mish": lambda x: x * jnp.tanh(jax.nn.softplus(x)),
+    "softsign": lambda x: x / (1 + _abs(x)),
+    "tanhshrink": lambda x: x - jnp.tanh(x),
+}
+
+FORMS: dict[str, Form] = {**_ARITHMETIC, **_MATHEMATICS, **_ACTIVATIONS, **DTYPES, **SHAPES}

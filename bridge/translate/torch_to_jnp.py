@@ -1,0 +1,365 @@
+"""Scalars of JAX's that PyTorch's functions take, for a score_mod or a mask's function in torch operations.
+
+A Value stands for an array that JAX traces. Operators, methods of tensors and functions of torch give Values, by their
+forms in jnp, which torch_table lists.
+"""
+
+import contextlib
+import functools
+import inspect
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from torch.overrides import TorchFunctionMode
+
+from jax_kernels.bridge.interop import dlpack
+from jax_kernels.bridge.translate import autograd_functions
+from jax_kernels.bridge.translate.torch_shapes import SHAPES, TORCHS, NoFormError, dtype_of
+from jax_kernels.bridge.translate.torch_table import CASTS, FORMS, IN_PLACE, RANDOM, VIEWS
+
+__all__ = ["NoFormError", "Value", "in_jnp"]
+
+_OPERATORS = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")},
+    **{name: getattr(operator, name) for name in ("lshift", "rshift", "xor")},
+    **{name: getattr(operator, f"{name}_") for name in ("and", "or")},
+}
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_OPERATORS_OF_LIBRARIES = {"approx::tanh": "tanh"}  # attention-gym's name for the GPU's faster instruction
+_WANT_TENSORS = "want it as a variable of its own, as in `bias = module.bias` before the function"
+
+
+class _MissingError(NoFormError, AttributeError):
+    """A Value lacks an attribute that a tensor may have."""
+
+
+class _State(threading.local):
+    """refused: the names that have no form in the function that is traced, and why."""
+
+    def __init__(self) -> None:
+        self.refused: dict[str, str] = {}
+
+
+_STATE = _State()
+
+
+class Value:
+    """An array of JAX's in code that is written for torch.Tensors.
+
+    is_shared: whether another Value may be a view of the same tensor. is_read: whether it is a tensor that the function
+    reads. Neither can be changed in place.
+    """
+
+    __array_ufunc__ = None  # NumPy's scalars leave operators to it
+    __hash__ = object.__hash__
+
+    def __init__(self, array: Any, *, is_read: bool = False) -> None:
+        self.array = array
+        self.is_shared = False
+        self.is_read = is_read
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return _called(_name_of(function), args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        own = name.removesuffix("_")
+        if name not in FORMS and own not in FORMS:
+            raise _MissingError(f"uses Tensor.{name}, which has no form in jnp here")
+        return functools.partial(_method, name if name in FORMS else own, self, is_in_place=name not in FORMS)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype = jnp.dtype(self.array.dtype)
+        return TORCHS.get(dtype) or dlpack.torch_dtype("a result", dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.array.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.array.ndim
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")  # where constants are made that JAX moves
+
+    @property
+    def layout(self) -> torch.layout:
+        return torch.strided
+
+    @property
+    def T(self) -> "Value":
+        return _called("t", (self,), {})
+
+    @property
+    def mT(self) -> "Value":
+        return _called("transpose", (self, -2, -1), {})
+
+    @property
+    def data(self) -> "Value":
+        return _called("detach", (self,), {})
+
+    requires_grad = is_cuda = is_nested = is_sparse = is_quantized = False
+    is_cpu = True
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.array.ndim
+
+    ndimension = dim
+
+    def numel(self) -> int:
+        return self.array.size
+
+    nelement = numel
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def is_complex(self) -> bool:
+        return False
+
+    def is_signed(self) -> bool:
+        return self.dtype.is_signed
+
+    def is_contiguous(self, *_: Any, **__: Any) -> bool:
+        return True
+
+    def __getitem__(self, index: Any) -> "Value":
+        return _called("__getitem__", (self, index), {})
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise NoFormError("assigns to a part of a tensor, want a new tensor, as of torch.where")
+
+    def __neg__(self) -> "Value":
+        return _called("neg", (self,), {})
+
+    def __pos__(self) -> "Value":
+        return self
+
+    def __abs__(self) -> "Value":
+        return _called("abs", (self,), {})
+
+    def __invert__(self) -> "Value":
+        return _called("bitwise_not", (self,), {})
+
+    def __len__(self) -> int:
+        if not self.array.ndim:
+            self._has_no_value()
+        return len(self.array)
+
+    def __iter__(self) -> Iterator["Value"]:
+        if not self.array.ndim:
+            self._has_no_value()
+        return iter(_called("unbind", (self,), {}))
+
+    def _has_no_value(self, *_: Any) -> Any:
+        raise NoFormError("asks for the value of a score or an index, as in `if`; want torch.where(condition, x, y)")
+
+    def __index__(self) -> int:
+        raise NoFormError(
+            "asks for the value of a score or an index, as to look up a list, a NumPy array or a slice; want a "
+            "torch.Tensor that is looked up, as in table[q_idx]"
+        )
+
+    __bool__ = __int__ = __float__ = __complex__ = item = tolist = numpy = _has_no_value
+
+
+def _method(name: str, value: Value, /, *args: Any, is_in_place: bool = False, **kwargs: Any) -> Any:
+    """The result of a Value's method."""
+    if name == "where":  # x.where(condition, y)
+        condition, other = (*args, *kwargs.values())
+        result = _called("where", (condition, value, other), {})
+    else:
+        result = _called(name, (value, *args), kwargs)
+    return _assigned(name, value, result) if is_in_place else result
+
+
+def _assigned(name: str, value: Value, result: Value) -> Value:
+    """The value, which a method changed in place to be the result."""
+    if value.is_shared or value.is_read:
+        whose = "that the function reads" if value.is_read else "that shares memory with another"
+        raise NoFormError(f"changes a tensor {whose} in place, by {name}; want a new one")
+    if not torch.can_cast(result.dtype, value.dtype) or result.shape != value.shape:
+        raise NoFormError(
+            f"changes a tensor of {value.dtype} {tuple(value.shape)} in place to {result.dtype} {tuple(result.shape)}, "
+            f"by {name}; want a new one"
+        )
+    value.array = result.array.astype(value.array.dtype)
+    return value
+
+
+def _operate(name: str, function: Callable[[Any, Any], Any], *, swaps: bool = False) -> Callable[[Value, Any], Value]:
+    def operate(self: Value, other: Any) -> Value:
+        pair = (self, other)[:: -1 if swaps else 1]
+        return _result(name, function, pair, {})
+
+    return operate
+
+
+def _operate_in_place(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Value, Any], Value]:
+    return lambda self, other: _assigned(name, self, _result(name, function, (self, other), {}))
+
+
+for _own, _function in _OPERATORS.items():
+    setattr(Value, f"__{_own}__", _operate(f"__{_own}__", _function))
+    setattr(Value, f"__r{_own}__", _operate(f"__r{_own}__", _function, swaps=True))
+    if _own != "matmul":
+        setattr(Value, f"__i{_own}__", _operate_in_place(f"__i{_own}__", _function))
+for _own in _COMPARISONS:
+    setattr(Value, f"__{_own}__", _operate(f"__{_own}__", getattr(operator, _own)))
+
+
+def _name_of(function: Any) -> str:
+    """The name of a function of torch, as the table has it. Operators of other libraries have their namespace."""
+    name = getattr(function, "__name__", str(function))
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        packet = getattr(function, "overloadpacket", function)
+        qualified = str(packet._qualified_op_name)
+        space, name = qualified.split("::")
+        if space not in ("aten", "prims"):
+            return _OPERATORS_OF_LIBRARIES.get(qualified, qualified)
+    if name not in FORMS and name.startswith("special_"):
+        name = name.removeprefix("special_")
+    if name.startswith("__") and (own := name.strip("_")) in _OPERATORS:
+        return own
+    return name
+
+
+def _called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of torch's function or method of that name, by its form in jnp."""
+    autograd_functions.check()
+    own = name if name in FORMS else name.removesuffix("_")
+    form = FORMS.get(own)
+    if form is None:
+        why = ", as its values are random" if name in RANDOM else ""
+        raise NoFormError(f"uses torch's {name}, which has no form in jnp here{why}")
+    if own in _STATE.refused:
+        raise NoFormError(f"uses torch's {name}, {_STATE.refused[own]}")
+    if kwargs.get("out") is not None:
+        raise NoFormError(f"gives torch.{name} an `out`, want its result")
+    given = {key: x for key, x in kwargs.items() if key != "out"}
+    is_in_place = own != name
+    if own in IN_PLACE:
+        is_in_place = bool(given.pop("inplace", False)) or is_in_place
+        most = len(inspect.signature(form).parameters)
+        if len(args) > most:
+            is_in_place, args = bool(args[most]) or is_in_place, args[:most]
+    first: Any = args[0] if args else given.get("input", given.get("self"))
+    result = _result(name, form, args, given)
+    if is_in_place:
+        return _assigned(name, first, result)
+    if own in CASTS and isinstance(first, Value) and result.dtype == first.dtype:
+        return first
+    if own in VIEWS and isinstance(first, Value):
+        first.is_shared = True
+        for x in result if isinstance(result, tuple) else (result,):
+            x.is_shared, x.is_read = True, first.is_read
+    return result
+
+
+def _result(name: str, form: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The Value, or the tuple of Values, that a form gives. Raises NoFormError, naming the function, where it fails."""
+    arrays = [_array(x) for x in args]
+    given = {key: _array(x) for key, x in kwargs.items()}
+    given = {"y" if key == "other" else "x" if key in ("input", "self") else key: x for key, x in given.items()}
+    try:
+        result = form(*arrays, **given)
+    except NoFormError:
+        raise
+    except Exception as error:
+        shown = f"torch.{name}" if not name.startswith("__") else name
+        reason = str(error).split("\n")[0]
+        raise NoFormError(f"calls {shown} in a way that has no form in jnp here ({reason})") from error
+    if result is NotImplemented:
+        raise NoFormError(f"calls {name} with {type(args[-1]).__name__}, which has no form in jnp here")
+    if isinstance(result, tuple):
+        return tuple(map(Value, result))
+    return Value(jnp.asarray(result))
+
+
+def _array(x: Any) -> Any:
+    """The array that stands for x in jnp."""
+    if isinstance(x, Value):
+        return x.array
+    if isinstance(x, tuple | list):
+        return tuple(map(_array, x))
+    if isinstance(x, slice) and any(isinstance(part, Value) for part in (x.start, x.stop, x.step)):
+        raise NoFormError("slices a tensor at a score or an index, want the look-up of one entry, as in table[q_idx]")
+    if isinstance(x, torch.Tensor):
+        raise NoFormError(f"reads a torch.Tensor of shape {tuple(x.shape)} through an object; {_WANT_TENSORS}")
+    return x
+
+
+class _Constants(TorchFunctionMode):
+    """Inside it, tensors that a function makes are Values."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = _name_of(function)
+        if any(issubclass(kind, Value) for kind in types) or _holds(Value, args, kwargs):
+            return _called(name, args, kwargs)
+        if name in RANDOM:
+            raise NoFormError(f"uses torch's {name}, which has no form in jnp here, as its values are random")
+        made = function(*args, **kwargs)
+        is_constant = isinstance(made, torch.Tensor) and not _holds(torch.Tensor, args, kwargs)
+        return _constant(name, made) if is_constant else made
+
+
+def _holds(kind: type, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether one of the arguments, or of a tuple or list among them, is of this kind."""
+    return any(
+        isinstance(x, kind) or (isinstance(x, tuple | list) and _holds(kind, x, {})) for x in (*args, *kwargs.values())
+    )
+
+
+def _constant(name: str, made: torch.Tensor) -> Value:
+    """A tensor that a function makes of numbers."""
+    if made.requires_grad:
+        raise NoFormError("makes a tensor with requires_grad=True, want one that the function reads")
+    dtype = torch.float32 if made.dtype == torch.float64 else made.dtype
+    try:
+        return Value(jnp.asarray(made.tolist(), dtype_of(dtype)))
+    except OverflowError as error:
+        raise NoFormError(f"makes a tensor by torch.{name} with integers beyond int32 ({error})") from error
+
+
+@contextlib.contextmanager
+def _refusing(refused: dict[str, str]) -> Iterator[None]:
+    before, _STATE.refused = _STATE.refused, refused
+    try:
+        yield
+    finally:
+        _STATE.refused = before
+
+
+_MIXES = dict.fromkeys(
+    (*SHAPES, "max", "min"), "which mixes or reshapes values, where an elementwise function is wanted"
+)
+
+
+def in_jnp(function: Callable[..., Any], *, is_elementwise: bool = False) -> Callable[..., Any]:
+    """A function of tensors, in torch operations, as a function of arrays. It raises NoFormError where it has none.
+
+    is_elementwise: whether it may be called with arrays for scalars, so that reductions and look-ups are refused.
+    """
+
+    @functools.wraps(function, updated=())
+    def of_arrays(*args: Any) -> Any:
+        with _Constants(), _refusing(_MIXES if is_elementwise else {}):
+            result = function(*map(Value, args))
+        if isinstance(result, bool | int | float):
+            return jnp.asarray(result)
+        return _array(result)
+
+    return of_arrays
