@@ -26,7 +26,7 @@ from harness.process import say
 from harness.timing import Contender
 
 from jax_kernels import flash_attention
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention as reference
 
 KINDS = ("normal", "peaked", "large")

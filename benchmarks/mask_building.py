@@ -48,7 +48,7 @@ from harness.timers import choose_timer, close
 from harness.timing import METHODS, Contender, alternate, first_line, skipped, spread
 
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks, prepare_mask
-from jax_kernels.masks.lists import block_status
+from jax_kernels.masks.block_lists import block_status
 
 TABLES = ("builders", "dense", "lists")
 BUILDERS = ("top_k", "top_k, causal", "top_k of each query", "threshold", "top_k_blocks", "top_k_blocks, causal")

@@ -31,7 +31,7 @@ from harness.timers import choose_timer, close
 from harness.timing import Contender, alternate, spread
 
 from jax_kernels import explain, layer_norm, rms_norm
-from jax_kernels.normalization_inputs import NormOptions
+from jax_kernels.inputs.normalization import NormOptions
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.normalization.sm90.traits import Traits, row_warps_of

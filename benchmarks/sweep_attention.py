@@ -31,11 +31,11 @@ from harness.process import prepare_process, say
 from harness.timers import choose_timer
 from harness.timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, take_turn, wait
 
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import interpreting
-from jax_kernels.pallas.attention.sm90 import backward as backward_sm90
-from jax_kernels.pallas.attention.sm90 import forward as forward_sm90
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention.sm90.backward import launch as backward_sm90
+from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
 from jax_kernels.pallas.attention.triton import backward as backward_triton
 from jax_kernels.pallas.attention.triton import forward as forward_triton
 from jax_kernels.pallas.block_specs import attention_row

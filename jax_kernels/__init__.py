@@ -1,8 +1,8 @@
 """jax_kernels: attention and matmul kernels in JAX Pallas, for JAX, Flax and PyTorch."""
 
 from jax_kernels import masks as masks
-from jax_kernels.compiling import compile_kernels as compile_kernels
-from jax_kernels.compiling import compiler_options as compiler_options
+from jax_kernels.compilation import compile_kernels as compile_kernels
+from jax_kernels.compilation import compiler_options as compiler_options
 from jax_kernels.device import DeviceInfo as DeviceInfo
 from jax_kernels.device import device_info as device_info
 from jax_kernels.dispatch import Plan as Plan
@@ -11,11 +11,11 @@ from jax_kernels.hilbert import hilbert_order as hilbert_order
 from jax_kernels.hilbert import invert_order as invert_order
 from jax_kernels.ops.attention.block_sparse_attention import block_sparse_attention as block_sparse_attention
 from jax_kernels.ops.attention.compile_attention import compile_attention as compile_attention
+from jax_kernels.ops.attention.decode_attention import decode_attention as decode_attention
 from jax_kernels.ops.attention.dynamic_mask_attention import dynamic_mask_attention as dynamic_mask_attention
 from jax_kernels.ops.attention.flash_attention import flash_attention as flash_attention
 from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8 as flash_attention_fp8
 from jax_kernels.ops.attention.prepare_mask import prepare_mask as prepare_mask
-from jax_kernels.ops.decode_attention import decode_attention as decode_attention
 from jax_kernels.ops.dilated.dilated_attention import dilated_attention as dilated_attention
 from jax_kernels.ops.dilated.sequence_parallel import (
     sequence_parallel_dilated_attention as sequence_parallel_dilated_attention,
@@ -23,8 +23,8 @@ from jax_kernels.ops.dilated.sequence_parallel import (
 from jax_kernels.ops.matmul.matmul import gated_matmul as gated_matmul
 from jax_kernels.ops.matmul.matmul import matmul as matmul
 from jax_kernels.ops.matmul.mlp import mlp as mlp
-from jax_kernels.ops.normalization import layer_norm as layer_norm
-from jax_kernels.ops.normalization import rms_norm as rms_norm
+from jax_kernels.ops.normalization.normalization import layer_norm as layer_norm
+from jax_kernels.ops.normalization.normalization import rms_norm as rms_norm
 from jax_kernels.ops.ring.ring_attention import ring_attention as ring_attention
 from jax_kernels.ops.ring.shard_sequence import shard_sequence as shard_sequence
 from jax_kernels.ops.ring.shard_sequence import unshard_sequence as unshard_sequence

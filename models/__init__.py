@@ -3,22 +3,27 @@
 Needs the `flax` extra. Nothing else in the library imports Flax.
 """
 
-from jax_kernels.models.attention import KVCache, MultiHeadAttention, rotary_embedding
-from jax_kernels.models.attention_fn import attention_fn
 from jax_kernels.models.config import TransformerConfig
-from jax_kernels.models.data import TokenBatches, read_documents, read_text
-from jax_kernels.models.delayed_scaling import AmaxHistory
-from jax_kernels.models.dilated_attention import DilatedAttention, LongNet, LongNetConfig, MultiHeadDilatedAttention
-from jax_kernels.models.distributed import initialize_distributed
-from jax_kernels.models.dynamic_mask_attention import DynamicMaskAttention
-from jax_kernels.models.linear import GatedMLP, Linear
-from jax_kernels.models.losses import linear_cross_entropy
-from jax_kernels.models.normalization import LayerNorm, RMSNorm
-from jax_kernels.models.packing import document_positions, document_starts, within_documents
-from jax_kernels.models.pipeline import pipelined
-from jax_kernels.models.quantized import QuantizedGatedMLP, QuantizedLinear, QuantizedWeight, quantize_weights
-from jax_kernels.models.sharding import ShardingRules, make_mesh, shard_batch, shard_model, state_shardings
-from jax_kernels.models.trainer import Trainer, next_token_loss
+from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention, rotary_embedding
+from jax_kernels.models.layers.attention_fn import attention_fn
+from jax_kernels.models.layers.delayed_scaling import AmaxHistory
+from jax_kernels.models.layers.dilated_attention import (
+    DilatedAttention,
+    LongNet,
+    LongNetConfig,
+    MultiHeadDilatedAttention,
+)
+from jax_kernels.models.layers.dynamic_mask_attention import DynamicMaskAttention
+from jax_kernels.models.layers.linear import GatedMLP, Linear
+from jax_kernels.models.layers.normalization import LayerNorm, RMSNorm
+from jax_kernels.models.layers.quantized import QuantizedGatedMLP, QuantizedLinear, QuantizedWeight, quantize_weights
+from jax_kernels.models.parallel.distributed import initialize_distributed
+from jax_kernels.models.parallel.pipeline import pipelined
+from jax_kernels.models.parallel.sharding import ShardingRules, make_mesh, shard_batch, shard_model, state_shardings
+from jax_kernels.models.training.data import TokenBatches, read_documents, read_text
+from jax_kernels.models.training.losses import linear_cross_entropy
+from jax_kernels.models.training.packing import document_positions, document_starts, within_documents
+from jax_kernels.models.training.trainer import Trainer, next_token_loss
 from jax_kernels.models.transformer import Transformer, flat_parameters
 
 __all__ = [

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import quantization
-from jax_kernels.models.remat import REMAT
+from jax_kernels.models.training.remat import REMAT
 from jax_kernels.ops.ring.layouts import LAYOUTS
 from jax_kernels.ops.ring.ring_attention import STRATEGIES
 from jax_kernels.plain_numbers import plain, plain_of

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 
 from jax_kernels import dispatch
-from jax_kernels.models import token_ids
+from jax_kernels.models.training import token_ids
 from jax_kernels.ops.checks import checked_integers
 
 __all__ = ["check_generation", "generate"]

@@ -10,24 +10,24 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jax_kernels import dispatch
-from jax_kernels.defaults import under_defaults
-from jax_kernels.models.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.config import TransformerConfig, check_kind
-from jax_kernels.models.delayed_scaling import AmaxHistory
 from jax_kernels.models.generate import check_generation, generate
-from jax_kernels.models.linear import GatedMLP
-from jax_kernels.models.losses import linear_cross_entropy
-from jax_kernels.models.normalization import RMSNorm
-from jax_kernels.models.packing import Packed, packed
-from jax_kernels.models.pipeline import pipelined
-from jax_kernels.models.quantized import QuantizedLinear, QuantizedWeight
-from jax_kernels.models.remat import recomputed
-from jax_kernels.models.sharding import ShardingRules, has_explicit_axes, under_auto_axes
-from jax_kernels.models.token_ids import check_targets, checked_tokens, usable_ids
+from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention
+from jax_kernels.models.layers.delayed_scaling import AmaxHistory
+from jax_kernels.models.layers.linear import GatedMLP
+from jax_kernels.models.layers.normalization import RMSNorm
+from jax_kernels.models.layers.quantized import QuantizedLinear, QuantizedWeight
+from jax_kernels.models.parallel.pipeline import pipelined
+from jax_kernels.models.parallel.sharding import ShardingRules, has_explicit_axes, under_auto_axes
+from jax_kernels.models.training.losses import linear_cross_entropy
+from jax_kernels.models.training.packing import Packed, packed
+from jax_kernels.models.training.remat import recomputed
+from jax_kernels.models.training.token_ids import check_targets, checked_tokens, usable_ids
 from jax_kernels.ops.matmul.matmul import matmul
 from jax_kernels.ops.matmul.mlp import mlp
 from jax_kernels.plain_numbers import plain
 from jax_kernels.quantization import dequantize
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["Block", "Transformer", "flat_parameters"]
 

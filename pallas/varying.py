@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import ManualAxisType
 
-from jax_kernels.varying import varying_axes
+from jax_kernels.tracing.manual_axes import varying_axes
 
 __all__ = ["result_types"]
 

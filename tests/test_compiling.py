@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 import aot
 import forked
 
-from jax_kernels import compile_kernels, compiler_options, compiling, flash_attention, rms_norm
+from jax_kernels import compilation, compile_kernels, compiler_options, flash_attention, rms_norm
 
 
 def test_a_program_without_such_kernels_has_none():
@@ -36,7 +36,7 @@ def test_what_cannot_be_compiled_alone_is_told(monkeypatch):
     lowered = jax.jit(lambda x: x).lower(1.0)
     kernel = lambda error: types.SimpleNamespace(compile=lambda where: error)
     kernels = [kernel(None), kernel(TypeError("no")), kernel(None)]
-    monkeypatch.setattr(compiling, "_kernels_of", lambda operation: kernels)
+    monkeypatch.setattr(compilation, "_kernels_of", lambda operation: kernels)
     with pytest.warns(RuntimeWarning, match="^compile_kernels: 1 of 3 kernels are left to XLA: no$"):
         assert compile_kernels(lowered) == 3
     kernels[:] = [KeyError("f4")]
@@ -53,7 +53,7 @@ def test_the_caller_need_not_wait(monkeypatch):
         ended.append(where)
 
     kernel = types.SimpleNamespace(compile=compile_late)
-    monkeypatch.setattr(compiling, "_kernels_of", lambda operation: [kernel, kernel])
+    monkeypatch.setattr(compilation, "_kernels_of", lambda operation: [kernel, kernel])
     assert compile_kernels(jax.jit(lambda x: x).lower(1.0), wait=False) == 2
     assert begun.wait(timeout=30)
     assert not ended
@@ -98,11 +98,11 @@ def test_a_mesh_of_this_process_has_no_options_on_a_cpu():
 
 
 def test_an_option_that_xla_does_not_have_is_left_out(monkeypatch):
-    with_more = compiling._BY_COPIES | {
+    with_more = compilation._BY_COPIES | {
         "xla_gpu_no_such_option": True,
         "xla_gpu_ragged_all_to_all_mode": "no such mode",
     }
-    monkeypatch.setattr(compiling, "_BY_COPIES", with_more)
+    monkeypatch.setattr(compilation, "_BY_COPIES", with_more)
     found = compiler_options(mesh_of("gpu", 2))
     assert "xla_gpu_no_such_option" not in found
     assert "xla_gpu_ragged_all_to_all_mode" not in found
@@ -111,7 +111,7 @@ def test_an_option_that_xla_does_not_have_is_left_out(monkeypatch):
 
 def test_collections_are_paused_and_go_on():
     def fail():
-        with compiling.paused_collections():
+        with compilation.paused_collections():
             raise KeyError(gc.isenabled())
 
     with pytest.raises(KeyError, match="False"):
@@ -119,7 +119,7 @@ def test_collections_are_paused_and_go_on():
     assert gc.isenabled()
     gc.disable()
     try:
-        with compiling.paused_collections():
+        with compilation.paused_collections():
             pass
         assert not gc.isenabled()  # as the caller has it
     finally:

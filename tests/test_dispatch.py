@@ -13,7 +13,7 @@ import pytest
 from jax_kernels import Plan, dispatch, explain, flash_attention, masks
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import Implementation, Request, choose
-from jax_kernels.ops.attention.table import IMPLEMENTATIONS
+from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.pallas.mosaic import interpreter
 
 pytestmark = pytest.mark.usefixtures("no_interpret")

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels.low_bit import LowBit, decode_scale
 from jax_kernels.quantization import QuantizedArray, dequantize, quantize
+from jax_kernels.quantization.formats import LowBit, decode_scale
 
 FORMATS = [
     ("int8", {}),

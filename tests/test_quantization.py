@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import low_bit, matmul, quantize_fp8
-from jax_kernels.quantization import dequantize, quantize
+from jax_kernels import matmul, quantize_fp8
+from jax_kernels.quantization import dequantize, formats, quantize
 
 
 @pytest.mark.parametrize(("axis", "shape"), [(None, ()), (0, (5, 7)), (-1, (3, 5)), ((0, 2), (5,)), ((1, -3), (7,))])
@@ -164,7 +164,7 @@ def test_rounding_has_no_derivative(format):
 def test_no_numbers(shape):
     """Values and scales have the shapes that the arguments give; scales of no numbers are 1."""
     calls = [{"scaling": "tensor"}, {"format": "e5m2", "scaling": "row"}, {"scaling": "row", "axis": -2}]
-    calls += [{"scaling": "block"}, *({"format": format, "axis": -1} for format in low_bit.FORMATS)]
+    calls += [{"scaling": "block"}, *({"format": format, "axis": -1} for format in formats.FORMATS)]
     calls += [{"format": "mxfp4"}, {"format": "int8", "scaling": "row"}, {"format": "int4", "scaling": "row"}]
 
     @jax.jit

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_kernels import matmul
-from jax_kernels.scale_blocks import BLOCK, boxes, counts, largest, sizes_of, spread
+from jax_kernels.quantization.scale_blocks import BLOCK, boxes, counts, largest, sizes_of, spread
 
 # Outer axes, the axes that boxes() leaves, and the sizes of a block.
 CASES = [

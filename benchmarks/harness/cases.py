@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from harness.side_by_side import gpu_among_others
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention as reference
 
 MODES = ("fwd", "bwd", "fwdbwd")

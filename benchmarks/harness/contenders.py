@@ -20,7 +20,7 @@ from harness.side_by_side import gpu_alone, gpu_among_others
 from harness.timing import Built, Call, Contender, first_line, host_timer
 from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.flash_attention import prepare
-from jax_kernels.ops.attention.table import IMPLEMENTATIONS
+from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 
 PEERS = ("torch-cudnn", "torch-fa2", "torch-flex", "jax-cudnn", "jax-triton", "tokamax", "fa4")
 OURS = tuple(IMPLEMENTATIONS)

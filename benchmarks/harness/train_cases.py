@@ -182,7 +182,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     from flax import nnx
 
     from jax_kernels import compile_kernels
-    from jax_kernels.compiling import paused_collections
+    from jax_kernels.compilation import paused_collections
     from jax_kernels.models import Transformer, TransformerConfig, make_mesh, shard_batch, state_shardings
 
     part("import")

@@ -22,8 +22,8 @@ from jax_kernels.bridge.direct.chain import NotDirectError
 from jax_kernels.bridge.direct.compile import Target, compile_chain
 from jax_kernels.bridge.direct.launcher import LoadedChain, torch_allocator, unload_dropped
 from jax_kernels.bridge.interop import dlpack
-from jax_kernels.ops import normalization
 from jax_kernels.ops.matmul import matmul
+from jax_kernels.ops.normalization import normalization
 
 __all__ = ["clear", "count", "disabled", "enabled", "find", "is_enabled", "launch", "reasons"]
 

@@ -16,7 +16,7 @@ from jax_kernels.bridge.jax_functions.programs import Map, Plan, Request, regist
 from jax_kernels.bridge.jax_functions.pytree import MASK, SINGLE
 from jax_kernels.bridge.jax_functions.tracing import make_plan, outputs_of
 from jax_kernels.bridge.operators import torch_operator
-from jax_kernels.derivatives import linear_p
+from jax_kernels.tracing.derivatives import linear_p
 
 __all__ = ["pushed"]
 

@@ -20,7 +20,7 @@ from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.attention.dilated_attention import dilated_attention
 from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.dispatch import explain
-from jax_kernels.ops.attention.table import IMPLEMENTATIONS
+from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.dilated import dilated_attention as ops
 
 __all__ = ["MultiheadDilatedAttention"]

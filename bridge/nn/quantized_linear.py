@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from jax_kernels import low_bit
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_activation, check_precision
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.matmul import Linear, linear
 from jax_kernels.bridge.ops.quantization import QuantizedTensor, quantize
+from jax_kernels.quantization import formats
 
 __all__ = ["QuantizedLinear", "quantize_weights"]
 
@@ -193,8 +193,8 @@ class QuantizedLinear(torch.nn.Module):
 
 def _check_format(format: Any) -> None:
     """Raises ValueError."""
-    if format not in tuple(low_bit.FORMATS):
-        raise ValueError(f"format: got {format!r}, want one of {', '.join(map(repr, low_bit.FORMATS))}")
+    if format not in tuple(formats.FORMATS):
+        raise ValueError(f"format: got {format!r}, want one of {', '.join(map(repr, formats.FORMATS))}")
 
 
 def quantize_weights(

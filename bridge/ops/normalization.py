@@ -12,7 +12,7 @@ from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.api import JaxOp, from_jax, seen
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.ops import symbolic_trace
-from jax_kernels.ops import normalization
+from jax_kernels.ops.normalization import normalization
 from jax_kernels.quantization import FORMATS
 
 __all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from jax_kernels import low_bit, quantization
+from jax_kernels import quantization
 from jax_kernels.bridge.interop.plain_numbers import plain_of
 from jax_kernels.bridge.jax_functions.api import from_jax
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
-from jax_kernels.low_bit import LowBit
-from jax_kernels.quantization import QuantizedArray
+from jax_kernels.quantization import QuantizedArray, formats
+from jax_kernels.quantization.formats import LowBit
 
 __all__ = ["QuantizedTensor", "dequantize", "on_stored", "quantize", "stored"]
 
@@ -167,7 +167,7 @@ def quantize(
     if scale_dtype not in (None, torch.float32, torch.bfloat16):
         raise ValueError(f"scale_dtype: got {scale_dtype}, want torch.float32, torch.bfloat16 or None")
     name = None if scale_dtype is None else _NAMES[scale_dtype]
-    if format not in low_bit.FORMATS:
+    if format not in formats.FORMATS:
         options = {"scaling": scaling, "axis": axis, "scale": scale, "group_size": group_size, "scale_dtype": name}
         return tuple(_quantize(x, format=format, **options))
     if x.requires_grad and torch.is_grad_enabled():

@@ -13,19 +13,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from jax_kernels import (
-    testing_fp8_matmul,
-    testing_low_bit_matmul,
-    testing_matmul,
-    testing_mlp,
-    testing_normalization,
-)
 from jax_kernels.cli import UserError, WriteError
 from jax_kernels.cli.info import find_device, versions
 from jax_kernels.files import write_whole
-from jax_kernels.ops.attention.table import IMPLEMENTATIONS
-from jax_kernels.ops.matmul.table import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
-from jax_kernels.ops.normalization import IMPLEMENTATIONS as NORM_IMPLEMENTATIONS
+from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
+from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
+from jax_kernels.ops.normalization.normalization import IMPLEMENTATIONS as NORM_IMPLEMENTATIONS
 from jax_kernels.spelling import did_you_mean
 from jax_kernels.testing import (
     ATTENTION_CASES,
@@ -34,10 +27,19 @@ from jax_kernels.testing import (
     AttentionResults,
     attention_float64,
     attention_inputs,
+    fp8_matmul,
+    low_bit_matmul,
+    mlp,
     rms_error,
     run_attention,
     tolerance,
     why_not,
+)
+from jax_kernels.testing import (
+    matmul as testing_matmul,
+)
+from jax_kernels.testing import (
+    normalization as testing_normalization,
 )
 
 # The cases that run without --full, by op.
@@ -110,15 +112,15 @@ def _matmul_suite(is_gated: bool) -> Suite:
 
 
 def _mlp_suite() -> Suite:
-    tiles = {f"tiles_{name}": case for name, case in testing_mlp.HOPPER.items()}
+    tiles = {f"tiles_{name}": case for name, case in mlp.HOPPER.items()}
     return Suite(
         implementations=tuple(MATMUL_IMPLEMENTATIONS),
-        cases=testing_mlp.CASES | testing_mlp.TRITON | tiles,
-        gpu_cases=testing_mlp.GPU,
-        probe=testing_mlp.HOPPER["plain"],
-        why_not=testing_mlp.why_not,
+        cases=mlp.CASES | mlp.TRITON | tiles,
+        gpu_cases=mlp.GPU,
+        probe=mlp.HOPPER["plain"],
+        why_not=mlp.why_not,
         run=lambda case, implementation: case.run(implementation),
-        judge=testing_mlp.errors_of,
+        judge=mlp.errors_of,
         error="relative error",
     )
 
@@ -153,7 +155,7 @@ def _suite_of_errors(module: Any, cases: dict[str, Any], gpu_cases: dict[str, An
 
 
 def _low_bit_suite() -> Suite:
-    module = testing_low_bit_matmul
+    module = low_bit_matmul
     of_kinds = lambda cases: {f"{kind}_{name}": (kind, case) for kind in module.KINDS for name, case in cases.items()}
     tiles = {f"tiles_{name}": case for name, case in module.HOPPER.items()}
     large = {f"large_{name}": case for name, case in of_kinds(module.LARGE).items()}
@@ -175,7 +177,7 @@ def _fp8_norm_suite() -> Suite:
 
 
 def _fp8_suite() -> Suite:
-    module = testing_fp8_matmul
+    module = fp8_matmul
     tiles = {f"tiles_{name}": case for name, case in module.HOPPER.items()}
     return _suite_of_errors(module, module.CASES | tiles, module.GPU, module.HOPPER["tensor"])
 

@@ -10,14 +10,14 @@ import numpy as np
 
 from jax_kernels import dispatch
 from jax_kernels.ops.attention.block_sparse_attention import block_sparse_attention
+from jax_kernels.ops.attention.decode_attention import decode_attention
 from jax_kernels.ops.attention.dynamic_mask_attention import dynamic_mask_attention
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8
-from jax_kernels.ops.decode_attention import decode_attention
 from jax_kernels.ops.dilated.dilated_attention import dilated_attention
 from jax_kernels.ops.matmul.matmul import gated_matmul, matmul
 from jax_kernels.ops.matmul.mlp import mlp
-from jax_kernels.ops.normalization import layer_norm, rms_norm
+from jax_kernels.ops.normalization.normalization import layer_norm, rms_norm
 
 __all__ = ["OPS", "Op", "spec"]
 

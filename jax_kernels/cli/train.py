@@ -105,7 +105,7 @@ def train(
     2 for a wrong option, or an --out that another run writes.
     """
     from jax_kernels.cli import WriteError, train_run
-    from jax_kernels.models.checkpoints import NotWritten, file_in_the_way
+    from jax_kernels.models.training.checkpoints import NotWritten, file_in_the_way
 
     settings: dict[str, Any] = {
         "documents": documents,

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jax_kernels.models.distributed import gathered
+from jax_kernels.models.parallel.distributed import gathered
 
 __all__ = ["check_agreement"]
 

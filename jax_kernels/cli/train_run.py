@@ -14,14 +14,14 @@ import optax
 from jax.sharding import Mesh
 
 from jax_kernels.cli import UserError
-from jax_kernels.cli.demo_data import standard_library
+from jax_kernels.cli.demo.data import standard_library
 from jax_kernels.cli.train_processes import check_agreement
 from jax_kernels.files import write_whole
 from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, TransformerConfig, make_mesh, read_documents
-from jax_kernels.models.checkpoints import NotWritten, reason
-from jax_kernels.models.distributed import initialize_distributed
-from jax_kernels.models.folder_lock import FolderLock
-from jax_kernels.models.preemption import STOPPED, stop_asked
+from jax_kernels.models.parallel.distributed import initialize_distributed
+from jax_kernels.models.training.checkpoints import NotWritten, reason
+from jax_kernels.models.training.folder_lock import FolderLock
+from jax_kernels.models.training.preemption import STOPPED, stop_asked
 
 __all__ = ["as_user_error", "in_options", "run"]
 

@@ -11,12 +11,12 @@ from jax_kernels.masks.arrays import block_sparse as block_sparse
 from jax_kernels.masks.arrays import dense as dense
 from jax_kernels.masks.arrays import from_function as from_function
 from jax_kernels.masks.arrays import segments as segments
+from jax_kernels.masks.block_lists import BlockLists as BlockLists
+from jax_kernels.masks.block_lists import PackedBlocks as PackedBlocks
 from jax_kernels.masks.builders import pooled_scores as pooled_scores
 from jax_kernels.masks.builders import threshold as threshold
 from jax_kernels.masks.builders import top_k as top_k
 from jax_kernels.masks.builders import top_k_blocks as top_k_blocks
-from jax_kernels.masks.lists import BlockLists as BlockLists
-from jax_kernels.masks.lists import PackedBlocks as PackedBlocks
 from jax_kernels.masks.mask import Mask as Mask
 from jax_kernels.masks.positions import causal as causal
 from jax_kernels.masks.positions import dilated as dilated

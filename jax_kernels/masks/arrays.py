@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels.masks import checks
-from jax_kernels.masks.lists import array_sums
-from jax_kernels.masks.literals import Grid, Literal, touched
+from jax_kernels.masks.block_arithmetic import Grid, Literal, touched
+from jax_kernels.masks.block_lists import array_sums
 from jax_kernels.masks.mask import Mask, node, static
-from jax_kernels.masks.sums import running_sums
+from jax_kernels.masks.running_sums import running_sums
 
 
 def segments(q_ids: jax.Array, kv_ids: jax.Array | None = None) -> Mask:

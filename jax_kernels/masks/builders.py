@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.defaults import under_defaults
 from jax_kernels.masks import checks
 from jax_kernels.masks.arrays import BlockSparse, Dense
-from jax_kernels.masks.largest import key_intervals, largest, largest_between
-from jax_kernels.masks.lists import block_status
+from jax_kernels.masks.block_lists import block_status
 from jax_kernels.masks.mask import Mask, all_valid
-from jax_kernels.masks.ranked import Ranked
+from jax_kernels.masks.ranked_mask import Ranked
+from jax_kernels.masks.top_k_selection import key_intervals, largest, largest_between
+from jax_kernels.tracing.promotion import under_defaults
 
 
 @under_defaults

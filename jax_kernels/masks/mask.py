@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.defaults import under_defaults
 from jax_kernels.masks import checks
-from jax_kernels.masks.lists import BlockLists, PackedBlocks, block_lists, block_status, counts, packed_partial
-from jax_kernels.masks.literals import Grid, Terms, product
+from jax_kernels.masks.block_arithmetic import Grid, Terms, product
+from jax_kernels.masks.block_lists import BlockLists, PackedBlocks, block_lists, block_status, counts, packed_partial
+from jax_kernels.tracing.promotion import under_defaults
 
 
 def static(**kwargs: Any) -> Any:

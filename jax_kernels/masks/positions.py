@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.masks import checks
-from jax_kernels.masks.literals import Grid, Literal, band
+from jax_kernels.masks.block_arithmetic import Grid, Literal, band
 from jax_kernels.masks.mask import Mask, node, static
 from jax_kernels.plain_numbers import plain
 

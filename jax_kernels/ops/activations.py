@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_kernels.ops.planned_op import MOST_CALLS
 from jax_kernels.pallas.mosaic import elementwise
 from jax_kernels.score_mod.axes import has_constants
-from jax_kernels.score_mod.tiles import TRITON_ELEMENTWISE, primitives
+from jax_kernels.score_mod.tile_reads import TRITON_ELEMENTWISE, primitives
 
 __all__ = ["ACTIVATIONS", "derivative_of", "not_for_mosaic", "not_for_triton"]
 

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels import dispatch
-from jax_kernels.derivatives import NO_SECOND, without_derivative
 from jax_kernels.dispatch import Implementation, Plan, Request
+from jax_kernels.tracing.derivatives import NO_SECOND, without_derivative
 
 __all__ = [
     "MOST_CALLS",

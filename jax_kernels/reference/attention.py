@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions, first_position
+from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
 from jax_kernels.masks.limits import key_lengths
 

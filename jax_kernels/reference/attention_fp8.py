@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention
 
 

@@ -2,14 +2,14 @@
 
 import jax.numpy as jnp
 
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention
 
 
 def attention_decode(query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left):
     """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32).
 
-    Arguments are those of the kernels: see jax_kernels.pallas.attention.decode. scale may be any number here.
+    Arguments are those of the kernels: see jax_kernels.pallas.attention.decode_contract. scale may be any number here.
     """
     batch = query.shape[0]
     if block_tables is not None:

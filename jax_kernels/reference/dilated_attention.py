@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.hilbert import hilbert_order, invert_order
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention as reference
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels import low_bit, scale_blocks
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult, scale_factors, scale_shares
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult, scale_factors, scale_shares
+from jax_kernels.quantization import formats, scale_blocks
 
 __all__ = ["matmul", "of_blocks"]
 
@@ -41,7 +41,7 @@ def matmul(inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
 def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions) -> Any:
     """x @ w in float32, with the scales of 8-bit operands, which have their inner dimension last."""
     if options.low_bit is not None:
-        w = low_bit.dequantized(w, w_scale, options.low_bit, x.shape[-1])
+        w = formats.dequantized(w, w_scale, options.low_bit, x.shape[-1])
         if x.dtype == jnp.bfloat16:
             return _sums(x, w.astype(x.dtype), options)
         # float16 lacks the range of the scales.

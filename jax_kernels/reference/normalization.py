@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
+from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.quantization import quantize
 
 __all__ = ["norm_backward", "norm_forward"]

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
+from jax_kernels.masks.block_lists import block_status
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import whole_mask
-from jax_kernels.masks.lists import block_status
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference.score_mod_reads import Arrays, Blocks, Operands, at, mapped
-from jax_kernels.score_mod.tiles import split
+from jax_kernels.score_mod.tile_reads import split
 from jax_kernels.score_mod.trace import ScoreMod
 
 # Queries, and keys, of a block.

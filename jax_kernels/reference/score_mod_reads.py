@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.score_mod.tiles import TileMod
+from jax_kernels.score_mod.tile_reads import TileMod
 from jax_kernels.score_mod.trace import ScoreMod, evaluated, moving, with_moving
 
 __all__ = ["Arrays", "Blocks", "Operands", "at", "mapped"]

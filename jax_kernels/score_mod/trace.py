@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from jax_kernels.masks.mask import node, static
 from jax_kernels.score_mod.axes import flat, lifted
-from jax_kernels.varying import as_varying, varying_axes
+from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
 __all__ = ["ScoreMod", "evaluated", "moving", "trace", "with_moving"]
 

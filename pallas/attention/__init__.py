@@ -1,6 +1,6 @@
 """Attention kernels.
 
-Every file gives one direction of one implementation, as a function of jax_kernels.attention_inputs' types:
+Every file gives one direction of one implementation, as a function of jax_kernels.inputs.attention' types:
 
     attention_forward(inputs, options, *, out_dtype, config, core_count, interpret) -> (out, lse) or (out, lse, excess)
     attention_backward(inputs, options, lse, delta, dout, excess=None, *, config, core_count, interpret)

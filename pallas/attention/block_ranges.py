@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from jax_kernels.pallas.mosaic import registers
 from jax_kernels.score_mod.axes import has_constants
-from jax_kernels.score_mod.tiles import primitives
+from jax_kernels.score_mod.tile_reads import primitives
 
 __all__ = ["erf_polynomial", "for_tiles", "gelu_tanh", "shortened", "sigmoid", "silu", "why_not"]
 

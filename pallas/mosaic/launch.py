@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.varying import as_varying, varying_axes
+from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
 CLUSTER = "cluster"
 

@@ -13,7 +13,7 @@ import jax_kernels
 from jax_kernels import cli, dispatch
 from jax_kernels.cli import check, info
 from jax_kernels.cli.ops import OPS
-from jax_kernels.ops.attention.table import IMPLEMENTATIONS
+from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 

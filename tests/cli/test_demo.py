@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 import jax_kernels
 from jax_kernels import device_info
-from jax_kernels.cli import demo_compare, demo_run
+from jax_kernels.cli.demo import compare as demo_compare
 from jax_kernels.cli.demo import demo
-from jax_kernels.cli.demo_data import CorpusError, read_corpus, unigram_entropy
-from jax_kernels.cli.demo_training import Checkpoints, Settings, Trainer
+from jax_kernels.cli.demo import run as demo_run
+from jax_kernels.cli.demo.data import CorpusError, read_corpus, unigram_entropy
+from jax_kernels.cli.demo.training import Checkpoints, Settings, Trainer
 from jax_kernels.models import TransformerConfig
 
 SEQ_LEN = 48

@@ -17,10 +17,11 @@ import typer
 
 from jax_kernels.cli import main, train_run
 from jax_kernels.cli.train import CHOICES, MESH_AXES, parse_mesh
-from jax_kernels.models import Trainer, TransformerConfig, sharding
-from jax_kernels.models.distributed import initialize_distributed, scheduler
-from jax_kernels.models.folder_lock import FolderLock
-from jax_kernels.models.remat import REMAT
+from jax_kernels.models import Trainer, TransformerConfig
+from jax_kernels.models.parallel import sharding
+from jax_kernels.models.parallel.distributed import initialize_distributed, scheduler
+from jax_kernels.models.training.folder_lock import FolderLock
+from jax_kernels.models.training.remat import REMAT
 from jax_kernels.ops.ring.ring_attention import STRATEGIES
 
 MODEL = "--seq-len 32 --batch-size 4 --layers 1 --width 32 --heads 2 --dtype float32 --save-every 2"

@@ -14,8 +14,8 @@ import tiers
 from mask_cases import BLOCKS, CASES, B, H, S, T, block_status, unlist
 
 from jax_kernels import masks
-from jax_kernels.masks import lists
-from jax_kernels.masks.literals import Grid
+from jax_kernels.masks import block_lists
+from jax_kernels.masks.block_arithmetic import Grid
 
 # Most of the time is XLA's, for compiling: unoptimised code is compiled in half of it.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -235,8 +235,8 @@ def test_long_sequences_fit(mask, limit):
 def test_evaluation_in_chunks(rows, monkeypatch):
     """Chunks of so many rows of blocks, seven in all."""
     case = CASES["function"]
-    monkeypatch.setattr(lists, "_CHUNK", B * H * BLOCKS[0] * S * rows)
-    got = lists.counts(case.mask, Grid(T, S, *BLOCKS, jnp.zeros(1, jnp.int32), 0))
+    monkeypatch.setattr(block_lists, "_CHUNK", B * H * BLOCKS[0] * S * rows)
+    got = block_lists.counts(case.mask, Grid(T, S, *BLOCKS, jnp.zeros(1, jnp.int32), 0))
     np.testing.assert_array_equal(got > 0, block_status(case.dense(), *BLOCKS)[0])
     assert got.sum() == case.dense().sum()
 

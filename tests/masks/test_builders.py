@@ -12,7 +12,7 @@ from mask_cases import block_status
 
 from jax_kernels import masks
 from jax_kernels.masks import builders
-from jax_kernels.masks import largest as masks_largest
+from jax_kernels.masks import top_k_selection as masks_largest
 
 
 def largest(scores, k):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jax_kernels import masks
-from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.inputs.attention import AttentionInputs
 from jax_kernels.masks.limits import Limits, joined, key_lengths
 
 STRIPES = masks.from_function(lambda b, h, q, k: k % 3 > 0)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jax_kernels import masks
-from jax_kernels.masks.lists import block_status
-from jax_kernels.masks.placed import of_heads
+from jax_kernels.masks.block_lists import block_status
+from jax_kernels.masks.restriction import of_heads
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
 
 TOKENS, DEVICES = 96, 4

@@ -24,7 +24,7 @@ from jax_kernels.models import (
     state_shardings,
     within_documents,
 )
-from jax_kernels.models.distributed import initialize_distributed
+from jax_kernels.models.parallel.distributed import initialize_distributed
 
 RNGS = nnx.Rngs(0)
 CONFIG = TransformerConfig(vocab_size=8, model_dim=4, num_layers=1, num_heads=1)

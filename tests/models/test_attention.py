@@ -19,7 +19,7 @@ from jax_kernels.models import (
     MultiHeadDilatedAttention,
     rotary_embedding,
 )
-from jax_kernels.models import attention as models_attention
+from jax_kernels.models.layers import attention as models_attention
 
 WIDTH, BATCH, LENGTH = 32, 2, 11
 

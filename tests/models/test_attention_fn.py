@@ -10,7 +10,7 @@ import pytest
 import tiers
 from flax import nnx
 
-from jax_kernels.models import attention_fn
+from jax_kernels.models.layers import attention_fn
 
 WIDTH, HEADS, LENGTH = 32, 4, 9
 

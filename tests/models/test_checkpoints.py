@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from jax_kernels.models import LongNetConfig, Trainer, TransformerConfig, checkpoints, make_mesh
+from jax_kernels.models import LongNetConfig, Trainer, TransformerConfig, make_mesh
+from jax_kernels.models.training import checkpoints
 
 CONFIG = TransformerConfig(vocab_size=64, model_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
 BATCH = (np.arange(32, dtype=np.int32).reshape(2, 16),) * 2

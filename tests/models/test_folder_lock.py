@@ -17,8 +17,9 @@ import optax
 import pytest
 
 from jax_kernels.files import write_whole
-from jax_kernels.models import Trainer, TransformerConfig, checkpoints, folder_lock
-from jax_kernels.models.folder_lock import FolderInUse, FolderLock
+from jax_kernels.models import Trainer, TransformerConfig
+from jax_kernels.models.training import checkpoints, folder_lock
+from jax_kernels.models.training.folder_lock import FolderInUse, FolderLock
 
 CONFIG = TransformerConfig(vocab_size=64, model_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
 BATCH = (np.arange(32, dtype=np.int32).reshape(2, 16),) * 2

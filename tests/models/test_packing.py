@@ -24,7 +24,7 @@ from jax_kernels.models import (
     read_documents,
     within_documents,
 )
-from jax_kernels.models.packing import packed
+from jax_kernels.models.training.packing import packed
 
 SHAPE = {"vocab_size": 50, "model_dim": 16, "num_layers": 1, "num_heads": 4, "mlp_dim": 32}
 LENGTHS = (6, 1, 6)  # of the documents of a row, before two tokens of padding

@@ -17,8 +17,8 @@ import optax
 import pytest
 
 from jax_kernels.models import TokenBatches, Trainer, TransformerConfig, make_mesh
-from jax_kernels.models.distributed import initialize_distributed
-from jax_kernels.models.preemption import STOPPED, stop_asked
+from jax_kernels.models.parallel.distributed import initialize_distributed
+from jax_kernels.models.training.preemption import STOPPED, stop_asked
 
 CONFIG = TransformerConfig(vocab_size=16, model_dim=16, num_layers=1, num_heads=1, mlp_dim=16)
 AT = 2  # the step after which the signal comes

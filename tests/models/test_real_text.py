@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import cpu_devices
 
-from jax_kernels.cli.demo_data import standard_library, unigram_entropy
+from jax_kernels.cli.demo.data import standard_library, unigram_entropy
 from jax_kernels.models import TokenBatches, Trainer, TransformerConfig, make_mesh, read_text
 
 CONFIG = TransformerConfig(

@@ -37,7 +37,7 @@ from jax_kernels.models import (
     shard_batch,
     shard_model,
 )
-from jax_kernels.models.sharding import batch_sharding, check_mesh
+from jax_kernels.models.parallel.sharding import batch_sharding, check_mesh
 from jax_kernels.testing import rms_error
 
 CONFIG = TransformerConfig(vocab_size=64, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48)

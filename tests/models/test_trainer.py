@@ -75,7 +75,7 @@ def test_kernels_are_compiled_beside_the_first_step_and_nothing_is_lowered_twice
         lowered.append(program)
         waits.append(wait)
 
-    monkeypatch.setattr("jax_kernels.models.trainer.compile_kernels", compile_kernels)
+    monkeypatch.setattr("jax_kernels.models.training.trainer.compile_kernels", compile_kernels)
 
     def loss(model, batch, key):
         traced.append(batch)

@@ -13,8 +13,8 @@ from decode_cases import CASES, DecodeCase, arrays_of, definition, errors, run
 from jax_kernels import decode_attention, explain
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
-from jax_kernels.ops.decode_attention import IMPLEMENTATIONS
-from jax_kernels.pallas.attention import decode
+from jax_kernels.ops.attention.decode_attention import IMPLEMENTATIONS
+from jax_kernels.pallas.attention import decode_contract
 from jax_kernels.pallas.attention.triton.decode import merge
 from jax_kernels.testing import rms_error
 
@@ -188,15 +188,15 @@ def test_merge(parts):
 
 def test_splits():
     # A full grid is left alone, one that is too small is filled, and no split is made for little.
-    assert decode.split_count(64 * 8, 256, 132) == 1
-    assert decode.split_count(8, 256, 132) == 16
-    assert decode.split_count(1, 256, 132) == 128
-    assert decode.split_count(1, 1, 132) == 1
-    assert decode.split_count(8, 4, 132) == 1
+    assert decode_contract.split_count(64 * 8, 256, 132) == 1
+    assert decode_contract.split_count(8, 256, 132) == 16
+    assert decode_contract.split_count(1, 256, 132) == 128
+    assert decode_contract.split_count(1, 1, 132) == 1
+    assert decode_contract.split_count(8, 4, 132) == 1
     # A window of 100 keys and 2 queries touches 3 blocks of 64 at most.
-    assert decode.most_blocks(16384, 2, 100, 64) == 3
-    assert decode.most_blocks(128, 2, 1000, 64) == 2
-    assert decode.most_blocks(130, 2, -1, 64) == 3
+    assert decode_contract.most_blocks(16384, 2, 100, 64) == 3
+    assert decode_contract.most_blocks(128, 2, 1000, 64) == 2
+    assert decode_contract.most_blocks(130, 2, -1, 64) == 3
 
 
 def shapes(batch=2, q_length=1, kv_length=256, heads=8, kv_heads=2, head_dim=128, dtype="bfloat16"):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels.ops.elementwise import check_elementwise
+from jax_kernels.ops.matmul.elementwise import check_elementwise
 
 TABLE, ONE = jnp.arange(5.0), jnp.array([2.0])
 ROOT = lambda z: jax.lax.fori_loop(0, 3, lambda i, y: y - (y * y - z) / (2 * y + 1e-3), z)

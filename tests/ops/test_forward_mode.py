@@ -19,7 +19,7 @@ from jax_kernels import (
     quantize,
     rms_norm,
 )
-from jax_kernels.models.losses import linear_cross_entropy
+from jax_kernels.models.training.losses import linear_cross_entropy
 from jax_kernels.quantization import dequantize
 
 RANDOM = np.random.default_rng(0)

@@ -9,9 +9,9 @@ import pytest
 import tiers
 
 from jax_kernels import explain, gated_matmul, matmul
-from jax_kernels import testing_fp8_matmul as cases
 from jax_kernels.dispatch import on_device
 from jax_kernels.quantization import QuantizedArray, dequantize, quantize
+from jax_kernels.testing import fp8_matmul as cases
 
 
 @pytest.mark.parametrize(

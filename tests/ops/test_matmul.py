@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from jax_kernels import explain, gated_matmul, matmul, mlp
-from jax_kernels import testing_matmul as matmul_cases
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops import planned_op
 from jax_kernels.ops.activations import ACTIVATIONS, derivative_of
 from jax_kernels.ops.attention import vjp
 from jax_kernels.ops.matmul import gradients
+from jax_kernels.testing import matmul as matmul_cases
 
 
 @pytest.mark.parametrize("name", matmul_cases.CASES)

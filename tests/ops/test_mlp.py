@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jax_kernels import explain, mlp
-from jax_kernels import testing_mlp as cases
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.activations import ACTIVATIONS, derivative_of
+from jax_kernels.testing import mlp as cases
 
 
 @pytest.mark.parametrize("name", cases.CASES)

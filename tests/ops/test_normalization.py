@@ -10,9 +10,9 @@ import tiers
 
 from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.dispatch import on_device
-from jax_kernels.ops import reasons
+from jax_kernels.ops import unsupported
 from jax_kernels.pallas.block_specs import sm80
-from jax_kernels.testing_normalization import CASES, HOPPER, LONG, Case, errors_by
+from jax_kernels.testing.normalization import CASES, HOPPER, LONG, Case, errors_by
 
 IMPLEMENTATIONS = ("triton", "xla")
 
@@ -121,7 +121,7 @@ def test_plans():
             assert explain(rms_norm, huge).implementation == "triton"
         plan = explain(rms_norm, jax.ShapeDtypeStruct((3 << 18, 4100), jnp.bfloat16), quantize="e4m3")
         assert plan.implementation == "xla"
-        assert ("triton", reasons.OUT_OF_REACH) in plan.passed_over
+        assert ("triton", unsupported.OUT_OF_REACH) in plan.passed_over
 
 
 X = jnp.zeros((2, 8), jnp.bfloat16)

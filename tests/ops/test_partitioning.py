@@ -37,10 +37,10 @@ from jax_kernels import (
     quantize,
     rms_norm,
 )
-from jax_kernels.matmul_inputs import MatmulOptions
-from jax_kernels.ops import partitioning
+from jax_kernels.inputs.matmul import MatmulOptions
 from jax_kernels.ops.matmul import fp8
 from jax_kernels.ops.planned_op import PlannedCall
+from jax_kernels.ops.sharding import partitioning
 from jax_kernels.testing import rms_error
 
 HEADS, ROWS, ONE = P("data", None, "tensor"), P("data"), P()

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jax_kernels import dilated_attention, explain, flash_attention, gated_matmul, matmul, mlp, rms_norm
-from jax_kernels.defaults import under_defaults
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, batched, join_batch, kernel, split_batch
+from jax_kernels.tracing.promotion import under_defaults
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax_kernels import explain, layer_norm, matmul, rms_norm
 from jax_kernels.dispatch import on_device
 from jax_kernels.pallas.normalization.triton.forward import odd_halves
 from jax_kernels.quantization import FORMATS, QuantizedArray, dequantize, quantize
-from jax_kernels.testing_normalization import CASES, LONG, OPS, Case
+from jax_kernels.testing.normalization import CASES, LONG, OPS, Case
 
 IMPLEMENTATIONS = ("triton", "xla")
 QUANTIZED = {name: CASES[name] for name in ("plain", "odd", "prime", "one_row", "one_column", "residual", "no_weights")}

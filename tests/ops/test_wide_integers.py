@@ -9,8 +9,8 @@ import pytest
 
 from jax_kernels import decode_attention, dilated_attention, flash_attention, masks, ring_attention
 from jax_kernels.masks import checks
-from jax_kernels.models.losses import linear_cross_entropy
-from jax_kernels.models.packing import packed
+from jax_kernels.models.training.losses import linear_cross_entropy
+from jax_kernels.models.training.packing import packed
 
 FAR = 1 << 32
 # Ids that a cast to int32 would make equal, or negative; and the same documents with small ids.

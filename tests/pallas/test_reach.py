@@ -10,12 +10,12 @@ import pytest
 
 from jax_kernels import decode_attention, explain, flash_attention, flash_attention_fp8, layer_norm, matmul, rms_norm
 from jax_kernels.dispatch import on_device
-from jax_kernels.low_bit import LowBit
-from jax_kernels.ops import reasons
+from jax_kernels.ops import unsupported
 from jax_kernels.pallas.attention.passes import block_counts, fp8_values, mask_bits
 from jax_kernels.pallas.attention.triton import bias_gradient
 from jax_kernels.pallas.triton import tensors
 from jax_kernels.quantization import QuantizedArray
+from jax_kernels.quantization.formats import LowBit
 
 GIB = 1 << 30
 
@@ -48,7 +48,7 @@ def test_plans_keep_triton_from_bytes_out_of_reach():
             explain(matmul, array(4, 4096), weight, transpose_w=True),
         ]
         assert [plan.implementation for plan in plans] == ["xla", "xla"]
-        assert all(("triton", reasons.OUT_OF_REACH) in plan.passed_over for plan in plans)
+        assert all(("triton", unsupported.OUT_OF_REACH) in plan.passed_over for plan in plans)
         assert of_mask(mask=array(5 << 10, 1, 2, 16384, dtype="bool")).implementation == "triton"
         assert of_mask().implementation == "triton"
 
@@ -81,7 +81,7 @@ def test_bias_gradient_under_a_mask_out_of_reach(monkeypatch):
     keys: list = []
 
     def gradient():
-        from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+        from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
         from jax_kernels.pallas.attention.triton.common import TracedCall
 
         inputs = AttentionInputs(query, query, query, bias=bias, mask=mask)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels.score_mod.tiles import split
+from jax_kernels.score_mod.tile_reads import split
 from jax_kernels.score_mod.trace import trace
 
 B, H, T, S = 2, 3, 11, 17

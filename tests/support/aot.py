@@ -201,7 +201,7 @@ def compile_here(gpu: str, spec: Spec) -> list[str]:
     import score_mod_cases
 
     from jax_kernels import masks
-    from jax_kernels.ops.attention import table as attention_table
+    from jax_kernels.ops.attention import implementations as attention_table
     from jax_kernels.ops.attention.flash_attention import flash_attention
 
     if spec.row >= 0 or spec.blocks:

@@ -2,7 +2,7 @@
 
     python tests/support/cases_interpreter.py MODULE CORES RACES NAME...
 
-MODULE: such as decode_cases or jax_kernels.testing_matmul. CORES: the multiprocessors to plan for. RACES: 1 to look
+MODULE: such as decode_cases or jax_kernels.testing.matmul. CORES: the multiprocessors to plan for. RACES: 1 to look
 for races; the interpreter takes the registers of one CTA for those of another, so that only with one core it finds true
 ones alone. Prints a JSON object by name of the case.
 """

@@ -27,9 +27,9 @@ from jax_kernels.bridge.ops.decoding import cached_decoding
 from jax_kernels.bridge.ops.quantization import on_stored
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
-from jax_kernels.low_bit import LowBit
-from jax_kernels.ops import normalization
 from jax_kernels.ops.matmul import matmul
+from jax_kernels.ops.normalization import normalization
+from jax_kernels.quantization.formats import LowBit
 
 CPU = torch.device("cpu")  # the key of a jitted function; it is lowered for the target
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.ops.dilated import views as dilated_views
+from jax_kernels.ops.dilated import branches as dilated_views
 
 # segment_lengths, dilation_rates, heads, key heads, length, and whether heads are in groups.
 PATTERNS = {

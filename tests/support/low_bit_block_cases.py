@@ -5,8 +5,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jax_kernels import testing_low_bit_matmul as plain
 from jax_kernels.pallas.block_specs import sm90
+from jax_kernels.testing import low_bit_matmul as plain
 
 JOINED = {"cluster_join": True}
 CASES = {

@@ -5,8 +5,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jax_kernels import testing_matmul, testing_mlp
 from jax_kernels.pallas.block_specs import sm90
+from jax_kernels.testing import matmul as testing_matmul
+from jax_kernels.testing import mlp
 
 PINGPONG = {"pingpong": True}
 TALL = {"pingpong": True, "wg_rows": 128, "block_n": 128, "stages": 6}
@@ -30,7 +31,7 @@ CASES = {
     "pingpong_edges": _of("edges", **PINGPONG, **EPILOGUE),
     "pingpong_epilogue": _of("epilogue", **PINGPONG, **EPILOGUE),
     "pingpong_gated": _of("gated", **PINGPONG, **EPILOGUE),
-    "pingpong_mlp": Case(testing_mlp.HOPPER["plain"], PINGPONG),
+    "pingpong_mlp": Case(mlp.HOPPER["plain"], PINGPONG),
     "tall_float32_out": _of("float32_out", **TALL),
     "tall_gated": _of("gated", **TALL),
     "tall_together": _of("epilogue", **TALL | EPILOGUE | {"pingpong": False}),
@@ -72,6 +73,6 @@ def replaced(blocks: dict[str, Any]) -> Iterator[None]:
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
     """The largest error of each result, and its bound."""
-    cases = testing_mlp if isinstance(case.call, testing_mlp.Case) else testing_matmul
+    cases = mlp if isinstance(case.call, mlp.Case) else testing_matmul
     with replaced(case.blocks):
         return cases.errors_by(case.call, implementation)

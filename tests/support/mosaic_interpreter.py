@@ -26,10 +26,12 @@ from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
 from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels import flash_attention, prepare_mask, testing
-from jax_kernels.pallas.attention.sm90 import backward_kernel, block_lists
+from jax_kernels import flash_attention, prepare_mask
+from jax_kernels.pallas.attention.sm90.backward import kernel as backward_kernel
+from jax_kernels.pallas.attention.sm90.features import block_lists
 from jax_kernels.pallas.block_specs import sm90
 from jax_kernels.pallas.mosaic import split_tail
+from jax_kernels.testing import attention as testing
 
 _PARAMS, _SPLIT = plgpu.InterpretGPUParams, split_tail.SplitTail.of
 _BUILT = block_lists._built

@@ -4,10 +4,10 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from jax_kernels import testing_normalization
 from jax_kernels.pallas.block_specs import sm80, sm90
 from jax_kernels.pallas.block_specs.specs import NormRow, NormSm90
-from jax_kernels.testing_normalization import Case as Call
+from jax_kernels.testing import normalization as testing_normalization
+from jax_kernels.testing.normalization import Case as Call
 
 
 @dataclasses.dataclass(frozen=True)

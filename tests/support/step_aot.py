@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh
 from jax_kernels import compiler_options
 from jax_kernels.dispatch import on_device
 from jax_kernels.models import Transformer, TransformerConfig, make_mesh, state_shardings
-from jax_kernels.models.sharding import batch_sharding
+from jax_kernels.models.parallel.sharding import batch_sharding
 
 SIZES = {"layers": 18, "width": 2048, "heads": 16, "mlp": 5632, "vocabulary": 32000, "length": 8192}
 BYTES = {"f32": 4, "bf16": 2, "s32": 4}

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from jax_kernels.attention_inputs import AttentionResult
 from jax_kernels.bridge.interop import dlpack, planning_device, torch_internals
 from jax_kernels.bridge.interop.keyed_cache import once
 from jax_kernels.bridge.operators import execute, torch_operator
 from jax_kernels.bridge.operators.call_cache import KnownCall, same_tensors
 from jax_kernels.bridge.ops.attention import length_buckets
+from jax_kernels.inputs.attention import AttentionResult
 from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.flash_attention import prepare
 

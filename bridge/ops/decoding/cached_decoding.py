@@ -19,7 +19,7 @@ from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.jax_functions.api import JaxOp, seen
 from jax_kernels.bridge.ops.attention import length_buckets
-from jax_kernels.ops import decode_attention as ops
+from jax_kernels.ops.attention import decode_attention as ops
 
 __all__ = ["attend", "attend_in_graph", "with_room"]
 

@@ -11,7 +11,7 @@ from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tens
 from jax_kernels.bridge.ops.attention import float_masks, length_buckets
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.masks import Mask
-from jax_kernels.ops import decode_attention as ops
+from jax_kernels.ops.attention import decode_attention as ops
 
 __all__ = ["decode_attention"]
 

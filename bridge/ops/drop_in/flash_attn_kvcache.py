@@ -11,7 +11,7 @@ from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops.attention.attention_checks import check_tensor
 from jax_kernels.bridge.ops.decoding.decode_attention import decode_attention
 from jax_kernels.bridge.ops.drop_in.flash_attn import attend, check_slopes, options_of
-from jax_kernels.ops.decode_attention import MOST_QUERIES, SMALLEST_PAGE
+from jax_kernels.ops.attention.decode_attention import MOST_QUERIES, SMALLEST_PAGE
 
 __all__ = ["flash_attn_with_kvcache"]
 

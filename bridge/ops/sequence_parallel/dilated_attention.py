@@ -11,7 +11,7 @@ from jax_kernels.bridge.ops.sequence_parallel.operator import SharedOp
 from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, ring_of
 from jax_kernels.ops.dilated import dilated_attention as ops
 from jax_kernels.ops.dilated import vjp as dilated_vjp
-from jax_kernels.ops.dilated.shards import Shards
+from jax_kernels.ops.dilated.sharded_segments import Shards
 from jax_kernels.ops.ring.layouts import axis_size
 
 __all__ = ["sequence_parallel_dilated_attention"]

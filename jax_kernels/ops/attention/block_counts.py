@@ -6,7 +6,7 @@ import jax
 from jax import lax
 
 from jax_kernels.dispatch import interpreting, target_device
-from jax_kernels.masks.lists import block_sums
+from jax_kernels.masks.block_lists import block_sums
 from jax_kernels.pallas.attention.passes import block_counts as block_counts_pass
 
 

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 
 from jax_kernels import dispatch, masks
-from jax_kernels.defaults import under_defaults
 from jax_kernels.masks.arrays import named_block_sparse
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["block_sparse_attention"]
 

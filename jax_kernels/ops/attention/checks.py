@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dispatch
-from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.inputs.attention import AttentionInputs
 from jax_kernels.masks import Mask
 from jax_kernels.masks import checks as mask_checks
 from jax_kernels.masks.limits import Limits, joined
 from jax_kernels.ops import checks
-from jax_kernels.ops.attention.table import AttentionRequest
-from jax_kernels.score_mod.tiles import why_not
+from jax_kernels.ops.attention.implementations import AttentionRequest
+from jax_kernels.score_mod.tile_reads import why_not
 from jax_kernels.score_mod.trace import ScoreMod, trace
 
 __all__ = ["check"]

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dispatch, masks
-from jax_kernels.defaults import under_defaults
 from jax_kernels.masks import Mask, checks
 from jax_kernels.masks.arrays import Dense, DenseMask
 from jax_kernels.ops.attention.flash_attention import flash_attention
-from jax_kernels.ops.attention.mask_validity import mask_or_nan, with_validity
+from jax_kernels.ops.attention.traced_masks import mask_or_nan, with_validity
 from jax_kernels.ops.checks import check_shapes, checked_array, checked_sinks, reshaped
-from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
+from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["dynamic_mask_attention", "keys_of_largest_bias"]
 

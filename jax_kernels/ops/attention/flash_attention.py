@@ -5,17 +5,17 @@ from typing import Any, Literal, overload
 import jax
 
 from jax_kernels import dispatch
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.defaults import under_defaults
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.masks import Mask
-from jax_kernels.ops.attention import table
+from jax_kernels.ops.attention import implementations
 from jax_kernels.ops.attention.checks import check
-from jax_kernels.ops.attention.mask_validity import mask_or_nan, with_validity
+from jax_kernels.ops.attention.traced_masks import mask_or_nan, with_validity
 from jax_kernels.ops.attention.vjp import AttentionCall, run, vary_alike, with_options
 from jax_kernels.ops.checks import with_positive_scale
-from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.planned_op import PlannedOp
+from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["OP", "flash_attention", "prepare"]
 
@@ -216,7 +216,7 @@ def _check(*, mask, **arguments):
     return found[0]
 
 
-OP = PlannedOp("flash_attention", table.IMPLEMENTATIONS, table.order)
+OP = PlannedOp("flash_attention", implementations.IMPLEMENTATIONS, implementations.order)
 OP.explained_by(_check)(flash_attention)
 
 

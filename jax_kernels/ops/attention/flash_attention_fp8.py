@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dispatch
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.defaults import under_defaults
 from jax_kernels.dispatch import Implementation, Request
-from jax_kernels.ops import checks, reasons
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.ops import checks, unsupported
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
-from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
-from jax_kernels.ops.partitioning import Axis, Shares, is_partitioned, partitioned
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, kernel
+from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
+from jax_kernels.ops.sharding.partitioning import Axis, Shares, is_partitioned, partitioned
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.attention.sm90 import forward_fp8
+from jax_kernels.pallas.attention.sm90.forward import fp8 as forward_fp8
 from jax_kernels.plain_numbers import plain, with_plain_numbers
 from jax_kernels.reference import attention_fp8 as reference
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["IMPLEMENTATIONS", "Fp8Request", "flash_attention_fp8"]
 
@@ -236,7 +236,7 @@ def _config(request: Fp8Request) -> tuple[Blocks, str]:
 
 
 def _supports_mosaic(request: Fp8Request) -> str | None:
-    return reasons.not_hopper(request) or reasons.no_mosaic(request)
+    return unsupported.not_hopper(request) or unsupported.no_mosaic(request)
 
 
 def _of_arrays(forward):

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.masks import Mask
 from jax_kernels.masks.arrays import Function
 from jax_kernels.masks.mask import _Composite
-from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
+from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
 
 __all__ = ["BATCH", "HEADS", "by_heads", "shared_attention"]
 

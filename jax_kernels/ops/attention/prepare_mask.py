@@ -5,15 +5,15 @@ from typing import Any
 
 import jax
 
-from jax_kernels.attention_inputs import AttentionOptions
-from jax_kernels.defaults import under_defaults
+from jax_kernels.inputs.attention import AttentionOptions
 from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.masks.checks import is_int
 from jax_kernels.masks.limits import dense_part
 from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.flash_attention import OP
-from jax_kernels.ops.attention.table import prepared_lists
+from jax_kernels.ops.attention.implementations import prepared_lists
 from jax_kernels.plain_numbers import ATTENTION, plain, plain_options
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["prepare_mask"]
 

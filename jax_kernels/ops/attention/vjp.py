@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionResult
-from jax_kernels.defaults import under_defaults
-from jax_kernels.derivatives import in_both_modes, in_reverse_mode, no_forward_mode, with_plain_derivative
+from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionResult
 from jax_kernels.masks import Mask
-from jax_kernels.ops.attention import table
+from jax_kernels.ops.attention import implementations
 from jax_kernels.ops.attention.partitioning import shared_attention
 from jax_kernels.ops.planned_op import (
     MOST_CALLS,
@@ -25,7 +23,9 @@ from jax_kernels.ops.planned_op import (
     split_batch,
 )
 from jax_kernels.reference.attention import row_terms
-from jax_kernels.varying import as_varying, varying_axes
+from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode, with_plain_derivative
+from jax_kernels.tracing.manual_axes import as_varying, varying_axes
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = [
     "RESIDUALS",
@@ -70,7 +70,7 @@ def run(call: AttentionCall, inputs: AttentionInputs):
     if call.implementation == "xla":
         return _plain(call, inputs)
     inputs = in_reverse_mode(inputs, REVERSE_MODE)
-    if table.IMPLEMENTATIONS[call.implementation].backward is None:
+    if implementations.IMPLEMENTATIONS[call.implementation].backward is None:
         return _asked_for(call, attention_forward(call, inputs))
     return _by_kernels(call, inputs)
 
@@ -181,7 +181,7 @@ def attention_forward_together(
     groups: dict[Any, list[int]] = {}  # by what a launch has once
     for i, (call, of_call) in enumerate(zip(calls, inputs, strict=True)):
         alike: Any = i
-        if call.implementation in table.FORWARD_TOGETHER and all(x is None for x in of_call[3:]):
+        if call.implementation in implementations.FORWARD_TOGETHER and all(x is None for x in of_call[3:]):
             options = dataclasses.replace(call.options, query_heads=None, kv_heads=None)
             alike = call.implementation, call.config.forward, options, call.out_dtype, call.interpret
         groups.setdefault(alike, []).append(i)
@@ -203,7 +203,9 @@ def _batched_together(calls: tuple[AttentionCall, ...]):
     def forward(inputs):
         first = calls[0]
         statics = {"out_dtype": jnp.dtype(first.out_dtype), "config": first.config, "interpret": first.interpret}
-        found = table.FORWARD_TOGETHER[first.implementation](inputs, [call.options for call in calls], **statics)
+        found = implementations.FORWARD_TOGETHER[first.implementation](
+            inputs, [call.options for call in calls], **statics
+        )
         return [AttentionResult(*of_call) for of_call in found]
 
     @forward.def_vmap
@@ -223,7 +225,9 @@ def attention_backward(
     if result.lse is None:  # of "cudnn", which JAX differentiates
         return _batched(_backward, call)(inputs, None, None, dout)
     excess = result.excess
-    if inputs.sinks is None and table.takes_results(call.implementation, inputs, call.options, result.out, call.config):
+    if inputs.sinks is None and implementations.takes_results(
+        call.implementation, inputs, call.options, result.out, call.config
+    ):
         return _batched(_backward, call)(inputs, result.lse, None, dout, None, None, result.out, dlse)
     lse, delta = row_terms(result.out, result.lse, dout, dlse)
     gradients = attention_gradients(call, inputs, lse, delta, dout, excess=excess)
@@ -243,17 +247,19 @@ def attention_gradients(call: AttentionCall, inputs: AttentionInputs, lse, delta
 
 
 def _forward(call, inputs):
-    implementation = table.IMPLEMENTATIONS[call.implementation]
+    implementation = implementations.IMPLEMENTATIONS[call.implementation]
     statics = {"out_dtype": jnp.dtype(call.out_dtype), "config": call.config, "interpret": call.interpret}
     return AttentionResult(*implementation.forward(inputs, call.options, **statics))
 
 
 def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None, out=None, dlse=None):
     """out, dlse: in place of delta, where table.takes_results says so of one call. A vmap has joined others to it."""
-    if out is not None and not table.takes_results(call.implementation, inputs, call.options, out, call.config):
+    if out is not None and not implementations.takes_results(
+        call.implementation, inputs, call.options, out, call.config
+    ):
         lse, delta = row_terms(out, lse, dout, dlse)
         out = dlse = None
-    backward = table.IMPLEMENTATIONS[call.implementation].backward
+    backward = implementations.IMPLEMENTATIONS[call.implementation].backward
     if backward is not None:
         given = {"dquery": dquery, "excess": excess, "out": out, "dlse": dlse}
         given = {name: x for name, x in given.items() if x is not None}
@@ -277,7 +283,7 @@ def _batched(function, call):
     plain: Any = functools.partial(function, call)
     if call.implementation in ("mosaic_gpu", "triton"):
         plain = shared_attention(plain, call.options)
-    if table.IMPLEMENTATIONS[call.implementation].backward is None:
+    if implementations.IMPLEMENTATIONS[call.implementation].backward is None:
         return plain  # JAX differentiates it, which a custom vmap would not let through
     wrapped = jax.custom_batching.custom_vmap(plain)
 

@@ -10,23 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dispatch
-from jax_kernels.attention_inputs import AttentionInputs
-from jax_kernels.defaults import under_defaults
+from jax_kernels.inputs.attention import AttentionInputs
 from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.flash_attention import OP, flash_attention
 from jax_kernels.ops.attention.flash_attention import prepare as prepare_attention
-from jax_kernels.ops.attention.table import IMPLEMENTATIONS, AttentionRequest
+from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS, AttentionRequest
 from jax_kernels.ops.attention.vjp import AttentionCall, vary_alike
 from jax_kernels.ops.checks import ranked_over, with_positive_scale
-from jax_kernels.ops.dilated import launches as dilated_launches
-from jax_kernels.ops.dilated import views as dilated_views
+from jax_kernels.ops.dilated import branches as dilated_views
+from jax_kernels.ops.dilated import launch_grouping as dilated_launches
 from jax_kernels.ops.dilated import vjp as dilated_vjp
-from jax_kernels.ops.dilated.shards import Shards
-from jax_kernels.ops.dilated.views import BranchCall, Piece
+from jax_kernels.ops.dilated.branches import BranchCall, Piece
+from jax_kernels.ops.dilated.sharded_segments import Shards
 from jax_kernels.ops.dilated.vjp import DilatedCall
-from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.planned_op import named_arguments
+from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.plain_numbers import DILATED, plain, plain_of, with_plain_numbers
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["DilatedPlan", "check_pattern", "dilated_attention", "prepare"]
 

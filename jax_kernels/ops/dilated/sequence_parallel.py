@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 
-from jax_kernels.defaults import under_defaults
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.dilated_attention import prepare
-from jax_kernels.ops.dilated.shards import Shards
-from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
+from jax_kernels.ops.dilated.sharded_segments import Shards
 from jax_kernels.ops.ring.layouts import axis_size
+from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.plain_numbers import DILATED, with_plain_numbers
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["sequence_parallel_dilated_attention"]
 

@@ -10,21 +10,27 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
-from jax_kernels.attention_inputs import AttentionInputs
-from jax_kernels.defaults import under_defaults
-from jax_kernels.derivatives import NO_SECOND, in_both_modes, in_reverse_mode, no_forward_mode, without_derivative
+from jax_kernels.inputs.attention import AttentionInputs
 from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.attention.vjp import AttentionCall
-from jax_kernels.ops.dilated import ring
-from jax_kernels.ops.dilated import views as dilated_views
-from jax_kernels.ops.dilated.views import BranchCall, Piece
-from jax_kernels.ops.partitioning import ArrayAxes, Axis, ByIndex, Shares, is_partitioned, partitioned
+from jax_kernels.ops.dilated import branches as dilated_views
+from jax_kernels.ops.dilated import ring_steps
+from jax_kernels.ops.dilated.branches import BranchCall, Piece
 from jax_kernels.ops.planned_op import join_batch, no_calls, split_batch
 from jax_kernels.ops.ring.steps import Rows
-from jax_kernels.pallas.attention.passes import dilated_rows
+from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, ByIndex, Shares, is_partitioned, partitioned
+from jax_kernels.pallas.attention.passes import merge_branches
 from jax_kernels.reference.attention import row_terms
-from jax_kernels.varying import as_varying, varying_axes
+from jax_kernels.tracing.derivatives import (
+    NO_SECOND,
+    in_both_modes,
+    in_reverse_mode,
+    no_forward_mode,
+    without_derivative,
+)
+from jax_kernels.tracing.manual_axes import as_varying, varying_axes
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["DilatedCall", "run", "with_results"]
 
@@ -156,7 +162,7 @@ def _read(call: DilatedCall, views: BranchCall, num_heads: int, *arrays: jax.Arr
     for shape in dict.fromkeys(x.shape for x in arrays):
         compact = dilated_views.compact_rows([views], shape[0], num_heads, shape[2])
         gather = lambda tables, *alike, compact=compact: tuple(
-            dilated_rows.gather(compact._replace(tables=tables), alike, views.rows, interpret=call.interpret)
+            merge_branches.gather(compact._replace(tables=tables), alike, views.rows, interpret=call.interpret)
         )
         alike = [index for index, x in enumerate(arrays) if x.shape == shape]
         with jax.enable_x64(False):  # as for flash_attention's kernels
@@ -182,13 +188,13 @@ def _forward(call: DilatedCall, is_differentiated: bool, arrays):
         results[i] = found
     for i, (views, _) in enumerate(attentions):
         if views.span is not None:
-            results[i] = ring.forward(views.span, planned[i], inputs[i])
+            results[i] = ring_steps.forward(views.span, planned[i], inputs[i])
     outs, lses = [result.out for result in results], [result.lse for result in results]
     like = jax.ShapeDtypeStruct((*query.shape[:3], outs[0].shape[-1]), query.dtype)
     if call.by_kernels:
         compact = dilated_views.compact_rows([views for views, _ in attentions], batch, heads, heads)
         share = call.share if call.is_mean else None
-        merge = lambda tables, outs, lses: dilated_rows.merge(
+        merge = lambda tables, outs, lses: merge_branches.merge(
             compact._replace(tables=tables), outs, lses, like=like, share=share, interpret=call.interpret
         )
         with jax.enable_x64(False):  # as for flash_attention's kernels
@@ -265,7 +271,7 @@ def _backward(call: DilatedCall, arrays):
         (dout_of_rows,) = _read(call, views, heads, dout)
         if views.span is not None:
             rows = Rows(lse=lse_of_rows, delta=delta, dout=dout_of_rows)
-            gradients = ring.gradients(views.span, planned, inputs, rows, so_far)
+            gradients = ring_steps.gradients(views.span, planned, inputs, rows, so_far)
         else:
             gradients = attention.attention_gradients(planned, inputs, lse_of_rows, delta, dout_of_rows, so_far)
         if views.is_strided and dquery is not None:
@@ -293,7 +299,7 @@ def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float
     parts = [part for part in parts if part is not None]
     if call.by_kernels:
         compact = dilated_views.compact_rows(calls, batch, heads, array_heads)
-        total = lambda tables, parts, whole: dilated_rows.total(
+        total = lambda tables, parts, whole: merge_branches.total(
             compact._replace(tables=tables), parts, whole, factor, like=like, interpret=call.interpret
         )
         with jax.enable_x64(False):
@@ -327,7 +333,7 @@ def _branch_terms(
     if views.span is None:
         branch_out, branch_lse, _ = attention.attention_forward(planned, inputs)
     else:
-        branch_out, branch_lse, _ = ring.forward(views.span, planned, inputs)
+        branch_out, branch_lse, _ = ring_steps.forward(views.span, planned, inputs)
     dlse = None if dlse is None else rows(dlse.swapaxes(1, 2)).swapaxes(1, 2)
     if call.is_mean and dlse is not None:
         dlse = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse_of_rows)) * dlse / call.share

@@ -15,15 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels import dispatch
-from jax_kernels.defaults import under_defaults
-from jax_kernels.derivatives import in_both_modes, with_plain_derivative
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
 from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients, reverse_mode, sum_of_rows
+from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.matmul.partitioning import both_ways_of_outer
-from jax_kernels.ops.matmul.table import IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.planned_op import PlannedCall
-from jax_kernels.pallas.matmul.passes import both_ways as passes
+from jax_kernels.pallas.matmul.passes import quantize_with_transpose as passes
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.quantization import (
     FORMATS,
@@ -37,8 +35,10 @@ from jax_kernels.quantization import (
     quantize_columns,
     scale_shape,
 )
+from jax_kernels.quantization.scale_blocks import BLOCK, boxes, counts, sizes_of
 from jax_kernels.reference import matmul as reference
-from jax_kernels.scale_blocks import BLOCK, boxes, counts, sizes_of
+from jax_kernels.tracing.derivatives import in_both_modes, with_plain_derivative
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "run"]
 

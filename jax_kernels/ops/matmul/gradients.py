@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels import dispatch
-from jax_kernels.defaults import under_defaults
-from jax_kernels.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult, in_range
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult, in_range
+from jax_kernels.ops.matmul.implementations import BY_ROWS, IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.matmul.partitioning import by_rows, shared_matmul
-from jax_kernels.ops.matmul.table import BY_ROWS, IMPLEMENTATIONS, OP, request_of
-from jax_kernels.ops.partitioning import is_partitioned
 from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, no_calls, with_batch
+from jax_kernels.ops.sharding.partitioning import is_partitioned
+from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = [
     "batched",

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kernels.defaults import under_defaults
-from jax_kernels.derivatives import in_both_modes
-from jax_kernels.low_bit import FORMATS, LowBit, dequantized
-from jax_kernels.matmul_inputs import MatmulInputs
+from jax_kernels.inputs.matmul import MatmulInputs
 from jax_kernels.ops.matmul import gradients
 from jax_kernels.ops.planned_op import PlannedCall, jitted_in_eager_shard_map
 from jax_kernels.quantization import QuantizedArray
+from jax_kernels.quantization.formats import FORMATS, LowBit, dequantized
+from jax_kernels.tracing.derivatives import in_both_modes
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["checked_stored", "layout_of", "planned"]
 

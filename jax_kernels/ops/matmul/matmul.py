@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels import dispatch
-from jax_kernels.defaults import under_defaults
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.ops import checks
 from jax_kernels.ops.activations import ACTIVATIONS
-from jax_kernels.ops.elementwise import check_elementwise
-from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import fp8, gradients, low_bit
-from jax_kernels.ops.matmul.table import GATED, OP, MatmulRequest, request_of
+from jax_kernels.ops.matmul.elementwise import check_elementwise
+from jax_kernels.ops.matmul.implementations import GATED, OP, MatmulRequest, request_of
 from jax_kernels.ops.planned_op import PlannedCall
+from jax_kernels.ops.sharding.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.plain_numbers import with_plain_numbers
 from jax_kernels.quantization import QuantizedArray
-from jax_kernels.varying import as_varying, varying_axes
+from jax_kernels.tracing.manual_axes import as_varying, varying_axes
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["GATED", "OP", "check", "check_gated", "checked_activation", "gated_matmul", "matmul", "run"]
 

@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_kernels.defaults import under_defaults
-from jax_kernels.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
 from jax_kernels.ops.activations import derivative_of
-from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import gradients, matmul
-from jax_kernels.ops.matmul.table import GATED, MatmulRequest
+from jax_kernels.ops.matmul.implementations import GATED, MatmulRequest
 from jax_kernels.ops.planned_op import PlannedCall, PlannedOp
+from jax_kernels.ops.sharding.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.plain_numbers import with_plain_numbers
 from jax_kernels.quantization import QuantizedArray
-from jax_kernels.varying import as_varying, varying_axes
+from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
+from jax_kernels.tracing.manual_axes import as_varying, varying_axes
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["MLP", "PRECISIONS", "RESIDUALS", "check", "mlp"]
 

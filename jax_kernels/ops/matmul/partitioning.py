@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
-from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
-from jax_kernels.pallas.matmul.passes.both_ways import BothWays
-from jax_kernels.scale_blocks import BLOCK, counts, sizes_of
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
+from jax_kernels.pallas.matmul.passes.quantize_with_transpose import BothWays
+from jax_kernels.quantization.scale_blocks import BLOCK, counts, sizes_of
 
 __all__ = ["both_ways_of_outer", "by_rows", "shared_matmul"]
 

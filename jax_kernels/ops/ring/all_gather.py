@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.derivatives import in_both_modes
 from jax_kernels.ops.attention.flash_attention import flash_attention
-from jax_kernels.ops.ring.call import RingArrays, RingCall
 from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.score_mod.placed import placed
+from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
+from jax_kernels.score_mod.restriction import placed
+from jax_kernels.tracing.derivatives import in_both_modes
 
 __all__ = ["all_gather_attention"]
 

@@ -7,13 +7,13 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_kernels.masks.placed import of_heads
+from jax_kernels.masks.restriction import of_heads
 from jax_kernels.ops.attention import vjp
 from jax_kernels.ops.attention.flash_attention import flash_attention, prepare
-from jax_kernels.ops.ring.call import RingArrays, RingCall
-from jax_kernels.ops.ring.exchange import Exchange
+from jax_kernels.ops.ring.head_exchange import Exchange
+from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
 from jax_kernels.ops.ring.vjp import RESIDUALS
-from jax_kernels.score_mod.placed import placed
+from jax_kernels.score_mod.restriction import placed
 
 __all__ = ["OF_HEADS", "all_to_all_attention"]
 

@@ -14,8 +14,8 @@ from jax import lax
 
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.attention.vjp import with_options
-from jax_kernels.ops.ring.call import RingArrays, RingCall
 from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
 from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, forward_onto, gradients_onto
 
 __all__ = ["forward", "gradients", "reason_against"]

@@ -13,8 +13,8 @@ from jax import lax
 
 from jax_kernels.masks import Mask, sliding_window
 from jax_kernels.masks.limits import joined_band
-from jax_kernels.masks.placed import Placed, keeps_none, place_of
-from jax_kernels.score_mod.placed import placed
+from jax_kernels.masks.restriction import Placed, keeps_none, place_of
+from jax_kernels.score_mod.restriction import placed
 from jax_kernels.score_mod.trace import ScoreMod
 
 __all__ = ["LAYOUTS", "Chunks", "Layout", "Whole", "axis_size", "not_an_axis"]

@@ -9,30 +9,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.defaults import under_defaults
-from jax_kernels.derivatives import in_both_modes, in_reverse_mode
 from jax_kernels.masks import Mask
 from jax_kernels.masks.arrays import Segments
 from jax_kernels.masks.limits import joined_band, without_band
 from jax_kernels.masks.mask import And
-from jax_kernels.masks.placed import of_heads
+from jax_kernels.masks.restriction import of_heads
 from jax_kernels.ops import checks
 from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
 from jax_kernels.ops.attention.flash_attention import OP
-from jax_kernels.ops.attention.mask_validity import mask_or_nan
-from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
+from jax_kernels.ops.attention.traced_masks import mask_or_nan
 from jax_kernels.ops.planned_op import jitted_in_eager_shard_map
 from jax_kernels.ops.ring import halo, vjp
 from jax_kernels.ops.ring.all_gather import all_gather_attention
 from jax_kernels.ops.ring.all_to_all import OF_HEADS, all_to_all_attention
-from jax_kernels.ops.ring.call import RingArrays, RingCall
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size, not_an_axis
+from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
 from jax_kernels.ops.ring.vjp import run
+from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import RingRow
 from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
-from jax_kernels.varying import as_varying, varying_axes
+from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode
+from jax_kernels.tracing.manual_axes import as_varying, varying_axes
+from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["OF_HEADS", "STRATEGIES", "attention_of", "prepare", "ring_attention", "with_results"]
 

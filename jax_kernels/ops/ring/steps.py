@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, HeadView
+from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, HeadView
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.attention.vjp import attention_forward, attention_gradients
-from jax_kernels.ops.partitioning import is_partitioned
 from jax_kernels.ops.ring.layouts import Chunks, Layout, Whole
+from jax_kernels.ops.sharding.partitioning import is_partitioned
 from jax_kernels.pallas.attention.passes import row_norms
 
 __all__ = [

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.masks.ranked import Ranked, is_kept
+from jax_kernels.masks.ranked_mask import Ranked, is_kept
 from jax_kernels.pallas.mosaic.layouts import PART
 from jax_kernels.pallas.triton.tensors import MOST_PROGRAMS, iota, padded
 from jax_kernels.pallas.varying import result_types

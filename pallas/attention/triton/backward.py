@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.triton.bias_gradient import gradient_of_tiles
 from jax_kernels.pallas.attention.triton.common import (

@@ -12,11 +12,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
 from jax_kernels.masks.arrays import dense
+from jax_kernels.masks.block_lists import block_status, packed_status
 from jax_kernels.masks.checks import offset as offset_of
-from jax_kernels.masks.lists import block_status, packed_status
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.triton.common import (
     Queries,

@@ -15,12 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.triton.tensors import both, fit, iota, padded, row_mask
 from jax_kernels.pallas.varying import result_types
-from jax_kernels.score_mod.tiles import TileMod, split
+from jax_kernels.score_mod.tile_reads import TileMod, split
 
 ALIGNED = 8  # numbers of 16 bits in 16 bytes
 

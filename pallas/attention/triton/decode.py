@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.pallas.attention import decode
+from jax_kernels.pallas.attention import decode_contract
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.common import all_rows, load, store, whole, whole_array
 from jax_kernels.pallas.triton.tensors import SMALLEST, fit, iota, padded
@@ -73,7 +73,7 @@ def attention_decode(
     query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left, config, core_count,
     interpret,
 ):  # fmt: skip
-    """See jax_kernels.pallas.attention.decode. config: AttentionDecodeTriton. 16-bit arrays."""
+    """See jax_kernels.pallas.attention.decode_contract. config: AttentionDecodeTriton. 16-bit arrays."""
     batch, q_length, heads, head_dim = query.shape
     kv_heads, v_head_dim = key.shape[2], value.shape[3]
     group = heads // kv_heads
@@ -83,8 +83,8 @@ def attention_decode(
     tiles = pl.cdiv(group * q_length, tile)
     rows = tile * tiles
     block_kv = fit(config.block_kv, capacity)
-    blocks = decode.most_blocks(capacity, q_length, left, block_kv)
-    splits = decode.split_count(batch * kv_heads * tiles, blocks, core_count * PROGRAMS_PER_CORE)
+    blocks = decode_contract.most_blocks(capacity, q_length, left, block_kv)
+    splits = decode_contract.split_count(batch * kv_heads * tiles, blocks, core_count * PROGRAMS_PER_CORE)
     call = TracedCall(
         batch=batch,
         scale=scale,
@@ -112,7 +112,7 @@ def attention_decode(
         kv_spec = lambda d: pl.BlockSpec((*pages, padded(d)), lambda i, split, b: (0, 0, head_of(i), 0))
     ins: dict[str, Any] = {
         "query": (
-            decode.pack(query, kv_heads, rows),
+            decode_contract.pack(query, kv_heads, rows),
             pl.BlockSpec((None, None, tile, padded(head_dim)), lambda i, split, b: (b, head_of(i), tile_of(i), 0)),
         ),
         "key": (key, kv_spec(head_dim)),
@@ -123,7 +123,7 @@ def attention_decode(
         ins["tables"] = block_tables, pl.BlockSpec((None, block_tables.shape[1]), lambda i, split, b: (b, 0))
     if sinks is not None:
         spec = pl.BlockSpec((None, None, tile), lambda i, split, b: (b, head_of(i), tile_of(i)))
-        ins["sinks"] = decode.row_sinks(sinks, kv_heads, q_length, rows), spec
+        ins["sinks"] = decode_contract.row_sinks(sinks, kv_heads, q_length, rows), spec
 
     for name, x in (("mask", mask), ("bias", bias)):
         if x is not None:
@@ -153,7 +153,7 @@ def attention_decode(
         name="attention_decode_triton",
     )(*arrays)
     if splits == 1:
-        return decode.unpack(out[:, :, 0], lse[:, :, 0], q_length, heads)
+        return decode_contract.unpack(out[:, :, 0], lse[:, :, 0], q_length, heads)
     return merge(out, lse, query, interpret=interpret)
 
 

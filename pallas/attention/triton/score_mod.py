@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.inputs.attention import AttentionInputs
 from jax_kernels.pallas.attention.triton.common import Refs, TracedCall, aligned
 from jax_kernels.pallas.triton.tensors import iota
 from jax_kernels.score_mod.trace import ScoreMod, moving, with_moving

@@ -23,11 +23,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels import low_bit
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitSm90
-from jax_kernels.pallas.matmul.sm90 import low_bit_join
-from jax_kernels.pallas.matmul.sm90.decoding import decoded
+from jax_kernels.pallas.matmul.sm90 import split_k_reduce
+from jax_kernels.pallas.matmul.sm90.dequantize import decoded
 from jax_kernels.pallas.matmul.sm90.low_bit_traits import COLUMNS, STEP_BYTES, LowBitTraits
 from jax_kernels.pallas.matmul.triton.matmul import joined
 from jax_kernels.pallas.matmul.triton.state import Sums
@@ -35,6 +34,7 @@ from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.barriers import cluster_barrier
 from jax_kernels.pallas.mosaic.launch import CLUSTER, launch
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED_8BIT, WGMMA
+from jax_kernels.quantization import formats
 
 __all__ = ["COLUMNS", "MOST_ROWS", "STEP_BYTES", "LowBitTraits", "matmul"]
 
@@ -166,7 +166,7 @@ def matmul(
     )
     leaves, tree = jax.tree.flatten(given)
     sums = [jax.ShapeDtypeStruct((traits.splits, n, traits.rows), jnp.float32)] * len(weights)
-    written = low_bit_join.results_of(options, m, n, len(weights) > 1) if traits.joins else sums
+    written = split_k_reduce.results_of(options, m, n, len(weights) > 1) if traits.joins else sums
     types, written_tree = jax.tree.flatten(written)
 
     def entry(*refs):
@@ -302,16 +302,16 @@ def _join(kernel: Kernel, wg: Any, sums: list[Any], columns: Any) -> None:
     traits, smem, inputs, results = kernel.traits, kernel.smem, kernel.inputs.rest, kernel.results
     assert inputs is not None
     assert results is not None
-    finish = lambda sums: low_bit_join.epilogue(traits.options, inputs, results, sums, columns)
+    finish = lambda sums: split_k_reduce.epilogue(traits.options, inputs, results, sums, columns)
     if not traits.exchanges:
         finish(sums)
         return
     exchange = kernel.inputs.exchange.at[lax.axis_index("cta")] if interpreter.INTERPRETED else smem.exchange
-    low_bit_join.exchange_sums(sums, exchange, smem.joining, wg, kernel.split, traits.splits)
+    split_k_reduce.exchange_sums(sums, exchange, smem.joining, wg, kernel.split, traits.splits)
 
     @pl.when(lax.rem(wg, jnp.int32(traits.splits)) == kernel.split)
     def _finish():
-        finish(low_bit_join.joined_sums(exchange, wg, traits.splits, traits.rows))
+        finish(split_k_reduce.joined_sums(exchange, wg, traits.splits, traits.rows))
 
 
 def _step(kernel: Kernel, wg: Any, slot: Any, nth: int, total: Any) -> Any:
@@ -338,4 +338,4 @@ def _step(kernel: Kernel, wg: Any, slot: Any, nth: int, total: Any) -> Any:
 
 def _spread(scale: Any, x: Any) -> Any:
     """Scales of columns of w in float32, for their sums [columns, rows]."""
-    return lax.broadcast_in_dim(low_bit.decode_scale(scale), x.shape, [0])
+    return lax.broadcast_in_dim(formats.decode_scale(scale), x.shape, [0])

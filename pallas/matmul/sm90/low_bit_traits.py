@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from jax.experimental import pallas as pl
 
-from jax_kernels.low_bit import LowBit
-from jax_kernels.matmul_inputs import MatmulOptions
+from jax_kernels.inputs.matmul import MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitSm90
 from jax_kernels.pallas.mosaic import elementwise
+from jax_kernels.quantization.formats import LowBit
 
 COLUMNS = 64  # of w, of a compute warpgroup
 STEP_BYTES = 128  # of each column of w, in a step

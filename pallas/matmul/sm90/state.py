@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulSm90
 from jax_kernels.pallas.matmul.work_tiles import banded
 from jax_kernels.pallas.mosaic.launch import CLUSTER

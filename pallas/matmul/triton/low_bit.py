@@ -17,13 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.low_bit import LowBit, decode_scale
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitTriton
 from jax_kernels.pallas.matmul.triton import matmul as plain
-from jax_kernels.pallas.matmul.triton.decoding import decoded
+from jax_kernels.pallas.matmul.triton.dequantize import decoded
 from jax_kernels.pallas.matmul.triton.state import Part, Span, Sums, Traits
 from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, iota
+from jax_kernels.quantization.formats import LowBit, decode_scale
 
 __all__ = ["LowBitTraits", "matmul"]
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.matmul.triton.state import Part, Span, Sums, Traits
 from jax_kernels.pallas.triton.tensors import fit

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.matmul.work_tiles import banded
 from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, row_mask

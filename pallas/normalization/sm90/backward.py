@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
+from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.registers import as_float32

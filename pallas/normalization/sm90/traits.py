@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.normalization_inputs import NormOptions
+from jax_kernels.inputs.normalization import NormOptions
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic import interpreter
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
+from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormBackwardTriton
 from jax_kernels.pallas.normalization.triton.rows import Place, Refs, Traits, chunk_loop
 from jax_kernels.pallas.varying import result_types

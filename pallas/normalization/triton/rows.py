@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.normalization_inputs import NormInputs, NormOptions
+from jax_kernels.inputs.normalization import NormInputs, NormOptions
 from jax_kernels.pallas.triton.tensors import iota, padded
 
 

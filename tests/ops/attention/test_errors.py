@@ -10,7 +10,7 @@ import pytest
 
 from jax_kernels import explain, flash_attention
 from jax_kernels.dispatch import on_device
-from jax_kernels.ops.attention.table import IMPLEMENTATIONS
+from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 

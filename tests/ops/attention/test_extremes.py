@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_kernels import decode_attention, flash_attention, flash_attention_fp8
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention as reference
 
 T, S, H = 6, 7, 2

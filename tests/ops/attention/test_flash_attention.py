@@ -13,8 +13,8 @@ import pytest
 import tiers
 
 from jax_kernels import flash_attention
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.ops.attention.table import IMPLEMENTATIONS
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing import (
     ATTENTION_CASES,

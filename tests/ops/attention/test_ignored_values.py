@@ -9,8 +9,8 @@ import pytest
 import tiers
 
 from jax_kernels import decode_attention, flash_attention, flash_attention_fp8, masks
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.ops.attention import table as attention_table
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.ops.attention import implementations as attention_table
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference.score_mod_gradients import array_gradients
 from jax_kernels.score_mod.trace import trace

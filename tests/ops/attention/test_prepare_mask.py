@@ -21,7 +21,7 @@ from jax_kernels import (
 from jax_kernels.dispatch import on_device
 from jax_kernels.masks import PreparedMask
 from jax_kernels.masks.arrays import DenseMask
-from jax_kernels.pallas.attention.sm90 import forward as forward_sm90
+from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
 from jax_kernels.testing import rms_error
 
 pytestmark = pytest.mark.usefixtures("no_interpret")

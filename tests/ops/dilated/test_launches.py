@@ -9,8 +9,8 @@ import pytest
 from jax_kernels import dilated_attention, explain
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
+from jax_kernels.ops.dilated import branches as views
 from jax_kernels.ops.dilated import dilated_attention as ops
-from jax_kernels.ops.dilated import views
 
 SHORT = {"segment_lengths": (1024, 2048, 4096, 8192), "dilation_rates": (1, 2, 4, 8)}
 GROUPS = SHORT | {"heads": "groups", "is_causal": True}

@@ -22,7 +22,7 @@ import dilated_oracle
 import tiers
 
 from jax_kernels import hilbert_order, sequence_parallel_dilated_attention
-from jax_kernels.ops.dilated.shards import dealt_out
+from jax_kernels.ops.dilated.sharded_segments import dealt_out
 from jax_kernels.testing import rms_error
 
 DEVICES = 4

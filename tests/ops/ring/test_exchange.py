@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_kernels.ops.ring.exchange import Exchange
+from jax_kernels.ops.ring.head_exchange import Exchange
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
 
 LENGTH = 6  # of a device's tokens

@@ -21,7 +21,7 @@ import rings
 import tiers
 
 from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard_sequence
-from jax_kernels.attention_inputs import HeadView
+from jax_kernels.inputs.attention import HeadView
 from jax_kernels.ops.ring import halo
 from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.steps import Pair, Step

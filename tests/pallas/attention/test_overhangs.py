@@ -14,9 +14,9 @@ from overhangs import unmasked
 from jax_kernels import decode_attention, masks
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
-from jax_kernels.ops.dilated import views as dilated_views
-from jax_kernels.pallas.attention.passes import backward_rows, dilated_rows, fp8_values, ranked_bits, row_norms
+from jax_kernels.ops.dilated import branches as dilated_views
 from jax_kernels.pallas.attention.passes import block_counts as block_counts_pass
+from jax_kernels.pallas.attention.passes import fp8_values, merge_branches, prepare_backward, ranked_bits, row_norms
 from jax_kernels.pallas.attention.passes import mask_bits as mask_bits_pass
 from jax_kernels.pallas.attention.triton import decode as decode_triton
 from jax_kernels.testing import ATTENTION_CASES, attention_inputs, run_attention, why_not
@@ -72,13 +72,13 @@ def test_dilated(name):
     like, kv_like = array(2, length, heads, 6), array(2, length, kv_heads, 20, dtype="bfloat16")
     rows, kv_rows = (dilated_views.compact_rows(calls, 2, heads, n) for n in (heads, kv_heads))
     statics = {"interpret": True}
-    merge = lambda outs, lses: dilated_rows.merge(rows, outs, lses, like=like, share=0.5, **statics)
-    total = lambda parts: dilated_rows.total(kv_rows, parts, None, 0.3, like=kv_like, **statics)
+    merge = lambda outs, lses: merge_branches.merge(rows, outs, lses, like=like, share=0.5, **statics)
+    total = lambda parts: merge_branches.total(kv_rows, parts, None, 0.3, like=kv_like, **statics)
     assert not unmasked(merge, outs, lses)
     assert not unmasked(total, parts)
     for call in calls:
         of_call = dilated_views.compact_rows([call], 2, heads, heads)
-        gather = lambda x, call=call, rows=of_call: dilated_rows.gather(rows, [x], call.rows, **statics)
+        gather = lambda x, call=call, rows=of_call: merge_branches.gather(rows, [x], call.rows, **statics)
         assert not unmasked(gather, array(2, length, heads, 20, dtype="bfloat16"))
 
 
@@ -100,7 +100,7 @@ def test_passes(transposed):
         x, value = array(2, 301, 3, head_dim, dtype="bfloat16"), array(2, 301, 3, head_dim, dtype="float8_e4m3fn")
         assert not unmasked(lambda x: row_norms.longest(x, interpret=True), x)
         blocks = {"block_q": 64, "width": 256}
-        rows = functools.partial(backward_rows.rows_of, **blocks, zeros=True, interpret=True)
+        rows = functools.partial(prepare_backward.rows_of, **blocks, zeros=True, interpret=True)
         assert not unmasked(rows, x, x, array(2, 3, 301), array(2, 3, 301))
         of_values = lambda value, lengths: fp8_values.transposed(value, lengths, interpret=True)
         assert not unmasked(of_values, value, array(2, dtype="int32"))

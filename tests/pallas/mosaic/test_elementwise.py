@@ -9,7 +9,7 @@ from jax_kernels import explain, matmul
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.activations import derivative_of
 from jax_kernels.pallas.mosaic import elementwise
-from jax_kernels.score_mod.tiles import primitives
+from jax_kernels.score_mod.tile_reads import primitives
 
 FUNCTIONS = {
     "relu": jax.nn.relu,

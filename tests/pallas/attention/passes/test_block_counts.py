@@ -15,7 +15,7 @@ import aot
 
 from jax_kernels import masks
 from jax_kernels.dispatch import on_device
-from jax_kernels.masks.lists import block_status, block_sums
+from jax_kernels.masks.block_lists import block_status, block_sums
 from jax_kernels.ops.attention import block_counts
 from jax_kernels.pallas.attention.passes import block_counts as block_counts_pass
 

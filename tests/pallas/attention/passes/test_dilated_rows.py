@@ -9,10 +9,10 @@ import pytest
 import tiers
 from dilated_cases import PATTERNS, calls_of, random_results
 
-from jax_kernels.ops.dilated import views as dilated_views
+from jax_kernels.ops.dilated import branches as dilated_views
 from jax_kernels.ops.dilated import vjp as dilated_vjp
-from jax_kernels.pallas.attention.passes import dilated_rows
-from jax_kernels.pallas.attention.sm90 import head_views
+from jax_kernels.pallas.attention.passes import merge_branches
+from jax_kernels.pallas.attention.sm90.features import head_views
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -43,7 +43,7 @@ def test_merge(name):
     def in_one_pass(outs, lses):
         rows = dilated_views.compact_rows(calls, 2, heads, heads)
         share = call.share if is_mean else None
-        return dilated_rows.merge(rows, outs, lses, like=like, share=share, interpret=True)
+        return merge_branches.merge(rows, outs, lses, like=like, share=share, interpret=True)
 
     got, want = in_one_pass(*results), by_selection(*results)
     everywhere = "partition" in name or name in ("longnet", "grouped_heads", "classes_within_groups")
@@ -72,7 +72,7 @@ def test_total(name):
     @jit
     def in_one_pass(parts, whole):
         rows = dilated_views.compact_rows(calls, 2, heads, kv_heads)
-        return dilated_rows.total(rows, parts, whole, 0.3, like=like, interpret=True)
+        return merge_branches.total(rows, parts, whole, 0.3, like=like, interpret=True)
 
     got, want = in_one_pass(parts, whole), by_selection(parts, whole)
     assert got.dtype == jnp.bfloat16
@@ -87,7 +87,7 @@ def test_gather(name):
         arrays = [jnp.asarray(random.standard_normal((2, length, array_heads, 20)), jnp.bfloat16) for _ in range(2)]
         for call in calls:
             (rows,) = [dilated_views.compact_rows([call], 2, heads, array_heads)]
-            got = dilated_rows.gather(rows, arrays, call.rows, interpret=True)
+            got = merge_branches.gather(rows, arrays, call.rows, interpret=True)
             for g, x in zip(got, arrays, strict=True):
                 np.testing.assert_array_equal(g, dilated_views.gather_rows(x, call, heads))
 

@@ -15,10 +15,10 @@ import aot
 
 from jax_kernels import masks, prepare_mask
 from jax_kernels.dispatch import on_device
-from jax_kernels.masks.ranked import Ranked
-from jax_kernels.pallas.attention.passes import backward_rows, ranked_bits, row_norms
+from jax_kernels.masks.ranked_mask import Ranked
 from jax_kernels.pallas.attention.passes import mask_bits as mask_bits_pass
-from jax_kernels.pallas.attention.sm90 import mask_bits
+from jax_kernels.pallas.attention.passes import prepare_backward, ranked_bits, row_norms
+from jax_kernels.pallas.attention.sm90.features import mask_bits
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.reference.attention import row_terms
 
@@ -130,7 +130,7 @@ def _compile(name: str, option: int) -> list[str]:
         shapes = [array(2, 16, 4096), array(2, 16, 4096), array(2, 4096), array(2, 4096)]
         return aot.lower_and_compile("h200", words, *shapes)[1]
     blocks = {"block_q": 128 if option == 64 else 64, "width": option, "zeros": True, "interpret": False}
-    rows = lambda out, lse: backward_rows.rows_of(out, out, lse, lse, **blocks)
+    rows = lambda out, lse: prepare_backward.rows_of(out, out, lse, lse, **blocks)
     shapes = [array(2, 1000, 4, option, dtype=jnp.bfloat16), array(2, 4, 1000, dtype=jnp.float32)]
     return aot.lower_and_compile("h200", rows, *shapes)[1]
 
@@ -180,19 +180,19 @@ def test_backward_rows(shape, width, block_q, has_dlse, dtype):
     lse = lse.at[:, -1, length // 2].set(-jnp.inf)
     dlse = dlse if has_dlse else None
     statics = {"block_q": block_q, "width": width, "interpret": True}
-    rows = backward_rows.rows_of(out, dout, lse, dlse, zeros=True, **statics)
+    rows = prepare_backward.rows_of(out, dout, lse, dlse, zeros=True, **statics)
     want_lse, want_delta = row_terms(out, lse, dout, dlse)
     pad = [(0, 0), (0, 0), (0, -length % block_q)]
     np.testing.assert_array_equal(rows.lse, jnp.pad(want_lse * LOG2E, pad, constant_values=jnp.inf))
     np.testing.assert_allclose(rows.delta, jnp.pad(want_delta, pad), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(rows.dquery, np.zeros((batch, length, heads, width)))
-    alone = backward_rows.rows_of(out, dout, lse, dlse, zeros=False, **statics)
+    alone = prepare_backward.rows_of(out, dout, lse, dlse, zeros=False, **statics)
     np.testing.assert_array_equal(alone.delta, rows.delta)
     assert alone.dquery is None
 
 
 def test_what_backward_rows_takes():
-    takes = lambda *shape: backward_rows.takes(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 128, 64)
+    takes = lambda *shape: prepare_backward.takes(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 128, 64)
     assert takes(2, 8192, 16, 128)
     assert takes(4, 262144, 8, 128)  # 2 GiB of out, and 4 of dquery
     assert not takes(1, 65535 * 32 + 1, 1, 16)

@@ -17,7 +17,7 @@ import tiers
 from jax_kernels import flash_attention
 from jax_kernels.dispatch import on_device
 from jax_kernels.pallas.attention import softmax
-from jax_kernels.testing_cases import LOWEST, LOWEST_BF16
+from jax_kernels.testing.attention_cases import LOWEST, LOWEST_BF16
 
 SCRIPT = Path(forked.__file__).with_name("mosaic_interpreter.py")
 SMALL = {"batch": 1, "q_length": 128, "kv_length": 128, "heads": 1, "kv_heads": 1}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.pallas.attention.sm90.bias import LOWEST_OF_KEY, ByKey
+from jax_kernels.pallas.attention.sm90.features.bias import LOWEST_OF_KEY, ByKey
 from jax_kernels.pallas.attention.softmax import LN2, LOG2E, LOWEST
 
 FLOAT32, BFLOAT16 = float(jnp.finfo(jnp.float32).min), float(jnp.finfo(jnp.bfloat16).min)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jax_kernels import masks
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.masks.limits import without_limits
-from jax_kernels.pallas.attention.sm90 import block_lists
+from jax_kernels.pallas.attention.sm90.features import block_lists
 from jax_kernels.reference import attention as reference
 
 B, T, S, H, KV_HEADS = 2, 150, 170, 4, 2

@@ -21,7 +21,7 @@ import tiers
 
 from jax_kernels.pallas.attention.passes import fp8_values
 from jax_kernels.pallas.attention.passes.fp8_values import KEY_ORDER
-from jax_kernels.pallas.attention.sm90.forward_fp8 import reorder_keys
+from jax_kernels.pallas.attention.sm90.forward.fp8 import reorder_keys
 
 # Cores, whether races are looked for, and cases.
 INTERPRETED = {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import score_mod_cases
 
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention.sm90 import forward as forward_sm90
-from jax_kernels.pallas.attention.sm90.score_mod import mod_of
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention.sm90.features.score_mod import mod_of
+from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
 from jax_kernels.score_mod.trace import trace
 
 BATCH, HEADS, LENGTH, LARGEST = 2, 4, 24, 3.0

@@ -15,7 +15,7 @@ import pytest
 import tiers
 
 from jax_kernels import masks
-from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.triton.bias_gradient import bias_gradient

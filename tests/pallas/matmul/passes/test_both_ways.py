@@ -15,7 +15,7 @@ import aot
 import tiers
 
 from jax_kernels.dispatch import on_device
-from jax_kernels.pallas.matmul.passes.both_ways import both_ways, reciprocal
+from jax_kernels.pallas.matmul.passes.quantize_with_transpose import both_ways, reciprocal
 from jax_kernels.quantization import FORMATS, quantize
 
 SHAPES = [(1, 1), (63, 65), (128, 256), (300, 131), (1, 1000)]

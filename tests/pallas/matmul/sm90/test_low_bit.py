@@ -18,10 +18,10 @@ import cases_interpreter
 import low_bit_block_cases
 import tiers
 
-from jax_kernels.low_bit import LowBit
-from jax_kernels.matmul_inputs import MatmulOptions
+from jax_kernels.inputs.matmul import MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitSm90
 from jax_kernels.pallas.matmul.sm90.low_bit import LowBitTraits
+from jax_kernels.quantization.formats import LowBit
 
 INTERPRETED = {
     "one_core": (1, True, ["int4", "int8_row", "mxfp4", "mxfp4_one"]),
@@ -33,7 +33,7 @@ INTERPRETED = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", tiers.cases(INTERPRETED, {"one_core", "gated"}))
 def test_interpreted(group):
-    cases_interpreter.check("jax_kernels.testing_low_bit_matmul", *INTERPRETED[group])
+    cases_interpreter.check("jax_kernels.testing.low_bit_matmul", *INTERPRETED[group])
 
 
 @pytest.mark.timeout(240)

@@ -23,7 +23,7 @@ import tiers
 
 from jax_kernels import explain, matmul
 from jax_kernels.dispatch import on_device
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulCall, MatmulSm90
@@ -42,7 +42,7 @@ INTERPRETED = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", tiers.cases(INTERPRETED, {"one_core", "epilogue"}))
 def test_interpreted(group):
-    cases_interpreter.check("jax_kernels.testing_matmul", *INTERPRETED[group])
+    cases_interpreter.check("jax_kernels.testing.matmul", *INTERPRETED[group])
 
 
 @pytest.mark.timeout(240)
@@ -51,7 +51,7 @@ def test_interpreted(group):
 )
 def test_mlp_interpreted(cores, names):
     """Two launches have the derivative as their epilogue, or the sum of two products."""
-    cases_interpreter.check("jax_kernels.testing_mlp", cores, cores == 1, names)
+    cases_interpreter.check("jax_kernels.testing.mlp", cores, cores == 1, names)
 
 
 @pytest.mark.timeout(240)
@@ -64,7 +64,7 @@ def test_mlp_interpreted(cores, names):
     ],
 )
 def test_8_bits_interpreted(cores, names):
-    cases_interpreter.check("jax_kernels.testing_fp8_matmul", cores, cores == 1, names)
+    cases_interpreter.check("jax_kernels.testing.fp8_matmul", cores, cores == 1, names)
 
 
 @pytest.mark.timeout(240)

@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 import aot
 import tiers
 
-from jax_kernels.low_bit import LowBit, numbers
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitTriton
-from jax_kernels.pallas.matmul.triton.decoding import assembly
+from jax_kernels.pallas.matmul.triton.dequantize import assembly
 from jax_kernels.pallas.matmul.triton.low_bit import LowBitTraits
+from jax_kernels.quantization.formats import LowBit, numbers
 
 OPERATIONS = {
     "mov.b32": lambda x: x,
@@ -129,13 +129,13 @@ def test_compiled(case):
 def _compile(gpu: str, options: dict) -> list[str]:
     """Compiles in this process; the names of the Triton kernels."""
     from jax_kernels import gated_matmul, matmul
-    from jax_kernels.ops.matmul import table
+    from jax_kernels.ops.matmul import implementations
     from jax_kernels.quantization import quantize
 
     if blocks := options.pop("blocks", None):
-        found = table._low_bit_config
+        found = implementations._low_bit_config
         swap = lambda plan: dataclasses.replace(plan, forward=dataclasses.replace(plan.forward, **blocks))
-        table._low_bit_config = lambda *given: (swap(found(*given)[0]), "swept")
+        implementations._low_bit_config = lambda *given: (swap(found(*given)[0]), "swept")
     dtype = options.pop("dtype", "bfloat16")
     m, n, k = (options.pop(name, size) for name, size in (("m", 16), ("n", 8192), ("k", 8192)))
     names = "format", "group_size", "scaling", "scale_dtype"

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 import aot
 import tiers
 
-from jax_kernels import testing_matmul as matmul_cases
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.matmul.triton.state import Traits
+from jax_kernels.testing import matmul as matmul_cases
 
 BLOCKS = MatmulTriton(block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=2, rows_together=3)
 

@@ -23,8 +23,8 @@ from tiers import cases
 
 from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.dispatch import on_device
-from jax_kernels.normalization_inputs import NormInputs, NormOptions
-from jax_kernels.ops.normalization import _by_joined_rows
+from jax_kernels.inputs.normalization import NormInputs, NormOptions
+from jax_kernels.ops.normalization.normalization import _by_joined_rows
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.normalization.sm90.traits import Traits, row_warps_of
 from jax_kernels.reference import normalization as reference
@@ -41,7 +41,7 @@ INTERPRETED = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", cases(INTERPRETED, {"races", "one_core"}))
 def test_interpreted(group):
-    cases_interpreter.check("jax_kernels.testing_normalization", *INTERPRETED[group])
+    cases_interpreter.check("jax_kernels.testing.normalization", *INTERPRETED[group])
 
 
 @pytest.mark.timeout(240)

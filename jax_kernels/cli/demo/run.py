@@ -1,0 +1,311 @@
+"""Runs the demo: settings from the options, training with a progress bar, the checks, the files."""
+
+import contextlib
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+import jax_kernels
+from jax_kernels.cli.demo import compare as demo_compare
+from jax_kernels.cli.demo import report as demo_report
+from jax_kernels.cli.demo.data import Corpus, CorpusError, read_corpus, unigram_entropy
+from jax_kernels.cli.demo.training import Checkpoints, Settings, Trainer, bits_per_byte, sample
+from jax_kernels.models import LongNetConfig, TransformerConfig, make_mesh
+from jax_kernels.models.training.checkpoints import NotWritten, file_in_the_way, nonfinite, reason
+from jax_kernels.spelling import did_you_mean
+
+__all__ = ["OptionError", "run"]
+
+# Held-out bits per byte must end below this part of the unigram entropy.
+LEARNED = 0.8
+SAVE_SECONDS = 60
+# The most; both fit in the context that was trained, beyond which the model knows no positions.
+PROMPT_BYTES, SAMPLE_BYTES = 48, 512
+
+
+class OptionError(ValueError):
+    """An error of an option's value; `message` says why."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(f"{option}: {message}")
+        self.option = option
+        self.message = message
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """The settings for a device where the options leave them out."""
+
+    model: TransformerConfig
+    seq_len: int
+    batch_size: int
+    learning_rate: float
+    steps: int
+
+
+def preset(device: jax_kernels.DeviceInfo) -> Preset:
+    if device.compute_capability is None:
+        # 0.9 million parameters: about a minute of steps on two cores.
+        model = TransformerConfig(vocab_size=256, model_dim=128, num_layers=4, num_heads=4)
+        return Preset(model, seq_len=256, batch_size=8, learning_rate=4e-3, steps=400)
+    # 85 million parameters. float16 would need its losses scaled, so a GPU without bfloat16 trains in float32.
+    dtype = "bfloat16" if device.supports_bf16 else "float32"
+    model = TransformerConfig(vocab_size=256, model_dim=768, num_layers=12, num_heads=6, dtype=dtype)
+    # A sequence takes about 1.3 GB of activations in bfloat16.
+    large = (device.total_memory_bytes or 0) > 60e9
+    return Preset(model, seq_len=2048, batch_size=32 if large else 4, learning_rate=6e-4, steps=400 if large else 800)
+
+
+def run(
+    *, text: Path | None, steps: int | None, out: Path, resume: bool, mesh: dict[str, int] | None = None, **given: Any
+) -> bool:
+    """Runs the whole command. Returns whether every check passed; raises OptionError for what the user can mend."""
+    console = Console(highlight=False)
+    device = jax_kernels.device_info()
+    defaults = preset(device)
+    folder = out / "checkpoint"
+    if (found := file_in_the_way(out)) is not None:
+        raise OptionError("--out", f"{found} is not a folder")
+    history: dict[str, Any] = {"losses": [], "held_out": []}
+
+    with contextlib.ExitStack() as stack:
+        if resume:
+            if not folder.is_dir():
+                raise OptionError("--resume", f"there is no checkpoint in {folder}")
+            checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, replace=False)))
+            settings, corpus, history = resumed(checkpoints, folder, steps, text, given)
+            steps = max(settings.decay_steps, checkpoints.latest or 0) if steps is None else steps
+        else:
+            steps = defaults.steps if steps is None else steps
+            settings, corpus = fresh(defaults, text, steps, given)
+        check_products(settings.model, device)
+        plan = attention_plan(settings)
+        try:
+            trainer = Trainer(settings, None if mesh is None else make_mesh(mesh))
+        except ValueError as error:
+            raise OptionError("--mesh", str(error)) from error
+        if resume:
+            checkpoints.load_state(trainer)
+        else:
+            checkpoints = stack.enter_context(contextlib.closing(Checkpoints(folder, replace=True)))
+        unigram = unigram_entropy(corpus.held_out)
+        demo_report.introduce(console, device, trainer, corpus, plan, unigram)
+        timing = train(console, trainer, corpus, steps, checkpoints, history)
+        check_finite(trainer)
+        return finish(console, out, device, trainer, corpus, plan, unigram, history, timing)
+
+
+def finish(
+    console: Console, out: Path, device: jax_kernels.DeviceInfo, trainer: Trainer, corpus: Corpus,
+    plan: jax_kernels.Plan, unigram: float, history: dict[str, Any], timing: dict[str, Any],
+) -> bool:  # fmt: skip
+    """The checks after training, a sample and the files. Whether every check passed. Raises NotWritten."""
+    settings = trainer.settings
+    held_out = trainer.evaluate(corpus.held_out_batches(settings.batch_size, 16))
+    learned = held_out < LEARNED * unigram
+    verdict = "" if learned else ", [red]not below it[/]: the model did not learn enough; train longer (--steps)"
+    console.print(
+        f"[bold]Held out[/] {held_out:.3f} bits per byte; {LEARNED} of the unigram entropy {unigram:.3f} is "
+        f"{LEARNED * unigram:.3f}{verdict}",
+        soft_wrap=True,
+    )
+
+    prompt = corpus.held_out[0, : min(PROMPT_BYTES, max(1, settings.seq_len // 4))]
+    sampled = sample(trainer, prompt, min(SAMPLE_BYTES, settings.seq_len - len(prompt)), settings.seed)
+    demo_report.print_sample(console, prompt.tobytes(), sampled)
+    comparison = demo_compare.compare(trainer, corpus.held_out_batches(2, 1)[0])
+    console.print(comparison.text, soft_wrap=True)
+
+    passed = learned and comparison.passed
+    results = {
+        "passed": passed,
+        "final_held_out_bits_per_byte": held_out,
+        "unigram_entropy_bits_per_byte": unigram,
+        **timing,
+        "torch": comparison.numbers,
+        "sample": sampled.decode(errors="replace"),
+    }
+    try:
+        demo_report.plot(out / "loss.png", settings, history, unigram)
+        demo_report.write_record(out / "run.json", device, trainer, corpus, plan, history, results)
+    except OSError as error:
+        raise NotWritten(f"folder: {out} cannot be written ({reason(error)})") from error
+    wrote = f"Wrote {out / 'loss.png'}, {out / 'run.json'} and {out / 'checkpoint'}"
+    console.print(wrote, soft_wrap=True, markup=False)
+    return passed
+
+
+def check_finite(trainer: Trainer) -> None:
+    """Ends the process with the status 1 where a parameter is not finite: such a state is not saved."""
+    if names := nonfinite(trainer.params, trainer.mesh):
+        sys.exit(
+            f"jax-kernels: step {trainer.step}: got parameters that are not finite, such as {names[0]}, want finite "
+            "ones; they are not saved"
+        )
+
+
+def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]) -> tuple[Settings, Corpus]:
+    pick = lambda name, default: default if given[name] is None else given[name]
+    seq_len = pick("seq_len", defaults.seq_len)
+    corpus = corpus_of(text, seq_len)
+    settings = Settings(
+        model=model_of(defaults.model, seq_len, given),
+        seq_len=seq_len,
+        batch_size=pick("batch_size", defaults.batch_size),
+        learning_rate=defaults.learning_rate,
+        decay_steps=pick("decay_steps", steps),
+        seed=pick("seed", 0),
+        text=None if text is None else str(text),
+        sha256=corpus.sha256,
+    )
+    return settings, corpus
+
+
+def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> TransformerConfig:
+    """The preset's model with the attention and the products that were asked for."""
+    if given["precision"] not in (None, "fp8"):
+        raise OptionError("--precision", f"got {given['precision']!r}, want fp8, or no --precision")
+    config = dataclasses.replace(config, implementation=given["implementation"], precision=given["precision"])
+    if given["attention"] in (None, "dense"):
+        return config
+    if given["attention"] != "dilated":
+        hint = did_you_mean(given["attention"], ("dense", "dilated"))
+        raise OptionError("--attention", f"got {given['attention']!r}, want dense or dilated{hint}")
+    # Each segment has a quarter of the context's tokens; a very short context has room for rate 1 alone.
+    branches = [(max(1, seq_len * rate // 4), rate) for rate in (1, 2, 4)]
+    lengths, rates = zip(*((length, rate) for length, rate in branches if rate <= length), strict=True)
+    return LongNetConfig(**dataclasses.asdict(config), segment_lengths=lengths, dilation_rates=rates)
+
+
+def resumed(
+    checkpoints: Checkpoints, folder: Path, steps: int | None, text: Path | None, given: dict[str, Any]
+) -> tuple[Settings, Corpus, dict[str, Any]]:
+    """The checkpoint's settings, text and history; raises OptionError for any option that contradicts them."""
+    if checkpoints.latest is None:
+        raise OptionError("--resume", f"there is no checkpoint in {folder}")
+    if steps is not None and steps < checkpoints.latest:
+        raise OptionError("--steps", f"got {steps}, but the checkpoint is at step {checkpoints.latest} already")
+    history = checkpoints.load_run()
+    settings = Settings.from_json(history.pop("settings"))
+    saved = dataclasses.asdict(settings) | {
+        "implementation": settings.model.implementation,
+        "precision": settings.model.precision,
+        "attention": "dilated" if isinstance(settings.model, LongNetConfig) else "dense",
+    }
+    for name, value in given.items():
+        if value is not None and value != saved[name]:
+            option = "--" + name.replace("_", "-")
+            raise OptionError(option, f"got {value}, but the checkpoint was trained with {saved[name]}")
+    if text is None and settings.text is not None:
+        text = Path(settings.text)
+    corpus = corpus_of(text, settings.seq_len)
+    if corpus.sha256 != settings.sha256:
+        raise OptionError("--text", f"{corpus.source} does not have the bytes that the checkpoint was trained on")
+    return settings, corpus, history
+
+
+def corpus_of(text: Path | None, seq_len: int) -> Corpus:
+    try:
+        return read_corpus(text, seq_len)
+    except CorpusError as error:
+        raise OptionError("--text", str(error)) from error
+
+
+def check_products(model: TransformerConfig, device: jax_kernels.DeviceInfo) -> None:
+    """Raises OptionError where the model has products of 8 bits and the GPU has none."""
+    if model.precision == "fp8" and device.compute_capability is not None and not device.supports_fp8:
+        raise OptionError(
+            "--precision",
+            f"{device.name} has no products of 8 bits; Ada (L4, L40S, RTX 40), Hopper (H100, H200) and Blackwell GPUs "
+            "have",
+        )
+
+
+def attention_plan(settings: Settings) -> jax_kernels.Plan:
+    model = settings.model
+    heads = lambda count: jax.ShapeDtypeStruct(
+        (settings.batch_size, settings.seq_len, count, model.head_dim), model.dtype
+    )
+    query, key = heads(model.num_heads), heads(model.num_kv_heads)
+    op: Any = jax_kernels.flash_attention
+    pattern: dict[str, Any] = {}
+    if isinstance(model, LongNetConfig):
+        op = jax_kernels.dilated_attention
+        pattern = {"segment_lengths": model.segment_lengths, "dilation_rates": model.dilation_rates}
+    try:
+        return jax_kernels.explain(op, query, key, key, is_causal=True, implementation=model.implementation, **pattern)
+    except (ValueError, NotImplementedError) as error:
+        raise OptionError("--implementation", str(error)) from error
+
+
+def train(
+    console: Console, trainer: Trainer, corpus: Corpus, steps: int, checkpoints: Checkpoints, history: dict[str, Any]
+) -> dict[str, Any]:
+    """Trains to `steps`, adds to `history` (the losses, and [step, held-out bits per byte]) and saves.
+
+    Returns the timing: compilation, evaluation and saving are not in the time of a step.
+    """
+    settings = trainer.settings
+    if trainer.step == steps:
+        console.print(f"The checkpoint is at step {steps} already: nothing left to train.")
+        return dict.fromkeys(("compile_seconds", "step_seconds", "tokens_per_second"))
+    start = time.perf_counter()
+    trainer.compile()
+    compile_seconds = time.perf_counter() - start
+
+    first, tokens = trainer.step, settings.batch_size * settings.seq_len
+    batches = corpus.held_out_batches(settings.batch_size, 4)
+    evaluate_every = max(1, steps // 10)
+    losses, points = history["losses"], history["held_out"]
+    columns = [
+        BarColumn(10),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TextColumn("{task.fields[speed]}"),
+    ]
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=steps, completed=first, loss="", speed="")
+        elapsed, running, saved = 0.0, None, time.perf_counter()
+        start = time.perf_counter()
+
+        def record(nats: jax.Array) -> None:
+            losses.append(float(nats))
+            step_seconds = (elapsed + time.perf_counter() - start) / (len(losses) - first)
+            loss = f"loss {losses[-1]:.3f}, {bits_per_byte(losses[-1]):.3f} bits/byte"
+            speed = f"{tokens / step_seconds:,.0f} tokens/s, {step_seconds * 1e3:.0f} ms/step"
+            progress.update(task, completed=len(losses), loss=loss, speed=speed)
+
+        while trainer.step < steps:
+            nats = trainer.train(corpus.batch(settings.batch_size, settings.seed, trainer.step))
+            # The loss of the step before is read while this one runs, so that the device never waits for the host.
+            if running is not None:
+                record(running)
+            running = nats
+            if trainer.step % evaluate_every and trainer.step != steps:
+                continue
+            record(running)
+            running = None
+            elapsed += time.perf_counter() - start
+            points.append([trainer.step, trainer.evaluate(batches)])
+            console.print(f"step {trainer.step}: held out {points[-1][1]:.3f} bits per byte")
+            if trainer.step == steps or time.perf_counter() - saved > SAVE_SECONDS:
+                check_finite(trainer)
+                checkpoints.save(trainer, {"settings": dataclasses.asdict(settings), **history})
+                saved = time.perf_counter()
+            start = time.perf_counter()
+    step_seconds = elapsed / (steps - first)
+    console.print(
+        f"[bold]Speed[/] {tokens / step_seconds:,.0f} tokens/s, {step_seconds * 1e3:.1f} ms a step, "
+        f"after {compile_seconds:.1f} s of compilation"
+    )
+    return {
+        "compile_seconds": compile_seconds,
+        "step_seconds": step_seconds,
+        "tokens_per_second": tokens / step_seconds,
+    }

@@ -1,0 +1,1 @@
+"""The arrays, the options and the results of a call, as kernels and references take and give them."""

@@ -1,0 +1,153 @@
+"""The arrays, options and results of a matmul, from the public op down to a kernel."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jax_kernels.quantization.formats import LowBit
+
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+_SHARE = 2.0**60  # of a scale of rows that multiplies first
+
+
+class MatmulInputs(NamedTuple):
+    """The arrays of a call. Those that a call lacks are None.
+
+    x: [M, K]; [K, M] with transpose_x. w: [K, N] in x's dtype; [N, K] with transpose_w. bias: [N], x's dtype or
+    float32. residual: [M, N], out's dtype. w_up: like w, of a gated unit. x_up: like x; with it there is no gated unit,
+    and x_up @ w_up is added to x @ w.
+
+    x_scale, w_scale, w_up_scale: float32, of 8-bit operands, to multiply them by. By MatmulOptions.scaling: "tensor":
+    []; "row": one for each row of x and column of w, [M] and [N]; "block": one for each 128 x 128 numbers,
+    [ceil(M / 128), ceil(K / 128)] and [ceil(K / 128), ceil(N / 128)], the last transposed with transpose_w.
+
+    preactivation, up: [M, N], out's dtype, of an earlier call; up of a gated unit alone. With them the epilogue is that
+    call's derivative, of which x @ w is the cotangent; see MatmulOptions.
+
+    With MatmulOptions.low_bit: w and w_up are stored values, [N, bytes], and w_scale and w_up_scale theirs; x is not
+    quantised, and x_scale is None.
+
+    A kernel takes the shapes above. In all other code M and K may each be several axes, with one N: M is x's outer
+    axes, as the caller gave them, and K is all axes of w but N, such as the outer axes in the gradient of the weights.
+    The devices of a mesh shard each of these axes. With scales of blocks the last axis of several has whole blocks.
+    """
+
+    x: Any
+    w: Any
+    bias: Any = None
+    residual: Any = None
+    w_up: Any = None
+    x_scale: Any = None
+    w_scale: Any = None
+    w_up_scale: Any = None
+    x_up: Any = None
+    preactivation: Any = None
+    up: Any = None
+
+    @property
+    def is_gated(self) -> bool:
+        return self.w_up is not None and self.x_up is None
+
+
+class MatmulResult(NamedTuple):
+    """The result of a kernel, [M, N]; M is several axes where x has several.
+
+    out: in the call's out_dtype. preactivation: x @ w + bias in the same dtype, None where it is not asked for. up:
+    x @ w_up, likewise, of a gated unit.
+
+    Of the derivative of an earlier call: out and up are the cotangents of its preactivation and its up, and activated
+    is its result.
+    """
+
+    out: Any
+    preactivation: Any = None
+    up: Any = None
+    activated: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulOptions:
+    """The static half of a call: hashable, so that it can key a jit cache.
+
+    out = activation(x @ w + bias) * (x @ w_up) + residual, in float32 from the products on; without w_up there is no
+    second factor. With x_up, x_up @ w_up is added to x @ w instead.
+
+    With inputs.preactivation z and g = x @ w: out = g * derivative(z) * up, the result's up = g * activation(z), and
+    activated = activation(z) * up; without inputs.up that is 1.
+
+    activation: of numbers, in jnp; None for none. derivative: the activation's, with inputs.preactivation.
+    precision: of products of float32, "fp32" or "tf32"; None for others. scaling: how the scales of 8-bit operands
+    lie, see MatmulInputs; None for others. low_bit: the layout of weights of few bits, which are [N, K], with
+    transpose_w; None for others.
+    """
+
+    out_dtype: str
+    transpose_x: bool = False
+    transpose_w: bool = False
+    activation: Callable[[Any], Any] | None = None
+    derivative: Callable[[Any], Any] | None = None
+    precision: str | None = None
+    saves_preactivation: bool = False
+    scaling: str | None = None
+    low_bit: LowBit | None = None
+
+    def axes(self, inputs: MatmulInputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The lengths of M's axes and of K's, as x has them."""
+        shape, count = inputs.x.shape, inputs.w.ndim - 1
+        if self.transpose_x:
+            return shape[count:], shape[:count]
+        return shape[: len(shape) - count], shape[len(shape) - count :]
+
+    def sizes(self, inputs: MatmulInputs) -> tuple[int, int, int]:
+        """(M, N, K)."""
+        rows, depth = self.axes(inputs)
+        return math.prod(rows), inputs.w.shape[0 if self.transpose_w else -1], math.prod(depth)
+
+    def gradients(self, g: Any, z: Any, load_up: Callable[[], Any] | None) -> Iterator[tuple[str, Any]]:
+        """The fields of a derivative's MatmulResult, from the cotangent g of activation(z) * up: all in float32.
+
+        load_up: gives up when it is needed; None where there is none.
+        """
+        assert self.derivative is not None
+        z = in_range(z, self.out_dtype)
+        activated, dz = z if self.activation is None else self.activation(z), g * self.derivative(z)
+        if load_up is not None:
+            yield "up", g * activated
+            up = in_range(load_up(), self.out_dtype)
+            activated, dz = activated * up, dz * up
+        yield "out", dz
+        yield "activated", activated
+
+
+def in_range(z: Any, dtype: Any) -> Any:
+    """A float32 sum that was saved in this dtype: float16's infinities become its largest numbers.
+
+    They were finite sums. Of an infinity silu's derivative, say, is NaN, and so is its product with 0.
+    """
+    if jnp.dtype(dtype) != jnp.float16:
+        return z
+    top = float(jnp.finfo(jnp.float16).max)
+    return jnp.minimum(jnp.maximum(z, -top), top)
+
+
+def scale_factors(x_scale: Any, w_scale: Any) -> tuple[Any, Any]:
+    """(first, second): sums * first * second is sums * x_scale * w_scale wherever the result is in float32's range.
+
+    The product of two scales may leave that range where the result does not. Then the scales multiply in turn: sums of
+    8-bit products have magnitudes from 2**-18 to 2**40, with which no step leaves the range before the result does.
+    """
+    both = x_scale * w_scale
+    is_normal = (both >= _TINY) & (both < float("inf"))
+    return jnp.where(is_normal, both, x_scale), jnp.where(is_normal, 1.0, w_scale)
+
+
+def scale_shares(scale: Any) -> tuple[Any, Any]:
+    """(first, last), whose product is the scale: sums * first * other_scale * last, for scales of rows.
+
+    first is between 2**-60 and 2**60, so that no step leaves float32's range before the result does.
+    """
+    first = jnp.minimum(jnp.maximum(scale, 1 / _SHARE), _SHARE)
+    return first, jnp.where(scale > _SHARE, scale / _SHARE, jnp.where(scale < 1 / _SHARE, scale * _SHARE, 1.0))

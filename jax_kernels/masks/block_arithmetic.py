@@ -1,0 +1,270 @@
+"""Block arithmetic: finds the blocks that a mask can touch without looking at pairs.
+
+A mask is a sum of products: it keeps a pair where all literals of one of its conjunctions do. `live` tells which
+blocks hold such a pair. The complement is a sum of products as well; a block is full where the complement is not live.
+
+The literals of a conjunction are intersected before blocks are looked at, which makes the answer exact
+- for literals that keep an interval of keys for every query (limits of the distance, of keys and of queries,
+  segments whose ids stand in one run), in any number;
+- for literals that only look at the distance, in any number;
+- for a set of cells alone, or where every block lies in one cell.
+A conjunction that mixes kinds is live where each kind is: a dead block may be called live, and hence partial.
+"""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels.masks.running_sums import running_sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The blocks of a call.
+
+    offset: [B or 1] int32, the position of query 0. static_offset: the same, if known. results: what `once` keeps.
+    """
+
+    q_length: int
+    kv_length: int
+    block_q: int
+    block_kv: int
+    offset: Any
+    static_offset: int | None
+    results: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @staticmethod
+    def of(lengths: tuple[int, int], blocks: tuple[int, int], offset: Any, static_offset: int | None) -> "Grid":
+        return Grid(*lengths, *blocks, offset, static_offset)
+
+    @property
+    def rows(self) -> int:
+        return -(-self.q_length // self.block_q)
+
+    @property
+    def columns(self) -> int:
+        return -(-self.kv_length // self.block_kv)
+
+    @property
+    def positions(self) -> jax.Array:
+        """The positions of the queries: [B or 1, T]."""
+        return self.offset[:, None] + jnp.arange(self.q_length, dtype=jnp.int32)
+
+    def edges(self, axis: int) -> tuple[jax.Array, jax.Array]:
+        """The first and the last index in each block of queries (axis 0) or keys (axis 1)."""
+        count, block, length = (
+            (self.rows, self.block_q, self.q_length),
+            (self.columns, self.block_kv, self.kv_length),
+        )[axis]
+        first = jnp.arange(count, dtype=jnp.int32) * block
+        return first, jnp.minimum(first + (block - 1), length - 1)
+
+    def once(self, function: Callable[["Grid"], Any]) -> Any:
+        """The value of function(grid), computed at the first call: a program without repeats compiles faster."""
+        if function not in self.results:
+            self.results[function] = function(self)
+        return self.results[function]
+
+    def area(self) -> jax.Array:
+        """The number of pairs in each block: [rows, columns]."""
+        (q_first, q_last), (k_first, k_last) = self.edges(0), self.edges(1)
+        return (q_last - q_first + 1)[:, None] * (k_last - k_first + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Literal:
+    """A predicate of a query and a key, in at least one of three forms that block arithmetic uses.
+
+    interval(grid): the keys that each query keeps, as [start, end), int32 broadcastable to [B or 1, T].
+    distance(distance): whether a key that stands so far before the query is kept; a Band has this too.
+    cells(grid): whether each block is live, [B or 1, H or 1, rows, columns].
+
+    These bound the length of lists. low, high: low <= key - position <= high. keys, queries: [start, end) of key
+    indices and of positions. rate: one distance in so many is kept. cell_width(grid, by): the most cells in a list.
+
+    varies(grid): the most blocks of a batch entry and head in which it keeps some pairs and drops others; None for any
+    number.
+    """
+
+    interval: Callable[[Grid], tuple[Any, Any]] | None = None
+    distance: Callable[[Any], Any] | None = None
+    cells: Callable[[Grid], Any] | None = None
+    low: int | None = None
+    high: int | None = None
+    keys: tuple[int | None, int | None] = (None, None)
+    queries: tuple[int | None, int | None] = (None, None)
+    rate: int = 1
+    cell_width: Callable[[Grid, str], int] | None = None
+    varies: Callable[[Grid], int] | None = None
+
+
+Conjunction = tuple[Literal, ...]
+Terms = tuple[Conjunction, ...]
+
+# A product of sums with more terms than this is not multiplied out.
+_MOST_TERMS = 64
+
+
+def band(low: int | None, high: int | None) -> Literal:
+    """The literal low <= key - position <= high; None is no limit."""
+
+    def interval(grid: Grid) -> tuple[Any, Any]:
+        start = 0 if low is None else grid.positions + low
+        end = grid.kv_length if high is None else grid.positions + (high + 1)
+        return start, end
+
+    def distance(d: Any) -> Any:
+        keep = jnp.ones_like(d, bool)
+        keep = keep if low is None else keep & (-d >= low)
+        return keep if high is None else keep & (-d <= high)
+
+    def varies(grid: Grid) -> int:
+        # The blocks that hold the first keys past a limit, for all rows of a block but the last.
+        edges = ([] if low is None else [low]) + ([] if high is None else [high + 1])
+        step, offset = math.gcd(grid.block_q, grid.block_kv), grid.static_offset
+        each = lambda edge: touched(grid.block_q - 1, grid.block_kv, step, None if offset is None else offset + edge)
+        return grid.rows * sum(map(each, edges))
+
+    return Literal(interval, distance, low=low, high=high, varies=varies)
+
+
+def product(factors: list[Terms]) -> Terms:
+    """The terms of an intersection, from the terms of its parts."""
+    if math.prod(map(len, factors)) <= _MOST_TERMS:
+        return functools.reduce(lambda a, b: tuple(x + y for x in a for y in b), factors)
+    # Each part becomes one literal: a block is live where all parts are.
+    opaque = lambda terms: Literal(
+        cells=functools.partial(live, terms), cell_width=lambda grid, by: width(terms, grid, by)
+    )
+    return (tuple(opaque(terms) for terms in factors),)
+
+
+def live(terms: Terms, grid: Grid) -> jax.Array:
+    """Tells for each block whether it holds a pair that is kept: bool [B or 1, H or 1, rows, columns]."""
+    is_interval = lambda literals: all(x.interval is not None for x in literals)
+    intervals = [literals for literals in terms if is_interval(literals)]
+    parts = [_live_mixed(literals, grid) for literals in terms if not is_interval(literals)]
+    if intervals:
+        parts.append(_live_by_interval(intervals, grid))
+    if not parts:
+        return jnp.zeros((1, 1, grid.rows, grid.columns), bool)
+    return functools.reduce(operator.or_, parts)
+
+
+def _live_mixed(literals: Conjunction, grid: Grid) -> jax.Array:
+    parts = [literal.cells(grid) for literal in literals if literal.cells is not None]
+    intervals = tuple(literal for literal in literals if literal.interval is not None)
+    if intervals:
+        parts.append(_live_by_interval([intervals], grid))
+    if any(literal.distance is not None and literal.interval is None for literal in literals):
+        parts.append(_live_by_distance([x.distance for x in literals if x.distance is not None], grid))
+    return functools.reduce(operator.and_, parts, jnp.ones((1, 1, grid.rows, grid.columns), bool))
+
+
+def interval_of(literals: Conjunction, grid: Grid) -> tuple[jax.Array, jax.Array]:
+    """The keys [start, end) that all literals with an interval keep for each query, broadcastable to [B or 1, T]."""
+    intervals = [x.interval(grid) for x in literals if x.interval is not None]
+    start = functools.reduce(jnp.maximum, (start for start, _ in intervals), jnp.int32(0))
+    return start, functools.reduce(jnp.minimum, (end for _, end in intervals), jnp.int32(grid.kv_length))
+
+
+def _live_by_interval(terms: list[Conjunction], grid: Grid) -> jax.Array:
+    """live of conjunctions of intervals, in one pass over their queries, not over queries times blocks.
+
+    It counts how many more queries of a row of blocks reach each block of keys than reach the block before.
+    """
+    starts, ends = zip(*(interval_of(literals, grid) for literals in terms), strict=True)
+    shape = jnp.broadcast_shapes(*(x.shape for x in (*starts, *ends)), (1, grid.q_length))
+    start, end = (jnp.concatenate([jnp.broadcast_to(x, shape) for x in xs], axis=1) for xs in (starts, ends))
+    some = start < end
+    block = jnp.int32(grid.block_kv)
+    first, last = lax.div(jnp.where(some, start, 0), block), lax.div(jnp.where(some, end, block) - 1, block)
+    batch = lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
+    row = jnp.tile(jnp.arange(grid.q_length, dtype=jnp.int32) // grid.block_q, 2 * len(terms))
+    column = jnp.concatenate([first, last + 1], axis=1)
+    count = some.astype(jnp.int32)
+    changes = jnp.zeros((shape[0], grid.rows, grid.columns + 1), jnp.int32)
+    changes = changes.at[batch, row, column].add(
+        jnp.concatenate([count, -count], axis=1), mode="promise_in_bounds", wrap_negative_indices=False
+    )
+    return (running_sums(changes) > 0)[:, None, :, :-1]
+
+
+def _live_by_distance(predicates: list[Callable[[Any], Any]], grid: Grid) -> jax.Array:
+    """live of predicates of the distance. In a block, i - j takes all values between those of two corners."""
+    differences = jnp.arange(grid.q_length + grid.kv_length - 1, dtype=jnp.int32) - (grid.kv_length - 1)
+    distances = grid.offset[:, None] + differences
+    keep = functools.reduce(operator.and_, [predicate(distances) for predicate in predicates])
+    before = jnp.pad(running_sums(keep), ((0, 0), (1, 0)))
+    (q_first, q_last), (k_first, k_last) = grid.edges(0), grid.edges(1)
+    low = q_first[:, None] - k_last + (grid.kv_length - 1)
+    high = q_last[:, None] - k_first + (grid.kv_length - 1)
+    return (before[:, high + 1] > before[:, low])[:, None]
+
+
+def width(terms: Terms, grid: Grid, by: str) -> int:
+    """The most live blocks that one list can have, at least 1."""
+    most = grid.columns if by == "query" else grid.rows
+    return max(1, min(most, sum(_conjunction_width(literals, grid, by) for literals in terms)))
+
+
+def most_partial(terms: Terms, grid: Grid) -> int:
+    """The most partial blocks of a batch entry and head: blocks in its lists, in which some literal varies."""
+    literals = {id(literal): literal for conjunction in terms for literal in conjunction}.values()
+    blocks = min(grid.rows * width(terms, grid, "query"), grid.columns * width(terms, grid, "key"))
+    past_end = grid.rows if grid.kv_length % grid.block_kv else 0
+    return min(blocks, past_end + sum(blocks if x.varies is None else x.varies(grid) for x in literals))
+
+
+def _given(numbers: Iterable[int | None]) -> list[int]:
+    return [x for x in numbers if x is not None]
+
+
+def _conjunction_width(literals: Conjunction, grid: Grid, by: str) -> int:
+    """The most blocks of a conjunction in a list. `along` is the side of the lists, `across` that of their entries."""
+    sides = [(grid.q_length, grid.block_q), (grid.kv_length, grid.block_kv)]
+    low = max(_given(x.low for x in literals), default=None)
+    high = min(_given(x.high for x in literals), default=None)
+    shift = grid.static_offset
+    limits = [x.keys for x in literals]
+    before = 0
+    if by == "key":
+        sides.reverse()
+        low, high = (None if x is None else -x for x in (high, low))
+        # Limits of positions are limits of indices where the offset is known.
+        limits, before = ([], 0) if shift is None else ([x.queries for x in literals], shift)
+        shift = None if shift is None else -shift
+    (along_length, along), (length, across) = sides
+    first = max([0, *(start - before for start in _given(start for start, _ in limits))])
+    last = min([length, *(end - before for end in _given(end for _, end in limits))]) - 1
+    if shift is not None:
+        first = first if low is None else max(first, shift + low)
+        last = last if high is None else min(last, shift + along_length - 1 + high)
+    if last < first:
+        return 0
+    bounds = [last // across - first // across + 1]
+    rate = max(x.rate for x in literals)
+    if low is not None and high is not None:
+        if high < low:
+            return 0
+        start = None if shift is None else shift + low
+        bounds.append(touched(along + high - low, across, math.gcd(along, across), start))
+    if rate > 1:
+        distances = length + along - 1 if low is None or high is None else high - low + 1
+        each = touched(along, across, math.gcd(along, across, rate), shift)
+        bounds.append(-(-distances // rate) * each)
+    bounds += [x.cell_width(grid, by) for x in literals if x.cell_width is not None]
+    return min(bounds)
+
+
+def touched(size: int, block: int, step: int, start: int | None) -> int:
+    """The most blocks that an interval of this size touches, if it starts at `start` plus any number of steps."""
+    into_block = block - 1 if start is None else block - step + start % step
+    return (into_block + size - 1) // block + 1

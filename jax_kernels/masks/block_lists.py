@@ -1,0 +1,224 @@
+"""The live blocks of a mask, as lists for kernels, and the bitmaps of its partial blocks."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels.masks.block_arithmetic import Grid, live, most_partial, width
+from jax_kernels.masks.running_sums import running_sums
+
+# How many pairs are evaluated at a time, where block arithmetic cannot judge a mask.
+_CHUNK = 1 << 24
+# How many pairs have their bits packed at a time: most masks need no memory for a pair beside its bit.
+_BITS_CHUNK = 1 << 26
+
+
+class BlockLists(NamedTuple):
+    """The live blocks of the other side, for every block of one side.
+
+    indices: int32 [B or 1, H or 1, blocks, width]. First come the full blocks, in which every pair is kept, then the
+    partial ones, in which a kernel evaluates the predicate, both in ascending order; then zeros. A softmax that starts
+    with a full block has a maximum in each row.
+    full_count, partial_count: int32 [B or 1, H or 1, blocks], the number of full and of partial blocks.
+    """
+
+    indices: Any
+    full_count: Any
+    partial_count: Any
+
+
+class PackedBlocks(NamedTuple):
+    """The partial blocks of a mask, bit by bit.
+
+    words: uint32 [entries, ceil(block_kv / 32), block_q] for lists by query, [entries, ceil(block_q / 32), block_kv] by
+    key. Bit j % 32 of word j // 32 is member j of the other side. Bits beyond the last key and query are 0, and so is
+    the last entry, which belongs to no block. Entries are in the order of (batch, head, query block, key block).
+    entries: int32, shaped as BlockLists.indices: the entry of a partial block, -1 for every other.
+    """
+
+    words: Any
+    entries: Any
+
+
+def counts(mask: Any, grid: Grid) -> jax.Array:
+    """Counts the pairs that each block keeps by evaluating them all: int32 [B or 1, H or 1, rows, columns]."""
+    size = mask.batch * mask.heads * grid.block_q * grid.kv_length
+    rows = max(1, min(grid.rows, _CHUNK // size))
+    chunks = -(-grid.rows // rows)
+
+    def one(chunk):
+        queries = chunk * (rows * grid.block_q) + jnp.arange(rows * grid.block_q, dtype=jnp.int32)
+        keep = mask.rows(jnp.minimum(queries, grid.q_length - 1), grid.kv_length, q_offset=grid.offset)
+        keep = keep & (queries < grid.q_length)[:, None]
+        return block_sums(keep, grid.block_q, grid.block_kv)
+
+    if chunks == 1:
+        return one(jnp.int32(0))
+    sums = jnp.moveaxis(lax.map(one, jnp.arange(chunks, dtype=jnp.int32)), 0, 2)
+    return sums.reshape(*sums.shape[:2], -1, grid.columns)[:, :, : grid.rows]
+
+
+def block_sums(keep: jax.Array, block_q: int, block_kv: int) -> jax.Array:
+    """Counts the pairs in each block of bool [B, H, T, S]: int32 [B, H, ceil(T / block_q), ceil(S / block_kv)]."""
+    *leading, q_length, kv_length = keep.shape
+    pads = ((0, 0), (0, 0), (0, -q_length % block_q), (0, -kv_length % block_kv))
+    keep = jnp.pad(keep, pads) if any(map(any, pads)) else keep
+    blocks = keep.reshape(*leading, keep.shape[2] // block_q, block_q, keep.shape[3] // block_kv, block_kv)
+    return blocks.sum(axis=(3, 5), dtype=jnp.int32)
+
+
+_array_sums: list[Callable[[jax.Array, int, int], jax.Array]] = [block_sums]
+
+
+def count_arrays_by(sums: Callable[[jax.Array, int, int], jax.Array]) -> None:
+    """Makes array_sums call this function. Masks import no kernels, so the kernel that counts is set from outside."""
+    _array_sums[:] = [sums]
+
+
+def array_sums(array: jax.Array, block_q: int, block_kv: int) -> jax.Array:
+    """block_sums of an array that stands in memory, which a kernel may read."""
+    return _array_sums[0](array, block_q, block_kv)
+
+
+def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
+    """The blocks that are (live, full), each bool [B or 1, H or 1, rows, columns].
+
+    A block that reaches past the last key is not full.
+    """
+    if 0 in (shape := _shape_of(mask, grid)):  # an array of the mask may have no entry to look up
+        return jnp.zeros(shape, bool), jnp.zeros(shape, bool)
+    if mask.is_evaluated:
+        count = mask.block_counts(grid)
+        alive, full = count > 0, count == grid.area()
+    else:
+        alive, full = live(mask.terms(False), grid), ~live(mask.terms(True), grid)
+    inside = (jnp.arange(grid.columns) + 1) * grid.block_kv <= grid.kv_length
+    full = alive & full & inside
+    return jnp.broadcast_to(alive, full.shape), full
+
+
+def _shape_of(mask: Any, grid: Grid) -> tuple[int, int, int, int]:
+    """[B or 1, H or 1, rows, columns]."""
+    offsets = grid.offset.shape[0]
+    return (mask.batch if offsets == 1 else offsets), mask.heads, grid.rows, grid.columns
+
+
+def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
+    """Makes lists of at most `most` entries along the last axis."""
+    count = alive.shape[-1]
+    kind = jnp.where(full, 0, jnp.where(alive, 1, 2)).astype(jnp.int32)
+    order = lax.sort(kind * count + jnp.arange(count, dtype=jnp.int32), dimension=alive.ndim - 1)[..., :most]
+    total, full_count = (x.sum(axis=-1, dtype=jnp.int32) for x in (alive, full))
+    indices = jnp.where(order < 2 * count, lax.rem(order, jnp.int32(max(count, 1))), 0)
+    return BlockLists(indices, full_count, total - full_count)
+
+
+def sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
+    """Puts the side of the lists first in [B, H, rows, columns]. joined: so many heads follow each other in a list."""
+    if by == "query":
+        return x
+    batch, heads, rows, columns = x.shape
+    together = min(joined, max(heads, 1))
+    x = x.reshape(batch, heads // together, together, rows, columns)
+    x = jnp.broadcast_to(x, (*x.shape[:2], joined, rows, columns))
+    return x.reshape(*x.shape[:2], joined * rows, columns).swapaxes(2, 3)
+
+
+@functools.partial(jax.jit, static_argnames=("lengths", "blocks", "static_offset", "by"))
+def block_lists(mask: Any, offset: Any, *, lengths, blocks, static_offset, by) -> BlockLists:
+    grid = Grid.of(lengths, blocks, offset, static_offset)
+    alive, full = status(mask, grid)
+    return compress(sided(alive, by), sided(full, by), width(mask.terms(False), grid, by))
+
+
+@functools.partial(jax.jit, static_argnames=("lengths", "blocks", "static_offset"))
+def block_status(mask: Any, offset: Any, *, lengths, blocks, static_offset) -> tuple[jax.Array, jax.Array]:
+    return status(mask, Grid.of(lengths, blocks, offset, static_offset))
+
+
+def packed_partial(mask: Any, offset: Any, *, by, **statics) -> PackedBlocks:
+    alive, full = block_status(mask, offset, **statics)
+    most = None if isinstance(alive, jax.core.Tracer) else int((alive & ~full).sum())
+    return packed_lists(mask, offset, **statics, by=by, most=most)[1]
+
+
+@functools.partial(jax.jit, static_argnames=("lengths", "blocks", "static_offset", "by", "joined", "most"))
+def packed_lists(
+    mask: Any, offset: Any, *, lengths, blocks, static_offset, by, joined: int = 1, most: int | None = None
+) -> tuple[BlockLists, PackedBlocks]:
+    """The lists, and the bits of their partial blocks. most: the most partial blocks, None for as many as can be.
+
+    joined: so many heads share a list by key. Its indices count the query blocks of these heads, head after head.
+    """
+    grid = Grid.of(lengths, blocks, offset, static_offset)
+    terms = mask.terms(False)
+    alive, full = status(mask, grid)
+    partial = alive & ~full
+    if most is None:
+        most = math.prod(partial.shape[:2]) * most_partial(terms, grid)
+    lists = compress(sided(alive, by, joined), sided(full, by, joined), joined * width(terms, grid, by))
+    numbers, words = _packed(mask, grid, partial, by, most)
+    if most == 0 or partial.size == 0:
+        return lists, PackedBlocks(words, jnp.full_like(lists.indices, -1))
+    entries = jnp.take_along_axis(sided(numbers, by, joined), lists.indices, axis=-1)
+    slots = jnp.arange(lists.indices.shape[-1], dtype=jnp.int32)
+    past_full = slots - lists.full_count[..., None]
+    entries = jnp.where((past_full >= 0) & (past_full < lists.partial_count[..., None]), entries, -1)
+    return lists, PackedBlocks(words, entries)
+
+
+@functools.partial(jax.jit, static_argnames=("lengths", "blocks", "static_offset"))
+def packed_status(
+    mask: Any, offset: Any, *, lengths, blocks, static_offset
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(live, full, entry, words) of all blocks.
+
+    live, full: as in status. entry: the index into words of each partial block. words: as in PackedBlocks by query.
+    """
+    grid = Grid.of(lengths, blocks, offset, static_offset)
+    alive, full = status(mask, grid)
+    most = math.prod(alive.shape[:2]) * most_partial(mask.terms(False), grid)
+    return alive, full, *_packed(mask, grid, alive & ~full, "query", most)
+
+
+def _packed(mask: Any, grid: Grid, partial: jax.Array, by: str, most: int) -> tuple[jax.Array, jax.Array]:
+    """(numbers, words): the index of each partial block among the partial ones, in order, and their bits."""
+    numbers = running_sums(partial.reshape(-1)).reshape(partial.shape) - 1
+    words = functools.partial(_words, mask, grid, partial.shape, by)
+    if most == 0 or partial.size == 0:
+        rows, others = (grid.block_q, grid.block_kv) if by == "query" else (grid.block_kv, grid.block_q)
+        return numbers, jnp.zeros((1, -(-others // 32), rows), jnp.uint32)
+    # The index of each entry's block among all blocks; the last entry has none.
+    places = jnp.full((most + 1,), partial.size, jnp.int32)
+    every = jnp.arange(partial.size, dtype=jnp.int32).reshape(partial.shape)
+    places = places.at[jnp.where(partial, numbers, most + 1)].set(every, mode="drop")
+    chunk = max(1, _BITS_CHUNK // (grid.block_q * grid.block_kv))
+    return numbers, jax.vmap(words)(places) if most < chunk else lax.map(words, places, batch_size=chunk)
+
+
+def _words(mask: Any, grid: Grid, shape: tuple[int, ...], by: str, place: jax.Array) -> jax.Array:
+    """The bits of the block at index `place` among all blocks: uint32 [words, rows], zeros past the last block.
+
+    shape: that of the array of all blocks.
+    """
+    b, h, row, column = jnp.unravel_index(jnp.minimum(place, math.prod(shape) - 1), shape)
+    rows, others = (grid.block_q, grid.block_kv) if by == "query" else (grid.block_kv, grid.block_q)
+    mine, bit = jnp.arange(rows, dtype=jnp.int32), jnp.arange(32, dtype=jnp.int32)[:, None]
+    other = jnp.arange(-(-others // 32), dtype=jnp.int32)[:, None, None] * 32 + bit
+    q_index, k_index = (mine, other) if by == "query" else (other, mine)
+    inside = (other < others) & (place < math.prod(shape))
+    q, k = row * grid.block_q + q_index, column * grid.block_kv + k_index
+    keep = mask.elements(
+        b,
+        h,
+        jnp.minimum(q, grid.q_length - 1),
+        jnp.minimum(k, grid.kv_length - 1),
+        q_offset=grid.offset[jnp.minimum(b, grid.offset.shape[0] - 1)],
+    )
+    keep = keep & inside & (q < grid.q_length) & (k < grid.kv_length)
+    return (keep.astype(jnp.uint32) << bit.astype(jnp.uint32)).sum(axis=1, dtype=jnp.uint32)

@@ -1,0 +1,367 @@
+"""The implementations of flash_attention, and which requests each of them serves."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels.dispatch import Implementation, Plan, Request, interpreting
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.masks.block_lists import count_arrays_by
+from jax_kernels.ops import checks, unsupported
+from jax_kernels.ops.attention import block_counts
+from jax_kernels.ops.planned_op import Blocks, kernel
+from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.attention.sm90.backward import launch as backward_sm90
+from jax_kernels.pallas.attention.sm90.features import block_lists
+from jax_kernels.pallas.attention.sm90.features.bias import with_bias_as_in_lse
+from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
+from jax_kernels.pallas.attention.triton import backward as backward_triton
+from jax_kernels.pallas.attention.triton import bias_gradient as bias_gradient_triton
+from jax_kernels.pallas.attention.triton import forward as forward_triton
+from jax_kernels.pallas.attention.triton import large_lse_rows
+from jax_kernels.reference import attention as reference
+from jax_kernels.reference.score_mod_gradients import array_gradients
+from jax_kernels.score_mod.tile_reads import why_not
+from jax_kernels.score_mod.trace import moving
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRequest(Request):
+    """A flash_attention call without its arrays. is_causal, window and q_offset: as in AttentionOptions.
+
+    has_lists: whether lists of blocks say which keys a query has: those of a prepared mask, or of a Mask object.
+    """
+
+    SIZES: ClassVar[tuple[str, ...]] = checks.SIZES
+
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    is_causal: bool
+    window: tuple[int, int] | None
+    softcap: float | None
+    mask_shape: tuple[int, ...] | None
+    has_mask_object: bool
+    has_lists: bool
+    bias_shape: tuple[int, ...] | None
+    bias_dtype: str | None
+    has_sinks: bool
+    has_segment_ids: bool
+    has_kv_lengths: bool
+    has_score_mod: bool
+    # Why a kernel of Triton, and of Mosaic, cannot inline the score_mod.
+    not_in_tiles: str | None
+    not_in_mosaic_tiles: str | None
+    q_offset: int | None
+    return_lse: bool
+    deterministic: bool
+    precision: str | None
+
+    @property
+    def bits(self) -> int:
+        return 32 if self.dtype == "float32" else 16
+
+    @property
+    def has_mask(self) -> bool:
+        return self.mask_shape is not None
+
+    @property
+    def bias_tile_bits(self) -> int:
+        """The bits that a bias has for every query and key; 0 without one, and for a bias that all queries share."""
+        if self.bias_shape is None or self.bias_shape[2] == 1:
+            return 0
+        return 32 if self.bias_dtype == "float32" else 16
+
+    @property
+    def dense_bits(self) -> int:
+        """The bits that a kernel reads for every query and key: 1 for a mask alone, 0 without a bias and a mask."""
+        if self.bias_tile_bits == 32:
+            return 32
+        mask_shape = None if self.has_lists else self.mask_shape
+        if self.bias_shape is None and mask_shape is not None and mask_shape[2] > 1:
+            return 1
+        return 16 if mask_shape is not None or self.bias_shape is not None else 0
+
+
+def order(request: AttentionRequest) -> tuple[str, ...]:
+    """The implementations for this request, the fastest first."""
+    return block_specs.attention_order(request.device.compute_capability)
+
+
+def _row(name: str, request: AttentionRequest):
+    return block_specs.attention_row(
+        request.device.compute_capability,
+        name,
+        head_dim=max(request.head_dim, request.v_head_dim),
+        bits=request.bits,
+        is_causal=request.is_causal,
+        is_limited=request.window is not None or request.has_segment_ids,
+        has_segments=request.has_segment_ids,
+        dense_bits=request.dense_bits,
+        has_lists=request.has_lists and request.bias_shape is None,
+        kv_length=request.kv_length,
+    )
+
+
+def _config(name: str):
+    def config(request: AttentionRequest) -> tuple[Any, str]:
+        row, source = _row(name, request)
+        array_gradients = None
+        wants_triton = request.bias_shape is not None or (request.has_score_mod and not request.has_lists)
+        if name == "mosaic_gpu" and wants_triton:
+            array_gradients = _row("triton", request)[0].backward
+        backward = row.backward
+        if name == "mosaic_gpu" and request.deterministic:
+            widest = max(request.head_dim, request.v_head_dim)
+            dquery = block_specs.dquery_blocks(head_dim=widest, bias_bits=request.bias_tile_bits)
+            backward = dataclasses.replace(backward, dquery=dquery)
+        blocks = Blocks(
+            forward=row.forward,
+            backward=backward,
+            core_count=request.device.core_count,
+            array_gradients=array_gradients,
+        )
+        return blocks, source
+
+    return config
+
+
+def _supports_mosaic(request: AttentionRequest) -> str | None:
+    if reason := unsupported.no_gpu(request) or unsupported.not_hopper(request):
+        return reason
+    if request.bits != 16:
+        return "its wgmma products take bfloat16 and float16 here, not float32"
+    bias = request.bias_shape
+    if bias is not None and bias[3] == 1:
+        return f"it takes a bias with a number for each key, not of shape {bias}"
+    if request.has_score_mod and (reason := _score_mod_by_mosaic(request)):
+        return reason
+    if request.dense_bits == 32 and max(request.head_dim, request.v_head_dim) > 128:
+        return "above head_dim 128 it takes a bias for each query in 16 bits, not in float32"
+    return unsupported.no_mosaic(request)
+
+
+def _score_mod_by_mosaic(request: AttentionRequest) -> str | None:
+    if request.bias_shape is not None:
+        return "it takes a score_mod without a bias"
+    return request.not_in_mosaic_tiles
+
+
+def _supports_triton(request: AttentionRequest) -> str | None:
+    if reason := unsupported.below(request, (8, 0)):
+        return reason
+    if request.has_mask:
+        return "it does not take a dense mask"
+    if request.has_score_mod and request.bias_shape is not None:
+        return "it does not take a score_mod with a bias"
+    if request.not_in_tiles:
+        return request.not_in_tiles
+    return unsupported.no_gpu(request)
+
+
+def _supports_cudnn(request: AttentionRequest) -> str | None:
+    capability = request.device.compute_capability
+    if capability is None:
+        return f"it needs an NVIDIA GPU, and this runs on {request.device.name}"
+    if reason := unsupported.below(request, (8, 0)):
+        return reason
+    if request.bits != 16:
+        return "it takes bfloat16 and float16, not float32"
+    if request.return_lse:
+        return "its backward takes no gradient of the log-sum-exp"
+    if request.has_segment_ids:
+        return "it does not take segment_ids"
+    if request.has_score_mod:
+        return "it does not take a score_mod"
+    if request.softcap is not None:
+        return "it does not take a softcap"
+    if request.has_sinks:
+        return "it does not take sinks"
+    if request.q_offset != 0:
+        return "its causal mask starts at position 0: q_offset must be 0"
+    if request.deterministic:
+        return "its backward is not deterministic without XLA's own flag"
+    limit = 256 if capability >= (9, 0) else 128
+    if max(request.head_dim, request.v_head_dim) > limit:
+        return f"its head_dim is at most {limit} here"
+    if request.head_dim != request.v_head_dim:
+        return "it needs one head_dim for query, key and value"
+    if request.head_dim % 8:
+        return "it needs a head_dim that is a multiple of 8"
+    if request.q_length % 2 or request.kv_length % 2:
+        return "its backward needs even lengths"
+    return _window_by_cudnn(request) or _bias_by_cudnn(request)
+
+
+# Wider backwards are for plain and causal attention.
+_SPECIAL_BY_CUDNN = 128
+
+
+def _window_by_cudnn(request: AttentionRequest) -> str | None:
+    if request.window is None:
+        return None
+    if not request.is_causal:
+        return "its window has a left side alone, under a causal mask"
+    if request.head_dim > _SPECIAL_BY_CUDNN:
+        return f"with a window its head_dim is at most {_SPECIAL_BY_CUDNN}"
+    if request.has_kv_lengths or request.has_mask or request.bias_shape is not None:
+        return "it does not take a window with kv_lengths, a dense mask or a bias"
+    if request.q_length > request.kv_length:
+        return "with a window it needs a key for every query: kv_length may not be below q_length"
+    return None
+
+
+def _bias_by_cudnn(request: AttentionRequest) -> str | None:
+    if request.bias_shape is None:
+        return None
+    if request.has_mask:
+        return "it does not take a bias with a dense mask"
+    if request.head_dim > _SPECIAL_BY_CUDNN:
+        return f"with a bias its head_dim is at most {_SPECIAL_BY_CUDNN}"
+    if request.bias_dtype != request.dtype:
+        return f"it takes a bias in query's dtype {request.dtype}, not {request.bias_dtype}"
+    want = (1, request.heads, request.q_length, request.kv_length)
+    if request.bias_shape != want:
+        return f"it has a gradient for a bias of shape [1, H, T, S] = {want} alone, not {request.bias_shape}"
+    return None
+
+
+def _without_mask_objects(supports):
+    def supports_arrays(request: AttentionRequest) -> str | None:
+        if request.has_mask_object:
+            return "of Mask objects it serves causal, window, segments, prefix and dense ones joined by &, no others"
+        return supports(request)
+
+    return supports_arrays
+
+
+def _cudnn(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, interpret):
+    del config, interpret
+    query, key, value, mask, bias, kv_lengths = (
+        getattr(inputs, name) for name in ("query", "key", "value", "mask", "bias", "kv_lengths")
+    )
+    dead = None  # where a query has no key: cuDNN would average over all values
+    if kv_lengths is not None:
+        key, value, *_ = reference.without_ignored(inputs)[1:]
+        dead = (kv_lengths <= 0)[:, None, None, None]
+        kv_lengths = jnp.clip(kv_lengths, 1, key.shape[1])
+    if bias is not None:  # an infinity of its own would be a NaN in a row that has nothing else
+        finite = bias != -jnp.inf
+        bias = jnp.where(finite, bias, 0)
+        mask = finite if mask is None else mask & finite
+    if mask is not None:
+        keep = mask
+        if kv_lengths is not None:
+            keep = keep & (jnp.arange(key.shape[1]) < kv_lengths[:, None, None, None])
+        if options.is_causal:
+            keep = keep & (jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1]))
+        empty = ~keep.any(axis=-1, keepdims=True).swapaxes(1, 2)
+        dead = empty if dead is None else dead | empty
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], query.shape[1], key.shape[1]))
+    out = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        scale=options.scale,
+        is_causal=options.is_causal,
+        query_seq_lengths=None if kv_lengths is None else jnp.full_like(kv_lengths, query.shape[1]),
+        key_value_seq_lengths=kv_lengths,
+        local_window_size=options.window,
+        implementation="cudnn",
+    )
+    out = out if dead is None else jnp.where(dead, 0, out)
+    return out.astype(out_dtype), None
+
+
+def _xla_forward(inputs, options, *, out_dtype, config, interpret):
+    return reference.forward(inputs, options, out_dtype=out_dtype)
+
+
+def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, excess=None):
+    return reference.backward(inputs, options, lse, delta, dout, excess)
+
+
+def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, excess=None, out=None, dlse=None):
+    """results: lse, delta and dout. out, dlse: in place of delta, where takes_results says so."""
+    arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
+    by_kernel = kernel(backward_sm90.attention_backward, "backward")
+    gradients = by_kernel(*arguments, dquery=dquery, excess=excess, out=out, dlse=dlse, **statics)
+    if inputs.bias is not None:
+        as_in_lse = with_bias_as_in_lse(inputs)
+        of_far_rows = kernel(large_lse_rows.far_rows, "array_gradients")
+        gradients = of_far_rows(as_in_lse, options, gradients, *results, excess, **statics)
+        if options.bias_gradient and gradients.bias is None:
+            of_bias = kernel(bias_gradient_triton.bias_gradient, "array_gradients")
+            dbias = of_bias(as_in_lse, options, *results, excess=excess, **statics)
+            gradients = gradients._replace(bias=dbias.astype(inputs.bias.dtype))
+    if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
+        # Passes more: by Triton two, one of which the arrays may not need, and XLA leaves it out then. What Triton does
+        # not take, masks among it, is summed over the live blocks.
+        if inputs.mask is None and why_not(inputs.score_mod) is None:
+            by_triton = kernel(backward_triton.attention_backward, "array_gradients")
+            of_arrays = by_triton(*arguments, excess=excess, **statics).score_mod
+        else:
+            lse, delta, dout = results
+            of_arrays = array_gradients(inputs, options, lse, delta, dout, excess)
+        gradients = gradients._replace(score_mod=of_arrays)
+    return gradients
+
+
+def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:
+    """The lists that a PreparedMask carries for calls of this plan: those that "mosaic_gpu" reads."""
+    if plan.implementation != "mosaic_gpu" or inputs.mask is None:
+        return ()
+    widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
+    of_backward = backward_sm90.listed_blocks(plan.config.backward, widest, options)
+    with jax.enable_x64(False):
+        every = [forward_sm90.listed_blocks(plan.config.forward), *of_backward]
+        interpret = interpreting()
+        return tuple(block_lists.prepared_lists(inputs, options, **blocks, interpret=interpret) for blocks in every)
+
+
+def takes_results(implementation: str, inputs: AttentionInputs, options: AttentionOptions, out, config: Blocks) -> bool:
+    """Whether a backward takes the forward's out and the cotangent of lse in place of delta."""
+    return implementation == "mosaic_gpu" and backward_sm90.makes_rows(inputs, options, out, config=config.backward)
+
+
+# By those that can serve several calls at once, which have query, key and value alone, and differ in their lengths and
+# in which heads they take: lists of inputs and of options in, a list of results out.
+FORWARD_TOGETHER = {"mosaic_gpu": kernel(forward_sm90.attention_forward_together, "forward")}
+
+count_arrays_by(block_counts.counts)
+
+IMPLEMENTATIONS = {
+    "mosaic_gpu": Implementation(
+        "mosaic_gpu",
+        _supports_mosaic,
+        _config("mosaic_gpu"),
+        kernel(forward_sm90.attention_forward, "forward"),
+        _mosaic_backward,
+    ),
+    "triton": Implementation(
+        "triton",
+        _without_mask_objects(_supports_triton),
+        _config("triton"),
+        kernel(forward_triton.attention_forward, "forward"),
+        kernel(backward_triton.attention_backward, "backward"),
+    ),
+    "cudnn": Implementation(
+        "cudnn", _without_mask_objects(_supports_cudnn), lambda request: (None, "heuristic"), _cudnn, None
+    ),
+    "xla": Implementation(
+        "xla",
+        lambda request: None,
+        lambda request: (None, "heuristic"),
+        _xla_forward,
+        _xla_backward,
+    ),
+}

@@ -1,0 +1,65 @@
+"""Which pieces of a dilated attention with gradients are read in place, and which are gathered for one launch.
+
+A view saves the copy of a piece, but backward takes a launch of its own, which has a start, and an end at which few
+tiles are left: what one adds to dquery is what the next one adds to. Small pieces are therefore gathered into one
+launch, if that is estimated to take less. Forward, pieces that are read in place share a launch.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax_kernels.ops.attention.implementations import AttentionRequest
+from jax_kernels.ops.dilated import branches as dilated_views
+from jax_kernels.ops.dilated.branches import BranchCall
+from jax_kernels.pallas import block_specs
+
+__all__ = ["launches_of"]
+
+
+def launches_of(call: BranchCall, request: AttentionRequest, block_q: int) -> tuple[BranchCall, ...]:
+    """The call as the calls that take the least time, as if a forward's, which scales as a backward's does.
+
+    request: of the whole. block_q: the queries of a tile.
+    """
+    parts = dilated_views.split_strided(call, request.q_length, request.heads // request.kv_heads)
+    if request.device.memory_bandwidth is None:
+        return parts
+    strided = sorted((part for part in parts if part.is_strided), key=lambda part: _entries(part, request))
+    ways = [_joined(call, parts, strided[:count]) for count in range(len(strided) + 1)]
+    return min(ways, key=lambda way: _seconds(way, request, block_q))
+
+
+def _joined(call: BranchCall, parts: Sequence[BranchCall], joined: Sequence[BranchCall]) -> tuple[BranchCall, ...]:
+    """The parts, but with `joined` gathered, beside what is gathered anyway."""
+    strided = [part for part in parts if part.is_strided and part not in joined]
+    in_place = [piece for part in strided for piece in part.pieces]
+    others = tuple(piece for piece in call.pieces if piece not in in_place)
+    return *strided, *([dataclasses.replace(call, pieces=others)] if others else [])
+
+
+def _seconds(calls: Sequence[BranchCall], request: AttentionRequest, block_q: int) -> float:
+    gathered = [call for call in calls if not call.is_strided]
+    copied = sum(_gathered_bytes(call, request) for call in gathered)
+    assert request.device.memory_bandwidth is not None
+    costs = block_specs.dilated_launches(request.device.compute_capability)
+    gathering = copied / (costs.gather_bandwidth * request.device.memory_bandwidth)
+    starts = costs.gather_seconds * len(gathered) + costs.launch_seconds * len(calls)
+    cores = request.device.core_count
+    return gathering + starts + sum(_flops(call, request, block_q) for call in calls) / (cores * costs.core_flops)
+
+
+def _gathered_bytes(call: BranchCall, request: AttentionRequest) -> int:
+    """Query, key and value, read and written."""
+    rows = call.rows * call.heads + 2 * call.rows * call.kv_heads
+    return 2 * _entries(call, request) * rows * request.head_dim * request.bits // 8
+
+
+def _flops(call: BranchCall, request: AttentionRequest, block_q: int) -> float:
+    q_blocks = -(-call.rows // block_q)
+    tiles = _entries(call, request) * call.heads * q_blocks
+    share = (q_blocks + 1) / (2 * q_blocks) if request.is_causal else 1  # of the keys, that a tile has on average
+    return 4 * tiles * block_q * share * call.rows * request.head_dim
+
+
+def _entries(call: BranchCall, request: AttentionRequest) -> int:
+    return call.entries(request.batch, request.heads)

@@ -1,0 +1,96 @@
+"""Attention of a segment that several devices share: its keys travel round the ring of these devices.
+
+In the step of shift s a device has the keys of the device that is s places before it in the segment, or, for the first
+s devices, behind it.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionResult
+from jax_kernels.ops.attention import vjp as attention
+from jax_kernels.ops.attention.vjp import AttentionCall
+from jax_kernels.ops.dilated.sharded_segments import Span
+from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, forward_onto, with_norms
+
+__all__ = ["forward", "gradients"]
+
+
+def forward(span: Span, planned: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+    """The result over the keys of all devices. inputs: this device's rows. out has planned.out_dtype."""
+    total, visitors = None, Visitors(Pair((inputs.key, inputs.value)), inputs.kv_segment_ids)
+    upcoming: Any = Visitors(Pair.of(inputs.key, inputs.value), inputs.kv_segment_ids)
+    for number, onward in zip(span.shifts, span.moves, strict=True):
+        is_last = onward is None
+        upcoming = None if onward is None else span.shifted(upcoming, onward)
+        call, of_step = _step(span, number, planned, inputs, visitors)
+        is_rounded = is_last and planned.out_dtype == str(inputs.query.dtype)
+        total = forward_onto(call, with_norms(call, of_step, visitors.pair), total, is_last=is_rounded)
+        # Else XLA may join work on the next keys to work on these, which then waits for both.
+        total, visitors = lax.optimization_barrier((total, upcoming))
+        upcoming = visitors
+    assert total is not None
+    return AttentionResult(total[0].astype(planned.out_dtype), total[1])
+
+
+def gradients(
+    span: Span, planned: AttentionCall, inputs: AttentionInputs, rows: Rows, so_far: jax.Array | None
+) -> AttentionGradients:
+    """The float32 gradients of this device's query, key and value.
+
+    so_far: as attention_gradients' dquery, of which that of query is the sum with this one, over the scale. The
+    gradients of keys and values follow these round the ring, one step behind.
+    """
+    planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
+    # Opaque: else XLA keeps the keys that arrived in the forward, of all devices.
+    inputs, rows = lax.optimization_barrier((inputs, rows))
+    visitors = Visitors(Pair((inputs.key, inputs.value)), inputs.kv_segment_ids)
+    upcoming: Any = Visitors(Pair.of(inputs.key, inputs.value), inputs.kv_segment_ids)
+    dquery, mine, travelling, came = so_far, None, None, 0
+    for number, onward in zip(span.shifts, span.moves, strict=True):
+        upcoming = None if onward is None else span.shifted(upcoming, onward)
+        travelling = None if travelling is None else span.shifted(travelling, number - came)
+        call, of_step = _step(span, number, planned, inputs, visitors)
+        given = () if so_far is None else (dquery,)
+        found = attention.attention_gradients(call, of_step, rows.lse, rows.delta, rows.dout, *given)
+        of_query, pair = found.query.astype(jnp.float32), Pair.of(found.key, found.value)
+        dquery = of_query if so_far is not None or dquery is None else dquery + of_query
+        (dquery, pair), visitors, travelling = lax.optimization_barrier(((dquery, pair), upcoming, travelling))
+        upcoming = visitors
+        if number == 0:
+            mine = pair
+        else:
+            travelling = pair if travelling is None else jax.tree.map(jnp.add, travelling, pair)
+        came = number
+    assert mine is not None
+    home = mine
+    if travelling is not None:
+        home = jax.tree.map(jnp.add, span.shifted(travelling, span.devices - came), mine)
+    return AttentionGradients(dquery, home.key, home.value)
+
+
+def _step(
+    span: Span, number: int, planned: AttentionCall, inputs: AttentionInputs, visitors: Visitors
+) -> tuple[AttentionCall, AttentionInputs]:
+    """The call of the step of a shift, and its arrays.
+
+    Under a causal mask a device's rows see all keys of the devices before it, and none of those behind it.
+    """
+    key, value, kv_ids = visitors.pair.key, visitors.pair.value, visitors.segment_ids
+    inputs = inputs._replace(key=key, value=value, kv_segment_ids=kv_ids)
+    if not planned.options.is_causal or number == 0:
+        return planned, attention.vary_alike(inputs)
+    batch, rows = inputs.query.shape[:2]
+    if planned.implementation == "mosaic_gpu":
+        end = jnp.where(span.index >= number, jnp.int32(rows), 0)
+        reach = jnp.broadcast_to(jnp.stack([jnp.int32(0), end]), (batch, 2))
+        options = dataclasses.replace(planned.options, is_causal=False)
+        return dataclasses.replace(planned, options=options), attention.vary_alike(inputs._replace(reach=reach))
+    source = lax.rem(span.index - number + span.devices, jnp.int32(span.devices))
+    first = jnp.full((batch,), (span.index - source) * rows, jnp.int32)
+    options = dataclasses.replace(planned.options, q_offset=None)
+    return dataclasses.replace(planned, options=options), attention.vary_alike(inputs._replace(q_offset=first))

@@ -1,0 +1,1 @@
+"""Ops on meshes: each device computes its own shards of the results."""

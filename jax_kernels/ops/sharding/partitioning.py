@@ -1,0 +1,331 @@
+"""Kernels under jit over several devices: each device runs them on its part of the arrays.
+
+XLA knows nothing of a kernel: it would gather its arrays on every device, and every device would do all the work. Here
+a kernel's function gets a rule for the Shardy partitioner. The axes of its arrays have names, and those of one name may
+be shared out together. A result that lacks a name is summed over the devices that share that axis.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_kernels import dispatch
+from jax_kernels.tracing.promotion import under_defaults
+
+__all__ = ["ArrayAxes", "Axis", "ByIndex", "Shares", "is_partitioned", "partitioned"]
+
+# The custom calls of kernels, which jax.export takes on demand: their text may change with JAX, and is not kept here.
+KERNEL_CALLS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "mosaic_gpu_v2")
+
+_INSIDE_PARTITIONED = contextvars.ContextVar("inside_partitioned", default=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An axis of an array. group: its length is so many times that of the axes of this name without a group."""
+
+    name: str
+    group: int = 1
+
+    @property
+    def factor(self) -> Any:
+        return self.name if self.group == 1 else CompoundFactor(self.name, f"{self.name}_group")
+
+
+ArrayAxes = tuple[Axis | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ByIndex:
+    """A function whose part of an axis hangs on which one it is: that of device `index` of `count`.
+
+    name: of the axis. key(index, count): hashable; parts of equal keys are one program. run(key, *args): the part.
+    """
+
+    name: str
+    key: Callable[[int, int], Hashable]
+    run: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shares:
+    """The axes of a function's arrays. An axis that is None is never shared out.
+
+    arguments: of each leaf of the arguments, in order. results(tree): of each leaf of what the function returns.
+    lengths: of the axes by name, which the devices have to divide; other names are not shared out.
+    warning: for the user whose first array is shared out along an axis that is None; "" for none.
+    by_index: for parts along an axis that are not alike.
+    """
+
+    arguments: Sequence[ArrayAxes]
+    results: Callable[[Any], Sequence[ArrayAxes]]
+    lengths: Mapping[str, int]
+    warning: str = ""
+    by_index: ByIndex | None = None
+
+    def is_shared(self, axis: Axis | None) -> bool:
+        return axis is not None and self.lengths.get(axis.name, 1) > 1
+
+    def rule(self, results: Sequence[ArrayAxes]) -> SdyShardingRule:
+        count = iter(range(10_000))
+        factor = lambda axis: axis.factor if self.is_shared(axis) else f"own{next(count)}"
+        mapping = lambda axes: ArrayMapping(*map(factor, axes))
+        every = [axis for axes in (*self.arguments, *results) for axis in axes if self.is_shared(axis)]
+        groups: Any = {f"{axis.name}_group": axis.group for axis in every if axis is not None and axis.group > 1}
+        return SdyShardingRule(tuple(map(mapping, self.arguments)), tuple(map(mapping, results)), **groups)
+
+    def spread(self, shardings: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+        """The mesh axes along which the axes of each name are shared out; the first array that has any decides."""
+        found: dict[str, tuple[str, ...]] = {}
+        for place, (sharding, axes) in enumerate(zip(shardings, self.arguments, strict=True)):
+            for axis, mesh_axes in zip(axes, _mesh_axes(sharding, len(axes)), strict=True):
+                if mesh_axes and axis is None and place == 0 and self.warning:
+                    warnings.warn(f"{self.warning} (the mesh axes {', '.join(mesh_axes)})", stacklevel=2)
+                if not mesh_axes or axis is None or not self.is_shared(axis) or axis.name in found:
+                    continue
+                devices = math.prod(sharding.mesh.shape[name] for name in mesh_axes)
+                taken = {name for others in found.values() for name in others}
+                if self.lengths[axis.name] % devices == 0 and not taken & set(mesh_axes):
+                    found[axis.name] = mesh_axes
+        return found
+
+
+def _mesh_axes(sharding: Any, count: int) -> Iterator[tuple[str, ...]]:
+    spec = (*sharding.spec, *[None] * (count - len(sharding.spec)))
+    return (() if x is None else x if isinstance(x, tuple) else (x,) for x in spec)
+
+
+def _inside_shard_map(context: AbstractMesh, shapes: Sequence[Any]) -> tuple[Mesh, list[NamedSharding]]:
+    """The mesh of a shard_map, and the shardings along its one axis that XLA shares out.
+
+    There XLA partitions for the devices along that axis alone, and JAX does not name it. Sums are over the whole mesh's
+    axes, which only its shape tells apart: the order of the devices has no part in it.
+    """
+    devices = np.array(sorted(shapes[0].sharding.device_set, key=lambda device: device.id))
+    mesh = Mesh(devices.reshape(context.axis_sizes), context.axis_names)
+    (name,) = _shared_axes(context)
+    alone = Mesh(devices[: mesh.shape[name]], (name,))
+    is_cut = lambda x: (part < whole for part, whole in zip(x.sharding.shard_shape(x.shape), x.shape, strict=True))
+    specs = [PartitionSpec(*(name if cut else None for cut in is_cut(x))) for x in shapes]
+    return mesh, [NamedSharding(alone, spec) for spec in specs]
+
+
+def _shared_axes(mesh: AbstractMesh) -> list[str]:
+    """The axes along which XLA shares out arrays."""
+    every = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return [name for name, size, kind in every if kind == AxisType.Auto and size > 1]
+
+
+def is_partitioned() -> bool:
+    """Whether a kernel that is traced now may be shared out by XLA.
+
+    There are several devices, and all axes of the mesh are Auto. Or a shard_map leaves one such axis to XLA: of several
+    XLA would not tell a kernel's rule which is which.
+    """
+    if jax.device_count() == 1 or _INSIDE_PARTITIONED.get():
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual not in mesh.axis_types:
+        return AxisType.Explicit not in mesh.axis_types
+    return AxisType.Explicit not in mesh.axis_types and len(_shared_axes(mesh)) == 1
+
+
+@contextlib.contextmanager
+def _inside_partitioned() -> Iterator[None]:
+    token = _INSIDE_PARTITIONED.set(True)
+    try:
+        yield
+    finally:
+        _INSIDE_PARTITIONED.reset(token)
+
+
+def partitioned(
+    function: Callable[..., Any], shares: Shares, key: Hashable = None, *, has_rules: bool = False
+) -> Callable[..., Any]:
+    """The function of arrays, with a rule by which the devices of a mesh share out its work under jit.
+
+    key: all that makes the function what it is. Functions of one key are lowered once for arrays of the same shapes;
+    one without a key is lowered for its own calls alone. has_rules: kernels in the function have rules of their own,
+    which a device's part has no use for.
+    """
+    is_compiled = not dispatch.interpreting()
+
+    def run(*args: Any) -> Any:
+        if has_rules:
+            return _partitioned_whole(function, shares, key, args)
+        leaves, tree = jax.tree.flatten(args)
+        found: list[Any] = []  # the structure of the results, and their axes
+        own: dict[Any, dict[Any, Any]] = {}  # programs by part, of a function without a key
+        context = jax.sharding.get_abstract_mesh()
+
+        def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
+            @under_defaults
+            def flat(*leaves: Any) -> tuple[Any, ...]:
+                out = function(*jax.tree.unflatten(tree, leaves))
+                found[:] = found or [jax.tree.structure(out), shares.results(out)]
+                return tuple(jax.tree.leaves(out))
+
+            return flat
+
+        def partition(mesh: Any, shapes: Any, outs: Any) -> Any:
+            shardings = [x.sharding for x in shapes]
+            if mesh.empty:
+                mesh, shardings = _inside_shard_map(context, shapes)
+            spread = shares.spread(shardings)
+            of = lambda axis: spread.get(axis.name) if shares.is_shared(axis) else None
+            place = lambda axes: NamedSharding(shardings[0].mesh, PartitionSpec(*map(of, axes)))
+            missing = []
+            for axes in found[1]:
+                has = {axis.name for axis in axes if axis is not None}
+                missing.append(tuple(x for name, over in spread.items() if name not in has for x in over))
+            platform = mesh.devices.flat[0].platform
+
+            def lowered(function: Callable[..., Any], *part: Hashable) -> Callable[..., Any]:
+                if not is_compiled or platform == "cpu":
+                    return _lowered_anew(flattened(function))
+                programs = own.setdefault(part, {}) if key is None else _programs_of((key, *part), tree)
+                return functools.partial(_lowered_once, flattened(function), (platform, mesh.size), programs)
+
+            over = None if shares.by_index is None else spread.get(shares.by_index.name)
+            if shares.by_index is None or over is None:
+                on_device = lowered(function)
+            else:
+                on_device = _switched(shares.by_index, over, math.prod(mesh.shape[name] for name in over), lowered)
+            local = functools.partial(_summed, on_device, missing)
+            return mesh, local, tuple(map(place, found[1])), tuple(map(place, shares.arguments))
+
+        wrapped = custom_partitioning(flattened(function))
+        wrapped.def_partition(partition=partition, sharding_rule=lambda *_: shares.rule(found[1]))
+        out = wrapped(*leaves)
+        return jax.tree.unflatten(found[0], out)
+
+    return run
+
+
+def _partitioned_whole(function: Callable[..., Any], shares: Shares, key: Hashable, args: tuple[Any, ...]) -> Any:
+    """partitioned of a function whose kernels have rules, which are left out of it.
+
+    It may have constants, such as tables, which custom_partitioning does not take. They become arguments.
+    """
+
+    def trace(*args: Any) -> tuple[ClosedJaxpr, Any]:
+        with _inside_partitioned():
+            closed, results = jax.make_jaxpr(under_defaults(function), return_shape=True)(*args)
+        return closed, jax.tree.structure(results)
+
+    closed, _ = trace(*args)
+
+    def of_constants(*given: Any) -> Any:
+        *args, constants = given
+        closed, results = trace(*args)
+        assert [x.aval for x in closed.jaxpr.constvars] == [jax.typeof(x) for x in constants]
+        return jax.tree.unflatten(results, jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*jax.tree.leaves(args)))
+
+    def part_of_constants(part: Any, *given: Any) -> Any:  # which may have other ones
+        *args, _ = given
+        assert shares.by_index is not None
+        with _inside_partitioned():
+            return shares.by_index.run(part, *args)
+
+    unshared: list[ArrayAxes] = [(None,) * x.ndim for x in closed.consts]
+    every = dataclasses.replace(shares, arguments=[*shares.arguments, *unshared])
+    if shares.by_index is not None:
+        every = dataclasses.replace(every, by_index=dataclasses.replace(shares.by_index, run=part_of_constants))
+    return partitioned(of_constants, every, key)(*args, closed.consts)
+
+
+def _switched(
+    by_index: ByIndex, over: tuple[str, ...], count: int, lowered: Callable[..., Callable[..., Any]]
+) -> Callable[..., Any]:
+    """The function of a device's leaves that computes its own part, as its index along the mesh axes `over` tells.
+
+    lowered(function of a part, its key): as on each device.
+    """
+    keys = [by_index.key(index, count) for index in range(count)]
+    several = list(dict.fromkeys(keys))
+    parts = [lowered(functools.partial(by_index.run, key), key) for key in several]
+
+    def run(*leaves: Any) -> Any:
+        if len(parts) == 1:
+            return parts[0](*leaves)
+        which = jnp.asarray([several.index(key) for key in keys], jnp.int32)[lax.axis_index(over)]
+        return lax.switch(which, parts, *leaves)
+
+    return run
+
+
+def _summed(function: Callable[..., Any], over: Sequence[tuple[str, ...]], *leaves: Any) -> tuple[Any, ...]:
+    """The function's results on a device, each summed in float32 over some mesh axes, and rounded once."""
+
+    def total(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        if not axes:
+            return x
+        wide = x.dtype if lax.axis_size(axes) == 2 else jnp.float32  # one addition is rounded once anyway
+        return lax.psum(x.astype(wide), axes).astype(x.dtype)
+
+    mesh = jax.sharding.get_abstract_mesh()  # of whoever compiles; the device's own arrays have no part in it
+    auto = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+    with jax.sharding.use_abstract_mesh(auto):
+        return tuple(total(x, axes) for x, axes in zip(function(*leaves), over, strict=True))
+
+
+def _lowered_anew(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for what partition returns: JAX lowers the refs of a kernel inside custom_partitioning alone.
+
+    Its constants, which custom_partitioning does not take, become arguments.
+    """
+
+    def run(*leaves: Any) -> Any:
+        closed = jax.make_jaxpr(function)(*leaves)
+        count = len(closed.consts)
+        whole = custom_partitioning(
+            lambda *given: tuple(jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, given[:count]))(*given[count:]))
+        )
+        whole.def_partition(partition=None)
+        return whole(*closed.consts, *leaves)
+
+    return run
+
+
+@functools.lru_cache(maxsize=1024)
+def _programs_of(key: Hashable, tree: Any) -> dict[Any, Any]:
+    """The programs of functions of one key, by what they were lowered for."""
+    return {}
+
+
+def _lowered_once(function: Callable[..., Any], target: tuple[str, int], programs: dict[Any, Any], *leaves: Any) -> Any:
+    """The function's results, by a program that is lowered once for all calls on arrays of the same shapes.
+
+    XLA asks for a device's part of every call anew: for each kernel of a model, in each block. Mosaic numbers what JAX
+    lowers, so that each answer would have kernels of its own, and XLA would compile all of them.
+
+    target: the platform, and how many devices the mesh has: under jax.set_mesh a program is for that many. There JAX
+    would also place scalars on the mesh, for which a device's program has no use and XLA no call. They have an axis.
+    """
+    platform, _ = target
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    shapes = [x.shape for x in leaves]
+    leaves = tuple(x.reshape(x.shape or (1,)) for x in leaves)
+    arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    key = target, device, tuple(shapes), arrays
+    if key not in programs:
+        name = "cuda" if platform == "gpu" else platform
+        checks = [export.DisabledSafetyCheck.custom_call(call) for call in KERNEL_CALLS]
+        of_shapes = lambda *leaves: function(*(x.reshape(shape) for x, shape in zip(leaves, shapes, strict=True)))
+        lower = export.export(jax.jit(of_shapes), platforms=[name], disabled_checks=checks)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            programs[key] = lower(*arrays)
+    return programs[key].call(*leaves)

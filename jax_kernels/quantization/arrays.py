@@ -1,0 +1,446 @@
+"""Numbers in 4 or 8 bits with scales: quantize, dequantize, and QuantizedArray, what the first gives."""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from jax_kernels.plain_numbers import plain, plain_of
+from jax_kernels.quantization import formats, scale_blocks
+from jax_kernels.quantization.formats import LowBit
+from jax_kernels.quantization.scale_blocks import BLOCK
+from jax_kernels.tracing.derivatives import without_derivative
+from jax_kernels.tracing.explicit_mesh import explicit_mesh, on_auto_axes, with_auto_axes
+
+__all__ = ["QuantizedArray", "dequantize", "quantize", "quantize_fp8"]
+
+FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+SCALINGS = ("tensor", "row", "block")
+_NO_DERIVATIVE = (
+    "quantize: rounding to few bits has no derivative. Give it y = jax.lax.stop_gradient(x). To let x's own gradient "
+    "through: x + (dequantize(quantize(y)) - y)"
+)
+_NO_DERIVATIVE_OF_VALUES = (
+    "dequantize: numbers of 8 bits have no gradients. Differentiate with respect to the scale, or to what was rounded"
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedArray:
+    """An array as values * scale.
+
+    values: float8_e4m3fn or float8_e5m2. scale: float32. By scaling: "tensor": one number, []. "row": one for all
+    numbers along `axis` (-1, the last, or -2), values' shape without that axis. "block": one for 128 x 128 numbers of
+    the last two axes, [..., ceil(rows / 128), ceil(columns / 128)].
+
+    Weights of few bits have a layout, and so many numbers (`length`, K) along `axis`, which is the last of their
+    values, whichever it is of the array: int8 [..., N, K padded], float8_e4m3fn likewise (mxfp8), or uint8
+    [..., N, K padded / 2] (int4, mxfp4), see low_bit.LowBit. Their scaling is "group", scale
+    [..., K padded / group, N], or "row", scale [..., N]; float32, bfloat16 or float8_e8m0fnu (MX). `shape` is that of
+    the array.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+    scaling: str = dataclasses.field(default="tensor", metadata={"static": True})
+    axis: int = dataclasses.field(default=-1, metadata={"static": True})
+    layout: LowBit | None = dataclasses.field(default=None, metadata={"static": True})
+    length: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self.layout is None:
+            return self.values.shape
+        *outer, columns, _ = self.values.shape
+        depth = self.length or 0
+        return (*outer, columns, depth) if self.axis == -1 else (*outer, depth, columns)
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """The values' dtype."""
+        return self.values.dtype
+
+
+def quantize(
+    x: Any,
+    format: str = "e4m3",
+    *,
+    scaling: str | None = None,
+    axis: int | None = None,
+    scale: Any = None,
+    group_size: int | None = None,
+    scale_dtype: Any = None,
+) -> QuantizedArray:
+    """Rounds x to 8 or 4 bits, with scales that make its largest numbers the largest of the format.
+
+    Equivalent to the following JAX code, for scaling="row"::
+
+        largest = jnp.abs(x).max(axis, keepdims=True)
+        scale = where(largest > 0, largest / finfo(float8_e4m3fn).max, 1)
+        values = (x * (1 / scale)).astype(float8_e4m3fn)
+
+    Integers are symmetric: int8 is rounded to [-127, 127], int4 to [-7, 7]. The scales of the MX formats are powers of
+    two, 2 ** (floor(log2(largest)) - 8) for mxfp8 and - 2 for mxfp4; numbers beyond 448 and 6 times them saturate.
+
+    Args:
+      x: a float array with at least two axes, for "block" and weights of few bits, or one, for "row". Float64 is
+        rounded to float32 first.
+      format: "e4m3" (float8_e4m3fn: 3 bits behind the point, up to 448) or "e5m2" (2 bits, up to 57,344), of operands
+        of products in 8 bits. "int8", "int4", "mxfp8" (e4m3) or "mxfp4" (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6), of weights
+        that are multiplied by numbers of 16 or 32 bits.
+      scaling: which numbers share a scale: all ("tensor", the default), those along `axis` ("row"), or 128 x 128 of
+        the last two axes ("block"). Of weights of few bits: so many along `axis` ("group", the default), or, of
+        integers, all along it ("row").
+      axis: for "row" and weights of few bits, -1 or -2: the axis that a product sums over. None is -1, and -2 for
+        weights of few bits, which is K of matmul's w [K, N].
+      scale: a scale that was found before ("delayed scaling"), positive float32 of the shape that scaling gives.
+        Numbers beyond its range become the largest of the format, with their sign. Not for weights of few bits.
+      group_size: for "group", 32, 64, 128 or 256; None is 128. The MX formats have 32.
+      scale_dtype: of integers' scales, float32 (None) or bfloat16.
+
+    Returns:
+      A QuantizedArray. Numbers that share a scale with a NaN or an infinity become NaN; with a given scale NaN stays
+      NaN, and an infinity stays one in e5m2, and becomes NaN in e4m3. The scale of no numbers is 1.
+
+    Raises:
+      TypeError: x is no float array, or scale no float32 array.
+      ValueError: format, scaling, axis, group_size, scale_dtype or scale's shape is wrong.
+      NotImplementedError: a gradient with respect to x is taken. The message says how to let it through.
+
+    Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; "OCP Microscaling Formats
+    (MX) Specification", version 1.0 (2023).
+    """
+    x = _checked(x)
+    if not isinstance(format, str) or (format not in FORMATS and format not in formats.FORMATS):
+        known = ", ".join(map(repr, (*FORMATS, *formats.FORMATS)))
+        raise ValueError(f"format: got {format!r}, want one of {known}")
+    axis, group_size = plain(axis), plain(group_size)
+    if axis is not None and (type(axis) is not int or axis not in (-1, -2)):
+        raise ValueError(f"axis: got {axis!r}, want -1 or -2")
+    if format in formats.FORMATS:
+        layout = _layout(format, scaling, group_size, scale, scale_dtype)
+        summed = -2 if axis is None else axis
+        if x.ndim < 2:
+            raise ValueError(f"x: got shape {x.shape}, want two axes or more, for {layout.format!r}")
+        return _on_auto_axes(lambda given: _weights(given[0], layout, summed, scale_dtype), [x], _specs_of_rounded)
+    if (group_size, scale_dtype) != (None, None):
+        raise ValueError(f"group_size, scale_dtype: got one with format {format!r}, want None")
+    axis = -1 if axis is None else axis
+    scaling = "tensor" if scaling is None else scaling
+    check_scaling(scaling)
+    if x.ndim < {"tensor": 0, "row": -axis, "block": 2}[scaling]:
+        raise ValueError(f"x: got shape {x.shape}, want more axes for scaling={scaling!r}, axis={axis}")
+    if scale is not None:
+        scale = checked_scale("scale", scale, scale_shape(x.shape, scaling, axis))
+    rounded = lambda given: _rounded(*given, format=format, scaling=scaling, axis=axis)
+    return _on_auto_axes(rounded, [x, scale], _specs_of_rounded)
+
+
+def quantize_columns(x: jax.Array, format: str) -> QuantizedArray:
+    """The transpose [N, ...] of x [..., N] with one scale for each column of x, [N].
+
+    x [M, N] gives quantize(x.T, format, scaling="row").
+    """
+    axes = tuple(range(1, x.ndim))
+    found = _rounded(jnp.moveaxis(_checked(x), -1, 0), None, format=format, scaling="row", axis=axes)
+    return dataclasses.replace(found, axis=-1)
+
+
+def quantize_blocks(x: jax.Array, format: str, sizes: Sequence[int], scale: Any = None) -> QuantizedArray:
+    """x with one scale for each block of `sizes` values along its axes; scale as in quantize."""
+    dtype, x, is_given = jnp.dtype(FORMATS[format]), _checked(x).astype(jnp.float32), scale is not None
+    if not is_given:
+        scale = _scale_of(scale_blocks.largest(x, sizes, _largest_along), dtype)
+    values = _values(x, scale_blocks.spread(scale, sizes, x.shape), dtype, is_given)
+    return QuantizedArray(values=values, scale=scale, scaling="block")
+
+
+def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: Any) -> QuantizedArray:
+    """x in 8 bits, with the scale that is given, or those that x's largest numbers give."""
+    dtype, x, is_given = jnp.dtype(FORMATS[format]), x.astype(jnp.float32), scale is not None
+    if not is_given:
+        scale = quantization_scale(x, dtype, scaling, axis)
+    values = _values(x, _spread(scale, scaling, axis, x.shape), dtype, is_given)
+    return QuantizedArray(values=values, scale=scale, scaling=scaling, axis=axis)
+
+
+def _values(x: jax.Array, spread: jax.Array, dtype: Any, is_given: bool) -> jax.Array:
+    """x in 8 bits over the scales: the caller's, or scales from x's largest values.
+
+    x times the reciprocal: a compiled division by one value is that, and rounds otherwise than an exact one.
+    """
+    scaled = x * (1 / spread)
+    if is_given:
+        return _kept(_saturated(scaled, dtype))
+    return _kept(jnp.where(jnp.isfinite(spread), scaled, jnp.nan).astype(dtype))
+
+
+def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype: Any) -> LowBit:
+    """The layout of weights of few bits. Raises ValueError."""
+    is_mx = LowBit(format=format, group=None).is_mx
+    scalings = ("group",) if is_mx else ("group", "row")
+    if scaling not in (None, *scalings):
+        want = " or ".join(map(repr, scalings))
+        raise ValueError(f"scaling: got {scaling!r} with format {format!r}, want {want}")
+    if scale is not None:
+        raise ValueError(f"scale: got one with format {format!r}, want None: its scales are found")
+    sizes: tuple[int, ...] = (formats.MX_BLOCK,) if is_mx else formats.GROUPS
+    if scaling == "row":
+        sizes = ()
+    if group_size is not None and (type(group_size) is not int or group_size not in sizes):
+        want = f"None or one of {', '.join(map(str, sizes))}" if sizes else "None"
+        raise ValueError(f"group_size: got {group_size!r} with format {format!r}, want {want}")
+    if scale_dtype is not None and (is_mx or _dtype(scale_dtype) not in (jnp.float32, jnp.bfloat16)):
+        want = "None" if is_mx else "float32, bfloat16 or None"
+        raise ValueError(f"scale_dtype: got {scale_dtype} with format {format!r}, want {want}")
+    group = formats.MX_BLOCK if is_mx else None if scaling == "row" else group_size or 128
+    return LowBit(format=format, group=group)
+
+
+def _dtype(dtype: Any) -> Any:
+    """The dtype; None for what is none."""
+    try:
+        return jnp.dtype(dtype)
+    except TypeError:
+        return None
+
+
+def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> QuantizedArray:
+    """Weights of few bits. axis: that of K."""
+    x = x.astype(jnp.float32) if axis == -1 else jnp.swapaxes(x, -1, -2).astype(jnp.float32)
+    *outer, columns, depth = x.shape
+    group = layout.padded(depth) if layout.group is None else layout.group
+    groups = 1 if layout.group is None else -(-layout.padded(depth) // group)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, groups * group - depth)])
+    grouped = padded.reshape(*outer, columns, groups, group)
+    scale = formats.scale_of(_largest_along(grouped, -1), layout, scale_dtype or jnp.float32)
+    scaled = (grouped / formats.decode_scale(scale)[..., None]).reshape(padded.shape)
+    return QuantizedArray(
+        values=_kept(formats.encode(scaled[..., : layout.padded(depth)], layout)),
+        scale=scale[..., 0] if layout.group is None else jnp.swapaxes(scale, -1, -2),
+        scaling="row" if layout.group is None else "group",
+        axis=axis,
+        layout=layout,
+        length=depth,
+    )
+
+
+def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> jax.Array:
+    """The array values * scale, rounded to dtype once.
+
+    It has gradients with respect to the scale.
+
+    Raises:
+      TypeError: x is no QuantizedArray, or dtype is no float dtype.
+      NotImplementedError: a gradient with respect to the values is taken.
+    """
+    if not isinstance(x, QuantizedArray):
+        raise TypeError(f"x: got {type(x).__name__}, want a QuantizedArray")
+    _check_float(dtype)
+    x = dataclasses.replace(x, values=without_derivative(x.values, _NO_DERIVATIVE_OF_VALUES))
+    return _on_auto_axes(lambda x: _wide(x, dtype), x, lambda spec, _: _in_order(x, spec))
+
+
+def _on_auto_axes(function: Callable[..., Any], given: Any, specs_of: Callable[..., Any]) -> Any:
+    """function(given), on Auto axes where the first array has Explicit ones. specs_of(the array's spec, results)."""
+    first, *_ = jax.tree.leaves(given)
+    mesh = explicit_mesh(first)
+    if mesh is None:
+        return function(given)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+    spec = [*jax.typeof(first).sharding.spec, *[None] * first.ndim][: first.ndim]
+    specs = specs_of(spec, jax.eval_shape(function, shapes))
+    if AxisType.Manual in mesh.axis_types:
+        return on_auto_axes(function, given, lambda _: specs)
+    return with_auto_axes(function, given, mesh, specs)
+
+
+def _specs_of_rounded(spec: list[Any], x: QuantizedArray) -> Any:
+    """How what stands for an array is shared out that is shared out by `spec`: scales as what they scale.
+
+    The axis that a product sums over, and blocks, whose scales the devices need not divide, are whole on each.
+    """
+    if x.layout is not None:
+        *outer, first, last = spec
+        columns = first if x.axis == -1 else last
+        values, scale = [*outer, columns, None], [*outer, *([] if x.scaling == "row" else [None]), columns]
+    else:
+        at = len(spec) + x.axis
+        values = spec
+        scale = {"tensor": [], "row": [*spec[:at], *spec[at + 1 :]], "block": spec[:-2]}[x.scaling]
+    return jax.tree.unflatten(jax.tree.structure(x), [PartitionSpec(*values), PartitionSpec(*scale)])
+
+
+def _in_order(x: QuantizedArray, spec: list[Any]) -> PartitionSpec:
+    """How the array is shared out whose values are shared out by `spec`."""
+    if x.layout is None:
+        return PartitionSpec(*spec)
+    *outer, columns, _ = spec
+    return PartitionSpec(*outer, columns, None) if x.axis == -1 else PartitionSpec(*outer, None, columns)
+
+
+def _wide(x: QuantizedArray, dtype: Any) -> jax.Array:
+    """values * scale."""
+    if x.layout is not None:
+        found = formats.dequantized(x.values, x.scale, x.layout, x.length or 0).astype(dtype)
+        return found if x.axis == -1 else jnp.swapaxes(found, -1, -2)
+    return (x.values.astype(jnp.float32) * _spread(x.scale, x.scaling, x.axis, x.shape)).astype(dtype)
+
+
+def _check_float(dtype: Any) -> None:
+    """Raises TypeError."""
+    found = _dtype(dtype)
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"dtype: got {dtype}, want a float dtype")
+
+
+def check_scaling(scaling: Any) -> None:
+    """Raises ValueError."""
+    if scaling not in SCALINGS:
+        raise ValueError(f"scaling: got {scaling!r}, want 'tensor', 'row' or 'block'")
+
+
+def scale_shape(shape: tuple[int, ...], scaling: str, axis: int = -1) -> tuple[int, ...]:
+    """The shape of the scales of an array."""
+    if scaling == "tensor":
+        return ()
+    if scaling == "row":
+        at = len(shape) + axis
+        return (*shape[:at], *shape[at + 1 :])
+    return scale_blocks.counts(shape, _block_sizes(shape))
+
+
+def checked_scale(name: str, scale: Any, shape: tuple[int, ...]) -> jax.Array:
+    """scale, float32 of this shape; a number becomes an array. Raises TypeError or ValueError."""
+    if getattr(scale, "dtype", None) != jnp.float32:
+        scale = plain(scale)
+    if isinstance(scale, int | float) and not isinstance(scale, bool):
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"{name}: got {scale}, want a positive number")
+        scale = jnp.float32(scale)
+    if getattr(scale, "dtype", None) != jnp.float32:
+        raise TypeError(f"{name}: got {getattr(scale, 'dtype', type(scale).__name__)}, want float32")
+    if scale.shape != shape:
+        raise ValueError(f"{name}: got shape {scale.shape}, want {shape}")
+    return scale
+
+
+def quantization_scale(x: jax.Array, dtype: Any, scaling: str, axis: Any) -> jax.Array:
+    """The scales with which x's largest values become the largest of `dtype`.
+
+    axis: with scaling="row" the axis, or a tuple of axes, of the values that have one scale.
+    """
+    return _scale_of(_largest(x.astype(jnp.float32), scaling, axis), dtype)
+
+
+def _largest(x: jax.Array, scaling: str, axis: Any) -> jax.Array:
+    """The largest magnitudes of the numbers that share a scale."""
+    if scaling == "tensor":
+        return _largest_along(x, None)
+    if scaling == "row":
+        return _largest_along(x, axis)
+    return scale_blocks.largest(x, _block_sizes(x.shape), _largest_along)
+
+
+def _largest_along(x: jax.Array, axis: Any, keepdims: bool = False) -> jax.Array:
+    """The largest magnitudes of float32 along axes; NaN where there is one, and 0 of no numbers.
+
+    XLA's maximum drops a NaN on CPUs, but not on GPUs.
+    """
+    largest = lambda x: jnp.abs(x).max(axis, keepdims=keepdims, initial=0)
+    on_cpu = lambda x: jnp.where(jnp.isnan(x).any(axis, keepdims=keepdims), jnp.nan, largest(x))
+    return jax.lax.platform_dependent(x, cpu=on_cpu, default=largest)
+
+
+def _spread(scale: jax.Array, scaling: str, axis: Any, shape: tuple[int, ...]) -> jax.Array:
+    """The scales, in a shape that broadcasts to the array's."""
+    if scaling == "tensor":
+        return scale
+    if scaling == "row":
+        return jnp.expand_dims(scale, axis)
+    return scale_blocks.spread(scale, _block_sizes(shape), shape)
+
+
+def _block_sizes(shape: Sequence[int]) -> list[int]:
+    """The sizes of the blocks of the last two axes."""
+    return [*[1] * (len(shape) - 2), BLOCK, BLOCK]
+
+
+def _scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
+    """The scale of numbers up to `largest`: a normal number, so that its reciprocal is finite."""
+    tiny, top = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(dtype).max)
+    return jnp.where(largest == 0, 1, jnp.maximum(largest / top, tiny))
+
+
+def _saturated(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in this dtype; finite numbers beyond its largest become that."""
+    top = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -top, top), x).astype(dtype)
+
+
+def _checked(x: Any) -> jax.Array:
+    """x, which is not to be differentiated. Raises TypeError."""
+    if isinstance(x, QuantizedArray) or not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, want a float array")
+    return without_derivative(jnp.asarray(x), _NO_DERIVATIVE)
+
+
+def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.Array, jax.Array]:
+    """Rounds x to float8_e4m3fn. Returns (values, scales), with x ≈ values * scales.
+
+    Equivalent to the following JAX code::
+
+        largest = jnp.abs(x).max(axis)
+        scales = where(largest > 0, largest / 448, 1)  # 448 is e4m3's largest number
+        values = (x / jnp.expand_dims(scales, axis)).astype(float8_e4m3fn)
+
+    The relative error of a number is at most 2**-4. For a number below 2**-14 of the largest one that shares its scale,
+    the absolute error is at most 2**-18 of that largest one.
+
+    Args:
+      x: a float array, of any shape.
+      axis: the axes whose numbers share a scale; None is all axes. (1, 3) gives each head of x [B, T, H, D] a scale.
+
+    Returns:
+      values: float8_e4m3fn, of x's shape. scales: positive float32, of x's shape without `axis`. Numbers that share a
+      scale with a NaN or an infinity become NaN.
+
+    Raises:
+      TypeError: x is no float array.
+      ValueError: x lacks an axis of `axis`, or `axis` has one twice.
+      NotImplementedError: a gradient with respect to x is taken.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
+    """
+    x = _checked(x)
+    axes = tuple(range(x.ndim)) if axis is None else _axes(axis)
+    shared = {a % x.ndim for a in axes if -x.ndim <= a < x.ndim}
+    if len(shared) != len(axes):
+        raise ValueError(f"axis: got {axis}, want different axes of an array of shape {x.shape}")
+    x = x.astype(jnp.float32)
+    scales = _scale_of(_largest_along(x, axes, keepdims=True), jnp.float8_e4m3fn)
+    values = jnp.where(jnp.isfinite(scales), x / scales, jnp.nan).astype(jnp.float8_e4m3fn)
+    return _kept(values), jnp.squeeze(scales, tuple(shared))
+
+
+def _kept(values: jax.Array) -> jax.Array:
+    """The same values. XLA on GPUs takes a conversion to 8 bits and back for nothing, unless it is told to keep it."""
+    return jax.lax.optimization_barrier(values)
+
+
+def _axes(axis: Any) -> tuple[int, ...]:
+    """The axes of an int of any kind, or of a sequence of such."""
+    axis = plain_of("axis", axis)
+    try:
+        return (operator.index(axis),) if hasattr(axis, "__index__") else tuple(operator.index(x) for x in axis)
+    except TypeError:
+        raise TypeError(f"axis: got {axis!r}, want an int or a sequence of ints") from None

@@ -1,0 +1,300 @@
+"""The float64 oracle of attention, the error that a result may have, and the runs of its cases.
+
+Tests, benchmarks and `jax-kernels check` share them. The cases themselves are in jax_kernels.testing.attention_cases.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels.dispatch import explain
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.reference import attention as reference
+from jax_kernels.testing.attention_cases import ATTENTION_CASES, GPU_ATTENTION_CASES, AttentionCase
+
+__all__ = [
+    "ATTENTION_CASES",
+    "GPU_ATTENTION_CASES",
+    "AttentionCase",
+    "AttentionResults",
+    "attention_float64",
+    "attention_inputs",
+    "largest_error",
+    "plain_attention",
+    "rms_error",
+    "run_attention",
+    "tolerance",
+    "tolerance_of",
+    "why_not",
+    "without_garbage",
+]
+
+
+class _AttentionResults(NamedTuple):
+    out: Any
+    lse: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsinks: Any = None
+
+
+class AttentionResults(_AttentionResults):
+    """out [B, T, H, Dv], lse [B, H, T] and the gradients, shaped like query, key, value, bias and sinks.
+
+    What a call does not give is None, and is left out of _asdict().
+    """
+
+    __slots__ = ()
+
+    def _asdict(self) -> dict[str, Any]:
+        return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
+
+
+def _shapes(case: AttentionCase) -> tuple[tuple[int, ...], ...]:
+    """The shapes of query, key, value, dout and dlse."""
+    return (
+        (case.batch, case.q_length, case.heads, case.head_dim),
+        (case.batch, case.kv_length, case.kv_heads, case.head_dim),
+        (case.batch, case.kv_length, case.kv_heads, case.v_head_dim),
+        (case.batch, case.q_length, case.heads, case.v_head_dim),
+        (case.batch, case.heads, case.q_length),
+    )
+
+
+def attention_inputs(case: AttentionCase, seed: int = 0) -> tuple[jax.Array, ...]:
+    """query, key, value and dout in the case's dtype, and dlse float32: normal random numbers."""
+    random = np.random.default_rng(seed)
+    query, key, value, dout, dlse = (random.standard_normal(shape, np.float32) for shape in _shapes(case))
+    if case.garbage:
+        counts = case.counts()
+        key, value = np.where(counts, key, np.nan), np.where(counts, value, np.where(np.abs(value) > 1, np.nan, np.inf))
+    arrays = (jnp.asarray(x, case.dtype) for x in (query * case.magnitude, key, value * case.value_magnitude, dout))
+    return *arrays, jnp.asarray(dlse)
+
+
+def without_garbage(case: AttentionCase, key: Any, value: Any) -> tuple[Any, Any]:
+    """key and value with zeros past kv_lengths, where they count for nothing."""
+    if not case.garbage:
+        return key, value
+    counts = case.counts()
+    return jnp.where(counts, key, 0).astype(key.dtype), jnp.where(counts, value, 0).astype(value.dtype)
+
+
+def why_not(case: AttentionCase, implementation: str) -> str | None:
+    """Why run_attention cannot run this case by this implementation here; None where it can."""
+    query, key, value = (jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype)) for shape in _shapes(case)[:3])
+    arguments = case.arguments | {"return_lse": _gives_lse(implementation), "implementation": implementation}
+    try:
+        explain(flash_attention, query, key, value, **arguments)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _gives_lse(implementation: str | None) -> bool:
+    return implementation != "cudnn"
+
+
+def _call(case: AttentionCase, query, key, value, bias, sinks) -> tuple[AttentionInputs, AttentionOptions]:
+    """The case as the reference takes it."""
+    arguments = case.arguments
+    q_ids, kv_ids = arguments["segment_ids"] or (None, None)
+    inputs = AttentionInputs(
+        query,
+        key,
+        value,
+        mask=arguments["mask"],
+        bias=bias,
+        sinks=None if sinks is None else sinks[None],
+        q_segment_ids=q_ids,
+        kv_segment_ids=kv_ids,
+        kv_lengths=arguments["kv_lengths"],
+        q_offset=None if isinstance(case.q_offset, int) else arguments["q_offset"],
+    )
+    options = AttentionOptions(
+        scale=1 / math.sqrt(case.head_dim),
+        is_causal=case.is_causal,
+        window=(case.window, case.window) if isinstance(case.window, int) else case.window,
+        softcap=case.softcap,
+        q_offset=case.q_offset if isinstance(case.q_offset, int) else None,
+        precision=case.precision,
+    )
+    return inputs, options
+
+
+def _results(case: AttentionCase, forward, primals: dict[str, Any], cotangents) -> AttentionResults:
+    """The results of forward(primals), and their gradients. primals: the arrays of case.differentiated, by name."""
+    (out, lse), vjp = jax.vjp(forward, primals)
+    gradients = vjp(cotangents)[0]
+    return AttentionResults(out, lse, *(gradients.get(name) for name in ("query", "key", "value", "bias", "sinks")))
+
+
+def _primals(case: AttentionCase, query, key, value) -> dict[str, Any]:
+    extra = {name: case.arguments[name] for name in case.differentiated[3:]}
+    return {"query": query, "key": key, "value": value} | extra
+
+
+# Most of the time of a small case is XLA's, for compiling: unoptimised code is compiled in half of it.
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+def _float64(case, primals, cotangents):
+    def forward(primals):
+        return reference.attention(*_call(case, **{"bias": None, "sinks": None} | primals))
+
+    return _results(case, forward, primals, cotangents)
+
+
+def attention_float64(case: AttentionCase, query, key, value, dout, dlse=None) -> AttentionResults:
+    """The right answer, in numpy float64: the reference on the CPU. dlse None stands for zeros."""
+    key, value = without_garbage(case, key, value)
+    primals = {name: np.asarray(x).astype(np.float64) for name, x in _primals(case, query, key, value).items()}
+    dlse = np.zeros(_shapes(case)[-1]) if dlse is None else dlse
+    cotangents = tuple(np.asarray(x).astype(np.float64) for x in (dout, dlse))
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        return jax.tree.map(np.asarray, _float64(case, primals, cotangents))
+
+
+def _rounded(x, dtype):
+    """x, and its cotangent, rounded to dtype. Without the barrier, XLA may leave out a pair of casts."""
+    return jax.lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _rounded_gradient(x, dtype):
+    return x
+
+
+_rounded_gradient.defvjp(lambda x, dtype: (x, None), lambda dtype, _, dx: (_rounded(dx, dtype),))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _plain(case, primals, cotangents):
+    dtype = primals["query"].dtype
+    group = case.heads // case.kv_heads
+    precision = jax.lax.Precision.DEFAULT if case.precision == "tf32" else jax.lax.Precision.HIGHEST
+
+    def forward(primals):
+        inputs, options = _call(case, **{"bias": None, "sinks": None} | primals)
+        query, key, value = (x.astype(jnp.float32) for x in (inputs.query, inputs.key, inputs.value))
+        key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+        products = jnp.einsum("bthd,bshd->bhts", query, key, precision=precision)
+        scores = reference.scores_of(_rounded_gradient(products, dtype), inputs.bias, options)
+        live = reference.live(inputs, options) & ~jnp.isneginf(scores)
+        scores = jnp.where(live, scores, -jnp.inf)
+        sinks = -jnp.inf if inputs.sinks is None else inputs.sinks[..., None, None]
+        highest = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
+        highest = jax.lax.stop_gradient(jnp.where(jnp.isneginf(highest), 0, highest))
+        weights = jnp.exp(scores - highest)
+        total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - highest)
+        dead = total == 0
+        weights = weights / jnp.where(dead, 1, total)
+        lse = jnp.where(dead, -jnp.inf, jnp.log(jnp.where(dead, 1, total)) + highest)[..., 0]
+        out = jnp.einsum("bhts,bshd->bthd", _rounded(weights, dtype), value, precision=precision).astype(dtype)
+        return out, lse
+
+    return _results(case, forward, primals, cotangents)
+
+
+def plain_attention(case: AttentionCase, query, key, value, dout, dlse=None) -> AttentionResults:
+    """The plain evaluation in the inputs' dtype, the yardstick of error: whole score matrices, JAX's gradient.
+
+    Products accumulate in float32 and softmax is in float32; what goes into a product, and what the gradient of
+    the probabilities comes out as, is rounded to the inputs' dtype, as by PyTorch's own attention.
+    """
+    dlse = jnp.zeros(_shapes(case)[-1]) if dlse is None else dlse
+    key, value = without_garbage(case, key, value)
+    return _plain(case, _primals(case, query, key, value), (dout, dlse))
+
+
+def run_attention(case: AttentionCase, arrays, implementation: str | None = None, **kwargs: Any) -> dict[str, Any]:
+    """flash_attention and its gradients in one jit: what there is of AttentionResults, by name.
+
+    arrays: those of attention_inputs. kwargs go to flash_attention. "cudnn" gives no lse: there, lse is left
+    out and dlse counts as zero.
+    """
+    with_lse = _gives_lse(implementation)
+
+    @jax.jit
+    def run(primals, dout, dlse):
+        arguments = case.arguments | {"return_lse": with_lse, "implementation": implementation} | kwargs
+
+        def forward(primals):
+            results = flash_attention(**arguments | primals)
+            return results if with_lse else (results, None)
+
+        return _results(case, forward, primals, (dout, dlse if with_lse else None))
+
+    query, key, value, dout, dlse = arrays
+    return run(_primals(case, query, key, value), dout, dlse)._asdict()
+
+
+def rms_error(got: Any, want: Any) -> float:
+    """||got - want|| / ||want|| in float64; where want is all zeros, the root mean square of got.
+
+    Infinities must stand at the same places, and count for nothing; otherwise, and with a NaN, it is inf.
+    """
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    if got.shape != want.shape:
+        raise ValueError(f"got: shape {got.shape}, want {want.shape}")
+    finite = np.isfinite(want)
+    if not np.array_equal(got[~finite], want[~finite]) or not np.isfinite(got[finite]).all():
+        return math.inf
+    difference = np.linalg.norm(got[finite] - want[finite])
+    return float(difference / (np.linalg.norm(want[finite]) or math.sqrt(want.size)))
+
+
+def largest_error(got: Any, want: Any, floor: float | None = None) -> float:
+    """The largest |got - want|, or with a floor the largest |got - want| / (|want| + floor); a NaN is kept."""
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    if got.shape != want.shape:
+        raise ValueError(f"got: shape {got.shape}, want {want.shape}")
+    error = np.abs(got - want)
+    return float((error if floor is None else error / (np.abs(want) + floor)).max(initial=0))
+
+
+@functools.cache
+def tolerance(case: AttentionCase, seed: int = 0) -> dict[str, float]:
+    """The largest rms_error that each of AttentionResults may have on attention_inputs(case, seed).
+
+    16-bit: 1.1 times the error of plain_attention. lse and exact float32: 2e-6, some ten roundings of
+    float32, or twice the plain error, as tiles add in another order. tf32 rounds every operand to 11 bits,
+    2.8e-4 root mean square each, which gives up to 1e-3 over the backward's chain of products: 2e-3.
+    """
+    arrays = attention_inputs(case, seed)
+    return tolerance_of(case, arrays, attention_float64(case, *arrays))
+
+
+def tolerance_of(case: AttentionCase, arrays, want: AttentionResults) -> dict[str, float]:
+    """tolerance(case) on these arrays, whose right answer the caller has."""
+    plain = plain_attention(case, *arrays)
+    bounds = {}
+    for name, right in want._asdict().items():
+        error = rms_error(getattr(plain, name), right)
+        if case.precision == "tf32":
+            bounds[name] = 2e-3
+        elif name == "lse":
+            bounds[name] = max(2 * error, 2e-6)
+        elif name == "dsinks" and case.dtype != "float32":
+            # A few numbers, each the sum of one rounding of out for every query: what that adds up to is chance.
+            bounds[name] = max(3 * error, float(jnp.finfo(case.dtype).eps))
+        elif case.dtype == "float32":
+            # P is exp(score - lse), both rounded where they are largest, at four times the magnitude.
+            rounding = 0 if case.magnitude == 1 else 4 * case.magnitude * float(jnp.finfo(jnp.float32).eps)
+            bounds[name] = max(2 * error, 2e-6, rounding)
+        elif case.bias_whole and name in ("dk", "dv"):
+            # "mosaic_gpu" adds what such rows pass to the rounded gradients of the others: two roundings.
+            bounds[name] = 1.5 * error
+        elif case.magnitude > 1 and name in ("dq", "dk"):
+            # Where the softmax is all but one-hot, dP and its row sum delta all but cancel. A tiled backward
+            # takes delta from the rounded out, the plain one from its weights: measured 1.6 times the error
+            # by float32 products, 1.9 times by 16-bit ones.
+            bounds[name] = 2.2 * error
+        else:
+            bounds[name] = max(1.1 * error, float(jnp.finfo(case.dtype).eps) / 8)
+    return bounds

@@ -1,0 +1,1 @@
+"""JAX types and transforms this library's code: derivatives, dtype promotion, and the axes of meshes."""

@@ -1,0 +1,335 @@
+"""Derivatives: rules for both modes, and clear errors in place of derivatives that would be lost or have no rule.
+
+`in_both_modes` gives a function of plain JAX a gradient of its own in reverse mode, as jax.custom_vjp does, and lets
+JAX differentiate the function itself for all else: forward mode, and second derivatives.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.extend.core import Primitive, unmapped_aval
+from jax.interpreters import ad, batching, mlir
+
+from jax_kernels.tracing.promotion import under_defaults
+
+__all__ = [
+    "NO_SECOND",
+    "in_both_modes",
+    "in_reverse_mode",
+    "linear_p",
+    "no_forward_mode",
+    "with_plain_derivative",
+    "without_derivative",
+]
+
+NO_SECOND = "gradients of gradients: kernels have none; implementation='xla' has them"
+
+
+def without_derivative[Tree](tree: Tree, told: str) -> Tree:
+    """The same arrays, of which a derivative raises NotImplementedError(told). Other leaves stay as they are."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+    for place, array in zip(places, _same(told)(*(leaves[place] for place in places)), strict=True):
+        leaves[place] = array
+    return jax.tree.unflatten(structure, leaves)
+
+
+@functools.cache
+def _same(told: str) -> Callable[..., tuple[jax.Array, ...]]:
+    @jax.custom_jvp
+    def same(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return arrays
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(told)
+
+    return same
+
+
+def no_forward_mode(op: str) -> str:
+    """The error of an op's kernels for in_reverse_mode."""
+    return (
+        f"{op}: its kernels have a derivative in reverse mode alone; implementation='xla' has forward mode (jax.jvp, "
+        "jax.linearize, jax.jacfwd, jax.hessian) and second derivatives"
+    )
+
+
+def in_reverse_mode[Tree](tree: Tree, message: str) -> Tree:
+    """The same arrays, whose tangents raise NotImplementedError(message) where forward mode computes them.
+
+    Reverse mode only transposes the tangents.
+    """
+    is_moving = lambda x: isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
+    # One by one: an array that is not differentiated then has no tangent afterwards either.
+    return jax.tree.map(lambda x: _in_reverse_mode_p.bind(x, message=message) if is_moving(x) else x, tree)
+
+
+def _raised(*_: Any, message: str, **__: Any) -> Any:
+    raise NotImplementedError(message)
+
+
+# The identity of an array. vmap maps it, and a derivative comes later: so vmap meets tangents in forward mode alone.
+_in_reverse_mode_p = Primitive("in_reverse_mode")
+_in_reverse_mode_p.def_impl(lambda x, *, message: x)
+_in_reverse_mode_p.def_abstract_eval(lambda x, *, message: x)
+mlir.register_lowering(_in_reverse_mode_p, lambda context, x, *, message: [x])
+batching.primitive_batchers[_in_reverse_mode_p] = lambda operands, axes, *, message: (
+    _in_reverse_mode_p.bind(*operands, message=message),
+    *axes,
+)
+
+
+def _derivative_of_mark(primals: Any, tangents: Any, *, message: str) -> tuple[Any, Any]:
+    (x,), (tangent,) = primals, tangents
+    moved = tangent if isinstance(tangent, ad.Zero) else _transposed_p.bind(tangent, message=message)
+    return _in_reverse_mode_p.bind(x, message=message), moved
+
+
+ad.primitive_jvps[_in_reverse_mode_p] = _derivative_of_mark
+
+# The identity of a tangent, which is transposed and never computed.
+_transposed_p = Primitive("reverse_mode_tangent")
+_transposed_p.def_impl(_raised)
+_transposed_p.def_abstract_eval(lambda x, *, message: x)
+ad.deflinear2(_transposed_p, lambda cotangent, _, *, message: [cotangent])
+batching.primitive_batchers[_transposed_p] = _raised
+mlir.register_lowering(_transposed_p, _raised)
+
+
+def in_both_modes(
+    function: Callable[..., Any],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    *,
+    plain: Callable[..., Any] | None = None,
+    symbolic_zeros: bool = False,
+) -> Callable[..., Any]:
+    """function(call, *arguments), whose reverse mode is forward and backward, as jax.custom_vjp has them.
+
+    Everything but that is JAX's derivative of plain(call, *arguments): of `function` where it is None. To let second
+    derivatives through, JAX must be able to differentiate forward and backward as well.
+
+    call: static and hashable. arguments: trees of arrays.
+    """
+    rules = _Rules(forward=forward, backward=backward, plain=plain or function, symbolic_zeros=symbolic_zeros)
+    wrapped = jax.custom_jvp(function, nondiff_argnums=(0,))
+    wrapped.defjvp(functools.partial(_pushed, rules), symbolic_zeros=True)
+
+    return functools.wraps(function)(lambda call, *arguments: wrapped(call, *_of_jax(arguments)))
+
+
+def _of_jax[Tree](tree: Tree) -> Tree:
+    """The tree, whose NumPy arrays are arrays of JAX: a rule must not hand on others."""
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x, tree)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Rules:
+    """The functions of in_both_modes."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    plain: Callable[..., Any]
+    symbolic_zeros: bool
+
+
+def _pushed(rules: _Rules, call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    """The results, and their tangents as one linear equation, which forward mode computes and reverse mode transposes.
+
+    primals, tangents: of the arguments, as JAX gives them to a custom_jvp with symbolic zeros.
+    """
+    leaves, arguments = jax.tree.flatten(_of_jax(primals))
+    directions = jax.tree.leaves(tangents, is_leaf=_is_zero)
+    moving = _moving(directions)
+    given = leaves
+    if rules.symbolic_zeros:
+        given = [CustomVJPPrimal(x, i in moving) for i, x in enumerate(leaves)]
+    results, kept = rules.forward(call, *jax.tree.unflatten(arguments, given))
+    kept, of_kept = jax.tree.flatten(kept)
+    out, of_out = jax.tree.flatten(results)
+    linear = _Linear(
+        rules=rules,
+        call=call,
+        arguments=arguments,
+        kept=of_kept,
+        results=of_out,
+        moving=moving,
+        avals=tuple(jax.typeof(x).to_tangent_aval() for x in out),
+    )
+    known = [*_of_jax(kept), *leaves]
+    found = linear_p.bind(*known, *_of_jax([directions[i] for i in moving]), linear=linear)
+    return results, jax.tree.unflatten(of_out, found)
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Linear:
+    """The tangents of a call's results as a linear function of its arguments' tangents.
+
+    Its operands are the arrays that `forward` kept for `backward`, the leaves of the arguments, and the
+    tangents of the leaves that are `moving`. arguments, kept, results: structures of trees. avals: of the results.
+    """
+
+    rules: _Rules
+    call: Any
+    arguments: Any
+    kept: Any
+    results: Any
+    moving: tuple[int, ...]
+    avals: tuple[Any, ...]
+
+    @property
+    def known(self) -> int:
+        return self.kept.num_leaves + self.arguments.num_leaves
+
+    def push(self, *operands: Any) -> list[Any]:
+        """The tangents of the results."""
+        leaves, directions = list(operands[self.kept.num_leaves : self.known]), operands[self.known :]
+        plain = lambda *given: jax.tree.leaves(self.rules.plain(self.call, *jax.tree.unflatten(self.arguments, given)))
+        return _pushed_through(plain, leaves, self.moving, directions)[1]
+
+    def pull(self, known: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """The cotangents of the leaves that are moving; None for 0. cotangents: of the results, symbolic zeros too."""
+        if not self.rules.symbolic_zeros:
+            cotangents = [ad.zeros_like_aval(x.aval) if _is_zero(x) else x for x in cotangents]
+        kept = jax.tree.unflatten(self.kept, known[: self.kept.num_leaves])
+        found = self.rules.backward(self.call, kept, jax.tree.unflatten(self.results, cotangents))
+        places = jax.tree.unflatten(self.arguments, range(self.arguments.num_leaves))
+        of_places: dict[int, Any] = {}
+
+        def place(gradient: Any, of: Any) -> None:
+            of_places.update(dict.fromkeys(jax.tree.leaves(of), gradient))
+
+        jax.tree.map(place, tuple(found), tuple(places), is_leaf=lambda x: x is None)
+        return [of_places[i] for i in self.moving]
+
+
+def _pushed_through(
+    function: Callable[..., list[Any]], leaves: list[Any], moving: Sequence[int], directions: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """function(*leaves), and its tangents where the leaves that are `moving` have these directions."""
+
+    def of_moving(*moved: Any) -> list[Any]:
+        given = list(leaves)
+        for i, x in zip(moving, moved, strict=True):
+            given[i] = x
+        return function(*given)
+
+    return jax.jvp(of_moving, [leaves[i] for i in moving], list(directions))
+
+
+def with_plain_derivative(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """function(call, *arguments), all of whose derivatives are JAX's of plain(call, *arguments), which equals it.
+
+    It is for functions that JAX differentiates in part alone, such as jax.custom_batching.custom_vmap.
+    """
+    wrapped = jax.custom_jvp(function, nondiff_argnums=(0,))
+
+    def rule(call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+        leaves, arguments = jax.tree.flatten(_of_jax(primals))
+        directions = jax.tree.leaves(tangents, is_leaf=_is_zero)
+        moving = _moving(directions)
+        structures: list[Any] = []
+
+        def of_leaves(*given: Any) -> list[Any]:
+            found, structure = jax.tree.flatten(plain(call, *jax.tree.unflatten(arguments, given)))
+            structures.append(structure)
+            return found
+
+        pair = _pushed_through(of_leaves, leaves, moving, [directions[i] for i in moving])
+        results, found = (jax.tree.unflatten(structures[-1], x) for x in pair)
+        return results, found
+
+    wrapped.defjvp(under_defaults(rule), symbolic_zeros=True)
+    return lambda call, *arguments: wrapped(call, *_of_jax(arguments))
+
+
+def _moving(directions: Sequence[Any]) -> tuple[int, ...]:
+    """The indices of the tangents that are not 0."""
+    return tuple(i for i, x in enumerate(directions) if not _is_zero(x) and x.dtype != jax.dtypes.float0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Mapped:
+    """A linear equation under vmap. axes: of its known operands; all others have theirs in front."""
+
+    linear: Any
+    size: int
+    axes: tuple[Any, ...]
+
+    @property
+    def known(self) -> int:
+        return self.linear.known
+
+    @property
+    def avals(self) -> tuple[Any, ...]:
+        return tuple(unmapped_aval(self.size, 0, x) for x in self.linear.avals)
+
+    def push(self, *operands: Any) -> list[Any]:
+        axes = *self.axes, *[0] * (len(operands) - self.known)
+        return jax.vmap(lambda *operands: self.linear.push(*operands), axes, axis_size=self.size)(*operands)
+
+    def pull(self, known: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        given = [i for i, x in enumerate(cotangents) if not _is_zero(x)]
+
+        def one(known: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
+            all_of: list[Any] = [SymbolicZero(aval) for aval in self.linear.avals]
+            for i, x in zip(given, moved, strict=True):
+                all_of[i] = x
+            return self.linear.pull(known, all_of)
+
+        return jax.vmap(one, (list(self.axes), 0), axis_size=self.size)(list(known), [cotangents[i] for i in given])
+
+
+linear_p = Primitive("both_modes_tangents")
+linear_p.multiple_results = True
+
+
+@under_defaults
+def _push(*operands: Any, linear: Any) -> list[Any]:
+    return linear.push(*operands)
+
+
+def _derivative_of_push(primals: Any, tangents: Any, *, linear: Any) -> tuple[Any, Any]:
+    moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
+    push = functools.partial(_push, linear=linear)
+    return _pushed_through(push, list(primals), moving, [tangents[i] for i in moving])
+
+
+def _transposed(cotangents: Any, *operands: Any, linear: Any) -> list[Any]:
+    known, directions = operands[: linear.known], operands[linear.known :]
+    given = [SymbolicZero(x.aval) if isinstance(x, ad.Zero) else x for x in cotangents]
+    found = linear.pull(known, given)
+    zero = lambda x: ad.Zero(x.aval) if ad.is_undefined_primal(x) else None
+    of_directions = [zero(of) if x is None or _is_zero(x) else x for x, of in zip(found, directions, strict=True)]
+    return [*[None] * len(known), *of_directions]
+
+
+def _mapped(operands: Any, axes: Any, *, linear: Any) -> tuple[Any, Any]:
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    known = linear.known
+    in_front = [
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(operands[known:], axes[known:], strict=True)
+    ]
+    mapped = _Mapped(linear=linear, size=size, axes=tuple(axes[:known]))
+    found = linear_p.bind(*operands[:known], *in_front, linear=mapped)
+    return found, [0] * len(found)
+
+
+linear_p.def_impl(_push)
+linear_p.def_abstract_eval(lambda *_, linear: list(linear.avals))
+ad.primitive_jvps[linear_p] = _derivative_of_push
+ad.primitive_transposes[linear_p] = _transposed
+batching.primitive_batchers[linear_p] = _mapped
+mlir.register_lowering(linear_p, mlir.lower_fun(_push, multiple_results=True))

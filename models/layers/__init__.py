@@ -1,0 +1,1 @@
+"""Flax modules for the parts of a layer."""

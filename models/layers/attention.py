@@ -1,0 +1,481 @@
+"""Multi-head attention as an nnx module, with rotary embedding and a key-value cache of static shape."""
+
+import dataclasses
+import functools
+from typing import Any, overload
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_kernels import masks
+from jax_kernels.masks.arrays import named_dense
+from jax_kernels.models.config import (
+    DTYPES,
+    check_heads,
+    check_precision,
+    check_sequence,
+    dtype_name,
+    positive_number,
+)
+from jax_kernels.models.layers.linear import Linear
+from jax_kernels.models.parallel.sharding import (
+    ShardingRules,
+    sequence_devices,
+    share_sequence,
+    shares_sequence,
+    token_order,
+    whole_length,
+)
+from jax_kernels.models.training.remat import PROJECTION
+from jax_kernels.ops.attention.decode_attention import MOST_QUERIES, decode_attention
+from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.checks import check_flags, check_names
+from jax_kernels.ops.ring.ring_attention import ring_attention
+from jax_kernels.plain_numbers import plain_arguments
+from jax_kernels.tracing.promotion import under_defaults
+
+__all__ = ["KVCache", "MultiHeadAttention", "rotary_embedding"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of the tokens so far; a pytree whose shapes never change, so that jit compiles once.
+
+    key, value: [B, max_length, num_kv_heads, head_dim]; the keys are already rotated.
+    length: int32, how many positions are filled: a scalar, the same for all sequences, or [B].
+
+    Prompts of different lengths are padded to one length at their end, run together, and cut to their own lengths;
+    the tokens after them then go to each sequence's own place, over its padding::
+
+        out, cache = attention(prompts, cache=attention.init_cache(B, max_length))
+        cache = cache.with_length(lengths)  # [B]; the prompt's last output is out[b, lengths[b] - 1]
+        out, cache = attention(tokens, cache=cache)
+    """
+
+    key: jax.Array
+    value: jax.Array
+    length: jax.Array
+
+    @property
+    def max_length(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def lengths(self) -> jax.Array:
+        """[B] int32: the length of each sequence, as decode_attention takes it in kv_lengths."""
+        return jnp.broadcast_to(self.length, self.key.shape[:1])
+
+    def with_length(self, length: Any) -> "KVCache":
+        """The same keys and values, of which `length` positions count: an integer, or integers [B].
+
+        Raises ValueError or TypeError for another shape or dtype, and ValueError for a known length that is below 0 or
+        above max_length.
+        """
+        cache = dataclasses.replace(self, length=jnp.asarray(length))
+        _check_length(cache, new_tokens=0)
+        return dataclasses.replace(cache, length=cache.length.astype(jnp.int32))
+
+
+@under_defaults
+def rotary_embedding(x: jax.Array, positions: jax.Array, theta: float = 10000.0) -> jax.Array:
+    """Rotary position embedding, in the rotate_half convention (that of GPT-NeoX and Llama in Hugging Face).
+
+    Equivalent to the following JAX code::
+
+        angles = positions[..., None] / theta ** (arange(0, D, 2) / D)
+        cos, sin = (concatenate([f(angles)] * 2, axis=-1)[..., None, :] for f in (cos, sin))
+        out = x * cos + concatenate([-x[..., D // 2 :], x[..., : D // 2]], axis=-1) * sin
+
+    Args:
+      x: [..., T, H, D] with D even.
+      positions: [T] or [..., T], of the tokens.
+      theta: base of the frequencies.
+
+    Returns:
+      [..., T, H, D] in x's dtype; computed in float32.
+
+    Raises:
+      ValueError: D is odd.
+
+    Source: Su et al., "RoFormer" (2021), arXiv:2104.09864.
+    """
+    head_dim = x.shape[-1]
+    if head_dim % 2:
+        raise ValueError(f"x: got head_dim {head_dim}, want an even one: rotary embedding turns pairs")
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = (positions.astype(jnp.float32)[..., None] * frequencies)[..., None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class MultiHeadAttention(nnx.Module):
+    """Self-attention over [B, T, model_dim] by this library's flash_attention, with grouped key and value heads.
+
+    Parameters, all without bias: q_proj.kernel [model_dim, num_heads * head_dim], k_proj.kernel and v_proj.kernel
+    [model_dim, num_kv_heads * head_dim], out_proj.kernel [num_heads * head_dim, model_dim].
+
+    Args:
+      model_dim: width of input and output.
+      num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
+      head_dim: per head, up to 256 (None: model_dim / num_heads).
+      use_rotary, rope_theta: rotate queries and keys by their positions (see rotary_embedding).
+      is_causal: a token attends to itself and to earlier tokens only.
+      mask: a masks.Mask for all calls, combined with is_causal and with the mask of a call. If prepare_mask made it,
+        with this is_causal, calls without a mask and a cache use its lists.
+      dtype: dtype of the computation and of the output, bfloat16, float16 or float32. param_dtype: of the parameters,
+        one of these, or float64 where jax_enable_x64 is set.
+      implementation: of the attention, as in flash_attention. projection_implementation: of the projections, as in
+        matmul; None is nnx.Linear's product without "fp8".
+      precision: "fp8" for projections by products of 8 bits, as in matmul; None for those of dtype. scaling: with
+        "fp8", as in matmul.
+      sequence_axis: a mesh axis. Where the mesh of jax.set_mesh has it, or a jax.shard_map around the call, its devices
+        share out the tokens, and the attention is ring_attention. x then has its tokens in the order of
+        sequence_layout, as shard_sequence gives them, and its rotary positions follow. Without such a mesh, and with a
+        cache, the axis has no effect.
+      sequence_strategy: as ring_attention's strategy.
+      sequence_layout: as ring_attention's layout; None for its default, or with "all_to_all" for contiguous: there
+        each device has whole sequences of some heads.
+      rules: which mesh axes share out the batch and the heads; None for ShardingRules().
+      rngs: initialises the kernels (LeCun normal), from its stream `params`.
+
+    Raises:
+      ValueError, TypeError: an argument is out of range, naming it.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        use_rotary: bool = True,
+        rope_theta: float = 10000.0,
+        is_causal: bool = True,
+        mask: masks.Mask | None = None,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        implementation: str | None = None,
+        projection_implementation: str | None = None,
+        precision: str | None = None,
+        scaling: str | None = None,
+        sequence_axis: str | None = None,
+        sequence_strategy: str = "auto",
+        sequence_layout: str | None = None,
+        rules: ShardingRules | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if mask is not None and not isinstance(mask, masks.Mask):
+            raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask, or None; an array goes to a call")
+        check_flags(use_rotary=use_rotary, is_causal=is_causal)
+        check_names(implementation=implementation, projection_implementation=projection_implementation)
+        check_precision("", precision, scaling)
+        check_sequence("", sequence_axis, sequence_strategy, sequence_layout)
+        num_kv_heads, head_dim = check_heads("", model_dim, num_heads, num_kv_heads, head_dim)
+        if use_rotary and head_dim % 2:
+            raise ValueError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
+        self.model_dim = model_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.use_rotary = use_rotary
+        self.rope_theta = positive_number("rope_theta", rope_theta)
+        self.is_causal = is_causal
+        self.mask = nnx.data(mask)
+        self.dtype = jnp.dtype(dtype_name("dtype", dtype))
+        param_dtype = jnp.dtype(dtype_name("param_dtype", param_dtype, _parameter_dtypes()))
+        self.implementation = implementation
+        self.sequence_axis = sequence_axis
+        self.sequence_strategy = sequence_strategy
+        is_balanced = not is_causal or sequence_strategy == "all_to_all"
+        self.sequence_layout = sequence_layout or ("contiguous" if is_balanced else "zigzag")
+        self.rules = ShardingRules() if rules is None else rules
+
+        def linear(in_features: int, out_features: int) -> nnx.Linear:
+            options = {"use_bias": False, "dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
+            if precision is None and projection_implementation is None:
+                return nnx.Linear(in_features, out_features, **options)
+            options |= {"precision": precision, "scaling": scaling, "implementation": projection_implementation}
+            return Linear(in_features, out_features, **options)
+
+        self.q_proj = linear(model_dim, num_heads * head_dim)
+        self.k_proj = linear(model_dim, num_kv_heads * head_dim)
+        self.v_proj = linear(model_dim, num_kv_heads * head_dim)
+        self.out_proj = linear(num_heads * head_dim, model_dim)
+
+    @plain_arguments
+    def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
+        """An empty cache for `batch` sequences of up to `max_length` tokens.
+
+        dtype: a floating one; default the module's.
+
+        Raises ValueError, TypeError: an argument is out of range, naming it.
+        """
+        for name, size in (("batch", batch), ("max_length", max_length)):
+            if isinstance(size, bool) or not (isinstance(size, int | np.integer) or jax.export.is_symbolic_dim(size)):
+                raise TypeError(f"{name}: got {size!r}, want an int")
+            if size < 0:
+                raise ValueError(f"{name}: got {size}, want 0 or more")
+        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"dtype: got {jnp.dtype(dtype).name}, want a floating dtype")
+        shape = (batch, max_length, self.num_kv_heads, self.head_dim)
+        dtype = self.dtype if dtype is None else dtype
+        return KVCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), length=jnp.zeros((), jnp.int32))
+
+    @overload
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | masks.Mask | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: None = None,
+    ) -> jax.Array: ...
+
+    @overload
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | masks.Mask | None = None,
+        segment_ids: None = None,
+        positions: jax.Array | None = None,
+        cache: KVCache,
+    ) -> tuple[jax.Array, KVCache]: ...
+
+    @under_defaults
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | masks.Mask | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> jax.Array | tuple[jax.Array, KVCache]:
+        """Attends within x, or, with a cache, to the cached tokens and x.
+
+        Args:
+          x: [B, T, model_dim]. With a cache these are the next T tokens: a whole prompt, one token, or several.
+          mask: bool, broadcastable to [B, num_heads, T, S], True = attend, or a masks.Mask, combined with is_causal.
+            S is T, or the cache's max_length. Under a Mask, the queries stand after the cached tokens. Where devices
+            share out the tokens it is of the whole sequence, with the tokens in their own order.
+          segment_ids: int32 [B, T], in the order of x: packed documents. A token attends to tokens with its own id, and
+            one with an id below 0 to none.
+          positions: integers [T] or [B, T], in the order of x, for the rotary embedding; None for the tokens' places in
+            the sequence. Attention itself goes by the places.
+          cache: from init_cache or from the call before. Not changed. Where its length is [B], the T tokens of each
+            sequence stand after its own. Up to 16 causal tokens attend by decode_attention, which has no gradient, but
+            under a masks.Mask, whose dead blocks flash_attention skips, and where an implementation other than "xla"
+            is named.
+
+        Returns:
+          out [B, T, model_dim] in dtype; with a cache (out, the new cache).
+
+        Raises:
+          ValueError: an array has the wrong shape, the cache has no room for T tokens, or there are a cache and
+            segment_ids. A traced length cannot be checked: under jit, a sequence past the cache's end gets NaN.
+          TypeError: the cache's length, or positions, are no integers.
+          NotImplementedError: devices share out the tokens and the batch, and the mask tells batch entries apart.
+        """
+        self._check_input(x)
+        start: int | jax.Array = 0
+        if cache is not None:
+            if segment_ids is not None:
+                raise ValueError("segment_ids: got an array beside a cache, want None: its tokens are one document")
+            self._check_cache(cache, x)
+            start = cache.length
+        query, key, value = self._heads(x, start, positions)
+        if self.mask is not None:
+            length = whole_length(self.sequence_axis, x.shape[1]) if cache is None else x.shape[1]
+            lengths = (length, length if cache is None else cache.max_length)
+            mask = self.mask if mask is None else self.mask & as_mask(mask, *lengths)
+        if cache is None:
+            attend = self._attend if sequence_devices(self.sequence_axis) == 1 else self._attend_over_devices
+            arguments = {} if segment_ids is None else {"segment_ids": segment_ids}
+            return self._project(attend(query, key, value, mask, **arguments))
+
+        cache = _append(cache, key, value)
+        key, value = cache.key.astype(self.dtype), cache.value.astype(self.dtype)
+        if self._decodes(query, mask):
+            out = decode_attention(
+                query, key, value, kv_lengths=cache.lengths, mask=mask, implementation=self.implementation
+            )
+        else:
+            out = self._attend(query, key, value, mask, q_offset=start, kv_lengths=cache.lengths)
+        has_room = (cache.lengths <= cache.max_length)[:, None, None]
+        out = jnp.where(has_room, self._project(out), jnp.nan)
+        return out, cache
+
+    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, **arguments: Any) -> jax.Array:
+        """Attention by heads: [B, T, num_heads, head_dim]. arguments: segment_ids, or what a cache adds."""
+        arguments |= {"is_causal": self.is_causal, "implementation": self.implementation}
+        return flash_attention(query, key, value, mask=mask, **arguments)
+
+    def _decodes(self, query: jax.Array, mask: Any) -> bool:
+        """Whether decode_attention takes the place of flash_attention: both give the same."""
+        is_free = self.implementation in (None, "xla")
+        return (
+            self.is_causal
+            and is_free
+            and 0 < query.shape[1] <= MOST_QUERIES
+            and _is_free_or_array(mask, query.shape[0])
+        )
+
+    def _attend_over_devices(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """As _attend, where devices share out the tokens."""
+        assert self.sequence_axis is not None
+        length = whole_length(self.sequence_axis, query.shape[1])
+        mask = None if mask is None else as_mask(mask, length, length).unprepared
+        options: dict[str, Any] = {"axis": self.sequence_axis, "rules": self.rules, "mask": mask}
+        return share_sequence(self._ring, query, key, value, segment_ids, **options)
+
+    def _ring(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segment_ids: jax.Array | None = None,
+        mask: masks.Mask | None = None,
+    ) -> jax.Array:
+        """Attention inside shard_map, of a device's tokens."""
+        assert self.sequence_axis is not None
+        return ring_attention(
+            query,
+            key,
+            value,
+            axis_name=self.sequence_axis,
+            layout=self.sequence_layout,
+            strategy=self.sequence_strategy,
+            mask=mask,
+            is_causal=self.is_causal,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+        )
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether the devices of jax.set_mesh's mesh share out the tokens of whole arrays, outside any shard_map."""
+        return shares_sequence(self.sequence_axis)
+
+    def token_order(self, length: int, what: str = "x") -> Any:
+        """The tokens by their place in x, int32 [length], where devices share them out; else None."""
+        if self.sequence_axis is None or sequence_devices(self.sequence_axis) == 1:
+            return None
+        return token_order(self.sequence_axis, self.sequence_layout, length, what)
+
+    def _check_input(self, x: jax.Array) -> None:
+        if x.ndim != 3 or x.shape[-1] != self.model_dim:
+            raise ValueError(f"x: got shape {x.shape}, want [batch, length, {self.model_dim}]")
+
+    def _check_cache(self, cache: KVCache, x: jax.Array) -> None:
+        """Raises unless the cache has the shapes of this module and x's batch, and room for x."""
+        batch, length, _ = x.shape
+        want = (batch, cache.max_length, self.num_kv_heads, self.head_dim)
+        if cache.key.shape != want or cache.value.shape != want:
+            raise ValueError(
+                f"cache: got key {cache.key.shape} and value {cache.value.shape}, want [batch, max_length, "
+                f"num_kv_heads, head_dim] = [{batch}, max_length, {self.num_kv_heads}, {self.head_dim}]"
+            )
+        _check_length(cache, new_tokens=length)
+
+    def _heads(
+        self, x: jax.Array, start: int | jax.Array, positions: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """query [B, T, num_heads, head_dim], key and value [B, T, num_kv_heads, head_dim].
+
+        start: the position of the first token, a scalar or [B]. It is 0 where devices may share out the tokens.
+        positions: of all tokens, as in a call, in place of start.
+        """
+        self._check_input(x)
+        batch, length = x.shape[:2]
+        project = lambda projection: checkpoint_name(projection(x), PROJECTION)
+        query = project(self.q_proj).reshape(batch, length, self.num_heads, self.head_dim)
+        key = project(self.k_proj).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        value = project(self.v_proj).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        if positions is not None:
+            _check_positions(positions, batch, length)
+        if self.use_rotary:
+            if positions is None:
+                order = self.token_order(length) if isinstance(start, int) else None
+                positions = jnp.asarray(start)[..., None] + (jnp.arange(length) if order is None else order)
+            query = rotary_embedding(query, positions, self.rope_theta)
+            key = rotary_embedding(key, positions, self.rope_theta)
+        return query, key, value
+
+    def _project(self, out: jax.Array) -> jax.Array:
+        return checkpoint_name(self.out_proj(out.reshape(*out.shape[:2], self.num_heads * self.head_dim)), PROJECTION)
+
+
+def _parameter_dtypes() -> tuple[str, ...]:
+    return (*DTYPES, "float64") if jax.config.jax_enable_x64 else DTYPES
+
+
+def as_mask(mask: jax.Array | masks.Mask, q_length: int, kv_length: int) -> masks.Mask:
+    """A call's mask as a Mask. Raises TypeError or ValueError, naming `mask`, for an array that is none of the call."""
+    if isinstance(mask, masks.Mask):
+        return mask
+    dense = named_dense("mask", mask)
+    if dense.array.shape[2] not in (1, q_length) or dense.array.shape[3] not in (1, kv_length):
+        want = f"a shape broadcastable to [batch, heads, {q_length}, {kv_length}]"
+        raise ValueError(f"mask: got shape {mask.shape}, want {want}")
+    return dense
+
+
+def _check_positions(positions: jax.Array, batch: int, length: int) -> None:
+    if positions.shape not in ((length,), (batch, length)):
+        raise ValueError(f"positions: got shape {positions.shape}, want [length] or [batch, length] = {batch, length}")
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"positions: got dtype {positions.dtype}, want integers")
+
+
+def _check_length(cache: KVCache, *, new_tokens: int) -> None:
+    """Raises unless the length is an integer or [B] of them, with room for the new tokens where it is known."""
+    batch, *_ = cache.key.shape
+    if not jnp.issubdtype(cache.length.dtype, jnp.integer):
+        raise TypeError(f"cache: got a length of dtype {cache.length.dtype}, want int32")
+    if cache.length.shape not in ((), (batch,)):
+        raise ValueError(f"cache: got a length of shape {cache.length.shape}, want a scalar or [batch] = ({batch},)")
+    if isinstance(cache.length, jax.core.Tracer) or cache.length.size == 0:
+        return
+    known = np.asarray(cache.length)
+    if known.min() < 0:
+        raise ValueError(f"cache: got a length of {known.min()}, want 0 or more")
+    if known.max() > cache.max_length:
+        raise ValueError(f"cache: got a length of {known.max()}, want at most max_length={cache.max_length}")
+    if known.max() + new_tokens > cache.max_length:
+        raise ValueError(
+            f"cache: got {new_tokens} tokens after {known.max()}, want at most max_length={cache.max_length} in all"
+        )
+
+
+def _is_free_or_array(mask: Any, batch: int) -> bool:
+    """Whether there is no mask, or one of bools with one entry or as many as the batch: flash_attention has others."""
+    if mask is None:
+        return True
+    if isinstance(mask, masks.Mask) or getattr(mask, "dtype", None) != jnp.bool_:
+        return False
+    return len(mask.shape) < 4 or mask.shape[0] in (1, batch)
+
+
+def _append(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:
+    """The cache with new keys and values [B, T, num_kv_heads, head_dim] after those of each sequence."""
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        new = new.astype(old.dtype)
+        if cache.length.ndim == 0:
+            return jax.lax.dynamic_update_slice_in_dim(old, new, cache.length, axis=1)
+        return jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))(old, new, cache.length)
+
+    length = cache.length + key.shape[1]
+    return KVCache(key=write(cache.key, key), value=write(cache.value, value), length=length)

@@ -1,0 +1,384 @@
+"""Dilated attention as nnx modules, and LongNet, the decoder that has it."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention
+from jax_kernels.models.parallel.sharding import ShardingRules, sequence_devices, share_sequence
+from jax_kernels.models.transformer import Block, Transformer
+from jax_kernels.ops.checks import check_flags, check_implementation
+from jax_kernels.ops.dilated.dilated_attention import check_pattern, dilated_attention
+from jax_kernels.ops.dilated.sequence_parallel import sequence_parallel_dilated_attention
+from jax_kernels.plain_numbers import plain_arguments
+from jax_kernels.tracing.promotion import under_defaults
+
+__all__ = ["DilatedAttention", "LongNet", "LongNetConfig", "MultiHeadDilatedAttention"]
+
+
+class DilatedAttention(nnx.Module):
+    """dilated_attention with its pattern, as a module without parameters.
+
+    Args:
+      segment_lengths, dilation_rates: of each branch.
+      is_causal, heads, combine, layout, order, stop_gradient_weights, implementation: as in dilated_attention.
+
+    Raises:
+      ValueError, TypeError: as dilated_attention raises them for its pattern.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        is_causal: bool = False,
+        heads: str = "all",
+        combine: str = "lse",
+        layout: str = "overlap",
+        order: str | None = None,
+        stop_gradient_weights: bool = False,
+        implementation: str | None = None,
+    ) -> None:
+        check_flags(is_causal=is_causal)
+        check_implementation(implementation)
+        check_pattern(
+            segment_lengths, dilation_rates, heads, combine, layout, order, stop_gradient_weights=stop_gradient_weights
+        )
+        self.segment_lengths = tuple(segment_lengths)
+        self.dilation_rates = tuple(dilation_rates)
+        self.is_causal = is_causal
+        self.heads = heads
+        self.combine = combine
+        self.layout = layout
+        self.order = order
+        self.stop_gradient_weights = stop_gradient_weights
+        self.implementation = implementation
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """Attention of query [B, T, H, D] to key and value [B, T, Hkv, D]: [B, T, H, D]. segment_ids: int32 [B, T]."""
+        return dilated_attention(
+            query,
+            key,
+            value,
+            segment_ids=segment_ids,
+            segment_lengths=self.segment_lengths,
+            dilation_rates=self.dilation_rates,
+            is_causal=self.is_causal,
+            heads=self.heads,
+            combine=self.combine,
+            layout=self.layout,
+            order=self.order,
+            stop_gradient_weights=self.stop_gradient_weights,
+            implementation=self.implementation,
+        )
+
+
+class MultiHeadDilatedAttention(MultiHeadAttention):
+    """MultiHeadAttention by dilated_attention, with MAGNETO's LayerNorm and initialisation.
+
+    Parameters: those of MultiHeadAttention, and with layer_norm out_norm.scale and out_norm.bias
+    [num_heads * head_dim].
+
+    Args:
+      model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, dtype, param_dtype, precision, scaling,
+        projection_implementation, rngs: as in MultiHeadAttention.
+      segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights,
+        implementation: as in dilated_attention.
+      sequence_axis, rules: as in MultiHeadAttention, with sequence_parallel_dilated_attention. The tokens stay in their
+        order: a device has neighbours.
+      layer_norm: a LayerNorm over all heads before out_proj; layer_norm_eps: its epsilon.
+      gamma: None for LeCun normal kernels. A number for MAGNETO's, which are Xavier normal, with those of v_proj and
+        out_proj multiplied by gamma. MAGNETO takes sqrt(log(2 * layers)) for a decoder.
+
+    Raises:
+      ValueError, TypeError: an argument is out of range, naming it.
+
+    Source: Wang et al., "Foundation Transformers" (2022), arXiv:2210.06423.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        *,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        use_rotary: bool = True,
+        rope_theta: float = 10000.0,
+        is_causal: bool = True,
+        heads: str = "all",
+        combine: str = "lse",
+        layout: str = "overlap",
+        order: str | None = None,
+        stop_gradient_weights: bool = False,
+        layer_norm: bool = False,
+        layer_norm_eps: float = 1e-5,
+        gamma: float | None = None,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        implementation: str | None = None,
+        projection_implementation: str | None = None,
+        precision: str | None = None,
+        scaling: str | None = None,
+        sequence_axis: str | None = None,
+        rules: ShardingRules | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        _check_magneto("", layer_norm, gamma)
+        self.attention = DilatedAttention(
+            segment_lengths,
+            dilation_rates,
+            is_causal=is_causal,
+            heads=heads,
+            combine=combine,
+            layout=layout,
+            order=order,
+            stop_gradient_weights=stop_gradient_weights,
+            implementation=implementation,
+        )
+        super().__init__(
+            model_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            use_rotary=use_rotary,
+            rope_theta=rope_theta,
+            is_causal=is_causal,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            implementation=implementation,
+            projection_implementation=projection_implementation,
+            precision=precision,
+            scaling=scaling,
+            sequence_axis=sequence_axis,
+            sequence_layout="contiguous",
+            rules=rules,
+            rngs=rngs,
+        )
+        if heads == "groups" and len(self.attention.segment_lengths) > num_heads:
+            raise ValueError(
+                f"num_heads={num_heads} must be at least the number of segment_lengths with heads='groups'"
+            )
+        norm = {"epsilon": layer_norm_eps, "dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.out_norm = nnx.LayerNorm(self.num_heads * self.head_dim, **norm) if layer_norm else None
+        if gamma is not None:
+            gains = ((self.q_proj, 1.0), (self.k_proj, 1.0), (self.v_proj, gamma), (self.out_proj, gamma))
+            for projection, gain in gains:
+                kernel = projection.kernel
+                initialize = nnx.initializers.variance_scaling(gain**2, "fan_avg", "normal")
+                kernel[...] = initialize(rngs.params(), kernel.shape, kernel.dtype)
+
+    def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
+        raise NotImplementedError("init_cache: dilated attention has no cache; run the whole sequence")
+
+    @under_defaults
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> jax.Array:
+        """Attends within x.
+
+        Args:
+          x: [B, T, model_dim].
+          segment_ids: int32 [B, T]: packed sequences, as in dilated_attention. The pattern goes by the places in x.
+          positions: as in MultiHeadAttention.
+
+        Returns:
+          [B, T, model_dim] in dtype.
+
+        Raises:
+          ValueError: x has the wrong shape.
+        """
+        arrays = self._heads(x, 0, positions)
+        if sequence_devices(self.sequence_axis) == 1:
+            return self._project(self.attention(*arrays, segment_ids=segment_ids))
+        assert self.sequence_axis is not None
+        # A head's offset within a branch hangs on its number. Programs of their own for the devices' heads would have
+        # the ring's sends in a conditional that not all devices enter alike, so that every device needs all heads.
+        out = share_sequence(
+            self._dilated_ring, *arrays, segment_ids, axis=self.sequence_axis, rules=self.rules, heads_alike=False
+        )
+        return self._project(out)
+
+    def _dilated_ring(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        of = self.attention
+        assert self.sequence_axis is not None
+        return sequence_parallel_dilated_attention(
+            query,
+            key,
+            value,
+            axis_name=self.sequence_axis,
+            segment_lengths=of.segment_lengths,
+            dilation_rates=of.dilation_rates,
+            is_causal=of.is_causal,
+            heads=of.heads,
+            combine=of.combine,
+            layout=of.layout,
+            order=of.order,
+            stop_gradient_weights=of.stop_gradient_weights,
+            segment_ids=segment_ids,
+            implementation=of.implementation,
+        )
+
+    def _project(self, out: jax.Array) -> jax.Array:
+        if self.out_norm is not None:
+            out = self.out_norm(out.reshape(*out.shape[:2], self.num_heads * self.head_dim))
+        return super()._project(out)
+
+
+def _check_magneto(prefix: str, layer_norm: Any, gamma: Any) -> None:
+    if not isinstance(layer_norm, bool):
+        raise TypeError(f"{prefix}layer_norm={layer_norm!r} must be a bool")
+    if gamma is None:
+        return
+    if isinstance(gamma, bool) or not isinstance(gamma, numbers.Real | jax.Array):
+        raise TypeError(f"{prefix}gamma={gamma!r} must be a number, or None")
+    if not 0 < float(gamma) < math.inf:
+        raise ValueError(f"{prefix}gamma={gamma} must be positive and finite, or None")
+
+
+@dataclasses.dataclass(frozen=True)
+class LongNetConfig(TransformerConfig):
+    """The shape of a LongNet: a TransformerConfig, and the pattern of its dilated attention.
+
+    segment_lengths, dilation_rates, heads, combine, layout, order: as in dilated_attention.
+    layer_norm, gamma: as in MultiHeadDilatedAttention.
+    sequence_strategy: "auto". sequence_layout: "contiguous", or None, which stands for it.
+
+    A bad field raises ValueError or TypeError, with its name.
+    """
+
+    segment_lengths: Sequence[int] = (2048, 4096, 8192, 16384, 32768)
+    dilation_rates: Sequence[int] = (1, 2, 4, 6, 12)
+    heads: str = "all"
+    combine: str = "lse"
+    layout: str = "overlap"
+    order: str | None = None
+    layer_norm: bool = False
+    gamma: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pattern(self.segment_lengths, self.dilation_rates, self.heads, self.combine, self.layout, self.order)
+        if self.heads == "groups" and len(self.segment_lengths) > self.num_heads:
+            raise ValueError(
+                f"LongNetConfig.segment_lengths={self.segment_lengths} must be at most num_heads={self.num_heads} "
+                "with heads='groups'"
+            )
+        _check_magneto("LongNetConfig.", self.layer_norm, self.gamma)
+        if self.sequence_strategy != "auto":
+            raise ValueError(f"LongNetConfig.sequence_strategy={self.sequence_strategy!r} must be 'auto'")
+        if self.sequence_layout not in (None, "contiguous"):
+            raise ValueError(f"LongNetConfig.sequence_layout={self.sequence_layout!r} must be 'contiguous' or None")
+        object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
+        object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
+
+
+class LongNetBlock(Block):
+    """A block of Transformer with dilated attention."""
+
+    def _attention(self, config: Any, rules: ShardingRules, rngs: nnx.Rngs) -> MultiHeadAttention:
+        return MultiHeadDilatedAttention(
+            config.model_dim,
+            config.num_heads,
+            segment_lengths=config.segment_lengths,
+            dilation_rates=config.dilation_rates,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rope_theta=config.rope_theta,
+            heads=config.heads,
+            combine=config.combine,
+            layout=config.layout,
+            order=config.order,
+            layer_norm=config.layer_norm,
+            gamma=config.gamma,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            implementation=config.implementation,
+            projection_implementation=config.projection_implementation,
+            precision=config.precision,
+            scaling=config.scaling,
+            sequence_axis=config.sequence_axis,
+            rules=rules,
+            rngs=rngs,
+        )
+
+
+class LongNet(Transformer):
+    """A Transformer whose blocks have dilated attention.
+
+    Its parameters are those of Transformer, and with config.layer_norm also layers.N.attention.out_norm.scale and
+    .bias. It has no cache: init_cache raises, and generate runs the whole sequence anew for each token.
+
+    With order="hilbert", a segment that the end of the sequence cuts has another grid. So generate pads until the
+    segments that it needs are whole: its logits are those of a call on whole segments, whatever max_new_tokens is. It
+    raises ValueError where prompts and max_new_tokens together are shorter than a segment of a rate above 1.
+
+    Args:
+      config: a LongNetConfig.
+      rules, rngs: as in Transformer.
+
+    Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486.
+    """
+
+    block_type = LongNetBlock
+    config_type = LongNetConfig
+
+    def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
+        """As in Transformer. Attention is causal, so that padding after whole segments has no effect."""
+        devices, length = sequence_devices(self.config.sequence_axis), _in_whole_segments(self.config, tokens, more)
+        whole = -(-length // devices) * devices
+        tokens = jnp.pad(tokens, ((0, 0), (0, whole - tokens.shape[1])))
+
+        def logits(tokens: jax.Array, last: jax.Array) -> jax.Array:
+            x, order = self._hidden(tokens, None)
+            x = x if order is None else x[:, np.argsort(order)]
+            return self._logits(jnp.take_along_axis(x, last[:, None, None], axis=1))[:, 0]
+
+        def advance(token: jax.Array, index: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+            place = lengths + index
+            tokens = tokens.at[jnp.arange(len(token)), place].set(token)
+            return logits(tokens, place), tokens
+
+        return (logits(tokens, lengths - 1), tokens), advance
+
+
+def _in_whole_segments(config: Any, tokens: jax.Array, more: int) -> int:
+    """The length to which prompts and the tokens after them are padded, so that more padding has no effect.
+
+    Without order="hilbert" they need none. With it, no segment that has one of them may be cut: the Hilbert curve over
+    fewer tokens is another one.
+
+    Raises ValueError for a segment that they cannot fill: in no sequence as long as theirs is it whole.
+    """
+    length = tokens.shape[1] + more
+    if config.order is None:
+        return length
+    is_partition = config.layout == "partition"
+    padded, start = length, 0
+    for size, rate in zip(config.segment_lengths, config.dilation_rates, strict=True):
+        if rate > 1 and start < length:  # at rate 1 the order changes nothing
+            if size > length:
+                raise ValueError(
+                    f"order: got {config.order!r} with a segment of {size} tokens, longer than the {length} that "
+                    "prompts and max_new_tokens make together, want them to fill it: a cut segment has another grid"
+                )
+            padded = max(padded, start + size if is_partition else -(-length // size) * size)
+        start += size if is_partition else 0
+    return padded

@@ -1,0 +1,231 @@
+"""Linear and GatedMLP as nnx modules, by this library's matmul."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+
+from jax_kernels.models.config import check_scaling, check_size
+from jax_kernels.models.layers.delayed_scaling import check_fp8_scaling, delayed_scale, empty_history
+from jax_kernels.ops.checks import checked_array
+from jax_kernels.ops.matmul import matmul as ops
+from jax_kernels.ops.matmul import mlp as mlp_op
+from jax_kernels.plain_numbers import plain_arguments
+
+__all__ = ["GatedMLP", "Linear"]
+
+
+class Linear(nnx.Linear):
+    """nnx.Linear by jax_kernels.matmul, with an activation and a residual in the same pass.
+
+    It has nnx.Linear's arguments, parameters and results, but that bias counts in float32. A dot_general, a
+    preferred_element_type or an out_sharding of the caller's runs as in nnx, without activation, residual and "fp8".
+
+    Args:
+      activation: as in matmul.
+      precision: of float32, "fp32" or "tf32"; of any dtype, "fp8", for products of 8 bits, or "bf16" or "fp16", to
+        which x and the kernel are rounded; or any of nnx.Linear's, which runs as in nnx.
+      scaling: with "fp8", as in matmul.
+      fp8_scaling: with "fp8", where the scales of x and the kernel come from. "dynamic": from their own largest
+        numbers. "delayed": from the largest ones of the last calls, which the module keeps in x_history and
+        kernel_history, AmaxHistories. Numbers beyond become the largest of e4m3. The first call takes its own scales.
+        Each forward notes its own largest finite numbers. The scales of cotangents stay dynamic, and scaling is
+        "tensor".
+      amax_history_length: with "delayed", of how many calls; None is 16.
+      implementation: of the op. The others are nnx.Linear's.
+
+    Raises:
+      TypeError: amax_history_length is no int, or activation is neither a name nor a function.
+      ValueError: activation is not known, or joins numbers; scaling or fp8_scaling is not known, or given without
+        "fp8"; scaling is by rows or blocks with "delayed"; amax_history_length is below 1, or given with "dynamic".
+
+    Raises, when called:
+      ValueError: an activation, a residual or "fp8" meets an option that runs as in nnx; or as matmul.
+      TypeError: dtype, or what x and the parameters promote to, has 8 bits.
+      NotImplementedError: as matmul.
+
+    Sources of delayed scaling: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; the
+    recipe DelayedScaling of NVIDIA's Transformer Engine, with the history's maximum and no margin.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        activation: Any = None,
+        scaling: str | None = None,
+        fp8_scaling: str = "dynamic",
+        amax_history_length: int | None = None,
+        implementation: str | None = None,
+        **options: Any,
+    ) -> None:
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            check_size(name, size)
+        ops.checked_activation(activation)
+        check_scaling("", options.get("precision"), scaling)
+        check_fp8_scaling(fp8_scaling, amax_history_length, options.get("precision"), scaling)
+        super().__init__(in_features, out_features, **options)
+        self.activation = activation
+        self.scaling = scaling
+        self.fp8_scaling = fp8_scaling
+        if fp8_scaling == "delayed":
+            self.x_history = empty_history(amax_history_length)
+            self.kernel_history = empty_history(amax_history_length)
+        self.implementation = implementation
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None) -> jax.Array:
+        """inputs: [..., in_features]. residual: [..., out_features], added last.
+
+        The result has the dtype that inputs and parameters are computed in. Where the module has no dtype, it is also
+        as wide as residual.
+        """
+        is_plain = self.dot_general is lax.dot_general and self.preferred_element_type is None and out_sharding is None
+        if not is_plain or self.precision not in (None, *ops.PRECISIONS):
+            if self.precision == "fp8":
+                raise ValueError(
+                    "precision: got 'fp8' with an option of nnx's (dot_general, preferred_element_type, "
+                    "out_sharding), want none of these"
+                )
+            if self.activation is not None or residual is not None:
+                raise ValueError(
+                    "activation, residual: got one with an option of nnx's (precision, dot_general, "
+                    "preferred_element_type, out_sharding), want None"
+                )
+            return super().__call__(inputs, out_sharding)
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, _ = _promoted(self, inputs, self.kernel[...], bias)
+        residual = _residual(self, residual, x.dtype)
+        if bias is not None and bias.dtype != jax.numpy.float32:
+            bias = bias.astype(x.dtype)
+        scales: dict[str, Any] = {}
+        if self.fp8_scaling == "delayed":
+            scales["x_scale"] = delayed_scale(self.x_history, x)
+            scales["w_scale"] = delayed_scale(self.kernel_history, kernel)
+        return ops.matmul(
+            x,
+            kernel,
+            bias=bias,
+            activation=self.activation,
+            residual=residual,
+            out_dtype=x.dtype if residual is None else residual.dtype,
+            precision=self.precision,
+            scaling=self.scaling,
+            implementation=self.implementation,
+            **scales,
+        )
+
+
+def _residual(module: nnx.Linear, residual: Any, dtype: Any) -> Any:
+    """The residual in the dtype of its sum with a result of this dtype. Raises TypeError."""
+    if residual is None:
+        return None
+    residual = checked_array("residual", residual)
+    wide = dtype if module.dtype is not None else jax.numpy.promote_types(dtype, residual.dtype)
+    return residual.astype(wide)
+
+
+def _promoted(module: nnx.Linear, x: jax.Array, *others: Any) -> Any:
+    """x and the others in the dtype of the module's computation. Raises TypeError where that has 8 bits."""
+    x, *others = module.promote_dtype((x, *others), dtype=module.dtype)
+    if x.dtype.itemsize == 1:
+        raise TypeError(f"dtype: got {x.dtype} for the computation, want 16 or 32 bits, also with precision='fp8'")
+    return x, *others
+
+
+def _check_options(options: dict[str, Any], precision: Any) -> None:
+    """Raises ValueError for what a GatedMLP would not heed."""
+    if options.get("use_bias"):
+        raise ValueError("use_bias: got True, want False: a GatedMLP has no biases")
+    for name in ("dot_general", "preferred_element_type"):
+        if options.get(name) not in (None, lax.dot_general):
+            raise ValueError(f"{name}: got one, want None: this library's products have none")
+    if precision not in (None, *ops.PRECISIONS):
+        raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, ops.PRECISIONS))} or None")
+
+
+class GatedMLP(nnx.Module):
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), by the op mlp, or by gated_matmul and matmul.
+
+    The op mlp serves precision None, "fp32" and "tf32".
+
+    Parameters: gate_proj.kernel and up_proj.kernel [in_features, hidden_features], down_proj.kernel [hidden_features,
+    in_features].
+
+    Args:
+      activation, precision, scaling, implementation: as in gated_matmul. fp8_scaling, amax_history_length: as in
+        Linear. gate_proj and up_proj have one x, whose history counts in gate_proj and is copied to up_proj.
+      options: those of nnx.Linear, such as dtype, param_dtype, kernel_init and rngs, but for use_bias, dot_general and
+        preferred_element_type.
+
+    Raises:
+      TypeError, ValueError: as Linear; or options have one that this module lacks.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        activation: Any = "silu",
+        precision: str | None = None,
+        scaling: str | None = None,
+        fp8_scaling: str = "dynamic",
+        amax_history_length: int | None = None,
+        implementation: str | None = None,
+        **options: Any,
+    ) -> None:
+        for name, size in (("in_features", in_features), ("hidden_features", hidden_features)):
+            check_size(name, size)
+        if activation is None:
+            raise TypeError("activation: got None, want a name or a function")
+        check_scaling("", precision, scaling)
+        _check_options(options, precision)
+        ops.checked_activation(activation)
+        options |= {"use_bias": False, "precision": precision, "scaling": scaling, "implementation": implementation}
+        options |= {"fp8_scaling": fp8_scaling, "amax_history_length": amax_history_length}
+        self.gate_proj = Linear(in_features, hidden_features, **options)
+        self.up_proj = Linear(in_features, hidden_features, **options)
+        self.down_proj = Linear(hidden_features, in_features, **options)
+        self.activation = activation
+
+    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """x: [..., in_features]. residual: like x, added last, in the dtype that Linear says."""
+        of = self.gate_proj
+        weights = self.gate_proj.kernel[...], self.up_proj.kernel[...]
+        x, gate, up = _promoted(of, x, *weights)
+        if of.precision in mlp_op.PRECISIONS:
+            down = self.down_proj.kernel[...].astype(x.dtype)
+            residual = _residual(of, residual, x.dtype)
+            wide = residual if residual is not None and residual.dtype != x.dtype else None  # mlp has no out_dtype
+            out = mlp_op.mlp(
+                x,
+                up,
+                down,
+                w_gate=gate,
+                activation=self.activation,
+                residual=residual if wide is None else None,
+                precision=of.precision,
+                implementation=of.implementation,
+            )
+            return out if wide is None else wide + out
+        scales: dict[str, Any] = {}
+        if of.fp8_scaling == "delayed":
+            scales["x_scale"] = delayed_scale(of.x_history, x)
+            scales["w_gate_scale"] = delayed_scale(of.kernel_history, gate)
+            scales["w_up_scale"] = delayed_scale(self.up_proj.kernel_history, up)
+            self.up_proj.x_history[...] = of.x_history[...]
+        hidden = ops.gated_matmul(
+            x,
+            gate,
+            up,
+            self.activation,
+            precision=of.precision,
+            scaling=of.scaling,
+            implementation=of.implementation,
+            **scales,
+        )
+        return self.down_proj(hidden, residual=residual)

@@ -1,0 +1,127 @@
+"""LayerNorm and RMSNorm as nnx modules, by this library's kernels."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx import initializers
+
+from jax_kernels.models.config import check_kind, check_size
+from jax_kernels.ops.normalization import normalization
+from jax_kernels.plain_numbers import plain_arguments
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+
+class LayerNorm(nnx.LayerNorm):
+    """nnx.LayerNorm by jax_kernels.layer_norm, with an addition before it where a call has a residual.
+
+    It has nnx.LayerNorm's arguments, parameters and results, but that scale and bias count in float32 where they are
+    float32, and that the variance is never the fast one. What the kernels do not serve runs as in nnx: a mask, other
+    axes than the last, and statistics over devices.
+
+    Args:
+      scale_offset: added to scale, as in layer_norm; without a scale_init, scale begins as 1 - scale_offset.
+        implementation: of the op. The others are nnx.LayerNorm's.
+
+    Raises, when called:
+      ValueError: a residual or a scale_offset meets a mask, or a module with other axes; or as layer_norm.
+    """
+
+    @plain_arguments
+    def __init__(
+        self, num_features: int, *, scale_offset: float = 0.0, implementation: str | None = None, **options: Any
+    ) -> None:
+        _check_options(num_features, scale_offset, implementation)
+        super().__init__(num_features, **_with_scale_init(options, scale_offset))
+        self.scale_offset = scale_offset
+        self.implementation = implementation
+
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
+        """x: [..., num_features]. Returns the result like x; with a residual, (the result, x + residual)."""
+        if not _is_served(self, mask, residual):
+            return super().__call__(x, mask=mask)
+        x, residual, scale, bias = _promoted(self, x, residual, self.scale, self.bias)
+        return normalization.layer_norm(
+            x,
+            scale,
+            bias,
+            residual=residual,
+            eps=self.epsilon,
+            scale_offset=self.scale_offset,
+            implementation=self.implementation,
+        )
+
+
+class RMSNorm(nnx.RMSNorm):
+    """nnx.RMSNorm by jax_kernels.rms_norm, with an addition before it where a call has a residual.
+
+    It differs from nnx.RMSNorm as LayerNorm does from nnx.LayerNorm.
+
+    Args:
+      scale_offset: added to scale, as in rms_norm; without a scale_init, scale begins as 1 - scale_offset.
+        implementation: of the op. The others are nnx.RMSNorm's.
+
+    Raises, when called:
+      ValueError: a residual or a scale_offset meets a mask, or a module with other axes; or as rms_norm.
+    """
+
+    @plain_arguments
+    def __init__(
+        self, num_features: int, *, scale_offset: float = 0.0, implementation: str | None = None, **options: Any
+    ) -> None:
+        _check_options(num_features, scale_offset, implementation)
+        super().__init__(num_features, **_with_scale_init(options, scale_offset))
+        self.scale_offset = scale_offset
+        self.implementation = implementation
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None, *, residual: jax.Array | None = None) -> Any:
+        """x: [..., num_features]. Returns the result like x; with a residual, (the result, x + residual)."""
+        if not _is_served(self, mask, residual):
+            return super().__call__(x, mask=mask)
+        x, residual, scale, _ = _promoted(self, x, residual, self.scale, None)
+        return normalization.rms_norm(
+            x,
+            scale,
+            residual=residual,
+            eps=self.epsilon,
+            scale_offset=self.scale_offset,
+            implementation=self.implementation,
+        )
+
+
+def _check_options(num_features: Any, scale_offset: Any, implementation: Any) -> None:
+    """Raises TypeError or ValueError, naming the argument."""
+    check_size("num_features", num_features)
+    if isinstance(scale_offset, bool) or not isinstance(scale_offset, int | float | np.number):
+        raise TypeError(f"scale_offset: got {scale_offset!r}, want a number")
+    check_kind("implementation", implementation, str | None, "a name or None")
+
+
+def _with_scale_init(options: dict[str, Any], scale_offset: float) -> dict[str, Any]:
+    """nnx's options, with an initialisation that makes scale + scale_offset 1."""
+    return {"scale_init": initializers.constant(1.0 - scale_offset)} | options if scale_offset else options
+
+
+def _is_served(module: Any, mask: Any, residual: Any) -> bool:
+    """Whether the op computes this call. Raises ValueError for a residual or a scale_offset that nnx would not add."""
+    axes = (module.reduction_axes, module.feature_axes)
+    is_plain = all(axis in (-1, (-1,), [-1]) for axis in axes) and module.axis_name is None
+    if is_plain and mask is None:
+        return True
+    if residual is not None:
+        raise ValueError("residual: got one with a mask, with axes beside the last, or with an axis_name, want None")
+    if module.scale_offset:
+        raise ValueError(f"scale_offset: got {module.scale_offset} with a mask or other axes, want 0.0")
+    return False
+
+
+def _promoted(module: Any, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, ...]:
+    """The arrays in the dtype that nnx computes in, but float32 parameters as they are."""
+    weights = [None if y is None else y[...] for y in (scale, bias)]
+    arrays = [None if y is None else jnp.asarray(y) for y in (x, residual)]
+    x, residual, *_ = module.promote_dtype((*arrays, *weights), dtype=module.dtype)
+    weights = [y if y is None or y.dtype == jnp.float32 else y.astype(x.dtype) for y in weights]
+    return x, residual, *weights

@@ -1,0 +1,366 @@
+"""Linear and GatedMLP with weights of few bits, and quantize_weights, which gives them to a model."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from jax import lax
+
+from jax_kernels.models.layers.linear import GatedMLP, Linear
+from jax_kernels.ops.matmul import matmul as ops
+from jax_kernels.quantization import QuantizedArray, formats, quantize
+
+__all__ = ["QuantizedGatedMLP", "QuantizedLinear", "QuantizedWeight", "quantize_weights"]
+
+
+class QuantizedWeight(nnx.Variable):
+    """The values or the scales of weights of few bits. It is no nnx.Param: optimizers and nnx.grad leave it alone."""
+
+
+class QuantizedLinear(nnx.Module):
+    """A Linear whose weights have 4 or 8 bits, by jax_kernels.matmul. x keeps its 16 or 32 bits.
+
+    Equivalent to the following JAX code, in float32 from the product on::
+
+        out = activation(x @ dequantize(kernel) + bias) + residual
+
+    Variables: values and scale, QuantizedWeights with the fields of the QuantizedArray; bias [out_features], an
+    nnx.Param, or None. `kernel` is the QuantizedArray [in_features, out_features]. Gradients of x, the bias and the
+    residual are those of the product with dequantised weights; asking for those of the weights raises.
+
+    Args:
+      kernel: quantize(w, format) of w [in_features, out_features], of a format of few bits, along axis -2.
+      bias: [out_features], an array or an nnx.Param, which is then shared; None for none.
+      activation, implementation: as in matmul.
+      dtype: of the computation and the result; None is what x, param_dtype and bias promote to, as in nnx.Linear.
+      param_dtype: the dtype that the weights count as there.
+      precision: of float32, "fp32" or "tf32"; else None.
+      promote_dtype: as in nnx.Linear.
+
+    Raises:
+      TypeError: kernel is no QuantizedArray of few bits.
+      ValueError: kernel has other axes or is quantized along another one, or bias has another shape, or precision is
+        another.
+
+    Raises, when called:
+      TypeError, ValueError, NotImplementedError: as matmul.
+    """
+
+    def __init__(
+        self,
+        kernel: QuantizedArray,
+        *,
+        bias: Any = None,
+        activation: str | Callable[[jax.Array], jax.Array] | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: str | None = None,
+        implementation: str | None = None,
+        promote_dtype: Any = dtypes.promote_dtype,
+    ) -> None:
+        if not isinstance(kernel, QuantizedArray) or kernel.layout is None:
+            got = f"one of {kernel.dtype}" if isinstance(kernel, QuantizedArray) else type(kernel).__name__
+            raise TypeError(f"kernel: got {got}, want a QuantizedArray of {_formats()}")
+        if kernel.ndim != 2 or kernel.axis != -2:
+            raise ValueError(
+                f"kernel: got shape {kernel.shape}, quantized along axis {kernel.axis}, want two axes and axis -2"
+            )
+        _check_precision("precision", precision)
+        self.in_features, self.out_features = kernel.shape
+        if bias is not None and bias.shape != (self.out_features,):
+            raise ValueError(f"bias: got shape {bias.shape}, want ({self.out_features},)")
+        self.values = QuantizedWeight(kernel.values)
+        self.scale = QuantizedWeight(kernel.scale)
+        self.scaling = kernel.scaling
+        self.layout = kernel.layout
+        self.bias = nnx.data(bias if bias is None or isinstance(bias, nnx.Variable) else nnx.Param(bias))
+        self.activation = activation
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.precision = precision
+        self.implementation = implementation
+        self.promote_dtype = promote_dtype
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nnx.Linear,
+        format: str = "int4",
+        *,
+        scaling: str | None = None,
+        group_size: int | None = None,
+        scale_dtype: Any = None,
+    ) -> "QuantizedLinear":
+        """The module with the weights of a Linear or an nnx.Linear, whose other options and bias it shares.
+
+        Args:
+          linear: a models.Linear or an nnx.Linear.
+          format: "int8", "int4", "mxfp8" or "mxfp4". scaling, group_size, scale_dtype: as in quantize.
+
+        Raises:
+          TypeError: linear is another module.
+          ValueError: an option of quantize is wrong, or linear has a precision, a dot_general or a
+            preferred_element_type that the products of few bits do not serve.
+        """
+        _check_format(format)
+        _check_linear("linear", linear)
+        found = quantize(
+            linear.kernel[...], format, scaling=scaling, axis=-2, group_size=group_size, scale_dtype=scale_dtype
+        )
+        return cls(
+            found,
+            bias=linear.bias,
+            activation=getattr(linear, "activation", None),
+            dtype=linear.dtype,
+            param_dtype=linear.kernel.dtype,
+            precision=linear.precision,
+            implementation=getattr(linear, "implementation", None),
+            promote_dtype=linear.promote_dtype,
+        )
+
+    @property
+    def kernel(self) -> Any:
+        """The weights [in_features, out_features], a QuantizedArray."""
+        return QuantizedArray(
+            values=self.values[...],
+            scale=self.scale[...],
+            scaling=self.scaling,
+            axis=-2,
+            layout=self.layout,
+            length=self.in_features,
+        )
+
+    def promoted(self, x: jax.Array) -> jax.Array:
+        """x in the dtype of the computation. Raises TypeError where that has 8 bits."""
+        bias = None if self.bias is None else self.bias[...]
+        x, *_ = self.promote_dtype((jnp.asarray(x), jnp.zeros((), self.param_dtype), bias), dtype=self.dtype)
+        if x.dtype.itemsize == 1:
+            raise TypeError(f"dtype: got {x.dtype} for the computation, want 16 or 32 bits")
+        return x
+
+    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """x: [..., in_features]. residual: [..., out_features], added last."""
+        x = self.promoted(x)
+        bias = None if self.bias is None else self.bias[...]
+        if bias is not None and bias.dtype != jnp.float32:
+            bias = bias.astype(x.dtype)
+        return ops.matmul(
+            x,
+            self.kernel,
+            bias=bias,
+            activation=self.activation,
+            residual=None if residual is None else residual.astype(x.dtype),
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+
+class QuantizedGatedMLP(nnx.Module):
+    """A GatedMLP whose weights have 4 or 8 bits, by gated_matmul and matmul.
+
+    Equivalent to the following JAX code::
+
+        down_proj(activation(gate_proj(x)) * up_proj(x)) + residual
+
+    Args:
+      gate_proj, up_proj: QuantizedLinears [in_features, hidden_features] without bias and activation, of one layout and
+        dtype of scales. Options of the computation are those of gate_proj.
+      down_proj: a QuantizedLinear or a Linear [hidden_features, in_features].
+      activation: as in gated_matmul.
+
+    Raises:
+      TypeError: gate_proj or up_proj is no QuantizedLinear.
+      ValueError: one of them has a bias or an activation.
+
+    Raises, when called:
+      TypeError, ValueError, NotImplementedError: as gated_matmul and matmul.
+    """
+
+    def __init__(
+        self, gate_proj: QuantizedLinear, up_proj: QuantizedLinear, down_proj: Any, *, activation: Any = "silu"
+    ) -> None:
+        for name, projection in (("gate_proj", gate_proj), ("up_proj", up_proj)):
+            if not isinstance(projection, QuantizedLinear):
+                raise TypeError(f"{name}: got {type(projection).__name__}, want a QuantizedLinear")
+            if projection.bias is not None or projection.activation is not None:
+                raise ValueError(f"{name}: got one with a bias or an activation, want none of these")
+        self.gate_proj = gate_proj
+        self.up_proj = up_proj
+        self.down_proj = down_proj
+        self.activation = activation
+
+    @classmethod
+    def from_mlp(cls, mlp: GatedMLP, format: str = "int4", *, quantize_down: bool = True, **options: Any) -> Any:
+        """The module with the weights of a GatedMLP.
+
+        Args:
+          format, options: as in QuantizedLinear.from_linear.
+          quantize_down: whether down_proj is quantized, too; else the GatedMLP's own one is taken.
+
+        Raises:
+          TypeError, ValueError: as QuantizedLinear.from_linear; mlp is no GatedMLP.
+        """
+        if not isinstance(mlp, GatedMLP):
+            raise TypeError(f"mlp: got {type(mlp).__name__}, want a GatedMLP")
+        of = lambda projection: QuantizedLinear.from_linear(projection, format, **options)
+        down = of(mlp.down_proj) if quantize_down else mlp.down_proj
+        return cls(of(mlp.gate_proj), of(mlp.up_proj), down, activation=mlp.activation)
+
+    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """x: [..., in_features]. residual: like the result, added last."""
+        of = self.gate_proj
+        hidden = ops.gated_matmul(
+            of.promoted(x),
+            of.kernel,
+            self.up_proj.kernel,
+            self.activation,
+            precision=of.precision,
+            implementation=of.implementation,
+        )
+        return self.down_proj(hidden, residual=residual)
+
+
+def quantize_weights(
+    model: nnx.Module,
+    format: str = "int4",
+    *,
+    scaling: str | None = None,
+    group_size: int | None = None,
+    scale_dtype: Any = None,
+    skip: Sequence[str] | None = None,
+) -> Any:
+    """Rounds the weights of a model's products to few bits, in the model itself.
+
+    Each models.Linear and nnx.Linear becomes a QuantizedLinear, each GatedMLP a QuantizedGatedMLP. Of a Transformer
+    these are the projections of the attention, the MLP and, where it has one, the head. All else stays as it is:
+    embeddings, norms, biases, convolutions, and what is of few bits already. So a second call with another format may
+    take what `skip` left out in the first.
+
+    Args:
+      model: an nnx.Module that has such modules as attributes, or in nnx.Lists and nnx.Dicts.
+      format: "int8", "int4", "mxfp8" or "mxfp4". scaling, group_size, scale_dtype: as in quantize.
+      skip: names of modules that stay as they are, with all that is in them: parts of a dotted name such as "head",
+        "mlp.down_proj", "layers.0". None is "head" where the model has one.
+
+    Returns:
+      The model.
+
+    Raises, and changes nothing:
+      TypeError: model is no nnx.Module, or a Linear itself; skip is a string; or a module is of another subclass of
+        nnx.Linear.
+      ValueError: an option is wrong, a module has an option that QuantizedLinear lacks, a name in skip is that of no
+        module, gate_proj is skipped without up_proj, or there is nothing to replace.
+    """
+    _check_format(format)
+    if not isinstance(model, nnx.Module) or isinstance(model, nnx.Linear | GatedMLP):
+        want = (
+            "an nnx.Module that has Linears; for one itself QuantizedLinear.from_linear or QuantizedGatedMLP.from_mlp"
+        )
+        raise TypeError(f"model: got {type(model).__name__}, want {want}")
+    options = {"format": format, "scaling": scaling, "group_size": group_size, "scale_dtype": scale_dtype}
+    quantize(jnp.zeros((2, 2)), **options)  # raises where an option is wrong, before anything is replaced
+    found = list(_modules(model, (), set()))
+    kept = _Skipped(skip, [path for path, *_ in found])
+    places = []
+    for path, parent, name, module in found:
+        if kept.has(path) or not isinstance(module, nnx.Linear | GatedMLP) or isinstance(parent, GatedMLP):
+            continue
+        make = _of_mlp if isinstance(module, GatedMLP) else _of_linear
+        converted = make(path, module, kept, options)
+        if converted is not None:
+            places.append((parent, name, module, converted))
+    _check_all_found(model, found)
+    if not places:
+        raise ValueError("model: got no Linear or GatedMLP outside skip, want at least one")
+    done: dict[int, Any] = {}  # a module that stands at two places stays one
+    for parent, name, module, convert in places:
+        if id(module) not in done:
+            done[id(module)] = convert()
+        setattr(parent, name, done[id(module)])
+    return model
+
+
+class _Skipped:
+    """The modules that skip names. Raises TypeError or ValueError."""
+
+    def __init__(self, names: Sequence[str] | None, paths: Sequence[tuple[str, ...]]) -> None:
+        if isinstance(names, str) or not (names is None or all(isinstance(name, str) for name in names)):
+            raise TypeError(f"skip: got {names!r}, want a sequence of names, or None")
+        self.names = [tuple(name.split(".")) for name in (("head",) if names is None else names)]
+        for name in [] if names is None else self.names:
+            if not any(_is_part(name, path) for path in paths):
+                raise ValueError(f"skip: got {'.'.join(name)!r}, want names of modules of the model")
+
+    def has(self, path: tuple[str, ...]) -> bool:
+        return any(_is_part(name, path) for name in self.names)
+
+
+def _is_part(name: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    return any(path[i : i + len(name)] == name for i in range(len(path) - len(name) + 1))
+
+
+def _of_linear(path: tuple[str, ...], linear: Any, kept: _Skipped, options: dict[str, Any]) -> Callable[[], Any]:
+    _check_linear(".".join(path), linear)
+    return lambda: QuantizedLinear.from_linear(linear, **options)
+
+
+def _of_mlp(path: tuple[str, ...], mlp: GatedMLP, kept: _Skipped, options: dict[str, Any]) -> Callable[[], Any] | None:
+    """How to replace a GatedMLP; None where all of it stays."""
+    gate, up, down = (not kept.has((*path, name)) for name in ("gate_proj", "up_proj", "down_proj"))
+    if not (gate or up or down):
+        return None
+    if not (gate and up):
+        raise ValueError(
+            f"skip: got names that keep a part of {'.'.join(path)}, want them to keep all of it, or down_proj alone"
+        )
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        _check_linear(".".join((*path, name)), getattr(mlp, name))
+    return lambda: QuantizedGatedMLP.from_mlp(mlp, quantize_down=down, **options)
+
+
+def _modules(
+    node: nnx.Module, path: tuple[str, ...], seen: set[int]
+) -> Iterator[tuple[tuple[str, ...], Any, str, Any]]:
+    """(path, parent, the parent's name for it, module) of all modules in a module, at each place that has them."""
+    seen.add(id(node))
+    for name, child in list(vars(node).items()):
+        if isinstance(child, nnx.Module):
+            yield (*path, name), node, name, child
+            if id(child) not in seen:
+                yield from _modules(child, (*path, name), seen)
+
+
+def _check_all_found(model: nnx.Module, found: Sequence[Any]) -> None:
+    """Raises ValueError where the model has a Linear in a container that is no module."""
+    known = {id(module) for *_, module in found}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.Linear | GatedMLP) and id(module) not in known:
+            raise ValueError(f"model: got {'.'.join(map(str, path))} in a list or dict, want an nnx.List or nnx.Dict")
+
+
+def _check_linear(name: str, linear: Any) -> None:
+    if type(linear) not in (Linear, nnx.Linear):
+        raise TypeError(f"{name}: got {type(linear).__name__}, want a models.Linear or an nnx.Linear")
+    _check_precision(f"{name}.precision", linear.precision)
+    if linear.dot_general is not lax.dot_general or linear.preferred_element_type is not None:
+        raise ValueError(f"{name}: got a dot_general or a preferred_element_type, want none with weights of few bits")
+
+
+def _check_precision(name: str, precision: Any) -> None:
+    if precision not in (None, "fp32", "tf32"):
+        raise ValueError(
+            f"{name}: got {precision!r} with weights of few bits, want None, 'fp32' or 'tf32'; a model of "
+            "precision='fp8' has the same parameters as one without"
+        )
+
+
+def _check_format(format: Any) -> None:
+    if format not in formats.FORMATS:
+        raise ValueError(f"format: got {format!r}, want one of {_formats()}")
+
+
+def _formats() -> str:
+    return ", ".join(map(repr, formats.FORMATS))

@@ -1,0 +1,1 @@
+"""Training: data, losses, the trainer and its checkpoints."""

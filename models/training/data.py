@@ -1,0 +1,192 @@
+"""Batches of windows of a text, of which each process reads the rows of its own devices."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_kernels.models.parallel.sharding import ShardingRules, batch_sharding
+from jax_kernels.plain_numbers import plain_arguments
+
+__all__ = ["TokenBatches", "read_documents", "read_text"]
+
+
+def read_documents(paths: str | Path | Iterable[str | Path]) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes that read_text gives, and the first byte of each file: uint8 [bytes], int64 [files].
+
+    The second is what TokenBatches takes as `documents`. paths, errors: as in read_text.
+    """
+    files = _files(paths)
+    sizes = [file.stat().st_size for file in files]
+    return _text(files), np.cumsum([0, *sizes[:-1]])
+
+
+def read_text(paths: str | Path | Iterable[str | Path]) -> np.ndarray:
+    """The bytes of text files, one after the other: uint8 [bytes]. A single file is mapped, not read.
+
+    Args:
+      paths: a file, a folder, of which all files are taken that are not hidden, or several of these. Files of a folder
+        come in the order of their names.
+
+    Raises:
+      FileNotFoundError: a path is neither a file nor a folder. ValueError: there are no bytes. TypeError: no path.
+    """
+    return _text(_files(paths))
+
+
+def _files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    files: list[Path] = []
+    if not isinstance(paths, str | Path | Iterable):
+        raise TypeError(f"paths: got {type(paths).__name__}, want a file, a folder, or several of these")
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        path = Path(path)
+        if path.is_dir():
+            found = (x.relative_to(path) for x in path.rglob("*") if x.is_file())
+            files += [path / x for x in sorted(found) if not any(part.startswith(".") for part in x.parts)]
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise FileNotFoundError(f"paths: {path} is neither a file nor a folder")
+    files = [file for file in files if file.stat().st_size]
+    if not files:
+        raise ValueError("paths: got no bytes of text")
+    return files
+
+
+def _text(files: list[Path]) -> np.ndarray:
+    if len(files) == 1:
+        return np.memmap(files[0], np.uint8, mode="r")
+    return np.concatenate([np.fromfile(file, np.uint8) for file in files])
+
+
+class TokenBatches:
+    """Batches of windows of a sequence of tokens: batches[step] hangs on the seed and the step alone.
+
+    A window has seq_len + 1 tokens, and begins where the one before ended. An epoch has each window once, in an order
+    of its own, by grain. Neither the devices nor the processes have an effect on a step's batch, so that a run may go
+    on at any step, on any mesh.
+
+    Args:
+      tokens: integers [n], such as read_text gives, or a np.memmap of token ids.
+      seq_len: the tokens of a window. batch_size: the windows of a batch, over all devices.
+      seed: of the order.
+      documents: the first token of each document, integers [documents], ascending from 0 on, such as read_documents or
+        document_starts give. A batch then has segment_ids too, and no target in another document. None where all tokens
+        are one document. A window's end cuts the document that it falls into.
+      mesh, rules: where to place the batches, as in shard_batch. None for the default device.
+
+    Raises:
+      ValueError: a number is below 1, the tokens are no sequence of integers or less than a window, documents do not
+        ascend from 0 within the tokens, or the devices do not divide the batch. When a batch is taken: it has a token
+        that int32 cannot hold.
+      TypeError: tokens is no array, or a number no int.
+    """
+
+    @plain_arguments
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        seq_len: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        documents: np.ndarray | None = None,
+        mesh: Mesh | None = None,
+        rules: ShardingRules | None = None,
+    ) -> None:
+        for name, value, least in (("seq_len", seq_len, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"{name}: got {value!r}, want an int")
+            if value < least:
+                raise ValueError(f"{name}: got {value}, want {least} or more")
+        if seed >= 2**32:
+            raise ValueError(f"seed: got {seed}, want 0 to {2**32 - 1}")
+        if not isinstance(tokens, np.ndarray | jax.Array):
+            raise TypeError(f"tokens: got {type(tokens).__name__}, want an array of integers [n]")
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, want integers [n]")
+        count = (len(tokens) - 1) // seq_len
+        if count < 1:
+            raise ValueError(f"tokens: got {len(tokens)}, want at least {seq_len + 1} for seq_len={seq_len}")
+        if documents is not None:
+            documents = _checked_documents(np.asarray(documents), len(tokens))
+        import grain  # it takes a second
+
+        self.tokens = tokens
+        self.documents = documents
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.windows = count
+        self._order = grain.MapDataset.range(count).shuffle(seed=seed).repeat()
+        shape = (batch_size, seq_len)
+        self._sharding = None if mesh is None else batch_sharding(shape, mesh, rules)
+
+    def __getitem__(self, step: int) -> tuple[jax.Array, ...]:
+        """(tokens, targets) of a step, int32 [batch_size, seq_len]: targets are the tokens one place further on.
+
+        With `documents`, (tokens, targets, segment_ids): in each window ids count from 0, and a target in another
+        document is -1.
+
+        Raises TypeError or ValueError unless step is an int of 0 or more.
+        """
+        if isinstance(step, bool) or not isinstance(step, int | np.integer):
+            raise TypeError(f"step: got {step!r}, want an int")
+        if step < 0:
+            raise ValueError(f"step: got {step}, want 0 or more")
+        step = int(step)
+        sharding = self._sharding
+        if sharding is None:
+            rows = self._rows(step, range(self.batch_size))
+            return tuple(jax.numpy.asarray(rows[:, field]) for field in range(rows.shape[1]))
+        shape = (self.batch_size, self.seq_len)
+        read: dict[int, np.ndarray] = {}
+
+        def part(field: int) -> Any:
+            def of(index: Any) -> np.ndarray:
+                numbers = range(*index[0].indices(self.batch_size))
+                read.update({number: self._rows(step, [number])[0] for number in numbers if number not in read})
+                return np.stack([read[number][field] for number in numbers])[:, index[1]]
+
+            return jax.make_array_from_callback(shape, sharding, of)
+
+        return tuple(part(field) for field in range(2 if self.documents is None else 3))
+
+    def _rows(self, step: int, numbers: Sequence[int]) -> np.ndarray:
+        """The rows of a batch by their numbers in it, int32 [n, 2 or 3, seq_len]: tokens, targets, segment_ids."""
+        starts = [self._order[step * self.batch_size + number] * self.seq_len for number in numbers]
+        return np.stack([self._window(start) for start in starts])
+
+    def _window(self, start: int) -> np.ndarray:
+        read = np.asarray(self.tokens[start : start + self.seq_len + 1])
+        tokens = read.astype(np.int32)
+        if (tokens != read).any():
+            raise ValueError(f"tokens: got ids from {read.min()} to {read.max()}, want int32")
+        if self.documents is None:
+            return np.stack([tokens[:-1], tokens[1:]])
+        ids = np.searchsorted(self.documents, np.arange(start, start + self.seq_len + 1), side="right")
+        ids = (ids - ids[0]).astype(np.int32)
+        targets = np.where(ids[1:] == ids[:-1], tokens[1:], -1)
+        return np.stack([tokens[:-1], targets, ids[:-1]])
+
+    @property
+    def sha256(self) -> str:
+        """The digest of tokens and documents, which tells whether a run goes on with the text that it began with."""
+        digest = hashlib.sha256()
+        for start in range(0, len(self.tokens), 1 << 24):
+            digest.update(np.ascontiguousarray(self.tokens[start : start + (1 << 24)]))
+        if self.documents is not None:
+            digest.update(self.documents)
+        return digest.hexdigest()
+
+
+def _checked_documents(documents: np.ndarray, length: int) -> np.ndarray:
+    """The first tokens of documents as int64. Raises ValueError unless they ascend from 0 within `length` tokens."""
+    if documents.ndim != 1 or not np.issubdtype(documents.dtype, np.integer):
+        raise ValueError(f"documents: got {documents.dtype} {documents.shape}, want integers [documents]")
+    if not len(documents) or documents[0] != 0 or documents[-1] >= length or (np.diff(documents) <= 0).any():
+        raise ValueError(f"documents: want first tokens that ascend from 0, each below the {length} tokens")
+    return np.ascontiguousarray(documents, np.int64)

@@ -1,0 +1,126 @@
+"""The lock of a folder of checkpoints: one run at a time writes it."""
+
+import contextlib
+import datetime
+import errno
+import gc
+import json
+import os
+import platform
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_kernels.files import write_whole
+from jax_kernels.models.parallel.distributed import gathered
+from jax_kernels.models.training.checkpoints import NotWritten, reason
+
+__all__ = ["FolderInUse", "FolderLock"]
+
+_LOCK, _HOLDER = ".lock", ".lock.json"
+# The errors of file systems without locks.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
+
+
+class FolderInUse(ValueError):
+    """Another run writes the folder."""
+
+
+class FolderLock:
+    """The right to write a folder, which one run has at a time.
+
+    The operating system has the lock, on the file .lock in the folder, and takes it back when the process ends, however
+    it ends. The file .lock.json says who has it. Of several processes of jax.distributed, process 0 has the lock for
+    all; take is called by all of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.is_held = False
+        self._lock: Any = None
+
+    def take(self) -> None:
+        """Takes the lock; nothing where this object has it. Does not wait.
+
+        Raises FolderInUse, with the process that has it, or NotWritten where the folder cannot be written.
+        """
+        if not self.is_held:
+            _raise_for_all(self._taken() if jax.process_index() == 0 else {})
+            self.is_held = True
+
+    def check_free(self) -> None:
+        """Raises the errors of take. Keeps no lock, and makes no folder. All processes call it."""
+        failure: dict[str, Any] = {}
+        if jax.process_index() == 0 and self.folder.is_dir():
+            failure = self._taken()
+            self.release()
+        _raise_for_all(failure)
+
+    def release(self) -> None:
+        """Gives the lock back; nothing where this object has none."""
+        self.is_held = False
+        if self._lock is not None:
+            with contextlib.suppress(OSError):  # the next holder writes its own
+                (self.folder / _HOLDER).unlink(missing_ok=True)
+            self._lock.release()
+            self._lock = None
+
+    def _taken(self) -> dict[str, Any]:
+        """Takes the lock of process 0: {} where it has it now, else {"in_use": ..., "text": the error}."""
+        import filelock
+
+        # Any thread may release it: the garbage collector runs in all of them.
+        lock = filelock.FileLock(self.folder / _LOCK, thread_local=False)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=0)
+            except filelock.Timeout:
+                gc.collect()  # a Trainer of this process that no variable holds any more may have it
+                lock.acquire(timeout=0)
+        except filelock.Timeout:
+            return {"in_use": True, "text": f"folder: got {self.folder}, {self._holder()}"}
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                return {"in_use": False, "text": f"folder: {self.folder} cannot be written ({reason(error)})"}
+            warnings.warn(
+                f"folder: {self.folder} is on a file system without locks ({reason(error)}): nothing keeps a second "
+                "run from writing there",
+                stacklevel=4,
+            )
+            return {}
+        try:
+            write_whole(self.folder / _HOLDER, json.dumps(_this_process()))
+        except OSError as error:
+            lock.release()
+            return {"in_use": False, "text": f"folder: {self.folder} cannot be written ({reason(error)})"}
+        self._lock = lock
+        return {}
+
+    def _holder(self) -> str:
+        """The end of the error that names the process which has the lock."""
+        try:
+            found = json.loads((self.folder / _HOLDER).read_text())
+            pid, host, since = (found[name] for name in ("pid", "host", "since"))
+        except (OSError, ValueError, KeyError, TypeError):
+            return "which another run writes, want another folder, or that run's end"
+        if (pid, host) == (os.getpid(), platform.node()):
+            return (
+                f"which another Trainer of this process writes since {since}, want another folder, or close() that one"
+            )
+        return f"which process {pid} on {host} writes since {since}, want another folder, or that run's end"
+
+
+def _raise_for_all(failure: dict[str, Any]) -> None:
+    """Raises the error of process 0 on each process. failure: of FolderLock._taken in process 0, {} in the others."""
+    if jax.process_count() > 1:
+        failure = json.loads(gathered(json.dumps(failure))[0])
+    if failure:
+        raise (FolderInUse if failure["in_use"] else NotWritten)(failure["text"])
+
+
+def _this_process() -> dict[str, Any]:
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return {"pid": os.getpid(), "host": platform.node(), "since": now}

@@ -1,0 +1,80 @@
+"""Checks of Trainer's arguments. An error names the argument, what it got and what it wants."""
+
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jax_kernels.models.config import TransformerConfig, check_kind, positive
+from jax_kernels.models.parallel.sharding import ShardingRules
+from jax_kernels.models.training.token_ids import check_targets, checked_tokens
+
+__all__ = ["as_json", "check_batch", "check_fit", "checked_arguments"]
+
+
+def check_batch(batch: Any, vocabulary: int, name: str) -> None:
+    """Raises TypeError or ValueError for a batch that next_token_loss does not take."""
+    want = "want (tokens, targets) or (tokens, targets, segment_ids), integers [batch, length]"
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
+        got = f"{len(batch)} items" if isinstance(batch, tuple | list) else type(batch).__name__
+        raise TypeError(f"{name}: got {got}, {want}")
+    for part, x in zip(("tokens", "targets", "segment_ids"), batch, strict=False):
+        if not hasattr(x, "dtype") or x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.integer):
+            got = f"{x.dtype} {x.shape}" if hasattr(x, "dtype") else type(x).__name__
+            raise TypeError(f"{name}: got {got} for {part}, {want}")
+        if x.shape != batch[0].shape:
+            raise ValueError(f"{name}: got {part} of shape {x.shape}, want tokens' {batch[0].shape}")
+    # Reading JAX's arrays would wait for the steps before this one.
+    if all(isinstance(x, np.ndarray) for x in batch):
+        tokens, targets, *segment_ids = batch
+        checked_tokens(tokens, vocabulary, targets=targets, segment_ids=segment_ids[0] if segment_ids else None)
+        check_targets(targets, vocabulary)
+
+
+def checked_arguments(config: Any, optimizer: Any, mesh: Any, rules: Any, seed: Any, loss: Any, folder: Any) -> int:
+    """The seed as an int. Raises TypeError or ValueError for an argument of Trainer that is none of its kind."""
+    wanted: tuple[tuple[str, Any, Any, str], ...] = (
+        ("config", config, TransformerConfig, "a TransformerConfig or a LongNetConfig"),
+        ("mesh", mesh, Mesh | None, "a jax.sharding.Mesh, as make_mesh gives it, or None"),
+        ("rules", rules, ShardingRules | None, "ShardingRules or None"),
+        ("folder", folder, str | os.PathLike | None, "a path or None"),
+    )
+    for name, x, kinds, want in wanted:
+        check_kind(name, x, kinds, want)
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        raise TypeError(f"optimizer: got {optimizer!r}, want one of optax, such as optax.adamw(1e-3)")
+    if not callable(loss):
+        raise TypeError(f"loss: got {loss!r}, want a function of (model, batch, key)")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise TypeError(f"seed: got {seed!r}, want an int")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed: got {seed}, want 0 to {2**32 - 1}")
+    return int(seed)
+
+
+def check_fit(batches: Any, steps: Any, save_every: Any, on_step: Any) -> None:
+    """Raises TypeError or ValueError, naming the argument, for arguments that fit does not take."""
+    if isinstance(steps, bool) or not isinstance(steps, int | np.integer):
+        raise TypeError(f"steps: got {steps!r}, want an int: the steps in all")
+    if steps < 0:
+        raise ValueError(f"steps: got {steps}, want 0 or more")
+    if save_every is not None:
+        positive("save_every", save_every)
+    if not hasattr(type(batches), "__getitem__"):
+        raise TypeError(f"batches: got {type(batches).__name__}, want TokenBatches, a list, or an object with [step]")
+    if isinstance(batches, Sequence) and len(batches) < steps:
+        raise ValueError(f"batches: got {len(batches)} of them, want one for each of the {steps} steps")
+    if on_step is not None and not callable(on_step):
+        raise TypeError(f"on_step: got {on_step!r}, want a function of (step, found)")
+
+
+def as_json(run: Any) -> dict[str, Any]:
+    """The `run` of save as JSON gives it back. Raises TypeError."""
+    try:
+        return json.loads(json.dumps(dict(run or {})))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"run: got {type(run).__name__} ({error}), want a mapping of JSON values") from None

@@ -1,0 +1,1 @@
+"""The Hopper backward kernels of attention."""

@@ -1,0 +1,154 @@
+"""A step of the Hopper backward for a deterministic dquery: what becomes of its scores, whose rows are queries."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention.sm90.backward.dquery_state import Kernel, Rows, Traits
+from jax_kernels.pallas.attention.sm90.features import score_mod
+from jax_kernels.pallas.attention.sm90.features.softcap import softcapped
+from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
+from jax_kernels.pallas.mosaic.registers import recomputed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KvStep:
+    """One step of a kv_loop: a block of keys. slot, v_slot: the stages of keys and values."""
+
+    rows: Rows
+    wg: Any
+    index: Any
+    slot: Any
+    v_slot: Any
+
+    @classmethod
+    def of(cls, rows: Rows, i: Any) -> "KvStep":
+        """Finds the stages of step `i`, and waits for what it reads."""
+        traits, smem = rows.kernel.traits, rows.kernel.smem
+        blocks = traits.blocks
+        wg = recomputed(rows.kernel.wg)
+        slot = lax.rem(i, jnp.int32(blocks.k_stages))
+        v_slot = lax.rem(i, jnp.int32(blocks.v_stages)) if blocks.v_stages > 1 else recomputed(0)
+        # Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519).
+        if not traits.scores_ahead:
+            plgpu.barrier_wait(smem.k_ready.at[slot])
+        plgpu.barrier_wait(smem.v_ready.at[v_slot])
+        if smem.bias is not None:
+            plgpu.barrier_wait(smem.bias.ready)
+        return cls(rows=rows, wg=wg, index=i, slot=slot, v_slot=v_slot)
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.rows.kernel
+
+    @property
+    def traits(self) -> Traits:
+        return self.rows.kernel.traits
+
+    def kv_start(self) -> Any:
+        return self.kernel.blocks.at(self.index) * self.traits.blocks.block_kv
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The final scores of a step. live, mod: of a score_mod with a derivative, the pairs that count, and its tile."""
+
+    s: Any
+    live: Any = None
+    mod: score_mod.Tile | None = None
+
+
+def final_scores(step: KvStep, s: Any) -> Scores:
+    """The scores that P is made of. s: those of the products."""
+    traits = step.traits
+    if traits.has_mod and not traits.has_slope:
+        s = _modified(step, s).scores()
+    s = _masked(step, s)
+    if not traits.has_slope:
+        return Scores(s=s)
+    live, mod = s > -jnp.inf, _modified(step, s)
+    return Scores(s=mod.scores(), live=live, mod=mod)
+
+
+def over_queries(x: Any, s: Any) -> Any:
+    """A number for each query, for each pair of the scores."""
+    return lax.broadcast_in_dim(x, s.shape, [0])
+
+
+def probabilities(step: KvStep, scores: Scores) -> Any:
+    """P = exp2(S - lse), times the derivative of the softcap or the score_mod."""
+    traits, s, bias = step.traits, scores.s, step.kernel.smem.bias
+    cap = traits.options.softcap
+    logits = _biased(step, s) if traits.has_bias and cap else s
+    if bias is not None:
+        plgpu.commit_smem()  # behind what was read, which the next copy overwrites
+        plgpu.barrier_arrive(bias.free)
+    less = logits * traits.factor - over_queries(step.rows.lse, s)
+    p = jnp.exp2(less * LOG2E if traits.natural else less)
+    if traits.has_bias or traits.has_mod:
+        # In a row that a bias of -1e30 masks, lse is too coarse to give P: keep it finite.
+        p = jnp.minimum(p, 1)
+    if scores.mod is not None:
+        p = jnp.where(scores.live, p, 0) if traits.predicate else p
+        p = scores.mod.times_derivative(p, scores.live if traits.predicate else None)
+    if cap:
+        # A masked score is -inf, whose square would be a NaN.
+        p = p * (1 - jnp.square(jnp.maximum(s, -1)))
+    return p
+
+
+def _modified(step: KvStep, s: Any) -> score_mod.Tile:
+    """The score_mod on the scores."""
+    rows, tile, mod = step.rows, step.kernel.tile, step.kernel.arrays.mod
+    assert mod is not None
+    return mod.on(s, rows.mod_numbers, tile.b, tile.head, rows.q_start, step.kv_start())
+
+
+def _biased(step: KvStep, s: Any) -> Any:
+    """S + bias, in the bias's units."""
+    options, bias = step.traits.options, step.kernel.smem.bias
+    assert bias is not None
+    return bias.added(s, options.softcap or options.scale, 64 * step.wg, transposed=False)
+
+
+def _masked(step: KvStep, s: Any) -> Any:
+    """The scores under the softcap, or else with the bias, and -inf where a pair counts for nothing."""
+    options = step.traits.options
+    if options.softcap:
+        s = softcapped(s, options.softcap, options.scale)
+    elif step.traits.has_bias:  # softcap's derivative needs the scores without
+        s = _biased(step, s)
+    if not step.traits.predicate:
+        return s
+    is_partial = step.kernel.blocks.is_partial(step.index)
+    return lax.cond(is_partial, functools.partial(_under_predicate, step), lambda s: s, s)
+
+
+def _under_predicate(step: KvStep, s: Any) -> Any:
+    """The scores of a partial block, -inf where the predicate is False."""
+    traits, kernel, rows = step.traits, step.kernel, step.rows
+    if kernel.arrays.lists is not None:
+        listed = kernel.arrays.lists.blocks_of(recomputed(kernel.cta))
+        return listed.masked(s, step.index, 64 * step.wg, by_word=False)
+    limits, segments, ids = kernel.limits, kernel.arrays.segments, None
+    assert limits is not None
+    kv_start = step.kv_start()
+    if segments is not None:
+        ids = segments.load(kernel.tile.b, rows.q_start, 64, kv_start, traits.blocks.block_kv)
+    if traits.options.window is not None:
+        keep = limits.keep(s.shape, kv_start, rows.q_start, layout=WGMMA, kv_axis=1, may_end=traits.may_end, ids=ids)
+        return jnp.where(keep, s, -jnp.inf)
+    # Not limits.keep: one comparison with a number per row takes fewer registers.
+    count = limits.kv_length - kv_start
+    if traits.options.is_causal:
+        of_rows = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=ROW)
+        count = over_queries(limits.key_limit(rows.q_start + of_rows) - kv_start, s)
+    keep = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=WGMMA) < count
+    if ids is not None:
+        keep &= over_queries(ids[0], s) == lax.broadcast_in_dim(ids[1], s.shape, [1])
+    return jnp.where(keep, s, -jnp.inf)

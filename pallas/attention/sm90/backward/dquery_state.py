@@ -1,0 +1,253 @@
+"""The named state of the Hopper backward's kernel for a deterministic dquery."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.inputs.attention import AttentionOptions
+from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
+from jax_kernels.pallas.attention.sm90.features.bias import Bias, Stage
+from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90, AttentionDquerySm90
+from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED
+from jax_kernels.pallas.mosaic.registers import recomputed
+from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
+
+COMPUTE_WGS = 2
+BLOCK_Q = 64 * COMPUTE_WGS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Sizes and features of a launch.
+
+    group: query heads per kv head. scheduler: numbers the blocks of queries, one for each CTA. has_slope: whether the
+    score_mod's derivative by the score is other than 1. natural: whether scores are in natural units, not in base 2.
+    may_end: whether a block of keys may reach past the last key.
+    """
+
+    options: AttentionOptions
+    blocks: AttentionDquerySm90
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    group: int
+    head_dim: int
+    dtype: Any
+    scheduler: TileScheduler
+    bias: Bias
+    has_segments: bool
+    has_lists: bool
+    has_mod: bool
+    has_slope: bool
+    natural: bool
+    may_end: bool
+
+    @classmethod
+    def of(
+        cls, arrays: Arrays, options: AttentionOptions, kv_length: int, *, config: AttentionBackwardSm90
+    ) -> "Traits":
+        batch, q_length, heads, head_dim = arrays.query.shape
+        bias, mod = arrays.bias or Bias(), arrays.mod
+        assert config.dquery is not None, config
+        return cls(
+            options=options,
+            blocks=config.dquery,
+            batch=batch,
+            q_length=q_length,
+            kv_length=kv_length,
+            heads=heads,
+            group=heads // arrays.key.shape[2],
+            head_dim=head_dim,
+            dtype=arrays.query.dtype,
+            scheduler=TileScheduler(
+                shapes=(Shape.of(batch, heads, q_length, BLOCK_Q),),
+                is_causal=options.is_causal,
+                heads_together=config.heads_together,
+                dynamic=False,
+                core_count=1,
+            ),
+            bias=bias,
+            has_segments=arrays.segments is not None,
+            has_lists=arrays.lists is not None,
+            has_mod=mod is not None,
+            has_slope=mod is not None and not mod.adds_only,
+            natural=mod is not None and mod.may_mask,
+            may_end=arrays.bounds is not None or kv_length % config.dquery.block_kv != 0,
+        )
+
+    @property
+    def q_blocks(self) -> int:
+        return pl.cdiv(self.q_length, BLOCK_Q)
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias.has_bias
+
+    @property
+    def scores_ahead(self) -> bool:
+        """Whether the next step's scores are computed behind this step's dquery; at 256 the registers are lacking."""
+        return self.head_dim <= 128
+
+    @property
+    def factor(self) -> float:
+        """Takes scores to base 2. Biased scores, and those of a score_mod, are in their units already."""
+        return 1.0 if self.has_bias or self.has_mod else (self.options.softcap or self.options.scale) * LOG2E
+
+    @property
+    def predicate(self) -> bool:
+        """Whether a block may hold pairs that count for nothing."""
+        has_limits = self.options.is_causal or self.may_end or self.options.window is not None
+        return has_limits or self.has_segments or self.has_lists
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Smem:
+    """A CTA's shared memory and barriers, allocated in the order of the fields.
+
+    q, do: [warpgroups, 64, head_dim]. k, v: [stages, block_kv, head_dim]. lse, delta: [BLOCK_Q]. bias: of a step, None
+    without one. The barriers say that the queries, a stage of keys, or one of values is loaded, or may be overwritten.
+    """
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    lse: Any
+    delta: Any
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+    bias: Stage | None
+
+    @classmethod
+    def scratch(cls, traits: Traits) -> "Smem":
+        """For pl.run_scoped."""
+        blocks, head_dim = traits.blocks, traits.head_dim
+        tile = lambda *shape: plgpu.SMEM(shape, traits.dtype, transforms=SWIZZLED)
+        barriers = lambda count, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+        return cls(
+            q=tile(COMPUTE_WGS, 64, head_dim),
+            do=tile(COMPUTE_WGS, 64, head_dim),
+            k=tile(blocks.k_stages, blocks.block_kv, head_dim),
+            v=tile(blocks.v_stages, blocks.block_kv, head_dim),
+            lse=plgpu.SMEM((BLOCK_Q,), jnp.float32),
+            delta=plgpu.SMEM((BLOCK_Q,), jnp.float32),
+            q_ready=plgpu.Barrier(num_arrivals=2 * COMPUTE_WGS + 2),
+            k_ready=barriers(blocks.k_stages),
+            v_ready=barriers(blocks.v_stages),
+            k_free=barriers(blocks.k_stages, COMPUTE_WGS),
+            v_free=barriers(blocks.v_stages, COMPUTE_WGS),
+            bias=traits.bias.stage(BLOCK_Q, blocks.block_kv, blocks.block_kv, COMPUTE_WGS),
+        )
+
+
+class QueryBlock(NamedTuple):
+    """The block of queries that a CTA owns: batch entry, head, first query."""
+
+    b: Any
+    head: Any
+    q_start: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """The state that all warpgroups of a CTA share.
+
+    arrays, dq_gmem: refs in device memory. wg, cta: indices, traced scalars.
+
+    blocks: the blocks of keys that the queries meet, block_ranges.Blocks or block_lists.ListedBlocks. limits: None
+    where there are lists.
+    """
+
+    traits: Traits
+    arrays: Arrays
+    dq_gmem: Any
+    smem: Smem
+    wg: Any
+    cta: Any
+    tile: QueryBlock
+    blocks: Any
+    limits: block_ranges.Limits | None
+
+    @classmethod
+    def of(cls, traits: Traits, arrays: Arrays, dq_gmem: Any, smem: Smem) -> "Kernel":
+        options, limits = traits.options, None
+        wg = lax.axis_index("wg")
+        cta = lax.axis_index("cta")
+        tile = _query_block(traits, arrays, cta)
+        blocks: Any
+        if arrays.lists is not None:
+            blocks = arrays.lists.blocks_of(cta)
+        else:
+            limits = block_ranges.limits(
+                arrays.bounds,
+                tile.b,
+                options.q_offset,
+                traits.kv_length,
+                is_causal=options.is_causal,
+                window=options.window,
+            ).of_queries(tile.q_start)
+            among = None
+            if arrays.segments is not None:
+                among = arrays.segments.among(tile.b, lax.div(tile.q_start, jnp.int32(BLOCK_Q)))
+            block_kv = traits.blocks.block_kv
+            blocks = limits.key_blocks(tile.q_start, BLOCK_Q, block_kv, among, in_order=True).at_least_one()
+        return cls(
+            traits=traits,
+            arrays=arrays,
+            dq_gmem=dq_gmem,
+            smem=smem,
+            wg=wg,
+            cta=cta,
+            tile=tile,
+            blocks=blocks,
+            limits=limits,
+        )
+
+    def tile_again(self) -> QueryBlock:
+        """The block of queries, worked out again: it would take registers through all steps."""
+        return _query_block(self.traits, self.arrays, recomputed(self.cta))
+
+
+def _query_block(traits: Traits, arrays: Arrays, cta: Any) -> QueryBlock:
+    """The block of queries of a CTA. Heads that run together alternate."""
+    if arrays.lists is not None:
+        listed = arrays.lists.blocks_of(cta)
+        return QueryBlock(listed.b, listed.head, listed.block * BLOCK_Q)
+    b, head, q_index = traits.scheduler.place(cta)
+    return QueryBlock(b, head, q_index * BLOCK_Q)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The 64 queries of a warpgroup. q_start: the first one. mod_numbers: score_mod.Mod.of_head, None without one."""
+
+    kernel: Kernel
+    q_start: Any
+    lse: Any
+    delta: Any
+    mod_numbers: Any
+
+    @classmethod
+    def of(cls, kernel: Kernel) -> "Rows":
+        tile, mod = kernel.tile, kernel.arrays.mod
+        q_start = tile.q_start + 64 * kernel.wg
+        mine = pl.ds(64 * kernel.wg, 64)
+        return cls(
+            kernel=kernel,
+            q_start=q_start,
+            lse=plgpu.load(kernel.smem.lse.at[mine], layout=ROW, optimized=False),
+            delta=plgpu.load(kernel.smem.delta.at[mine], layout=ROW, optimized=False),
+            mod_numbers=None if mod is None else mod.of_head(tile.b, tile.head),
+        )

@@ -1,0 +1,181 @@
+"""The kernel of the attention backward on Hopper: dquery, dkey and dvalue in one pass, five products per tile.
+
+A CTA owns a block of keys of one kv head. Its loop goes over the queries of every head of the group, so that dkey and
+dvalue stay in registers, in float32, from the first query to the last. The scores are computed transposed: P^T and
+dS^T are then operands in registers. dS goes through shared memory once, transposed for dquery. The tensor memory
+accelerator adds dquery to a float32 array in device memory, in the order of arrival.
+
+Two compute warpgroups share the work. Up to head_dim 128 each owns 64 of 128 keys. Above that, the float32 sums of 64
+keys fill the registers of two warpgroups: each owns half of the columns of the same 64 keys, and both compute the
+scores, which takes seven products instead of five.
+
+Per tile of block_q x block_kv: 10 * block_q * block_kv * head_dim FLOPs (14 where columns are split); block_q *
+head_dim float32 additions to device memory, which the L2 cache absorbs.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.inputs.attention import AttentionOptions
+from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
+from jax_kernels.pallas.attention.sm90.backward.load import load_tiles
+from jax_kernels.pallas.attention.sm90.backward.loop import WorkTile
+from jax_kernels.pallas.attention.sm90.backward.state import Kernel, KernelBarriers, Results, Smem
+from jax_kernels.pallas.attention.sm90.backward.step import Accumulators, Carry, first_scores, mma_step
+from jax_kernels.pallas.attention.sm90.backward.store import epilogue
+from jax_kernels.pallas.attention.sm90.backward.traits import COMPUTE_WGS, Traits
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
+from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.layouts import PART, WGMMA
+
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24  # per thread of a compute and of the memory warpgroup
+
+
+def key_gradients(
+    arrays: Arrays,
+    options: AttentionOptions,
+    kv_length: int,
+    *,
+    bias_gradient: bool,
+    config: AttentionBackwardSm90,
+    core_count: int,
+    interpret: bool,
+) -> Results:
+    """dkey, dvalue and dbias. Where arrays have dquery, a float32 ref, the kernel adds dquery / scale to it.
+
+    dquery has all heads of query, or only those that the call takes.
+
+    dbias is None, or if bias_gradient that of a bias for each key: float32 [B, Hkv, a multiple of the block of keys],
+    summed over the queries of the heads that share a head of keys. It is not the gradient of a bias under a softcap.
+
+    All arrays have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of block_q] float32.
+    """
+    traits = Traits.of(
+        arrays,
+        options,
+        kv_length,
+        bias_gradient=bias_gradient,
+        config=config,
+        core_count=core_count,
+        interpret=interpret,
+    )
+    schedule, head_dim = traits.schedule, traits.head_dim
+    arrays = dataclasses.replace(arrays, **schedule.shared(2, head_dim, warpgroups=COMPUTE_WGS))
+    barriers = KernelBarriers.wanted(traits)
+    leaves, tree = jax.tree.flatten(arrays)
+
+    def results_of(arrays):
+        # In float32 both gradients are halves of one array.
+        return Results(*(arrays[:1] if options.float32_gradients else ()), *arrays)
+
+    def entry(*refs):
+        given, results = jax.tree.unflatten(tree, refs[: len(leaves)]), results_of(refs[len(leaves) :])
+        pl.run_scoped(
+            lambda scratch: _kernel(Kernel.of(traits, barriers, given, results, scratch)),
+            Smem.scratch(traits, barriers),
+            collective_axes="wg",
+        )
+
+    batch, keys = arrays.key.shape[:2]
+    shape = jax.ShapeDtypeStruct((batch, keys, schedule.kv_heads, head_dim), traits.dtype)
+    shapes = [shape, shape]
+    if options.float32_gradients:
+        # They are stored by way of a tile of dquery, whose rows are whole swizzle atoms.
+        rows = pl.cdiv(keys, 8) * 8
+        shapes = [jax.ShapeDtypeStruct((2 * batch, rows, *shape.shape[2:]), jnp.float32)]
+    rows = pl.cdiv(kv_length, traits.block_kv) * traits.block_kv
+    dbias = [jax.ShapeDtypeStruct((batch, schedule.kv_heads, rows), jnp.float32)] if bias_gradient else []
+    results = launch(
+        entry,
+        "attention_backward_sm90",
+        out_type=[*shapes, *dbias],
+        ctas=schedule.ctas,
+        warpgroups=COMPUTE_WGS + 1,
+        semantics=plgpu.LoweringSemantics.Warpgroup,
+        interpret=interpret,
+    )(*leaves)
+    found = results_of(results)
+    if options.float32_gradients:
+        return found._replace(dkey=found.dkey[:batch], dvalue=found.dvalue[batch:])
+    return found
+
+
+def _kernel(kernel: Kernel) -> None:
+    """One warpgroup of a CTA."""
+
+    @pl.when(kernel.wg == COMPUTE_WGS)
+    def _memory():
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        load_tiles(kernel)
+
+    @pl.when(kernel.wg < COMPUTE_WGS)
+    def _compute():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        scores = None
+        if kernel.traits.is_persistent:
+            plgpu.barrier_wait(kernel.barriers.k_ready.at[0])
+            plgpu.barrier_wait(kernel.barriers.q_ready.at[0])
+            scores = first_scores(kernel)
+        kernel.schedule.for_each(kernel.cta, functools.partial(_compute_tile, kernel), (0, scores))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=kernel.traits.config.leave_early)
+
+
+def _compute_tile(kernel: Kernel, tile: Any, turn: Any, state: tuple[Any, Any]) -> Any:
+    """Computes the CTA's work tile number `turn`: of a persistent CTA (the next work tile, the state behind this one).
+
+    state: (how many steps came before, the scores of the first step).
+    """
+    traits, barriers = kernel.traits, kernel.barriers
+    first, scores = state
+    block = kernel.block(tile)
+    q_loop = kernel.q_loop(tile, block)
+    if traits.is_persistent:
+        plgpu.barrier_wait(barriers.v_ready.at[kernel.schedule.stages_of(turn).v])
+    else:
+        plgpu.barrier_wait(barriers.k_ready.at[0])
+    work = WorkTile(
+        kernel=kernel,
+        tile=tile,
+        turn=turn,
+        first=first,
+        block=block,
+        q_loop=q_loop,
+        first_key=block.kv_index * traits.block_kv + (0 if traits.splits_columns else 64 * kernel.wg),
+    )
+    if traits.scores_ahead and not traits.is_persistent:
+        plgpu.barrier_wait(barriers.q_ready.at[0])
+    accs = [plgpu.ACC((64, traits.q_tiles.width))] * traits.parts
+    dk, dv, steps, carry = pl.run_scoped(
+        lambda *accs: _q_loop(work, Accumulators(accs[: traits.parts], accs[traits.parts :]), scores), *accs, *accs
+    )
+    epilogue(work, dk, dv, carry.dbias)
+    return (kernel.smem.tile[(turn + 1) & 1], (steps, carry.scores)) if traits.is_persistent else None
+
+
+def _q_loop(work: WorkTile, accs: Accumulators, scores: Any) -> tuple[list[Any], list[Any], Any, Carry]:
+    """(dkey without the scale, dvalue, how many steps a persistent CTA has done, what the last step left)."""
+    kernel, traits = work.kernel, work.kernel.traits
+    if traits.scores_ahead and not traits.is_persistent:
+        scores = first_scores(kernel)
+    dbias = plgpu.layout_cast(jnp.zeros((64, PART), jnp.float32), WGMMA) if traits.bias_gradient else None
+    step = functools.partial(mma_step, work, accs)
+    next_step = lambda state: (state[0] + 1, step(*state))
+    steps = None
+    if traits.is_persistent:
+        start = work.first, Carry(scores=scores, dbias=dbias, goes_on=jnp.bool_(True))
+        steps, carry = lax.while_loop(lambda state: state[1].goes_on, next_step, start)
+    else:
+        carry = Carry(scores=scores, dbias=dbias, goes_on=None)
+        if traits.has_lists:
+            more = lambda state: state[0] < work.steps_again()
+            _, carry = lax.while_loop(more, next_step, (jnp.int32(0), carry))
+        else:
+            carry = lax.fori_loop(0, work.q_loop.steps, step, carry)
+    return [acc[...] for acc in accs.dk], [acc[...] for acc in accs.dv], steps, carry

@@ -1,0 +1,281 @@
+"""Attention backward on Hopper: XLA makes what the kernels read, and finishes their results."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
+from jax_kernels.masks.limits import without_limits
+from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.passes import prepare_backward
+from jax_kernels.pallas.attention.sm90.backward import (
+    deterministic as backward_deterministic,
+)
+from jax_kernels.pallas.attention.sm90.backward import (
+    dquery_state,
+)
+from jax_kernels.pallas.attention.sm90.backward import (
+    kernel as backward_kernel,
+)
+from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
+from jax_kernels.pallas.attention.sm90.backward.load import KEYS_AT_ONCE
+from jax_kernels.pallas.attention.sm90.backward.traits import block_kv_of
+from jax_kernels.pallas.attention.sm90.features import bias as bias_sm90
+from jax_kernels.pallas.attention.sm90.features import block_lists, tail_block
+from jax_kernels.pallas.attention.sm90.features import score_mod as score_mod_sm90
+from jax_kernels.pallas.attention.sm90.features.segments import segments_of
+from jax_kernels.pallas.attention.softmax import LOG2E, is_far
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
+from jax_kernels.pallas.mosaic.smem_tiles import pad_for_tma
+from jax_kernels.tracing.manual_axes import as_varying, varying_axes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The arguments of a call's kernels.
+
+    inputs, options: without the limits that lists of blocks stand for. dq_lists, dq_end: in place of the lists and the
+    end of arrays, for a deterministic dquery. zeros: float32, what dquery is added to; None where no pass made them.
+    """
+
+    inputs: AttentionInputs
+    options: AttentionOptions
+    arrays: Arrays
+    dq_lists: block_lists.Lists | None
+    dq_end: tail_block.CleanEnd | None
+    zeros: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given:
+    """The arguments of attention_backward, by their names, that come from the forward and its cotangents."""
+
+    lse: Any
+    delta: Any
+    dout: Any
+    excess: Any
+    out: Any
+    dlse: Any
+
+
+def makes_rows(inputs: AttentionInputs, options: AttentionOptions, out, *, config: AttentionBackwardSm90) -> bool:
+    """Whether attention_backward takes out and dlse in place of delta. Biases and score_mods change lse or dout."""
+    if not (inputs.bias is None and inputs.score_mod is None and options.query_heads is None):
+        return False
+    return prepare_backward.takes(out, _width_of(inputs), _whole_rows(options, config))
+
+
+def attention_backward(
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    lse,
+    delta,
+    dout,
+    dquery=None,
+    excess=None,
+    out=None,
+    dlse=None,
+    *,
+    config: AttentionBackwardSm90,
+    core_count: int,
+    interpret: bool,
+) -> AttentionGradients:
+    """The gradients of 16-bit inputs. See the package's docstring for the arguments.
+
+    excess: from the forward, under a score_mod that may mask.
+
+    out, dlse: in place of delta, if makes_rows. Then lse is the forward's, and a pass makes the numbers
+    of every query that the kernels read. dlse, the cotangent of lse, may be None.
+
+    With a bias, far rows (softmax.is_far) pass nothing to dquery, dkey and dvalue here, nor to the gradient of a bias
+    for each key. far_rows adds what they pass.
+
+    dquery: float32, with query's shape, or with only the heads that the call takes. The gradient of query over
+    options.scale is added to it, and the sum is returned in place of the gradient. options.deterministic takes none.
+
+    The kernel adds dquery in order of arrival; it may add dkey and dvalue so, too (see split_tail). If
+    options.deterministic, another kernel sums dquery in the order of the keys.
+    """
+    width = _width_of(inputs)
+    axes = varying_axes(inputs, lse, delta, dout, out, dlse)
+    # Inside shard_map a kernel takes no ref that varies: a dquery that is given is added behind it.
+    adds = dquery is not None and not axes
+    prepared = _prepared(
+        inputs,
+        options,
+        Given(lse=lse, delta=delta, dout=dout, excess=excess, out=out, dlse=dlse),
+        width=width,
+        zeros=not (options.deterministic or adds or axes),
+        config=config,
+        interpret=interpret,
+    )
+    inputs, options, arrays = prepared.inputs, prepared.options, prepared.arrays
+    kv_length = inputs.key.shape[1]
+    if not options.deterministic:
+        # XLA passes rows of an array where they lie, and then forgets that the kernel changes them: so they are copied.
+        start = jax.lax.optimization_barrier(dquery) if adds else prepared.zeros
+        if start is None:
+            start = jnp.zeros(arrays.query.shape if dquery is None else dquery.shape, jnp.float32)
+        arrays = dataclasses.replace(arrays, dquery=jax.new_ref(pad_for_tma(start, width)))
+    dk, dv, dbias = backward_kernel.key_gradients(
+        arrays,
+        options,
+        kv_length,
+        bias_gradient=_has_bias_gradient(inputs, options),
+        config=config,
+        core_count=core_count,
+        interpret=interpret,
+    )
+    if options.deterministic:
+        assert config.dquery is not None, config
+        arrays = _of_queries(prepared, config.dquery.block_kv)
+        dq = backward_deterministic.query_gradient(arrays, options, kv_length, config=config, interpret=interpret)
+    else:
+        dq = as_varying(jax.freeze(arrays.dquery), axes)
+        if dquery is None:
+            dq = (dq * options.scale).astype(jnp.float32 if options.float32_gradients else inputs.query.dtype)
+        elif not adds:
+            dq = dq + pad_for_tma(dquery, width)
+    if dbias is not None:
+        shared = tuple(axis for axis in (0, 1) if inputs.bias.shape[axis] == 1)
+        dbias = dbias[:, :, None, :kv_length].sum(shared, keepdims=True).astype(inputs.bias.dtype)
+    pairs = zip((dq, dk, dv), inputs[:3], strict=True)
+    dq, dk, dv = (dx[:, : x.shape[1], :, : x.shape[3]] for dx, x in pairs)
+    return AttentionGradients(dq, dk, dv, bias=dbias)
+
+
+def _prepared(
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    given: Given,
+    *,
+    width: int,
+    zeros: bool,
+    config: AttentionBackwardSm90,
+    interpret: bool,
+) -> Prepared:
+    """The arguments of the kernels, with blocks of keys. width: the head dim that they are compiled for.
+
+    zeros: whether a pass may make those of dquery.
+    """
+    query, key, value = inputs[:3]
+    block_kv = block_kv_of(width)
+    dq_block_kv = 0 if config.dquery is None else config.dquery.block_kv
+    lists, *dq_lists = (
+        block_lists.lists_of(inputs, options, **blocks, interpret=interpret)
+        for blocks in listed_blocks(config, width, options)
+    )
+    mod = score_mod_sm90.mod_of(inputs, options, max(dquery_state.BLOCK_Q, config.block_q), max(dq_block_kv, block_kv))
+    if given.delta is None:
+        dout = given.dout
+        rows = prepare_backward.rows_of(
+            given.out,
+            dout,
+            given.lse,
+            given.dlse,
+            block_q=_whole_rows(options, config),
+            width=width,
+            zeros=zeros,
+            interpret=interpret,
+        )
+    else:
+        natural = mod is not None and mod.may_mask
+        dout, rows = _rows(inputs, given, natural=natural, block_q=_whole_rows(options, config))
+    any_rows = not options.deterministic
+    q, k, v, do = (pad_for_tma(x, width, any_rows=any_rows) for x in (query, key, value, dout))
+    end = tail_block.clean_end(inputs, k, v, KEYS_AT_ONCE)
+    dq_end = tail_block.clean_end(inputs, k, v, dq_block_kv) if options.deterministic else None
+    if lists is not None:
+        inputs, options = without_limits(inputs, options)
+    bias = bias_sm90.bias_of(inputs, transposed=True)
+    arrays = Arrays(
+        bounds=block_ranges.bounds_array(inputs, options),
+        segments=segments_of(inputs, config.block_q, block_kv, of_keys=True),
+        bias=bias,
+        lists=lists,
+        mod=mod,
+        query=q,
+        key=k,
+        value=v,
+        dout=do,
+        lse=rows.lse,
+        delta=rows.delta,
+        end=end,
+    )
+    return Prepared(
+        inputs=inputs,
+        options=options,
+        arrays=arrays,
+        dq_lists=dq_lists[0] if dq_lists else None,
+        dq_end=dq_end,
+        zeros=rows.dquery,
+    )
+
+
+def _rows(inputs: AttentionInputs, given: Given, *, natural: bool, block_q: int) -> tuple[Any, prepare_backward.Rows]:
+    """(dout, what the kernels read of every query), by XLA. natural: of a score_mod that may mask."""
+    lse, delta, dout = given.lse, given.delta, given.dout
+    far = is_far(lse)
+    if natural:
+        # P comes out exp(excess) times too large, and P passes on dout and delta alone.
+        factor = jnp.where(far, jnp.exp(-given.excess), 1.0)
+        dout = (dout * factor.swapaxes(1, 2)[..., None]).astype(inputs.query.dtype)
+        delta = delta * factor
+    # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
+    pad = [(0, 0), (0, 0), (0, -inputs.query.shape[1] % block_q)]
+    # With a bias, far_rows adds what far rows pass.
+    lse = jnp.where(far, jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
+    lse = jnp.pad(lse, pad, constant_values=jnp.inf)
+    return dout, prepare_backward.Rows(lse=lse, delta=jnp.pad(delta, pad), dquery=None)
+
+
+def _whole_rows(options: AttentionOptions, config: AttentionBackwardSm90) -> int:
+    """How many queries' numbers a kernel reads at once: their arrays have a multiple."""
+    return dquery_state.BLOCK_Q if options.deterministic else config.block_q
+
+
+def _of_queries(prepared: Prepared, block_kv: int) -> Arrays:
+    """The arrays of a deterministic dquery, whose kernel owns blocks of queries."""
+    inputs = prepared.inputs
+    return dataclasses.replace(
+        prepared.arrays,
+        segments=segments_of(inputs, dquery_state.BLOCK_Q, block_kv, of_keys=False),
+        lists=prepared.dq_lists,
+        end=prepared.dq_end,
+        bias=bias_sm90.bias_of(inputs, transposed=False),
+    )
+
+
+def _has_bias_gradient(inputs: AttentionInputs, options: AttentionOptions) -> bool:
+    """Whether the kernel of dkey also sums the gradient of the bias, which then is a bias for each key.
+
+    The kernel sums over the heads that share a head of keys.
+    """
+    if inputs.bias is None or not options.bias_gradient or options.softcap is not None or inputs.bias.shape[2] > 1:
+        return False
+    return inputs.bias.shape[1] in (1, inputs.key.shape[2])
+
+
+def listed_blocks(config: AttentionBackwardSm90, widest: int, options: AttentionOptions) -> list[dict[str, Any]]:
+    """The arguments of lists_of for a mask: lists by key, and for a deterministic dquery lists by query, too.
+
+    widest: the larger of the head dims.
+    """
+    width, together = _width(widest), {"heads_together": config.heads_together}
+    of_keys = {"block_q": config.block_q, "block_kv": block_kv_of(width), "by": "key"}
+    every = [of_keys]
+    if options.deterministic:
+        assert config.dquery is not None, config
+        every.append({"block_q": dquery_state.BLOCK_Q, "block_kv": config.dquery.block_kv, "by": "query"})
+    return [blocks | together for blocks in every]
+
+
+def _width_of(inputs: AttentionInputs) -> int:
+    return _width(max(inputs.query.shape[-1], inputs.value.shape[-1]))
+
+
+def _width(widest: int) -> int:
+    """The head dim that the kernels are compiled for."""
+    return next(w for w in (64, 128, 256) if w >= widest)

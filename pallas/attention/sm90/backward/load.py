@@ -1,0 +1,227 @@
+"""The memory warpgroup of the Hopper backward: it loads blocks of keys, and the queries that meet them."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention.sm90.backward.state import Kernel, StepNumbers
+from jax_kernels.pallas.attention.sm90.features import head_views
+from jax_kernels.pallas.mosaic.registers import recomputed
+
+KEYS_AT_ONCE = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowLoads:
+    """Rows in device memory, and the stages in shared memory for blocks of them.
+
+    gmem: [B, T, H, D]. numbers: one for each row, [B, H, T]. smem, numbers_smem: [stages, ...]. ids, ids_smem: of
+    segments, where these are loaded as well. steps_smem: where a persistent CTA leaves the StepNumbers.
+    """
+
+    gmem: Any
+    numbers: Any
+    smem: Any
+    numbers_smem: Any
+    ready: Any
+    free: Any
+    stages: int
+    ids: Any = None
+    ids_smem: Any = None
+    steps_smem: Any = None
+
+    @classmethod
+    def of_queries(cls, kernel: Kernel) -> "RowLoads":
+        arrays, smem, barriers = kernel.arrays, kernel.smem, kernel.barriers
+        return cls(
+            gmem=arrays.query,
+            numbers=arrays.lse,
+            smem=smem.q.tma,
+            numbers_smem=smem.lse,
+            ready=barriers.q_ready,
+            free=barriers.q_free,
+            stages=kernel.traits.config.q_stages,
+            ids=None if arrays.segments is None else arrays.segments.q_ids,
+            ids_smem=smem.ids,
+            steps_smem=smem.steps,
+        )
+
+    @classmethod
+    def of_dout(cls, kernel: Kernel) -> "RowLoads":
+        arrays, smem, barriers = kernel.arrays, kernel.smem, kernel.barriers
+        return cls(
+            gmem=arrays.dout,
+            numbers=arrays.delta,
+            smem=smem.do.tma,
+            numbers_smem=smem.delta,
+            ready=barriers.do_ready,
+            free=barriers.do_free,
+            stages=kernel.traits.config.do_stages,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepLoads:
+    """The loads of one step of a work tile. nth: the CTA's number of the step, step: the work tile's.
+
+    The loops of copies leave no registers to keep the place of a step, so that its methods work it out again.
+    """
+
+    kernel: Kernel
+    tile: Any
+    nth: Any
+    step: Any
+    b: Any
+    head: Any
+    rows: Any
+
+    def place_again(self) -> tuple[Any, Any, Any]:
+        """(batch entry, head, rows of the queries)."""
+        kernel = self.kernel
+        if not kernel.traits.q_tiles.whole:
+            return self.b, self.head, self.rows
+        block = kernel.block(recomputed(self.tile))
+        place = kernel.q_loop(self.tile, block).place(recomputed(self.step))
+        return block.b, place.head, pl.ds(place.q_block * kernel.schedule.block_q, kernel.schedule.block_q)
+
+    def numbers_again(self) -> StepNumbers:
+        block = self.kernel.block(recomputed(self.tile))
+        q_loop = self.kernel.q_loop(self.tile, block)
+        index = recomputed(self.step)
+        place = q_loop.place(index)
+        return StepNumbers(
+            b=block.b,
+            head=place.head,
+            q_block=place.q_block,
+            kv_block=block.kv_index,
+            index=index,
+            is_partial=place.is_partial,
+            goes_on=index + 1 < q_loop.steps,
+        )
+
+    def load(self, loads: RowLoads) -> None:
+        """Loads a block of rows, behind the step that had its stage before."""
+        traits = self.kernel.traits
+        slot = lax.rem(self.nth, jnp.int32(loads.stages))
+        b, head, rows = self.place_again()
+
+        @pl.when(self.nth >= loads.stages)
+        def _wait():
+            plgpu.barrier_wait(loads.free.at[slot])
+
+        ready = loads.ready.at[slot]
+        q_head_of, _ = head_views.head_maps(traits.options)
+        for half in range(traits.halves):
+            source = loads.gmem.at[b, rows, q_head_of(head), pl.ds(traits.width * half, traits.width)]
+            traits.q_tiles.load(source, loads.smem.at[slot, half], ready)
+        b, head, rows = self.place_again()
+        plgpu.copy_gmem_to_smem(loads.numbers.at[b, head, rows], loads.numbers_smem.at[slot], ready)
+        if loads.ids is not None:
+            plgpu.copy_gmem_to_smem(loads.ids.at[b, rows], loads.ids_smem.at[slot], ready)
+        if loads.steps_smem is not None:
+            self.numbers_again().leave(loads.steps_smem, slot, ready)
+
+
+def load_tiles(kernel: Kernel) -> None:
+    """Loads the CTA's work tiles, one after another."""
+    kernel.schedule.for_each(kernel.cta, functools.partial(_load_tile, kernel))
+
+
+def _load_tile(kernel: Kernel, tile: Any, turn: Any, first: Any) -> tuple[Any, Any]:
+    """Loads the CTA's work tile number `turn`, behind `first` steps of others: (the next tile, steps so far)."""
+    schedule, barriers = kernel.schedule, kernel.barriers
+    is_persistent = schedule.is_persistent
+    late_values = is_persistent and schedule.v_stages == 1
+    queries, dout = RowLoads.of_queries(kernel), RowLoads.of_dout(kernel)
+    if is_persistent:
+        pl.when(turn > 0)(lambda: plgpu.barrier_wait(barriers.k_free.at[recomputed(0)]))
+        plgpu.barrier_arrive(barriers.k_ready.at[turn & 1])
+    _load_block(kernel, tile, turn, values=not late_values)
+    # Behind the first copies: what it holds and what they need do not fit this warpgroup's registers together.
+    block = kernel.block(recomputed(tile))
+    q_loop = kernel.q_loop(tile, block)
+
+    def load_step(step, _):
+        place = q_loop.place(step)
+        rows = pl.ds(place.q_block * schedule.block_q, schedule.block_q)
+        nth = first + step
+        loads = StepLoads(kernel=kernel, tile=tile, nth=nth, step=step, b=block.b, head=place.head, rows=rows)
+        loads.load(queries)
+        loads.load(dout)
+        if late_values:
+
+            @pl.when(step == 0)
+            def _load_values():
+                pl.when(turn > 0)(lambda: plgpu.barrier_wait(barriers.v_free.at[recomputed(0)]))
+                _load_block(kernel, tile, turn, keys=False)
+
+        if kernel.smem.bias is not None:
+            _load_bias(kernel, tile, nth, place.head, place.q_block)
+
+    # An opaque count: unrolled or peeled, the loop would not fit the registers either.
+    lax.fori_loop(0, recomputed(q_loop.steps), load_step, None)
+    return _following(kernel, tile, turn, first, q_loop.steps) if is_persistent else (tile, first)
+
+
+def _load_block(kernel: Kernel, tile: Any, turn: Any, *, keys: bool = True, values: bool = True) -> None:
+    """Loads the keys, the values, or both, of the CTA's work tile number `turn`."""
+    traits, schedule, arrays, smem = kernel.traits, kernel.schedule, kernel.arrays, kernel.smem
+    _, kv_head_of = head_views.head_maps(traits.options)
+    b, kv_head, kv_index = kernel.block(recomputed(tile))
+    kv_head = kv_head_of(kv_head)
+    stages = schedule.stages_of(turn)
+    k_ready = v_ready = kernel.barriers.k_ready.at[stages.k]
+    if schedule.is_persistent:
+        v_ready = kernel.barriers.v_ready.at[stages.v]
+    for r in range(traits.row_groups):
+        start = kv_index * schedule.block_kv + KEYS_AT_ONCE * r
+
+        def load(k_gmem, v_gmem, start, r=r):
+            rows = pl.ds(start, KEYS_AT_ONCE)
+            for c in range(traits.chunks if keys else 0):
+                source = k_gmem.at[b, rows, kv_head, pl.ds(64 * c, 64)]
+                traits.k_tiles.load(source, smem.k.tma.at[stages.k, c, r], k_ready)
+            for half in range(traits.halves if values else 0):
+                source = v_gmem.at[b, rows, kv_head, pl.ds(traits.width * half, traits.width)]
+                traits.v_tiles.load(source, smem.v.tma.at[stages.v, r, half], v_ready)
+
+        whole = functools.partial(load, arrays.key, arrays.value, start)
+        end = arrays.end
+        if end is None:
+            whole()
+        else:
+            end.load(b, start, KEYS_AT_ONCE, whole, functools.partial(load, end.key, end.value, 0))
+
+
+def _load_bias(kernel: Kernel, tile: Any, nth: Any, head: Any, q_block: Any) -> None:
+    """Loads the bias of the CTA's step number `nth`, behind the step before."""
+    schedule, stage, bias = kernel.schedule, kernel.smem.bias, kernel.arrays.bias
+    assert stage is not None
+    assert bias is not None
+
+    @pl.when(nth > 0)
+    def _wait():
+        plgpu.barrier_wait(stage.free)
+
+    block = kernel.block(recomputed(tile))
+    kv_start = block.kv_index * schedule.block_kv
+    stage.fill(bias, block.b, head, kv_start, q_block * schedule.block_q, kv_start)
+
+
+def _following(kernel: Kernel, tile: Any, turn: Any, first: Any, steps: Any) -> tuple[Any, Any]:
+    """(the next work tile of a persistent CTA, how many steps it has done behind this one)."""
+    scheduler, k_ready = kernel.schedule.scheduler, kernel.barriers.k_ready
+    stage = pl.ds((turn + 1) & 1, 1)
+    following = scheduler.leave_following(kernel.arrays.counter, tile, kernel.smem.tile.at[stage])
+
+    @pl.when(following >= scheduler.count)
+    def _end():
+        for _copy in range(kernel.traits.row_groups * kernel.traits.chunks + 1):  # as if there were keys
+            plgpu.barrier_arrive(k_ready.at[(turn + 1) & 1])
+
+    return following, first + steps

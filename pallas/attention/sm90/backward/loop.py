@@ -1,0 +1,168 @@
+"""The place of a compute warpgroup of the Hopper backward: its work tile, and the step of its q_loop."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention.sm90.backward.schedule import KeyBlock, QLoop, StepPlace
+from jax_kernels.pallas.attention.sm90.backward.state import Kernel, StepNumbers
+from jax_kernels.pallas.attention.sm90.backward.traits import Traits
+from jax_kernels.pallas.mosaic.registers import recomputed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkTile:
+    """The CTA's work tile number `turn`.
+
+    first: how many steps of other work tiles came before. first_key: of the warpgroup's 64 keys.
+    """
+
+    kernel: Kernel
+    tile: Any
+    turn: Any
+    first: Any
+    block: KeyBlock
+    q_loop: QLoop
+    first_key: Any
+
+    def steps_again(self) -> Any:
+        """The number of steps. That of a list is worked out again: it would take registers through all steps."""
+        kernel = self.kernel
+        return kernel.q_loop(self.tile, self.block).steps if kernel.traits.has_lists else self.q_loop.steps
+
+    def place_again(self, index: Any) -> StepPlace:
+        """The place of a step, worked out again."""
+        return self.kernel.q_loop(self.tile, self.kernel.block(recomputed(self.tile))).place(index)
+
+
+class DqBlock(NamedTuple):
+    """A 64 x 64 block of dquery: its chunk of columns, and its chunk of the step's queries."""
+
+    chunk: Any
+    row: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QStep:
+    """One step of a q_loop: a block of queries of one head.
+
+    wg: the warpgroup. row_group, half: which 64 keys of the work tile, and which columns, are its. row: the first of
+    these keys within the work tile. nth: number of the
+    step, which in a persistent CTA counts from its first work tile on; index: within the work tile. k_stage, v_stage,
+    slot, do_slot: the stages of keys, values, queries and dout. words: of a mask that has words of all blocks.
+    """
+
+    work: WorkTile
+    wg: Any
+    row_group: Any
+    row: Any
+    half: Any
+    nth: Any
+    index: Any
+    k_stage: Any
+    v_stage: Any
+    slot: Any
+    do_slot: Any
+    head: Any
+    q_block: Any
+    q_start: Any
+    is_partial: Any
+    words: Any
+
+    @classmethod
+    def of(cls, work: WorkTile, i: Any) -> "QStep":
+        """Finds the place of step `i`, which is nth or index (see above), and waits for what it reads."""
+        kernel, traits, schedule = work.kernel, work.kernel.traits, work.kernel.schedule
+        config, is_persistent = traits.config, schedule.is_persistent
+        wg = recomputed(kernel.wg)
+        row_group, half = (recomputed(0), wg) if traits.splits_columns else (wg, 0)
+        nth = i if is_persistent else work.first + i
+        stages = schedule.stages_of(work.turn)
+        slot = schedule.slot_of(nth, config.q_stages)
+        do_slot = schedule.slot_of(nth, config.do_stages) if config.do_stages > 1 else recomputed(0)
+        index = StepNumbers.read(kernel.smem.steps, slot).index if is_persistent else i
+        # What segments and lists make it depend on is read again, not kept in registers.
+        if traits.has_lists or is_persistent:
+            place = _place_again(work, slot, index)
+        else:
+            place = work.q_loop.place(index)
+        if traits.has_segments and not is_persistent:
+            place = place._replace(is_partial=_place_again(work, slot, index).is_partial)
+        q_start = place.q_block * traits.block_q
+        words, lists = None, kernel.arrays.lists
+        if lists is not None and traits.has_words:
+            listed = lists.blocks_of(recomputed(work.tile))
+            words = listed.words(place.head, place.q_block, 64 * row_group, 64)
+        _wait_for_loads(kernel, slot, do_slot)
+        return cls(
+            work=work,
+            wg=wg,
+            row_group=row_group,
+            row=64 * row_group,
+            half=half,
+            nth=nth,
+            index=index,
+            k_stage=stages.k,
+            v_stage=stages.v,
+            slot=slot,
+            do_slot=do_slot,
+            head=place.head,
+            q_block=place.q_block,
+            q_start=q_start,
+            is_partial=place.is_partial,
+            words=words,
+        )
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.work.kernel
+
+    @property
+    def traits(self) -> Traits:
+        return self.work.kernel.traits
+
+    def numbers(self) -> StepNumbers:
+        """The numbers that the memory warpgroup of a persistent CTA left for this step, read again."""
+        return StepNumbers.read(self.kernel.smem.steps, self.slot)
+
+    def place_again(self) -> StepPlace:
+        return _place_again(self.work, self.slot, self.index)
+
+    def b_again(self) -> Any:
+        """The batch entry."""
+        if self.traits.is_persistent:
+            return self.numbers().b
+        return self.kernel.block(recomputed(self.work.tile)).b
+
+    def first_key(self) -> Any:
+        """The first of the warpgroup's keys within the sequence."""
+        if self.traits.is_persistent:
+            return self.numbers().kv_block * self.traits.block_kv + 64 * recomputed(self.kernel.wg)
+        return self.work.first_key
+
+    def dq_blocks(self) -> list[DqBlock]:
+        """The blocks of dquery that this warpgroup computes and stores."""
+        traits = self.traits
+        if traits.splits_columns:
+            return [DqBlock(self.wg * traits.dq_blocks + i, 0) for i in range(traits.dq_blocks)]
+        return [DqBlock(self.wg, 0)] if traits.q_chunks == 1 else [DqBlock(0, self.wg)]
+
+
+def _wait_for_loads(kernel: Kernel, slot: Any, do_slot: Any) -> None:
+    """Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519)."""
+    traits, barriers, bias = kernel.traits, kernel.barriers, kernel.smem.bias
+    if not traits.scores_ahead:
+        plgpu.barrier_wait(barriers.q_ready.at[slot])
+    if not traits.waits_late:
+        plgpu.barrier_wait(barriers.do_ready.at[do_slot])
+    if bias is not None:
+        plgpu.barrier_wait(bias.ready)
+
+
+def _place_again(work: WorkTile, slot: Any, index: Any) -> StepPlace:
+    """The place of a step that is not kept in registers: read from shared memory, or worked out again."""
+    if not work.kernel.traits.is_persistent:
+        return work.place_again(index)
+    read = lambda: StepNumbers.read(work.kernel.smem.steps, slot)
+    return StepPlace(read().head, read().q_block, read().is_partial != 0)

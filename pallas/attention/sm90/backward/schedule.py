@@ -1,0 +1,210 @@
+"""Which block of keys a CTA of the Hopper backward owns, and in which order it meets the blocks of queries.
+
+A work tile is a block of keys of one kv head. Its loop over the queries (q_loop) takes one block of queries of one
+query head per step. A persistent CTA takes one work tile after another, and its memory warpgroup runs ahead into the
+next one.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax_kernels.inputs.attention import AttentionOptions
+from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
+from jax_kernels.pallas.attention.sm90.features import head_views
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
+from jax_kernels.pallas.mosaic.registers import as_int32, recomputed
+from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length
+from jax_kernels.pallas.mosaic.split_tail import SplitTail
+from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
+
+
+class KeyBlock(NamedTuple):
+    """The block of keys of a work tile: batch entry, kv head, index of the block."""
+
+    b: Any
+    kv_head: Any
+    kv_index: Any
+
+
+class StepPlace(NamedTuple):
+    """The block of queries of a step. is_partial: whether the predicate may drop a pair of the block."""
+
+    head: Any
+    q_block: Any
+    is_partial: Any
+
+
+class QLoop(NamedTuple):
+    """The loop over the queries of a work tile: how many steps it has, and the place of each step."""
+
+    steps: Any
+    place: Callable[[Any], StepPlace]
+
+
+class Stages(NamedTuple):
+    """The stages that hold the keys and the values of a work tile."""
+
+    k: Any
+    v: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The work of a launch, as it is known when its kernel is traced.
+
+    group: query heads per kv head; a q_loop goes over all of them. rotate: as in AttentionBackwardSm90. visits_all:
+    whether causality, a window and segments let every block of keys meet every block of queries. split: how the last
+    work tiles are split into parts. scheduler: numbers the work tiles. is_persistent: whether a CTA takes one work tile
+    after another; else it takes one, or a part of one. v_stages: stages for values.
+    """
+
+    options: AttentionOptions
+    q_length: int
+    kv_length: int
+    block_q: int
+    block_kv: int
+    kv_heads: int
+    group: int
+    rotate: int
+    visits_all: bool
+    split: SplitTail
+    scheduler: TileScheduler
+    is_persistent: bool
+    v_stages: int
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Arrays,
+        options: AttentionOptions,
+        kv_length: int,
+        block_kv: int,
+        config: AttentionBackwardSm90,
+        core_count: int,
+        *,
+        bias_gradient: bool,
+        interpret: bool,
+    ) -> "Schedule":
+        batch, q_length = arrays.query.shape[:2]
+        heads, kv_heads = head_views.head_counts(arrays.query, arrays.key, options)
+        group = heads // kv_heads
+        # Heads of a group read the same keys, so more of them run together at the same cost in cache.
+        longer = max(1, q_length // config.heads_together_up_to)
+        together = max(1, config.heads_together // longer) * group
+        visits_all = not (options.is_causal or options.window is not None or arrays.segments is not None)
+        shape = Shape.of(batch, kv_heads, kv_length, block_kv)
+        scheduler = TileScheduler(
+            shapes=(shape,), is_causal=False, heads_together=together, dynamic=not interpret, core_count=core_count
+        )
+        split = SplitTail.none(shape.tiles)
+        # A call that adds dquery in order of arrival may add dkey and dvalue in that order, too.
+        may_split = visits_all and not bias_gradient and arrays.dquery is not None
+        if may_split and arrays.lists is None and arrays.bounds is None:
+            split = SplitTail.of(shape.tiles, pl.cdiv(q_length, config.block_q) * group, core_count)
+        # Two stages of keys have no room at head_dim 256 (blocks of 64). The sums of a bias, a softcap and a score_mod
+        # leave no registers to spare, nor do copies of any rows at 128.
+        any_rows = arrays.query.shape[-1] > 64 and has_odd_length(arrays.query, arrays.key)
+        has_extra = bias_gradient or any_rows or options.softcap is not None or arrays.mod is not None
+        can_persist = block_kv > 64 and split.parts == 1 and not has_extra
+        is_persistent = config.persistent and can_persist and shape.tiles > core_count
+        return cls(
+            options=options,
+            q_length=q_length,
+            kv_length=kv_length,
+            block_q=config.block_q,
+            block_kv=block_kv,
+            kv_heads=kv_heads,
+            group=group,
+            rotate=config.rotate,
+            visits_all=visits_all,
+            split=split,
+            scheduler=scheduler,
+            is_persistent=is_persistent,
+            v_stages=config.v_stages if is_persistent else 1,
+        )
+
+    @property
+    def ctas(self) -> int:
+        return self.scheduler.ctas if self.is_persistent else self.split.ctas
+
+    @property
+    def k_stages(self) -> int:
+        return 2 if self.is_persistent else 1
+
+    def stages_of(self, turn: Any) -> Stages:
+        """The stages of the CTA's work tile number `turn`."""
+        if not self.is_persistent:
+            return Stages(0, 0)
+        stage = recomputed(turn) & 1
+        return Stages(stage, stage if self.v_stages == 2 else recomputed(0))
+
+    def slot_of(self, nth: Any, stages: int) -> Any:
+        """The stage of the CTA's step number `nth`, where so many stages hold blocks of queries."""
+        if self.is_persistent and stages & (stages - 1) == 0:  # a bit, not a division with a sign
+            return nth & (stages - 1)
+        return lax.rem(nth, jnp.int32(stages))
+
+    def shared(self, sums: int, head_dim: int, *, warpgroups: int) -> dict[str, Any]:
+        """The refs that CTAs share, by their names in Arrays: `sums` sums of parts of a tile, or the tiles' counter."""
+        counter = self.scheduler.counter() if self.is_persistent else None
+        return {"counter": counter} | self.split.shared(sums, self.block_kv, head_dim, warpgroups=warpgroups)
+
+    def for_each(self, cta: Any, run: Callable, state: Any = 0) -> None:
+        """TileScheduler.for_each, or its only call of `run` where the CTA has one work tile."""
+        if self.is_persistent:
+            self.scheduler.for_each(recomputed(cta), run, state)
+        else:
+            run(cta, 0, state)
+
+    def block(self, arrays: Arrays, tile: Any) -> KeyBlock:
+        """The block of keys of a work tile. Heads that run together alternate."""
+        if arrays.lists is not None:
+            listed = arrays.lists.blocks_of(tile)
+            return KeyBlock(listed.b, listed.head, listed.block)
+        return KeyBlock(*self.scheduler.place(self.split.tile(tile)))
+
+    def limits(self, arrays: Arrays, b: Any) -> block_ranges.Limits:
+        """The limits of a batch entry."""
+        options = self.options
+        return block_ranges.limits(
+            arrays.bounds, b, options.q_offset, self.kv_length, is_causal=options.is_causal, window=options.window
+        )
+
+    def q_loop(self, arrays: Arrays, tile: Any, block: KeyBlock) -> QLoop:
+        """The loop over the queries that meet a work tile's block of keys."""
+        b, kv_head, kv_index = block
+        group, q_blocks = self.group, pl.cdiv(self.q_length, self.block_q)
+        if arrays.lists is not None:
+            listed = arrays.lists.blocks_of(recomputed(tile))
+            of_step = lambda step: StepPlace(*listed.query_place(step, group, q_blocks))
+            # As the compiler is to know: around a loop that may not run it keeps more in registers.
+            return QLoop(jnp.maximum(listed.count, 1), of_step)
+        among = None if arrays.segments is None else arrays.segments.among(b, kv_index)
+        sizes = self.block_kv, self.block_q, self.q_length
+        blocks = self.limits(arrays, b).query_blocks(kv_index * self.block_kv, *sizes, among, in_order=True)
+        blocks = blocks.at_least_one()
+        is_split = self.split.parts > 1
+        has_reach = arrays.bounds is not None and arrays.bounds.shape[1] > 2  # some queries may meet no key
+
+        def place(step):
+            if is_split:
+                step = step + self.split.first(recomputed(tile))
+            if group == 1:
+                head, nth = kv_head, step
+            else:
+                head = kv_head * group + lax.div(step, as_int32(blocks.count))
+                nth = lax.rem(step, as_int32(blocks.count))
+            if self.rotate and self.visits_all and has_reach:
+                nth = lax.rem(nth + kv_index * self.rotate, as_int32(blocks.count))
+            q_block = blocks.at(nth)
+            if self.rotate and self.visits_all and not has_reach:
+                q_block = lax.rem(q_block + kv_index * self.rotate, jnp.int32(q_blocks))
+            return StepPlace(head, q_block, blocks.is_partial(nth))
+
+        return QLoop(self.split.count(tile) if is_split else blocks.count * group, place)

@@ -1,0 +1,131 @@
+"""The scores of a step in the Hopper backward: bias, softcap, score_mod, masks, and the probabilities.
+
+Scores are transposed: their rows are a warpgroup's 64 keys, their columns the step's queries.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention.sm90.backward.loop import QStep
+from jax_kernels.pallas.attention.sm90.features import mask_bits, score_mod
+from jax_kernels.pallas.attention.sm90.features.softcap import softcapped
+from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.mosaic.layouts import COLUMN, PART, ROW, WGMMA
+from jax_kernels.pallas.mosaic.registers import recomputed
+
+
+def biased(step: QStep, s: Any) -> Any:
+    """S + bias, in the bias's units."""
+    options, bias = step.traits.options, step.kernel.smem.bias
+    assert bias is not None
+    return bias.added(s, options.softcap or options.scale, step.row, transposed=True)
+
+
+def modified(step: QStep, s: Any) -> score_mod.Tile:
+    """The score_mod on the scores."""
+    b, mod = step.b_again(), step.kernel.arrays.mod
+    assert mod is not None
+    numbers = mod.of_head(b, step.head)
+    return mod.on(s, numbers, b, step.head, step.q_start, step.first_key(), transposed=True)
+
+
+def masked(step: QStep, s: Any) -> Any:
+    """The scores under the softcap, or else with the bias, and -inf where a pair counts for nothing."""
+    traits = step.traits
+    if traits.options.softcap:
+        s = softcapped(s, traits.options.softcap, traits.options.scale)
+    elif step.kernel.smem.bias is not None:  # softcap's derivative needs the scores without
+        s = biased(step, s)
+    if step.words is not None:  # full blocks, too: where most are partial, a branch costs a tenth
+        return mask_bits.kept(s, step.words, by_word=False)
+    if traits.predicate:
+        # One loop with a branch, not two loops: what lives across a second loop would spill.
+        s = lax.cond(step.is_partial, functools.partial(_under_predicate, step), lambda s: s, s)
+    return s
+
+
+def _under_predicate(step: QStep, s: Any) -> Any:
+    """The scores of a partial block, -inf where the predicate is False."""
+    kernel = step.kernel
+    if kernel.arrays.lists is not None:
+        return kernel.arrays.lists.blocks_of(recomputed(step.work.tile)).masked(s, step.index, step.row, by_word=False)
+    b, segments = step.b_again(), kernel.arrays.segments
+    ids = None
+    if segments is not None:
+        ids = (
+            plgpu.load(segments.kv_ids.at[b, pl.ds(step.first_key(), 64)], layout=ROW, optimized=False),
+            plgpu.load(kernel.smem.ids.at[step.slot], layout=COLUMN, optimized=False),
+        )
+    keep = kernel.schedule.limits(kernel.arrays, b).keep(
+        s.shape, step.first_key(), step.q_start, layout=WGMMA, kv_axis=0, may_end=step.traits.may_end, ids=ids
+    )
+    return jnp.where(keep, s, -jnp.inf)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The final scores of a step. live, mod: of a score_mod with a derivative, the pairs that count, and its tile."""
+
+    s: Any
+    live: Any = None
+    mod: score_mod.Tile | None = None
+
+
+def final_scores(step: QStep, s: Any) -> Scores:
+    """The scores that P is made of. s: those of the products, or masked already if Traits.mask_first."""
+    traits = step.traits
+    if traits.has_mod and not traits.has_slope:
+        s = modified(step, s).scores()
+    if not traits.mask_first:
+        s = masked(step, s)
+    if not traits.has_slope:
+        return Scores(s=s)
+    live, mod = s > -jnp.inf, modified(step, s)
+    return Scores(s=mod.scores(), live=live, mod=mod)
+
+
+def over_keys(x: Any, s: Any) -> Any:
+    """A number for each query, for each pair of the scores."""
+    return lax.broadcast_in_dim(x, s.shape, [1])
+
+
+def probabilities(step: QStep, scores: Scores) -> Any:
+    """P^T = exp2(S^T - lse)."""
+    traits, s = step.traits, scores.s
+    lse = plgpu.load(step.kernel.smem.lse.at[step.slot], layout=COLUMN, optimized=False)
+    logits = biased(step, s) if traits.has_bias and traits.options.softcap else s
+    less = logits * traits.factor - over_keys(lse, s)
+    p = jnp.exp2(less * LOG2E if traits.natural else less)
+    if traits.has_bias or traits.has_mod:
+        # In a row that a bias of -1e30 masks, lse is too coarse to give P: keep it finite.
+        p = jnp.minimum(p, 1)
+    if traits.has_slope and traits.predicate:
+        p = jnp.where(scores.live, p, 0)
+    return p
+
+
+def times_slope(step: QStep, p: Any, scores: Scores) -> tuple[Any, Any]:
+    """(P in 16 bits or None, P times the derivative of the softcap or the score_mod).
+
+    P comes in 16 bits where it is another number than the second.
+    """
+    traits, p16 = step.traits, None
+    if traits.options.softcap:
+        # A masked score is -inf, whose square would be a NaN.
+        p16, p = p.astype(traits.dtype), p * (1 - jnp.square(jnp.maximum(scores.s, -1)))
+    if scores.mod is not None:
+        live = scores.live if traits.predicate else None
+        p16, p = p.astype(traits.dtype), scores.mod.times_derivative(p, live)
+    return p16, p
+
+
+def bias_gradient_sum(ds: Any, dbias: Any) -> Any:
+    """dbias + dS, summed over the columns of each thread. The lanes of a row add up the rest at the end."""
+    parts = [ds[:, i : i + PART] for i in range(0, ds.shape[1], PART)]
+    return functools.reduce(jnp.add, parts, dbias)

@@ -1,0 +1,215 @@
+"""The named state of the Hopper backward's kernel: shared memory, barriers, and what a step's warpgroups exchange."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
+from jax_kernels.pallas.attention.sm90.backward.schedule import KeyBlock, QLoop, Schedule
+from jax_kernels.pallas.attention.sm90.backward.traits import COMPUTE_WGS, Traits
+from jax_kernels.pallas.attention.sm90.features.bias import Stage
+from jax_kernels.pallas.mosaic.barriers import Barriers
+from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_F32
+
+
+class StepNumbers(NamedTuple):
+    """The place of a step, int32, as the memory warpgroup of a persistent CTA leaves it with the step's queries.
+
+    A compute warpgroup reads it from shared memory: working it out again takes a tenth of a step's instructions, and
+    keeping it spills. index: the step's number within the work tile. goes_on: whether the work tile has another step.
+    """
+
+    b: Any
+    head: Any
+    q_block: Any
+    kv_block: Any
+    index: Any
+    is_partial: Any
+    goes_on: Any
+
+    @staticmethod
+    def scratch(stages: int) -> Any:
+        """For pl.run_scoped."""
+        return plgpu.SMEM((stages, 8), jnp.int32)
+
+    @classmethod
+    def read(cls, smem: Any, slot: Any) -> "StepNumbers":
+        return cls(*(smem[slot, i] for i in range(len(cls._fields))))
+
+    def leave(self, smem: Any, slot: Any, ready: Any) -> None:
+        for i, number in enumerate(self):
+            smem[slot, i] = number.astype(jnp.int32)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ready)
+
+
+class TileRefs(NamedTuple):
+    """The same shared memory, as products and stores see it (mma) and as copies see it (tma)."""
+
+    mma: Any
+    tma: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Smem:
+    """A CTA's shared memory, allocated in the order of the fields. None marks what a call does not need.
+
+    k, v, q, do: [stages, ...] of tiles, see Traits' tiles. ds: [warpgroups, chunks of queries, 64, 64], a step's dS^T.
+    dq: [warpgroups, 64, 64] float32, on its way to device memory. lse, delta, ids: [stages, block_q], numbers of a
+    step's queries. barriers: arrays of Barriers. bias: of a step. arrived: [warpgroups] int32, parts of a work tile.
+    dbias: [warpgroups, 64]. tile: [stages of keys] int32, numbers of work tiles. steps: [stages, ...] of StepNumbers.
+    """
+
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    ds: Any
+    dq: Any
+    lse: Any
+    delta: Any
+    ids: Any
+    barriers: Any
+    bias: Stage | None
+    arrived: Any
+    dbias: Any
+    tile: Any
+    steps: Any
+
+    @classmethod
+    def scratch(cls, traits: Traits, barriers: Barriers) -> "Smem":
+        """For pl.run_scoped."""
+        schedule, config, dtype = traits.schedule, traits.config, traits.dtype
+        row_groups, halves, block_q, block_kv = traits.row_groups, traits.halves, traits.block_q, traits.block_kv
+        q_stages, do_stages = config.q_stages, config.do_stages
+        return cls(
+            k=traits.k_tiles.scratch(schedule.k_stages, traits.chunks, row_groups, 64, dtype=dtype),
+            v=traits.v_tiles.scratch(schedule.v_stages, row_groups, halves, 64, dtype=dtype),
+            q=traits.q_tiles.scratch(q_stages, halves, block_q, dtype=dtype),
+            do=traits.q_tiles.scratch(do_stages, halves, block_q, dtype=dtype),
+            ds=plgpu.SMEM((COMPUTE_WGS, traits.q_chunks, 64, 64), dtype, transforms=SWIZZLED),
+            dq=plgpu.SMEM((COMPUTE_WGS, 64, 64), jnp.float32, transforms=SWIZZLED_F32),
+            lse=plgpu.SMEM((q_stages, block_q), jnp.float32),
+            delta=plgpu.SMEM((do_stages, block_q), jnp.float32),
+            ids=plgpu.SMEM((q_stages, block_q), jnp.int32) if traits.has_segments else None,
+            barriers=barriers.scratch(),
+            bias=traits.bias.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
+            arrived=plgpu.SMEM((COMPUTE_WGS,), jnp.int32) if schedule.split.parts > 1 else None,
+            dbias=plgpu.SMEM((COMPUTE_WGS, 64), jnp.float32) if traits.bias_gradient else None,
+            tile=plgpu.SMEM((schedule.k_stages,), jnp.int32) if schedule.is_persistent else None,
+            steps=StepNumbers.scratch(q_stages) if schedule.is_persistent else None,
+        )
+
+    def viewed(self, traits: Traits) -> "Smem":
+        """The same with TileRefs for k, v, q and do."""
+        return dataclasses.replace(
+            self,
+            k=TileRefs(*traits.k_tiles.views(self.k)),
+            v=TileRefs(*traits.v_tiles.views(self.v)),
+            q=TileRefs(*traits.q_tiles.views(self.q)),
+            do=TileRefs(*traits.q_tiles.views(self.do)),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelBarriers:
+    """The barriers of a CTA. None marks those that a launch does without.
+
+    q_ready, q_free, do_ready, do_free: a stage of queries or of dout is loaded, or may be overwritten. ds_ready,
+    ds_free: both warpgroups have written, or read, a step's dS. last_read: both have read the last block of keys.
+
+    k_ready: a block of keys is loaded. In a CTA with one work tile it also stands for the values, and v_ready, k_free
+    and v_free are None. In a persistent CTA, k_ready and v_ready are for each stage. With the keys comes the number of
+    their work tile, except for the first; behind the last keys comes a number past the work tiles. k_free: the first
+    step of a work tile; what was stored from the last tile's keys has been read, so the next keys can go there. v_free:
+    the last step of a work tile, where values have one stage: they have been read.
+    """
+
+    q_ready: Any
+    do_ready: Any
+    q_free: Any
+    do_free: Any
+    ds_ready: Any
+    ds_free: Any
+    last_read: Any
+    k_ready: Any
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+
+    @staticmethod
+    def wanted(traits: Traits) -> Barriers:
+        """How many there are of each, and how many arrivals each counts."""
+        schedule, config, halves = traits.schedule, traits.config, traits.halves
+        is_persistent, q_stages, do_stages = schedule.is_persistent, config.q_stages, config.do_stages
+        k_copies = traits.row_groups * traits.chunks
+        v_copies = traits.row_groups * halves * traits.v_tiles.copies(64)
+        q_copies = halves * traits.q_tiles.copies(traits.block_q) + 1
+        if is_persistent:
+            wanted = {"k_ready": (schedule.k_stages, k_copies + 1), "v_ready": (schedule.v_stages, v_copies)}
+            wanted |= {"k_free": (1, COMPUTE_WGS), "v_free": (1, COMPUTE_WGS)}
+        else:
+            wanted = {"k_ready": (1, k_copies + v_copies)}
+        wanted |= {
+            "q_ready": (q_stages, q_copies + traits.has_segments + is_persistent),
+            "do_ready": (do_stages, q_copies),
+            "q_free": (q_stages, COMPUTE_WGS),
+            "do_free": (do_stages, COMPUTE_WGS),
+            "ds_ready": (1, COMPUTE_WGS),
+            "ds_free": (1, COMPUTE_WGS),
+        }
+        if not is_persistent or not traits.exchanges_ds:  # else ds_free says so, too
+            wanted["last_read"] = 1, COMPUTE_WGS
+        return Barriers(wanted, merged=is_persistent)
+
+    @classmethod
+    def of(cls, wanted: Barriers, arrays: list[Any]) -> "KernelBarriers":
+        return cls(**{field.name: wanted.of(arrays, field.name) for field in dataclasses.fields(cls)})
+
+
+class Results(NamedTuple):
+    """dkey, dvalue and the gradient of a bias for each key, in device memory. dbias is None where it is not wanted."""
+
+    dkey: Any
+    dvalue: Any
+    dbias: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """The state that all warpgroups of a CTA share. arrays: refs in device memory. wg, cta: indices, traced scalars."""
+
+    traits: Traits
+    arrays: Arrays
+    results: Results
+    smem: Smem
+    barriers: KernelBarriers
+    wg: Any
+    cta: Any
+
+    @classmethod
+    def of(cls, traits: Traits, barriers: Barriers, arrays: Arrays, results: Results, scratch: Smem) -> "Kernel":
+        return cls(
+            traits=traits,
+            arrays=arrays,
+            results=results,
+            smem=scratch.viewed(traits),
+            barriers=KernelBarriers.of(barriers, scratch.barriers),
+            wg=lax.axis_index("wg"),
+            cta=lax.axis_index("cta"),
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.traits.schedule
+
+    def block(self, tile: Any) -> KeyBlock:
+        return self.schedule.block(self.arrays, tile)
+
+    def q_loop(self, tile: Any, block: KeyBlock) -> QLoop:
+        return self.schedule.q_loop(self.arrays, tile, block)

@@ -1,0 +1,271 @@
+"""One step of the Hopper backward: the products of a block of keys with a block of queries."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention.sm90.backward import scores as scores_sm90
+from jax_kernels.pallas.attention.sm90.backward.loop import DqBlock, QStep, WorkTile
+from jax_kernels.pallas.attention.sm90.backward.state import Kernel
+from jax_kernels.pallas.attention.sm90.backward.traits import COMPUTE_WGS
+from jax_kernels.pallas.mosaic.layouts import COLUMN
+from jax_kernels.pallas.mosaic.registers import recomputed, zeros_stay
+
+
+class Accumulators(NamedTuple):
+    """float32 sums [64, columns] in registers, one for each part of the columns."""
+
+    dk: tuple[Any, ...]
+    dv: tuple[Any, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Carry:
+    """The values that a step leaves for the next one.
+
+    scores: S^T of the next step, where Traits.scores_ahead. dbias: [64, PART], the sum of a bias's gradient. goes_on:
+    whether the work tile of a persistent CTA has another step.
+    """
+
+    scores: Any
+    dbias: Any
+    goes_on: Any
+
+
+class Weights(NamedTuple):
+    """P^T and dS^T of a step in 16 bits, and the sum of dbias. p: None where its product is issued already."""
+
+    p: Any
+    ds: Any
+    dbias: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NextStep:
+    """The place of the next step's keys and queries.
+
+    goes_on: whether they are of the same work tile, if that is known.
+    """
+
+    k_stage: Any
+    slot: Any
+    goes_on: Any
+
+
+def mma_step(work: WorkTile, accs: Accumulators, i: Any, carry: Carry) -> Carry:
+    """Adds a block of queries to dkey, dvalue and dquery."""
+    step = QStep.of(work, i)
+    traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
+    s = scores_sm90.masked(step, carry.scores) if traits.mask_first else carry.scores
+    # S^T = K Q^T, P^T = exp2(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta)
+    weights = _weights_of(step, accs, s, carry.dbias)
+    if weights.p is not None:  # else its product is issued already, behind dP's
+        # dV += P^T dO
+        _add_product(accs.dv, weights.p, smem.do.mma.at[step.do_slot, step.half])
+    _give_ds(step, weights.ds)
+    following = _next_step(step)
+    if traits.exchanges_ds:
+        plgpu.barrier_wait(barriers.ds_ready.at[0])
+    # dK += dS^T Q, dQ += dS K
+    if traits.has_dquery:
+        pl.run_scoped(functools.partial(_add_dk_and_dq, step, accs, weights.ds), plgpu.ACC((64, 64)))
+        for dq_block in step.dq_blocks()[1:]:
+            pl.run_scoped(functools.partial(_add_dq, step, dq_block), plgpu.ACC((64, 64)))
+    else:
+        _add_dk(step, accs, weights.ds)
+    if not traits.scores_ahead:
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(barriers.q_free.at[step.slot])
+        return Carry(scores=None, dbias=weights.dbias, goes_on=None)
+    # S^T of the next step
+    s = pl.run_scoped(functools.partial(_next_scores, step, following), plgpu.ACC((64, traits.block_q)))
+    return Carry(scores=s, dbias=weights.dbias, goes_on=following.goes_on if traits.is_persistent else None)
+
+
+def first_scores(kernel: Kernel) -> Any:
+    """S^T of the CTA's first step."""
+
+    def scores(s_acc):
+        issue_scores(kernel, s_acc, 0, 0 if kernel.traits.splits_columns else kernel.wg, 0)
+        return s_acc[...]
+
+    return pl.run_scoped(scores, plgpu.ACC((64, kernel.traits.block_q)))
+
+
+def issue_scores(kernel: Kernel, s_acc: Any, k_stage: Any, row_group: Any, slot: Any) -> None:
+    """Issues S^T = K Q^T, a group of products per chunk of columns."""
+    traits, smem = kernel.traits, kernel.smem
+    for c in range(traits.chunks):
+        half, start = divmod(64 * c, traits.width)
+        queries = traits.q_tiles.sixty_four(smem.q.mma.at[slot, half], start)
+        plgpu.wgmma(s_acc, smem.k.mma.at[k_stage, c, row_group, 0], queries.T)
+
+
+def _add_product(accs: tuple[Any, ...], x: Any, smem: Any) -> None:
+    """accs += x @ smem, a group of products per chunk of columns."""
+    for c, acc in enumerate(accs):
+        plgpu.wgmma(acc, x, smem.at[c])
+
+
+def _weights_of(step: QStep, accs: Accumulators, s: Any, dbias: Any) -> Weights:
+    """P^T and dS^T. s: S^T if Traits.scores_ahead."""
+    traits, kernel = step.traits, step.kernel
+    acc = plgpu.ACC((64, traits.block_q))
+    issue = lambda s_acc: issue_scores(kernel, s_acc, step.k_stage, step.row_group, step.slot)
+    of_scores = lambda dp_acc, s_acc: _weights(step, accs, s, dbias, dp_acc, s_acc)
+    if traits.scores_ahead:
+        return pl.run_scoped(lambda dp_acc: of_scores(dp_acc, None), acc)
+
+    def issued_first(s_acc):
+        issue(s_acc)
+        plgpu.barrier_wait(kernel.barriers.do_ready.at[step.do_slot])
+        return pl.run_scoped(lambda dp_acc: of_scores(dp_acc, s_acc), acc)
+
+    def issued_together(dp_acc, s_acc):
+        issue(s_acc)
+        return of_scores(dp_acc, s_acc)
+
+    return pl.run_scoped(issued_first, acc) if traits.waits_late else pl.run_scoped(issued_together, acc, acc)
+
+
+def _weights(step: QStep, accs: Accumulators, s: Any, dbias: Any, dp_acc: Any, s_acc: Any) -> Weights:
+    """P^T and dS^T. s_acc: the accumulator of S^T, whose products are issued; None if Traits.scores_ahead."""
+    traits, smem, early_dv = step.traits, step.kernel.smem, step.traits.config.early_dv
+    # dP^T = V dO^T
+    for half in range(traits.halves):
+        for c in range(traits.v_tiles.count):
+            dout = smem.do.mma.at[step.do_slot, half]
+            dout = dout.at[0] if traits.v_tiles.count == 1 else traits.q_tiles.sixty_four(dout, 64 * c)
+            plgpu.wgmma(dp_acc, smem.v.mma.at[step.v_stage, step.row_group, half, c], dout.T)
+    if traits.is_persistent:
+        zeros_stay()
+    if s_acc is not None:
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=traits.halves * traits.v_tiles.count)
+    # P^T = exp2(S^T - lse)
+    scores = scores_sm90.final_scores(step, s)
+    p = scores_sm90.probabilities(step, scores)
+    if early_dv:
+        # dV += P^T dO
+        _add_product(accs.dv, p.astype(traits.dtype), smem.do.mma.at[step.do_slot, step.half])
+    p16, p = scores_sm90.times_slope(step, p, scores)
+    # dS^T = P^T (dP^T - delta)
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=traits.parts if early_dv else 0)
+    delta = plgpu.load(smem.delta.at[step.do_slot], layout=COLUMN, optimized=False)
+    ds = p * (dp - scores_sm90.over_keys(delta, scores.s))
+    dbias = scores_sm90.bias_gradient_sum(ds, dbias) if traits.bias_gradient else None
+    if early_dv:
+        return Weights(None, ds.astype(traits.dtype), dbias)
+    return Weights(p.astype(traits.dtype) if p16 is None else p16, ds.astype(traits.dtype), dbias)
+
+
+def _give_ds(step: QStep, ds: Any) -> None:
+    """Stores dS^T for the product with K, where the warpgroups exchange it, and frees what the step has read."""
+    traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
+    if traits.exchanges_ds:  # the other warpgroup may still read the last step's dS
+
+        @pl.when(step.index > 0)
+        def _wait():
+            plgpu.barrier_wait(barriers.ds_free.at[0])
+
+    if traits.is_persistent:
+
+        @pl.when(step.index == 0)
+        def _free_keys():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(barriers.k_free.at[recomputed(0)])
+
+    if traits.has_dquery:
+        for e in range(traits.q_chunks):
+            smem.ds.at[step.wg, e][...] = ds[:, 64 * e : 64 * (e + 1)]
+    plgpu.commit_smem()  # behind what was read, too, which the next copies overwrite
+    if smem.bias is not None:  # behind that: the bias was read before the copy that the barrier lets go
+        plgpu.barrier_arrive(smem.bias.free)
+    if traits.exchanges_ds:
+        plgpu.barrier_arrive(barriers.ds_ready.at[0])
+
+
+def _next_step(step: QStep) -> NextStep:
+    """Waits for the queries of the next step, where there is one, and for the keys if they are another work tile's."""
+    kernel, traits, schedule, barriers = step.kernel, step.traits, step.kernel.schedule, step.kernel.barriers
+    slot, k_stage = schedule.slot_of(step.nth + 1, traits.config.q_stages), step.k_stage
+    wait_q = lambda: plgpu.barrier_wait(barriers.q_ready.at[slot])
+    goes_on: Any = None
+    if traits.scores_ahead:
+        goes_on = step.numbers().goes_on != 0 if traits.is_persistent else step.index + 1 < step.work.steps_again()
+        pl.when(goes_on)(wait_q)
+    if traits.is_persistent:
+        k_stage = jnp.where(goes_on, step.k_stage, 1 - step.k_stage)
+
+        @pl.when(~goes_on)
+        def _end_of_tile():
+            if schedule.v_stages == 1:
+                plgpu.barrier_arrive(barriers.v_free.at[recomputed(0)])
+            plgpu.barrier_wait(barriers.k_ready.at[k_stage])
+            pl.when(kernel.smem.tile[k_stage] < schedule.scheduler.count)(wait_q)
+
+    return NextStep(k_stage=k_stage, slot=slot, goes_on=goes_on)
+
+
+def _add_dk(step: QStep, accs: Accumulators, ds: Any) -> None:
+    """dK += dS^T Q, of a call that has no dquery here."""
+    _add_product(accs.dk, ds, step.kernel.smem.q.mma.at[step.slot, step.half])
+    plgpu.wgmma_wait(step.traits.parts)
+    plgpu.barrier_arrive(step.kernel.barriers.do_free.at[step.do_slot])
+
+
+def _add_dk_and_dq(step: QStep, accs: Accumulators, ds: Any, dq_acc: Any) -> None:
+    """dK += dS^T Q, and the warpgroup's first block of dQ += dS K."""
+    traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
+    dq_block = step.dq_blocks()[0]
+    sources = [step.wg] if traits.splits_columns else range(COMPUTE_WGS)
+    for source in sources:
+        row_group = step.row_group if traits.splits_columns else source
+        keys = smem.k.mma.at[step.k_stage, dq_block.chunk, row_group, 0]
+        plgpu.wgmma(dq_acc, smem.ds.at[source, dq_block.row].T, keys)
+    _add_product(accs.dk, ds, smem.q.mma.at[step.slot, step.half])
+    plgpu.wgmma_wait(len(sources) + traits.parts)
+    plgpu.barrier_arrive(barriers.do_free.at[step.do_slot])
+    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=traits.parts)
+    if traits.exchanges_ds:
+        plgpu.barrier_arrive(barriers.ds_free.at[0])
+    _store_dq(step, dq_block, dq)
+
+
+def _add_dq(step: QStep, dq_block: DqBlock, dq_acc: Any) -> None:
+    """Another block of dQ += dS K."""
+    smem = step.kernel.smem
+    keys = smem.k.mma.at[step.k_stage, dq_block.chunk, step.row_group, 0]
+    plgpu.wgmma(dq_acc, smem.ds.at[step.wg, dq_block.row].T, keys)
+    _store_dq(step, dq_block, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
+
+
+def _store_dq(step: QStep, dq_block: DqBlock, dq: Any) -> None:
+    """Adds a block of dQ to the array in device memory."""
+    traits, smem = step.traits, step.kernel.smem
+    head, q_start = traits.dquery_head(step.head), step.q_start
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    smem.dq.at[step.wg][...] = dq
+    plgpu.commit_smem()
+    if traits.is_persistent or (traits.has_lists and traits.options.softcap):  # there are no registers to keep them
+        place = step.place_again()
+        head, q_start = traits.dquery_head(place.head), place.q_block * traits.block_q
+    b, rows, columns = step.b_again(), pl.ds(q_start + 64 * dq_block.row, 64), pl.ds(64 * dq_block.chunk, 64)
+    target = step.kernel.arrays.dquery.at[b, rows, head, columns]
+    plgpu.copy_smem_to_gmem(smem.dq.at[step.wg], target, reduction_op="add")
+
+
+def _next_scores(step: QStep, following: NextStep, s_acc: Any) -> Any:
+    """S^T of the next step. In the CTA's last step this works on a stale tile, and is dropped."""
+    traits, kernel = step.traits, step.kernel
+    issue_scores(kernel, s_acc, following.k_stage, step.row_group, following.slot)
+    if traits.is_persistent:
+        zeros_stay()
+    plgpu.wgmma_wait(traits.chunks)
+    plgpu.barrier_arrive(kernel.barriers.q_free.at[step.slot])
+    return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)

@@ -1,0 +1,165 @@
+"""How a compute warpgroup of the Hopper backward stores dkey and dvalue, when the q_loop of a work tile has ended."""
+
+import dataclasses
+from typing import Any
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention.sm90.backward.loop import WorkTile
+from jax_kernels.pallas.attention.sm90.backward.state import Kernel, TileRefs
+from jax_kernels.pallas.mosaic.barriers import count_up
+from jax_kernels.pallas.mosaic.layouts import WGMMA
+from jax_kernels.pallas.mosaic.registers import recomputed
+
+
+def epilogue(work: WorkTile, dk: list[Any], dv: list[Any], dbias: Any) -> None:
+    """Stores the gradients of a work tile. dk: without the scale. dk, dv: float32, as Store.finish takes them."""
+    kernel, traits, smem, barriers = work.kernel, work.kernel.traits, work.kernel.smem, work.kernel.barriers
+    if barriers.last_read is not None:  # the other warpgroup may still read K, and if it has the same keys, V
+        plgpu.barrier_arrive(barriers.last_read.at[0])
+    wg = recomputed(kernel.wg)
+    row_group, half = (0, wg) if traits.splits_columns else (wg, 0)
+    chunks = [half * (traits.width // 64) + c for c in range(traits.width // 64)]
+    if traits.bias_gradient:
+        _store_dbias(work, dbias, wg, row_group)
+    stages = traits.schedule.stages_of(work.turn)
+    k_smem = TileRefs(smem.k.mma.at[stages.k], smem.k.tma.at[stages.k])
+    v_smem = None
+    if not traits.is_persistent or traits.schedule.v_stages == 2:
+        v_smem = TileRefs(smem.v.mma.at[stages.v], smem.v.tma.at[stages.v])
+    store = Store(
+        kernel=kernel,
+        tile=work.tile,
+        k_smem=k_smem,
+        v_smem=v_smem,
+        sums_smem=smem.dq.at[wg],
+        # With dS each warpgroup has told the other that it has read K, too.
+        last_read=(barriers.last_read or barriers.ds_free).at[0],
+        wg=wg,
+        row_group=row_group,
+        half=half,
+        chunks=chunks,
+    )
+    store.finish(dk, dv)
+
+
+def _store_dbias(work: WorkTile, dbias: Any, wg: Any, row_group: Any) -> None:
+    """Stores the gradient of a bias for each key. Warpgroups that have the same keys store the same numbers."""
+    kernel = work.kernel
+    smem = kernel.smem.dbias
+    smem.at[wg][...] = dbias.sum(axis=1)
+    plgpu.commit_smem()
+    b, head, kv_index = kernel.block(recomputed(work.tile))
+    rows = pl.ds(kv_index * kernel.traits.block_kv + 64 * row_group, 64)
+    plgpu.copy_smem_to_gmem(smem.at[wg], kernel.results.dbias.at[b, head, rows])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Store:
+    """Stores dkey and dvalue of a work tile.
+
+    The results go through the shared memory of its keys and values once no warpgroup reads it (last_read). v_smem is
+    None where the next values come there meanwhile. sums_smem: [64, 64] float32, for a part of a work tile. row_group,
+    half: which 64 keys, and which part of the columns, are the warpgroup's. chunks: its chunks of 64 columns.
+    """
+
+    kernel: Kernel
+    tile: Any
+    k_smem: TileRefs
+    v_smem: TileRefs | None
+    sums_smem: Any
+    last_read: Any
+    wg: Any
+    row_group: Any
+    half: Any
+    chunks: list[Any]
+
+    def finish(self, dk: list[Any], dv: list[Any]) -> None:
+        """Stores the sums, or adds them to those of the work tile's other parts."""
+        split = self.kernel.schedule.split
+        if split.parts == 1:
+            self.store(dk, dv)
+            return
+        pl.when(self.tile < split.whole)(lambda: self.store(dk, dv))
+        pl.when(self.tile >= split.whole)(lambda: self.store_part(dk, dv))
+
+    def store(self, dk: list[Any], dv: list[Any]) -> None:
+        """Stores both. dk: without the scale. dk, dv: float32 [64, width], in one or more arrays of columns."""
+        traits, dv_gmem, v_tiles = self.kernel.traits, self.kernel.results.dvalue, self.kernel.traits.v_tiles
+        b, kv_head, kv_index = self.kernel.block(recomputed(self.tile))
+        row_group, half = self.row_group, self.half
+        place = b, pl.ds(kv_index * traits.block_kv + 64 * row_group, 64), kv_head
+        dtype = dv_gmem.dtype
+        if traits.options.float32_gradients:
+            plgpu.barrier_wait(self.last_read)
+            of_value = b + dv_gmem.shape[0] // 2, *place[1:]
+            self._store_float32(dv, dv_gmem, *of_value)
+            self._store_float32([part * traits.options.scale for part in dk], self.kernel.results.dkey, *place)
+            return
+        if traits.splits_columns or self.v_smem is None:
+            plgpu.barrier_wait(self.last_read)
+        if self.v_smem is None:
+            self._store_through_keys([part.astype(dtype) for part in dv], dv_gmem, *place)
+        else:
+            v_smem = TileRefs(*(smem.at[row_group, half] for smem in self.v_smem))
+            for c in range(v_tiles.count):
+                v_smem.mma.at[c][...] = _columns(dv, v_tiles.width * c, v_tiles.width).astype(dtype)
+            plgpu.commit_smem()
+            target = dv_gmem.at[*place, pl.ds(half * traits.width, traits.width)]
+            v_tiles.store(v_smem.tma, target)
+        if not traits.splits_columns and self.v_smem is not None:
+            plgpu.barrier_wait(self.last_read)
+        dk = [(part * traits.options.scale).astype(dtype) for part in dk]
+        if self.v_smem is None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self._store_through_keys(dk, self.kernel.results.dkey, *place)
+
+    def store_part(self, dk: list[Any], dv: list[Any]) -> None:
+        """Adds dk and dv to those of the work tile's other parts. The last part to do so stores the sums."""
+        split, arrays = self.kernel.schedule.split, self.kernel.arrays
+        arrived_smem, width = self.kernel.smem.arrived, self.kernel.traits.width
+        nth = split.tile(recomputed(self.tile)) - split.whole
+        rows = pl.ds(64 * self.row_group, 64)
+        for which, sums in enumerate((dk, dv)):
+            for c, chunk in enumerate(self.chunks):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self.sums_smem[...] = _columns(sums, 64 * c, 64)
+                plgpu.commit_smem()
+                target = arrays.sums.at[nth, which, rows, pl.ds(64 * chunk, 64)]
+                plgpu.copy_smem_to_gmem(self.sums_smem, target, reduction_op="add")
+        plgpu.wait_smem_to_gmem(0)
+        plgpu.commit_smem()  # no thread counts before the one that waited
+        mine = pl.ds(self.wg, 1)
+        count_up(arrays.arrived.at[nth, mine], arrived_smem.at[mine], release=True)
+        plgpu.commit_smem()
+
+        @pl.when(arrived_smem[self.wg] == split.parts - 1)
+        def _store_sums():
+            columns = pl.ds(self.half * width, width)
+            load = lambda which: plgpu.load(arrays.sums.at[nth, which, rows, columns], layout=WGMMA, optimized=False)
+            self.store([load(0)], [load(1)])
+
+    def _store_float32(self, x: list[Any], gmem: Any, b: Any, rows: Any, kv_head: Any) -> None:
+        """Stores x, arrays of columns, by way of dquery's shared memory."""
+        for c, chunk in enumerate(self.chunks):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.sums_smem[...] = _columns(x, 64 * c, 64)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(self.sums_smem, gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)])
+
+    def _store_through_keys(self, x: list[Any], gmem: Any, b: Any, rows: Any, kv_head: Any) -> None:
+        """Stores x, arrays of columns, by way of the keys' shared memory."""
+        for c, chunk in enumerate(self.chunks):
+            self.k_smem.mma.at[chunk, self.row_group, 0][...] = _columns(x, 64 * c, 64)
+        plgpu.commit_smem()
+        for chunk in self.chunks:
+            target = gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)]
+            self.kernel.traits.k_tiles.store(self.k_smem.tma.at[chunk, self.row_group], target)
+
+
+def _columns(parts: list[Any], start: int, count: int) -> Any:
+    """`count` columns of a matrix that stands in arrays of as many columns each, or more."""
+    width = parts[0].shape[1]
+    part = parts[start // width]
+    return part if width == count else part[:, start % width : start % width + count]

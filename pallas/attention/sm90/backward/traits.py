@@ -1,0 +1,203 @@
+"""The static facts of a Hopper backward when its kernel is traced: sizes, and which features a call has."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax_kernels.inputs.attention import AttentionOptions
+from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
+from jax_kernels.pallas.attention.sm90.backward.schedule import Schedule
+from jax_kernels.pallas.attention.sm90.features import head_views
+from jax_kernels.pallas.attention.sm90.features.bias import Bias
+from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
+from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles, has_odd_length
+
+COMPUTE_WGS = 2
+
+
+def block_kv_of(head_dim: int) -> int:
+    """How many keys a CTA owns."""
+    return 64 if head_dim > 128 else 64 * COMPUTE_WGS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Sizes and features of a launch.
+
+    dquery_head: maps a head of the call to a head of dquery. has_dquery: whether the kernel adds to dquery.
+    bias_gradient: whether it sums the gradient of a bias for each key. has_words: whether a mask has words of all
+    blocks. has_slope: whether the score_mod's derivative by the score is other than 1. natural: whether scores are in
+    natural units, not in base 2. may_end: whether a block of keys may reach past the last key. k_tiles, v_tiles,
+    q_tiles: how keys, values and queries (and dout) lie in shared memory.
+    """
+
+    schedule: Schedule
+    config: AttentionBackwardSm90
+    head_dim: int
+    dtype: Any
+    bias: Bias
+    dquery_head: Callable[[Any], Any]
+    has_dquery: bool
+    bias_gradient: bool
+    has_segments: bool
+    has_lists: bool
+    has_words: bool
+    has_mod: bool
+    has_slope: bool
+    natural: bool
+    may_end: bool
+    k_tiles: SmemTiles
+    v_tiles: SmemTiles
+    q_tiles: SmemTiles
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Arrays,
+        options: AttentionOptions,
+        kv_length: int,
+        *,
+        bias_gradient: bool,
+        config: AttentionBackwardSm90,
+        core_count: int,
+        interpret: bool,
+    ) -> "Traits":
+        head_dim = arrays.query.shape[-1]
+        block_kv = block_kv_of(head_dim)
+        width = head_dim // COMPUTE_WGS if head_dim > 128 else head_dim
+        any_rows = has_odd_length(arrays.query, arrays.key)
+        mod = arrays.mod
+        schedule = Schedule.of(
+            arrays,
+            options,
+            kv_length,
+            block_kv,
+            config,
+            core_count,
+            bias_gradient=bias_gradient,
+            interpret=interpret,
+        )
+        traits = cls(
+            schedule=schedule,
+            config=config,
+            head_dim=head_dim,
+            dtype=arrays.key.dtype,
+            bias=arrays.bias or Bias(),
+            dquery_head=head_views.dquery_head_map(arrays.query, arrays.dquery, options),
+            has_dquery=arrays.dquery is not None,
+            bias_gradient=bias_gradient,
+            has_segments=arrays.segments is not None,
+            has_lists=arrays.lists is not None,
+            has_words=arrays.lists is not None and arrays.lists.has_all_words,
+            has_mod=mod is not None,
+            has_slope=mod is not None and not mod.adds_only,
+            natural=mod is not None and mod.may_mask,
+            may_end=arrays.bounds is not None or kv_length % block_kv != 0,
+            k_tiles=SmemTiles(64, any_rows),
+            v_tiles=SmemTiles(width, any_rows),
+            q_tiles=SmemTiles(width, any_rows, whole=True),
+        )
+        traits._check()
+        return traits
+
+    def _check(self) -> None:
+        blocks = self.chunks * self.q_chunks
+        one_each = self.q_chunks == 1 if self.splits_columns else self.dq_blocks == 1
+        if blocks % COMPUTE_WGS or not one_each:
+            block_q = self.config.block_q
+            raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={self.head_dim}")
+
+    @property
+    def options(self) -> AttentionOptions:
+        return self.schedule.options
+
+    @property
+    def block_q(self) -> int:
+        return self.schedule.block_q
+
+    @property
+    def block_kv(self) -> int:
+        return self.schedule.block_kv
+
+    @property
+    def is_persistent(self) -> bool:
+        return self.schedule.is_persistent
+
+    @property
+    def has_bias(self) -> bool:
+        return self.bias.has_bias
+
+    @property
+    def splits_columns(self) -> bool:
+        """Whether each warpgroup has half of the columns of the same 64 keys, not all columns of 64 keys of its own."""
+        return self.head_dim > 128
+
+    @property
+    def row_groups(self) -> int:
+        """Groups of 64 keys in a block of keys."""
+        return 1 if self.splits_columns else COMPUTE_WGS
+
+    @property
+    def halves(self) -> int:
+        """Parts of the columns of values, queries and dout, each of `width` columns."""
+        return COMPUTE_WGS if self.splits_columns else 1
+
+    @property
+    def width(self) -> int:
+        return self.head_dim // self.halves
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of 64 columns in head_dim."""
+        return self.head_dim // 64
+
+    @property
+    def q_chunks(self) -> int:
+        """Chunks of 64 queries in a block of queries."""
+        return self.block_q // 64
+
+    @property
+    def parts(self) -> int:
+        """Accumulators that a warpgroup has of dkey, and as many of dvalue."""
+        return self.q_tiles.count
+
+    @property
+    def dq_blocks(self) -> int:
+        """64 x 64 blocks of dquery that a warpgroup stores in a step."""
+        return self.chunks * self.q_chunks // COMPUTE_WGS
+
+    @property
+    def scores_ahead(self) -> bool:
+        """Whether the next step's scores are computed behind this step's gradients; else registers are lacking."""
+        return not self.splits_columns
+
+    @property
+    def waits_late(self) -> bool:
+        """Whether the scores are issued before the wait for dout."""
+        return self.config.late_do and not self.scores_ahead
+
+    @property
+    def exchanges_ds(self) -> bool:
+        """Whether the warpgroups give one another their dS."""
+        return self.has_dquery and not self.splits_columns
+
+    @property
+    def mask_first(self) -> bool:
+        """Whether the branch of the predicate stands before the issue of dP.
+
+        Without the exchange of dS the branch would serialise the products (C7511). A softcap's exponentials, and a
+        score_mod, had better run behind dP. Of a score_mod with a derivative, the predicate masks the input: to mask
+        the output, both would have to be kept.
+        """
+        return self.exchanges_ds and not self.options.softcap and self.has_slope == self.has_mod
+
+    @property
+    def factor(self) -> float:
+        """Takes scores to base 2. Biased scores, and those of a score_mod, are in their units already."""
+        return 1.0 if self.has_bias or self.has_mod else (self.options.softcap or self.options.scale) * LOG2E
+
+    @property
+    def predicate(self) -> bool:
+        """Whether a block may hold pairs that count for nothing."""
+        return self.may_end or self.has_segments or self.has_lists or not self.schedule.visits_all

@@ -1,0 +1,1 @@
+"""The Hopper kernel of attention to a cache of keys and values."""

@@ -1,0 +1,445 @@
+"""The decoding kernel on Hopper: a TMA producer with a deep ring, and one or two warpgroups of wgmma behind it.
+
+A CTA takes items of (sequence, split of its keys, head of key, tile of 64 rows); the memory warpgroup runs ahead into
+the next item. A row is a query of a head (see decode.py in the folder above). Two compute warpgroups take the blocks of
+keys in turns. Each has a ring and a softmax of its own, and leaves its own part of the result.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention import softmax
+from jax_kernels.pallas.attention.sm90.features.softcap import softcapped
+from jax_kernels.pallas.attention.sm90.forward.compute import Accumulators, TileSums, with_accumulators
+from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED, SWIZZLED_F32, WGMMA
+
+TILE = 64  # rows of a tile, as wgmma has them
+COPIED_ROWS = 8  # a copy takes fewer rows, or whole groups of so many: the atoms of its swizzle
+# Columns of the output that are staged at a time: all of them, in float32, would take a block's shared memory.
+OUT_COLUMNS = 64
+# Registers per thread where there are three warpgroups: two have enough as it is.
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 208, 80
+
+
+def copied_rows(count: int) -> int:
+    """So many rows, and what is missing to whole groups of COPIED_ROWS."""
+    return pl.cdiv(count, COPIED_ROWS) * COPIED_ROWS
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrays:
+    """The arrays that the kernel reads, in device memory, in the order of its operands.
+
+    query: [B, Hkv, rows, D], packed. key, value: [B, capacity, Hkv, D], or pages. lengths: [B]. sinks: [B, Hkv, rows]
+    or None. tables: the pages of each sequence, or None.
+    """
+
+    key: Any
+    lengths: Any
+    query: Any
+    sinks: Any
+    tables: Any
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The static facts of a call when it is traced.
+
+    group: query heads for each head of key. capacity: keys that a sequence has room for. left: of the window, -1 is
+    none. rows: of the packed query, whole tiles. page_size: None for a contiguous cache.
+    """
+
+    config: Any  # AttentionDecodeSm90
+    core_count: int
+    batch: int
+    kv_heads: int
+    rows: int
+    head_dim: int
+    v_head_dim: int
+    dtype: Any
+    q_length: int
+    group: int
+    capacity: int
+    page_size: int | None
+    splits: int
+    left: int
+    scale: float
+    softcap: float | None
+
+    @property
+    def tiles(self) -> int:
+        return self.rows // TILE
+
+    @property
+    def parts(self) -> int:
+        """Parts of a row's result."""
+        return self.splits * self.config.compute_warpgroups
+
+    @property
+    def items(self) -> int:
+        return self.batch * self.splits * self.kv_heads * self.tiles
+
+    @property
+    def ctas(self) -> int:
+        return min(self.core_count, self.items)
+
+    @property
+    def pages_per_block(self) -> int:
+        return 1 if self.page_size is None else max(1, self.config.block_kv // self.page_size)
+
+    @property
+    def stored_rows(self) -> int:
+        """Rows of a tile that are stored: whole swizzle atoms; the others are no queries."""
+        return TILE if self.tiles > 1 else copied_rows(self.group * self.q_length)
+
+    @property
+    def out_dtype(self) -> Any:
+        return self.dtype if self.parts == 1 else jnp.dtype(jnp.float32)
+
+    def following(self, slot: Any) -> Any:
+        """The slot after this one in a ring."""
+        return jnp.where(slot == self.config.stages - 1, 0, slot + 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scratch:
+    """A CTA's memory, as pl.run_scoped takes and gives it.
+
+    q_smem, out_smem, lse_smem: a tile for each compute warpgroup. The others have the slots of all rings, the first
+    compute warpgroup's ring first.
+    """
+
+    q_smem: Any
+    k_smem: Any
+    v_smem: Any
+    out_smem: Any
+    lse_smem: Any
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+
+    @classmethod
+    def of(cls, plan: Plan) -> "Scratch":
+        config, out_dtype = plan.config, plan.out_dtype
+        compute_wgs, slots = config.compute_warpgroups, config.compute_warpgroups * config.stages
+        tile_smem = lambda *shape: plgpu.SMEM(shape, plan.dtype, transforms=SWIZZLED)
+        out_transforms = SWIZZLED if out_dtype.itemsize == 2 else SWIZZLED_F32
+        return cls(
+            q_smem=tile_smem(compute_wgs, TILE, plan.head_dim),
+            k_smem=tile_smem(slots, config.block_kv, plan.head_dim),
+            v_smem=tile_smem(slots, config.block_kv, plan.v_head_dim),
+            out_smem=plgpu.SMEM((compute_wgs, TILE, OUT_COLUMNS), out_dtype, transforms=out_transforms),
+            lse_smem=plgpu.SMEM((compute_wgs, TILE), jnp.float32),
+            q_ready=plgpu.Barrier(num_barriers=compute_wgs),
+            k_ready=plgpu.Barrier(num_arrivals=plan.pages_per_block, num_barriers=slots),
+            v_ready=plgpu.Barrier(num_arrivals=plan.pages_per_block, num_barriers=slots),
+            k_free=plgpu.Barrier(num_barriers=slots),
+            v_free=plgpu.Barrier(num_barriers=slots),
+        )
+
+
+def run(arrays: Arrays, plan: Plan, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Launches the kernel: (out [B, Hkv, parts, rows, Dv], lse [B, Hkv, parts, rows])."""
+    leaves, tree = jax.tree.flatten(arrays)
+    compute_wgs = plan.config.compute_warpgroups
+
+    def entry(*refs):
+        *given, out_gmem, lse_gmem = refs
+        given = jax.tree.unflatten(tree, given)
+
+        def body(scratch: Scratch) -> None:
+            wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+            loader = Loader(plan=plan, arrays=given, scratch=scratch, cta=cta)
+
+            def compute(w: int) -> None:
+                Compute(
+                    plan=plan, arrays=given, scratch=scratch, cta=cta, out_gmem=out_gmem, lse_gmem=lse_gmem, w=w
+                ).run()
+
+            of_w = [functools.partial(compute, w) for w in range(compute_wgs)]
+            lax.switch(wg, [*of_w, loader.run])
+
+        pl.run_scoped(body, Scratch.of(plan), collective_axes="wg")
+
+    out_rows = plan.rows if plan.tiles > 1 else plan.stored_rows
+    kernel = launch(
+        entry,
+        "attention_decode_sm90",
+        out_type=(
+            jax.ShapeDtypeStruct((plan.batch, plan.kv_heads, plan.parts, out_rows, plan.v_head_dim), plan.out_dtype),
+            jax.ShapeDtypeStruct((plan.batch, plan.kv_heads, plan.parts, plan.rows), jnp.float32),
+        ),
+        ctas=plan.ctas,
+        warpgroups=compute_wgs + 1,
+        semantics=plgpu.LoweringSemantics.Lane,
+        interpret=interpret,
+    )
+    return kernel(*leaves)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Item:
+    """A CTA's unit of work: a tile of rows, and `count` blocks of keys from block `begin` on."""
+
+    b: Any
+    split: Any
+    tile: Any
+    head: Any
+    length: Any
+    begin: Any
+    count: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Warpgroup:
+    """The state that the warpgroups of a CTA share."""
+
+    plan: Plan
+    arrays: Arrays
+    scratch: Scratch
+    cta: Any
+
+    def item(self, index: Any) -> Item:
+        """Item number `index`."""
+        plan, block_kv = self.plan, self.plan.config.block_kv
+        head, rest = lax.rem(index, plan.kv_heads), lax.div(index, plan.kv_heads)
+        tile, rest = lax.rem(rest, plan.tiles), lax.div(rest, plan.tiles)
+        split, b = lax.rem(rest, plan.splits), lax.div(rest, plan.splits)
+        length = jnp.clip(self.arrays.lengths[b], 0, plan.capacity)
+        end = lax.div(length + (block_kv - 1), block_kv)
+        windowed = plan.left >= 0
+        first = lax.div(jnp.maximum(length - plan.q_length - plan.left, 0), block_kv) if windowed else 0
+        per_split = lax.div(end - first + (plan.splits - 1), plan.splits)
+        begin = jnp.minimum(first + split * per_split, end)
+        count = jnp.minimum(per_split, end - begin)
+        return Item(b=b, split=split, tile=tile, head=head, length=length, begin=begin, count=count)
+
+    def for_each_item(self, run: Callable[[Any, Any], Any], state: Any) -> None:
+        """run(index, state) -> state for the CTA's items."""
+        body = lambda carry: (carry[0] + self.plan.ctas, run(*carry))
+        lax.while_loop(lambda carry: carry[0] < self.plan.items, body, (lax.optimization_barrier(self.cta), state))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageCopy:
+    """A copy of some rows of a page, or of a contiguous cache's batch entry, to rows of a slot."""
+
+    page: Any
+    rows: Any
+    to: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loader(Warpgroup):
+    """The memory warpgroup: it fills the ring of each compute warpgroup."""
+
+    def run(self) -> None:
+        compute_wgs = self.plan.config.compute_warpgroups
+        if compute_wgs == 2:
+            plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        self.for_each_item(self._load_item, (jnp.int32(0),) * compute_wgs)
+
+    def _load_item(self, index: Any, slots: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Loads an item's blocks, those of each compute warpgroup from its slot on: the next slots."""
+        item, compute_wgs = self.item(index), self.plan.config.compute_warpgroups
+
+        def load(step, slots):
+            next_slots = []
+            for w, slot in enumerate(slots):
+                block = step * compute_wgs + w
+                pl.when(block < item.count)(functools.partial(self._load_block, item, block, w, slot))
+                next_slots.append(jnp.where(block < item.count, self.plan.following(slot), slot))
+            return tuple(next_slots)
+
+        return lax.fori_loop(0, lax.div(item.count + (compute_wgs - 1), compute_wgs), load, slots)
+
+    def _load_block(self, item: Item, block: Any, w: int, slot: Any) -> None:
+        """Loads block number `block` of an item into a slot of a compute warpgroup's ring."""
+        arrays, scratch, config = self.arrays, self.scratch, self.plan.config
+        copies = self._copies(item, (item.begin + block) * config.block_kv)
+        for gmem, smem, ready, free in (
+            (arrays.key, scratch.k_smem, scratch.k_ready, scratch.k_free),
+            (arrays.value, scratch.v_smem, scratch.v_ready, scratch.v_free),
+        ):
+            at = w * config.stages + slot
+            plgpu.barrier_wait(free.at[at])
+            for copy in copies:
+                source = gmem.at[copy.page, copy.rows, item.head]
+                plgpu.copy_gmem_to_smem(source, smem.at[at, copy.to], ready.at[at])
+
+    def _copies(self, item: Item, start: Any) -> list[PageCopy]:
+        """The copies that a block of keys from `start` on takes."""
+        block_kv, page_size, tables = self.plan.config.block_kv, self.plan.page_size, self.arrays.tables
+        whole_block = pl.ds(0, block_kv)
+        if page_size is None:
+            return [PageCopy(page=item.b, rows=pl.ds(start, block_kv), to=whole_block)]
+        if page_size >= block_kv:
+            page = tables[item.b, lax.div(start, page_size)]
+            return [PageCopy(page=page, rows=pl.ds(lax.rem(start, page_size), block_kv), to=whole_block)]
+        first, last = lax.div(start, page_size), lax.div(item.length - 1, page_size)
+        # Past the length a table may hold anything: the last page is loaded once more.
+        pages = [tables[item.b, jnp.minimum(first + i, last)] for i in range(self.plan.pages_per_block)]
+        return [
+            PageCopy(page=page, rows=pl.ds(0, page_size), to=pl.ds(i * page_size, page_size))
+            for i, page in enumerate(pages)
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowLimits:
+    """Which keys the rows of a tile may attend to: keys below `limits` [64], and with a window at most left below.
+
+    length: keys of the sequence. Blocks within full_start ... full_end - 1 need no mask.
+    """
+
+    limits: Any
+    length: Any
+    full_start: Any
+    full_end: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopState:
+    """The state of the loop over keys: the softmax so far, and the slot of the next block."""
+
+    row_max: Any
+    row_sum: Any
+    slot: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute(Warpgroup):
+    """Compute warpgroup number w: it takes every compute_warpgroups-th block of an item."""
+
+    out_gmem: Any
+    lse_gmem: Any
+    w: int
+
+    def run(self) -> None:
+        config, scratch = self.plan.config, self.scratch
+        if config.compute_warpgroups == 2:
+            plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        for slot in range(config.stages):
+            plgpu.barrier_arrive(scratch.k_free.at[self.w * config.stages + slot])
+            plgpu.barrier_arrive(scratch.v_free.at[self.w * config.stages + slot])
+        self.for_each_item(self._run_item, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _run_item(self, index: Any, slot: Any) -> Any:
+        """Computes an item, whose first block is in `slot`: the next slot."""
+        plan, scratch, w = self.plan, self.scratch, self.w
+        item = self.item(index)
+        tile_rows = pl.ds(item.tile * TILE, TILE)
+        queries = self.arrays.query.at[item.b, item.head, tile_rows]
+        plgpu.copy_gmem_to_smem(queries, scratch.q_smem.at[w], scratch.q_ready.at[w])
+        rows = self._row_limits(item)
+        plgpu.barrier_wait(scratch.q_ready.at[w])
+        attend = functools.partial(self._attend, item, rows, slot)
+        sums = with_accumulators(attend, v_head_dim=plan.v_head_dim, block_kv=plan.config.block_kv)
+        self._epilogue(item, tile_rows, sums)
+        return sums.slot
+
+    def _row_limits(self, item: Item) -> RowLimits:
+        q_length, length = self.plan.q_length, item.length
+        # Rows that are no query do as the last one.
+        row = item.tile * TILE + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)
+        limits = length - q_length + 1 + jnp.minimum(lax.div(row, jnp.int32(self.plan.group)), q_length - 1)
+        full_end, full_start = length - q_length + 1, length - 1 - self.plan.left
+        return RowLimits(limits=limits, length=length, full_start=full_start, full_end=full_end)
+
+    def _attend(self, item: Item, rows: RowLimits, slot: Any, to: Accumulators) -> TileSums:
+        """O = P V over the warpgroup's blocks of keys, not yet divided by the sums."""
+        compute_wgs = self.plan.config.compute_warpgroups
+        steps = lax.div(item.count + (compute_wgs - 1 - self.w), compute_wgs)
+        row_max, row_sum = softmax.start(TILE)
+        step = functools.partial(self._mma_step, item, rows, to)
+        state = lax.fori_loop(0, steps, step, LoopState(row_max=row_max, row_sum=row_sum, slot=slot))
+        acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
+        return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot)
+
+    def _mma_step(self, item: Item, rows: RowLimits, to: Accumulators, step: Any, state: LoopState) -> LoopState:
+        """S = Q K^T, its softmax P, and O += P V for one block of keys."""
+        plan, scratch, config, w = self.plan, self.scratch, self.plan.config, self.w
+        at = w * config.stages + state.slot
+        start = (item.begin + step * config.compute_warpgroups + w) * config.block_kv
+        plgpu.barrier_wait(scratch.k_ready.at[at])
+        to.s_ref[...] = plgpu.layout_cast(jnp.zeros((TILE, config.block_kv), jnp.float32), WGMMA)
+        plgpu.wgmma(to.s_ref, scratch.q_smem.at[w], scratch.k_smem.at[at].transpose((1, 0)))  # S = Q K^T
+        s = plgpu.wgmma_accumulator_load(to.s_ref, wait_n=0)
+        plgpu.barrier_arrive(scratch.k_free.at[at])
+        s = self._masked_if_partial(softcapped(s, plan.softcap, plan.scale) if plan.softcap else s, rows, start)
+        p, row_max, row_sum, alpha = softmax.step(s, state.row_max, state.row_sum, plan.softcap or plan.scale)
+        plgpu.barrier_wait(scratch.v_ready.at[at])
+        left_over = lambda: self._clear_values(scratch.v_smem.at[at], rows.length - start)
+        pl.when(start + config.block_kv > rows.length)(left_over)
+        acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
+        to.acc_ref[...] = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+        plgpu.wgmma(to.acc_ref, p.astype(plan.dtype), scratch.v_smem.at[at])  # O += P V
+        plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
+        plgpu.barrier_arrive(scratch.v_free.at[at])
+        return LoopState(row_max=row_max, row_sum=row_sum, slot=plan.following(state.slot))
+
+    def _masked_if_partial(self, s: Any, rows: RowLimits, start: Any) -> Any:
+        """The scores of keys from `start` on, with -inf where a row may not attend to a key."""
+        left = self.plan.left
+        is_partial = start + self.plan.config.block_kv > rows.full_end
+        if left >= 0:
+            is_partial = is_partial | (start < rows.full_start)
+
+        def masked(s):
+            columns = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=WGMMA)
+            wide = lambda x: lax.broadcast_in_dim(x, s.shape, [0])
+            keep = columns < wide(rows.limits - start)
+            if left >= 0:
+                keep = keep & (columns >= wide(rows.limits - start - (left + 1)))
+            return jnp.where(keep, s, -jnp.inf)
+
+        return lax.cond(is_partial, masked, lambda s: s, s)
+
+    def _clear_values(self, v_ref: Any, left_over: Any) -> None:
+        """Writes zeros to the rows from left_over on: what a cache holds there may be no number."""
+        for first in range(0, self.plan.config.block_kv, TILE):
+            for column in range(0, self.plan.v_head_dim, 64):
+                ref = v_ref.at[pl.ds(first, TILE), pl.ds(column, 64)]
+                v = plgpu.load(ref, layout=WGMMA)
+                keep = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=WGMMA) < left_over - first
+                ref[...] = jnp.where(keep, v, jnp.zeros_like(v))
+        plgpu.commit_smem()
+
+    def _epilogue(self, item: Item, tile_rows: Any, sums: TileSums) -> None:
+        """O = diag(1 / row_sum) O, lse = log(row_sum) + row_max, and their stores."""
+        plan, sinks, w = self.plan, self.arrays.sinks, self.w
+        out_smem, lse_smem = self.scratch.out_smem, self.scratch.lse_smem
+        b, head, part = item.b, item.head, item.split * plan.config.compute_warpgroups + w
+        row_max, row_sum, factor = sums.row_max, sums.row_sum, 1.0
+        if sinks is not None:  # in one part alone
+            sink = plgpu.load(sinks.at[b, head, tile_rows], layout=ROW, optimized=False)
+            row_max, row_sum, factor = softmax.with_sink(row_max, row_sum, jnp.where(part == 0, sink, -jnp.inf))
+        inverse, lse = softmax.finish(row_max, row_sum, may_be_dead=True)
+        acc = sums.acc * lax.broadcast_in_dim(inverse * factor, sums.acc.shape, [0])
+        acc = acc.astype(plan.out_dtype)
+        to = self.out_gmem.at[b, head, part, pl.ds(item.tile * TILE, plan.stored_rows)]
+        for column in range(0, plan.v_head_dim, OUT_COLUMNS):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last stores have left shared memory
+            out_smem[w] = acc[:, column : column + OUT_COLUMNS]
+            if column == 0:
+                lse_smem[w] = lse
+            plgpu.commit_smem()
+            columns = pl.ds(column, OUT_COLUMNS)
+            plgpu.copy_smem_to_gmem(out_smem.at[w, pl.ds(0, plan.stored_rows)], to.at[:, columns])
+        plgpu.copy_smem_to_gmem(lse_smem.at[w], self.lse_gmem.at[b, head, part, tile_rows])

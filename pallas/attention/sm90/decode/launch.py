@@ -1,0 +1,63 @@
+"""Attention for decoding on Hopper: what its kernel reads, and the merge of its parts. See decode_kernel.py.
+
+Reading keys and values takes the most time. At batch 64, one query, 32 query and 8 key heads, head_dim 128 and 16,384
+keys they are 4.3 GB, which take 1.0 ms at 4.25 TB/s. The products are 275 GFLOP with rows padded to 64, which take
+0.3 ms at 900 TFLOP/s. So the depth of the ring counts, not the overlap of wgmma and softmax.
+"""
+
+from jax.experimental import pallas as pl
+
+from jax_kernels.pallas.attention import decode_contract
+from jax_kernels.pallas.attention.sm90.decode import kernel as decode_kernel
+from jax_kernels.pallas.attention.triton.decode import merge
+
+
+def attention_decode(
+    query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left, config, core_count,
+    interpret,
+):  # fmt: skip
+    """See jax_kernels.pallas.attention.decode_contract. config: AttentionDecodeSm90.
+
+    There is no mask and no bias. The arrays have 16 bits. head_dims are multiples of 64, and the length of a contiguous
+    cache is a multiple of 8.
+    """
+    batch, q_length, heads, head_dim = query.shape
+    kv_heads, group = key.shape[2], heads // key.shape[2]
+    page_size = None if block_tables is None else key.shape[1]
+    capacity = key.shape[1] * (1 if block_tables is None else block_tables.shape[1])
+    queries = group * q_length
+    tiles = pl.cdiv(queries, decode_kernel.TILE)
+    rows = tiles * decode_kernel.TILE
+    # Fewer than a copy's rows need no pass that pads them.
+    packed = queries if queries <= decode_kernel.COPIED_ROWS else decode_kernel.copied_rows(queries)
+    blocks = decode_contract.most_blocks(capacity, q_length, left, config.block_kv)
+    arrays = decode_kernel.Arrays(
+        query=decode_contract.pack(query, kv_heads, packed),
+        key=key,
+        value=value,
+        lengths=kv_lengths,
+        tables=block_tables,
+        sinks=decode_contract.row_sinks(sinks, kv_heads, q_length, rows),
+    )
+    plan = decode_kernel.Plan(
+        config=config,
+        core_count=core_count,
+        batch=batch,
+        kv_heads=kv_heads,
+        rows=rows,
+        head_dim=head_dim,
+        v_head_dim=value.shape[3],
+        dtype=query.dtype,
+        q_length=q_length,
+        group=group,
+        capacity=capacity,
+        page_size=page_size,
+        splits=decode_contract.split_count(batch * kv_heads * tiles, blocks, core_count),
+        left=left,
+        scale=scale,
+        softcap=softcap,
+    )
+    out, lse = decode_kernel.run(arrays, plan, interpret=interpret)
+    if out.shape[2] == 1:
+        return decode_contract.unpack(out[:, :, 0], lse[:, :, 0], q_length, heads)
+    return merge(out, lse, query, interpret=interpret)

@@ -1,0 +1,1 @@
+"""Parts that the Hopper attention kernels share, one file for each feature of a call."""

@@ -1,0 +1,154 @@
+"""Biases in the Hopper kernels, and masks that all queries share.
+
+What has a number for every query and key of a tile goes through shared memory: the tensor memory accelerator brings a
+tile of it while the products of the tile before run, and one stage is enough, as a step reads it early. A bias, or a
+mask, that all queries share is a number for every key. Other masks are lists (block_lists.py).
+
+Axes of batch and heads that are broadcast are read in place.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.inputs.attention import AttentionInputs
+from jax_kernels.pallas.attention.softmax import LN2, LOG2E
+from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, SWIZZLED, SWIZZLED_F32, WGMMA
+
+
+class Bias(NamedTuple):
+    """The bias of a call as a kernel reads it.
+
+    A tile's rows are queries and its columns keys, or if transposed the other way round. by_key: [B or 1, H or 1, S]
+    float32, a bias of all queries, times log2(e). tiles: [B or 1, H or 1, rows, columns], a bias in its own dtype. One
+    of the two is None.
+    """
+
+    by_key: Any = None
+    tiles: Any = None
+
+    @property
+    def has_bias(self) -> bool:
+        return self.by_key is not None or self.tiles is not None
+
+    def stage(self, rows: int, columns: int, keys: int, warpgroups: int) -> "Stage | None":
+        """The scratch memory of a step's bias; None without a bias. keys: of by_key. warpgroups: that read it."""
+        if not self.has_bias:
+            return None
+        tile = by_key = None
+        if self.tiles is not None:
+            transforms = SWIZZLED if self.tiles.dtype.itemsize == 2 else SWIZZLED_F32
+            tile = plgpu.SMEM((rows, columns), self.tiles.dtype, transforms=transforms)
+        if self.by_key is not None:
+            by_key = plgpu.SMEM((keys,), jnp.float32)
+        copies = (tile is not None) + (by_key is not None)
+        return Stage(tile, by_key, plgpu.Barrier(num_arrivals=copies), plgpu.Barrier(num_arrivals=warpgroups))
+
+
+def of_head(ref: Any, b: Any, h: Any) -> Any:
+    return ref.at[0 if ref.shape[0] == 1 else b, 0 if ref.shape[1] == 1 else h]
+
+
+class Stage(NamedTuple):
+    """The bias of one step in shared memory, with the barriers that say that it is there, and that it was read.
+
+    Between its loads and the arrival at `free`, a warpgroup commits its shared memory.
+    """
+
+    tile: Any
+    by_key: Any
+    ready: Any
+    free: Any
+
+    def fill(self, bias: Bias, b, h, row_start, column_start, key_start) -> None:
+        """Copies a step's bias, for a thread that has waited for `free`."""
+        if self.tile is not None:
+            starts = zip((row_start, column_start), self.tile.shape, strict=True)
+            source = of_head(bias.tiles, b, h).at[tuple(pl.ds(start, size) for start, size in starts)]
+            plgpu.copy_gmem_to_smem(source, self.tile, self.ready)
+        if self.by_key is not None:
+            source = of_head(bias.by_key, b, h).at[pl.ds(key_start, self.by_key.shape[0])]
+            plgpu.copy_gmem_to_smem(source, self.by_key, self.ready)
+
+    def added(self, scores, factor: float, row_start, *, transposed: bool, natural: bool = False):
+        """scores * factor and the bias of their rows, times log2(e) but where natural. transposed: rows are keys.
+
+        A maximum or lse comes off what this gives as it is: of a product with log2(e) it would miss the rounding, which
+        under a bias of -1e10 is hundreds. For the same reason the sum comes last, unless P is clamped, as it is where
+        rows are keys: it costs registers.
+        """
+        rows = pl.ds(row_start, scores.shape[0])
+        if self.tile is not None:
+            bias = plgpu.load(self.tile.at[rows], layout=WGMMA).astype(jnp.float32)
+            if natural:
+                return scores * factor + bias
+            return (scores * factor + bias) * LOG2E if transposed else scores * (factor * LOG2E) + bias * LOG2E
+        ref, layout = (self.by_key.at[rows], ROW) if transposed else (self.by_key, COLUMN)
+        by_key = plgpu.load(ref, layout=layout, optimized=False)
+        return scores * (factor * LOG2E) + lax.broadcast_in_dim(by_key, scores.shape, [0 if transposed else 1])
+
+
+# The lowest bias for a key that is no -inf, in base 2: above softmax.LOWEST, so that a row has keys where all have it.
+LOWEST_OF_KEY = -2.9e38
+
+
+class ByKey(NamedTuple):
+    """A bias for each key, float32, -inf where it masks out.
+
+    base2: [B or 1, H or 1, S], times log2(e), LOWEST_OF_KEY at least. natural: what base2 is in natural units, as lse
+    has it: for LOWEST_OF_KEY, the highest bias that became that. lowest: [B or 1, H or 1], this one.
+    """
+
+    base2: Any
+    natural: Any
+    lowest: Any
+
+    @classmethod
+    def of(cls, bias: jax.Array) -> "ByKey":
+        """bias: [B or 1, H or 1, 1, S]."""
+        given = bias[:, :, 0].astype(jnp.float32)
+        is_low = (given * LOG2E <= LOWEST_OF_KEY) & (given > -jnp.inf)
+        base2 = jnp.where(is_low, LOWEST_OF_KEY, given * LOG2E)
+        lowest = jnp.where(is_low, given, -jnp.inf).max(axis=-1)
+        # Behind a maximum: XLA would make one factor, 1, of both.
+        natural = jnp.where(is_low, lowest[..., None], jnp.maximum(base2, -jnp.inf) * LN2)
+        return cls(base2, natural, lowest)
+
+    def in_lse(self, lse: jax.Array) -> jax.Array:
+        """lse [B, H, T] where the kernel had LOWEST_OF_KEY for the keys of a query."""
+        is_low = (lse < 0.999 * LOWEST_OF_KEY * LN2) & (lse > -jnp.inf)
+        return jnp.where(is_low, self.lowest[..., None], lse)
+
+
+def with_bias_as_in_lse(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs with a bias for each key as the forward took it, rounded to base 2."""
+    if inputs.bias is None or inputs.bias.shape[2] > 1:
+        return inputs
+    return inputs._replace(bias=ByKey.of(inputs.bias).natural[:, :, None])
+
+
+def bias_of(inputs: AttentionInputs, *, transposed: bool) -> Bias | None:
+    """The call's bias and what is left of its mask, which all queries share; None where it has neither.
+
+    Their last axis is not 1. by_key is small. A bias for each query, beside which no mask is left, is copied where a
+    side is no multiple of what the tensor memory accelerator moves, and where it is transposed.
+    """
+    bias, mask = inputs.bias, inputs.mask
+    if bias is None and mask is None:
+        return None
+    if bias is not None and bias.shape[2] > 1:
+        tiles = _padded(bias.swapaxes(2, 3) if transposed else bias, 8, 64 if bias.dtype.itemsize == 2 else 32)
+        return Bias(tiles=tiles)
+    by_key = jnp.float32(0) if bias is None else ByKey.of(bias).base2
+    if mask is not None:
+        by_key = by_key + jnp.where(mask[:, :, 0], 0.0, -jnp.inf)
+    return Bias(jnp.pad(by_key, [(0, 0), (0, 0), (0, -by_key.shape[2] % 8)]))
+
+
+def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    pad = [(0, 0), (0, 0), (0, -x.shape[2] % rows), (0, -x.shape[3] % columns)]
+    return jnp.pad(x, pad) if pad[2][1] or pad[3][1] else x

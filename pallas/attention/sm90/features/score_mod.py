@@ -1,0 +1,447 @@
+"""A score_mod in the Hopper kernels: its program, on a tile of scores in registers.
+
+What the program has of a row or of a column alone is computed for that alone, and joined to the scores late. What it
+multiplies scores by, the scale and log2(e) among it, becomes one factor where the program is a sum or a choice. tanh,
+exp and the logistic function are exp2 and a reciprocal: the hardware's own tanh misses 5e-4 of its result. Sums of
+indices are taken in float32 where it has them exactly, which saves the conversion of a tile.
+
+What the program reads of arrays is read by XLA beforehand (see score_mod_tiles): numbers of a batch entry and head, and
+of a query, a key or a difference of the two of these, which a kernel loads from device memory.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention.score_mod_graph import (
+    WHOLE,
+    Node,
+    interval,
+    is_difference,
+    is_one,
+    nodes,
+    reads_large,
+    tanh_factor,
+)
+from jax_kernels.pallas.attention.sm90.features import relative_reads
+from jax_kernels.pallas.attention.sm90.features.bias import of_head
+from jax_kernels.pallas.attention.sm90.features.softcap import tanh_limits, tanh_polynomial
+from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.mosaic.layouts import COLUMN, PART, ROW, WGMMA
+from jax_kernels.pallas.mosaic.registers import any_of_warp_above, reciprocal
+from jax_kernels.score_mod.tile_reads import split
+
+EXACT = 1 << 24  # up to which float32 has every integer
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mod:
+    """A call's score_mod as a kernel reads it.
+
+    operands: of `program`, [B or 1, H or 1], or [B or 1, H or 1, queries, keys or differences], whose axis `axes`
+    names. leaves: their nodes. slope: of the result's derivative by the score. no_difference: where those of
+    differences have that of query 0 and key 0.
+    """
+
+    operands: tuple[Any, ...]
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    leaves: tuple[Node, ...] = dataclasses.field(metadata={"static": True})
+    result: Node = dataclasses.field(metadata={"static": True})
+    slope: Node = dataclasses.field(metadata={"static": True})
+    scale: float = dataclasses.field(metadata={"static": True})
+    no_difference: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def adds_only(self) -> bool:
+        """Whether its derivative by the score is 1."""
+        return is_one(self.slope)
+
+    @property
+    def may_mask(self) -> bool:
+        """Whether it may give every key of a row a score far from 0, as -1e9 that means to mask.
+
+        Then scores stay in natural units: times log2(e) they would be rounded by more than they differ, or overflow.
+        Its constants tell, or that it reads numbers of queries or keys.
+        """
+        return reads_large(self.result) or any(axis in ("q", "k") for axis in self._float_axes)
+
+    @property
+    def _float_axes(self) -> list[str]:
+        return [axis for leaf, axis in zip(self.leaves, self.axes, strict=True) if leaf.is_float]
+
+    @property
+    def units(self) -> float:
+        """The number that the results of the program are multiplied by."""
+        return 1.0 if self.may_mask else LOG2E
+
+    @property
+    def tanh_factor(self) -> float | None:
+        """The number that multiplies the score in a program's one tanh, which has nothing else in it."""
+        return tanh_factor(self.result)
+
+    def highest(self, largest_score: jax.Array | None, farthest: int, *, no_later_keys: bool) -> Any | None:
+        """An upper bound of the results, [B or 1, H or 1] or a number; None where the program does not tell.
+
+        largest_score: of any size, [B, H], if it is known. farthest: how far a query's index can be from that of a key
+        which it attends to. no_later_keys: to none with a greater index.
+        """
+        # With later keys, a row may start far below its diagonal: a bound is of no use.
+        known: dict[Any, tuple[Any, Any]] = {"q - k": (0.0, float(farthest))} if no_later_keys else {}
+        for leaf, x, axis in zip(self.leaves, self.operands, self.axes, strict=True):
+            if not axis:
+                known[leaf] = x, x
+            elif axis == "d":
+                met = x[:, :, self.no_difference :] if no_later_keys else x
+                known[leaf] = met.min(axis=2), met.max(axis=2)
+        if largest_score is not None:
+            known["score"] = -largest_score, largest_score
+        found = interval(self.result, known)
+        return None if found is None else found[1]
+
+    def of_head(self, b: Any, h: Any) -> list[Any]:
+        """The operands that are numbers of a batch entry and head, None for the others."""
+        own = lambda ref: ref[0 if ref.shape[0] == 1 else b, 0 if ref.shape[1] == 1 else h]
+        return [None if axis else own(ref) for ref, axis in zip(self.operands, self.axes, strict=True)]
+
+    def on(self, scores: Any, numbers: list[Any], b, h, q_start, kv_start, *, transposed: bool = False) -> "Tile":
+        """A tile of query @ key^T, of queries and keys from there on. numbers: what of_head gave."""
+        return Tile(self, scores, numbers, (b, h), {"q": q_start, "k": kv_start}, 1 if transposed else 0)
+
+
+def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int) -> Mod | None:
+    """The call's score_mod, None where it has none."""
+    if inputs.score_mod is None:
+        return None
+    (batch, q_length, heads), kv_length = inputs.query.shape[:3], inputs.key.shape[1]
+    program = split(inputs.score_mod, mosaic=True)
+
+    def as_read(x, axes):
+        (axis,) = axes & {"q", "k", "d"} or ("",)
+        numbers = x if axis == "d" else x[:, :, :, 0] if axis == "q" else x[:, :, 0]
+        if not axis:
+            return "", numbers[:, :, 0]
+        # Padded with what stands at the ends, lest a program meets what it is not made for: a division by zero past the
+        # queries would be a NaN times the zeros that are there.
+        padded = lambda before, after: jnp.pad(numbers, [(0, 0), (0, 0), (before, after)], mode="edge")
+        if axis == "d":
+            return axis, padded(2 * block_kv, 2 * block_q)
+        block = block_q if axis == "q" else block_kv
+        # A block more: a tile that has none to visit visits the one behind the last.
+        return axis, padded(0, -numbers.shape[2] % block + block)
+
+    operands = program.operands(inputs.score_mod.arrays, (batch, heads, q_length, kv_length))
+    read = [as_read(x, axes) for x, (_, axes) in zip(operands, program.reads, strict=True)]
+    names, numbers = tuple(axis for axis, _ in read), tuple(x for _, x in read)
+    kinds = [(x.dtype, WHOLE if axis == "d" else frozenset(axis)) for axis, x in read]
+    of_program = nodes(program.program, kinds, (q_length, kv_length))
+    return Mod(numbers, names, *of_program, options.scale, no_difference=kv_length - 1 + 2 * block_kv)
+
+
+class Tile:
+    """The program on a tile of scores, eight columns at a time, for which what it takes in between fits registers."""
+
+    def __init__(self, mod: Mod, scores: Any, numbers: list[Any], head: tuple[Any, Any], starts, first: int):
+        self.result, self.slope, self.units = mod.result, mod.slope, mod.units
+        self.raw, self.scale, self.head, self.starts = scores, mod.scale, head, starts
+        self.leaves = dict(zip(mod.leaves, zip(mod.operands, numbers, strict=True), strict=True))
+        self.no_difference = mod.no_difference
+        # The axis of scores that queries, and keys, are.
+        self.dimensions = {"q": first, "k": 1 - first}
+        self.parts = self._parts(scores)
+
+    def _parts(self, scores: Any, tanh_factor: float | None = None) -> "list[Part]":
+        of_rows: dict[Any, Any] = {}
+        columns = [scores[:, i : i + PART] for i in range(0, scores.shape[1], PART)]
+        return [Part(self, x, PART * i, of_rows, tanh_factor) for i, x in enumerate(columns)]
+
+    def scores(self, *, by_warp: bool = False, small: bool = False) -> Any:
+        """The results of the program, in Mod.units.
+
+        by_warp: a warp may take a branch of its own. small: all scores are within tanh_limits.
+        """
+        factor = tanh_factor(self.result) if by_warp or small else None
+        joined = lambda parts: jnp.concatenate([part.whole(self.result, self.units) for part in parts], axis=1)
+        # Below, powers of the factor leave float32.
+        if factor is None or abs(factor * self.scale) < 3e-4:
+            return joined(self.parts)
+        factor *= self.scale
+        if small:
+            return joined(self._parts(self.raw, factor))
+        largest = functools.reduce(jnp.maximum, (jnp.abs(part.raw) for part in self.parts))
+        exact = lambda scores: joined(self._parts(scores))
+        polynomial = lambda scores: joined(self._parts(scores, factor))
+        return lax.cond(any_of_warp_above(largest, tanh_limits(factor)), exact, polynomial, self.raw)
+
+    def times_derivative(self, p: Any, live: Any | None) -> Any:
+        """P, of the scores, times the derivative by them. live: the pairs that the predicate keeps, None if all."""
+        sloped = p * jnp.concatenate([part.whole(self.slope) for part in self.parts], axis=1)
+        # Where a pair has no weight, the derivative may be anything.
+        if self.slope.may_be_infinite:
+            return jnp.where(p > 0, sloped, 0)
+        return sloped if live is None else jnp.where(live, sloped, 0)
+
+
+class Part:
+    """Some columns of a tile. Every value is made where it is first asked for; of_rows: those that the parts share."""
+
+    def __init__(self, tile: Tile, scores: Any, first: int, of_rows: dict[Any, Any], tanh_factor: float | None):
+        self.raw, self.scale, self.shape, self.first = scores, tile.scale, scores.shape, first
+        self.tile_shape, self.no_difference = tile.raw.shape, tile.no_difference
+        self.leaves, self.head, self.dimensions = tile.leaves, tile.head, tile.dimensions
+        self.columns, self.rows = ("q", "k") if tile.dimensions["q"] == 1 else ("k", "q")
+        self.starts, self.first_starts = tile.starts | {self.columns: tile.starts[self.columns] + first}, tile.starts
+        self.made: dict[Any, Any] = {}
+        self.of_rows, self.tanh_factor = of_rows, tanh_factor
+
+    def _memo(self, node: Node) -> dict[Any, Any]:
+        return self.of_rows if all(self.dimensions[axis] == 0 for axis in node.axes) else self.made
+
+    def whole(self, node: Node, factor: float = 1.0) -> Any:
+        return self._broadcast(self._of(node, factor), node.axes, WHOLE)
+
+    def _broadcast(self, x: Any, axes: frozenset[str], wanted: frozenset[str]) -> Any:
+        """x, which differs along some axes, as what differs along more; a number may stay one for a row or column."""
+        if axes == wanted:
+            return x
+        shape = self.shape if wanted == WHOLE else (self.shape[self.dimensions[next(iter(wanted))]],)
+        if not axes:
+            if wanted != WHOLE:
+                return x
+            return lax.broadcast_in_dim(jnp.asarray(x), shape, ())
+        dimension = self.dimensions[next(iter(axes))]
+        if x.dtype == bool:
+            return lax.broadcast_in_dim(jnp.where(x, 1, 0).astype(jnp.int32), shape, (dimension,)) != 0
+        return lax.broadcast_in_dim(x, shape, (dimension,))
+
+    def _of(self, node: Node, factor: float = 1.0) -> Any:
+        """A node's value, times a factor if it is a float."""
+        made = self._memo(node)
+        if (node, factor) not in made:
+            if factor != 1 and node.kind != "score" and (node, 1.0) in made and node.axes == WHOLE:
+                value = made[node, 1.0] * factor
+            else:
+                value = self._make(node, factor)
+            made[node, factor] = value
+        return made[node, factor]
+
+    def _inputs(self, node: Node, *factors: float) -> list[Any]:
+        factors = factors or (1.0,) * len(node.inputs)
+        values = [self._of(x, factor) for x, factor in zip(node.inputs, factors, strict=True)]
+        is_literal = [x.kind == "literal" for x in node.inputs]
+        return [
+            x if literal else self._broadcast(x, of.axes, node.axes)
+            for x, of, literal in zip(values, node.inputs, is_literal, strict=True)
+        ]
+
+    def _make(self, node: Node, factor: float) -> Any:
+        kind, inputs = node.kind, node.inputs
+        if kind == "literal":
+            return float(node.value) * factor if node.is_float else node.value.item()
+        if kind == "score":
+            return self.raw * (self.scale * factor)
+        if kind in ("q", "k"):
+            return self._index(kind, self.starts)
+        if kind == "operand":
+            return self._operand(node) * factor if factor != 1 else self._operand(node)
+        if not node.is_float:
+            return self._integer(node)
+        if kind == "convert_element_type":
+            (x,) = inputs
+            value = self._as_float(x) if x.bound is not None and x.bound <= EXACT else None
+            if value is None:
+                value = jnp.where(self._of(x), 1.0, 0.0) if x.dtype == bool else self._of(x).astype(node.dtype)
+            return value * factor if factor != 1 else value
+        if kind in ("add", "add_any", "sub"):
+            a, b = self._inputs(node, factor, factor)
+            return a - b if kind == "sub" else a + b
+        if kind == "neg":
+            return self._of(inputs[0], -factor)
+        if kind == "mul":
+            a, b = inputs
+            if a.kind == "literal" or (b.kind != "literal" and len(a.axes) < len(b.axes)):
+                a, b = b, a
+            if b.kind == "literal":
+                return self._of(a, float(b.value) * factor)
+            if not b.axes and a.kind == "convert_element_type" and _is_exact_difference(a.inputs[0]):
+                return self._difference(a.inputs[0].inputs[0].kind, self._of(b, factor))
+            # The factor is best on what is small, and does not have to be made.
+            node = dataclasses.replace(node, inputs=(a, b))
+            a, b = self._inputs(node, 1.0, factor)
+            return a * b
+        if kind == "div" and inputs[1].kind == "literal":
+            return self._of(inputs[0], factor / float(inputs[1].value))
+        if kind == "div":
+            a, b = self._inputs(node, factor, 1.0)
+            return a / b
+        if kind == "select_n":
+            which, no, yes = self._inputs(node, 1.0, factor, factor)
+            return jnp.where(which, yes, no)
+        if kind == "tanh" and self.tanh_factor is not None:
+            return tanh_polynomial(self.raw, self.tanh_factor, factor)
+        if kind in ("tanh", "logistic"):  # 1 - 2 / (1 + exp(2 x)) and 1 / (1 + exp(-x))
+            is_tanh = kind == "tanh"
+            made = self._memo(node)
+            if (node, "half") not in made:
+                power = self._of(inputs[0], (2 if is_tanh else -1) * LOG2E)
+                inverse = reciprocal if node.axes == WHOLE else lambda x: 1 / x
+                made[node, "half"] = inverse(1 + jnp.exp2(power))
+            half = made[node, "half"]
+            return factor - half * (2 * factor) if is_tanh else half * factor if factor != 1 else half
+        if kind in ("max", "min") and factor > 0:
+            a, b = self._inputs(node, factor, factor)
+            return jnp.maximum(a, b) if kind == "max" else jnp.minimum(a, b)
+        value = self._float(node)
+        return value * factor if factor != 1 else value
+
+    def _float(self, node: Node) -> Any:
+        kind = node.kind
+        if kind == "exp":
+            return jnp.exp2(self._of(node.inputs[0], LOG2E))
+        values = self._inputs(node)
+        x = values[0]
+        if kind == "sign":
+            return jnp.where(x > 0, 1.0, jnp.where(x < 0, -1.0, 0.0))
+        if kind == "integer_pow":
+            power = node.params["y"]
+            result = functools.reduce(lambda a, b: a * b, [x] * abs(power))
+            return result if power > 0 else 1 / result
+        return FLOATS[kind](*values)
+
+    def _integer(self, node: Node) -> Any:
+        """An int or a bool as an integer of the kernel."""
+        kind, (x, *_) = node.kind, node.inputs
+        if kind == "convert_element_type":
+            value = self._of(x)
+            return jnp.where(value, 1, 0).astype(node.dtype) if x.dtype == bool else value.astype(node.dtype)
+        if kind == "neg":
+            return 0 - self._of(x)
+        if kind == "not":
+            return ~self._of(x)
+        values = self._inputs(node)
+        if kind == "select_n":
+            return jnp.where(values[0], values[2], values[1])
+        if kind in ("div", "rem"):
+            a, b = (jnp.full(self.shape, v, node.dtype) if jnp.ndim(v) == 0 else v for v in values)
+            return lax.div(a, b) if kind == "div" else lax.rem(a, b)
+        return INTEGERS[kind](*values)
+
+    def _operand(self, node: Node) -> Any:
+        ref, number = self.leaves[node]
+        if not node.axes:
+            return number
+        if node.axes == WHOLE:
+            return self._of_differences(node, of_head(ref, *self.head))
+        (axis,) = node.axes
+        size = self.shape[self.dimensions[axis]]
+        layout = ROW if self.dimensions[axis] == 0 else COLUMN
+        rows = of_head(ref, *self.head).at[pl.ds(self.starts[axis], size)]
+        return plgpu.load(rows, layout=layout, optimized=False)
+
+    def _of_differences(self, node: Node, ref: Any) -> Any:
+        """The numbers that ref has for the differences of the pairs."""
+        start = self.first_starts["q"] - self.first_starts["k"] + self.no_difference
+        first, before = self.of_rows.get((node, "part"), (None, None))
+        before = before if first == self.first - PART else None
+        is_transposed = self.columns == "q"
+        part = relative_reads.load(ref, start, self.tile_shape, self.first, before, transposed=is_transposed)
+        self.of_rows[node, "part"] = self.first, part
+        return part
+
+    def _index(self, axis: str, starts: dict[str, Any]) -> Any:
+        dimension = self.dimensions[axis]
+        layout = ROW if dimension == 0 else COLUMN
+        return starts[axis] + plgpu.broadcasted_iota(jnp.int32, (self.shape[dimension],), 0, layout=layout)
+
+    def _as_float(self, node: Node) -> Any:
+        """An integer of which `bound` is known, in float32."""
+        made = self._memo(node)
+        if (node, "float") not in made:
+            made[node, "float"] = self._make_float(node)
+        return made[node, "float"]
+
+    def _make_float(self, node: Node) -> Any:
+        if node.kind == "literal":
+            return float(node.value)
+        if node.kind in ("q", "k"):
+            if self.dimensions[node.kind] == 0:
+                return self._of(node).astype(jnp.float32)
+            if node not in self.of_rows:
+                self.of_rows[node] = self._index(node.kind, self.first_starts).astype(jnp.float32)
+            return self.of_rows[node] + float(self.first)
+        if _is_exact_difference(node):
+            return self._difference(node.inputs[0].kind)
+        if node.kind == "neg":
+            return -self._as_float(node.inputs[0])
+        values = [
+            x if of.kind == "literal" else self._broadcast(x, of.axes, node.axes)
+            for of, x in ((of, self._as_float(of)) for of in node.inputs)
+        ]
+        operations: dict[str, Callable[..., Any]]
+        operations = {"add": jnp.add, "sub": jnp.subtract, "abs": jnp.abs, "max": jnp.maximum, "min": jnp.minimum}
+        return operations[node.kind](*values)
+
+    def _difference(self, first: str, factor: Any = 1.0) -> Any:
+        """q - k, or k - q if k is first, times a number: of eight columns, and so much more or less of the next."""
+        columns, rows = self.columns, self.rows
+        sign = 1.0 if first == columns else -1.0
+        memo = self.of_rows.setdefault("difference", {})
+        if first not in memo:
+            iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, self.shape, layout=WGMMA)
+            number = (self.first_starts[columns] - self.first_starts[rows]) + (iota(1) - iota(0))
+            memo[first] = number.astype(jnp.float32) * sign
+        if isinstance(factor, float) and factor == 1:
+            return memo[first] + sign * self.first
+        # One after the other: every part's own distance times the number would be kept from one step to the next.
+        new = factor, [memo[first] * factor], factor * (sign * PART)
+        _, values, step = memo.setdefault((first, id(factor)), new)
+        while len(values) * PART <= self.first:
+            values.append(values[-1] + step)
+        return values[self.first // PART]
+
+
+def _is_exact_difference(node: Node) -> bool:
+    """Whether it is the difference of a query and a key, of a size that float32 has exactly."""
+    return is_difference(node) and node.bound is not None and node.bound <= EXACT
+
+
+FLOATS: dict[str, Callable[..., Any]] = {
+    "abs": jnp.abs,
+    "exp2": jnp.exp2,
+    "expm1": lambda x: jnp.exp2(x * LOG2E) - 1,
+    "log": lax.log,
+    "log1p": lambda x: lax.log(1 + x),
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "one_minus_square": lambda x: 1 - x * x,
+    "rsqrt": lax.rsqrt,
+    "sqrt": lax.sqrt,
+    "square": lambda x: x * x,
+}
+INTEGERS: dict[str, Callable[..., Any]] = {
+    "abs": lambda x: jnp.maximum(x, 0 - x),
+    "add": lambda a, b: a + b,
+    "and": lambda a, b: a & b,
+    "eq": lambda a, b: a == b,
+    "ge": lambda a, b: a >= b,
+    "gt": lambda a, b: a > b,
+    "le": lambda a, b: a <= b,
+    "lt": lambda a, b: a < b,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "mul": lambda a, b: a * b,
+    "ne": lambda a, b: a != b,
+    "or": lambda a, b: a | b,
+    "sign": lambda x: jnp.where(x > 0, 1, jnp.where(x < 0, -1, 0)),
+    "square": lambda x: x * x,
+    "sub": lambda a, b: a - b,
+    "xor": lambda a, b: a ^ b,
+}

@@ -1,0 +1,49 @@
+"""The block of keys and values that kv_lengths ends in, without what stands past it.
+
+A key past kv_lengths has a weight of 0, but 0 times a NaN or an infinity, which a cache or padding may hold, is a NaN.
+The Hopper kernels load this block, of zeros past the length, in place of the caller's.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jax_kernels.inputs.attention import AttentionInputs
+from jax_kernels.masks.limits import key_lengths
+
+__all__ = ["CleanEnd", "clean_end"]
+
+
+class CleanEnd(NamedTuple):
+    """lengths: [B] int32. key, value: [B, block, Hkv, D], the rows from lengths // block * block on."""
+
+    lengths: Any
+    key: Any
+    value: Any
+
+    def load(self, b: Any, start: Any, rows: int, whole: Callable[[], None], end: Callable[[], None]) -> None:
+        """Calls end(), which loads from these arrays, for rows from `start` that reach past the length, else whole().
+
+        Every row that is past the length counts for nothing: any zeros will do for it.
+        """
+        reaches_past = start + rows > self.lengths[b]
+        pl.when(reaches_past)(end)
+        pl.when(jnp.logical_not(reaches_past))(whole)
+
+
+def clean_end(inputs: AttentionInputs, key: jax.Array, value: jax.Array, block: int) -> CleanEnd | None:
+    """None where the call has no kv_lengths. key, value: those of the inputs, padded. block: what is loaded at once."""
+    lengths = key_lengths(inputs)
+    if lengths is None:
+        return None
+    rows = lengths[:, None] // block * block + jnp.arange(block, dtype=jnp.int32)
+    counts = (rows < lengths[:, None])[:, :, None, None]
+
+    def of(x: jax.Array) -> jax.Array:
+        taken = jnp.take_along_axis(x, rows[:, :, None, None], axis=1, mode="clip")
+        return jnp.where(counts, taken, jnp.zeros((), x.dtype))
+
+    return CleanEnd(lengths, of(key), of(value))

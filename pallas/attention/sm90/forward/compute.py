@@ -1,0 +1,181 @@
+"""The compute warpgroups of the Hopper forward kernels: what the 16-bit and the 8-bit forward have in common.
+
+A step issues S = Q K^T of one block of keys and O += P V of the block before, and computes the softmax of S while the
+second product runs.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention.sm90.features.bias import Stage
+from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, PingPong, Ring, WorkTile
+from jax_kernels.pallas.mosaic.tile_scheduler import Fetched
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopState:
+    """The state of the loop over keys: P of the last block, not yet multiplied by V, and the softmax so far.
+
+    row_max, row_sum: see softmax.py. slot: the last block's.
+    """
+
+    p: Any
+    row_max: Any
+    row_sum: Any
+    slot: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileSums:
+    """The results of a loop over keys: O before its division by the sums, and the slot of the last block."""
+
+    acc: Any
+    row_max: Any
+    row_sum: Any
+    slot: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accumulators:
+    """The registers that wgmma adds to, float32. acc_ref: O, [64, v_head_dim]. s_ref: S, [64, block_kv]."""
+
+    acc_ref: Any
+    s_ref: Any
+
+
+def with_accumulators(run: Callable[[Accumulators], Any], *, v_head_dim: int, block_kv: int) -> Any:
+    """run(accumulators), the first of which starts from zeros, for 64 queries."""
+    return pl.run_scoped(
+        lambda acc_ref, s_ref: run(Accumulators(acc_ref=acc_ref, s_ref=s_ref)),
+        plgpu.ACC((64, v_head_dim), jnp.float32),
+        plgpu.ACC((64, block_kv), jnp.float32),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exponentials:
+    """A step's softmax: P = exp2(S - row_max), the new row_max and row_sum, and the factor alpha for O.
+
+    rescaled(acc, alpha): O under the new maximum.
+    """
+
+    p: Any
+    row_max: Any
+    row_sum: Any
+    alpha: Any
+    rescaled: Callable[[Any, Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComputeWarpgroup(abc.ABC):
+    """Compute warpgroup number w, which owns 64 queries of every work tile.
+
+    A subclass says how products are issued and how P is computed. `tile`: its state of a work tile. bias: the stage of
+    a step's bias, None without one.
+    """
+
+    kv_loop: KvLoop
+    pingpong: PingPong
+    ring: Ring
+    fetched: Fetched
+    w: int
+    bias: Stage | None = None
+
+    def run(self) -> None:
+        """Computes the warpgroup's queries of all work tiles of the CTA."""
+        self.ring.free()
+        if self.bias is not None:
+            plgpu.barrier_arrive(self.bias.free)
+        self.pingpong.start(self.w)
+        self.load_q(self.kv_loop.first_tile(), 0)
+        self.kv_loop.for_each_tile(self.run_tile)
+        self.pingpong.end(self.w)
+        plgpu.wait_smem_to_gmem(0)
+
+    def own_tile(self, index: Any, slot: Any) -> tuple[WorkTile, Any]:
+        """(the warpgroup's part of tile number `index`, the slot of its first block): blocks of others are skipped."""
+        whole = self.kv_loop.work_tile(index)
+        own = self.kv_loop.own(whole, self.w)
+
+        def skip(_, slot):
+            self.pingpong.wait(self.w)
+            self.pingpong.pass_on(self.w)
+            self.ring.skip(slot)
+            if self.bias is not None:
+                plgpu.barrier_wait(self.bias.ready)
+                plgpu.barrier_arrive(self.bias.free)
+            return self.ring.following(slot)
+
+        if self.kv_loop.same_blocks:
+            return own, slot
+        return own, lax.fori_loop(0, whole.blocks.count - own.blocks.count, skip, slot)
+
+    def first_scores(self, tile: Any, slot: Any, to: Accumulators) -> Any:
+        """S of the first block, beside which no other product runs."""
+        plgpu.barrier_wait(self.ring.k_ready.at[slot])
+        self.pingpong.wait(self.w)
+        self.issue_scores(tile, slot, to)  # S = Q K^T
+        self.pingpong.pass_on(self.w)
+        return self.scores(tile, 0, slot, to, is_first=True)
+
+    def mma_step(self, tile: Any, to: Accumulators, step: Any, state: LoopState) -> LoopState:
+        """S = Q K^T of the block of this step, O += P V of the block before, and P of this block."""
+        last_slot, slot = state.slot, self.ring.following(state.slot)
+        plgpu.barrier_wait(self.ring.k_ready.at[slot])
+        self.pingpong.wait(self.w)
+        self.issue_scores(tile, slot, to)  # S = Q K^T
+        self.issue_values(state.p, last_slot, to)  # O += P V
+        self.pingpong.pass_on(self.w)
+        s = self.scores(tile, step, slot, to, is_first=False)
+        new = self.softmax_step(tile, s, step, state)
+        p, row_max, row_sum, alpha = lax.optimization_barrier((new.p, new.row_max, new.row_sum, new.alpha))
+        # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
+        plgpu.barrier_wait(self.ring.v_ready.at[slot])
+        acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
+        plgpu.barrier_arrive(self.ring.v_free.at[last_slot])
+        # P stays float32 until the product that read the last P has ended (ptxas C7513).
+        acc, p = lax.optimization_barrier((acc, p))
+        acc, p = self.rescaled_and_rounded(acc, p, lambda acc: new.rescaled(acc, alpha))
+        to.acc_ref[...] = acc
+        return LoopState(p=p, row_max=row_max, row_sum=row_sum, slot=slot)
+
+    @abc.abstractmethod
+    def load_q(self, index: Any, turn: Any) -> None:
+        """Starts the copy of the warpgroup's queries of tile number `index`, the CTA's tile number `turn`."""
+
+    @abc.abstractmethod
+    def run_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+        """Computes tile number `index`, whose first block is in `slot`: (the following tile, the next slot)."""
+
+    @abc.abstractmethod
+    def issue_scores(self, tile: Any, slot: Any, to: Accumulators) -> None:
+        """Starts S = Q K^T."""
+
+    @abc.abstractmethod
+    def issue_values(self, p: Any, slot: Any, to: Accumulators) -> None:
+        """Starts O += P V."""
+
+    @abc.abstractmethod
+    def scores(self, tile: Any, step: Any, slot: Any, to: Accumulators, *, is_first: bool) -> Any:
+        """Waits for S, frees the keys, and gives the scores as the softmax takes them.
+
+        is_first: no product O += P V runs beside S; in other steps it goes on.
+        """
+
+    @abc.abstractmethod
+    def softmax_step(self, tile: Any, s: Any, step: Any, state: LoopState) -> Exponentials:
+        """P of a block that is not the first, in float32."""
+
+    @abc.abstractmethod
+    def rescaled_and_rounded(self, acc: Any, p: Any, rescaled: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """(O under the new maximum, P as an operand of O += P V)."""

@@ -1,0 +1,362 @@
+"""Attention forward on Hopper in 8 bits: forward_compute.py's loop with e4m3 query, key, value and P.
+
+Per tile of 64 x block_kv, the 4 * 64 * block_kv * head_dim FLOPs take half as long as in 16 bits, and the
+64 * block_kv exp2 take as long. At head_dim 128 a tile's products take 512 cycles, and so do its exponentials.
+
+wgmma takes 8-bit operands only with the contracted axis contiguous. For P V that is the axis of the keys, so
+fp8_values.py transposes the values beforehand. Q K^T leaves P spread over the threads in pairs of keys, and P V takes
+it in quadruples. P stays where it is; the values' keys are permuted to match (KEY_ORDER).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention import block_ranges, softmax
+from jax_kernels.pallas.attention.passes import fp8_values
+from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall
+from jax_kernels.pallas.attention.sm90.forward.compute import (
+    Accumulators,
+    ComputeWarpgroup,
+    Exponentials,
+    LoopState,
+    TileSums,
+    with_accumulators,
+)
+from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, PingPong, Ring, WorkTile, run_warpgroups
+from jax_kernels.pallas.mosaic import interpreter, registers
+from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.layouts import SWIZZLED, WGMMA
+from jax_kernels.pallas.mosaic.smem_tiles import pad_for_tma
+from jax_kernels.pallas.mosaic.tile_scheduler import Fetched, Shape, TileScheduler
+
+E4M3 = jnp.float8_e4m3fn
+# LARGEST_P: log2 of P at a row's maximum. LIMIT: log2 of the largest P for which that maximum is kept. e4m3 has normal
+# numbers from 2**-6 to 448: scores may rise by 2.75 before anything is rescaled, and fall by 12 before P loses digits.
+LARGEST_P = 6.0
+LIMIT = 8.75
+
+
+def swizzled(columns: int):
+    """The transforms of 8-bit tiles with this many columns, as wgmma reads them."""
+    swizzle = math.gcd(columns, 128)
+    return plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+
+
+def as_operand(p):
+    """Rounds P, float32 [64, block_kv], to e4m3: the first operand of wgmma, with its keys in KEY_ORDER."""
+    if interpreter.INTERPRETED:
+        return reorder_keys(p, axis=1).astype(E4M3)
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(p.shape, E4M3, layout=plgpu.Layout.WGMMA_8BIT)
+    )
+    def convert(_, p):
+        import numpy as np
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        quadruple = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+        assembly = (
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+            "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+        )
+        pairs = p.registers.reshape(-1, 2, 2)  # 16 keys, 8 keys, 8 rows
+        registers = np.empty((len(pairs), 2), dtype=object)
+        for group, rows in np.ndindex(registers.shape):
+            numbers = [
+                vector.extract(pairs[group, half, rows], dynamic_position=[], static_position=[i])
+                for half in range(2)
+                for i in range(2)
+            ]
+            packed = llvm.inline_asm(i32, numbers, assembly, "=r,f,f,f,f")
+            registers[group, rows] = utils.bitcast(packed, quadruple)
+        layout = fragmented_array.WGMMA_LAYOUT_8BIT
+        shape = layout.registers_shape(tuple(p.shape))
+        return fragmented_array.FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=None)
+
+    return convert(p)
+
+
+def reorder_keys(x: jax.Array, axis: int) -> jax.Array:
+    """x with every 16 keys along `axis` in KEY_ORDER."""
+    shape = x.shape
+    x = x.reshape(*shape[:axis], -1, 2, 4, 2, *shape[axis + 1 :])
+    return x.swapaxes(axis + 1, axis + 2).reshape(shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrays:
+    """The arrays that the kernel reads, in device memory, in the order of its operands.
+
+    bounds: None where they are known when tracing. counter: TileScheduler.counter's. factors: [B, H, 2] float32, of the
+    scores and of the output. value: transposed, see fp8_values.py.
+    """
+
+    bounds: Any
+    counter: Any
+    factors: Any
+    key: Any
+    query: Any
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scratch:
+    """A CTA's memory, as pl.run_scoped takes and gives it.
+
+    q_smem, out_smem: a tile for each compute warpgroup. k_smem, v_smem: a block for each slot of the ring.
+    """
+
+    q_smem: Any
+    out_smem: Any
+    k_smem: Any
+    v_smem: Any
+    q_ready: Any
+    ring: Ring
+    fetched: Fetched
+
+    @classmethod
+    def of(cls, config: Any, head_dim: int, v_head_dim: int, scheduler: TileScheduler) -> "Scratch":
+        compute_wgs, block_kv, stages = config.compute_warpgroups, config.block_kv, config.stages
+        tile_smem = lambda *shape: plgpu.SMEM(shape, E4M3, transforms=swizzled(shape[-1]))
+        return cls(
+            q_smem=tile_smem(compute_wgs, 64, head_dim),
+            out_smem=plgpu.SMEM((compute_wgs, 64, v_head_dim), jnp.bfloat16, transforms=SWIZZLED),
+            k_smem=tile_smem(stages, block_kv, head_dim),
+            v_smem=tile_smem(stages, v_head_dim, block_kv),
+            q_ready=plgpu.Barrier(num_barriers=compute_wgs),
+            ring=Ring.scratch(stages, compute_wgs),
+            fetched=scheduler.scratch(compute_wgs + 1),
+        )
+
+
+def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factors, *, config, core_count, interpret):
+    """(out [B, T, H, Dv] bfloat16, lse [B, H, T] float32).
+
+    inputs: query, key and value e4m3, kv_lengths and q_offset. options: is_causal, q_offset. factors: [B, H, 2]
+    float32, the positive factor of the scores and the factor of the output. config: AttentionForwardFp8Sm90.
+    """
+    q_length, v_head_dim = inputs.query.shape[1], inputs.value.shape[-1]
+    query, key = pad_for_tma(inputs.query), pad_for_tma(inputs.key)
+    value = fp8_values.transposed(inputs.value, inputs.kv_lengths, interpret=interpret)
+    scheduler = TileScheduler(
+        shapes=(Shape.of(query.shape[0], query.shape[2], q_length, config.block_q),),
+        is_causal=options.is_causal,
+        heads_together=config.heads_together,
+        dynamic=config.dynamic and not interpret,
+        core_count=core_count,
+    )
+    arrays = Arrays(
+        bounds=block_ranges.bounds_array(inputs, options),
+        factors=factors,
+        query=query,
+        key=key,
+        value=value,
+        counter=scheduler.counter(),
+    )
+    out, lse = _run(arrays, scheduler, options, LaunchCall.of(inputs, options), config=config, interpret=interpret)
+    return out[:, :q_length, :, :v_head_dim], lse[..., :q_length]
+
+
+def _run(
+    arrays: Arrays, scheduler: TileScheduler, options: AttentionOptions, call: LaunchCall, *, config, interpret: bool
+):
+    """Launches the kernel: (out, lse). The rows of lse are whole blocks."""
+    batch, q_length, heads, head_dim = arrays.query.shape
+    v_head_dim = arrays.value.shape[2]
+    leaves, tree = jax.tree.flatten(arrays)
+
+    def entry(*refs):
+        *given, out_gmem, lse_gmem = refs
+        given = jax.tree.unflatten(tree, given)
+
+        def body(scratch: Scratch) -> None:
+            wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+            kv_loop = KvLoop(
+                cta=cta,
+                scheduler=scheduler,
+                options=options,
+                calls=(call,),
+                block_q=config.block_q,
+                block_kv=config.block_kv,
+                bounds=given.bounds,
+            )
+            pingpong = PingPong.of(config, interpret=interpret)
+
+            def compute(w: int) -> None:
+                Compute(
+                    kv_loop=kv_loop,
+                    pingpong=pingpong,
+                    ring=scratch.ring,
+                    fetched=scratch.fetched,
+                    w=w,
+                    arrays=given,
+                    scratch=scratch,
+                    out_gmem=out_gmem,
+                    lse_gmem=lse_gmem,
+                ).run()
+
+            run_warpgroups(wg, config, compute, Loader(arrays=given, scratch=scratch, kv_loop=kv_loop).run)
+
+        pl.run_scoped(body, Scratch.of(config, head_dim, v_head_dim, scheduler), collective_axes="wg")
+
+    kernel = launch(
+        entry,
+        "attention_forward_fp8_sm90",
+        out_type=(
+            jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), jnp.bfloat16),
+            jax.ShapeDtypeStruct((batch, heads, scheduler.shapes[0].blocks * config.block_q), jnp.float32),
+        ),
+        ctas=scheduler.ctas,
+        warpgroups=config.compute_warpgroups + 1,
+        semantics=plgpu.LoweringSemantics.Lane,
+        interpret=interpret,
+        reduction_scratch_bytes=0,  # no reduction leaves a warp
+    )
+    return kernel(*leaves)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loader:
+    """The memory warpgroup of a CTA: it loads the blocks of keys and values that work tiles visit."""
+
+    arrays: Arrays
+    scratch: Scratch
+    kv_loop: KvLoop
+
+    def run(self) -> None:
+        self.kv_loop.for_each_tile(self._load_tile)
+
+    def _load_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+        """Loads the blocks of tile number `index` from `slot` on: (the following tile, the next slot)."""
+        scheduler, ring, fetched = self.kv_loop.scheduler, self.scratch.ring, self.scratch.fetched
+        scheduler.fetch(self.arrays.counter, fetched, turn)
+        tile = self.kv_loop.work_tile(index)
+        load_k, load_v = functools.partial(self._load_k, tile), functools.partial(self._load_v, tile)
+        slot = ring.fill(slot, tile.blocks.count, load_k, load_v)
+        return scheduler.following(fetched, index, turn), ring.following(slot)
+
+    def _load_k(self, tile: WorkTile, step: Any, slot: Any) -> None:
+        ring, block_kv = self.scratch.ring, self.kv_loop.block_kv
+        plgpu.barrier_wait(ring.k_free.at[slot])
+        keys = self.arrays.key.at[tile.b, pl.ds(tile.blocks.at(step) * block_kv, block_kv), tile.kv_head]
+        plgpu.copy_gmem_to_smem(keys, self.scratch.k_smem.at[slot], ring.k_ready.at[slot])
+
+    def _load_v(self, tile: WorkTile, step: Any, slot: Any) -> None:
+        ring, block_kv = self.scratch.ring, self.kv_loop.block_kv
+        plgpu.barrier_wait(ring.v_free.at[slot])
+        values = self.arrays.value.at[tile.b, tile.kv_head, :, pl.ds(tile.blocks.at(step) * block_kv, block_kv)]
+        plgpu.copy_gmem_to_smem(values, self.scratch.v_smem.at[slot], ring.v_ready.at[slot])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryTile:
+    """A warpgroup's 64 queries of tile number `index`. scale: what S is multiplied by."""
+
+    index: Any
+    own: WorkTile
+    scale: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute(ComputeWarpgroup):
+    """A compute warpgroup of the 8-bit forward."""
+
+    arrays: Arrays
+    scratch: Scratch
+    out_gmem: Any
+    lse_gmem: Any
+
+    def load_q(self, index: Any, turn: Any) -> None:
+        tile = self.kv_loop.work_tile(index)
+        rows = pl.ds(tile.q_start + self.w * 64, 64)
+        queries = self.arrays.query.at[tile.b, rows, tile.q_head]
+        plgpu.copy_gmem_to_smem(queries, self.scratch.q_smem.at[self.w], self.scratch.q_ready.at[self.w])
+
+    def run_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+        scheduler, v_head_dim = self.kv_loop.scheduler, self.arrays.value.shape[2]
+        own, slot = self.own_tile(index, slot)
+        plgpu.barrier_wait(self.scratch.q_ready.at[self.w])
+        tile = QueryTile(index=index, own=own, scale=self.arrays.factors[own.b, own.h, 0])
+        attend = functools.partial(self.attend, tile, slot)
+        sums = with_accumulators(attend, v_head_dim=v_head_dim, block_kv=self.kv_loop.block_kv)
+        following = scheduler.following(self.fetched, index, turn)
+
+        @pl.when(following < scheduler.count)
+        def _():
+            self.load_q(following, turn)
+
+        self.epilogue(index, sums)
+        return following, self.ring.following(sums.slot)
+
+    def attend(self, tile: QueryTile, slot: Any, to: Accumulators) -> TileSums:
+        """O = P V over all blocks of keys, not yet divided by the sums."""
+        s = self.first_scores(tile, slot, to)
+        row_max, row_sum = softmax.start(64)
+        p, row_max, row_sum, _ = softmax.step(s, row_max, row_sum, tile.scale, LARGEST_P)
+        state = LoopState(p=as_operand(p), row_max=row_max, row_sum=row_sum, slot=slot)
+        plgpu.barrier_wait(self.ring.v_ready.at[slot])
+        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(self.mma_step, tile, to), state)
+        self.issue_values(state.p, state.slot, to)  # O += P V
+        acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
+        plgpu.barrier_arrive(self.ring.v_free.at[state.slot])
+        return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot)
+
+    def issue_scores(self, tile: QueryTile, slot: Any, to: Accumulators) -> None:
+        to.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.kv_loop.block_kv), jnp.float32), WGMMA)
+        plgpu.wgmma(to.s_ref, self.scratch.q_smem.at[self.w], self.scratch.k_smem.at[slot].transpose((1, 0)))
+
+    def issue_values(self, p: Any, slot: Any, to: Accumulators) -> None:
+        plgpu.wgmma(to.acc_ref, p, self.scratch.v_smem.at[slot].transpose((1, 0)))
+
+    def scores(self, tile: QueryTile, step: Any, slot: Any, to: Accumulators, *, is_first: bool) -> Any:
+        kv_loop = self.kv_loop
+        s = plgpu.wgmma_accumulator_load(to.s_ref, wait_n=0 if is_first else 1)
+        plgpu.barrier_arrive(self.ring.k_free.at[slot])
+        s = lax.optimization_barrier(s)
+        if not kv_loop.has_partial or (kv_loop.only_first_partial and not is_first):
+            return s
+        # One loop with a branch: two loops were slower.
+        masked = lambda s: kv_loop.masked(s, tile.index, registers.as_int32(step), self.w)
+        return lax.cond(tile.own.blocks.is_partial(step), masked, lambda s: s, s)
+
+    def softmax_step(self, tile: QueryTile, s: Any, step: Any, state: LoopState) -> Exponentials:
+        p, row_max, row_sum, alpha, rises = softmax.lazy_step(
+            s, state.row_max, state.row_sum, tile.scale, LARGEST_P, LIMIT, registers.any_of_warp_above
+        )
+
+        def rescaled(acc, alpha):
+            full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            return lax.cond(rises, full, lambda acc: acc, acc)
+
+        return Exponentials(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
+
+    def rescaled_and_rounded(self, acc: Any, p: Any, rescaled: Callable[[Any], Any]) -> tuple[Any, Any]:
+        acc, p = lax.optimization_barrier((rescaled(acc), p))
+        return acc, as_operand(p)
+
+    def epilogue(self, index: Any, sums: TileSums) -> None:
+        """O = diag(1 / row_sum) O, lse = log(row_sum) + row_max, and their stores."""
+        tile, out_smem = self.kv_loop.work_tile(lax.optimization_barrier(index)), self.scratch.out_smem.at[self.w]
+        b, h, q_start = tile.b, tile.h, tile.q_start + self.w * 64
+        inverse, lse = softmax.finish(sums.row_max, sums.row_sum, may_be_dead=self.kv_loop.may_be_dead)
+        acc = sums.acc * lax.broadcast_in_dim(inverse * self.arrays.factors[b, h, 1], sums.acc.shape, [0])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
+        out_smem[...] = acc.astype(jnp.bfloat16)
+        self.lse_gmem[b, h, pl.ds(q_start, 64)] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, self.out_gmem.at[b, pl.ds(q_start, 64), h])

@@ -1,0 +1,375 @@
+"""The attention forward's kernel on Hopper: a TMA producer, and warpgroups that overlap wgmma and softmax.
+
+Each of two or three compute warpgroups owns 64 queries. In a step it issues S = Q K^T of this block of keys and
+O += P V of the block before, and computes the softmax of S while the second product runs. A CTA is persistent: it takes
+work tiles of (batch, head, block of queries), whose blocks of keys come from block_ranges.py or from a mask's lists
+(block_lists.py). The memory warpgroup is in forward_load.py, the step in forward_compute.py.
+
+Per tile of 64 x block_kv: 4 * 64 * block_kv * head_dim FLOPs on the tensor cores and 64 * block_kv exp2; keys
+and values are read from shared memory once per warpgroup. At head_dim 128 the two take about the same time,
+which is why they have to overlap.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention import softmax
+from jax_kernels.pallas.attention.sm90.features.bias import Bias
+from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall, of_call
+from jax_kernels.pallas.attention.sm90.features.softcap import tanh_polynomial
+from jax_kernels.pallas.attention.sm90.forward.compute import (
+    Accumulators,
+    ComputeWarpgroup,
+    Exponentials,
+    LoopState,
+    TileSums,
+    with_accumulators,
+)
+from jax_kernels.pallas.attention.sm90.forward.load import Loader
+from jax_kernels.pallas.attention.sm90.forward.loop import PingPong, WorkTile, run_warpgroups
+from jax_kernels.pallas.attention.sm90.forward.scores import QueryTile, ScoreOps
+from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Plan, Results, Scratch, Smem
+from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
+from jax_kernels.pallas.mosaic.registers import all_of_warp, as_int32
+from jax_kernels.pallas.mosaic.tile_scheduler import TileScheduler
+
+
+def run(
+    arrays: Arrays,
+    scheduler: TileScheduler,
+    options: Any,
+    calls: tuple[LaunchCall, ...],
+    *,
+    out_dtype: Any,
+    config: Any,
+    interpret: bool,
+) -> Results:
+    """Launches the kernel. With an lse, and a bias or a score_mod that may mask, the results have an excess."""
+    plan = Plan.of(arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret)
+    leaves, tree = jax.tree.flatten(arrays)
+    bias = arrays.bias or Bias()
+
+    def entry(*refs):
+        given = jax.tree.unflatten(tree, refs[: len(leaves)])
+        results = Results.of(refs[len(leaves) :], len(calls))
+        body = functools.partial(_body, plan, given, results)
+        pl.run_scoped(body, Scratch.of(plan, bias), collective_axes="wg")
+
+    shape = jax.ShapeDtypeStruct
+    # Stores from registers do not end where the rows do.
+    rows = [of.blocks * config.block_q if plan.stores_registers else None for of in scheduler.shapes]
+    outs = [
+        shape((query.shape[0], whole or query.shape[1], call.heads, plan.v_head_dim), out_dtype)
+        for query, call, whole in zip(arrays.query, calls, rows, strict=True)
+    ]
+    lses = [
+        shape((of.batch, of.heads, _stored_rows(call.q_length, of.blocks * config.block_q)), jnp.float32)
+        for call, of in zip(calls, scheduler.shapes, strict=True)
+    ]
+    kernel = launch(
+        entry,
+        "attention_forward_sm90",
+        out_type=(*outs, *(lses if plan.has_lse else ()), *(lses if plan.has_excess else ())),
+        ctas=scheduler.ctas,
+        warpgroups=config.compute_warpgroups + 1,
+        semantics=plgpu.LoweringSemantics.Lane,
+        interpret=interpret,
+    )
+    return Results.of(kernel(*leaves), len(calls))
+
+
+def _stored_rows(length: int, whole: int) -> int:
+    """The rows of an array [B, H, rows] float32 of `length` queries. whole: as many as their blocks have.
+
+    Bulk copies take whole 16 bytes. Where a row ends between two, it is stored to the end of its block.
+    """
+    return length if length % 4 == 0 else whole
+
+
+def _body(plan: Plan, arrays: Arrays, results: Results, scratch: Scratch) -> None:
+    """The work of one CTA."""
+    wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+    smem, kv_loop = Smem.of(plan, scratch), plan.kv_loop(arrays, cta)
+    loader = Loader(plan=plan, arrays=arrays, scratch=scratch, smem=smem, kv_loop=kv_loop)
+
+    def compute(w: int) -> None:
+        Compute(
+            kv_loop=kv_loop,
+            pingpong=PingPong.of(plan.config, interpret=plan.interpret),
+            ring=scratch.ring,
+            fetched=scratch.fetched,
+            w=w,
+            bias=scratch.bias,
+            plan=plan,
+            arrays=arrays,
+            results=results,
+            scratch=scratch,
+            smem=smem,
+            score_ops=ScoreOps(plan=plan, arrays=arrays, scratch=scratch, kv_loop=kv_loop, w=w),
+        ).run()
+
+    run_warpgroups(wg, plan.config, compute, loader.run)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute(ComputeWarpgroup):
+    """A compute warpgroup of the 16-bit forward."""
+
+    plan: Plan
+    arrays: Arrays
+    results: Results
+    scratch: Scratch
+    smem: Smem
+    score_ops: ScoreOps
+
+    @property
+    def has_small(self) -> bool:
+        """Whether a head with small scores has a branch of its own, which a mask inside the loop would come before."""
+        has_mask = self.kv_loop.has_partial and not self.kv_loop.only_first_partial
+        return self.arrays.small_scores is not None and not has_mask
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether bounds of the scores are known, by which the maximum of a row's first block may serve to the end."""
+        return self.arrays.score_bounds is not None
+
+    def load_q(self, index: Any, turn: Any) -> None:
+        plan, w, tile = self.plan, self.w, self.kv_loop.work_tile(index)
+        rows, copied = pl.ds(tile.q_start + w * 64, 64), self.smem.q_copied.at[plan.q_place(w, turn)]
+        ready = self.scratch.q_ready.at[w]
+
+        def load(i: int) -> None:
+            plan.qk_tiles.load(self.arrays.query[i].at[tile.b, rows, tile.q_head], copied, ready)
+
+        of_call(tile.call, len(plan.calls), load)
+        if plan.has_segments:
+            ids = self.arrays.segments.q_ids.at[tile.b, rows]
+            plgpu.copy_gmem_to_smem(ids, self.scratch.q_ids.at[plan.q_place(w, turn)], ready)
+
+    def load_next_q(self, following: Any, turn: Any) -> None:
+        @pl.when(following < self.plan.scheduler.count)
+        def _():
+            self.load_q(following, turn + 1)
+
+    def run_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+        plan = self.plan
+        own, slot = self.own_tile(index, slot)
+        attend = functools.partial(self.attend, self.start_tile(index, turn, own), slot)
+        sums, following = with_accumulators(attend, v_head_dim=plan.v_head_dim, block_kv=plan.config.block_kv)
+        self.epilogue(index, turn, sums)
+        if plan.share_q_out:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.load_next_q(following, turn)
+        return following, self.ring.following(sums.slot)
+
+    def start_tile(self, index: Any, turn: Any, own: WorkTile) -> QueryTile:
+        """Waits for the queries of a tile."""
+        plan, arrays, w = self.plan, self.arrays, self.w
+        mod_numbers = arrays.mod.of_head(own.b, own.h) if plan.has_mod else None
+        plgpu.barrier_wait(self.scratch.q_ready.at[w])
+        q_smem = self.smem.q.at[plan.q_place(w, turn)]
+        score_bound = arrays.score_bounds[own.b, own.q_head] if self.has_bounds else None
+        if self.has_bounds and plan.config.measures_q:
+            parts = [plgpu.load(q_smem.at[c], layout=WGMMA) for c in range(plan.qk_tiles.count)]
+            score_bound = score_bound * softmax.norms(parts)
+            plgpu.commit_smem()  # behind what was read, which the next queries overwrite
+        return QueryTile(
+            index=index,
+            turn=turn,
+            own=own,
+            q_smem=q_smem,
+            mod_numbers=mod_numbers,
+            score_bound=score_bound,
+            is_small=arrays.small_scores[own.b, own.q_head] != 0 if self.has_small else None,
+        )
+
+    def attend(self, tile: QueryTile, slot: Any, to: Accumulators) -> tuple[TileSums, Any]:
+        """O = P V over all blocks of keys, not yet divided by the sums, and the following tile."""
+        plan, scheduler, has_lists = self.plan, self.plan.scheduler, self.kv_loop.lists is not None
+        tile, state = self.first_softmax(tile, self.first_scores(tile, slot, to), slot)
+        if plan.early_q:
+            following = scheduler.following(self.fetched, tile.index, tile.turn)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last tile's output
+            self.load_next_q(following, tile.turn)
+        plgpu.barrier_wait(self.ring.v_ready.at[slot])
+        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(self.mma_step, tile, to), state)
+        if not plan.early_q:
+            following = scheduler.following(self.fetched, tile.index, tile.turn)
+        # The last scores have read the queries. With share_q_out the output goes there first.
+        loads_q_now = not plan.share_q_out and not plan.early_q
+        if loads_q_now and has_lists:
+            self.load_next_q(following, tile.turn)
+        self.issue_values(state.p, state.slot, to)  # O += P V
+        acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
+        if loads_q_now and not has_lists:
+            self.load_next_q(following, tile.turn)
+        plgpu.barrier_arrive(self.ring.v_free.at[state.slot])
+        return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot), following
+
+    def issue_scores(self, tile: QueryTile, slot: Any, to: Accumulators) -> None:
+        to.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.plan.config.block_kv), jnp.float32), WGMMA)
+        for c in range(self.plan.qk_tiles.count):
+            plgpu.wgmma(to.s_ref, tile.q_smem.at[c], self.smem.k.at[slot, c].transpose((1, 0)))
+
+    def issue_values(self, p: Any, slot: Any, to: Accumulators) -> None:
+        v_tiles = self.plan.v_tiles
+        for c in range(v_tiles.count):
+            acc = to.acc_ref.at[:, pl.ds(v_tiles.width * c, v_tiles.width)]
+            plgpu.wgmma(acc if v_tiles.count > 1 else to.acc_ref, p, self.smem.v.at[slot, c])
+
+    def scores(self, tile: QueryTile, step: Any, slot: Any, to: Accumulators, *, is_first: bool) -> Any:
+        plan, kv_loop, score_ops, k_free = self.plan, self.kv_loop, self.score_ops, self.ring.k_free.at[slot]
+        step = as_int32(step)
+        words = score_ops.mask_words(tile, step)
+        s = plgpu.wgmma_accumulator_load(to.s_ref, wait_n=0 if is_first else plan.v_tiles.count)
+        if not plan.has_segments:
+            plgpu.barrier_arrive(k_free)
+        s = lax.optimization_barrier(s)
+        if is_first or not self.has_small:  # else softmax_step does it
+            s = score_ops.capped_biased_and_modified(tile, s, step)
+        if kv_loop.has_partial and (is_first or not kv_loop.only_first_partial):
+            blocks = tile.own.blocks
+            if plan.has_segments and not is_first:  # what it depends on is read again, not kept in registers
+                blocks = kv_loop.work_tile(lax.optimization_barrier(tile.index)).blocks
+            # One loop with a branch: two loops were slower.
+            s = score_ops.masked_if_partial(tile, s, step, words, slot, blocks=blocks)
+        if plan.has_segments:  # the ids of the keys have been read
+            plgpu.barrier_arrive(k_free)
+        return s
+
+    def first_softmax(self, tile: QueryTile, s: Any, slot: Any) -> tuple[QueryTile, LoopState]:
+        """P of the first block, and whether its row_max serves to the end."""
+        plan, dtype = self.plan, self.plan.dtype
+        p, row_max, row_sum, _ = plan.softmax_step(s, *softmax.start(64, natural=plan.natural))
+        if self.has_bounds:
+            # Whether no later score of the warp's rows can be far above what the first block has.
+            is_bounded: Any = all_of_warp(tile.score_bound - row_max <= softmax.room(dtype))
+            tile = dataclasses.replace(tile, is_bounded=is_bounded)
+            if dtype == jnp.bfloat16:
+                lifted = functools.partial(softmax.lifted, largest=tile.score_bound)
+                p, row_max, row_sum = lax.cond(is_bounded, lifted, lambda *state: state, p, row_max, row_sum)
+        return tile, LoopState(p=p.astype(dtype), row_max=row_max, row_sum=row_sum, slot=slot)
+
+    def softmax_step(self, tile: QueryTile, s: Any, step: Any, state: LoopState) -> Exponentials:
+        exponentials: Callable[..., Any] = functools.partial(self.exponentials, tile)
+        if self.has_small:
+            finished = functools.partial(self.score_ops.capped_biased_and_modified, tile, step=step)
+            full = lambda s, row_max, row_sum: self.exponentials(tile, finished(s), row_max, row_sum)
+            short = functools.partial(self.small_exponentials, tile, step)
+            exponentials = functools.partial(lax.cond, tile.is_small & tile.is_bounded, short, full)
+        p, row_max, row_sum, alpha = exponentials(s, state.row_max, state.row_sum)
+        rescaled = functools.partial(self.rescaled, tile)
+        return Exponentials(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
+
+    def exponentials(self, tile: QueryTile, s: Any, row_max: Any, row_sum: Any) -> tuple[Any, ...]:
+        """(P, row_max, row_sum, alpha): without a search for the maximum where it is bounded."""
+        full, scale = self.plan.softmax_step, self.plan.softmax_scale
+        if not self.has_bounds:
+            return full(s, row_max, row_sum)
+
+        def short(s, row_max, row_sum):
+            p, row_sum = softmax.bounded_step(s, row_max, row_sum, scale)
+            return p, row_max, row_sum, row_max
+
+        return lax.cond(tile.is_bounded, short, full, s, row_max, row_sum)
+
+    def small_exponentials(self, tile: QueryTile, step: Any, s: Any, row_max: Any, row_sum: Any) -> tuple[Any, ...]:
+        """The same of S as the product gives it, where a tanh of it is a polynomial."""
+        scale, cap = self.plan.options.scale, self.plan.options.softcap
+        if cap:  # in base 2, so that the maximum joins the last product
+            s = tanh_polynomial(s, scale / cap, cap * softmax.LOG2E)
+        else:
+            s = self.score_ops.modified(tile, s, step, small=True)
+        p, row_sum = softmax.bounded_step(s, row_max, row_sum, softmax.LN2)
+        return p, row_max, row_sum, row_max
+
+    def rescaled(self, tile: QueryTile, acc: Any, alpha: Any) -> Any:
+        """O under the new maximum: as it is where the maximum stays."""
+        full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+        return lax.cond(tile.is_bounded, lambda acc: acc, full, acc) if self.has_bounds else full(acc)
+
+    def rescaled_and_rounded(self, acc: Any, p: Any, rescaled: Callable[[Any], Any]) -> tuple[Any, Any]:
+        p = p.astype(self.plan.dtype)
+        return rescaled(acc), p
+
+    def epilogue(self, index: Any, turn: Any, sums: TileSums) -> None:
+        """O = diag(1 / row_sum) O, lse = log(row_sum) + row_max, and their stores."""
+        plan, results, w = self.plan, self.results, self.w
+        tile = self.kv_loop.work_tile(lax.optimization_barrier(index))
+        b, h, q_start = tile.b, tile.h, tile.q_start + w * 64
+        row_max, row_sum, factor = sums.row_max, sums.row_sum, 1.0
+        if plan.has_sinks:
+            row_max, row_sum, factor = softmax.with_sink(
+                row_max, row_sum, self.arrays.sinks[b, h], natural=plan.natural
+            )
+        if plan.has_excess:
+            inverse, lse, excess = softmax.finish_exactly(row_max, row_sum, natural=plan.natural)
+        else:
+            may_be_dead = self.kv_loop.may_be_dead or plan.has_bias or plan.has_mod
+            inverse, lse = softmax.finish(row_max, row_sum, may_be_dead=may_be_dead)
+        acc = sums.acc * lax.broadcast_in_dim(inverse * factor, sums.acc.shape, [0])
+        if plan.has_earlier:
+            acc, lse = self._merged(acc, lse, b, h, q_start)
+        if not plan.early_q:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
+        if plan.stores_registers:
+            of_call(tile.call, len(plan.calls), lambda i: self._store_registers(i, acc, b, h, q_start))
+        else:
+            for c, part in enumerate(plan.out_tiles.chunks(acc.astype(plan.out_dtype))):
+                self.smem.out.at[plan.q_place(w, turn), c][...] = part
+        lse_smem, excess_smem = self.scratch.lse_and_excess(plan, w)
+        if plan.has_lse:
+            lse_smem[...] = lse
+        if plan.has_excess:
+            excess_smem[...] = excess
+        plgpu.commit_smem()
+
+        def store(i: int) -> None:
+            rows = pl.ds(q_start, 64)
+            if not plan.stores_registers:
+                plan.out_tiles.store(self.smem.out_copied.at[plan.q_place(w, turn)], results.outs[i].at[b, rows, h])
+            if plan.has_lse:
+                self._store_numbers(lse_smem, results.lses[i].at[b, h], q_start)
+            if plan.has_excess:
+                self._store_numbers(excess_smem, results.excess[i].at[b, h], q_start)
+
+        of_call(tile.call, len(plan.calls), store)
+
+    def _store_numbers(self, smem: Any, gmem: Any, q_start: Any) -> None:
+        """Stores a number for each of 64 queries. gmem: [rows], the numbers of a head."""
+        length = gmem.shape[0]
+        whole = lambda: plgpu.copy_smem_to_gmem(smem, gmem.at[pl.ds(q_start, 64)])
+        if length % self.plan.config.block_q == 0:
+            whole()
+            return
+        # Copies of contiguous numbers go on past the row's end, into the next head's.
+        pl.when(q_start + 64 <= length)(whole)
+        rest = length % 64
+        if rest:
+            start = length - rest
+
+            @pl.when(q_start == start)
+            def _store_rest():
+                plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, rest)], gmem.at[pl.ds(start, rest)])
+
+    def _merged(self, acc: Any, lse: Any, b: Any, h: Any, q_start: Any) -> tuple[Any, Any]:
+        """(O, lse) over the keys of this call and those of the earlier result."""
+        earlier, rows = self.arrays.earlier, pl.ds(q_start, 64)
+        assert earlier is not None
+        earlier_lse = plgpu.load(earlier.lse.at[b, h, rows], layout=ROW, optimized=False)
+        earlier_out = plgpu.load(earlier.out.at[b, rows, h], layout=WGMMA, optimized=False)
+        lse, mine, theirs = softmax.merged(lse, earlier_lse)
+        wide = lambda x: lax.broadcast_in_dim(x, acc.shape, [0])
+        return acc * wide(mine) + earlier_out * wide(theirs), lse
+
+    def _store_registers(self, i: int, acc: Any, b: Any, h: Any, q_start: Any) -> None:
+        self.results.outs[i].at[b, pl.ds(q_start, 64), h][...] = acc.astype(self.plan.out_dtype)

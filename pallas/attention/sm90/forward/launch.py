@@ -1,0 +1,228 @@
+"""Attention forward on Hopper: the arrays that its kernel reads, and whether vector norms bound the scores.
+
+The kernel's loop over keys keeps a running maximum per row only where it has to. Norms bound scores: |q . k| <=
+|q| |k|, and the largest norms of a head's queries and keys are computed beforehand. Where no score can rise far above
+the maximum of a row's first block, a maximum that no score exceeds serves to the end: bfloat16 and float32 have the
+exponents for it. The kernel then leaves out the search for the maximum, the rescaling, and the wait for both, which are
+a third of its instructions. In causal work the first block is the one on the diagonal: rows with few keys have no
+other.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.masks.limits import without_limits
+from jax_kernels.pallas.attention import block_ranges, softmax
+from jax_kernels.pallas.attention.passes import row_norms
+from jax_kernels.pallas.attention.sm90.features import bias as bias_sm90
+from jax_kernels.pallas.attention.sm90.features import block_lists, head_views, tail_block
+from jax_kernels.pallas.attention.sm90.features import score_mod as score_mod_sm90
+from jax_kernels.pallas.attention.sm90.features.segments import segments_of
+from jax_kernels.pallas.attention.sm90.features.softcap import TANH_UP_TO
+from jax_kernels.pallas.attention.sm90.forward import kernel as forward_kernel
+from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Earlier
+from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length, pad_for_tma
+from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
+
+
+def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
+    """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
+    call = head_views.LaunchCall.of(inputs, options)
+    lists = block_lists.lists_of(inputs, options, **listed_blocks(config), interpret=interpret)
+    no_later_keys = options.is_causal and inputs.q_offset is None and options.q_offset == 0
+    keys = _keys_per_query(options, call.kv_length)
+    keys = keys if lists is None else min(keys, lists.keys)
+    query, key, value = _padded([inputs])[0]
+    end = tail_block.clean_end(inputs, key, value, config.block_kv)
+    if lists is not None:
+        inputs, options = without_limits(inputs, options)
+    segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
+    bias = bias_sm90.bias_of(inputs, transposed=False)
+    mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
+    largest = small = None
+    is_limited = options.window is not None or segments is not None
+    bounded_from = config.bounded_from_limited if is_limited else config.bounded_from
+    bounded_from = config.bounded_from_lists if lists is not None else bounded_from
+    # The bounds under a score_mod, and whether scores are small, are those of a whole head.
+    measures_q = config.measures_q and mod is None and not options.softcap
+    of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
+    if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and bias is None:
+        named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
+        named["key_norms"] = inputs.key_norms
+        largest, small = _bounds(query, key, mod, options, **named)
+    sinks = inputs.sinks
+    config = dataclasses.replace(config, measures_q=measures_q)
+    scheduler = _scheduler((call,), options, config, core_count, interpret=interpret)
+    arrays = Arrays(
+        query=[query],
+        key=[key],
+        value=[value],
+        bounds=block_ranges.bounds_array(inputs, options),
+        segments=segments,
+        bias=bias,
+        earlier=_earlier(inputs, config.block_q, value.shape[-1]),
+        lists=lists,
+        mod=mod,
+        sinks=None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
+        score_bounds=largest,
+        small_scores=small,
+        end=None if end is None else end._replace(key=None),  # a score of such a key is masked, whatever it is
+        counter=scheduler.counter(),
+    )
+    named = {"out_dtype": out_dtype, "config": config, "interpret": interpret}
+    ((out, *rows),) = _launch(arrays, scheduler, options, (call,), **named)
+    out = out[..., : inputs.value.shape[-1]]
+    if not rows:
+        return out, None
+    lse, *excess = rows
+    if inputs.bias is not None and inputs.bias.shape[2] == 1:
+        lse = bias_sm90.ByKey.of(inputs.bias).in_lse(lse)
+    return out, lse, *excess
+
+
+def attention_forward_together(inputs, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
+    """attention_forward's results of several calls, those of few tiles in one launch.
+
+    The calls have query, key and value alone. Their options differ only in which heads they take.
+    """
+    named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
+    calls = [head_views.LaunchCall.of(*call) for call in zip(inputs, options, strict=True)]
+    keys = [_keys_per_query(of, call.kv_length) for of, call in zip(options, calls, strict=True)]
+
+    def is_small(i: int) -> bool:
+        looks = config.bounded and _look_pays(keys[i], config.bounded_from, inputs[i].query, calls[i].heads)
+        return not looks and _shape_of(calls[i], config).tiles <= config.together_up_to * core_count
+
+    # Calls with the most keys per query first, as tiles within a call.
+    together = sorted(filter(is_small, range(len(calls))), key=lambda i: -keys[i])
+    others = (i for i in range(len(calls)) if i not in together)
+    results = {i: attention_forward(inputs[i], options[i], **named) for i in others}
+    if together:
+        # The options differ only in the heads, which each LaunchCall has too.
+        shared, of_launch = options[together[0]], tuple(calls[i] for i in together)
+        query, key, value = zip(*_padded([inputs[i] for i in together]), strict=True)
+        scheduler = _scheduler(of_launch, shared, config, core_count, interpret=interpret)
+        arrays = Arrays(query=list(query), key=list(key), value=list(value), counter=scheduler.counter())
+        launched = _launch(
+            arrays, scheduler, shared, of_launch, out_dtype=out_dtype, config=config, interpret=interpret
+        )
+        results |= zip(together, launched, strict=True)
+    widths = [of.value.shape[-1] for of in inputs]
+    return [(results[i][0][..., :width], *results[i][1:]) for i, width in enumerate(widths)]
+
+
+def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
+    """(query, key, value) of each call of a launch, padded for the tensor memory accelerator."""
+    any_rows = has_odd_length(*(x for of in inputs for x in (of.query, of.key)))
+    return [tuple(pad_for_tma(x, any_rows=any_rows) for x in of[:3]) for of in inputs]
+
+
+def _launch(
+    arrays: Arrays,
+    scheduler: TileScheduler,
+    options: AttentionOptions,
+    calls: tuple[head_views.LaunchCall, ...],
+    *,
+    out_dtype,
+    config,
+    interpret,
+) -> list[tuple[Any, ...]]:
+    """(out, lse) of each call, with a bias or a score_mod that may mask (out, lse, excess), without has_lse (out,)."""
+    results = forward_kernel.run(
+        arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret
+    )
+    rows = [x for x in (results.lses, results.excess) if x]
+    return [
+        (results.outs[i][:, : call.q_length], *(x[i][..., : call.q_length] for x in rows))
+        for i, call in enumerate(calls)
+    ]
+
+
+def _earlier(inputs: AttentionInputs, block_q: int, columns: int) -> Earlier | None:
+    """The results that this call's are merged with, of whole blocks of queries, and with so many columns."""
+    if inputs.earlier_out is None:
+        return None
+    short = -inputs.query.shape[1] % block_q
+    out = jnp.pad(inputs.earlier_out, [(0, 0), (0, short), (0, 0), (0, columns - inputs.earlier_out.shape[-1])])
+    return Earlier(out, jnp.pad(inputs.earlier_lse, [(0, 0), (0, 0), (0, short)]))
+
+
+def _scheduler(
+    calls: tuple[head_views.LaunchCall, ...], options: AttentionOptions, config, core_count: int, *, interpret: bool
+) -> TileScheduler:
+    return TileScheduler(
+        shapes=tuple(_shape_of(call, config) for call in calls),
+        is_causal=options.is_causal,
+        heads_together=config.heads_together,
+        dynamic=config.dynamic and not interpret,
+        core_count=core_count,
+    )
+
+
+def _shape_of(call: head_views.LaunchCall, config) -> Shape:
+    return Shape.of(call.batch, call.heads, call.q_length, config.block_q)
+
+
+def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> bool:
+    """Whether bounds of the scores are worth the norms of all heads of an array. heads: those that the call takes."""
+    return keys >= bounded_from * query.shape[2] / heads
+
+
+def listed_blocks(config) -> dict[str, Any]:
+    """The arguments of block_lists.lists_of that say which blocks the forward visits."""
+    blocks = {"block_q": config.block_q, "block_kv": config.block_kv}
+    return {**blocks, "by": "query", "heads_together": config.heads_together}
+
+
+def _bounds(
+    query,
+    key,
+    mod,
+    options: AttentionOptions,
+    *,
+    no_later_keys: bool,
+    interpret: bool,
+    measures_q: bool = False,
+    key_norms=None,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """(largest, small), both [B, H]. No score of a head exceeds its largest, in base 2; None where that is not known.
+
+    small: int32, whether all scores of a head are so small that a softcap's tanh is a polynomial; None without a
+    softcap. measures_q: largest is for queries of norm 1. key_norms: of AttentionInputs, else they are looked up.
+    """
+    cap, room = options.softcap, softmax.room(query.dtype)
+
+    @functools.cache
+    def scores():
+        longest = functools.partial(row_norms.longest, interpret=interpret)
+        of_queries = jnp.ones((query.shape[0], query.shape[2]), jnp.float32) if measures_q else longest(query)
+        of_keys = longest(key) if key_norms is None else key_norms
+        return softmax.largest_scores(of_queries, of_keys, options.scale / softmax.LOG2E)
+
+    factor = 1 / cap if cap else mod.tanh_factor if mod is not None else None
+    small = None if factor is None else (scores() * abs(factor) <= TANH_UP_TO).astype(jnp.int32)
+    if mod is None:
+        highest = jnp.minimum(scores(), cap) if cap else scores()
+    else:
+        far = {"farthest": max(query.shape[1], key.shape[1]), "no_later_keys": no_later_keys}
+        highest = mod.highest(None, **far)
+        if highest is None or (isinstance(highest, float) and highest * softmax.LOG2E > room):
+            of_any_size = mod.highest(jnp.zeros((1, 1)), **far)
+            highest = None if of_any_size is None else mod.highest(scores(), **far)
+        if highest is None or mod.may_mask:
+            return None, None
+    return jnp.broadcast_to(jnp.asarray(highest * softmax.LOG2E, jnp.float32), (query.shape[0], query.shape[2])), small
+
+
+def _keys_per_query(options: AttentionOptions, kv_length: int) -> int:
+    """About how many keys a query attends to, by causality and the window alone."""
+    keys = kv_length // 2 if options.is_causal else kv_length
+    if options.window is None or options.window[0] < 0:
+        return keys
+    return min(keys, options.window[0] + (0 if options.is_causal else max(options.window[1], 0)))

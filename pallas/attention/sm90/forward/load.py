@@ -1,0 +1,83 @@
+"""The memory warpgroup of the Hopper forward: it loads the blocks of keys and values that work tiles visit."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention.sm90.features.head_views import of_call
+from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, WorkTile
+from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Plan, Scratch, Smem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loader:
+    """The memory warpgroup of a CTA."""
+
+    plan: Plan
+    arrays: Arrays
+    scratch: Scratch
+    smem: Smem
+    kv_loop: KvLoop
+
+    def run(self) -> None:
+        self.kv_loop.for_each_tile(self._load_tile)
+
+    def _load_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+        """Loads the blocks of tile number `index` from `slot` on: (the following tile, the next slot)."""
+        scheduler, fetched, ring = self.plan.scheduler, self.scratch.fetched, self.scratch.ring
+        scheduler.fetch(self.arrays.counter, fetched, turn)
+        tile = self.kv_loop.work_tile(index)
+        load_k, load_v, load_bias = (
+            functools.partial(load, tile) for load in (self._load_k, self._load_v, self._load_bias)
+        )
+        slot = ring.fill(slot, tile.blocks.count, load_k, load_v, load_bias)
+        return scheduler.following(fetched, index, turn), ring.following(slot)
+
+    def _kv_start(self, tile: WorkTile, step: Any) -> Any:
+        return tile.blocks.at(step) * self.plan.config.block_kv
+
+    def _load_k(self, tile: WorkTile, step: Any, slot: Any) -> None:
+        scratch, ready = self.scratch, self.scratch.ring.k_ready.at[slot]
+        rows = pl.ds(self._kv_start(tile, step), self.plan.config.block_kv)
+        plgpu.barrier_wait(scratch.ring.k_free.at[slot])
+
+        def load(i: int) -> None:
+            keys = self.arrays.key[i].at[tile.b, rows, tile.kv_head]
+            self.plan.qk_tiles.load(keys, self.smem.k_copied.at[slot], ready)
+
+        of_call(tile.call, len(self.plan.calls), load)
+        if self.plan.has_segments:
+            rows = pl.ds(self._kv_start(tile, step), self.plan.config.block_kv)
+            plgpu.copy_gmem_to_smem(self.arrays.segments.kv_ids.at[tile.b, rows], scratch.kv_ids.at[slot], ready)
+
+    def _load_v(self, tile: WorkTile, step: Any, slot: Any) -> None:
+        ring, end, block_kv = self.scratch.ring, self.arrays.end, self.plan.config.block_kv
+        load = functools.partial(
+            self.plan.v_tiles.load, smem=self.smem.v_copied.at[slot], barrier=ring.v_ready.at[slot]
+        )
+
+        def load_whole() -> None:
+            rows = pl.ds(self._kv_start(tile, step), block_kv)
+            plgpu.barrier_wait(ring.v_free.at[slot])
+            values = self.arrays.value
+            of_call(tile.call, len(self.plan.calls), lambda i: load(values[i].at[tile.b, rows, tile.kv_head]))
+
+        def load_end() -> None:
+            plgpu.barrier_wait(ring.v_free.at[slot])
+            load(end.value.at[tile.b, :, tile.kv_head])
+
+        if end is None:
+            load_whole()
+        else:
+            end.load(tile.b, self._kv_start(tile, step), block_kv, load_whole, load_end)
+
+    def _load_bias(self, tile: WorkTile, step: Any) -> None:
+        """Runs behind the values: it waits until the last step's bias has been read."""
+        bias, stage = self.arrays.bias, self.scratch.bias
+        if bias is not None and stage is not None:
+            plgpu.barrier_wait(stage.free)
+            kv_start = self._kv_start(tile, step)
+            stage.fill(bias, tile.b, tile.h, tile.q_start, kv_start, kv_start)

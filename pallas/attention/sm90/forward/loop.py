@@ -1,0 +1,315 @@
+"""Shared by the Hopper forward kernels: their work tiles, the loop over blocks of keys, and the ring of slots.
+
+A CTA's last warpgroup, "memory", loads blocks of keys and values into a ring of slots in shared memory. The others,
+"compute", own 64 queries each of every work tile. They read the same slots, and take turns to issue their products.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.inputs.attention import AttentionOptions
+from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall, of_call
+from jax_kernels.pallas.mosaic.barriers import named_barrier
+from jax_kernels.pallas.mosaic.layouts import WGMMA
+from jax_kernels.pallas.mosaic.tile_scheduler import TileScheduler
+
+# Hardware barriers that the warpgroups take turns on; the low numbers belong to the compiler.
+FIRST_TURN_BARRIER = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkTile:
+    """Some queries of a head, with the blocks of keys that they visit.
+
+    b, h: batch entry and head of the call. call: the number of the call in the launch. q_head, kv_head: the heads of
+    the call's arrays. limits: None where a mask's lists hold all limits.
+    """
+
+    b: Any
+    h: Any
+    q_start: Any
+    blocks: Any
+    limits: Any
+    call: Any
+    q_head: Any
+    kv_head: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring:
+    """The barriers of a ring of slots. Each slot has room for a block of keys and for a block of values."""
+
+    k_ready: Any
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+
+    @classmethod
+    def scratch(cls, stages: int, readers: int, k_copies: int = 1, v_copies: int = 1) -> "Ring":
+        """The ring for pl.run_scoped. readers: compute warpgroups. k_copies, v_copies: the copies of one block."""
+        barriers = lambda arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+        return cls(
+            k_ready=barriers(k_copies), v_ready=barriers(v_copies), k_free=barriers(readers), v_free=barriers(readers)
+        )
+
+    @property
+    def stages(self) -> int:
+        return self.k_ready.shape[0]
+
+    def following(self, slot: Any) -> Any:
+        """The slot after this one."""
+        if self.stages & (self.stages - 1) == 0:
+            return (slot + 1) & (self.stages - 1)
+        return jnp.where(slot == self.stages - 1, 0, slot + 1)
+
+    def free(self) -> None:
+        """Frees all slots, for a compute warpgroup that has read none yet."""
+        for slot in range(self.stages):
+            plgpu.barrier_arrive(self.k_free.at[slot])
+            plgpu.barrier_arrive(self.v_free.at[slot])
+
+    def skip(self, slot: Any) -> None:
+        """Passes over a slot, for a compute warpgroup that does not read it."""
+        for ready, free in ((self.k_ready, self.k_free), (self.v_ready, self.v_free)):
+            plgpu.barrier_wait(ready.at[slot])  # every wait counts a phase
+            plgpu.barrier_arrive(free.at[slot])
+
+    def fill(
+        self,
+        slot: Any,
+        count: Any,
+        load_k: Callable[[Any, Any], None],
+        load_v: Callable[[Any, Any], None],
+        load_more: Callable[[Any], None] = lambda step: None,
+    ) -> Any:
+        """Loads `count` blocks into this slot and those after it, and returns the last slot.
+
+        load_k, load_v(step, slot): wait until the slot is free, and load a step's block. load_more(step): runs behind
+        the two.
+        """
+
+        def load(step, last):  # values run one block behind the keys, as they are used
+            slot = self.following(last)
+            load_k(step, slot)
+            load_v(step - 1, last)
+            load_more(step)
+            return slot
+
+        load_k(jnp.int32(0), slot)
+        load_more(jnp.int32(0))
+        slot = lax.fori_loop(1, count, load, slot)
+        load_v(count - 1, slot)
+        return slot
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PingPong:
+    """The turns in which compute warpgroups issue products: one computes its softmax while another's products run.
+
+    w, below: the number of a compute warpgroup.
+    """
+
+    warpgroups: int
+    is_on: bool
+
+    @classmethod
+    def of(cls, config: Any, *, interpret: bool) -> "PingPong":
+        return cls(warpgroups=config.compute_warpgroups, is_on=config.pingpong and not interpret)
+
+    def wait(self, w: int) -> None:
+        """Waits for the turn of a warpgroup."""
+        if self.is_on:
+            named_barrier("sync", FIRST_TURN_BARRIER + w, 256)
+
+    def pass_on(self, w: int) -> None:
+        """Gives the turn to the warpgroup after this one."""
+        if self.is_on:
+            named_barrier("arrive", FIRST_TURN_BARRIER + (w + 1) % self.warpgroups, 256)
+
+    def start(self, w: int) -> None:
+        """Gives the first turn to the first warpgroup."""
+        if w == self.warpgroups - 1:
+            self.pass_on(w)
+
+    def end(self, w: int) -> None:
+        """Takes the turn that the last warpgroup passed on."""
+        if w == 0:
+            self.wait(w)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KvLoop:
+    """The loop of each work tile over blocks of keys: which blocks it visits, and which of these are partial.
+
+    bounds, segments, lists: the kernel's arrays that limit keys, None where the call has none. w, below: the number of
+    a compute warpgroup.
+    """
+
+    cta: Any
+    scheduler: TileScheduler
+    options: AttentionOptions
+    calls: tuple[LaunchCall, ...]
+    block_q: int
+    block_kv: int
+    bounds: Any = None
+    segments: Any = None
+    lists: Any = None
+
+    @property
+    def q_offset(self) -> int:
+        """The offset of the options, 0 where it is in the bounds."""
+        return self.options.q_offset or 0
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether causality or a window limits the keys."""
+        return self.options.is_causal or self.options.window is not None
+
+    @property
+    def has_words(self) -> bool:
+        """Whether there are words of a mask for every block, which are best read early."""
+        return self.lists is not None and self.lists.has_all_words
+
+    @property
+    def may_end(self) -> bool:
+        """Whether a block may reach past the keys."""
+        return self.bounds is not None or any(call.kv_length % self.block_kv != 0 for call in self.calls)
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether any block may be partial."""
+        return self.has_limits or self.segments is not None or self.lists is not None or self.may_end
+
+    @property
+    def only_first_partial(self) -> bool:
+        """Whether no block but the first that a warpgroup visits may be partial."""
+        if not (self.has_limits or self.segments is not None or self.lists is not None):
+            return True
+        return self.causal_only and self.bounds is None and self.q_offset % 64 == 0
+
+    @property
+    def causal_only(self) -> bool:
+        return self.options.is_causal and self.options.window is None and self.segments is None
+
+    @property
+    def same_blocks(self) -> bool:
+        """Whether a tile's warpgroups visit the same blocks. With bounds they do: separate ranges would spill."""
+        if not self.causal_only or self.bounds is not None:
+            return True
+        return self.q_offset % self.block_q == 0 and self.block_kv % self.block_q == 0
+
+    @property
+    def may_be_dead(self) -> bool:
+        """Whether the limits may leave a query without a key."""
+        if self.options.window is not None or not (self.bounds is self.segments is self.lists is None):
+            return True
+        return self.options.is_causal and self.q_offset < 0
+
+    def first_tile(self) -> Any:
+        # Behind a barrier: what a warpgroup computes of it is not hoisted above the choice of warpgroup.
+        return lax.optimization_barrier(self.cta)
+
+    def for_each_tile(self, run: Callable[[Any, Any, Any], tuple[Any, Any]]) -> None:
+        """Calls run(index, turn, slot) -> (following tile, next slot) for the CTA's tiles, `turn` counts them."""
+        self.scheduler.for_each(self.first_tile(), run)
+
+    def work_tile(self, index: Any) -> WorkTile:
+        """Tile number `index` of the launch."""
+        if self.lists is not None:
+            return self._listed_tile(index)
+        options, block_q, block_kv = self.options, self.block_q, self.block_kv
+        call = self.scheduler.call(index)
+        b, h, q_index, q_head, kv_head, kv_length = self._place(call, index)
+        limits = block_ranges.limits(
+            self.bounds, b, options.q_offset, kv_length, is_causal=options.is_causal, window=options.window
+        ).of_queries(q_index * block_q)
+        among = None if self.segments is None else self.segments.among(b, q_index)
+        blocks = limits.key_blocks(q_index * block_q, block_q, block_kv, among, in_order=True).at_least_one()
+        return WorkTile(
+            b=b,
+            h=h,
+            q_start=q_index * block_q,
+            blocks=blocks,
+            limits=limits,
+            call=call,
+            q_head=q_head,
+            kv_head=kv_head,
+        )
+
+    def _listed_tile(self, index: Any) -> WorkTile:
+        blocks = self.lists.blocks_of(index)
+        q_head, kv_head = self.calls[0].array_heads(blocks.head)
+        return WorkTile(
+            b=blocks.b,
+            h=blocks.head,
+            q_start=blocks.block * self.block_q,
+            blocks=blocks,
+            limits=None,
+            call=0,
+            q_head=q_head,
+            kv_head=kv_head,
+        )
+
+    def _place(self, call: Any, index: Any) -> tuple[Any, ...]:
+        """(batch entry, head, block of queries, query's and key's head of the arrays, number of keys) of a tile."""
+        lengths = {call.kv_length for call in self.calls}
+
+        def place(i: int) -> tuple[Any, ...]:
+            b, h, q_index = self.scheduler.place(index, i)
+            return b, h, q_index, *self.calls[i].array_heads(h), self.calls[i].kv_length
+
+        # A branch for each call, in which it divides by constants.
+        as_traced = lambda i: tuple(map(jnp.int32, place(i)))
+        *numbers, kv_length = of_call(call, len(self.calls), place if len(self.calls) == 1 else as_traced)
+        return *numbers, lengths.pop() if len(lengths) == 1 else kv_length
+
+    def own(self, tile: WorkTile, w: int) -> WorkTile:
+        """A warpgroup's part of a tile. Blocks right of its last key belong to the other warpgroups alone."""
+        q_start, blocks = tile.q_start + w * 64, tile.blocks
+        if not self.same_blocks:
+            blocks = tile.limits.key_blocks(q_start, 64, self.block_kv).at_least_one()
+        return dataclasses.replace(tile, q_start=q_start, blocks=blocks)
+
+    def masked(self, s: Any, index: Any, step: Any, w: int, ids: Any = None) -> Any:
+        """A warpgroup's scores in a step of tile number `index`, with -inf where a query may not attend to a key.
+
+        ids: the segment ids of the rows and of the columns.
+        """
+        tile = self.work_tile(lax.optimization_barrier(index))
+        if self.lists is not None:
+            return tile.blocks.masked(s, step, w * 64, by_word=True)
+        tile = self.own(tile, w)
+        kv_start = tile.blocks.at(step) * self.block_kv
+        keep = tile.limits.keep(
+            s.shape, kv_start, tile.q_start, layout=WGMMA, kv_axis=1, may_end=self.may_end, ids=ids
+        )  # fmt: skip
+        return jnp.where(keep, s, -jnp.inf)
+
+
+def run_warpgroups(wg: Any, config: Any, compute: Callable[[int], None], memory: Callable[[], None]) -> None:
+    """Runs compute(w) on each compute warpgroup, and memory() on the last warpgroup.
+
+    config: AttentionForwardSm90 or AttentionForwardFp8Sm90.
+    """
+    compute_registers, memory_registers = config.registers
+
+    def as_compute(w: int) -> None:
+        plgpu.set_max_registers(compute_registers, action="increase")
+        compute(w)
+
+    def as_memory() -> None:
+        plgpu.set_max_registers(memory_registers, action="decrease")
+        memory()
+
+    # One choice, not one after the other: the number of the warpgroup would live through the first one's work.
+    of_w = [functools.partial(as_compute, w) for w in range(config.compute_warpgroups)]
+    lax.switch(wg, [*of_w, as_memory])

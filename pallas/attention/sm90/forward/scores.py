@@ -1,0 +1,90 @@
+"""From S = Q K^T to what the softmax takes, in the Hopper forward: softcap, bias, score_mod and mask."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention.sm90.features import mask_bits
+from jax_kernels.pallas.attention.sm90.features.softcap import softcapped_tile
+from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, WorkTile
+from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Plan, Scratch
+from jax_kernels.pallas.mosaic import layouts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryTile:
+    """A warpgroup's 64 queries of a work tile: tile number `index` of the launch, `turn` of the CTA.
+
+    mod_numbers: the score_mod's numbers of the head. score_bound: [64], what no score exceeds, in base 2. is_small:
+    whether all scores are small and bounded scores serve for them. is_bounded: whether row_max stays as it is after the
+    first block, the same in a warp. None: the launch has no such branch.
+    """
+
+    index: Any
+    turn: Any
+    own: WorkTile
+    q_smem: Any
+    mod_numbers: Any
+    score_bound: Any
+    is_small: Any
+    is_bounded: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreOps:
+    """The operations of compute warpgroup number w on its scores."""
+
+    plan: Plan
+    arrays: Arrays
+    scratch: Scratch
+    kv_loop: KvLoop
+    w: int
+
+    def capped_biased_and_modified(self, tile: QueryTile, s: Any, step: Any) -> Any:
+        """S as the softmax takes it, but for the mask."""
+        return self.modified(tile, self.capped_and_biased(s), step)
+
+    def modified(self, tile: QueryTile, s: Any, step: Any, *, small: bool = False) -> Any:
+        """s under the score_mod. small: all scores are small, see softcap.py."""
+        mod = self.arrays.mod
+        if mod is None:
+            return s
+        here = self.kv_loop.work_tile(lax.optimization_barrier(tile.index))
+        q_start, kv_start = here.q_start + self.w * 64, tile.own.blocks.at(step) * self.plan.config.block_kv
+        return mod.on(s, tile.mod_numbers, here.b, here.h, q_start, kv_start).scores(by_warp=True, small=small)
+
+    def capped_and_biased(self, s: Any) -> Any:
+        """softcap * tanh(s * scale / softcap) + bias. Without a bias the factor softcap is left to the softmax."""
+        plan, bias = self.plan, self.scratch.bias
+        s = softcapped_tile(s, plan.options.softcap, plan.options.scale) if plan.options.softcap else s
+        if bias is not None:
+            plgpu.barrier_wait(bias.ready)
+            s = bias.added(s, plan.score_factor, 64 * self.w, transposed=False, natural=plan.natural)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(bias.free)
+        return s
+
+    def mask_words(self, tile: QueryTile, step: Any) -> Any:
+        """The words of a mask that masked_if_partial takes, None where it takes none. Read while the products run."""
+        blocks = tile.own.blocks
+        return blocks.words(blocks.head, blocks.at(step), self.w * 64, 64) if self.kv_loop.has_words else None
+
+    def masked_if_partial(self, tile: QueryTile, s: Any, step: Any, words: Any, slot: Any, *, blocks: Any) -> Any:
+        """s with -inf where a query may not attend to a key. words: from mask_words. blocks: the tile's."""
+        masked = functools.partial(self._masked, tile, step=step, words=words, slot=slot)
+        return lax.cond(blocks.is_partial(step), masked, lambda s: s, s)
+
+    def _masked(self, tile: QueryTile, s: Any, *, step: Any, words: Any, slot: Any) -> Any:
+        if self.kv_loop.has_words:
+            return mask_bits.kept(s, words, by_word=True)
+        if not self.plan.has_segments:
+            return self.kv_loop.masked(s, tile.index, step, self.w)
+        load = functools.partial(plgpu.load, optimized=False)
+        kv_ids = load(self.scratch.kv_ids.at[slot], layout=layouts.COLUMN)
+        q_ids = load(self.scratch.q_ids.at[self.plan.q_place(self.w, tile.turn)], layout=layouts.ROW)
+        s = lax.optimization_barrier(self.kv_loop.masked(s, tile.index, step, self.w, (q_ids, kv_ids)))
+        plgpu.commit_smem()  # behind what was read, which the next copies overwrite
+        return s

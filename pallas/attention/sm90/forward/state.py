@@ -1,0 +1,284 @@
+"""The named state of the Hopper forward kernel: its arrays, what is known when it is traced, and its shared memory."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.inputs.attention import AttentionOptions
+from jax_kernels.pallas.attention import softmax
+from jax_kernels.pallas.attention.sm90.features.bias import Bias, Stage
+from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall
+from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, Ring
+from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles, has_odd_length
+from jax_kernels.pallas.mosaic.tile_scheduler import Fetched, TileScheduler
+
+
+class Earlier(NamedTuple):
+    """The results for other keys of the same queries, float32. out: [B, T, H, Dv]. lse: [B, H, whole blocks]."""
+
+    out: Any
+    lse: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrays:
+    """The arrays that the kernel reads, in device memory, in the order of its operands. None: the call has none.
+
+    query, key, value: one array for each call of the launch. Several calls share a launch only where they have nothing
+    beside these and the counter.
+
+    counter: TileScheduler.counter's. earlier: what the results are merged with. end: the block that kv_lengths ends in,
+    see clean_end.py; its keys are None.
+    score_bounds: [B, H] float32, which no score of a head exceeds, in base 2; with config.measures_q, of a query of
+    norm 1. small_scores: [B, H] int32, whether all scores of a head are small, see softcap.py.
+    """
+
+    bounds: Any = None
+    counter: Any = None
+    bias: Bias | None = None
+    earlier: "Earlier | None" = None
+    end: Any = None
+    key: list[Any]
+    score_bounds: Any = None
+    lists: Any = None
+    mod: Any = None
+    query: list[Any]
+    segments: Any = None
+    sinks: Any = None
+    small_scores: Any = None
+    value: list[Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Results:
+    """The arrays that the kernel writes, one for each call of the launch.
+
+    lses, excess: [B, H, T], or of whole blocks of rows where T is no multiple of 4. Both are empty where the options
+    ask for no lse. excess: what each lse lacks of the exact log-sum-exp; empty where the kernel does not compute it.
+    """
+
+    outs: tuple[Any, ...]
+    lses: tuple[Any, ...]
+    excess: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, refs: tuple[Any, ...], calls: int) -> "Results":
+        """From outs, lses and excess in one tuple."""
+        arrays = iter(itertools.batched(refs, calls))
+        return cls(outs=next(arrays), lses=next(arrays, ()), excess=next(arrays, ()))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The static facts of a launch when it is traced.
+
+    natural: scores are in natural units, with a bias for each query and under a score_mod that may mask. Else they are
+    in base 2 with a bias for each key or under another score_mod, and unscaled without either.
+    """
+
+    config: Any  # AttentionForwardSm90
+    options: AttentionOptions
+    calls: tuple[LaunchCall, ...]
+    scheduler: TileScheduler
+    interpret: bool
+    dtype: Any
+    out_dtype: Any
+    head_dim: int
+    v_head_dim: int
+    any_rows: bool
+    has_bias: bool
+    has_mod: bool
+    has_segments: bool
+    has_sinks: bool
+    has_earlier: bool
+    natural: bool
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Arrays,
+        scheduler: TileScheduler,
+        options: AttentionOptions,
+        calls: tuple[LaunchCall, ...],
+        *,
+        out_dtype: Any,
+        config: Any,
+        interpret: bool,
+    ) -> "Plan":
+        bias = arrays.bias or Bias()
+        return cls(
+            config=config,
+            options=options,
+            calls=calls,
+            scheduler=scheduler,
+            interpret=interpret,
+            dtype=arrays.query[0].dtype,
+            out_dtype=out_dtype,
+            head_dim=arrays.query[0].shape[-1],
+            v_head_dim=arrays.value[0].shape[-1],
+            any_rows=has_odd_length(*arrays.query, *arrays.key),
+            has_bias=bias.has_bias,
+            has_mod=arrays.mod is not None,
+            has_segments=arrays.segments is not None,
+            has_sinks=arrays.sinks is not None,
+            has_earlier=arrays.earlier is not None,
+            natural=bias.tiles is not None or (arrays.mod is not None and arrays.mod.may_mask),
+        )
+
+    @property
+    def has_lse(self) -> bool:
+        return self.options.has_lse
+
+    @property
+    def has_excess(self) -> bool:
+        return self.has_lse and (self.has_bias or self.natural)
+
+    @property
+    def score_factor(self) -> float:
+        """The factor that turns S into scores, or into softcap's scores before their tanh."""
+        return self.options.softcap or self.options.scale
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor that turns what the softmax takes into natural units. A bias or score_mod gives base 2."""
+        return softmax.LN2 if self.has_bias or self.has_mod else self.score_factor
+
+    @property
+    def softmax_step(self) -> Callable[..., tuple[Any, ...]]:
+        return softmax.natural_step if self.natural else functools.partial(softmax.step, scale=self.softmax_scale)
+
+    @property
+    def out_fits_q(self) -> bool:
+        """Whether a tile of the output is as large as one of the queries."""
+        return self.out_dtype == self.dtype and self.v_head_dim == self.head_dim
+
+    @property
+    def stores_registers(self) -> bool:
+        """Whether the output goes from registers to device memory: in float32 shared memory has no room for it."""
+        return self.out_dtype != self.dtype
+
+    @property
+    def share_q_out(self) -> bool:
+        return self.config.share_q_out and self.out_fits_q
+
+    @property
+    def early_q(self) -> bool:
+        return self.config.early_q and (self.out_fits_q or self.stores_registers) and not self.share_q_out
+
+    @property
+    def q_tiles(self) -> int:
+        """Tiles of queries in shared memory: with early_q the next one's are there beside this one's."""
+        return (1 + self.early_q) * self.config.compute_warpgroups
+
+    def q_place(self, w: int, turn: Any) -> Any:
+        """The place of a warpgroup's queries, and of its output, in shared memory in the CTA's tile number `turn`."""
+        return (turn & 1) * self.config.compute_warpgroups + w if self.early_q else w
+
+    @property
+    def qk_tiles(self) -> SmemTiles:
+        return SmemTiles(self.head_dim, self.any_rows)
+
+    @property
+    def v_tiles(self) -> SmemTiles:
+        return SmemTiles(self.v_head_dim, self.any_rows)
+
+    @property
+    def out_tiles(self) -> SmemTiles:
+        return SmemTiles(self.v_head_dim, self.any_rows)
+
+    def kv_loop(self, arrays: Arrays, cta: Any) -> KvLoop:
+        return KvLoop(
+            cta=cta,
+            scheduler=self.scheduler,
+            options=self.options,
+            calls=self.calls,
+            block_q=self.config.block_q,
+            block_kv=self.config.block_kv,
+            bounds=arrays.bounds,
+            segments=arrays.segments,
+            lists=arrays.lists,
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scratch:
+    """A CTA's memory, as pl.run_scoped takes and gives it.
+
+    q, out: a tile for each compute warpgroup. k, v: a block for each slot of the ring. rows: lse, and what it lacks.
+    None: not needed.
+    """
+
+    q: Any
+    out: Any
+    k: Any
+    v: Any
+    rows: Any
+    q_ids: Any
+    kv_ids: Any
+    q_ready: Any
+    ring: Ring
+    bias: Stage | None
+    fetched: Fetched
+
+    def lse_and_excess(self, plan: Plan, w: int) -> tuple[Any, Any]:
+        """The rows of compute warpgroup number w; the excess is None where the kernel does not compute it."""
+        return self.rows.at[0, w], self.rows.at[1, w] if plan.has_excess else None
+
+    @classmethod
+    def of(cls, plan: Plan, bias: Bias) -> "Scratch":
+        config, qk_tiles, v_tiles, has_segments = plan.config, plan.qk_tiles, plan.v_tiles, plan.has_segments
+        compute_wgs, block_kv, stages = config.compute_warpgroups, config.block_kv, config.stages
+        own_out = None if plan.share_q_out or plan.early_q or plan.stores_registers else plan.out_tiles
+        return cls(
+            q=qk_tiles.scratch(plan.q_tiles, 64, dtype=plan.dtype),
+            out=None if own_out is None else own_out.scratch(compute_wgs, 64, dtype=plan.out_dtype),
+            k=qk_tiles.scratch(stages, block_kv, dtype=plan.dtype),
+            v=v_tiles.scratch(stages, block_kv, dtype=plan.dtype),
+            rows=plgpu.SMEM((1 + plan.has_excess, compute_wgs, 64), jnp.float32),
+            q_ids=plgpu.SMEM((plan.q_tiles, 64), jnp.int32) if has_segments else None,
+            kv_ids=plgpu.SMEM((stages, block_kv), jnp.int32) if has_segments else None,
+            q_ready=plgpu.Barrier(num_arrivals=qk_tiles.copies(64) + has_segments, num_barriers=compute_wgs),
+            ring=Ring.scratch(stages, compute_wgs, qk_tiles.copies(block_kv) + has_segments, v_tiles.copies(block_kv)),
+            bias=bias.stage(config.block_q, block_kv, block_kv, compute_wgs),
+            fetched=plan.scheduler.scratch(compute_wgs + 1),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Smem:
+    """A CTA's tiles in shared memory: q, k, v and out as products and stores see them, *_copied as copies see them."""
+
+    q: Any
+    q_copied: Any
+    k: Any
+    k_copied: Any
+    v: Any
+    v_copied: Any
+    out: Any
+    out_copied: Any
+
+    @classmethod
+    def of(cls, plan: Plan, scratch: Scratch) -> "Smem":
+        (q, q_copied), (k, k_copied) = plan.qk_tiles.views(scratch.q), plan.qk_tiles.views(scratch.k)
+        v, v_copied = plan.v_tiles.views(scratch.v)
+        out, out_copied = q, q_copied
+        if scratch.out is not None:
+            out, out_copied = plan.out_tiles.views(scratch.out)
+        return cls(
+            q=q,
+            q_copied=q_copied,
+            k=k,
+            k_copied=k_copied,
+            v=v,
+            v_copied=v_copied,
+            out=out,
+            out_copied=out_copied,
+        )

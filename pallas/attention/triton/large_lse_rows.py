@@ -1,0 +1,220 @@
+"""The gradients that rows with a large log-sum-exp pass, beside a bias: what a kernel in base 2 leaves out.
+
+A bias of -1e9, or of finfo.min, for all keys of a row gives an lse near it. Times log2(e) that is rounded by more than
+the scores differ, or overflows. Here scores stay in natural units, and lse comes off them exactly.
+
+There seldom are such rows. One launch looks for them, and ends at once where a call has none: a few programs, each of
+which owns several tiles of keys, then several of queries. It visits every tile with the predicate, as nothing that is
+made for it alone would pay.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.softmax import is_far
+from jax_kernels.pallas.attention.triton.bias_gradient import Pairs, Tile, gradient_of_tiles, is_kept
+from jax_kernels.pallas.attention.triton.common import (
+    Queries,
+    Refs,
+    TracedCall,
+    aligned,
+    all_rows,
+    bias_spec,
+    head_mask,
+    limiting_arrays,
+    load,
+    load_rows,
+    load_tile,
+    run,
+    whole,
+    whole_array,
+)
+from jax_kernels.pallas.attention.triton.score_mod import tile_scores
+from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
+
+PROGRAMS = 1  # for each multiprocessor
+
+
+def far_rows(
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    gradients: AttentionGradients,
+    lse: jax.Array,
+    delta: jax.Array,
+    dout: jax.Array,
+    excess: jax.Array,
+    *,
+    config: Any,
+    core_count: int,
+    interpret: bool,
+) -> AttentionGradients:
+    """The gradients of query, key, value and, if it is there, bias with what far rows pass to them. Under a mask, too.
+
+    config: AttentionBackwardTriton.
+    """
+    bias = inputs.bias
+    far = is_far(lse)
+    lse = jnp.where(far, lse, jnp.inf)
+    of_heads = far.reshape(len(lse), inputs.key.shape[2], -1).any(axis=-1).astype(jnp.int32)
+    inputs = inputs._replace(bias=aligned(bias), sinks=None)
+    call = TracedCall.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    pairs = Pairs.of(inputs, options, call, with_blocks=gradients.bias is not None)
+    limiting, rows = limiting_arrays(inputs, options), (dout.astype(inputs.query.dtype), lse, delta, excess)
+    gradients = _added(inputs, limiting, rows, pairs, of_heads, gradients, call, config, PROGRAMS * core_count)
+    if gradients.bias is None:
+        return gradients
+    more = gradient_of_tiles(inputs, *limiting, *rows, pairs, call, config, far=of_heads)
+    return gradients._replace(bias=(gradients.bias + more[..., : bias.shape[3]]).astype(gradients.bias.dtype))
+
+
+def _added(
+    inputs, limiting, rows, pairs, far, gradients, call: TracedCall, config, programs: int
+) -> AttentionGradients:
+    """The gradients of query, key and value with what far rows add. far: int32 [B, Hkv], which heads have such."""
+    (query, key, value), (bounds, q_ids, kv_ids), (dout, lse, delta, excess) = inputs[:3], limiting, rows
+    # All queries, of the heads that share a head of keys; without an axis of heads where it is one.
+    heads, q_rows = None if call.group == 1 else call.group, all_rows(call.q_length, call.block_q)
+    kv_rows = all_rows(call.kv_length, call.block_kv)
+    of_head = lambda i, h, b: (b, h)
+    q_spec = lambda d: whole(call.q_length, call.block_q, heads, d, of_head)
+    kv_spec = lambda d: whole(call.kv_length, call.block_kv, None, d, of_head)
+    row_spec = pl.BlockSpec((None, heads, q_rows), lambda i, h, b: (b, h, 0))
+    sums = [
+        (gradients.query, q_spec(call.head_dim)),
+        (gradients.key, kv_spec(call.head_dim)),
+        (gradients.value, kv_spec(call.v_head_dim)),
+    ]
+    bias_tile = bias_spec(inputs.bias, (None, heads, q_rows, kv_rows), lambda i, h, b: (b, h, 0, 0))
+    ins = {
+        "bounds": whole_array(bounds),
+        "query": (query, q_spec(call.head_dim)),
+        "key": (key, kv_spec(call.head_dim)),
+        "value": (value, kv_spec(call.v_head_dim)),
+        "dout": (dout, q_spec(call.v_head_dim)),
+        "lse": (lse, row_spec),
+        "delta": (delta, row_spec),
+        "excess": (excess, row_spec),
+        "bias": (inputs.bias, bias_tile),
+        "far": whole_array(far),
+        "sums": sums,
+        **({} if pairs is None else pairs.ins(call)),
+    }
+    if q_ids is not None:
+        ins["q_ids"] = q_ids, pl.BlockSpec((None, q_rows), lambda i, h, b: (b, 0))
+        ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
+    batch, kv_heads = far.shape
+    splits = max(1, min(programs // (batch * kv_heads), call.q_blocks, call.kv_blocks))
+    # With more stages Triton takes too much shared memory where there is one block of keys.
+    config = dataclasses.replace(config, num_stages=1)
+    dquery, dkey, dvalue = run(
+        _kernel,
+        call,
+        config,
+        name="attention_far_rows_triton",
+        grid=(splits, kv_heads, batch),
+        ins=ins,
+        outs=[(jax.ShapeDtypeStruct(x.shape, x.dtype), spec) for x, spec in sums],
+        splits=splits,
+    )
+    return gradients._replace(query=dquery, key=dkey, value=dvalue)
+
+
+def _kernel(refs: Refs, *, call: TracedCall, splits: int):
+    split, kv_head, batch_index = (pl.program_id(axis) for axis in range(3))
+
+    def of_split(blocks: int, program: Any) -> None:
+        """program(block) for every block that is this split's."""
+        count = lax.div(blocks - 1 - split, jnp.int32(splits)) + 1
+        lax.fori_loop(0, count, lambda n, _: program(split + n * splits), None)
+
+    @pl.when(refs.far[batch_index, kv_head] != 0)
+    def _():
+        tile = functools.partial(_tile, refs, call, batch_index, kv_head)
+        of_split(call.kv_blocks, lambda kv_index: _key_program(refs, call, kv_index, tile))
+        # Of a group: the query blocks of its heads, one head after another.
+        of_split(call.q_blocks * call.group, lambda index: _query_program(refs, call, index, tile))
+
+
+def _of_head(ref: Any, head: Any, group: int, rows: Any) -> Any:
+    """Rows of [rows, D], or with a group of heads of [rows, group, D]."""
+    return ref.at[rows, :] if group == 1 else ref.at[rows, head, :]
+
+
+def _row_of_head(ref: Any, head: Any, group: int, rows: Any) -> Any:
+    return ref.at[rows] if group == 1 else ref.at[head, rows]
+
+
+def _tile(refs: Refs, call: TracedCall, batch_index: Any, kv_head: Any, head: Any, q_index: Any, kv_index: Any):
+    """(query, key, dout, P, dS) of a tile, of a head of the group. P is zero in rows that are not far."""
+    group, q_start, kv_start = call.group, q_index * call.block_q, kv_index * call.block_kv
+    queries, keys = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
+    limits, own_head = call.limits(refs, batch_index), kv_head * group + head
+    of_queries = lambda ref, d: load(_of_head(ref, head, group, queries), q_start, call.q_length, d)
+    of_keys = lambda ref, d: load(ref.at[keys, :], kv_start, limits.kv_length, d)
+    of_rows = lambda ref, other: load_rows(_row_of_head(ref, head, group, queries), q_start, call.q_length, other)
+    query, dout = of_queries(refs.query, call.head_dim), of_queries(refs.dout, call.v_head_dim)
+    key, value = of_keys(refs.key, call.head_dim), of_keys(refs.value, call.v_head_dim)
+    masks = row_mask(q_start, call.block_q, call.q_length), row_mask(kv_start, call.block_kv, call.columns)
+    load_this = lambda x: load_tile(x, queries, keys, masks, head)
+    scores, pullback = tile_scores(call, refs, load_this, query, key, (batch_index, own_head, q_start, kv_start))
+    p = call.exp2(scores, of_rows(refs.lse, jnp.inf)[:, None], of_rows(refs.excess, 0.0)[:, None])
+    q_ids = kv_ids = None
+    if refs.q_ids is not None:
+        q_ids = load_rows(refs.q_ids.at[queries], q_start, call.q_length, block_ranges.NO_QUERY)
+        kv_ids = load_rows(refs.kv_ids.at[keys], kv_start, call.kv_length, block_ranges.NO_KEY)
+    keep = Queries.of(limits, q_start, call.block_q, q_ids).keep(kv_start + iota(call.block_kv), kv_ids)
+    if refs.entries is not None or refs.mask is not None:
+        keep = keep & is_kept(refs, call, Tile(b=batch_index, h=own_head, q_index=q_index, kv_index=kv_index))
+    p = jnp.where(keep, p, 0.0)
+    ds, _ = pullback(p, p * (call.dot(dout, value, (1, 1)) - of_rows(refs.delta, 0.0)[:, None]))
+    return query, key, dout, p, ds.astype(query.dtype)
+
+
+def _key_program(refs: Refs, call: TracedCall, kv_index: Any, tile: Any) -> None:
+    """Adds what all queries pass to a block of keys."""
+
+    def step(index, state):
+        dkey, dvalue = state
+        head = lax.div(index, jnp.int32(call.q_blocks))
+        query, _, dout, p, ds = tile(head, lax.rem(index, jnp.int32(call.q_blocks)), kv_index)
+        return dkey + call.dot(ds, query, (0, 0)), dvalue + call.dot(p.astype(dout.dtype), dout, (0, 0))
+
+    zeros = tuple(jnp.zeros((call.block_kv, padded(d)), jnp.float32) for d in (call.head_dim, call.v_head_dim))
+    dkey, dvalue = lax.fori_loop(0, call.q_blocks * call.group, step, zeros)
+    start = kv_index * call.block_kv
+    place = lambda ref: ref.at[pl.ds(start, call.block_kv), :]
+    (_, *outs), (_, *sums) = refs.outs, refs.sums
+    _add(place(outs[0]), place(sums[0]), dkey * call.options.scale, start, call.kv_length, call.head_dim)
+    _add(place(outs[1]), place(sums[1]), dvalue, start, call.kv_length, call.v_head_dim)
+
+
+def _query_program(refs: Refs, call: TracedCall, index: Any, tile: Any) -> None:
+    """Adds what all keys pass to a block of queries: number `index` of those of a group."""
+    head, q_index = lax.div(index, jnp.int32(call.q_blocks)), lax.rem(index, jnp.int32(call.q_blocks))
+
+    def step(kv_index, dquery):
+        _, key, _, _, ds = tile(head, q_index, kv_index)
+        return dquery + call.dot(ds, key, (1, 0))
+
+    dquery = jnp.zeros((call.block_q, padded(call.head_dim)), jnp.float32)
+    dquery = lax.fori_loop(0, call.kv_blocks, step, dquery)
+    start = q_index * call.block_q
+    place = lambda ref: _of_head(ref, head, call.group, pl.ds(start, call.block_q))
+    out, so_far = place(refs.outs[0]), place(refs.sums[0])
+    _add(out, so_far, dquery * call.options.scale, start, call.q_length, call.head_dim)
+
+
+def _add(out: Any, so_far: Any, x: jax.Array, start: Any, length: int, head_dim: int) -> None:
+    """Stores x and what stands there already. so_far: the same memory as out."""
+    mask = head_mask(row_mask(start, len(x), length), len(x), head_dim)
+    x = x + load(so_far, start, length, head_dim).astype(jnp.float32)
+    plgpu.store(out, x.astype(out.dtype), mask=mask)

@@ -1,0 +1,209 @@
+"""The sums of a warpgroup's 64 rows of a work tile: products of 16 bits, and of 8 bits with scales.
+
+The tensor cores add up products of 8 bits with some 14 bits. Float32 sums in registers take them over after some
+steps of 128 of the inner dimension, 128 columns at a time: meanwhile the other warpgroup's products run.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, scale_factors, scale_shares
+from jax_kernels.pallas.matmul.sm90.state import ROWS, SCALE_BLOCK, Kernel, WorkTile
+from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
+from jax_kernels.pallas.mosaic.registers import zeros_stay
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sums:
+    """x @ w and x @ w_up (None without one), each as float32 arrays of 64 rows that stand side by side.
+
+    bias: for each part of a work tile, None where it is not loaded yet.
+    """
+
+    product: list[Any]
+    up: list[Any] | None
+    bias: list[Any] | None = None
+
+
+def columns_of(arrays: list[Any], part: int, columns: int) -> Any:
+    """So many columns, those of part number `part`, of arrays that stand side by side."""
+    nth, start = divmod(part * columns, arrays[0].shape[1])
+    return arrays[nth] if arrays[0].shape[1] == columns else arrays[nth][:, start : start + columns]
+
+
+def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
+    """Products of 16 bits, of 64 rows each. All of a step's run while the one before is waited for."""
+    traits, smem = kernel.traits, kernel.smem
+    operands = [smem.w] if smem.w_up is None else [smem.w, smem.w_up]
+    columns = 2 * traits.block_n if traits.is_joined else traits.block_n
+
+    def slot_of(i):
+        return lax.rem(nth * traits.fills + i, jnp.int32(traits.stages))
+
+    def wait(i):
+        plgpu.barrier_wait(smem.ready.at[kernel.barrier_of(slot_of(i), nth)])
+
+    def multiply(accs, i):
+        """acc += x w of a step, for each 64 rows and each w."""
+        slot, halves = slot_of(i), [pl.ds(traits.first_row(wg, half), ROWS) for half in range(traits.halves)]
+        for half, mine in enumerate(halves):
+            x = smem.x.at[slot, :, mine].T if traits.options.transpose_x else smem.x.at[slot, mine]
+            for acc, w in zip(accs[half * len(operands) :], operands, strict=False):
+                plgpu.wgmma(acc, x, w.at[slot].T if traits.options.transpose_w else w.at[slot])
+
+    def sums(*accs):
+        def step(i, _):
+            wait(i)
+            multiply(accs, i)
+            plgpu.wgmma_wait(len(accs))
+            plgpu.barrier_arrive(smem.free.at[slot_of(i - 1)])  # its products have ended
+
+        multiply(accs, 0)
+        lax.fori_loop(1, traits.steps, step, None)
+        bias = _bias(kernel, tile) if traits.has_bias and traits.config.early_bias else None
+        results = [acc[...] for acc in accs]
+        plgpu.barrier_arrive(smem.free.at[slot_of(traits.steps - 1)])
+        return results, bias
+
+    wait(0)  # in front of the accumulators, as in promoted_sums
+    found, bias = pl.run_scoped(sums, *[plgpu.ACC((ROWS, columns))] * (traits.halves * len(operands)))
+    if traits.is_joined:
+        both = [[x[:, : traits.block_n], x[:, traits.block_n :]] for x in found]
+        return [Sums(product=[product], up=[up], bias=bias) for product, up in both]
+    of_half = [found[half * len(operands) :][: len(operands)] for half in range(traits.halves)]
+    return [Sums(product=[product], up=up or None, bias=bias) for product, *up in of_half]
+
+
+def _bias(kernel: Kernel, tile: WorkTile) -> list[Any]:
+    """The bias of a work tile, for each of its parts. Those past the last column are others."""
+    columns = kernel.traits.columns
+    starts = [tile.column + start for start in range(0, kernel.traits.block_n, columns)]
+    places = [pl.ds(jnp.minimum(start, kernel.traits.n - columns), columns) for start in starts]
+    return [plgpu.load(kernel.inputs.bias.at[place], layout=COLUMN, optimized=False) for place in places]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Columns whose 8-bit products are promoted together: of w or w_up, from the tile's column `first` on.
+
+    gmem, smem, scale: of the weights. ready: [stages], they are in shared memory, and x with those of the first part.
+    """
+
+    gmem: Any
+    smem: Any
+    scale: Any
+    first: int
+    ready: Any
+
+
+def _parts(kernel: Kernel) -> list[_Part]:
+    """The parts in the order of their products: x @ w's, then x @ w_up's."""
+    inputs, smem, traits = kernel.inputs, kernel.smem, kernel.traits
+    given = [(inputs.w, smem.w, inputs.w_scale), (inputs.w_up, smem.w_up, inputs.w_up_scale)]
+    barriers = iter((smem.ready, smem.second_ready))
+    return [
+        _Part(gmem=gmem, smem=of_stage, scale=scale, first=first, ready=next(barriers))
+        for gmem, of_stage, scale in given[: 2 if traits.is_gated else 1]
+        for first in range(0, traits.block_n, traits.promoted)
+    ]
+
+
+def load_parts(kernel: Kernel, column: Any, depth: Any, slot: Any) -> None:
+    """Loads a step's 8-bit weights."""
+    width = kernel.traits.promoted
+    for part in _parts(kernel):
+        place = part.smem.at[slot, pl.ds(part.first, width)]
+        kernel.load_w(part.gmem.at[pl.ds(column + part.first, width), depth], place, part.ready.at[slot])
+
+
+def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
+    """Products of 8 bits, with the scales of blocks; scaled() applies other scales.
+
+    Each part waits for its weights. That keeps ptxas from starting a part's products before the sums have taken over
+    the part before, whose registers it would spill.
+    """
+    traits, smem, inputs = kernel.traits, kernel.smem, kernel.inputs
+    parts = _parts(kernel)
+
+    def slot_of(i):
+        return lax.rem(nth * traits.k_steps + i, jnp.int32(traits.stages))
+
+    def product(first, count, part):
+        """x w of `count` steps from the step `first` on.
+
+        The first wait is in front of the accumulators. Behind it ptxas sees that they are zeros, and writes none.
+        """
+
+        def multiply(acc, slot):
+            w = part.smem.at[slot, pl.ds(part.first, traits.promoted)]
+            plgpu.wgmma(acc, smem.x.at[slot, pl.ds(wg * ROWS, ROWS)], w.T)
+
+        def run(acc):
+            multiply(acc, slot_of(first))
+            for i in range(1, count):
+                slot = slot_of(first + i)
+                plgpu.barrier_wait(part.ready.at[slot])
+                multiply(acc, slot)
+            sums = acc[...]
+            zeros_stay()
+            return sums
+
+        plgpu.barrier_wait(part.ready.at[slot_of(first)])
+        return pl.run_scoped(run, plgpu.ACC((ROWS, traits.promoted)))
+
+    def factor(i, part):
+        """x_scale * w_scale of a step's blocks."""
+        row, column = lax.div(tile.row + wg * ROWS, SCALE_BLOCK), lax.div(tile.column + part.first, SCALE_BLOCK)
+        column = jnp.minimum(column, pl.cdiv(traits.n, SCALE_BLOCK) - 1)  # a part may lie past the last column
+        row = jnp.minimum(row, pl.cdiv(traits.m, SCALE_BLOCK) - 1)  # and below the last row
+        return inputs.x_scale[row, i] * part.scale[column, i]
+
+    def steps(first, count, totals):
+        found, of_blocks = [], traits.options.scaling == "block"
+        factors = [factor(first, part) if of_blocks else None for part in parts]  # read while the products run
+        for total, part, scale in zip(totals, parts, factors, strict=True):
+            sums = product(first, count, part)
+            if scale is not None:
+                sums = sums * scale
+            found.append(lax.optimization_barrier(total + sums))  # here, not after all products
+        for i in range(count):
+            plgpu.barrier_arrive(smem.free.at[slot_of(first + i)])
+        return found
+
+    totals = [plgpu.layout_cast(jnp.zeros((ROWS, traits.promoted), jnp.float32), WGMMA)] * len(parts)
+    together = traits.promoted_steps
+    turns, rest = divmod(traits.k_steps, together)
+    totals = lax.fori_loop(0, turns, lambda i, totals: steps(i * together, together, totals), totals)
+    if rest:
+        totals = steps(turns * together, rest, totals)
+    of_product = len(parts) // 2 if traits.is_gated else len(parts)
+    return [Sums(product=totals[:of_product], up=totals[of_product:] or None)]
+
+
+def scaled(kernel: Kernel, x: Any, w_scale: Any, rows: Any, columns: Any) -> Any:
+    """Sums of 64 x 64 with the scales of 8-bit operands, where those are not of blocks."""
+    if kernel.traits.options.scaling == "tensor":
+        first, second = scale_factors(kernel.inputs.x_scale[0], w_scale[0])
+        return x * first * second
+    if kernel.traits.options.scaling == "row":
+        of_rows = plgpu.load(kernel.inputs.x_scale.at[rows], layout=ROW, optimized=False)
+        of_columns = plgpu.load(w_scale.at[columns], layout=COLUMN, optimized=False)
+        first, last = (lax.broadcast_in_dim(share, x.shape, [0]) for share in scale_shares(of_rows))
+        return x * first * lax.broadcast_in_dim(of_columns, x.shape, [1]) * last
+    return x
+
+
+def with_scales_to_load(inputs: MatmulInputs, options: MatmulOptions) -> MatmulInputs:
+    """The inputs with scales of one axis or two. Those of rows reach to the end of the last work tile."""
+    if options.scaling == "tensor":
+        scales = inputs.x_scale, inputs.w_scale, inputs.w_up_scale
+        x_scale, w_scale, w_up_scale = (None if x is None else x.reshape(1) for x in scales)
+        return inputs._replace(x_scale=x_scale, w_scale=w_scale, w_up_scale=w_up_scale)
+    if options.scaling == "row" and (past := -inputs.x_scale.shape[0] % ROWS):
+        return inputs._replace(x_scale=jnp.pad(inputs.x_scale, (0, past)))
+    return inputs

@@ -1,0 +1,223 @@
+"""The join of the parts of the inner dimension in the kernel that multiplies, and the epilogue.
+
+The CTAs of a cluster have parts of the inner dimension. Warpgroup number w of each stores its sums in the shared memory
+of the cluster's CTA number w % CTAs, whose warpgroup number w adds them up in order. A thread adds up what threads of
+its own number have, so that the sums keep their layout: [columns of w, rows of x], the transpose of out.
+"""
+
+import functools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.pallas.matmul.sm90.low_bit_traits import COLUMNS
+from jax_kernels.pallas.mosaic import interpreter
+from jax_kernels.pallas.mosaic.barriers import cluster_barrier
+from jax_kernels.pallas.mosaic.elementwise import for_tiles
+from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
+
+__all__ = ["epilogue", "exchange_sums", "joined_sums", "results_of"]
+
+THREADS = 128
+
+
+def results_of(options: MatmulOptions, m: int, n: int, is_gated: bool) -> MatmulResult:
+    """The types of the arrays that a call writes."""
+    out = jax.ShapeDtypeStruct((m, n), jnp.dtype(options.out_dtype))
+    saves = options.saves_preactivation
+    return MatmulResult(out=out, preactivation=out if saves else None, up=out if saves and is_gated else None)
+
+
+def exchange_sums(totals: list[Any], exchange: Any, ready: Any, wg: Any, split: Any, splits: int) -> None:
+    """Sends a warpgroup's sums to the CTA number wg % splits, and waits for those of all CTAs.
+
+    exchange: shared memory [products, warpgroups of a CTA that adds up, splits, pairs of numbers, threads, 2]; for the
+    interpreter device memory [products, splits, columns of the work tile, rows], and ready, a barrier of the cluster.
+    """
+    if interpreter.INTERPRETED:
+        for i, total in enumerate(totals):
+            exchange[i, split, pl.ds(wg * COLUMNS, COLUMNS)] = total
+        plgpu.barrier_arrive(ready)
+        plgpu.barrier_wait(ready)
+        return
+    for i, total in enumerate(totals):
+        _send(total, exchange.at[i, lax.div(wg, jnp.int32(splits)), split], splits)
+    cluster_barrier()
+
+
+def joined_sums(exchange: Any, wg: Any, splits: int, rows: int) -> list[Any]:
+    """The sums over all splits of the columns of a warpgroup of the CTA number wg % splits, behind exchange_sums."""
+    if interpreter.INTERPRETED:
+        read = lambda i, part: exchange[i, part, pl.ds(wg * COLUMNS, COLUMNS)]
+    else:
+        read = lambda i, part: _received(exchange.at[i, lax.div(wg, jnp.int32(splits)), part], rows)
+    return [functools.reduce(operator.add, [read(i, part) for part in range(splits)]) for i in range(exchange.shape[0])]
+
+
+def _send(numbers: Any, to: Any, splits: int) -> None:
+    """Stores a warpgroup's sums in the CTA that adds them up. to: the place in shared memory, [pairs, threads, 2]."""
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()), return_type=None)
+    def store(_, numbers, to):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        void = ir.Type.parse("!llvm.void")
+        rank = arith.remui(utils.warpgroup_idx(sync=False), utils.c(splits, i32))
+        mine = arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(to)), arith.muli(_thread(), utils.c(8, i32)))
+        there = llvm.inline_asm(i32, [mine, rank], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r")
+        for i, pair in enumerate(numbers.registers.reshape(-1)):
+            both = [vector.extract(pair, dynamic_position=[], static_position=[j]) for j in range(2)]
+            assembly = f"st.shared::cluster.v2.f32 [$0 + {i * THREADS * 8}], {{$1, $2}};"
+            llvm.inline_asm(void, [there, *both], assembly, "r,f,f,~{memory}", has_side_effects=True)
+
+    store(numbers, to)
+
+
+def _received(place: Any, rows: int) -> Any:
+    """The sums of one CTA, from this one's shared memory [pairs, threads, 2]."""
+    result = plgpu.ShapeDtypeStruct((COLUMNS, rows), jnp.float32, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def load(_, place):
+        import numpy as np
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm
+
+        i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F32Type.get())
+        pointer = utils.memref_ptr(place)
+        start = arith.addi(llvm.ptrtoint(i32, pointer), arith.muli(_thread(), utils.c(8, i32)))
+        layout = fragmented_array.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((COLUMNS, rows)), dtype=object)
+        for i, index in enumerate(np.ndindex(registers.shape)):
+            address = arith.addi(start, utils.c(i * THREADS * 8, i32))
+            registers[index] = llvm.load(pair, llvm.inttoptr(pointer.type, address))
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(place)
+
+
+def _thread() -> Any:
+    """The number of a thread in its warpgroup."""
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith
+
+    return arith.remui(utils.thread_idx(), utils.c(THREADS, ir.IntegerType.get_signless(32)))
+
+
+def epilogue(
+    options: MatmulOptions, inputs: MatmulInputs, results: MatmulResult, sums: list[Any], columns: Any
+) -> None:
+    """All that comes after the products of a warpgroup's columns, in float32, and the stores. columns: a slice."""
+    z, *up = sums
+    if inputs.bias is not None:
+        bias = plgpu.load(inputs.bias.at[columns], layout=ROW, optimized=False).astype(jnp.float32)
+        z = z + lax.broadcast_in_dim(bias, z.shape, [0])
+    activation = for_tiles(options.activation)
+    out = z if activation is None else activation(z)
+    if up:
+        out = out * up[0]
+    if inputs.residual is not None:
+        out = out + _load(inputs.residual, columns, z.shape[1]).astype(jnp.float32)
+    written = [(results.out, out), (results.preactivation, z), *((results.up, y) for y in up)]
+    for ref, numbers in written:
+        if ref is not None:
+            _store(numbers.astype(ref.dtype), ref, columns)
+
+
+def _store(numbers: Any, ref: Any, columns: Any) -> None:
+    """Stores the transpose of numbers [columns, rows] in a ref [m, n] in device memory, which may have fewer rows."""
+    if interpreter.INTERPRETED:
+        ref[:, columns] = numbers[:, : ref.shape[0]].T
+        return
+    m, n = ref.shape
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()), return_type=None)
+    def store(_, numbers, ref):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm, vector
+
+        void, size = ir.Type.parse("!llvm.void"), utils.bytewidth(numbers.mlir_dtype)
+        bits = ir.IntegerType.get_signless(8 * size)
+        operands = f"r,l,{'h' if size == 2 else 'r'},~{{memory}}"
+        assembly = f"{{ .reg .pred p; setp.lt.s32 p, $0, {m}; @p st.global.b{8 * size} [$1], $2; }}"
+        for pair, places in zip(numbers.registers.reshape(-1), _places(ref, numbers.shape[1], n, size), strict=True):
+            for i, (row, address) in enumerate(places):
+                number = utils.bitcast(vector.extract(pair, dynamic_position=[], static_position=[i]), bits)
+                llvm.inline_asm(void, [row, address, number], assembly, operands, has_side_effects=True)
+
+    store(numbers, ref.at[:, columns])
+
+
+def _load(ref: Any, columns: Any, rows: int) -> Any:
+    """The transpose of columns of a ref [m, n] in device memory, [columns, rows], with zeros for rows from m on."""
+    if interpreter.INTERPRETED:
+        return jnp.pad(ref[:, columns].T, ((0, 0), (0, rows - ref.shape[0])))
+    m, n = ref.shape
+    result = plgpu.ShapeDtypeStruct((COLUMNS, rows), ref.dtype, layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def load(_, ref):
+        import numpy as np
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm, vector
+
+        element = ir.MemRefType(ref.type).element_type
+        size = utils.bytewidth(element)
+        bits, kind = ir.IntegerType.get_signless(8 * size), "h" if size == 2 else "r"
+        assembly = (
+            f"{{ .reg .pred p; setp.lt.s32 p, $1, {m}; mov.b{8 * size} $0, 0; @p ld.global.b{8 * size} $0, [$2]; }}"
+        )
+        layout = fragmented_array.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((COLUMNS, rows)), dtype=object)
+        for index, places in zip(np.ndindex(registers.shape), _places(ref, rows, n, size), strict=True):
+            found = [
+                utils.bitcast(
+                    llvm.inline_asm(bits, list(place), assembly, f"={kind},r,l", has_side_effects=True), element
+                )
+                for place in places
+            ]
+            registers[index] = vector.from_elements(ir.VectorType.get((2,), element), found)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return load(ref.at[:, columns])
+
+
+def _places(ref: Any, rows: int, n: int, size: int) -> list[list[tuple[Any, Any]]]:
+    """For each register of a thread, of an array [columns, rows], the two (row, address in ref's transpose).
+
+    ref: [m, columns], with n numbers from a row to the next.
+    """
+    from jax.experimental.mosaic.gpu import utils
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm
+
+    i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    constant = lambda x: utils.c(x, i32)
+    lane, warp = arith.remui(_thread(), constant(32)), arith.divui(_thread(), constant(32))
+    first_row = arith.muli(arith.remui(lane, constant(4)), constant(2))
+    first_column = arith.addi(arith.muli(warp, constant(16)), arith.divui(lane, constant(4)))
+    start = llvm.ptrtoint(i64, utils.memref_ptr(ref))
+    found = []
+    for eight in range(rows // 8):
+        for half in range(2):  # 8 columns on
+            places = []
+            for i in range(2):
+                row = arith.addi(first_row, constant(8 * eight + i))
+                column = arith.addi(first_column, constant(8 * half))
+                offset = arith.muli(arith.addi(arith.muli(row, constant(n)), column), constant(size))
+                places.append((row, arith.addi(start, arith.extui(i64, offset))))
+            found.append(places)
+    return found
