@@ -22,7 +22,7 @@ endif
 demo: .venv/.demo
 	$(BIN)/jax-kernels demo $(ARGS)
 
-# In three runs of pytest, so that no process grows large. tests/support/room.py clears compiled programs before a process
+# In three runs of pytest, so that no process grows large. tests/support/processes/room.py clears compiled programs before a process
 # runs out of memory maps, whichever tests a worker happens to get.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist=worksteal
 FIRST := tests/benchmarks tests/bridge tests/cli

@@ -3,11 +3,8 @@
 import gc
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 # Before JAX starts. Without a GPU, a CUDA plugin that is installed (to compile for one) must not be tried.
 if shutil.which("nvidia-smi") is None:
@@ -16,11 +13,14 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Other processes of the suite, and PyTorch, use the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Processes that tests start import tests.support, too.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 
 import hypothesis
 import jax
 import pytest
-import room
+
+from tests.support.processes import room
 
 # JAX makes many small objects that live on. To look at all of them time and again takes 6 % of the suite's time.
 gc.freeze()

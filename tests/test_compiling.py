@@ -18,12 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))
-
-import aot
-import forked
-
 from jax_kernels import compilation, compile_kernels, compiler_options, flash_attention, rms_norm
+from tests.support.processes import forked
+from tests.tools import compile_case
 
 
 def test_a_program_without_such_kernels_has_none():
@@ -155,8 +152,8 @@ def _compile(dump: str) -> dict[str, Any]:
 
     written = lambda: sorted((path.name, path.stat().st_mtime_ns) for path in Path(dump).iterdir())
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    lowered = aot.lower("h200", jax.grad(_loss), array(2, 512, 8, 128), array(128))
-    config = aot.target_config(device_info("h200"))
+    lowered = compile_case.lower("h200", jax.grad(_loss), array(2, 512, 8, 128), array(128))
+    config = compile_case.target_config(device_info("h200"))
     topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -167,10 +164,10 @@ def _compile(dump: str) -> dict[str, Any]:
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 def test_xla_finds_every_kernel_compiled(tmp_path):
     env = {"JAX_KERNELS_INTERPRET": None, "MOSAIC_GPU_DUMP_TO": str(tmp_path)}
-    done = forked.run(__file__, str(tmp_path), env=env, timeout=aot.TIMEOUT)
+    done = forked.run(__file__, str(tmp_path), env=env, timeout=compile_case.TIMEOUT)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["kernels"] == 4  # of both attentions, forward and backward: where Mosaic writes files it numbers them

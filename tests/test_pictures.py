@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import dilated_oracle
 import numpy as np
 import pytest
+
+from tests.support.oracles import dilated as dilated_oracle
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs" / "pictures.py"

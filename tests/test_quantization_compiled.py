@@ -4,20 +4,16 @@ As a script it compiles for an H200 and prints how often 8-bit types occur in ea
 """
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))
-
-import aot
+from tests.tools import compile_case
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 def test_rounding_is_kept():
-    counts = json.loads(aot.compile_script(__file__).printed.splitlines()[-1])
+    counts = json.loads(compile_case.compile_script(__file__).printed.splitlines()[-1])
     assert all(counts.values()), counts
 
 
@@ -34,7 +30,9 @@ def _counts() -> dict[str, int]:
     functions = {format: lambda x, f=format: dequantize(quantize(x, f)) for format in ("e4m3", "e5m2", "mxfp8")}
     functions["quantize_fp8"] = by_heads
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    programs = {name: aot.lower_and_compile("h200", function, x)[0].as_text() for name, function in functions.items()}
+    programs = {
+        name: compile_case.lower_and_compile("h200", function, x)[0].as_text() for name, function in functions.items()
+    }
     return {name: program.count("f8e") for name, program in programs.items()}
 
 

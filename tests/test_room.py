@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import pytest
-import room
 import torch
 
 from jax_kernels import bridge
+from tests.support.processes import room
 
 
 def compiled(count):

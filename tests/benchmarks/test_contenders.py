@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from harness import cases, contenders
+
+from tests.support.cases import tiers
 
 
 def test_what_cannot_run_says_why(make_case, without_gpu):

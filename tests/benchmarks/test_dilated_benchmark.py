@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from harness import gathers
 from harness.cases import Case, as_numpy, input_sets
 from harness.gathers import Pattern
 
 from jax_kernels import dilated_attention
+from tests.support.cases import tiers
 
 PATTERNS = {
     "all": (Pattern((8, 16, 32), (1, 2, 4)), False),

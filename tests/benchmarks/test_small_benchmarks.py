@@ -14,9 +14,10 @@ import long_sequence
 import matmul_accuracy
 import numpy as np
 import pytest
-import tiers
 import torch
 import versions
+
+from tests.support.cases import tiers
 
 
 def brute_force(variant):

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from known_cases import Route
 
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.operators import call_cache
+from tests.support.cases.cached_calls import Route
 
 
 def attention(

@@ -4,13 +4,13 @@ import enum
 
 import jax.numpy as jnp
 import pytest
-import tiers
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from jax_kernels import bridge
 from jax_kernels.bridge.jax_functions import dynamic_shapes
 from jax_kernels.bridge.jax_functions.api import JaxOp
+from tests.support.cases import tiers
 
 pytestmark = pytest.mark.timeout(300)
 

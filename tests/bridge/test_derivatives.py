@@ -6,7 +6,6 @@ import threading
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 import torch
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jax_kernels import bridge, masks
 from jax_kernels.bridge.interop import torch_internals
+from tests.support.cases import tiers
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -6,7 +6,6 @@ import inspect
 import pickle
 import types
 
-import dilated_oracle
 import numpy as np
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 from jax_kernels import bridge
 from jax_kernels.dispatch import on_device
 from jax_kernels.testing import rms_error
+from tests.support.oracles import dilated as dilated_oracle
 
 PATTERN = {"segment_lengths": [6, 12], "dilation_rates": [1, 4]}
 

@@ -5,13 +5,14 @@ import itertools
 import json
 from pathlib import Path
 
-import chains
-import forked
 import pytest
-from tiers import cases
+
+from tests.support.cases.tiers import cases
+from tests.support.processes import forked
+from tests.tools import compile_chains
 
 TIMEOUT = 240
-SCRIPT = Path(chains.__file__)
+SCRIPT = Path(compile_chains.__file__)
 
 # By case, the kernels of this library's in order. XLA's own may stand between them.
 KERNELS = {
@@ -71,7 +72,7 @@ def test_a_chain_has_all_kernels_and_buffers(case):
     ]
     stems = [name.removesuffix("_kernel").removesuffix("_mosaic_gpu") for name in ours]
     assert stems == KERNELS[case]
-    program = chains.CASES[case]()
+    program = compile_chains.CASES[case]()
     used = set(itertools.chain.from_iterable(step["buffers"] for step in steps))
     assert {f"in{index}" for index in range(len(program.specs))} <= used
     outputs = {"inference": 1, "forward": 2}.get(case.split()[0])

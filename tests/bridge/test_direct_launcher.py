@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_cuda import CONTEXT, STREAM, FakeCuda, FakeMosaic, Launch, Memory
 
 from jax_kernels.bridge.direct import executable, launcher
 from jax_kernels.bridge.direct.chain import Array, Constant, Copy, Dims, Fill, Kernel, LaunchChain, MosaicKernel, Place
 from jax_kernels.bridge.interop.cuda_driver import DriverError
+from tests.support.fakes.cuda import CONTEXT, STREAM, FakeCuda, FakeMosaic, Launch, Memory
 
 GPU, GPU1 = torch.device("cuda", 0), torch.device("cuda", 1)
 X = Array(shape=(4, 6), dtype="float32", size=96)

@@ -3,13 +3,13 @@
 import types
 import warnings
 
-import forked
 import pytest
 import torch
 
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.direct.chain import NotDirectError
 from jax_kernels.bridge.interop import dlpack
+from tests.support.processes import forked
 
 GPU = torch.device("cuda", 0)
 TENSOR = types.SimpleNamespace(shape=(4, 8), dtype=torch.bfloat16, device=GPU)

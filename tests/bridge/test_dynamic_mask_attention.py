@@ -5,13 +5,13 @@ import copy
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 import torch
 from flax import nnx
 from torch.func import functional_call, grad, vmap
 
 from jax_kernels import bridge, models
 from jax_kernels.bridge import masks
+from tests.support.cases import tiers
 
 WIDTH, BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 32, 2, 17, 4, 2, 8
 LINEARS = ("q_proj", "k_proj", "v_proj", "out_proj", "dt_proj")

@@ -5,9 +5,10 @@ import os
 import subprocess
 import sys
 
-import endurance
 import pytest
 import torch
+
+from tests.support.processes import endurance
 
 pytestmark = [
     pytest.mark.gpu,

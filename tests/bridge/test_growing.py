@@ -1,12 +1,12 @@
 """Calls with more and more keys: they are right at every length, and compile few programs."""
 
 import pytest
-import tiers
 import torch
 
 from jax_kernels import bridge
 from jax_kernels.bridge.interop import dlpack
 from jax_kernels.bridge.ops.attention import flash_attention_operator, length_buckets
+from tests.support.cases import tiers
 
 
 @pytest.fixture(autouse=True)

@@ -5,16 +5,16 @@ import threading
 
 import jax.numpy as jnp
 import pytest
-import tiers
 import torch
 import torch.utils.checkpoint
-from known_cases import BLOCKS, CALLS, IDS, qkv, random, total
 
 from jax_kernels import bridge
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.operators import call_cache, execute
 from jax_kernels.bridge.ops.attention import masked_attention
+from tests.support.cases import tiers
+from tests.support.cases.cached_calls import BLOCKS, CALLS, IDS, qkv, random, total
 
 # One of each way in which a call's arrays come to its chain.
 QUICK = [

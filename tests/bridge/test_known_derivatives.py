@@ -2,14 +2,14 @@
 
 import jax.numpy as jnp
 import pytest
-import tiers
 import torch
 import torch.utils.checkpoint
-from known_cases import CALLS, qkv, random, total
 
 from jax_kernels import bridge
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.operators import call_cache
+from tests.support.cases import tiers
+from tests.support.cases.cached_calls import CALLS, qkv, random, total
 
 QUICK = [
     "plain",

@@ -7,7 +7,6 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 import torch
 import transformers
 from torch.nn import functional
@@ -15,6 +14,7 @@ from torch.nn import functional
 import jax_kernels
 from jax_kernels import bridge, quantization
 from jax_kernels.bridge.direct import route
+from tests.support.cases import tiers
 
 FORMATS = {
     "int8": {"format": "int8"},

@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
-from known_cases import qkv
 from torch.nn import functional
 
 from jax_kernels import bridge
 from jax_kernels.bridge.interop import warn_once
+from tests.support.cases.cached_calls import qkv
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 

@@ -3,12 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 import torch
 from flax import nnx
 
 from jax_kernels import bridge, models
 from jax_kernels.bridge.nn.layers import PlainLinear
+from tests.support.cases import tiers
 
 SHAPE = {"vocab_size": 61, "model_dim": 48, "num_layers": 2, "num_heads": 4}
 CONFIGS = {

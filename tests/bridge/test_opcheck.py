@@ -7,11 +7,11 @@ import itertools
 
 import jax.numpy as jnp
 import pytest
-import tiers
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jax_kernels import bridge
+from tests.support.cases import tiers
 
 pytestmark = pytest.mark.timeout(120)
 

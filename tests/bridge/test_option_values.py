@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from known_cases import BLOCKS, IDS, LENGTHS, random
 
 import jax_kernels
 from jax_kernels import bridge, masks
 from jax_kernels.bridge.operators import call_cache
+from tests.support.cases.cached_calls import BLOCKS, IDS, LENGTHS, random
 
 T, H, D = 24, 4, 16
 QUERY, KEY, VALUE = (random(2, T, H, D, seed=seed) for seed in range(3))

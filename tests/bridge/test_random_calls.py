@@ -9,10 +9,11 @@ import os
 
 import jax
 import pytest
-import random_calls
-import random_draws
-import random_tensors
 import torch
+
+from tests.support.random import calls as random_calls
+from tests.support.random import draws as random_draws
+from tests.support.random import tensors as random_tensors
 
 EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
 

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-import tiers
 import torch
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from jax_kernels import bridge, masks
+from tests.support.cases import tiers
 
 
 def stacked(function, count, *inputs):

@@ -7,15 +7,15 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import mask_cases as cases
 import numpy as np
 import pytest
-import tiers
-from mask_cases import BLOCKS, CASES, B, H, S, T, block_status, unlist
 
 from jax_kernels import masks
 from jax_kernels.masks import block_lists
 from jax_kernels.masks.block_arithmetic import Grid
+from tests.support.cases import masks as cases
+from tests.support.cases import tiers
+from tests.support.cases.masks import BLOCKS, CASES, B, H, S, T, block_status, unlist
 
 # Most of the time is XLA's, for compiling: unoptimised code is compiled in half of it.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

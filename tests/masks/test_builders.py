@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
-from mask_cases import block_status
 
 from jax_kernels import masks
 from jax_kernels.masks import builders
 from jax_kernels.masks import top_k_selection as masks_largest
+from tests.support.cases import tiers
+from tests.support.cases.masks import block_status
 
 
 def largest(scores, k):

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from mask_cases import CASES, B, H, S, T
 
 from jax_kernels import masks
+from tests.support.cases.masks import CASES, B, H, S, T
 
 IDS = np.array([[0, 0, 1, 1, -1]], np.int32)
 

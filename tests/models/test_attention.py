@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from flax import nnx
 
 from jax_kernels import decode_attention, masks, prepare_mask
@@ -20,6 +19,7 @@ from jax_kernels.models import (
     rotary_embedding,
 )
 from jax_kernels.models.layers import attention as models_attention
+from tests.support.cases import tiers
 
 WIDTH, BATCH, LENGTH = 32, 2, 11
 

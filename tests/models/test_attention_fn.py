@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from flax import nnx
 
 from jax_kernels.models.layers import attention_fn
+from tests.support.cases import tiers
 
 WIDTH, HEADS, LENGTH = 32, 4, 9
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import dilated_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +10,7 @@ from flax import nnx
 
 from jax_kernels import models
 from jax_kernels.models import LongNet, LongNetConfig, MultiHeadDilatedAttention, flat_parameters
+from tests.support.oracles import dilated as dilated_oracle
 
 PATTERN = {"segment_lengths": (6, 12), "dilation_rates": (1, 4)}
 SHAPE = {"vocab_size": 50, "model_dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 48}

@@ -4,7 +4,6 @@ import collections
 import json
 import re
 
-import aot
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,6 +13,7 @@ from jax.sharding import AbstractMesh
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.models import Transformer, TransformerConfig
+from tests.tools import compile_case
 
 CONFIG = TransformerConfig(
     vocab_size=128,
@@ -36,7 +36,7 @@ def test_a_program_has_a_kernel_once():
     def loss(params, tokens):
         return nnx.merge(graphdef, params).losses(tokens, tokens).mean()
 
-    device = aot.abstract_device(device_info("h200"))
+    device = compile_case.abstract_device(device_info("h200"))
     with on_device("h200"), jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         traced = jax.jit(jax.grad(loss)).trace(params, tokens)
         program = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -53,12 +53,12 @@ SMALL = ["layers=3", "width=1024", "heads=8", "mlp=1024", "vocabulary=8192", "le
 
 @pytest.mark.slow
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("mesh", ["data=2", "sequence=2"])
 def test_a_program_for_two_devices_has_a_kernel_once(mesh):
     """Each kernel is called in each block. Gradients are summed, and heads exchanged; nothing else is sent."""
-    script = aot.__file__.replace("aot.py", "step_aot.py")
-    found = json.loads(aot.compile_script(script, mesh, *SMALL).printed.splitlines()[-1])
+    script = compile_case.__file__.replace("compile_case.py", "compile_step.py")
+    found = json.loads(compile_case.compile_script(script, mesh, *SMALL).printed.splitlines()[-1])
     assert set(found["kernels"]) >= {"attention_forward_sm90 0", "norm_forward_sm90 1", "norm_backward_sm90 1"}
     assert min(found["kernels"].values()) == 3, found["kernels"]
     # The embedding's gradient and the head's, which is summed as a whole, not in each turn of its loop.

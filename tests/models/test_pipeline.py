@@ -5,8 +5,6 @@ As a script it prints the errors of the result and of the gradients, and what it
 
 import functools
 import json
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +12,9 @@ import numpy as np
 import optax
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-import cpu_devices
-
 from jax_kernels.models import Trainer, TransformerConfig, make_mesh, pipelined
 from jax_kernels.testing import rms_error
+from tests.support.processes import cpu_devices
 
 
 def block(params, x, shift=None):

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiers
 from flax import nnx
 
 from jax_kernels import models
 from jax_kernels.models import QuantizedGatedMLP, QuantizedLinear, QuantizedWeight, Transformer, TransformerConfig
 from jax_kernels.quantization import dequantize, quantize
+from tests.support.cases import tiers
 
 FORMATS = ("int8", "int4", "mxfp8", "mxfp4")
 X = jnp.asarray(np.random.default_rng(0).standard_normal((3, 5, 77)), jnp.float32)

@@ -5,19 +5,14 @@ As a script it prints the losses of each step on each mesh.
 
 import json
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import optax
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-import cpu_devices
-
 from jax_kernels.cli.demo.data import standard_library, unigram_entropy
 from jax_kernels.models import TokenBatches, Trainer, TransformerConfig, make_mesh, read_text
+from tests.support.processes import cpu_devices
 
 CONFIG = TransformerConfig(
     vocab_size=256, model_dim=64, num_layers=1, num_heads=4, num_kv_heads=2, mlp_dim=128

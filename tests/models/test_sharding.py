@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,6 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-import cpu_devices
-import tiers
 
 from jax_kernels import masks, shard_sequence, unshard_sequence
 from jax_kernels.models import (
@@ -39,6 +33,8 @@ from jax_kernels.models import (
 )
 from jax_kernels.models.parallel.sharding import batch_sharding, check_mesh
 from jax_kernels.testing import rms_error
+from tests.support.cases import tiers
+from tests.support.processes import cpu_devices
 
 CONFIG = TransformerConfig(vocab_size=64, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48)
 DILATED = LongNetConfig(

@@ -6,7 +6,6 @@ As a script it prints, for each mesh, the collectives with the shapes of their r
 import json
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,9 @@ import numpy as np
 import optax
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-import cpu_devices
-
 from jax_kernels.models import Trainer, TransformerConfig, linear_cross_entropy, make_mesh, shard_batch
 from jax_kernels.testing import rms_error
+from tests.support.processes import cpu_devices
 
 BATCH, TOKENS, DIM = 8, 64, 32
 CONFIG = TransformerConfig(

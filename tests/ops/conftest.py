@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from attention_oracle import live
+
+from tests.support.oracles.attention import live
 
 
 @pytest.fixture(scope="session")

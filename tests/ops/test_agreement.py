@@ -9,9 +9,6 @@ import dataclasses
 import os
 from typing import Any
 
-import attention_oracle
-import decode_cases
-import fp8_cases
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -20,6 +17,9 @@ import numpy as np
 import pytest
 
 from jax_kernels import flash_attention, masks
+from tests.support.cases import decode as decode_cases
+from tests.support.cases import fp8 as fp8_cases
+from tests.support.oracles import attention as attention_oracle
 
 EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
 EPS = float(jnp.finfo(jnp.float32).eps)

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
-from decode_cases import CASES, DecodeCase, arrays_of, definition, errors, run
 
 from jax_kernels import decode_attention, explain
 from jax_kernels.device import device_info
@@ -17,6 +15,8 @@ from jax_kernels.ops.attention.decode_attention import IMPLEMENTATIONS
 from jax_kernels.pallas.attention import decode_contract
 from jax_kernels.pallas.attention.triton.decode import merge
 from jax_kernels.testing import rms_error
+from tests.support.cases import tiers
+from tests.support.cases.decode import CASES, DecodeCase, arrays_of, definition, errors, run
 
 pytestmark = pytest.mark.timeout(120)
 ON_XLA = DecodeCase("float32", dtype="float32", q_length=3, window=30, softcap=4.0, sinks=True, kv_lengths=(190, 2))

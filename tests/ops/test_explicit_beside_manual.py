@@ -8,17 +8,12 @@ import functools
 import json
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-import cpu_devices
 
 from jax_kernels import (
     dilated_attention,
@@ -35,6 +30,7 @@ from jax_kernels import (
     unshard_sequence,
 )
 from jax_kernels.testing import rms_error
+from tests.support.processes import cpu_devices
 
 COLLECTIVES = r" (all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute)(?:-start)?\("
 BATCH, WHOLE, TOKENS = jax.P("data"), jax.P(), jax.P(None, "sequence")

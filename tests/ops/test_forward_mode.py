@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from jax_kernels import (
     block_sparse_attention,
@@ -21,6 +20,7 @@ from jax_kernels import (
 )
 from jax_kernels.models.training.losses import linear_cross_entropy
 from jax_kernels.quantization import dequantize
+from tests.support.cases import tiers
 
 RANDOM = np.random.default_rng(0)
 TARGETS = np.array([3, -1, 0, 7, 2])

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from jax_kernels import explain, gated_matmul, matmul
 from jax_kernels.dispatch import on_device
 from jax_kernels.quantization import QuantizedArray, dequantize, quantize
 from jax_kernels.testing import fp8_matmul as cases
+from tests.support.cases import tiers
 
 
 @pytest.mark.parametrize(

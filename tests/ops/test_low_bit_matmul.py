@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from jax_kernels import explain, gated_matmul, matmul
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.quantization import quantize
 from jax_kernels.testing import low_bit_matmul as cases
+from tests.support.cases import tiers
 
 
 @pytest.mark.parametrize("kind", tiers.cases(cases.KINDS, {"int8", "int4", "mxfp4"}))

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops import unsupported
 from jax_kernels.pallas.block_specs import sm80
 from jax_kernels.testing.normalization import CASES, HOPPER, LONG, Case, errors_by
+from tests.support.cases import tiers
 
 IMPLEMENTATIONS = ("triton", "xla")
 

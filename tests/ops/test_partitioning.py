@@ -10,7 +10,6 @@ import functools
 import json
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-import cpu_devices
 
 from jax_kernels import (
     decode_attention,
@@ -42,6 +37,7 @@ from jax_kernels.ops.matmul import fp8
 from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.ops.sharding import partitioning
 from jax_kernels.testing import rms_error
+from tests.support.processes import cpu_devices
 
 HEADS, ROWS, ONE = P("data", None, "tensor"), P("data"), P()
 UNDER_SET_MESH = (
@@ -257,18 +253,18 @@ def for_gpu(gpu, name):
 
     Name "meshes": of that for two of them too, behind that for four, on as large a part of x.
     """
-    import aot
     from jax.experimental import topologies
     from jax.sharding import AbstractMesh, Mesh
 
     from jax_kernels.dispatch import on_device
+    from tests.tools import compile_case
 
     implementation = "mosaic_gpu" if gpu == "h200" else "triton"
     with on_device(gpu) as info:
         function, given, specs, _ = cases(512, 64, implementation)["rms_norm" if name == "meshes" else name]
-        config = aot.target_config(info)
+        config = compile_case.target_config(info)
         devices = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x4x1").devices
-        device = aot.abstract_device(info)
+        device = compile_case.abstract_device(info)
 
         def compiled(grid, given):
             mesh = Mesh(np.array(devices[: grid[0] * grid[1]]).reshape(grid), ("data", "tensor"))

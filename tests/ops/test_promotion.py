@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from jax_kernels import (
     block_sparse_attention,
@@ -18,6 +17,7 @@ from jax_kernels import (
     masks,
     prepare_mask,
 )
+from tests.support.cases import tiers
 
 B, T, H, D = 2, 24, 4, 16
 RANDOM = np.random.default_rng(0)

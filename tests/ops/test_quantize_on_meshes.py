@@ -3,18 +3,14 @@
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-import cpu_devices
-
 from jax_kernels import dequantize, quantize
+from tests.support.processes import cpu_devices
 
 
 def both(x, scaling):

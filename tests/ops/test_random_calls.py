@@ -8,12 +8,13 @@ JAX_KERNELS_EXAMPLES=200 draws that many calls of each kind. A call is drawn aga
 import dataclasses
 import os
 
-import aot
-import forked
 import jax
 import pytest
-import random_calls
-import random_draws
+
+from tests.support.processes import forked
+from tests.support.random import calls as random_calls
+from tests.support.random import draws as random_draws
+from tests.tools import compile_case
 
 EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
 
@@ -45,7 +46,7 @@ def test_an_error_is_found():
 
 @pytest.mark.compile
 @pytest.mark.slow
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize(
     ("kind", "gpu"),
     [
@@ -58,7 +59,7 @@ def test_an_error_is_found():
 def test_they_compile(kind, gpu):
     """Each kind has a process of its own, as an instruction that the architecture lacks can end it."""
     numbers = range(EXAMPLES or 6)
-    done = forked.run(__file__, kind, gpu, *map(str, numbers), env={}, timeout=aot.TIMEOUT + 20 * EXAMPLES)
+    done = forked.run(__file__, kind, gpu, *map(str, numbers), env={}, timeout=compile_case.TIMEOUT + 20 * EXAMPLES)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == [str(number) for number in numbers]
 
@@ -66,7 +67,7 @@ def test_they_compile(kind, gpu):
 def main(kind: str, gpu: str, *numbers: str) -> None:
     def compile_for_gpu(call: random_draws.Call) -> None:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call.given(call.dtype))
-        aot.lower_and_compile(gpu, call.run, shapes)
+        compile_case.lower_and_compile(gpu, call.run, shapes)
 
     random_draws.check_all(numbers, lambda number: random_calls.drawn(kind, int(number)), compile_for_gpu)
 

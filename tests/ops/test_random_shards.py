@@ -7,14 +7,14 @@ JAX_KERNELS_EXAMPLES=200 draws that many of each kind. A call is drawn again by 
 
 import os
 
-import aot
-import cpu_devices
-import forked
 import jax
 import pytest
-import random_calls
-import random_draws
-import random_shards
+
+from tests.support.processes import cpu_devices, forked
+from tests.support.random import calls as random_calls
+from tests.support.random import draws as random_draws
+from tests.support.random import shards as random_shards
+from tests.tools import compile_case
 
 EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
 GPUS = jax.device_count() if jax.default_backend() == "gpu" else 0
@@ -51,10 +51,10 @@ def test_on_cpus(names):
 
 @pytest.mark.compile
 @pytest.mark.slow
-@pytest.mark.timeout(aot.TIMEOUT + 20 * EXAMPLES + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 20 * EXAMPLES + 30)
 @pytest.mark.parametrize("kind", random_calls.KINDS)
 def test_they_compile(kind):
     names = [f"{kind}-{number}" for number in range(EXAMPLES or 4)]
-    done = forked.run(random_shards.__file__, "h200", *names, env={}, timeout=aot.TIMEOUT + 20 * EXAMPLES)
+    done = forked.run(random_shards.__file__, "h200", *names, env={}, timeout=compile_case.TIMEOUT + 20 * EXAMPLES)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == names

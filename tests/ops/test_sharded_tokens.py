@@ -8,7 +8,6 @@ import functools
 import json
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +16,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-import cpu_devices
-
 from jax_kernels import dequantize, gated_matmul, layer_norm, matmul, mlp, quantize, rms_norm
+from tests.support.processes import cpu_devices
 
 K, N = 32, 64
 X, Y, SCALE, BIAS, UP, DOWN = "x", "y", (K,), (N,), (K, N), (N, K)  # "x" and "y": the outer axes with K and with N

@@ -7,11 +7,11 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 import jax_kernels as jk
 from jax_kernels import dispatch, masks
 from jax_kernels.testing import rms_error
+from tests.support.cases import tiers
 
 B = 3
 

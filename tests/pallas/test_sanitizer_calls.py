@@ -5,14 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-
-import aot
-import sanitizer
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tests.tools import compile_case, sanitizer
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,5 +41,5 @@ def test_calls_reach_every_kernel(monkeypatch):
     monkeypatch.setattr(plgpu, "kernel", noting(plgpu.kernel))
     for make in sanitizer.CALLS.values():
         call = make()
-        aot.lower("h200", call.run, *call.shapes)
+        compile_case.lower("h200", call.run, *call.shapes)
     assert launching_files() - {"launch.py/mosaic"} <= reached

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from strict_triton import strict
 
 from jax_kernels import dequantize, flash_attention, gated_matmul, layer_norm, matmul, mlp, quantize, rms_norm
 from jax_kernels.dispatch import on_device
+from tests.support.cases import tiers
+from tests.support.interpreters.strict_triton import strict
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from jax_kernels import dynamic_mask_attention, explain, masks
 from jax_kernels.dispatch import on_device
 from jax_kernels.testing import rms_error
+from tests.support.cases import tiers
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 

@@ -3,14 +3,12 @@
 import dataclasses
 import functools
 
-import attention_oracle
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from jax_kernels import flash_attention
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
@@ -28,6 +26,8 @@ from jax_kernels.testing import (
     tolerance_of,
     why_not,
 )
+from tests.support.cases import tiers
+from tests.support.oracles import attention as attention_oracle
 
 xla = functools.partial(flash_attention, implementation="xla")
 with_lse = functools.partial(xla, return_lse=True)

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8_cases import CASES, E4M3, Fp8Case, arrays_of, definition, errors, run
 
 from jax_kernels import explain, flash_attention_fp8
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.attention.flash_attention_fp8 import IMPLEMENTATIONS
 from jax_kernels.testing import rms_error
+from tests.support.cases.fp8 import CASES, E4M3, Fp8Case, arrays_of, definition, errors, run
 
 pytestmark = pytest.mark.timeout(120)
 SMALL = Fp8Case("small", q_length=20, kv_length=30, head_dim=32, v_head_dim=24)

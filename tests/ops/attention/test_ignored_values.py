@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from jax_kernels import decode_attention, flash_attention, flash_attention_fp8, masks
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
@@ -14,6 +13,7 @@ from jax_kernels.ops.attention import implementations as attention_table
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference.score_mod_gradients import array_gradients
 from jax_kernels.score_mod.trace import trace
+from tests.support.cases import tiers
 
 B, T, S, H, HKV, D = 3, 7, 12, 4, 2, 16
 LENGTHS = np.array([5, 0, 12], np.int32)

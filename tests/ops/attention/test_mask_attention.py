@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
-from mask_cases import CASES, B, H, S, T
 
 from jax_kernels import block_sparse_attention, explain, flash_attention, masks
 from jax_kernels.dispatch import on_device
@@ -15,6 +13,8 @@ from jax_kernels.masks.limits import Limits, joined
 from jax_kernels.pallas.block_specs import attention_row
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing import rms_error
+from tests.support.cases import tiers
+from tests.support.cases.masks import CASES, B, H, S, T
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from jax_kernels import (
     block_sparse_attention,
@@ -18,6 +17,7 @@ from jax_kernels import (
 )
 from jax_kernels.ops.attention.dynamic_mask_attention import keys_of_largest_bias
 from jax_kernels.ops.attention.flash_attention import prepare
+from tests.support.cases import tiers
 
 B, T, H, HKV, D = 2, 8, 4, 2, 16
 KEEP = np.tri(T, dtype=bool)

@@ -8,7 +8,6 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from jax_kernels import (
     block_sparse_attention,
@@ -23,6 +22,7 @@ from jax_kernels.masks import PreparedMask
 from jax_kernels.masks.arrays import DenseMask
 from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
 from jax_kernels.testing import rms_error
+from tests.support.cases import tiers
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 

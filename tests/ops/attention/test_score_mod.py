@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import score_mod_cases
 
 from jax_kernels import explain, flash_attention, masks
 from jax_kernels.dispatch import on_device
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing import rms_error
+from tests.support.cases import score_mods as score_mod_cases
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
-from mask_cases import CASES, B, H, S, T
 
 from jax_kernels import masks
 from jax_kernels.ops.attention import vjp as attention
@@ -15,6 +13,8 @@ from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference import score_mod_gradients
 from jax_kernels.testing import rms_error
+from tests.support.cases import tiers
+from tests.support.cases.masks import CASES, B, H, S, T
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 from jax.sharding import PartitionSpec
 
 from jax_kernels import (
@@ -20,6 +19,7 @@ from jax_kernels import (
 )
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
+from tests.support.cases import tiers
 
 LENGTH = 256
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from jax_kernels import flash_attention
 from jax_kernels.dispatch import on_device
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing import ATTENTION_CASES, AttentionCase, attention_float64, attention_inputs, rms_error, why_not
+from tests.support.cases import tiers
 
 xla = functools.partial(flash_attention, implementation="xla")
 with_lse = functools.partial(xla, return_lse=True)

@@ -3,14 +3,12 @@
 import dataclasses
 import functools
 
-import dilated_oracle
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dilated_oracle import BFLOAT16_BOUNDS, NAMES
 
 from jax_kernels import dilated_attention, explain, flash_attention
 from jax_kernels.device import device_info
@@ -18,6 +16,8 @@ from jax_kernels.dispatch import on_device
 from jax_kernels.ops.attention import vjp as attention_vjp
 from jax_kernels.reference import dilated_attention as reference
 from jax_kernels.testing import rms_error
+from tests.support.oracles import dilated as dilated_oracle
+from tests.support.oracles.dilated import BFLOAT16_BOUNDS, NAMES
 
 # Most of the time of a small case is XLA's, for compiling: unoptimised code is compiled in half of it.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

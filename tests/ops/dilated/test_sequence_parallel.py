@@ -8,22 +8,18 @@ import functools
 import json
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-import cpu_devices
-import dilated_oracle
-import tiers
-
 from jax_kernels import hilbert_order, sequence_parallel_dilated_attention
 from jax_kernels.ops.dilated.sharded_segments import dealt_out
 from jax_kernels.testing import rms_error
+from tests.support.cases import tiers
+from tests.support.oracles import dilated as dilated_oracle
+from tests.support.processes import cpu_devices
 
 DEVICES = 4
 BATCH, HEAD_DIM, V_HEAD_DIM = 2, 8, 6

@@ -8,13 +8,13 @@ JAX_KERNELS_EXAMPLES=200 draws that many of each kind. One is drawn again by its
 
 import os
 
-import aot
-import cpu_devices
-import forked
 import jax
 import pytest
-import random_draws
-import random_rings
+
+from tests.support.processes import cpu_devices, forked
+from tests.support.random import draws as random_draws
+from tests.support.random import rings as random_rings
+from tests.tools import compile_case
 
 EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
 GPUS = jax.device_count() if jax.default_backend() == "gpu" else 0
@@ -39,24 +39,24 @@ def test_on_cpus():
 
 @pytest.mark.compile
 @pytest.mark.slow
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 def test_padded_sizes_compile():
     """One has a head_dim that is no multiple of 64, the other a number of tokens on a device that is none of 8."""
     padded, odd = random_rings.drawn(5), random_rings.drawn(33)
     assert padded.arrays["query"].shape[3] % 64 != 0
     assert odd.arrays["query"].shape[1] // odd.devices % 8 != 0
     assert all(call.options["strategy"] in ("ring", "auto") for call in (padded, odd))
-    done = forked.run(random_rings.__file__, "h200", "ring-5", "ring-33", env={}, timeout=aot.TIMEOUT)
+    done = forked.run(random_rings.__file__, "h200", "ring-5", "ring-33", env={}, timeout=compile_case.TIMEOUT)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.compile
 @pytest.mark.slow
-@pytest.mark.timeout(aot.TIMEOUT + 20 * EXAMPLES + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 20 * EXAMPLES + 30)
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 @pytest.mark.parametrize("kind", random_rings.KINDS)
 def test_they_compile(kind, gpu):
     names = [f"{kind}-{number}" for number in range(EXAMPLES or 6)]
-    done = forked.run(random_rings.__file__, gpu, *names, env={}, timeout=aot.TIMEOUT + 20 * EXAMPLES)
+    done = forked.run(random_rings.__file__, gpu, *names, env={}, timeout=compile_case.TIMEOUT + 20 * EXAMPLES)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == names

@@ -7,18 +7,11 @@ import contextlib
 import functools
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-import cpu_devices
-import rings
-import tiers
 
 from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard_sequence
 from jax_kernels.inputs.attention import HeadView
@@ -27,6 +20,8 @@ from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.steps import Pair, Step
 from jax_kernels.pallas.block_specs import sm90
 from jax_kernels.pallas.block_specs.specs import RingRow
+from tests.support.cases import rings, tiers
+from tests.support.processes import cpu_devices
 
 TOKENS, BATCH = 48, 2
 # Devices, layout, options. Heads: 4 of queries, 2 of keys.

@@ -2,8 +2,9 @@
 
 import json
 
-import aot
 import pytest
+
+from tests.tools import compile_case
 
 
 # A send of keys and values a step; in the backward one more for each of their gradients, which then come home. Sent two
@@ -25,7 +26,9 @@ import pytest
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else None,
 )
 def test_sends_run_beside_kernels(devices, mode, words, beside):
-    compiled = aot.compile_script(aot.__file__.replace("aot.py", "ring_aot.py"), str(devices), mode, *words)
+    compiled = compile_case.compile_script(
+        compile_case.__file__.replace("compile_case.py", "compile_ring.py"), str(devices), mode, *words
+    )
     found = json.loads(compiled.printed.splitlines()[-1])
     assert found["beside"] == beside
     assert not found["detached"]

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import rings
 
 from jax_kernels import flash_attention, masks, ring_attention, shard_sequence
+from tests.support.cases import rings
 
 MESH = jax.make_mesh((1,), ("sequence",), (jax.sharding.AxisType.Auto,))
 X = jnp.ones((1, 6, 4, 8))

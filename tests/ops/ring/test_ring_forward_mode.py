@@ -6,13 +6,10 @@ As a script: `python tests/ops/ring/test_ring_forward_mode.py STRATEGY...` print
 import functools
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-import cpu_devices
+from tests.support.processes import cpu_devices
 
 STRATEGIES = ["ring", "halo", "all_to_all", "all_gather", "auto"]
 

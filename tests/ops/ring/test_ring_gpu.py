@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rings import FUNCTION, MASK, errors_of, score_mod
 
 from jax_kernels import compiler_options, flash_attention, ring_attention, shard_sequence, unshard_sequence
+from tests.support.cases.rings import FUNCTION, MASK, errors_of, score_mod
 
 DEVICES = jax.device_count() if jax.default_backend() == "gpu" else 0
 pytestmark = [

@@ -7,23 +7,18 @@ import functools
 import json
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-import cpu_devices
-import rings
-import tiers
-
 from jax_kernels import flash_attention, masks, ring_attention, shard_sequence, unshard_sequence
 from jax_kernels.dispatch import on_device
 from jax_kernels.masks.mask import node
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
+from tests.support.cases import rings, tiers
+from tests.support.processes import cpu_devices
 
 TOKENS, BATCH, HEADS = 48, 2, 4
 RANDOM = np.random.default_rng(1)

@@ -8,19 +8,15 @@ import functools
 import json
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-import cpu_devices
-
 from jax_kernels import flash_attention, masks, ring_attention, shard_sequence, unshard_sequence
 from jax_kernels.testing import rms_error
+from tests.support.processes import cpu_devices
 
 CASES = {
     "full": ("contiguous", {}),
@@ -57,11 +53,11 @@ def run_case(layout, options):
 
 def for_h100s():
     """The collectives of the program that XLA compiles for four H100s that are not there, and its kernels' operands."""
-    import aot
     from jax.experimental import topologies
     from jax.sharding import AbstractMesh, Mesh
 
     from jax_kernels.dispatch import on_device
+    from tests.tools import compile_case
 
     attend = functools.partial(ring_attention, axis_name="sequence", is_causal=True, strategy="ring")
 
@@ -70,9 +66,9 @@ def for_h100s():
         return out, *vjp(dout)
 
     with on_device("h100") as info:
-        config = aot.target_config(info)
+        config = compile_case.target_config(info)
         devices = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x4x1").devices
-        mesh, device = Mesh(np.array(devices).reshape(2, 2), ("data", "sequence")), aot.abstract_device(info)
+        mesh, device = Mesh(np.array(devices).reshape(2, 2), ("data", "sequence")), compile_case.abstract_device(info)
         # With a device of which Mosaic can read the compute capability.
         mesh.__dict__["abstract_mesh"] = AbstractMesh(
             mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device

@@ -7,7 +7,6 @@ import functools
 import json
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-import cpu_devices
-
 from jax_kernels import shard_sequence, unshard_sequence
+from tests.support.processes import cpu_devices
 
 LAYOUTS = "zigzag", "striped", "contiguous"
 KINDS = {

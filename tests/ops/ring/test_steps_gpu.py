@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rings import FUNCTION, MASK, errors_of, score_mod
 
 from jax_kernels import flash_attention
 from jax_kernels.ops.ring.ring_attention import prepare
 from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors
 from jax_kernels.reference.attention import row_terms
+from tests.support.cases.rings import FUNCTION, MASK, errors_of, score_mod
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 TOKENS, DEVICES = 1024, 2

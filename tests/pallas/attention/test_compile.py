@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-import tiers
-from aot import TIMEOUT, Spec, compile_spec
-from compile_specs import GPUS, ROWS, planned
-
 from jax_kernels.pallas import block_specs
+from tests.support.cases import tiers
+from tests.tools.compile_budget import GPUS, ROWS, planned
+from tests.tools.compile_case import TIMEOUT, Spec, compile_spec
 
 BUDGET = Path(__file__).with_name("compile_budget.json")
 

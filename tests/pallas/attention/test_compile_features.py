@@ -5,15 +5,12 @@ Each compiles in a process of its own. What is asked: that tiles fit the GPU's s
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-
-import aot
-import tiers
-from compile_specs import MOSAIC
+from tests.support.cases import tiers
+from tests.tools import compile_case
+from tests.tools.compile_budget import MOSAIC
 
 EVERYTHING = {"window": 512, "segment_ids": True, "softcap": 30.0, "sinks": True, "kv_lengths": True, "kv_heads": 2}
 # The lengths are odd: rows of the bias are then not aligned in the caller's array.
@@ -82,15 +79,15 @@ def _compile(gpu: str, options: dict) -> list[str]:
         return jax.vjp(attend, arrays)[1](cotangents)
 
     cotangents = arrays["query"], array(batch, heads, q_length, dtype="float32")
-    return aot.lower_and_compile(gpu, both, arrays, integers, cotangents)[1]
+    return compile_case.lower_and_compile(gpu, both, arrays, integers, cotangents)[1]
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("case", tiers.cases(CASES, {"everything"}))
 def test_it_compiles(case):
     gpu, options = CASES[case]
-    printed, _, others = aot.compile_script(__file__, gpu, json.dumps(options))
+    printed, _, others = compile_case.compile_script(__file__, gpu, json.dumps(options))
     names = json.loads(printed)
     kernels = {name: figures for name, figures in others.items() if name.startswith(tuple(names))}
     # The bias's gradient, one for rows far from 0; an array's bits, for both directions, and its live blocks.
@@ -102,11 +99,11 @@ def test_it_compiles(case):
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("case", tiers.cases(MOSAIC, {"relative_128_causal"}))
 def test_features_in_mosaic(case):
     options, *most = MOSAIC[case]
-    report = aot.compile_spec("h200", aot.Spec(implementation="mosaic_gpu", **options))
+    report = compile_case.compile_spec("h200", compile_case.Spec(implementation="mosaic_gpu", **options))
     assert report["error"] is None
     # Of dquery's own kernel none.
     kernels = {"forward": most[0], "backward": most[1]} | ({"backward_dq": 0} if options.get("deterministic") else {})
@@ -117,11 +114,11 @@ def test_features_in_mosaic(case):
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 def test_one_block_of_keys_beside_a_bias():
     """Triton, which takes the rows far from 0, unrolls a loop over one block: it has to fit in shared memory, too."""
-    spec = aot.Spec(implementation="mosaic_gpu", bias="bhts", q_length=320, kv_length=40)
-    report = aot.compile_spec("h200", spec)
+    spec = compile_case.Spec(implementation="mosaic_gpu", bias="bhts", q_length=320, kv_length=40)
+    report = compile_case.compile_spec("h200", spec)
     assert report["error"] is None
     assert report["kernels"]["attention_far_rows_triton"]["shared_memory"] <= 232448
 
@@ -143,14 +140,14 @@ PERSISTENT = {
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PERSISTENT)
 def test_persistent_backward_in_mosaic(case):
     options, most = PERSISTENT[case]
     blocks = f"{FORWARD}, {NARROW if options.get('head_dim') == 64 else BROAD}"
-    spec = aot.Spec(implementation="mosaic_gpu", blocks=blocks, q_length=8192, kv_length=8192, **options)
-    report = aot.compile_spec("h200", spec)
+    spec = compile_case.Spec(implementation="mosaic_gpu", blocks=blocks, q_length=8192, kv_length=8192, **options)
+    report = compile_case.compile_spec("h200", spec)
     assert report["error"] is None
     figures = report["kernels"]["attention_backward_sm90_mosaic_gpu_kernel"]
     assert not figures["notes"], figures

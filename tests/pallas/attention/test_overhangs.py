@@ -3,13 +3,9 @@
 import dataclasses
 import functools
 
-import aot
-import decode_cases
-import dilated_cases
 import jax
 import jax.numpy as jnp
 import pytest
-from overhangs import unmasked
 
 from jax_kernels import decode_attention, masks
 from jax_kernels.device import device_info
@@ -20,6 +16,10 @@ from jax_kernels.pallas.attention.passes import fp8_values, merge_branches, prep
 from jax_kernels.pallas.attention.passes import mask_bits as mask_bits_pass
 from jax_kernels.pallas.attention.triton import decode as decode_triton
 from jax_kernels.testing import ATTENTION_CASES, attention_inputs, run_attention, why_not
+from tests.support.cases import decode as decode_cases
+from tests.support.cases import dilated as dilated_cases
+from tests.support.interpreters.overhangs import unmasked
+from tests.tools import compile_case
 
 # A machine with few multiprocessors: keys are cut into a few splits.
 FEW_CORES = dataclasses.replace(device_info("a100"), core_count=9)
@@ -127,8 +127,10 @@ def test_beside_the_hopper_kernels(name, monkeypatch, no_interpret):
         seen.append(unmasked(function, *shapes))
         return None, []
 
-    monkeypatch.setattr(aot, "lower_and_compile", look)
+    monkeypatch.setattr(compile_case, "lower_and_compile", look)
     sizes = {"q_length": 301, "kv_length": 203, "heads": 4, "kv_heads": 2}
     with on_device("h200"):
-        aot.compile_here("h200", aot.Spec(implementation="mosaic_gpu", **sizes, **BESIDE_HOPPER[name]))
+        compile_case.compile_here(
+            "h200", compile_case.Spec(implementation="mosaic_gpu", **sizes, **BESIDE_HOPPER[name])
+        )
     assert seen == [[]]

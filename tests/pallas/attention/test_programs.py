@@ -1,4 +1,4 @@
-"""programs.py: lines that move change no digest, and a kernel that does another thing changes its own."""
+"""program_digests.py: lines that move change no digest, and a kernel that does another thing changes its own."""
 
 import json
 import os
@@ -14,15 +14,15 @@ ROW = ("implementation=mosaic_gpu", "head_dim=64", "is_causal=1")
 
 
 def of_version(folder: Path, edits: dict[str, tuple[str, str]]) -> dict:
-    """The programs that programs.py finds in a copy of the library. edits: by file, what to replace and what by."""
+    """The programs of a copy of the library. edits: for each file, the old text and the new text."""
     for name in ("jax_kernels", "pallas", "bridge", "models"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True)
     for name, (old, new) in edits.items():
         text = (folder / name).read_text()
         assert old in text
         (folder / name).write_text(text.replace(old, new, 1))
-    words = [sys.executable, str(ROOT / "tests" / "support" / "programs.py"), "--here", "h200", *ROW]
-    env = os.environ | {"PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"}
+    words = [sys.executable, str(ROOT / "tests" / "tools" / "program_digests.py"), "--here", "h200", *ROW]
+    env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,12 +1,12 @@
 """Barriers in assembly: the compiler may neither drop nor move them. Nothing runs, and no GPU is needed."""
 
-import aot
 import jax
 import jax.numpy as jnp
 import pytest
 from jaxlib.mlir.dialects import llvm
 
 from jax_kernels import flash_attention, layer_norm
+from tests.tools import compile_case
 
 
 def attend(query, key):
@@ -31,7 +31,7 @@ def test_barriers_have_side_effects(function, shapes, monkeypatch):
         return own(*given, **options)
 
     monkeypatch.setattr(llvm, "inline_asm", inline_asm)
-    aot.lower("h200", function, *[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes])
+    compile_case.lower("h200", function, *[jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes])
     barriers = [options for text, options in seen if text.startswith(("bar.", "barrier."))]
     assert barriers
     assert all(options["has_side_effects"] for options in barriers)

@@ -2,22 +2,18 @@
 
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
-
-import aot
-
 from jax_kernels import masks
 from jax_kernels.dispatch import on_device
 from jax_kernels.masks.block_lists import block_status, block_sums
 from jax_kernels.ops.attention import block_counts
 from jax_kernels.pallas.attention.passes import block_counts as block_counts_pass
+from tests.tools import compile_case
 
 # The array's shape and the blocks: parts of them at the ends, several in a program, and programs for parts of one.
 TAKEN = [
@@ -100,18 +96,18 @@ def test_transforms():
 
 def _compile(gpu: str, shape: list[int], blocks: list[int]) -> list[str]:
     status = lambda keep: masks.dense(keep).density(*shape[2:], tuple(blocks))
-    return aot.lower_and_compile(gpu, status, jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(bool)))[1]
+    return compile_case.lower_and_compile(gpu, status, jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(bool)))[1]
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 @pytest.mark.parametrize(
     ("shape", "blocks"),
     [((1, 16, 8192, 8192), (128, 128)), ((2, 1, 4001, 3999), (64, 32)), ((1, 1, 512, 512), (16, 16))],
 )
 def test_it_compiles(gpu, shape, blocks):
-    printed, _, others = aot.compile_script(__file__, gpu, json.dumps([shape, blocks]))
+    printed, _, others = compile_case.compile_script(__file__, gpu, json.dumps([shape, blocks]))
     assert json.loads(printed) == ["attention_dense_blocks"]
     figures = others["attention_dense_blocks"]
     assert figures["spill_stores"] + figures["spill_loads"] == 0

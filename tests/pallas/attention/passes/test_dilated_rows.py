@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
-from dilated_cases import PATTERNS, calls_of, random_results
 
 from jax_kernels.ops.dilated import branches as dilated_views
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.pallas.attention.passes import merge_branches
 from jax_kernels.pallas.attention.sm90.features import head_views
+from tests.support.cases import tiers
+from tests.support.cases.dilated import PATTERNS, calls_of, random_results
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 

@@ -2,16 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
-
-import aot
 
 from jax_kernels import masks, prepare_mask
 from jax_kernels.dispatch import on_device
@@ -21,6 +16,7 @@ from jax_kernels.pallas.attention.passes import prepare_backward, ranked_bits, r
 from jax_kernels.pallas.attention.sm90.features import mask_bits
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.reference.attention import row_terms
+from tests.tools import compile_case
 
 
 # Rows and columns of a block, and the mask's shape: whole blocks, parts of them, and more rows than a program has.
@@ -128,22 +124,22 @@ def _compile(name: str, option: int) -> list[str]:
         blocks = {"rows": 128, "columns": 128, "transposed": bool(option)}
         words = lambda *arrays: ranked_bits.packed(Ranked(*arrays), **blocks, interpret=False)
         shapes = [array(2, 16, 4096), array(2, 16, 4096), array(2, 4096), array(2, 4096)]
-        return aot.lower_and_compile("h200", words, *shapes)[1]
+        return compile_case.lower_and_compile("h200", words, *shapes)[1]
     blocks = {"block_q": 128 if option == 64 else 64, "width": option, "zeros": True, "interpret": False}
     rows = lambda out, lse: prepare_backward.rows_of(out, out, lse, lse, **blocks)
     shapes = [array(2, 1000, 4, option, dtype=jnp.bfloat16), array(2, 4, 1000, dtype=jnp.float32)]
-    return aot.lower_and_compile("h200", rows, *shapes)[1]
+    return compile_case.lower_and_compile("h200", rows, *shapes)[1]
 
 
 # By pass, the registers that it may take with each of its options.
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize(
     ("name", "option", "registers"),
     [("ranked_bits", 0, 128), ("ranked_bits", 1, 128), *(("backward_rows", width, 64) for width in (64, 128, 256))],
 )
 def test_passes_compile(name, option, registers):
-    printed, _, others = aot.compile_script(__file__, name, str(option))
+    printed, _, others = compile_case.compile_script(__file__, name, str(option))
     assert json.loads(printed) == [f"attention_{name}"]
     figures = others[f"attention_{name}"]
     assert figures["spill_stores"] + figures["spill_loads"] == 0

@@ -8,18 +8,19 @@ import json
 import re
 from pathlib import Path
 
-import forked
 import jax
 import jax.numpy as jnp
 import pytest
-import tiers
 
 from jax_kernels import flash_attention
 from jax_kernels.dispatch import on_device
 from jax_kernels.pallas.attention import softmax
 from jax_kernels.testing.attention_cases import LOWEST, LOWEST_BF16
+from tests.support.cases import tiers
+from tests.support.processes import forked
 
-SCRIPT = Path(forked.__file__).with_name("mosaic_interpreter.py")
+ROOT = Path(__file__).parents[4]
+SCRIPT = ROOT / "tests" / "support" / "interpreters" / "mosaic.py"
 SMALL = {"batch": 1, "q_length": 128, "kv_length": 128, "heads": 1, "kv_heads": 1}
 LARGE = SMALL | {"q_length": 200, "kv_length": 300}
 WIDE = {"head_dim": 128, "v_head_dim": 128}

@@ -5,15 +5,12 @@ As a script it compiles one call: `python tests/pallas/attention/sm90/test_decod
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
-
-import aot
-import cases_interpreter
-import tiers
+from tests.support.cases import tiers
+from tests.support.interpreters import kernels as cases_interpreter
+from tests.tools import compile_case
 
 # Cores, whether races are looked for, and cases.
 INTERPRETED = {
@@ -66,17 +63,17 @@ def _compile(gpu: str, options: dict) -> list[str]:
     if options.pop("sinks", False):
         arrays["sinks"] = array(heads, dtype="float32")
     call = lambda arrays: decode_attention(**arrays, **options, implementation=implementation)
-    return aot.lower_and_compile(gpu, call, arrays | {"key": cache, "value": cache})[1]
+    return compile_case.lower_and_compile(gpu, call, arrays | {"key": cache, "value": cache})[1]
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize(
     "case", tiers.cases(COMPILED, {"h200_128", "h200_64_20_rows", "h200_256", "a100_128_pages", "a6000_64"})
 )
 def test_it_compiles(case):
     gpu, options = COMPILED[case]
-    _, mosaic, others = aot.compile_script(__file__, gpu, json.dumps(options))
+    _, mosaic, others = compile_case.compile_script(__file__, gpu, json.dumps(options))
     is_mosaic = options.get("implementation") != "triton"
     kernels = {name: figures for name, figures in (mosaic | others).items() if name.startswith("attention_decode")}
     # Only the full grid of the largest batch is not cut into splits.

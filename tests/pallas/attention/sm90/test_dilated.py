@@ -12,15 +12,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
-
-import aot
-import forked
-import tiers
-
 from jax_kernels import dilated_attention
+from tests.support.cases import tiers
+from tests.support.processes import forked
+from tests.tools import compile_case
 
-SCRIPT = Path(forked.__file__).with_name("dilated_interpreter.py")
+ROOT = Path(__file__).parents[4]
+SCRIPT = ROOT / "tests" / "support" / "interpreters" / "dilated.py"
 # Beside the pattern: which calls read views, without gradients and with.
 INTERPRETED = {
     "one_key_head_and_a_rate_that_divides_nothing": (
@@ -81,13 +79,13 @@ def _compile(head_dim: int) -> None:
         out, vjp = jax.vjp(attend, query, key, value)
         return out, *vjp(dout)
 
-    compiled, _ = aot.lower_and_compile("h200", both, *arrays)
+    compiled, _ = compile_case.lower_and_compile("h200", both, *arrays)
     memory = compiled.memory_analysis()
     print(memory.temp_size_in_bytes / (arrays[0].size * arrays[0].dtype.itemsize))
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("head_dim", tiers.cases([64, 128], {"128"}))
 def test_it_compiles(head_dim):
     """Kernels that divide a head's number, as classes end within groups of heads: no spills, no serialised products.
@@ -97,7 +95,7 @@ def test_it_compiles(head_dim):
     Beside what comes in and goes out there is what is compact, of half of the tokens: dquery in float32, which has as
     many bytes as query, and of dkey and dvalue a quarter of it each: nothing else is as large as an array.
     """
-    printed, kernels, others = aot.compile_script(__file__, str(head_dim))
+    printed, kernels, others = compile_case.compile_script(__file__, str(head_dim))
     assert len(kernels) == 2, kernels
     passes = {name: figures for name, figures in others.items() if name.startswith("dilated_")}
     assert {name.split("__")[0] for name in passes} == {"dilated_merge", "dilated_total"}, others

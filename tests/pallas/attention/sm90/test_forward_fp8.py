@@ -6,22 +6,18 @@ As a script it compiles one call: `python tests/pallas/attention/sm90/test_forwa
 import functools
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
-
-import aot
-import cases_interpreter
-import tiers
-
 from jax_kernels.pallas.attention.passes import fp8_values
 from jax_kernels.pallas.attention.passes.fp8_values import KEY_ORDER
 from jax_kernels.pallas.attention.sm90.forward.fp8 import reorder_keys
+from tests.support.cases import tiers
+from tests.support.interpreters import kernels as cases_interpreter
+from tests.tools import compile_case
 
 # Cores, whether races are looked for, and cases.
 INTERPRETED = {
@@ -93,7 +89,7 @@ def _compile(options: dict) -> None:
         arrays["kv_lengths"] = array(2, dtype="int32")
     arrays |= {name: array(2, length, kv_heads, head_dim) for name in ("key", "value")}
     call = lambda arrays: flash_attention_fp8(**arrays, **options, return_lse=True, implementation="mosaic_gpu")
-    aot.lower_and_compile("h200", call, arrays)
+    compile_case.lower_and_compile("h200", call, arrays)
 
 
 # What stands for the rows that are like another: 128 causal by an odd call, 64 and 256 by causal ones.
@@ -108,10 +104,10 @@ SPILLS = {"256": 8}
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("name", tiers.cases(COMPILED, {"odd"}))
 def test_it_compiles(name):
-    _, mosaic, others = aot.compile_script(__file__, json.dumps(COMPILED[name]))
+    _, mosaic, others = compile_case.compile_script(__file__, json.dumps(COMPILED[name]))
     (kernel,) = mosaic.values()
     assert kernel["spill_stores"] + kernel["spill_loads"] <= SPILLS.get(name, 0), kernel
     assert kernel["notes"] == []

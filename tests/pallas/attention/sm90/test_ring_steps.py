@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
-import forked
 import pytest
-import tiers
 
-SCRIPT = Path(forked.__file__).with_name("ring_interpreter.py")
+from tests.support.cases import tiers
+from tests.support.processes import forked
+
+ROOT = Path(__file__).parents[4]
+SCRIPT = ROOT / "tests" / "support" / "interpreters" / "ring.py"
 STEP = {"head_dim": 64, "heads": 2, "kv_heads": 2, "number": 1, "index": 1, "layout": "zigzag", "is_causal": True}
 # A later device of a causal zigzag: all queries see the first keys; an earlier one: the last queries see all keys.
 CASES = {

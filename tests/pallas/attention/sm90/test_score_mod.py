@@ -1,9 +1,10 @@
 """score_mods in the Hopper kernels, in the interpreter: see score_mod_cases. test_compile_features compiles them."""
 
-import cases_interpreter
 import pytest
-import score_mod_cases
-import tiers
+
+from tests.support.cases import score_mods as score_mod_cases
+from tests.support.cases import tiers
+from tests.support.interpreters import kernels as cases_interpreter
 
 QUICK = {"relative_64"}
 

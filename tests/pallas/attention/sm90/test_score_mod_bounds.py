@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import score_mod_cases
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention.sm90.features.score_mod import mod_of
 from jax_kernels.pallas.attention.sm90.forward import launch as forward_sm90
 from jax_kernels.score_mod.trace import trace
+from tests.support.cases import score_mods as score_mod_cases
 
 BATCH, HEADS, LENGTH, LARGEST = 2, 4, 24, 3.0
 LOG2E = math.log2(math.e)

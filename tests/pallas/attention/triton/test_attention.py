@@ -5,14 +5,12 @@ import functools
 import math
 from typing import Any
 
-import attention_oracle
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiers
 
 from jax_kernels import masks
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
@@ -30,6 +28,8 @@ from jax_kernels.testing import (
     run_attention,
     tolerance_of,
 )
+from tests.support.cases import tiers
+from tests.support.oracles import attention as attention_oracle
 
 pytestmark = pytest.mark.timeout(120)
 # The time here is XLA's, for compiling the interpreted kernels: unoptimised code is compiled in half of it.

@@ -2,21 +2,17 @@
 
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
-
-import aot
-import tiers
-
 from jax_kernels.dispatch import on_device
 from jax_kernels.pallas.matmul.passes.quantize_with_transpose import both_ways, reciprocal
 from jax_kernels.quantization import FORMATS, quantize
+from tests.support.cases import tiers
+from tests.tools import compile_case
 
 SHAPES = [(1, 1), (63, 65), (128, 256), (300, 131), (1, 1000)]
 SCALINGS = "tensor", "row", "block"
@@ -93,10 +89,10 @@ def test_on_a_gpu(shape, scaling):
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_compile(scaling):
-    printed, _, others = aot.compile_script(__file__, scaling)
+    printed, _, others = compile_case.compile_script(__file__, scaling)
     assert json.loads(printed) == ["matmul_both_ways_triton"]
     figures = others["matmul_both_ways_triton"]
     assert figures["spill_stores"] + figures["spill_loads"] == 0, figures
@@ -109,7 +105,7 @@ def main(scaling: str) -> list[str]:
 
     with on_device("h200"):
         run = lambda x, factors: both_ways(x, factors, jnp.float8_e4m3fn)
-        return aot.lower_and_compile("h200", run, x, factors)[1]
+        return compile_case.lower_and_compile("h200", run, x, factors)[1]
 
 
 if __name__ == "__main__":

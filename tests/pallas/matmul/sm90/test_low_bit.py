@@ -5,23 +5,18 @@ As a script it compiles one call: `python tests/pallas/matmul/sm90/test_low_bit.
 
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
-
-import aot
-import cases_interpreter
-import low_bit_block_cases
-import tiers
-
 from jax_kernels.inputs.matmul import MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitSm90
 from jax_kernels.pallas.matmul.sm90.low_bit import LowBitTraits
 from jax_kernels.quantization.formats import LowBit
+from tests.support.cases import low_bit_blocks, tiers
+from tests.support.interpreters import kernels as cases_interpreter
+from tests.tools import compile_case
 
 INTERPRETED = {
     "one_core": (1, True, ["int4", "int8_row", "mxfp4", "mxfp4_one"]),
@@ -49,12 +44,12 @@ def test_splits_that_a_cluster_joins_interpreted(cores, names):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", low_bit_block_cases.CASES | low_bit_block_cases.GPU)
+@pytest.mark.parametrize("name", low_bit_blocks.CASES | low_bit_blocks.GPU)
 def test_splits_that_a_cluster_joins_on_a_gpu(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")
-    case = (low_bit_block_cases.CASES | low_bit_block_cases.GPU)[name]
-    for what, (error, bound) in low_bit_block_cases.errors_by(case, "mosaic_gpu").items():
+    case = (low_bit_blocks.CASES | low_bit_blocks.GPU)[name]
+    for what, (error, bound) in low_bit_blocks.errors_by(case, "mosaic_gpu").items():
         assert error <= bound, what
 
 
@@ -139,11 +134,13 @@ COMPILED = {
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("name", tiers.cases(list(COMPILED), ["int4", "int8_row", "mxfp4_one", "mxfp4_float16"]))
 def test_compiled(name):
     """Two launches, or one that joins; few spills at 64 rows of mxfp4, none else; and no wgmma that is serialised."""
-    printed, mosaic, _ = aot.compile_script(__file__, json.dumps({"format": name.split("_")[0]} | COMPILED[name]))
+    printed, mosaic, _ = compile_case.compile_script(
+        __file__, json.dumps({"format": name.split("_")[0]} | COMPILED[name])
+    )
     assert json.loads(printed) == ([] if "joined" in name else ["matmul_join_triton"])
     (figures,) = mosaic.values()
     assert figures["spill_stores"] <= (16 if name == "mxfp4_float16" else 0), figures
@@ -175,8 +172,8 @@ def _compile(options: dict) -> list[str]:
         rest = {name: y for name, y in arrays.items() if name != "x"} | options | {"implementation": "mosaic_gpu"}
         return gated_matmul(x, w, w, **rest) if is_gated else matmul(x, w, **rest)
 
-    with low_bit_block_cases.replaced(blocks):
-        return aot.lower_and_compile("h200", run, arrays, leaves)[1]
+    with low_bit_blocks.replaced(blocks):
+        return compile_case.lower_and_compile("h200", run, arrays, leaves)[1]
 
 
 if __name__ == "__main__":

@@ -7,19 +7,10 @@ import dataclasses
 import functools
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
-
-import aot
-import cases_interpreter
-import fp8_gated_cases
-import matmul_block_cases
-import tiers
 
 from jax_kernels import explain, matmul
 from jax_kernels.dispatch import on_device
@@ -30,6 +21,11 @@ from jax_kernels.pallas.block_specs.matmul_specs import MatmulCall, MatmulSm90
 from jax_kernels.pallas.matmul.sm90.matmul import matmul as matmul_sm90
 from jax_kernels.pallas.matmul.sm90.state import Traits
 from jax_kernels.pallas.mosaic import elementwise
+from tests.support.cases import fp8_gated as fp8_gated_cases
+from tests.support.cases import matmul_blocks as matmul_block_cases
+from tests.support.cases import tiers
+from tests.support.interpreters import kernels as cases_interpreter
+from tests.tools import compile_case
 
 # Cores, whether races are looked for, and cases of testing_matmul.HOPPER.
 INTERPRETED = {
@@ -220,14 +216,14 @@ COMPILED |= {
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize(
     "name",
     tiers.cases(COMPILED, ["fp8_gated_blocks", "mlp_gated", "wide"]),
 )
 def test_compiled(name):
     """Forward and backward: no launch spills but for some epilogues, once a work tile, or zeroes accumulators."""
-    printed, mosaic, others = aot.compile_script(__file__, json.dumps(COMPILED[name]))
+    printed, mosaic, others = compile_case.compile_script(__file__, json.dumps(COMPILED[name]))
     passes = {"fp8": 2, "fp8_gated": 3}.get(name.removesuffix("_blocks").removesuffix("_rows"), 0)
     assert json.loads(printed) == ["matmul_both_ways_triton"] * passes
     assert not passes or others["matmul_both_ways_triton"]["spill_stores"] == 0
@@ -275,7 +271,7 @@ def _compile(options: dict) -> list[str]:
         return out, vjp(dout)
 
     with matmul_block_cases.replaced(blocks):
-        return aot.lower_and_compile("h200", both, arrays, dout)[1]
+        return compile_case.lower_and_compile("h200", both, arrays, dout)[1]
 
 
 if __name__ == "__main__":

@@ -6,23 +6,19 @@ As a script it compiles one call: `python tests/pallas/matmul/triton/test_low_bi
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
-
-import aot
-import tiers
-
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitTriton
 from jax_kernels.pallas.matmul.triton.dequantize import assembly
 from jax_kernels.pallas.matmul.triton.low_bit import LowBitTraits
 from jax_kernels.quantization.formats import LowBit, numbers
+from tests.support.cases import tiers
+from tests.tools import compile_case
 
 OPERATIONS = {
     "mov.b32": lambda x: x,
@@ -113,12 +109,12 @@ QUICK = ["h200-int4", "h200-int8", "a100-mxfp8", "a100-mxfp4"]
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("case", tiers.cases([f"{gpu}-{name}" for gpu in ("h200", "a100") for name in COMPILED], QUICK))
 def test_compiled(case):
     gpu, name = case.split("-")
     options = {"format": name.split("_")[0]} | COMPILED[name]
-    printed, _, others = aot.compile_script(__file__, gpu, json.dumps(options))
+    printed, _, others = compile_case.compile_script(__file__, gpu, json.dumps(options))
     kernels = set(json.loads(printed))
     assert any(kernel.startswith("matmul_low_bit") for kernel in kernels)
     for kernel in kernels:
@@ -156,7 +152,7 @@ def _compile(gpu: str, options: dict) -> list[str]:
         rest = {name: y for name, y in arrays.items() if name != "x"} | options | {"implementation": "triton"}
         return gated_matmul(x, w, w, **rest) if is_gated else matmul(x, w, **rest)
 
-    return aot.lower_and_compile(gpu, run, arrays, leaves)[1]
+    return compile_case.lower_and_compile(gpu, run, arrays, leaves)[1]
 
 
 if __name__ == "__main__":

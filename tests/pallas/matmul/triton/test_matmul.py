@@ -6,16 +6,10 @@ As a script it compiles one call: `python tests/pallas/matmul/triton/test_matmul
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
-
-import aot
-import tiers
 
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
@@ -23,6 +17,8 @@ from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.matmul.triton.state import Traits
 from jax_kernels.testing import matmul as matmul_cases
+from tests.support.cases import tiers
+from tests.tools import compile_case
 
 BLOCKS = MatmulTriton(block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=2, rows_together=3)
 
@@ -89,7 +85,7 @@ QUICK = ["h200-plain", "h200-gated", "a100-epilogue", "a100-few_rows"]
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize(
     "case",
     tiers.cases([f"{gpu}-{name}" for gpu in ("h200", "a100", "rtx4090", "b200") for name in COMPILED], QUICK),
@@ -97,7 +93,7 @@ QUICK = ["h200-plain", "h200-gated", "a100-epilogue", "a100-few_rows"]
 def test_compiled(case):
     """Forward and backward."""
     gpu, name = case.split("-")
-    printed, _, others = aot.compile_script(__file__, gpu, json.dumps(COMPILED[name]))
+    printed, _, others = compile_case.compile_script(__file__, gpu, json.dumps(COMPILED[name]))
     kernels = set(json.loads(printed))
     assert kernels >= ({"matmul_split_triton", "matmul_join_triton"} if name == "few_rows" else {"matmul_triton"})
     for kernel in kernels:
@@ -126,7 +122,7 @@ def _compile(gpu: str, options: dict) -> list[str]:
         out, vjp = jax.vjp(lambda given: op(**given, **options, implementation="triton"), arrays)
         return out, vjp(dout)
 
-    return aot.lower_and_compile(gpu, both, arrays, array(m, n, dtype=out_dtype))[1]
+    return compile_case.lower_and_compile(gpu, both, arrays, array(m, n, dtype=out_dtype))[1]
 
 
 if __name__ == "__main__":

@@ -7,19 +7,11 @@ import contextlib
 import json
 import math
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
-
-import aot
-import cases_interpreter
-import norm_block_cases
-from tiers import cases
 
 from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.dispatch import on_device
@@ -28,6 +20,10 @@ from jax_kernels.ops.normalization.normalization import _by_joined_rows
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.normalization.sm90.traits import Traits, row_warps_of
 from jax_kernels.reference import normalization as reference
+from tests.support.cases import norm_blocks
+from tests.support.cases.tiers import cases
+from tests.support.interpreters import kernels as cases_interpreter
+from tests.tools import compile_case
 
 # Cores, whether races are looked for, and cases of norm_cases.HOPPER.
 INTERPRETED = {
@@ -57,11 +53,11 @@ def test_rows_that_ctas_share_interpreted(cores, names):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", norm_block_cases.CASES)
+@pytest.mark.parametrize("name", norm_blocks.CASES)
 def test_rows_that_ctas_share_on_a_gpu(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")
-    for what, (error, bound) in norm_block_cases.errors_by(norm_block_cases.CASES[name], "mosaic_gpu").items():
+    for what, (error, bound) in norm_blocks.errors_by(norm_blocks.CASES[name], "mosaic_gpu").items():
         assert error <= bound, what
 
 
@@ -71,7 +67,7 @@ def test_long_rows_need_a_cluster():
     with on_device("H200"):
         with pytest.raises(NotImplementedError, match="these are 32768"):
             plan(32768)
-        with norm_block_cases.replaced(norm_block_cases.CASES["long"].forward):
+        with norm_blocks.replaced(norm_blocks.CASES["long"].forward):
             assert plan(32768).forward.cluster == 2
             with pytest.raises(NotImplementedError, match="these are 65536"):
                 plan(65536)  # 32768 columns of each CTA are too many
@@ -164,11 +160,11 @@ COMPILED += ["2048-65536-rms_norm-float32-0-4-16-2-3"]
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("call", cases(COMPILED, COMPILED[:4]))
 def test_compiled(call):
     """Two launches, neither of which spills. Where CTAs share rows, Triton has the backward."""
-    printed, mosaic, _ = aot.compile_script(__file__, call)
+    printed, mosaic, _ = compile_case.compile_script(__file__, call)
     is_shared = call.count("-") > 4
     assert bool(json.loads(printed)) == is_shared
     directions = ("forward",) if is_shared else ("backward", "forward")
@@ -196,9 +192,9 @@ def _compile(rows: str, columns: str, op: str, weights: str, has_residual: str, 
     if shared:
         ctas, row_warps, turns, stages = map(int, shared)
         forward = NormSm90(row_warps=row_warps, warpgroups=4, stages=stages, turns=turns, cluster=ctas)
-        blocks = norm_block_cases.replaced(forward)
+        blocks = norm_blocks.replaced(forward)
     with blocks:
-        return aot.lower_and_compile("h200", both, given, (x, x) if int(has_residual) else x)[1]
+        return compile_case.lower_and_compile("h200", both, given, (x, x) if int(has_residual) else x)[1]
 
 
 if __name__ == "__main__":

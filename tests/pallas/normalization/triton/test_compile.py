@@ -2,19 +2,15 @@
 
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
-
-import aot
-from tiers import cases
-
 from jax_kernels import layer_norm
 from jax_kernels.dispatch import on_device
+from tests.support.cases.tiers import cases
+from tests.tools import compile_case
 
 # The GPU, columns and dtype. The most columns of each row of the block specs, and some that are no power of two.
 SHAPES = [f"{gpu}-{columns}-bfloat16" for gpu in ("h200", "a100") for columns in (256, 1000, 4096, 8192, 16384, 40000)]
@@ -28,10 +24,10 @@ QUICK_QUANTIZED = ["h200-4096-bfloat16-e4m3", "h200-40000-bfloat16-e4m3", "rtx40
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("shape", cases(SHAPES, QUICK))
 def test_compile(shape):
-    printed, _, others = aot.compile_script(__file__, shape)
+    printed, _, others = compile_case.compile_script(__file__, shape)
     kernels = json.loads(printed)
     assert kernels[0] == "norm_forward_triton"
     assert len(kernels) == (3 if int(shape.split("-")[1]) > 8192 else 2)
@@ -41,11 +37,11 @@ def test_compile(shape):
 
 
 @pytest.mark.compile
-@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("shape", cases(QUANTIZED, QUICK_QUANTIZED))
 def test_compile_quantized(shape):
     """One kernel, and no pass of XLA's beside it."""
-    printed, _, others = aot.compile_script(__file__, shape)
+    printed, _, others = compile_case.compile_script(__file__, shape)
     assert json.loads(printed) == ["norm_forward_quantized_triton"]
     assert list(others) == ["norm_forward_quantized_triton"]
     figures = others["norm_forward_quantized_triton"]
@@ -65,8 +61,8 @@ def main(gpu: str, columns: str, dtype: str, quantize: str | None = None) -> lis
 
     with on_device(gpu):
         if quantize is not None:
-            return aot.lower_and_compile(gpu, norm, x, weights, weights, x)[1]
-        return aot.lower_and_compile(gpu, both, x, x, weights, weights, x)[1]
+            return compile_case.lower_and_compile(gpu, norm, x, weights, weights, x)[1]
+        return compile_case.lower_and_compile(gpu, both, x, x, weights, weights, x)[1]
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from aot import Spec
-
 from jax_kernels.pallas import block_specs
+from tests.tools.compile_case import Spec
 
 GPUS = {80: "a100", 86: "a6000", 89: "rtx4090", 90: "h200", 100: "b200", 120: "rtx pro 6000"}
 

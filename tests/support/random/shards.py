@@ -3,22 +3,22 @@
 As a script it checks calls on four CPU devices, or compiles them for GPUs that are not there, and prints each that is
 right::
 
-    python tests/support/random_shards.py cpu attention-0 attention-1 norms-0
-    python tests/support/random_shards.py h200 products-0
+    python tests/support/random/shards.py cpu attention-0 attention-1 norms-0
+    python tests/support/random/shards.py h200 products-0
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aot
 import jax
 import numpy as np
-import random_calls
 from jax.experimental import topologies
-from random_draws import Call, Draw, check, check_all
 
 from jax_kernels.dispatch import on_device
+from tests.support.random import calls as random_calls
+from tests.support.random.draws import Call, Draw, check, check_all
+from tests.tools import compile_case
 
 NAMES, SIZES = ("rows", "columns"), (2, 2)
 
@@ -64,7 +64,7 @@ def compile_for(gpu: str, call: Call, draw: Draw) -> None:
     """Compiles the call for four GPUs of one machine, without them."""
     with on_device(gpu) as info:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=aot.target_config(info), topology="1x1x4"
+            platform="cuda", target_config=compile_case.target_config(info), topology="1x1x4"
         )
         mesh = mesh_of(draw, topology.devices)
         specs = specs_of(call, draw, mesh)
@@ -73,7 +73,7 @@ def compile_for(gpu: str, call: Call, draw: Draw) -> None:
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(name))
             for name, x in call.given(call.dtype).items()
         }
-        device = aot.abstract_device(info)
+        device = compile_case.abstract_device(info)
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
             lowered = jax.jit(call.run).lower(shapes)
         lowered.compile()

@@ -2,10 +2,10 @@
 
 From a shell, with JAX_PLATFORMS=cpu or without:
 
-    python tests/support/aot.py GPU [SPEC...]
-    python tests/support/aot.py h200 implementation=mosaic_gpu head_dim=128 is_causal=1
-    python tests/support/aot.py "rtx 4090" implementation=triton head_dim=64 dtype=float32 precision=tf32 kv_heads=2
-    python tests/support/aot.py a100 implementation=triton row=2 head_dim=256 keep=kept
+    python tests/tools/compile_case.py GPU [SPEC...]
+    python tests/tools/compile_case.py h200 implementation=mosaic_gpu head_dim=128 is_causal=1
+    python tests/tools/compile_case.py rtx4090 implementation=triton head_dim=64 dtype=float32 precision=tf32 kv_heads=2
+    python tests/tools/compile_case.py a100 implementation=triton row=2 head_dim=256 keep=kept
 
 GPU is any name `jax_kernels.device.device_info` knows: a100, a6000, rtx3090, rtx4090, h200, b200, "rtx pro 6000", ...
 SPEC is field=value for the fields of `Spec`; quote nothing, 1 and 0 are the bools. The JSON on stdout is a `report`:
@@ -35,7 +35,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import forked
+from tests.support.processes import forked
 
 TIMEOUT = 240  # seconds for one compile
 
@@ -198,11 +198,11 @@ def compile_here(gpu: str, spec: Spec) -> list[str]:
     """Compiles one spec in this process; the names of its Triton kernels."""
     import jax
     import jax.numpy as jnp
-    import score_mod_cases
 
     from jax_kernels import masks
     from jax_kernels.ops.attention import implementations as attention_table
     from jax_kernels.ops.attention.flash_attention import flash_attention
+    from tests.support.cases import score_mods as score_mod_cases
 
     if spec.row >= 0 or spec.blocks:
         attention_table._row = lambda name, request: (_row(gpu, spec), "block spec")

@@ -1,6 +1,6 @@
 """dilated_attention by the Hopper kernels in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
 
-python tests/support/dilated_interpreter.py '{"num_heads": 4, "kv_heads": 2, "length": 64, "head_dim": 64, ...}'
+python tests/support/interpreters/dilated.py '{"num_heads": 4, "kv_heads": 2, "length": 64, "head_dim": 64, ...}'
 
 """
 
@@ -10,10 +10,9 @@ import importlib
 import json
 import sys
 
-import mosaic_interpreter  # first: it sets the environment
+from tests.support.interpreters import mosaic as mosaic_interpreter  # first: it sets the environment
 
 # isort: split
-import dilated_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +21,7 @@ from jax_kernels import dilated_attention
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.testing import rms_error
+from tests.support.oracles import dilated as dilated_oracle
 
 module = importlib.import_module("jax_kernels.ops.dilated.dilated_attention")
 

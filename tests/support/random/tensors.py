@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from random_draws import Call, Draw, cotangent
 
 from jax_kernels import bridge
+from tests.support.random.draws import Call, Draw, cotangent
 
 
 def made(call: Call, draw: Draw, device: str) -> Mapping[str, torch.Tensor]:

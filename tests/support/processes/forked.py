@@ -24,6 +24,7 @@ _MODULES = (
 # Most of what an interpreted kernel takes is XLA's, for compiling.
 UNOPTIMISED = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 _OF_THREAD = threading.local()
+ROOT = Path(__file__).parents[3]
 
 
 def run(script: str | Path, *words: str, env: dict[str, str | None], timeout: float) -> subprocess.CompletedProcess:
@@ -50,7 +51,12 @@ def run(script: str | Path, *words: str, env: dict[str, str | None], timeout: fl
 def _server() -> subprocess.Popen:
     """One for each thread, as each waits for its answers."""
     if not hasattr(_OF_THREAD, "server"):
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": "",
+        }
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         _OF_THREAD.server = subprocess.Popen([sys.executable, __file__], env=env, **pipes)
     return _OF_THREAD.server
@@ -84,7 +90,7 @@ def _become(argv: list[str], env: dict[str, str | None], outputs: list[str], tim
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, path in enumerate(outputs, 1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-        sys.argv = argv  # sys.path[0] is this file's folder, where scripts find what the suite shares
+        sys.argv = argv
         runpy.run_path(argv[0], run_name="__main__")
         status = 0
     except SystemExit as end:

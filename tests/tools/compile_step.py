@@ -1,6 +1,6 @@
 """Compiles a decoder's training step for the H200s of one machine, without one, and prints figures of it as JSON.
 
-    python tests/support/step_aot.py data=2 [FIELD=NUMBER...]
+    python tests/tools/compile_step.py data=2 [FIELD=NUMBER...]
 
 FIELD: of SIZES. The step is that of benchmarks/train.py, with 2 sequences for each device. {"seconds": to trace, lower
 and compile, of processor time, ptxas' with it; "kernels": how often each Mosaic kernel is called, by name and place;
@@ -17,7 +17,6 @@ import re
 import sys
 from typing import Any
 
-import aot
 import jax
 import jax.numpy as jnp
 import optax
@@ -29,6 +28,7 @@ from jax_kernels import compiler_options
 from jax_kernels.dispatch import on_device
 from jax_kernels.models import Transformer, TransformerConfig, make_mesh, state_shardings
 from jax_kernels.models.parallel.sharding import batch_sharding
+from tests.tools import compile_case
 
 SIZES = {"layers": 18, "width": 2048, "heads": 16, "mlp": 5632, "vocabulary": 32000, "length": 8192}
 BYTES = {"f32": 4, "bf16": 2, "s32": 4}
@@ -54,12 +54,15 @@ def compiled(axes: dict[str, int], sizes: dict[str, int]) -> tuple[Any, dict[str
     )
     with on_device("h200") as info:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=aot.target_config(info), topology=f"1x1x{devices}"
+            platform="cuda", target_config=compile_case.target_config(info), topology=f"1x1x{devices}"
         )
         mesh = make_mesh(axes, topology.devices)
         # Mosaic reads the compute capability off the device of jax.set_mesh's mesh.
         mesh.__dict__["abstract_mesh"] = AbstractMesh(
-            mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=aot.abstract_device(info)
+            mesh.axis_sizes,
+            mesh.axis_names,
+            axis_types=mesh.axis_types,
+            abstract_device=compile_case.abstract_device(info),
         )
         train, *arguments = step(config, mesh, (2 * devices, sizes["length"]))
         seconds, stage = {}, train

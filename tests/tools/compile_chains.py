@@ -1,6 +1,6 @@
 """Launch chains of the bridge's programs, compiled for a GPU that need not be there.
 
-    python tests/support/chains.py GPU CASE [FILE]
+    python tests/tools/compile_chains.py GPU CASE [FILE]
 
 It prints a JSON object: how many bytes of workspace, and the steps, each with its name, its kind and the buffers of its
 arguments ("in0", "out1", "work"). FILE gets the serialized executable.
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +29,7 @@ from jax_kernels.dispatch import on_device
 from jax_kernels.ops.matmul import matmul
 from jax_kernels.ops.normalization import normalization
 from jax_kernels.quantization.formats import LowBit
+from tests.tools import compile_case
 
 CPU = torch.device("cpu")  # the key of a jitted function; it is lowered for the target
 
@@ -148,7 +148,7 @@ CASES: dict[str, Callable[[], Program]] = {
 def target_of(gpu: str) -> compile.Target:
     """The target that is a GPU by its name."""
     info = device_info(gpu)
-    generation = aot.GENERATIONS[info.compute_capability]
+    generation = compile_case.GENERATIONS[info.compute_capability]
     return compile.Target(
         kind=generation.kind,
         compute_capability=info.compute_capability,

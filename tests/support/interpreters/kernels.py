@@ -1,6 +1,6 @@
 """The Hopper kernels of decode, fp8 and matmul in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
 
-    python tests/support/cases_interpreter.py MODULE CORES RACES NAME...
+    python tests/support/interpreters/kernels.py MODULE CORES RACES NAME...
 
 MODULE: such as decode_cases or jax_kernels.testing.matmul. CORES: the multiprocessors to plan for. RACES: 1 to look
 for races; the interpreter takes the registers of one CTA for those of another, so that only with one core it finds true
@@ -13,7 +13,7 @@ import importlib
 import json
 import sys
 
-import forked
+from tests.support.processes import forked
 
 
 def check(module: str, cores: int, races: bool, names: list[str]) -> None:
@@ -29,7 +29,7 @@ def check(module: str, cores: int, races: bool, names: list[str]) -> None:
 
 
 def main(module: str, cores: int, races: bool, names: list[str]) -> dict:
-    import mosaic_interpreter  # first: it sets the environment
+    from tests.support.interpreters import mosaic as mosaic_interpreter  # first: it sets the environment
 
     # isort: split
     from jax.experimental.pallas import mosaic_gpu as plgpu

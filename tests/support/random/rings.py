@@ -3,8 +3,8 @@
 As a script it checks those of the numbers that it is given, on four CPU devices, or compiles them for GPUs that are not
 there, and prints each that is right::
 
-    python tests/support/random_rings.py cpu ring-0 ring-1 dilated-0
-    python tests/support/random_rings.py h200 ring-0
+    python tests/support/random/rings.py cpu ring-0 ring-1 dilated-0
+    python tests/support/random/rings.py h200 ring-0
 """
 
 import dataclasses
@@ -13,13 +13,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
-import random_calls
 from jax.experimental import topologies
-from random_draws import Arrays, Call, Draw, check, check_all, cotangent
 
 from jax_kernels import (
     masks,
@@ -29,6 +26,9 @@ from jax_kernels import (
     unshard_sequence,
 )
 from jax_kernels.dispatch import on_device
+from tests.support.random import calls as random_calls
+from tests.support.random.draws import Arrays, Call, Draw, check, check_all, cotangent
+from tests.tools import compile_case
 
 AXIS, MOST = "sequence", 4
 TOKENS, ROWS = jax.P(None, AXIS), jax.P(None, None, AXIS)
@@ -55,7 +55,7 @@ class RingCall(Call):
         """Compiles the program for so many GPUs of one machine, without them."""
         with on_device(gpu) as info:
             topology = topologies.get_topology_desc(
-                platform="cuda", target_config=aot.target_config(info), topology=f"1x1x{self.devices}"
+                platform="cuda", target_config=compile_case.target_config(info), topology=f"1x1x{self.devices}"
             )
             mesh = jax.sharding.Mesh(np.array(topology.devices), (AXIS,))
             specs, program = self._program(mesh)
@@ -63,7 +63,7 @@ class RingCall(Call):
                 x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, specs[name])
             )
             shapes = {name: shape(name, x) for name, x in self._given().items()}
-            device = aot.abstract_device(info)
+            device = compile_case.abstract_device(info)
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
                 lowered = jax.jit(program).lower(shapes)
             lowered.compile()

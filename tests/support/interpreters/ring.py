@@ -10,18 +10,18 @@ import functools
 import json
 import sys
 
-import mosaic_interpreter  # first: it sets the environment
+from tests.support.interpreters import mosaic as mosaic_interpreter  # first: it sets the environment
 
 # isort: split
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from rings import FUNCTION, errors_of
 
 from jax_kernels import masks
 from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors
+from tests.support.cases.rings import FUNCTION, errors_of
 
 TOKENS = 256
 MASKS = {"limits": masks.causal() & masks.sliding_window(150, 0) | masks.global_tokens(40), "function": FUNCTION}

@@ -1,6 +1,6 @@
 """Many calls of the bridge over changing shapes, streams and threads, each of whose results is checked.
 
-    python tests/support/endurance.py CALLS SECONDS
+    python tests/support/processes/endurance.py CALLS SECONDS
 
 It ends after so many calls, or so many seconds, and prints a JSON object: how many calls there were; wrong: how many
 results differ from what the first call of their kind gave, which is compared with float64; and what both allocators

@@ -4,7 +4,7 @@ The stock interpreter (jax 0.11) has no wgmma with its first operand in register
 Run as a script it checks cases and prints a line of JSON for each: it is a script because a kernel that deadlocks
 hangs its process, and a process can be killed.
 
-    python tests/support/mosaic_interpreter.py '{"batch": 1, ..., "races": true, "deterministic": true}' ...
+    python tests/support/interpreters/mosaic.py '{"batch": 1, ..., "races": true, "deterministic": true}' ...
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ import threading
 os.environ.setdefault("NPROC", "32")  # the interpreter's thread pool: kernels with many waiting threads starve it
 os.environ["JAX_KERNELS_INTERPRET"] = "1"
 
-import attention_oracle
 import jax
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives
@@ -32,6 +31,7 @@ from jax_kernels.pallas.attention.sm90.features import block_lists
 from jax_kernels.pallas.block_specs import sm90
 from jax_kernels.pallas.mosaic import split_tail
 from jax_kernels.testing import attention as testing
+from tests.support.oracles import attention as attention_oracle
 
 _PARAMS, _SPLIT = plgpu.InterpretGPUParams, split_tail.SplitTail.of
 _BUILT = block_lists._built

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from random_draws import TOLERANCE, Arrays, Call, Draw
+
+from tests.support.random.draws import TOLERANCE, Arrays, Call, Draw
 
 SCORE_MODS: dict[str, Callable[..., Any]] = {
     "distance": lambda s, b, h, q, k: s - 0.05 * (h + 1) * jnp.abs(q - k),

@@ -1,6 +1,6 @@
 """Compiles ring_attention for the H200s of one machine, without one, and prints what its schedule hides, as JSON.
 
-    python tests/support/ring_aot.py DEVICES MODE [check_vma] [SENDS_AHEAD] [halo] [sides] [masked]
+    python tests/tools/compile_ring.py DEVICES MODE [check_vma] [SENDS_AHEAD] [halo] [sides] [masked]
 
 MODE: "fwd" or "both". halo: with neighbouring tokens on each, under a window of 1,024; sides: one of 6,000 before each
 token and behind it. masked: under a mask as data.
@@ -15,7 +15,6 @@ import re
 import sys
 from collections.abc import Sequence
 
-import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_kernels import masks, ring_attention
 from jax_kernels.dispatch import on_device
+from tests.tools import compile_case
 
 LOCAL_TOKENS = 8192
 
@@ -47,10 +47,10 @@ def compiled(devices: int, mode: str, words: Sequence[str], sends_ahead: int | N
     tokens = jax.P(None, "sequence")
     with on_device("h200") as info:
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=aot.target_config(info), topology=f"1x1x{devices}"
+            platform="cuda", target_config=compile_case.target_config(info), topology=f"1x1x{devices}"
         )
         mesh = Mesh(np.array(topology.devices), ("sequence",))
-        device = aot.abstract_device(info)
+        device = compile_case.abstract_device(info)
         shared = jax.shard_map(
             both if mode == "both" else forward,
             mesh=mesh,

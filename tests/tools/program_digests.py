@@ -1,7 +1,7 @@
 """Whether kernels are traced as they were: a digest of each program that a block spec row comes to, for its GPU.
 
-    python tests/support/programs.py write FILE [WORD...]     # of the rows whose name has all the words
-    python tests/support/programs.py compare OLD NEW
+    python tests/tools/program_digests.py write FILE [WORD...]     # of the rows whose name has all the words
+    python tests/tools/program_digests.py compare OLD NEW
 
 A program is what JAX gives to Mosaic or Triton, or to XLA around them, without places in the source. Equal digests mean
 equal PTX by the same compilers. Nothing is compiled: a row takes a few seconds. To compare with another version of the
@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import aot
-import forked
+from tests.support.processes import forked
+from tests.tools import compile_case
 
 # What says where an operation came from, or what was made for a run.
 _PLACES = re.compile(r" loc\([^)]*\)|#loc.*")
@@ -65,27 +65,29 @@ def _of_row(gpu: str, words: list[str]) -> dict[str, Any]:
     found: list[Any] = []
 
     def keep(gpu: str, function: Any, *shapes: Any) -> tuple[Any, list[str]]:
-        found.append(aot.lower(gpu, function, *shapes))
+        found.append(compile_case.lower(gpu, function, *shapes))
         return None, []
 
-    aot.lower_and_compile = keep
-    aot.compile_here(gpu, aot.Spec.parse(words))
+    compile_case.lower_and_compile = keep
+    compile_case.compile_here(gpu, compile_case.Spec.parse(words))
     return digests(found[0])
 
 
-def _in_a_process(gpu: str, spec: aot.Spec) -> dict[str, Any]:
-    done = forked.run(__file__, "--here", gpu, *spec.words(), env={"JAX_KERNELS_INTERPRET": None}, timeout=aot.TIMEOUT)
+def _in_a_process(gpu: str, spec: compile_case.Spec) -> dict[str, Any]:
+    done = forked.run(
+        __file__, "--here", gpu, *spec.words(), env={"JAX_KERNELS_INTERPRET": None}, timeout=compile_case.TIMEOUT
+    )
     if done.returncode:
         return {"error": done.stderr.splitlines()[-1:]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def write(file: Path, words: list[str]) -> int:
-    from compile_specs import MOSAIC, ROWS
+    from tests.tools.compile_budget import MOSAIC, ROWS
 
     rows = {name: (gpu, spec) for name, (gpu, _, spec) in ROWS.items()}
     for name, (options, *_) in MOSAIC.items():
-        rows[f"feature {name}"] = "h200", aot.Spec(implementation="mosaic_gpu", **options)
+        rows[f"feature {name}"] = "h200", compile_case.Spec(implementation="mosaic_gpu", **options)
     rows = {name: row for name, row in rows.items() if all(word in name for word in words)}
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(rows, pool.map(lambda row: _in_a_process(*row), rows.values()), strict=True))

@@ -1,0 +1,1 @@
+"""Cases, oracles, interpreters and processes that the tests share."""

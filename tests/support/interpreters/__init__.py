@@ -1,0 +1,1 @@
+"""Kernels in interpreters, and checks of their memory accesses."""

@@ -1,0 +1,1 @@
+"""Results in float64, in plain NumPy or jnp."""

@@ -1,0 +1,1 @@
+"""Scripts in processes of their own, and the memory of a process of tests."""

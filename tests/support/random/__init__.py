@@ -1,0 +1,1 @@
+"""Calls with sizes and options drawn at random."""

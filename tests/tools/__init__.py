@@ -1,0 +1,1 @@
+"""Programs that CONTRIBUTING.md has people run."""
