@@ -58,7 +58,7 @@ lint: .venv/.dev
 
 # Import and numerics on the newest jax, in an environment of its own.
 newest: .venv-newest/.ready
-	.venv-newest/bin/python -m pytest -n 2 --dist=worksteal tests/test_import.py tests/ops/attention/test_flash_attention*.py tests/ops/attention/test_transforms.py tests/ops/attention/test_errors.py tests/ops/test_decode_attention.py tests/ops/attention/test_score_mod.py -m "not gpu and not compile"
+	.venv-newest/bin/python -m pytest -n 2 --dist=worksteal tests/test_import.py tests/ops/attention/test_flash_attention*.py tests/ops/attention/test_transforms.py tests/ops/attention/test_errors.py tests/ops/attention/test_decode_attention.py tests/ops/attention/test_score_mod.py -m "not gpu and not compile"
 
 .venv/.python:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 12) else "Python 3.12 or newer is needed; set PYTHON=...")'

@@ -80,7 +80,7 @@ print("forked")
 
 def run(code, folder, which):
     """Runs the code in a process of its own. Returns the lines that it prints."""
-    root = pathlib.Path(__file__).parents[2]
+    root = pathlib.Path(__file__).parents[3]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", COMMON + code, str(folder), which]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)

@@ -100,7 +100,7 @@ dist.destroy_process_group()
 def test_two_processes_are_as_exact_as_float64(tmp_path):
     script = tmp_path / "ring.py"
     script.write_text(SCRIPT)
-    root = pathlib.Path(__file__).parents[2]
+    root = pathlib.Path(__file__).parents[4]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",

@@ -2,7 +2,7 @@
 
 JAX_KERNELS_EXAMPLES=200 draws that many of each kind. A call is drawn again by its kind and number::
 
-    JAX_KERNELS_EXAMPLES=200 python -m pytest -m gpu tests/ops/test_random_shards.py
+    JAX_KERNELS_EXAMPLES=200 python -m pytest -m gpu tests/ops/sharding/test_random_shards.py
 """
 
 import os

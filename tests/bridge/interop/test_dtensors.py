@@ -156,7 +156,7 @@ def test_as_whole_tensors(cases, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    root = pathlib.Path(__file__).parents[2]
+    root = pathlib.Path(__file__).parents[3]
     environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     started = [
         subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Runs of a Trainer on CPU devices, for tests/models/test_trainer.py: each prints its losses as JSON.
+"""Runs of a Trainer on CPU devices, for tests/models/training/test_trainer.py: each prints its losses as JSON.
 
     python trainer_runs.py FOLDER MESH STEPS [kill] [elsewhere]
 
