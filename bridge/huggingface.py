@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.dlpack import check_dense
@@ -281,6 +280,8 @@ def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *o
         return False
     mask, bias, _ = others
     if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import has_static_value  # imports sympy, in a second
+
         if mask is None or not all(has_static_value(size) for size in key.shape):
             return False
     elif type(query) is not torch.Tensor or not torch_internals.is_plain_call():

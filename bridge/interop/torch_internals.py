@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from jax_kernels.bridge.interop.import_hooks import when_imported
+
 __all__ = [
     "Check",
     "as_in_dual_level",
@@ -114,8 +116,10 @@ def unseen_by_dynamo(function: Any) -> Any:
     itself is as fast as before. Where torch.compile traces a call of it, it does so all the same.
     """
     try:
+        # torch._dynamo has these as public names, but its import takes 2 seconds.
+        from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+        from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
         from torch._C._dynamo.eval_frame import set_code_exec_strategy
-        from torch._dynamo.types import FrameAction, FrameExecStrategy
     except ImportError:
         return torch.compiler.disable(function)
     set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
@@ -186,12 +190,16 @@ def into_batch(x: torch.Tensor, dim: int | None, level: int) -> torch.Tensor:
 
 def untraced_by_dynamo(*packages: str) -> None:
     """Makes a call of these packages' functions a break of a graph that torch.compile traces."""
-    try:
-        from torch._dynamo.trace_rules import add
-    except ImportError:
-        return
-    for package in packages:
-        add(package)
+
+    def add_all() -> None:
+        try:
+            from torch._dynamo.trace_rules import add
+        except ImportError:
+            return
+        for package in packages:
+            add(package)
+
+    when_imported("torch._dynamo.trace_rules", add_all)
 
 
 @contextlib.contextmanager

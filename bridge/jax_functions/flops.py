@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax._src import core
-from torch.utils.flop_counter import register_flop_formula
 
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack
+from jax_kernels.bridge.interop.import_hooks import when_imported
 from jax_kernels.bridge.jax_functions.programs import find_plan
 from jax_kernels.bridge.jax_functions.tracing import mask_specs, outputs_of
 
@@ -95,6 +95,12 @@ _FORMULAS = {
 
 def define_formulas(*names: str) -> None:
     """Tells PyTorch the formulas of operators, which are there. It may be called once for a name in a process."""
-    for name in names:
-        for full in (name, f"{name}_direct"):
-            register_flop_formula(getattr(torch.ops.jax_kernels, full))(_FORMULAS[name])
+
+    def register() -> None:
+        from torch.utils.flop_counter import register_flop_formula
+
+        for name in names:
+            for full in (name, f"{name}_direct"):
+                register_flop_formula(getattr(torch.ops.jax_kernels, full))(_FORMULAS[name])
+
+    when_imported("torch.utils.flop_counter", register)
