@@ -1,6 +1,6 @@
 """Attention kernels.
 
-Every file gives one direction of one implementation, as a function of jax_kernels.attention_inputs' types:
+Each file implements one direction, as a function of the types in jax_kernels.attention_inputs:
 
     attention_forward(inputs, options, *, out_dtype, config, core_count, interpret) -> (out, lse) or (out, lse, excess)
     attention_backward(inputs, options, lse, delta, dout, excess=None, *, config, core_count, interpret)

@@ -44,7 +44,7 @@ class BlockRange:
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """The limits of a query's keys. Query i has position q_offset + i and attends to keys below kv_length. If causal,
-    these keys end at its position. With a window (left, right) they lie in position - left ... position + right, where
+    these keys end at its position. A window (left, right) limits them to position - left ... position + right, where
     -1 means no limit. Queries before first_query, a multiple of the kernel's block size, attend to no key. The values
     are Python ints or traced scalars of one batch entry.
     """
@@ -90,15 +90,15 @@ class Limits:
         """The predicate of the block of keys at kv_start and queries at q_start: bool, in a register layout.
 
         may_end: the block may reach past kv_length. ids: the segment ids of the rows and of the columns. The scalars
-        are added to the rows, because a thread has few rows: added to the columns, they would take a register each.
+        are added to the rows, because a thread has few rows: sums for the columns would take a register each.
         """
-        # In a width that is a power of two a thread finds its column by a shift, otherwise by a division.
+        # If the width is a power of two, a thread finds its column by a shift, otherwise by a division.
         wide = shape[0], pl.next_power_of_2(shape[1])
         rows, columns = (plgpu.broadcasted_iota(jnp.int32, wide, axis, layout=layout) for axis in (0, 1))
         if wide != shape:
             rows, columns = rows[:, : shape[1]], columns[:, : shape[1]]
-        # A column index is a thread's own part plus a constant. With the own part on the rows' side, a thread compares
-        # with the constant.
+        # A column index is a part of the thread's own plus a constant. The own part is subtracted from the rows, so
+        # that a thread compares them with the constant.
         mine, constant = columns & 7, columns & ~7
         diagonal = self.q_offset + q_start - kv_start
         left_diagonal = diagonal - self.left
@@ -179,7 +179,7 @@ class Limits:
             first = _clip(_div(maximum(kv_start - offset, 0), block_q), 0, total)
             full_start = _clip(_ceil_div(maximum(kv_end - offset, 0), block_q), first, total)
         if self.left >= 0:
-            end = self.left + 1 - self.q_offset  # query key + end is the first query past the window over a key
+            end = self.left + 1 - self.q_offset  # query k + end is the first query past the window of key k
             last = _clip(_ceil_div(maximum(minimum(kv_end, self.kv_length - 1) + end, 0), block_q), first, total)
             full_start = minimum(full_start, last)
             full_end = _clip(_div(maximum(kv_start + end, 0), block_q), full_start, last)
@@ -335,7 +335,7 @@ def among(ranges_ref: Any, batch_index: Any, block: Any) -> Among:
 def _extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The lowest and the highest id >= 0 of each block, and its single id, or -1 if it has several: [B, blocks].
 
-    In a block without an id >= 0, the lowest and highest ids meet no block.
+    A block without an id >= 0 gets a lowest and a highest id that meet no block.
     """
     ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), constant_values=-1)
     ids = ids.reshape(ids.shape[0], -1, block)

@@ -1,7 +1,7 @@
 """The online softmax in base 2: scores times scale * log2(e), so that exp2 is one instruction.
 
 With a bias per query, scores are in natural units instead. A bias of finfo.min means to mask: times log2(e) it would be
--inf, and the maximum of a row that is all masked by it must be subtracted from its scores without rounding.
+-inf, and the maximum of a row that it masks whole must be subtracted from the row's scores without rounding.
 
 The running state of a tile is (row_max, row_sum): the maximum of each row, and partial sums of each row, eight
 columns wide. The columns are added up once, at the end: inside the loop no thread waits for another thread's sum.
@@ -183,7 +183,7 @@ def finish(row_max, row_sum, *, may_be_dead: bool):
 
 
 def merged(lse, other):
-    """(log-sum-exp over the keys of both, weight of the first result, weight of the second), per row. -inf: no key."""
+    """(log-sum-exp over all keys, weight of the first result, weight of the second result), per row. -inf: no key."""
     top = jnp.maximum(lse, other)
     top = jnp.where(top == -jnp.inf, 0.0, top)
     mine, theirs = (jnp.exp2((x - top) * LOG2E) for x in (lse, other))

@@ -1,8 +1,8 @@
 """Merges the branches of dilated attention. It reads each branch once and writes the result once: bound by memory.
 
 A branch's results are compact: they hold only the tokens that its heads take. A program owns a block of tokens of one
-head, finds these tokens in each branch, and loads only their rows. Written as a selection, XLA would load every row as
-often as the branch's rate.
+head, finds these tokens in each branch, and loads only their rows. If this were a selection, XLA would load every row
+as many times as the branch's rate.
 """
 
 import functools

@@ -58,7 +58,7 @@ class Given:
 
 
 def makes_rows(inputs: AttentionInputs, options: AttentionOptions, out, *, config: AttentionBackwardSm90) -> bool:
-    """Whether attention_backward takes out and dlse in place of delta. A bias or a score_mod changes lse or dout."""
+    """Whether attention_backward takes out and dlse, not delta. A bias or a score_mod changes lse or dout."""
     if not (inputs.bias is None and inputs.score_mod is None and options.query_heads is None):
         return False
     return backward_rows.takes(out, _width_of(inputs), _whole_rows(options, config))
@@ -83,15 +83,14 @@ def attention_backward(
 
     excess: from the forward, under a score_mod that may mask.
 
-    out, dlse: in place of delta, if makes_rows. lse is then the forward's, and a pass computes the values of each query
+    out, dlse: instead of delta, if makes_rows. lse is then the forward's, and a pass computes the values of each query
     that the kernels read. dlse, the cotangent of lse, may be None.
 
     With a bias, far rows (softmax.is_far) pass no gradient here to query, key, value or a bias per key. far_rows adds
     their gradients.
 
-    dquery: float32, with query's shape, or with only the heads that the call takes. The gradient of query divided by
-    options.scale is added to it, and the sum is returned instead of the gradient. It must be None if
-    options.deterministic.
+    dquery: float32, with query's shape, or with only the heads that the call takes. query's gradient / options.scale is
+    added to it, and the sum is returned instead of the gradient. dquery must be None if options.deterministic.
 
     The kernel adds dquery in order of arrival, and may add dkey and dvalue the same way (see split_tail). If
     options.deterministic, another kernel sums dquery in the order of the keys.

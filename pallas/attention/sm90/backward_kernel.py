@@ -6,8 +6,8 @@ dS^T are then operands in registers. dS goes through shared memory once, transpo
 accelerator adds dquery to a float32 array in device memory, in the order of arrival.
 
 There are two compute warpgroups. Up to head_dim 128 each warpgroup owns 64 of 128 keys. Above 128, the float32 sums of
-64 keys fill the registers of two warpgroups: each owns half of the columns of the same 64 keys, and both compute the
-scores, which takes seven matmuls instead of five.
+64 keys fill the registers of two warpgroups: each warpgroup owns half of the columns of the same 64 keys. Both
+warpgroups compute the scores, which takes seven matmuls instead of five.
 
 A tile of block_q x block_kv takes 10 * block_q * block_kv * head_dim FLOPs (14 if columns are split), and
 block_q * head_dim float32 additions to device memory, which the L2 cache absorbs.
@@ -128,7 +128,7 @@ def _kernel(kernel: Kernel) -> None:
 
 
 def _compute_tile(kernel: Kernel, tile: Any, turn: Any, state: tuple[Any, Any]) -> Any:
-    """Computes the CTA's work tile number `turn`. A persistent CTA gets (the next work tile, the state after this one).
+    """Computes the CTA's work tile number `turn`. In a persistent CTA, returns (the next work tile, the next state).
 
     state: (number of earlier steps, the scores of the first step).
     """

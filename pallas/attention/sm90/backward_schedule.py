@@ -183,7 +183,7 @@ class Schedule:
         if arrays.lists is not None:
             listed = arrays.lists.blocks_of(recomputed(tile))
             of_step = lambda step: StepPlace(*listed.query_place(step, group, q_blocks))
-            # The maximum shows that the loop runs: around a loop that may not run the compiler keeps more registers.
+            # The maximum shows the compiler that the loop runs: otherwise it keeps more values in registers.
             return QLoop(jnp.maximum(listed.count, 1), of_step)
         among = None if arrays.segments is None else arrays.segments.among(b, kv_index)
         sizes = self.block_kv, self.block_q, self.q_length

@@ -28,7 +28,7 @@ def biased(step: QStep, s: Any) -> Any:
 
 
 def modified(step: QStep, s: Any) -> score_mod.Tile:
-    """The score_mod on the scores."""
+    """The score_mod's Tile of the scores."""
     b, mod = step.b_again(), step.kernel.arrays.mod
     assert mod is not None
     numbers = mod.of_head(b, step.head)
@@ -70,7 +70,7 @@ def _under_predicate(step: QStep, s: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The final scores of a step. live, mod: the pairs that count and the tile of a score_mod with a derivative."""
+    """The final scores of a step. Under a score_mod with a derivative, live: the pairs that count; mod: its tile."""
 
     s: Any
     live: Any = None

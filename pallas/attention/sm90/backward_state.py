@@ -33,7 +33,7 @@ class StepNumbers(NamedTuple):
 
     @staticmethod
     def scratch(stages: int) -> Any:
-        """For pl.run_scoped."""
+        """The scratch of pl.run_scoped."""
         return plgpu.SMEM((stages, 8), jnp.int32)
 
     @classmethod
@@ -61,8 +61,9 @@ class Smem:
 
     k, v, q, do: [stages, ...] of tiles, see Traits' tiles. ds: [warpgroups, chunks of queries, 64, 64], a step's dS^T.
     dq: [warpgroups, 64, 64] float32, on its way to device memory. lse, delta, ids: [stages, block_q], values of a
-    step's queries. barriers: arrays of Barriers. bias: of a step. arrived: [warpgroups] int32, parts of a work tile.
-    dbias: [warpgroups, 64]. tile: [stages of keys] int32, indices of work tiles. steps: [stages, ...] of StepNumbers.
+    step's queries. barriers: arrays of Barriers. bias: of a step. arrived: [warpgroups] int32, counts of a work
+    tile's parts. dbias: [warpgroups, 64]. tile: [stages of keys] int32, indices of work tiles. steps: [stages, ...] of
+    StepNumbers.
     """
 
     k: Any
@@ -83,7 +84,7 @@ class Smem:
 
     @classmethod
     def scratch(cls, traits: Traits, barriers: Barriers) -> "Smem":
-        """For pl.run_scoped."""
+        """The scratch of pl.run_scoped."""
         schedule, config, dtype = traits.schedule, traits.config, traits.dtype
         row_groups, halves, block_q, block_kv = traits.row_groups, traits.halves, traits.block_q, traits.block_kv
         q_stages, do_stages = config.q_stages, config.do_stages
@@ -121,7 +122,8 @@ class KernelBarriers:
     """The barriers of a CTA. None: the launch does not use the barrier.
 
     q_ready, q_free, do_ready, do_free: a stage of queries or of dout is loaded, or may be overwritten. ds_ready,
-    ds_free: both warpgroups have written, or read, a step's dS. last_read: both have read the last block of keys.
+    ds_free: both warpgroups have written, or read, a step's dS. last_read: both warpgroups have read the last
+    block of keys.
 
     k_ready: a block of keys is loaded. In a CTA with one work tile it also covers the values, and v_ready, k_free and
     v_free are None. A persistent CTA has a k_ready and a v_ready for each stage. The index of a work tile arrives with

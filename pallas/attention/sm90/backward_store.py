@@ -59,7 +59,7 @@ def _store_dbias(work: WorkTile, dbias: Any, wg: Any, row_group: Any) -> None:
 class Store:
     """Stores dkey and dvalue of a work tile.
 
-    The results go through the shared memory of its keys and values when no warpgroup reads it any more (last_read).
+    The results go through the shared memory of its keys and values after the last read of any warpgroup (last_read).
     v_smem: None if the next values are loaded there meanwhile. sums_smem: [64, 64] float32, for a part of a work tile.
     row_group, half: the warpgroup's 64 keys, and its part of the columns. chunks: its chunks of 64 columns.
     """
@@ -129,7 +129,7 @@ class Store:
                 target = arrays.sums.at[nth, which, rows, pl.ds(64 * chunk, 64)]
                 plgpu.copy_smem_to_gmem(self.sums_smem, target, reduction_op="add")
         plgpu.wait_smem_to_gmem(0)
-        plgpu.commit_smem()  # no thread counts before the thread that waited
+        plgpu.commit_smem()  # no thread counts up before the thread that waited
         mine = pl.ds(self.wg, 1)
         count_up(arrays.arrived.at[nth, mine], arrived_smem.at[mine], release=True)
         plgpu.commit_smem()

@@ -169,7 +169,7 @@ class Traits:
 
     @property
     def scores_ahead(self) -> bool:
-        """Whether the next step's scores run behind this step's gradients; split columns lack the registers for it."""
+        """Whether the next step's scores run behind this step's gradients. Split columns leave too few registers."""
         return not self.splits_columns
 
     @property

@@ -134,8 +134,8 @@ def with_bias_as_in_lse(inputs: AttentionInputs) -> AttentionInputs:
 def bias_of(inputs: AttentionInputs, *, transposed: bool) -> Bias | None:
     """The call's bias and the rest of its mask, which has one row for all queries; None if it has neither.
 
-    Their last axis is not 1. by_key is small. A bias per query, which leaves no mask, is copied if it is transposed or
-    if a side is not a multiple of the size that the tensor memory accelerator copies.
+    Their last axis is not 1. by_key is small. With a bias per query no mask is left. This bias is copied if it is
+    transposed, or if a side is not a multiple of the size that the tensor memory accelerator copies.
     """
     bias, mask = inputs.bias, inputs.mask
     if bias is None and mask is None:

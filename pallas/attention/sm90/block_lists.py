@@ -5,8 +5,8 @@ First come the full blocks, whose scores a running maximum can start from, then 
 thread reads the mask bits of its part of a row as one word, straight into registers. A table holds the tiles, longest
 lists first, for a few heads at a time, so that their keys and values stay in the L2 cache.
 
-Lists and bits are made before a kernel starts. If only evaluating its pairs reveals a mask (an array, or a function),
-bits of all blocks are made, and the live and full blocks are found from them. Source of the scheme: Dao et al.,
+Lists and bits are made before a kernel starts. A mask that only its pairs define (an array, or a function) gets bits
+of all blocks, and the live and full blocks are found from these bits. Source of the scheme: Dao et al.,
 "FlashAttention" (2022), arXiv:2205.14135, section 3.3 (block-sparse attention).
 """
 
@@ -65,7 +65,7 @@ class Lists:
 
 
 class ListedBlocks(NamedTuple):
-    """A tile and its blocks, numbered in the order it visits them."""
+    """A tile and its blocks, numbered in the order of its visits."""
 
     lists: Lists
     b: Any
@@ -140,8 +140,8 @@ class ListedCall:
         by: str,
         heads_together: int,
     ) -> "ListedCall":
-        """by: "query" or "key". Lists by key belong to a kv head. If the mask differs between heads, they cover all
-        heads of a group, whose blocks of queries are numbered one head after another. heads_together: the number of
+        """by: "query" or "key". Lists by key belong to a kv head. If the mask differs between heads, a list covers
+        all heads of a group, whose blocks of queries are numbered one head after another. heads_together: the number of
         heads whose tiles are neighbours in the table.
         """
         (batch, q_length), kv_length = inputs.query.shape[:2], inputs.key.shape[1]
@@ -284,7 +284,7 @@ def _pairs(mask: Mask, call: ListedCall) -> int:
 
 
 def _largest_array(mask: Mask) -> int:
-    """The number of its elements."""
+    """The number of elements of the mask's largest array."""
     return max((x.size for x in jax.tree.leaves(mask)), default=0)
 
 

@@ -2,7 +2,7 @@
 
 A CTA processes items of (sequence, split of its keys, key head, tile of 64 rows); the memory warpgroup runs ahead into
 the next item. A row is a query of a head (see decode.py in the folder above). Two compute warpgroups process the blocks
-of keys in turns. Each has its own ring and its own softmax, and writes its own part of the result.
+of keys in turns. Each warpgroup has its own ring and its own softmax, and writes its own part of the result.
 """
 
 import dataclasses

@@ -56,7 +56,7 @@ class KvStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The final scores of a step. live, mod: the pairs that count and the tile of a score_mod with a derivative."""
+    """The final scores of a step. Under a score_mod with a derivative, live: the pairs that count; mod: its tile."""
 
     s: Any
     live: Any = None
@@ -103,7 +103,7 @@ def probabilities(step: KvStep, scores: Scores) -> Any:
 
 
 def _modified(step: KvStep, s: Any) -> score_mod.Tile:
-    """The score_mod on the scores."""
+    """The score_mod's Tile of the scores."""
     rows, tile, mod = step.rows, step.kernel.tile, step.kernel.arrays.mod
     assert mod is not None
     return mod.on(s, rows.mod_numbers, tile.b, tile.head, rows.q_start, step.kv_start())

@@ -93,7 +93,7 @@ class Traits:
 
     @property
     def scores_ahead(self) -> bool:
-        """Whether the next step's scores are computed behind this step's dquery; head_dim 256 lacks the registers."""
+        """Whether the next step's scores run behind this step's dquery. head_dim 256 leaves too few registers."""
         return self.head_dim <= 128
 
     @property
@@ -133,7 +133,7 @@ class Smem:
 
     @classmethod
     def scratch(cls, traits: Traits) -> "Smem":
-        """For pl.run_scoped."""
+        """The scratch of pl.run_scoped."""
         blocks, head_dim = traits.blocks, traits.head_dim
         tile = lambda *shape: plgpu.SMEM(shape, traits.dtype, transforms=SWIZZLED)
         barriers = lambda count, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)

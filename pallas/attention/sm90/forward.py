@@ -2,8 +2,8 @@
 
 The kernel's loop over keys keeps a running maximum per row only if it has to. Norms bound scores: |q . k| <= |q| |k|,
 and the largest norms of a head's queries and keys are computed beforehand. If no score can rise far above the maximum
-of a row's first block, a maximum that no score exceeds serves for all blocks: bfloat16 and float32 have the exponents for
-it. The kernel then omits the search for the maximum, the rescaling, and the wait for both, which are a third of its
+of a row's first block, a maximum that no score exceeds serves for all blocks: bfloat16 and float32 have the exponents
+for it. The kernel then omits the search for the maximum, the rescaling, and the wait for both, which are a third of its
 instructions. In causal work the first block is the diagonal block: rows with few keys have no other block.
 """
 

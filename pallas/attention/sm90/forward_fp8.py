@@ -1,7 +1,7 @@
 """Attention forward on Hopper in 8 bits: forward_compute.py's loop with e4m3 query, key, value and P.
 
 Per tile of 64 x block_kv, the 4 * 64 * block_kv * head_dim FLOPs take half as long as in 16 bits, and the
-64 * block_kv exp2 take as long. At head_dim 128 a tile's matmuls take 512 cycles, and so do its exponentials.
+64 * block_kv exp2 take the same time. At head_dim 128 a tile's matmuls take 512 cycles, and so do its exponentials.
 
 wgmma takes 8-bit operands only with the contracted axis contiguous. For P V this is the axis of the keys, so that
 fp8_values.py transposes the values beforehand. Q K^T leaves P spread over the threads in pairs of keys, but P V takes P

@@ -283,7 +283,7 @@ class Compute(ComputeWarpgroup):
         return lax.cond(tile.is_bounded, short, full, s, row_max, row_sum)
 
     def small_exponentials(self, tile: QueryTile, step: Any, s: Any, row_max: Any, row_sum: Any) -> tuple[Any, ...]:
-        """The exponentials of S from the matmul, in a tile whose tanh is a polynomial."""
+        """The result of exponentials for S from the matmul, with a polynomial for the tanh."""
         scale, cap = self.plan.options.scale, self.plan.options.softcap
         if cap:  # in base 2, so that the subtraction of the maximum fuses with the last multiplication
             s = tanh_polynomial(s, scale / cap, cap * softmax.LOG2E)

@@ -73,7 +73,7 @@ class Ring:
         return jnp.where(slot == self.stages - 1, 0, slot + 1)
 
     def free(self) -> None:
-        """Frees all slots, for a compute warpgroup that has read none yet."""
+        """Frees all slots, for a compute warpgroup that has read no slot yet."""
         for slot in range(self.stages):
             plgpu.barrier_arrive(self.k_free.at[slot])
             plgpu.barrier_arrive(self.v_free.at[slot])
@@ -216,7 +216,7 @@ class KvLoop:
         return self.options.is_causal and self.q_offset < 0
 
     def first_tile(self) -> Any:
-        # Behind a barrier, so that values that a warpgroup derives are not hoisted above the choice of warpgroup.
+        # Behind a barrier: otherwise a warpgroup's computations on it are hoisted above the choice of warpgroup.
         return lax.optimization_barrier(self.cta)
 
     def for_each_tile(self, run: Callable[[Any, Any, Any], tuple[Any, Any]]) -> None:

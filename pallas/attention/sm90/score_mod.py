@@ -131,7 +131,7 @@ def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, blo
         if not axis:
             return "", numbers[:, :, 0]
         # Padded with the values at the ends, which the program is made for: a division by zero past the queries would
-        # give a NaN, and the NaN would be multiplied by the zeros there.
+        # give a NaN, and NaN times the zeros there is NaN.
         padded = lambda before, after: jnp.pad(numbers, [(0, 0), (0, 0), (before, after)], mode="edge")
         if axis == "d":
             return axis, padded(2 * block_kv, 2 * block_q)
@@ -391,7 +391,7 @@ class Part:
         return operations[node.kind](*values)
 
     def _difference(self, first: str, factor: Any = 1.0) -> Any:
-        """q - k, or k - q if `first` is "k", times a factor. Each next eight columns differ by a constant."""
+        """q - k, or k - q if `first` is "k", times a factor. The next eight columns differ by a constant."""
         columns, rows = self.columns, self.rows
         sign = 1.0 if first == columns else -1.0
         memo = self.of_rows.setdefault("difference", {})

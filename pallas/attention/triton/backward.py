@@ -142,7 +142,7 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
         if refs.excess is not None:
             excess = load_rows(row_of_head(refs.excess), start, call.q_length, 0.0)[None, :]
         p = call.exp2(s, lse[None, :], excess)
-        if call.mod is not None and masks[0] is not None:  # past the queries it reads zeros, and may divide by them
+        if call.mod is not None and masks[0] is not None:  # past the queries mod reads zeros, and may divide by zero
             p = jnp.where(masks[0][None, :], p, 0.0)
         if partial:
             ids = None

@@ -369,7 +369,7 @@ def load_rows(view: Any, start: Any, length: Any, other: Any) -> jax.Array:
 def load_tile(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leading: Any) -> jax.Array:
     """A tile of an array whose axes may be 1: [rows or 1, columns or 1].
 
-    rows, columns: indices along the view's last two axes, used if the axis is not 1. masks: which of these exist.
+    rows, columns: indices along the view's last two axes, used if the axis is not 1. masks: which of them exist.
     leading: indices along the view's other axes, as many as it has.
     """
     axes = [slice(None) if n == 1 else part for n, part in zip(ref.shape[-2:], (rows, columns), strict=True)]

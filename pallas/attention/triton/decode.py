@@ -221,7 +221,7 @@ def _merge_kernel(out_ref, lse_ref, merged_ref, merged_lse_ref, *, parts, v_head
 def _load_pages(call: TracedCall, tables: Any, start: Any, length: Any) -> Any:
     """The pages of the block of keys from `start` on: one page for all keys, or one per key; 0 past the length.
 
-    Past the length a table may hold numbers of no page.
+    Past the length a table may hold invalid page numbers.
     """
     if call.page_size is None:
         return ()
@@ -247,7 +247,7 @@ def _load_block(call: TracedCall, ref: Any, page: Any, start: Any, length: Any, 
 
 
 class _Rows(NamedTuple):
-    """The rows of a mask or bias. entry: the sequence, below `entries`. head, query: [tile]."""
+    """The rows of a mask or bias. entry: the sequence, one of `entries` sequences. head, query: [tile]."""
 
     entry: Any
     entries: int

@@ -1,11 +1,11 @@
-"""Gradients from rows with a large log-sum-exp, under a bias, which a kernel in base 2 leaves out.
+"""The gradients of rows with a large log-sum-exp under a bias: a kernel in base 2 leaves these gradients out.
 
-A bias of -1e9 or of finfo.min for all keys of a row gives an lse close to it. Times log2(e), lse is rounded by more
-than the scores differ, or it overflows. Here scores stay in natural units, and lse is subtracted exactly.
+A bias of -1e9 or of finfo.min for all keys of a row gives an lse close to the bias. Times log2(e), lse is rounded by
+more than the scores differ, or it overflows. Here scores stay in natural units, and lse is subtracted exactly.
 
 Such rows are rare. One launch looks for them, and ends at once in a call without far rows. It has few programs. Each
-owns several tiles of keys, then several tiles of queries. It visits every tile with the predicate: optimisations for
-this launch would not pay.
+program owns several tiles of keys, then several tiles of queries. Every tile is visited with the predicate:
+optimisations for this launch alone would not pay.
 """
 
 import dataclasses
