@@ -1,18 +1,23 @@
 """Attention kernels.
 
-Every file gives one direction of one implementation, as a function of jax_kernels.inputs.attention' types:
+Each file implements one direction, as a function of the types in jax_kernels.inputs.attention:
 
     attention_forward(inputs, options, *, out_dtype, config, core_count, interpret) -> (out, lse) or (out, lse, excess)
     attention_backward(inputs, options, lse, delta, dout, excess=None, *, config, core_count, interpret)
         -> AttentionGradients
 
-inputs: AttentionInputs, of which a kernel is only given what its implementation serves. options: AttentionOptions,
-with a positive scale. config: the blocks of its direction. out [B, T, H, Dv] in out_dtype; lse [B, H, T] float32,
-natural log, of the scores and of the sink. With a bias, and under a score_mod that may mask, comes excess, like lse,
-what the exact log-sum-exp is more than lse: beside scores of -1e9 the log of the sum is lost in float32. A backward is
-given, beside dout, which is like out, what reference.attention.row_terms makes of the results and their cotangents, and
-excess. The gradients have their inputs' shapes and dtypes; bias has one only with options.bias_gradient, and sinks has
-None: the op computes it, from lse alone. A query that may attend to no key has out = 0 and lse = -inf (with sinks, its
-head's), and passes no gradient. Any T, S, D and Dv: padding is done in here. What the decoding kernels take and give
-stands in decode.py, what the 8-bit forward does in forward_fp8.py.
+inputs: AttentionInputs; the fields that the implementation does not serve are None. options: AttentionOptions with a
+positive scale. config: the block sizes of the direction.
+
+Forward. out: [B, T, H, Dv] in out_dtype. lse: [B, H, T] float32, natural log, over the scores and the sink. excess:
+like lse, only with a bias or under a score_mod that may mask: the exact log-sum-exp minus lse. Float32 loses the log of
+the sum next to scores of -1e9. A query that may attend to no key has out = 0 and lse = -inf (with sinks: its head's
+sink), and passes no gradient.
+
+Backward. lse, delta: from reference.attention.row_terms. dout: like out. excess: the forward's. The gradients have the
+shapes and dtypes of their inputs. bias has a gradient only with options.bias_gradient. The gradient of sinks is None:
+the op computes it from lse.
+
+T, S, D and Dv are arbitrary: the kernels pad. decode.py describes the decoding kernels, and forward_fp8.py the 8-bit
+forward.
 """

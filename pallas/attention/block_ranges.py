@@ -1,7 +1,7 @@
-"""Which blocks a tile of attention visits: the mask as data, for both directions.
+"""Block ranges: the mask as data. They list the blocks that a tile of attention visits, for both directions.
 
-A tile's blocks are numbered in the order it visits them. In the partial ones the predicate is evaluated, in the full
-ones it is not. `BlockRange.at(step)` is the block that a step visits. Dead blocks have no number.
+A tile numbers its blocks in the order of its visits. Partial blocks evaluate the predicate, full blocks do not.
+`BlockRange.at(step)` is the block that a step visits. Dead blocks have no number.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, firs
 
 @dataclasses.dataclass(frozen=True)
 class BlockRange:
-    """The blocks of one tile. count: how many are visited; partial: how many of these need the predicate.
+    """The blocks of one tile. count: of visited blocks. partial: of visited blocks that need the predicate.
 
-    The partial ones come first, but for `last` of them, which come last.
+    Partial blocks come first, except `last` of them, which come at the end.
     """
 
     count: Any
@@ -36,17 +36,17 @@ class BlockRange:
         return (step < self.partial - self.last) | (step >= self.count - self.last)
 
     def at_least_one(self) -> "BlockRange":
-        """For a kernel that always visits a block: of a tile without any, block 0, as a partial one."""
+        """For a kernel that always visits a block: a tile without blocks visits block 0, as a partial block."""
         at = lambda step: maximum(self.at(step), 0)
         return BlockRange(maximum(self.count, 1), maximum(self.partial, 1), at, self.last)
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The limits of a query's keys: query i, at position q_offset + i, attends to keys below kv_length, if causal
-    to those at or below its position, and with a window (left, right) to those from position - left to position +
-    right, where -1 is no limit. Queries before first_query attend to nothing: it is a multiple of a kernel's blocks.
-    The numbers are Python ints or traced scalars of one batch entry.
+    """The limits of a query's keys. Query i has position q_offset + i and attends to keys below kv_length. If causal,
+    these keys end at its position. A window (left, right) limits them to position - left ... position + right, where
+    -1 means no limit. Queries before first_query, a multiple of the kernel's block size, attend to no key. The values
+    are Python ints or traced scalars of one batch entry.
     """
 
     q_offset: Any
@@ -56,7 +56,7 @@ class Limits:
     first_query: Any = 0
 
     def of_queries(self, q_start: Any) -> "Limits":
-        """The Limits of a block of queries from q_start on, which attend to keys, or to none."""
+        """The Limits of the block of queries at q_start: kv_length is 0 if the block lies before first_query."""
         if _static(self.first_query):
             return self
         kv_length = jnp.where(q_start < self.first_query, 0, self.kv_length)
@@ -73,7 +73,7 @@ class Limits:
         return -1 if self.window is None else self.window[1]
 
     def key_limit(self, q_index: Any) -> Any:
-        """The keys that query `q_index` may attend to are below it."""
+        """The end (exclusive) of the keys that query `q_index` may attend to."""
         if self.right < 0:
             return self.kv_length
         return _clip(self.q_offset + q_index + (self.right + 1), 0, self.kv_length)
@@ -87,22 +87,23 @@ class Limits:
     def keep(
         self, shape: tuple[int, int], kv_start: Any, q_start: Any, *, layout: Any, kv_axis: int, may_end: bool, ids=None
     ):
-        """The predicate in a block of keys from kv_start and queries from q_start: bool, in a register layout.
+        """The predicate of the block of keys at kv_start and queries at q_start: bool, in a register layout.
 
         may_end: the block may reach past kv_length. ids: the segment ids of the rows and of the columns. The scalars
-        are added to the rows, of which a thread has few: added to the columns, they would take a register each.
+        are added to the rows, because a thread has few rows: sums for the columns would take a register each.
         """
-        # A thread's place in a power of two is a shift of its number, in any other number a division.
+        # If the width is a power of two, a thread finds its column by a shift, otherwise by a division.
         wide = shape[0], pl.next_power_of_2(shape[1])
         rows, columns = (plgpu.broadcasted_iota(jnp.int32, wide, axis, layout=layout) for axis in (0, 1))
         if wide != shape:
             rows, columns = rows[:, : shape[1]], columns[:, : shape[1]]
-        # What a thread compares to is a constant if it takes its own part of the column to the rows' side.
+        # A column index is a part of the thread's own plus a constant. The own part is subtracted from the rows, so
+        # that a thread compares them with the constant.
         mine, constant = columns & 7, columns & ~7
         diagonal = self.q_offset + q_start - kv_start
         left_diagonal = diagonal - self.left
         if self.left >= 0 and self.right >= 0:
-            # Opaque: else LLVM makes one comparison of both sides, with a number per column, in a register each.
+            # Opaque: otherwise LLVM fuses the two comparisons into one with a value per column, in a register each.
             left_diagonal = lax.optimization_barrier(jnp.int32(left_diagonal))
         parts = []
         if kv_axis == 1:  # rows are queries
@@ -125,7 +126,7 @@ class Limits:
         return functools.reduce(lambda a, b: a & b, parts)
 
     def keep_all(self, block_kv: int) -> bool:
-        """Whether it is known when tracing that every query attends to every key of whole blocks."""
+        """Whether tracing shows that every query attends to every key, and that the keys are whole blocks."""
         length = self.kv_length
         return self.left < 0 and self.right < 0 and isinstance(length, int) and length % block_kv == 0
 
@@ -134,8 +135,8 @@ class Limits:
     ) -> BlockRange:
         """The blocks of keys that queries q_start ... q_start + block_q - 1 attend to, right to left.
 
-        among: only these blocks, and of the full ones only its full ones. in_order: strictly right to left; else the
-        partial ones at the left end come before the full ones, and all that are partial come first.
+        among: restricts the blocks, and the full blocks, to its own. in_order: strictly right to left. Otherwise the
+        partial blocks of the left end come before the full blocks, so that all partial blocks come first.
         """
         q_end = q_start + block_q - 1
         longest, shortest = self.key_limit(q_end), self.key_limit(q_start)
@@ -166,8 +167,8 @@ class Limits:
         """The blocks of queries that attend to any of keys kv_start ... kv_start + block_kv - 1, left to right.
 
         among, in_order: as for key_blocks. predicate_at_end: a block of keys that reaches past kv_length needs the
-        predicate in every step; False is for a kernel that drops what these keys gather, and that only asks for
-        blocks with keys where kv_length is known when tracing.
+        predicate in every step. False is for a kernel that drops the sums of keys past kv_length and that, if kv_length
+        is known when tracing, asks only for blocks with keys.
         """
         total = -(-q_length // block_q)
         kv_end = kv_start + block_kv - 1
@@ -178,7 +179,7 @@ class Limits:
             first = _clip(_div(maximum(kv_start - offset, 0), block_q), 0, total)
             full_start = _clip(_ceil_div(maximum(kv_end - offset, 0), block_q), first, total)
         if self.left >= 0:
-            end = self.left + 1 - self.q_offset  # of the queries that attend to a key, less the key
+            end = self.left + 1 - self.q_offset  # query k + end is the first query past the window of key k
             last = _clip(_ceil_div(maximum(minimum(kv_end, self.kv_length - 1) + end, 0), block_q), first, total)
             full_start = minimum(full_start, last)
             full_end = _clip(_div(maximum(kv_start + end, 0), block_q), full_start, last)
@@ -202,9 +203,7 @@ class Limits:
 
 
 class Among(NamedTuple):
-    """Blocks first ... end - 1. full_first ... full_end - 1 are the ones that only Limits can make partial: by default
-    none.
-    """
+    """Blocks first ... end - 1. In blocks full_first ... full_end - 1, by default none, only Limits can mask a pair."""
 
     first: Any
     end: Any
@@ -212,7 +211,7 @@ class Among(NamedTuple):
     full_end: Any = 0
 
     def within(self, first: Any, full_start: Any, full_end: Any, last: Any) -> tuple[Any, Any, Any, Any]:
-        """The same four of the blocks that stand in both."""
+        """The intersection with these bounds, as (first, full_start, full_end, last)."""
         first = maximum(first, self.first)
         last = maximum(minimum(last, self.end), first)
         if isinstance(self.full_end, int) and self.full_end == 0:
@@ -223,16 +222,16 @@ class Among(NamedTuple):
 def _partial_at_both_ends(
     first: Any, full_start: Any, full_end: Any, last: Any, *, descending: bool, in_order: bool
 ) -> BlockRange:
-    """Blocks first ... last - 1, of which those from full_start up to full_end, if any, are full."""
-    if isinstance(full_end, int) and full_end == 0:  # known to be none
+    """Blocks first ... last - 1. Blocks full_start ... full_end - 1, if any, are full."""
+    if isinstance(full_end, int) and full_end == 0:  # no block is full
         count = last - first
         return BlockRange(count, count, lambda step: last - 1 - step if descending else first + step)
     full_end = _clip(full_end, full_start, last)
     before, after, count = full_start - first, last - full_end, last - first
     partial = before + after
-    # Else the partial ones at the near end, those at the far end, the full ones.
+    # Unless in_order: partial blocks of the near end, partial blocks of the far end, full blocks.
     near, far = (after, before) if descending else (before, after)
-    if in_order:  # fewer numbers stay in registers
+    if in_order:  # fewer values stay in registers
         return BlockRange(count, partial, lambda step: last - 1 - step if descending else first + step, far)
 
     def at(step):
@@ -275,9 +274,9 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def bounds_array(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array | None:
-    """[B, 2] int32 of (q_offset, keys that count), for a kernel to read; None where both are known when tracing.
+    """[B, 2] int32 of (q_offset, number of keys that count), for a kernel to read; None if tracing knows both.
 
-    With inputs.reach it is [B, 3], the last of which is the first query with keys.
+    With inputs.reach: [B, 3], whose last column is the first query with keys.
     """
     q_offset, kv_lengths = first_position(inputs, options), inputs.kv_lengths
     batch, kv_length = inputs.key.shape[:2]
@@ -300,20 +299,20 @@ def limits(
     return Limits(bounds_ref[batch_index, 0], bounds_ref[batch_index, 1], is_causal, window, first_query)
 
 
-# Ids that no id is equal to, of queries and of keys.
+# Ids of queries and of keys that equal no other id.
 NO_QUERY, NO_KEY = -1, -2
 
 
 def segment_arrays(q_ids: Any, kv_ids: Any) -> tuple[jax.Array, jax.Array]:
-    """Segment ids of which a query's and a key's are equal just where the one may attend to the other."""
+    """Segment ids of queries and keys. A query may attend to a key if and only if their ids are equal."""
     return jnp.where(q_ids < 0, NO_QUERY, q_ids), jnp.where(kv_ids < 0, NO_KEY, kv_ids)
 
 
 def segment_ranges(ids: jax.Array, block: int, other_ids: jax.Array, other_block: int) -> jax.Array:
-    """[B, blocks, 4] int32: of each block of ids, the blocks of other_ids that it meets, as Among has them.
+    """[B, blocks, 4] int32: for each block of ids, the fields of Among for the blocks of other_ids that it meets.
 
-    It meets those that share an id with it; between them there may be others where the ids are not sorted. Full are
-    the first ones next to one another of which, as of the block itself, every id is the same one.
+    Two blocks meet if they may share an id. If the ids are not sorted, the range also holds blocks that do not meet.
+    The full range is the first run of neighbouring blocks whose ids all equal the single id of the block itself.
     ids, other_ids: [B, T] and [B, S] int32.
     """
     low, high, only = _extremes(ids, block)
@@ -334,9 +333,9 @@ def among(ranges_ref: Any, batch_index: Any, block: Any) -> Among:
 
 
 def _extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The lowest and the highest id >= 0 of each block, and its only id, or -1: [B, blocks].
+    """The lowest and the highest id >= 0 of each block, and its single id, or -1 if it has several: [B, blocks].
 
-    Of a block without an id >= 0, the first two meet none.
+    A block without an id >= 0 gets a lowest and a highest id that meet no block.
     """
     ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), constant_values=-1)
     ids = ids.reshape(ids.shape[0], -1, block)

@@ -1,4 +1,4 @@
-"""Parts that the decoding kernels share: queries packed as rows, keys cut into splits, and splits merged.
+"""Parts that the decoding kernels have in common: queries packed as rows, keys cut into splits, and splits merged.
 
 A kernel is a function
 
@@ -6,20 +6,20 @@ A kernel is a function
                      core_count, interpret) -> (out, lse)
 
 query: [B, T, H, D]. key, value: [B, S, Hkv, D] and [B, S, Hkv, Dv]; or, with block_tables [B, pages of a sequence]
-int32, [pages, page_size, Hkv, D] and [pages, page_size, Hkv, Dv]. kv_lengths: [B] int32; below 0 counts as 0, and above
-the keys that there is room for as these. sinks: [B, H] float32 or None. mask, bias: bool and float [n, H or 1, T or 1,
-S], or None; each of their n entries is that of B / n sequences, one after another. scale: positive. left: how many keys
-before its own a query attends to, -1 for all. out: [B, T, H, Dv] in query's dtype. lse: [B, H, T] float32.
+int32, [pages, page_size, Hkv, D] and [pages, page_size, Hkv, Dv]. kv_lengths: [B] int32, clipped to 0 ... capacity.
+sinks: [B, H] float32 or None. mask, bias: bool and float [n, H or 1, T or 1, S], or None; each of the n entries serves
+B / n consecutive sequences. scale: positive. left: the number of keys before its own that a query attends to, -1 for
+all. out: [B, T, H, Dv] in query's dtype. lse: [B, H, T] float32.
 
-The T queries of the H / Hkv heads of query that share a head of key are the rows of one matrix, so that a key is read
-once for all of them: row t * H / Hkv + g is query t of head g.
+The T queries of the H / Hkv query heads with the same key head are the rows of one matrix, so that a key is read once
+for all of them: row t * H / Hkv + g is query t of head g.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-# What a split costs beside its keys, and what merging costs, in blocks of keys: a few microseconds each.
+# The cost of a split in addition to its keys, and the cost of merging, in blocks of keys: a few microseconds each.
 SPLIT_OVERHEAD = 4
 MERGE_OVERHEAD = 4
 
@@ -49,15 +49,15 @@ def row_sinks(sinks: jax.Array | None, kv_heads: int, q_length: int, rows: int) 
 
 
 def most_blocks(capacity: int, q_length: int, left: int, block_kv: int) -> int:
-    """The most blocks of keys that a sequence can have to visit."""
+    """The largest number of key blocks that a sequence may visit."""
     blocks = pl.cdiv(capacity, block_kv)
     return blocks if left < 0 else min(blocks, pl.cdiv(left + q_length, block_kv) + 1)
 
 
 def split_count(programs: int, blocks: int, slots: int) -> int:
-    """Into how many splits to cut keys of `blocks` blocks, for `programs` pairs of a sequence and a head of key.
+    """The number of splits of `blocks` blocks of keys, for `programs` pairs of a sequence and a key head.
 
-    slots: how many programs run at a time. The fewest splits whose time, in blocks, is the least.
+    slots: the number of programs that run at a time. Returns the fewest splits that reach the least time, in blocks.
     """
 
     def time(splits):

@@ -1,4 +1,4 @@
-"""The program of a score_mod as a graph: what each of its numbers is made of, and along which indices it differs."""
+"""The program of a score_mod as a graph: the inputs of each value, and the indices along which the value varies."""
 
 import dataclasses
 import functools
@@ -15,9 +15,10 @@ WHOLE = frozenset("qk")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """A number of the program, for each pair of a tile.
+    """A value of the program, computed for each pair of a tile.
 
-    axes: of "qk", what it differs along. bound: of an integer's size, None where it is not known. value: of a literal.
+    axes: the letters of "qk" along which the value varies. bound: of an integer's magnitude, None if unknown. value:
+    of a literal.
     """
 
     kind: str
@@ -34,7 +35,7 @@ class Node:
 
     @property
     def may_be_infinite(self) -> bool:
-        """Whether a derivative may be infinite or NaN for a pair that is masked out, whose score is finite."""
+        """Whether a derivative may be infinite or NaN for a masked pair, whose score is finite."""
         if not self.is_float or not self.axes or self.kind in ("score", "tanh", "logistic"):
             return False
         simple = ("add", "add_any", "sub", "mul", "neg", "square", "one_minus_square", "select_n", "sign", "copy")
@@ -46,7 +47,7 @@ class Node:
 def nodes(
     program: Jaxpr, operands: list[tuple[Any, frozenset[str]]], lengths: tuple[int, int]
 ) -> tuple[tuple[Node, ...], Node, Node]:
-    """(operands, the result, its derivative by the score) of a TileMod's program.
+    """(operands, the result, its derivative with respect to the score) of a TileMod's program.
 
     operands: dtype and axes of each. lengths: of queries and keys.
     """
@@ -95,7 +96,7 @@ def _traced(jaxpr: Jaxpr, consts: Any, inputs: list[Node]) -> list[Node]:
 
 
 def reads_large(result: Node) -> bool:
-    """Whether a finite constant in the program is far from 0, as one that means to mask is."""
+    """Whether the program has a finite constant far from 0, such as the -1e9 of a mask."""
     seen, rest = set(), [result]
     while rest:
         node = rest.pop()
@@ -109,7 +110,8 @@ def reads_large(result: Node) -> bool:
 
 
 def tanh_factor(result: Node) -> float | None:
-    """The number that multiplies the score in a program's one tanh, which has nothing else in it; it is not 0."""
+    """The factor of the score in the program's only tanh, whose argument is a multiple of the score; None if it is 0,
+    or if the program has another form."""
     found, seen, rest = [], set(), [result]
     while rest:
         node = rest.pop()
@@ -132,9 +134,9 @@ def tanh_factor(result: Node) -> float | None:
 
 
 def interval(node: Node, known: dict[Any, tuple[Any, Any]]) -> tuple[Any, Any] | None:
-    """(lowest, highest) that a node can be, None where that cannot be told; floats where no array has a part in it.
+    """(lowest, highest) value of a node, None if unknown. The bounds are floats if they depend on no array.
 
-    known: the same of operands, of "score" and of "q - k", as far as it is known.
+    known: the intervals of operands, of "score" and of "q - k", where they are known.
     """
     kind, inputs = node.kind, node.inputs
     if kind == "literal":
@@ -179,7 +181,7 @@ def _largest(numbers: Any) -> Any:
 
 
 def is_difference(node: Node) -> bool:
-    """Whether it is the difference of a query's index and a key's."""
+    """Whether the node is the difference of a query's index and a key's index."""
     return node.kind == "sub" and {x.kind for x in node.inputs} == {"q", "k"}
 
 
@@ -203,7 +205,7 @@ def _applied(equation: Any, inputs: list[Node]) -> Node:
 
 
 def _bound(kind: str, inputs: list[Node]) -> int | None:
-    """A bound on each part of a sum of indices."""
+    """A bound on the magnitude of a sum of indices and of each of its terms."""
     if kind not in ("add", "sub", "neg", "abs", "max", "min"):
         return None
     bounds = [abs(int(x.value)) if x.kind == "literal" and not x.is_float else x.bound for x in inputs]

@@ -1,10 +1,10 @@
 """The online softmax in base 2: scores times scale * log2(e), so that exp2 is one instruction.
 
-With a bias for each query it is in natural units: a bias of finfo.min, which means to mask, times log2(e) would be
--inf, and the maximum of a row that it masks whole has to come off its scores without a rounding.
+With a bias per query, scores are in natural units instead. A bias of finfo.min means to mask: times log2(e) it would be
+-inf, and the maximum of a row that it masks whole must be subtracted from the row's scores without rounding.
 
 The running state of a tile is (row_max, row_sum): the maximum of each row, and partial sums of each row, eight
-columns wide. The columns are added up once, at the end: inside the loop no thread waits for another's sum.
+columns wide. The columns are added up once, at the end: inside the loop no thread waits for another thread's sum.
 """
 
 import math
@@ -17,31 +17,31 @@ WGMMA = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 PARTIAL_COLUMNS = 8
-# The maximum of a row that has met no key: below any score, also under a bias of -1e30 that means to mask, and finite,
-# so that -inf - LOWEST is no NaN.
+# The maximum of a row that has met no key. It is below any score, even under a bias of -1e30 that means to mask, and
+# finite, so that -inf - LOWEST is not NaN.
 LOWEST = -3e38
-# In natural units: no score but -inf is below it.
+# In natural units: only -inf is a lower score.
 LOWEST_NATURAL = float(jnp.finfo(jnp.float32).min)
-# Up to this size a score, or an lse, is rounded by 2**-10 at most in base 2.
+# Up to this magnitude the rounding of a score or of lse is at most 2**-10 in base 2.
 NEAR = 2.0**13
 
 
 def is_far(lse):
-    """Which rows have an lse so large that its rounding counts, as where a bias of -1e9 masks all their keys."""
+    """Whether each row's lse is so large that its rounding matters, e.g. if a bias of -1e9 masks all keys."""
     return jnp.isfinite(lse) & (jnp.abs(lse) > NEAR)
 
 
 def start(rows: int, *, natural: bool = False):
-    """(the maximum so far, the sums so far) of rows that have met no key."""
+    """(row_max, row_sum) of rows that have met no key."""
     lowest = jnp.full((rows,), LOWEST_NATURAL if natural else LOWEST, jnp.float32)
     row_max = plgpu.layout_cast(lowest, WGMMA.reduce(1))
     return row_max, plgpu.layout_cast(jnp.zeros((rows, PARTIAL_COLUMNS), jnp.float32), WGMMA)
 
 
 def step(scores, row_max, row_sum, scale, largest: float = 0.0):
-    """(P = exp2 of the scores, the new maximum, the new sums, the factor for what was accumulated so far).
+    """(P = exp2 of the scores, new row_max, new row_sum, alpha: the factor for the accumulator so far).
 
-    Masked scores are -inf. largest: log2 of the largest P, by which the maximum is counted lower.
+    Masked scores are -inf. largest: log2 of the largest P; the maximum is lowered by it.
     """
     factor = scale * LOG2E
     top = scores.max(axis=1) * factor
@@ -52,7 +52,7 @@ def step(scores, row_max, row_sum, scale, largest: float = 0.0):
 
 
 def natural_step(scores, row_max, row_sum):
-    """The same as step, of scores and a maximum in natural units."""
+    """step for scores and a maximum in natural units."""
     new = jnp.maximum(row_max, scores.max(axis=1))
     alpha = jnp.exp2((row_max - new) * LOG2E)
     p = jnp.exp2((scores - lax.broadcast_in_dim(new, scores.shape, [0])) * LOG2E)
@@ -60,9 +60,10 @@ def natural_step(scores, row_max, row_sum):
 
 
 def lazy_step(scores, row_max, row_sum, scale, largest: float, limit: float, any_above):
-    """The result of step, and whether to rescale by it: P may rise to 2**limit without a new maximum.
+    """The result of step, and whether to rescale by its alpha: P may rise to 2**limit before the maximum is renewed.
 
-    any_above(numbers [rows, PARTIAL_COLUMNS], limits [rows]): whether any is, for all that branch together.
+    any_above(values [rows, PARTIAL_COLUMNS], limits [rows]): whether any value is above its row's limit, for all
+    threads that branch together.
     """
     factor = scale * LOG2E
     tops = _tree(jnp.maximum, _parts(scores)) * factor
@@ -81,13 +82,13 @@ def lazy_step(scores, row_max, row_sum, scale, largest: float, limit: float, any
 
 
 def bounded_step(scores, row_max, row_sum, scale: float):
-    """(P, the new sums) by a maximum that stays: nothing to look for, and nothing to rescale. See room()."""
+    """(P, new row_sum) for a fixed maximum: no search for the maximum, and no rescaling. See room()."""
     p = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_max, scores.shape, [0]))
     return p, row_sum + _row_sums(p)
 
 
 def _row_sums(p):
-    """The rows of P summed up to PARTIAL_COLUMNS, as a tree: additions do not wait for one another."""
+    """The rows of P summed up to PARTIAL_COLUMNS, as a tree, so that additions do not wait for one another."""
     return _tree(jnp.add, _parts(p))
 
 
@@ -103,21 +104,21 @@ def _tree(combine, parts):
 
 
 def room(dtype) -> float:
-    """How far, in base 2, scores may rise above the maximum of a row's first block for bounded_step to serve the rest.
+    """The largest rise, in base 2, of scores above the maximum of a row's first block for which bounded_step is valid.
 
-    bfloat16 has the exponents for a maximum as far above the scores: see lifted(). float16 has not: exp2(score -
-    maximum) is at most 2**room there, which P and its sums can hold, as its values are below 2**16.
+    bfloat16 has the exponents for a maximum this far above the scores: see lifted(). float16 has not: there
+    exp2(score - maximum) is at most 2**room. P and its sums can hold it, because float16 values are below 2**16.
     """
     return 60.0 if dtype == jnp.bfloat16 else 15.0
 
 
 def lifted(p, row_max, row_sum, largest):
-    """(P, the maximum, the sums) of a row's first block, by a maximum that no score exceeds, where room() serves.
+    """(P, row_max, row_sum) of a row's first block, relative to a maximum that no score exceeds, if room() allows it.
 
-    P is at most 1 then, as by a running maximum: up to 2**room it would overflow with values above 2**47, which
-    bfloat16 has. The largest of a row is above 2**-room / 2: it does not underflow with values above 1e-19. Lifted by a
-    whole number, a P of 1 becomes a power of two, which bfloat16 holds without an error: where one key has nearly all
-    the weight of a row, no other error is as large.
+    P is then at most 1, as with a running maximum: a P of up to 2**room would overflow with values above 2**47, which
+    bfloat16 has. A row's largest P is above 2**-room / 2, so that it does not underflow with values above 1e-19. The
+    lift is a whole number, so that a P of 1 becomes a power of two, which bfloat16 holds exactly: if one key has nearly
+    all the weight of a row, the rounding of its P would be the largest error.
     """
     distance = jnp.maximum(largest - row_max, 0.0)
     whole = distance.astype(jnp.int32).astype(jnp.float32)
@@ -128,35 +129,36 @@ def lifted(p, row_max, row_sum, largest):
 
 
 def largest_scores(longest_queries, longest_keys, scale: float):
-    """[B, H] float32: what no score of a head, in base 2, exceeds. Of squared lengths of rows [B, H] and [B, Hkv]."""
+    """[B, H] float32: an upper bound of each head's scores in base 2, from the largest squared norms of query rows
+    [B, H] and key rows [B, Hkv]."""
     keys = jnp.repeat(longest_keys, longest_queries.shape[1] // longest_keys.shape[1], axis=1)
     return jnp.sqrt(longest_queries * keys) * (scale * LOG2E * (1 + 1e-4))
 
 
 def norms(parts):
-    """The norms of rows of 16-bit numbers, given in one or more arrays of columns: float32, one a row."""
+    """The norms of rows of 16-bit values, which are given as one or more arrays of columns: float32 [rows]."""
     squares = [jnp.square(part.astype(jnp.float32)).sum(axis=1) for part in parts]
     return jnp.sqrt(_tree(jnp.add, squares))
 
 
 def with_sink(row_max, row_sum, sink, *, natural: bool = False):
-    """(the new maximum, the new sums, the factor for the accumulator) once a logit joins the denominator."""
+    """(new row_max, new row_sum, the factor for the accumulator) after a sink logit joins the denominator."""
     sink = sink if natural else sink * LOG2E
     exp2 = lambda x: jnp.exp2(x * LOG2E if natural else x)
     new = jnp.maximum(row_max, sink)
     alpha = exp2(row_max - new)
-    # The sums are added up over their columns: each gets its part.
+    # The final sum adds the columns: each column gets an equal part of the sink.
     wide = lambda x: lax.broadcast_in_dim(x, row_sum.shape, [0])
     return new, row_sum * wide(alpha) + wide(exp2(sink - new) / PARTIAL_COLUMNS), alpha
 
 
 def finish_exactly(row_max, row_sum, *, natural: bool):
-    """The result of finish for rows that may be dead, and what lse lacks of the exact log-sum-exp.
+    """The result of finish for rows that may be dead, and excess: the exact log-sum-exp minus lse.
 
-    Beside a maximum of -1e9 the log of the sums is lost in lse, which has 24 bits.
+    lse has 24 bits and loses the log of the sums next to a maximum of -1e9.
     """
     row_sum = row_sum.sum(axis=1)
-    # Rounded: a fused multiply-add would keep what the backward's scores do not have.
+    # Round the maximum: a fused multiply-add would keep bits that the backward's scores do not have.
     row_max = row_max if natural else lax.optimization_barrier(row_max * LN2)
     dead = row_sum == 0.0
     safe = jnp.where(dead, 1.0, row_sum)
@@ -167,9 +169,9 @@ def finish_exactly(row_max, row_sum, *, natural: bool):
 
 
 def finish(row_max, row_sum, *, may_be_dead: bool):
-    """(what to multiply the accumulator by, the log-sum-exp in natural log), per row.
+    """(factor for the accumulator, log-sum-exp in natural log), per row.
 
-    may_be_dead: rows may have met no key at all.
+    may_be_dead: rows may have met no key.
     """
     row_sum = row_sum.sum(axis=1)
     if not may_be_dead:
@@ -181,7 +183,7 @@ def finish(row_max, row_sum, *, may_be_dead: bool):
 
 
 def merged(lse, other):
-    """(the log-sum-exp over the keys of both, the weight of the one, that of the other), per row. -inf: no key."""
+    """(log-sum-exp over all keys, weight of the first result, weight of the second result), per row. -inf: no key."""
     top = jnp.maximum(lse, other)
     top = jnp.where(top == -jnp.inf, 0.0, top)
     mine, theirs = (jnp.exp2((x - top) * LOG2E) for x in (lse, other))

@@ -1,1 +1,1 @@
-"""Small Triton kernels before and behind attention, bound by memory."""
+"""Small memory-bound Triton kernels that run before and after attention."""

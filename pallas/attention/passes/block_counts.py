@@ -1,4 +1,4 @@
-"""How many pairs each block of a bool array keeps: bound by reading each bool once.
+"""Counts the kept pairs of each block of a bool array: bound by reading each bool once.
 
 XLA reads at a third of the bandwidth of a copy.
 """
@@ -10,13 +10,13 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.pallas.triton.tensors import MOST_PROGRAMS, iota, reaches
 
-ELEMENTS = 16384  # of a program's pairs: a thread has some eight loads of 16 bytes on their way
+ELEMENTS = 16384  # pairs of a program: a thread has about eight loads of 16 bytes in flight
 WARPS = 4
 LEAST_ROWS = 16
 
 
 def takes(shape: tuple[int, ...], block_q: int, block_kv: int) -> bool:
-    """Whether parts of blocks are tensors of Triton's, and it reaches so many bools."""
+    """Whether parts of blocks are Triton tensors, and Triton can address all bools."""
     batch, heads, q_length, kv_length = shape
     rows, columns = _tile(kv_length, block_q, block_kv)
     return (
@@ -30,7 +30,7 @@ def takes(shape: tuple[int, ...], block_q: int, block_kv: int) -> bool:
 
 
 def _tile(kv_length: int, block_q: int, block_kv: int) -> tuple[int, int]:
-    """(rows, columns) of a program: a part of the rows of a block, and blocks of columns side by side."""
+    """(rows, columns) of a program: some of a block's rows, and the columns of one or more neighbouring blocks."""
     rows = min(block_q & -block_q, max(LEAST_ROWS, ELEMENTS // block_kv))
     columns = block_kv
     while 2 * columns * rows <= ELEMENTS and columns < kv_length:
@@ -46,7 +46,7 @@ def counts(keep: jax.Array, block_q: int, block_kv: int, *, interpret: bool) -> 
     side_by_side = columns // block_kv
     grid = (pl.cdiv(kv_length, columns), pl.cdiv(q_length, rows), batch * heads)
     is_whole = q_length % rows == 0 and kv_length % columns == 0
-    # Of whole programs, past the last block too; in shard_map varying as the array does.
+    # For whole programs, also past the last block. In shard_map it varies as the array does.
     shape = (batch, heads, grid[1], grid[0] * side_by_side)
     of_parts = jax.typeof(keep).update(shape=shape, dtype=jnp.dtype(jnp.int32))
 
@@ -56,7 +56,7 @@ def counts(keep: jax.Array, block_q: int, block_kv: int, *, interpret: bool) -> 
             q, k = pl.program_id(1) * rows + iota(rows), pl.program_id(0) * columns + iota(columns)
             inside = (q < q_length)[:, None] & (k < kv_length)[None, :]
         x = plgpu.load(keep_ref, mask=inside, other=None if is_whole else False).astype(jnp.int32)
-        # Along rows first: what a thread has loaded is then added up in its registers.
+        # Sum along rows first: a thread adds its loaded values in registers.
         x = x.reshape(rows, side_by_side, block_kv).sum(axis=2) if side_by_side > 1 else x.sum(axis=1)[:, None]
         plgpu.store(out_ref, x.sum(axis=0))
 

@@ -1,6 +1,6 @@
-"""Values as the 8-bit wgmma takes them: transposed, and with the keys in the order in which P comes out of Q K^T.
+"""Transposes values for the 8-bit wgmma, and puts the keys in the order in which P comes out of Q K^T.
 
-Through Triton, whose layout conversions are a transposition; bound by reading and writing each value once.
+A Triton kernel, because Triton's layout conversions transpose; bound by reading and writing each value once.
 """
 
 import jax
@@ -12,16 +12,16 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.pallas.triton.tensors import iota, reaches
 from jax_kernels.pallas.varying import result_types
 
-# Of 16 keys, which one stands where. A thread of wgmma holds the scores of keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 of
-# every 16, and as its part of an 8-bit operand those at places 4t ... 4t + 3.
+# KEY_ORDER[i]: which of 16 keys has index i. A thread of wgmma holds the scores of keys 2t, 2t + 1, 8 + 2t and
+# 8 + 2t + 1 of every 16, and as its part of an 8-bit operand the keys at indices 4t ... 4t + 3.
 KEY_ORDER = tuple(8 * half + 2 * thread + i for thread in range(4) for half in range(2) for i in range(2))
-BLOCK = 128  # keys of a program, and the most that stand in one row of a swizzled tile
+BLOCK = 128  # keys of a program, and the longest row of a swizzled tile
 
 
 def transposed(value: jax.Array, kv_lengths: jax.Array | None, *, interpret: bool) -> jax.Array:
     """[B, S, Hkv, Dv] of an 8-bit type -> [B, Hkv, Dv rounded up to 64, S rounded up to BLOCK], in KEY_ORDER.
 
-    kv_lengths: [B] int32: the values of keys from there on become zeros, and so does what is added to the axes.
+    kv_lengths: [B] int32. The values of keys at or past this length become zeros, as does the padding of the axes.
     """
     batch, kv_length, kv_heads, head_dim = value.shape
     columns, rows = pl.cdiv(kv_length, BLOCK) * BLOCK, pl.cdiv(head_dim, 64) * 64
@@ -33,7 +33,7 @@ def transposed(value: jax.Array, kv_lengths: jax.Array | None, *, interpret: boo
     def kernel(value_ref, length_ref, out_ref):
         start = pl.program_id(0) * BLOCK
         place = start + iota(BLOCK)
-        # KEY_ORDER: bits 2 and 1 of a place are bits 1 and 3 of the key.
+        # KEY_ORDER: bits 2 and 1 of an index are bits 1 and 3 of the key.
         key = (place & ~15) | ((place & 2) << 2) | ((place & 12) >> 1) | (place & 1)
         wide = lambda x: jnp.broadcast_to(x[:, None], (BLOCK, width))
         column = lax.broadcasted_iota(jnp.int32, (BLOCK, width), 1)
@@ -59,7 +59,7 @@ def transposed(value: jax.Array, kv_lengths: jax.Array | None, *, interpret: boo
 
 
 def _by_xla(value: jax.Array, kv_lengths: jax.Array | None, rows: int, columns: int) -> jax.Array:
-    """`transposed`, for arrays that Triton does not reach."""
+    """`transposed`, for arrays that Triton cannot address."""
     batch, kv_length, kv_heads, head_dim = value.shape
     if kv_lengths is not None:
         exists = jnp.arange(kv_length) < kv_lengths[:, None]

@@ -1,7 +1,7 @@
-"""The bits of a mask packed into words as the Hopper kernels read them: bound by reading each bool once.
+"""Packs the bits of a mask into the words that the Hopper kernels read: bound by reading each bool once.
 
-XLA takes five times as long where each head has a mask of its own (16 heads of 8192 x 8192 on an H200: 2.25 and 0.43
-ms; transposed, 0.60 and 0.50).
+XLA takes five times as long if each head has its own mask (16 heads of 8192 x 8192 on an H200: 2.25 ms against
+0.43 ms; transposed, 0.60 ms against 0.50 ms).
 """
 
 import jax
@@ -14,25 +14,25 @@ from jax_kernels.pallas.mosaic.layouts import PART
 from jax_kernels.pallas.triton.tensors import iota, reaches
 from jax_kernels.pallas.varying import result_types
 
-ELEMENTS = 8192  # of a program's pairs
+ELEMENTS = 8192  # pairs of a program
 WARPS = 4
 
 
 def takes(pairs: int, columns: int) -> bool:
-    """Whether blocks of so many columns are a tensor of Triton's, and it reaches so many bools."""
+    """Whether blocks of `columns` columns are Triton tensors, and Triton can address `pairs` bools."""
     return columns & (columns - 1) == 0 and columns % PART == 0 and reaches(pairs, itemsize=1)
 
 
 def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interpret: bool) -> jax.Array:
-    """sm90.mask_bits.packed, but that the rows of all blocks are one axis: int32 [B, H, blocks of columns, rows, PART].
+    """sm90.mask_bits.packed with the rows of all blocks in one axis: int32 [B, H, blocks of columns, rows, PART].
 
-    keep: bool [B, H, T, S]. There are rows of whole blocks.
+    keep: bool [B, H, T, S]. The rows are padded to whole blocks.
     """
     batch, heads, q_length, kv_length = keep.shape
     row_count, column_count = (kv_length, q_length) if transposed else (q_length, kv_length)
     row_count = pl.cdiv(row_count, rows) * rows
     count, block, bits = pl.cdiv(column_count, columns), ELEMENTS // columns, columns // PART
-    # The axis that stands side by side in memory first.
+    # The first axis of the grid is the axis that is contiguous in memory.
     grid = (pl.cdiv(row_count, block), count) if transposed else (count, pl.cdiv(row_count, block))
 
     def kernel(keep_ref, out_ref):

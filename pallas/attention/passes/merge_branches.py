@@ -1,8 +1,8 @@
-"""The branches of dilated attention put together, each read once and the result written once: bound by memory.
+"""Merges the branches of dilated attention. It reads each branch once and writes the result once: bound by memory.
 
-A branch's results are compact: they hold the tokens that its heads take, and no others. A program owns a block of
-tokens of one head, finds where each branch has them, and loads only those: written as a selection, XLA would load every
-row as many times as the branch's rate.
+A branch's results are compact: they hold only the tokens that its heads take. A program owns a block of tokens of one
+head, finds these tokens in each branch, and loads only their rows. If this were a selection, XLA would load every row
+as many times as the branch's rate.
 """
 
 import functools
@@ -21,9 +21,9 @@ from jax_kernels.pallas.varying import result_types
 
 
 class Shape(NamedTuple):
-    """The size of a program: its block of tokens, and its warps.
+    """The size of a program: the elements of its block of tokens, and its warps.
 
-    heads_first: whether programs that run side by side have heads side by side, not tokens.
+    heads_first: neighbouring programs have neighbouring heads instead of neighbouring tokens.
     """
 
     elements: int
@@ -51,25 +51,25 @@ class Shape(NamedTuple):
         return self.spec((None, self.block(head_dim), None, padded(head_dim)), lambda h, i, b: (b, i, h, 0))
 
 
-# H200, five branches of 32,768 tokens, 16 x 128 and 12 x 64: merging takes 0.128 and 0.050 ms with heads first, and
-# 16 x 128 0.121 with tokens first (3.4 TB/s); of 8192 elements and 4 warps, weights first, 0.188 and 0.056. Sums 0.096
-# and 0.039 (0.102, 0.051), gathers 0.051 and 0.021.
+# H200, five branches of 32,768 tokens, 16 x 128 and 12 x 64. merge takes 0.128 and 0.050 ms with heads first; 16 x 128
+# takes 0.121 ms with tokens first (3.4 TB/s). With 8192 elements and 4 warps, weights first: 0.188 and 0.056 ms. total
+# takes 0.096 and 0.039 ms (0.102, 0.051), gather 0.051 and 0.021 ms.
 MERGE = Shape(1024, 1, heads_first=False)
 MOVE = Shape(2048, 4)
 
 
 class Rows(NamedTuple):
-    """Which tokens a compact array [entries, rows, in_entry, ...] has of an array [B, T, heads, ...].
+    """The map between tokens of an array [B, T, heads, ...] and rows of a compact array [entries, rows, in_entry, ...].
 
-    Of the compact arrays it is number `array`, of which it is entries base ... base + B * segments * folds - 1. These
-    are those of an array [B * segments, folds, rows, in_entry, ...] where fold f has heads f * in_entry ... of heads
-    0 ... folds * in_entry - 1. Head h of the array is number part * h + nth among `part` times as many, and that is
-    first + c of one of these heads, c. Row r of segment s and head c is place r * rate + offset + c // run in the
-    segment of the tokens start + s * length ... + length - 1.
+    array: index of the compact array. Its entries base ... base + B * segments * folds - 1 are an array
+    [B * segments, folds, rows, in_entry, ...]: fold f has the compact heads f * in_entry ... (f + 1) * in_entry - 1.
+    Compact head c belongs to head h of the array where first + c = part * h + nth. Segment s has the tokens
+    start + s * length ... start + (s + 1) * length - 1. Row r of compact head c is slot r * rate + offset + c // run of
+    its segment.
 
-    classes: 0; or of heads that have all classes of a segment, each in a head of its own, how many there are: head c is
-    head c % classes of the array and class c // classes. table: number of the Table that tells which token is at which
-    place; -1 where they are in order.
+    classes: 0, or the number of the array's heads if the compact heads have all classes of a segment: compact head c
+    is then head c % classes of the array and class c // classes. table: index of the Table that gives the tokens of the
+    slots; -1 if slot i is token i.
     """
 
     array: int
@@ -89,7 +89,7 @@ class Rows(NamedTuple):
     table: int = -1
 
     def find(self, tokens, head, batch_index, tables):
-        """(whether there is a place for each token, its entry, its row, its head in the entry)."""
+        """(whether each token has a row, its entry, its row, its head in the entry)."""
         from_start = tokens - self.start
         segment, place = lax.div(from_start, self.length), lax.rem(from_start, self.length)
         taken = (from_start >= 0) & (segment < self.segments)
@@ -106,22 +106,22 @@ class Rows(NamedTuple):
         return taken, self.base + entry, row, lax.rem(compact, self.in_entry)
 
     def head_of(self, compact):
-        """(the array's head that one of an entry's heads is of, counted over all folds, and its class)."""
+        """(head of the array, class) of a compact head, which is counted over all folds."""
         if self.classes:
             return lax.rem(compact, self.classes), lax.div(compact, self.classes)
         return lax.div(self.first + compact, self.part), self.offset + lax.div(compact, self.run)
 
 
 class Table(NamedTuple):
-    """An order of a segment's tokens, int32. tokens: [places], the token at each, or no token of the segment where none
-    is. places: [length], the place of each token."""
+    """A permutation of a segment's tokens, int32. tokens: [slots], the token in each slot; an index outside the segment
+    in an empty slot. `places`: [length], the slot of each token."""
 
     tokens: jax.Array
     places: jax.Array
 
 
 class Compact(NamedTuple):
-    """The layout of compact arrays, and the tables that it names."""
+    """The layout of compact arrays, and its tables."""
 
     rows: tuple[Rows, ...]
     tables: tuple[Table, ...]
@@ -130,9 +130,10 @@ class Compact(NamedTuple):
 def merge(
     compact: Compact, outs: Sequence[jax.Array], lses: Sequence[jax.Array], *, like, share, interpret
 ) -> tuple[jax.Array, jax.Array]:
-    """(out, in the shape and dtype of `like`, [B, T, H, D]; lse [B, H, T]) of compact ones [entries, heads, rows].
+    """(out [B, T, H, D] in the shape and dtype of `like`, lse [B, H, T]), merged from compact outs and lses.
 
-    share: what each out counts; None for the softmax of the lses. A token that no branch has gets 0 and -inf.
+    lses: [entries, heads, rows]. share: the weight of each out; None for the softmax of the lses. A token in no branch
+    gets 0 and -inf.
     """
     batch, length, heads, head_dim = like.shape
     rows = compact.rows
@@ -143,7 +144,7 @@ def merge(
         tokens, head, b = MERGE.program(head_dim)
         exists = tokens < length
         places = [x.find(tokens, head, b, tables) for x in rows]
-        # Before the weights: neither waits for the other.
+        # Before the weights, so that neither load waits for the other.
         loaded = [_load(out_refs[x.array], place, exists, head_dim) for x, place in zip(rows, places, strict=True)]
         parts = []
         for x, (taken, entry, row, in_entry) in zip(rows, places, strict=True):
@@ -169,7 +170,7 @@ def merge(
 def total(
     compact: Compact, parts: Sequence[jax.Array], whole: jax.Array | None, factor: float, *, like, interpret
 ) -> jax.Array:
-    """factor times the sum of the compact parts, and of `whole` (float32) where there is that: typed as `like`."""
+    """factor * (sum of the compact parts + whole), in the shape and dtype of `like`. whole: float32, or None."""
     _, length, _, head_dim = like.shape
     block = MOVE.block(head_dim)
 
@@ -193,9 +194,9 @@ def total(
 
 
 def gather(compact: Compact, arrays: Sequence[jax.Array], count: int, *, interpret) -> list[jax.Array]:
-    """The compact arrays [entries, count, in_entry, D] of arrays [B, T, heads, D], all of one shape.
+    """The compact arrays [entries, count, in_entry, D] of arrays [B, T, heads, D], which have equal shapes.
 
-    compact: of one compact array. A row without a token is zeros. By XLA it takes three times as long.
+    compact: the layout of one compact array. A row without a token is zeros. XLA takes three times as long.
     """
     pieces = [x for x in compact.rows if x.nth == 0]
     batch, head_dim, in_entry = len(arrays[0]), arrays[0].shape[3], pieces[0].in_entry
@@ -236,7 +237,7 @@ def gather(compact: Compact, arrays: Sequence[jax.Array], count: int, *, interpr
 
 
 def _run(kernel, name: str, shape: Shape, arrays: Sequence[Any], results: Sequence[Any], interpret: bool, tiles=None):
-    """pallas_call of (array, spec)s. results: out and, if there is that, lse, or as `tiles` says."""
+    """pallas_call of (array, spec) pairs. results: out and, optionally, lse; or arrays whose specs are `tiles`."""
     batch, length, heads, head_dim = results[0].shape
     block, given = shape.block(head_dim), [array for array, _ in arrays]
     out_specs = tiles or [shape.tile(head_dim), shape.spec((None, None, block), lambda h, i, b: (b, h, i))]
@@ -253,7 +254,7 @@ def _run(kernel, name: str, shape: Shape, arrays: Sequence[Any], results: Sequen
 
 
 def _whole(x: jax.Array) -> pl.BlockSpec:
-    """Every program has all of the array, to load what it looks up."""
+    """The spec that gives every program the whole array, for look-ups."""
     return pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim)
 
 
@@ -263,11 +264,11 @@ def _lines(x: jax.Array) -> jax.Array:
 
 
 def _load(ref: Any, place: Any, exists: Any, head_dim: int) -> jax.Array:
-    """The tokens of a block that a compact array has, zeros for others: float32 [block, padded head_dim]."""
+    """The rows of a block's tokens in a compact array, zeros for absent tokens: float32 [block, padded head_dim]."""
     taken, entry, row, head = place
     shape = (len(row), padded(head_dim))
     wide = lambda x: jnp.broadcast_to(x[:, None], shape)
-    head = head if jnp.ndim(head) == 0 else wide(head)  # one for all, or each token's
+    head = head if jnp.ndim(head) == 0 else wide(head)  # one head for all tokens, or a head per token
     column = head * head_dim + lax.broadcasted_iota(jnp.int32, shape, 1)
     mask = head_mask(taken & exists, len(row), head_dim)
     return plgpu.load(ref.at[wide(entry), wide(row), column], mask=mask, other=0.0).astype(jnp.float32)

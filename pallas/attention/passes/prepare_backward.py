@@ -1,7 +1,7 @@
-"""The numbers of every query that the Hopper backward reads, and zeros for dquery, by one pass over out and dout.
+"""lse and delta of every query for the Hopper backward, and zeros for dquery, in one pass over out and dout.
 
-Bound by reading both once and by writing the zeros. At (2, 8192, 16, 128) these are 134 MB each, which take 0.065 ms at
-4.2 TB/s. XLA makes the same in three launches.
+Bound by reading out and dout once and by writing the zeros. At (2, 8192, 16, 128) the reads and the writes are 134 MB
+each, which take 0.065 ms at 4.2 TB/s. XLA takes three launches.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from jax_kernels.pallas.attention.triton.common import head_mask
 from jax_kernels.pallas.triton.tensors import MOST_PROGRAMS, iota, padded
 from jax_kernels.pallas.varying import result_types
 
-ELEMENTS = 4096  # of a program's rows, as in row_norms.py
+ELEMENTS = 4096  # elements of a program's rows, as in row_norms.py
 WARPS = 4
 
 
@@ -29,22 +29,22 @@ class Rows(NamedTuple):
 
 
 def takes(out: jax.Array, width: int, block_q: int) -> bool:
-    """Whether CUDA's grid has the programs for out [B, T, H, Dv], and for a dquery of `width` columns."""
+    """Whether CUDA's grid has room for the programs of out [B, T, H, Dv] and of a dquery of `width` columns."""
     batch, length, _, v_head_dim = out.shape
     blocks = pl.cdiv(length, block_q) * block_q // _rows_of(v_head_dim, width, block_q)
     return max(blocks, batch) <= MOST_PROGRAMS
 
 
 def _rows_of(v_head_dim: int, width: int, block_q: int) -> int:
-    """How many rows a program has: a power of 2 that divides block_q."""
+    """The number of rows of a program: a power of 2 that divides block_q."""
     return min(ELEMENTS // max(padded(v_head_dim), width), block_q & -block_q)
 
 
 def rows_of(out, dout, lse, dlse, *, block_q: int, width: int, zeros: bool, interpret: bool) -> Rows:
-    """The rows of whole blocks of block_q queries. Past the last query lse is inf, and delta 0.
+    """The Rows of whole blocks of block_q queries. Past the last query lse is inf, and delta 0.
 
-    out, dout: [B, T, H, Dv]. lse, dlse: [B, H, T], the forward's and its cotangent, which may be None. zeros: whether
-    to make dquery. A query without keys has an lse of inf, too: exp2(score - inf) is 0, and so is all that it passes.
+    out, dout: [B, T, H, Dv]. lse, dlse: [B, H, T], the forward's lse and its cotangent, which may be None. zeros:
+    whether to make dquery. A query without keys also has lse = inf: exp2(score - inf) is 0, so it passes no gradient.
     """
     batch, length, heads, v_head_dim = out.shape
     block = _rows_of(v_head_dim, width, block_q)

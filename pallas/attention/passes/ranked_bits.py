@@ -1,7 +1,7 @@
-"""The words of a masks.ranked.Ranked mask, made of its ranks: bound by writing them, without a bool for each pair.
+"""Packs a masks.ranked.Ranked mask into words from its ranks: bound by writing the words; no bool per pair exists.
 
-XLA takes some fifteen instructions for a bit. Here it is four, and none in what lies past all intervals, which is half
-of a causal mask.
+XLA takes about fifteen instructions per bit. This kernel takes four, and none for pairs past all intervals, which are
+half of a causal mask.
 """
 
 import jax
@@ -15,18 +15,18 @@ from jax_kernels.pallas.mosaic.layouts import PART
 from jax_kernels.pallas.triton.tensors import MOST_PROGRAMS, iota, padded
 from jax_kernels.pallas.varying import result_types
 
-ROWS = 128  # of a program: a thread has words of eight
+ROWS = 128  # rows of a program: a thread has eight words
 WARPS = 4
 
 
 def takes(mask: Ranked, columns: int) -> bool:
-    """Whether a word has the bits of whole columns, and CUDA's grid has the programs."""
+    """Whether the columns fill whole words, and CUDA's grid has room for the programs."""
     longest = max(mask.last.shape[2], mask.rank.shape[2])
     return columns % PART == 0 and max(mask.batch * mask.heads, pl.cdiv(longest, columns)) <= MOST_PROGRAMS
 
 
 def packed(mask: Ranked, rows: int, columns: int, *, transposed: bool, interpret: bool) -> jax.Array:
-    """sm90.mask_bits.packed of mask.array, but that the rows of all blocks are one axis, as passes.mask_bits.packed."""
+    """sm90.mask_bits.packed of mask.array with the rows of all blocks in one axis, as passes.mask_bits.packed."""
     batch, heads, q_length, kv_length = mask.batch, mask.heads, mask.last.shape[2], mask.rank.shape[2]
     row_count, column_count = (kv_length, q_length) if transposed else (q_length, kv_length)
     row_count = pl.cdiv(row_count, rows) * rows
@@ -39,11 +39,11 @@ def packed(mask: Ranked, rows: int, columns: int, *, transposed: bool, interpret
 
         def of_queries(first, size):
             q = first + iota(size)
-            refs = (last_ref, start_ref, end_ref)  # past the last query an empty interval
+            refs = (last_ref, start_ref, end_ref)  # an empty interval past the last query
             return [plgpu.load(ref.at[pl.ds(first, size)], mask=q < q_length, other=0) for ref in refs]
 
         def of_keys(first, size):
-            k = first + iota(size)  # past the last a rank that no query reaches
+            k = first + iota(size)  # past the last key: a rank that no query reaches
             return k, plgpu.load(rank_ref.at[pl.ds(first, size)], mask=k < kv_length, other=kv_length)
 
         _, start, end = of_queries(q_start, q_size)

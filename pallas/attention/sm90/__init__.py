@@ -1,1 +1,1 @@
-"""Attention on Hopper: the Mosaic kernels, and what XLA makes before and behind them."""
+"""Attention on Hopper: the Mosaic kernels, and the work of XLA before and after them."""

@@ -1,8 +1,8 @@
 """Attention backward through Triton, in two passes: one owns blocks of keys and loops over queries, one the reverse.
 
-Both recompute the probabilities from the log-sum-exp, P = exp2(S * scale * log2(e) - lse), and have
-dS = P * (dO V^T - delta), with a delta per query. Seven products where one pass needs five,
-but no program adds to another's result: the same bits on every run.
+Both passes recompute the probabilities from the log-sum-exp, P = exp2(S * scale * log2(e) - lse), and use
+dS = P * (dO V^T - delta), with a delta per query. They take seven matmuls where one pass needs five, but no program
+adds to another program's result: every run gives the same bits.
 
 The gradient of a bias is a third pass (triton/bias_gradient.py).
 """
@@ -64,7 +64,7 @@ def attention_backward(
 
 def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
     block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
-    # All queries, of the heads that share this head of keys; without an axis of heads where it is one.
+    # All queries of the query heads of this key head; without an axis of heads if the group has one head.
     heads = None if group == 1 else group
     q_spec = lambda d: whole(call.q_length, call.block_q, heads, d, lambda i, h, b: (b, h))
     row_spec = pl.BlockSpec((None, heads, q_rows), lambda i, h, b: (b, h, 0))
@@ -102,7 +102,6 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call
 
 
 def _gradient_of(x: jax.Array, call: TracedCall) -> jax.ShapeDtypeStruct:
-    """The gradient of an array."""
     return jax.ShapeDtypeStruct(x.shape, jnp.float32 if call.options.float32_gradients else x.dtype)
 
 
@@ -114,8 +113,8 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
     limits = call.limits(refs, batch_index)
     keys = kv_start + iota(block_kv)
     among = None if refs.ranges is None else block_ranges.among(refs.ranges, batch_index, kv_index)
-    # Keys past the length need no predicate: what they gather is dropped at the end. But where there are partial blocks
-    # anyway, they get it: ptxas serialises a causal kernel's wgmma (C7515) if the partial blocks' number is constant.
+    # Keys past the length need no predicate: their sums are dropped at the end. But if there are partial blocks anyway,
+    # they get it: ptxas serialises a causal kernel's wgmma (C7515) if the number of partial blocks is constant.
     has_partial = limits.left >= 0 or limits.right >= 0
     blocks = limits.query_blocks(kv_start, block_kv, block_q, call.q_length, among, predicate_at_end=has_partial)
     k = load(refs.key, kv_start, limits.kv_length, call.head_dim)
@@ -125,7 +124,7 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
 
     by_key = summed(call, refs.operands, by_key=True)
 
-    # Everything is transposed, [keys, queries], so that P^T and dS^T are first operands as they stand.
+    # Everything is transposed, [keys, queries], so that P^T and dS^T are first operands as they are.
     def step(index, state, *, head, partial):
         dk, dv, *sums = state
         start = blocks.at(index) * block_q
@@ -143,7 +142,7 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
         if refs.excess is not None:
             excess = load_rows(row_of_head(refs.excess), start, call.q_length, 0.0)[None, :]
         p = call.exp2(s, lse[None, :], excess)
-        if call.mod is not None and masks[0] is not None:  # what it reads past the queries are zeros: it may divide
+        if call.mod is not None and masks[0] is not None:  # past the queries mod reads zeros, and may divide by zero
             p = jnp.where(masks[0][None, :], p, 0.0)
         if partial:
             ids = None

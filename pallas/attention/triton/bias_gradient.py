@@ -1,7 +1,7 @@
-"""The gradient of a bias through Triton: two products for a tile of P and of dS.
+"""The gradient of a bias through Triton: two matmuls per tile, for P and for dS.
 
-A program owns a tile of the bias and loops over what it is broadcast over: it needs no memory but the gradient's own.
-Few programs run where the bias is small. Under a mask, dead blocks are skipped.
+A program owns a tile of the bias and loops over the bias's broadcast axes, so that it needs no memory except the
+gradient. If the bias is small, few programs run. Under a mask, dead blocks are skipped.
 """
 
 from typing import Any, NamedTuple
@@ -43,10 +43,10 @@ WORD = 32  # bits
 class Pairs(NamedTuple):
     """The pairs that a mask keeps.
 
-    entries: int32 [B or 1, H or 1, blocks of queries, of keys]: DEAD, WHOLE, or which of `words` a block's are. None
-    where an array tells of its pairs alone.
+    entries: int32 [B or 1, H or 1, blocks of queries, of keys]: DEAD, WHOLE, or the block's index in `words`. None if
+    only `mask` says which pairs are kept.
     words: int32 [entries, ceil(block_kv / WORD), block_q]: bit j % WORD of word j // WORD is key j of the block. None
-    of an array that a kernel reaches: `mask`, bool, has its pairs.
+    if the mask is an array that a kernel can address: `mask`, bool, then has its pairs.
     """
 
     entries: Any
@@ -57,7 +57,7 @@ class Pairs(NamedTuple):
     def of(
         cls, inputs: AttentionInputs, options: AttentionOptions, call: TracedCall, *, with_blocks: bool = True
     ) -> "Pairs | None":
-        """None without a mask. with_blocks: of an array, too, which blocks are dead."""
+        """None without a mask. with_blocks: find the dead blocks of an array, too."""
         if inputs.mask is None:
             return None
         static_offset, offset = offset_of(first_position(inputs, options))
@@ -74,7 +74,7 @@ class Pairs(NamedTuple):
         return cls(entries, lax.bitcast_convert_type(words, jnp.int32))
 
     def ins(self, call: TracedCall) -> dict[str, Any]:
-        """For common.run: every program has all of them."""
+        """The operands of common.run: every program has all of them."""
         found: dict[str, Any] = {"entries": whole_array(self.entries), "words": whole_array(self.words)}
         if self.mask is not None:
             rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)
@@ -85,7 +85,7 @@ class Pairs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A block of queries and one of keys, of a batch entry and a head, by number."""
+    """The indices of a batch entry, a head, a block of queries and a block of keys."""
 
     b: Any
     h: Any
@@ -108,7 +108,10 @@ def is_kept(refs: Refs, call: TracedCall, tile: Tile) -> jax.Array:
 def bias_gradient(
     inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None, *, config, core_count, interpret
 ) -> jax.Array:
-    """Under a mask, too. config: AttentionBackwardTriton. Arguments: as attention_backward's in triton/backward.py."""
+    """The gradient of inputs.bias; allows a mask. config: AttentionBackwardTriton.
+
+    The other arguments: see attention_backward in triton/backward.py.
+    """
     del core_count
     keys, inputs = inputs.bias.shape[3], inputs._replace(bias=aligned(inputs.bias))
     call = TracedCall.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
@@ -120,7 +123,7 @@ def bias_gradient(
 def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, pairs, call, config, *, far=None):
     """The gradient of inputs.bias, which is `aligned`. lse: in natural units. pairs: a mask's Pairs, or None.
 
-    far: [B, Hkv] int32, the heads of keys that have rows with a gradient; None: all.
+    far: [B, Hkv] int32, nonzero for key heads with rows that have a gradient; None: all key heads have.
     """
     bias, batch = inputs.bias, inputs.query.shape[0]
     q_rows, kv_rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)
@@ -168,7 +171,7 @@ def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, p
 
 def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
     block_q, block_kv = call.block_q, call.block_kv
-    # The batch entries and heads that share this tile, and what there is of the other two axes.
+    # The numbers of batch entries and of heads that use this tile.
     batches, heads = (count if size == 1 else 1 for count, size in zip((batch, call.heads), bias_shape, strict=False))
     own_q, own_kv, own = (pl.program_id(axis) for axis in range(3))
     own_batch, own_head = lax.div(own, jnp.int32(bias_shape[1])), lax.rem(own, jnp.int32(bias_shape[1]))
@@ -248,7 +251,7 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
 
 
 def _kept(words: Any, entry: Any, call: TracedCall) -> jax.Array:
-    """bool [block_q, block_kv], of the pairs of a block that is not dead."""
+    """The kept pairs of a block that is not dead: bool [block_q, block_kv]."""
     keys, of_block = iota(call.block_kv)[None, :], jnp.maximum(entry, 0)
     load_word = lambda i: plgpu.load(words.at[of_block, jnp.int32(i), :])[:, None]
     word = load_word(0)

@@ -1,6 +1,6 @@
-"""Parts that the Triton attention kernels share: loads of tiles, their scores, and the loop over blocks.
+"""Parts that the Triton attention kernels have in common: loads of tiles, their scores, and the loop over blocks.
 
-A kernel is a function of `Refs`, the call's arrays by name, and of a `TracedCall`, what is known when tracing.
+A kernel is a function of `Refs`, the call's arrays by name, and of a `TracedCall`, the call's static part.
 """
 
 import dataclasses
@@ -22,16 +22,16 @@ from jax_kernels.pallas.triton.tensors import both, fit, iota, padded, row_mask
 from jax_kernels.pallas.varying import result_types
 from jax_kernels.score_mod.tile_reads import TileMod, split
 
-ALIGNED = 8  # numbers of 16 bits in 16 bytes
+ALIGNED = 8  # 16-bit values in 16 bytes
 
 
 class Refs(NamedTuple):
-    """The arrays of a kernel; None where the call lacks one.
+    """The arrays of a kernel; None if the call lacks one.
 
     mask, entries, words: of bias_gradient.Pairs. bounds: block_ranges.bounds_array. ranges: block_ranges.segment_ranges
     of the blocks that the programs own. lse (TracedCall.in_units), delta, excess: of the backward.
     operands: of a score_mod. sums, far: of far_rows.
-    outs: what the kernel writes.
+    outs: the arrays that the kernel writes.
     """
 
     query: Any
@@ -58,13 +58,13 @@ class Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    """The static part of a call: what a kernel is traced with."""
+    """The static part of a call, with which a kernel is traced."""
 
     options: AttentionOptions
     q_length: int
     kv_length: int
     heads: int
-    group: int  # heads of query to a head of key
+    group: int  # query heads per key head
     head_dim: int
     v_head_dim: int
     block_q: int
@@ -93,12 +93,12 @@ class TracedCall:
 
     @property
     def may_mask(self) -> bool:
-        """Whether scores may be -inf, or -1e30, where no mask says so. They stay in natural units then."""
+        """Whether scores may be -inf, or -1e30, without a mask. They then stay in natural units."""
         return self.has_bias or self.mod is not None
 
     @property
     def columns(self) -> int | None:
-        """The columns of `aligned` arrays that have an axis of keys; None without a bias and score_mod."""
+        """The columns of `aligned` arrays that have an axis of keys; None without a bias or score_mod."""
         return pl.cdiv(self.kv_length, ALIGNED) * ALIGNED if self.may_mask else None
 
     @property
@@ -111,12 +111,12 @@ class TracedCall:
 
     @property
     def precision(self) -> lax.Precision:
-        """HIGHEST is exact float32 products; DEFAULT is tf32 for float32 operands."""
+        """HIGHEST: exact float32 matmuls. DEFAULT: tf32 for float32 operands."""
         return lax.Precision.HIGHEST if self.options.precision == "fp32" else lax.Precision.DEFAULT
 
     @property
     def factor(self) -> float:
-        """The factor that takes the scores of `scores` to base 2, unless they stay in natural units."""
+        """The factor that takes the result of `scores` to base 2; 1 if scores stay in natural units."""
         if self.may_mask:
             return 1.0
         return LOG2E * (self.options.scale if self.options.softcap is None else self.options.softcap)
@@ -140,33 +140,34 @@ class TracedCall:
             among = block_ranges.among(refs.ranges, batch_index, q_index)
         blocks = limits.key_blocks(q_index * self.block_q, self.block_q, self.block_kv, among)
         if refs.bias is not None and isinstance(blocks.partial, int) and blocks.partial:
-            # A loop of one turn is unrolled into the other loop's start: both tiles of the bias, and what goes with
-            # them, overflow Hopper's shared memory.
+            # A loop with one iteration is unrolled into the start of the other loop. Then the bias tiles of two blocks,
+            # and the data that goes with them, overflow Hopper's shared memory.
             return dataclasses.replace(blocks, partial=blocks.count)
         return blocks
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-        """The float32 product of two matrices, summed over axis axes[0] of a and axes[1] of b."""
+        """The float32 matmul of two matrices, summed over axis axes[0] of a and axes[1] of b."""
         dimensions = (((axes[0],), (axes[1],)), ((), ()))
         return lax.dot_general(a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32)
 
     def scores(self, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """(the scores over factor * ln 2, the tanh in them), from query @ key^T and the bias of its tile.
+        """(scores divided by factor * ln 2, their tanh or None), from query @ key^T and the bias of the tile.
 
-        With a bias they are in natural units, and a maximum or lse comes off them as it is: of a product with log2(e)
-        it would miss the rounding, which under a bias of -1e10 is hundreds, and under one of finfo.min an infinity.
+        With a bias the scores are in natural units, and a maximum or lse is subtracted from them unscaled: a product
+        with log2(e) fused into the subtraction would lack a rounding, which is hundreds under a bias of -1e10, and an
+        infinity under a bias of finfo.min.
         """
         scale, softcap = self.options.scale, self.options.softcap
         if softcap is None:
             return (products if bias is None else self.multiply_add(products, scale, bias)), None
-        if self.options.precision is None:  # exact to 1e-7 of softcap: 16-bit products are not
+        if self.options.precision is None:  # exact to 1e-7 of softcap, which matmuls of 16-bit operands are not
             tanh = 1.0 - 2.0 / (1.0 + jnp.exp2(products * (2 * LOG2E * scale / softcap)))
         else:
             tanh = jnp.tanh(products * (scale / softcap))
         return (tanh if bias is None else self.multiply_add(tanh, softcap, bias)), tanh
 
     def multiply_add(self, x: jax.Array, factor: float, y: jax.Array) -> jax.Array:
-        """x * factor + y, in one instruction: Triton as XLA runs it makes two. y: broadcastable to x."""
+        """x * factor + y in one instruction, where Triton as XLA runs it uses two. y: broadcastable to x."""
         if self.interpret:
             return x * factor + y
         (result,) = plgpu.elementwise_inline_asm(
@@ -179,19 +180,19 @@ class TracedCall:
         return result
 
     def in_units(self, x: jax.Array) -> jax.Array:
-        """A number in natural units, such as lse, in those that exp2 subtracts: base 2, unless may_mask."""
+        """x, such as lse, from natural units to the units of exp2's shift: base 2, unless may_mask."""
         return x if self.may_mask else x * LOG2E
 
     def shrinking(self, row_max: jax.Array, new: jax.Array) -> jax.Array:
-        """The factor of the sums where the maximum becomes `new`."""
+        """The factor of the sums when the maximum becomes `new`."""
         return jnp.exp2((row_max - new) * LOG2E if self.may_mask else row_max - new)
 
     def exp2(self, x: jax.Array, shift: jax.Array, excess: jax.Array | None = None) -> jax.Array:
-        """exp2(x * factor - shift), but if may_mask exp(x - shift - excess), and at most 1; float32.
+        """exp2(x * factor - shift); if may_mask, exp(x - shift - excess), at most 1. float32.
 
-        Of a row that a bias of -1e30 masks, lse is too coarse to give P, which then stays finite. Triton as XLA runs it
-        rounds the product, and its exp2 scales around denormal results: six instructions. This one fuses the product,
-        and gives 0 below 2**-126. The interpreter knows no assembly, and gets the formula.
+        If a bias of -1e30 masks a row, lse is too coarse for P, and the limit of 1 keeps P finite. Triton as XLA runs
+        it rounds the product, and its exp2 scales around denormal results: six instructions. This assembly fuses the
+        product, and gives 0 below 2**-126. The interpreter knows no assembly, and uses the formula.
         """
         if self.interpret:
             if not self.may_mask:
@@ -217,15 +218,15 @@ class TracedCall:
 
 
 def _bits(x: float) -> str:
-    """A float32 as PTX writes it, behind 0f."""
+    """The hex digits of a float32 in PTX, which follow 0f."""
     return struct.pack(">f", x).hex()
 
 
 def run(kernel: Callable[..., None], call: TracedCall, config: Any, *, name: str, grid, ins, outs, **rest: Any) -> Any:
-    """pallas_call of kernel(refs, call=call, **rest). outs: (shape, spec) each.
+    """pallas_call of kernel(refs, call=call, **rest). outs: (shape, spec) pairs.
 
-    ins: of Refs by name, (array, spec), a list of such, or None. The outs stand in the memory of its "sums", if it has
-    such: what a program leaves alone stays.
+    ins: by the names of Refs: an (array, spec) pair, a list of pairs, or None. If ins has "sums", the outs use the
+    memory of these arrays: values that no program writes stay.
     """
     before = jax.tree.leaves([x for key, x in ins.items() if key != "sums"], is_leaf=lambda x: isinstance(x, tuple))
     ins = {key: x for key, x in ins.items() if key != "sums"} | {"sums": ins.get("sums", [])}
@@ -252,7 +253,7 @@ def run(kernel: Callable[..., None], call: TracedCall, config: Any, *, name: str
 
 
 def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, Any, Any]:
-    """(bounds, segment ids of queries, of keys) in the kernels' form; None where the call lacks them."""
+    """(bounds, segment ids of queries, of keys) as the kernels read them; None for arrays that the call lacks."""
     bounds = block_ranges.bounds_array(inputs, options)
     if inputs.q_segment_ids is None:
         return bounds, None, None
@@ -260,14 +261,14 @@ def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> tuple
 
 
 def all_rows(length: int, block: int) -> int:
-    """Rows of a view that holds whole blocks."""
+    """The rows of a view that holds whole blocks."""
     return pl.cdiv(length, block) * block
 
 
 def whole(length: int, block: int, heads: int | None, head_dim: int, index_map: Any) -> pl.BlockSpec:
-    """All rows of one head of [B, T, H, D], or of `heads` of them; index_map gives (batch entry, block of heads).
+    """The spec of all rows of one head of [B, T, H, D], or of `heads` heads. index_map: (batch entry, block of heads).
 
-    It is only a view: a program loads the blocks of rows that it visits.
+    The spec is only a view: a program loads the blocks of rows that it visits.
     """
 
     def full_index_map(*grid):
@@ -278,14 +279,15 @@ def whole(length: int, block: int, heads: int | None, head_dim: int, index_map: 
 
 
 def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
-    """An array that every program has all of, to load what it looks up; None without one."""
+    """An array with the spec that gives every program the whole array, for look-ups; None without an array."""
     return None if x is None else (x, pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim))
 
 
 class QueryPrograms:
     """The operands of a kernel whose programs (i, h, b) own a block of queries each, and loop over the keys.
 
-    limiting: limiting_arrays. operands: operands_of. q_block: the block of queries of program i. ins: of `run`.
+    limiting: from limiting_arrays. operands: from operands_of. q_block: the block of queries of program i. ins: of
+    `run`.
     """
 
     def __init__(self, call: TracedCall, inputs: AttentionInputs, limiting: tuple[Any, Any, Any], operands: Any = ()):
@@ -318,9 +320,9 @@ class QueryPrograms:
 
 
 def aligned(x: Any) -> Any:
-    """A bias, with rows of whole 16 bytes: read one by one, its numbers would take thousands of registers.
+    """Pads a bias, a mask or an operand of score_mod to rows of whole 16 bytes.
 
-    So too a mask, and an operand of score_mod.
+    Loads of single values would take thousands of registers.
     """
     if x is None or x.shape[3] == 1:
         return x
@@ -330,7 +332,7 @@ def aligned(x: Any) -> Any:
 def bias_spec(bias: jax.Array, block: tuple[int | None, ...], index_map: Any) -> pl.BlockSpec:
     """The spec of a bias [B or 1, H or 1, T or 1, S or 1], whose axes of length 1 are broadcast.
 
-    block, index_map: of full axes. An axis of heads that is one stays out of the view, as None in block does.
+    block, index_map: for full axes. A batch or head axis of length 1 is dropped from the view, like None in block.
     """
     one = bias.shape
     block = tuple((None if axis < 2 else 1) if one[axis] == 1 else size for axis, size in enumerate(block))
@@ -342,16 +344,16 @@ def bias_spec(bias: jax.Array, block: tuple[int | None, ...], index_map: Any) ->
 
 
 def head_mask(rows: jax.Array | None, count: int, head_dim: int) -> jax.Array | None:
-    """The mask of a matrix [count, padded head_dim] whose rows have a mask."""
+    """The mask of a matrix [count, padded head_dim], from the mask of its rows."""
     width = padded(head_dim)
     columns = None if head_dim == width else iota(width) < head_dim
     return both(rows, columns, (count, width))
 
 
 def load(view: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
-    """Rows of a head, from row `start` on: [rows, padded head_dim], zeros where there is nothing.
+    """Rows of a head, from row `start` on: [rows, padded head_dim], zeros for absent rows and columns.
 
-    length: how many rows count, so that what stands behind them is never read; None where all of these do.
+    length: the number of rows that count; rows past it are never read. None if all rows of the view count.
     """
     rows = view.shape[0]
     mask = head_mask(row_mask(start, rows, length), rows, head_dim)
@@ -359,7 +361,7 @@ def load(view: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
 
 
 def load_rows(view: Any, start: Any, length: Any, other: Any) -> jax.Array:
-    """A number for each row from `start` on, `other` where there is no row."""
+    """A value per row from `start` on, `other` for absent rows."""
     mask = row_mask(start, view.shape[0], length)
     return plgpu.load(view, mask=mask, other=None if mask is None else other)
 
@@ -367,8 +369,8 @@ def load_rows(view: Any, start: Any, length: Any, other: Any) -> jax.Array:
 def load_tile(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leading: Any) -> jax.Array:
     """A tile of an array whose axes may be 1: [rows or 1, columns or 1].
 
-    rows, columns: what to take of the view's axes, where they are not 1. masks: which of these exist. leading: where
-    in the view's axes before them, as far as it has such.
+    rows, columns: indices along the view's last two axes, used if the axis is not 1. masks: which of them exist.
+    leading: indices along the view's other axes, as many as it has.
     """
     axes = [slice(None) if n == 1 else part for n, part in zip(ref.shape[-2:], (rows, columns), strict=True)]
     view = ref.at[(*leading[: len(ref.shape) - 2], *axes)]
@@ -378,12 +380,12 @@ def load_tile(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leadin
 
 
 def store(ref: Any, x: jax.Array, start: Any, length: int, head_dim: int) -> None:
-    """Stores what exists of a block of rows."""
+    """Stores the rows and columns of a block that exist."""
     plgpu.store(ref, x, mask=head_mask(row_mask(start, len(x), length), len(x), head_dim))
 
 
 class Queries(NamedTuple):
-    """The keys that each query of a block may attend to: from `start` (None: the first) up to `limit`, of its id."""
+    """The keys that each query of a block may attend to: from `start` (None: the first) to `limit`, with equal ids."""
 
     start: jax.Array | None
     limit: jax.Array
@@ -408,7 +410,7 @@ class Queries(NamedTuple):
 
 
 def block_loop(blocks: block_ranges.BlockRange, step: Any, state: Any) -> Any:
-    """Runs step(index, state, partial=...) over the blocks: those that need the predicate, then the others."""
+    """Runs step(index, state, partial=...) over the blocks: the partial blocks, then the full blocks."""
     nothing = lambda first, last: first is last or (isinstance(first, int) and isinstance(last, int) and first >= last)
     for first, last, partial in ((0, blocks.partial, True), (blocks.partial, blocks.count, False)):
         if not nothing(first, last):

@@ -1,7 +1,7 @@
-"""Attention for decoding through Triton: a program owns the rows of one head of key, and a split of the keys.
+"""Attention for decoding through Triton: a program owns the rows of one key head, and a split of the keys.
 
-Bound by reading keys and values: at (64, 1, 32 / 8 heads, 128) over 16,384 keys 4.3 GB, on an A100 2.1 ms at 2.04 TB/s,
-against 69 GFLOP with rows padded to 16, 0.2 ms at 312 TFLOP/s.
+Bound by reading keys and values: at (64, 1, 32 / 8 heads, 128) over 16,384 keys they are 4.3 GB, which take 2.1 ms on
+an A100 at 2.04 TB/s. The 69 GFLOP, with rows padded to 16, take 0.2 ms at 312 TFLOP/s.
 """
 
 import dataclasses
@@ -19,18 +19,18 @@ from jax_kernels.pallas.attention.triton.common import all_rows, load, store, wh
 from jax_kernels.pallas.triton.tensors import SMALLEST, fit, iota, padded
 from jax_kernels.pallas.varying import result_types
 
-# Rows of a program: more are cut into tiles.
+# Rows of a program: more rows are cut into tiles.
 MOST_ROWS = 64
-# Programs that a multiprocessor holds at a time, about.
+# The approximate number of programs that an SM holds at a time.
 PROGRAMS_PER_CORE = 2
-# A bias below it counts as this: in units of log 2 it is still a number.
+# A lower bias counts as this one, which is still finite in base 2.
 LEAST_BIAS = -2.3e38
 # Parts that are merged in one step.
 MERGED_AT_ONCE = 16
 
 
 class Refs(NamedTuple):
-    """The arrays of the kernel; None where the call lacks one.
+    """The arrays of the kernel; None if the call lacks one.
 
     lengths: [B] int32. tables: [pages of a sequence] int32. sinks: [rows of a tile] float32. mask, bias: whole.
     """
@@ -48,9 +48,9 @@ class Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    """The static part of a call: what the kernel is traced with.
+    """The static part of a call, with which the kernel is traced.
 
-    page_size: None where the keys of a sequence are contiguous.
+    page_size: None if the keys of a sequence are contiguous.
     """
 
     batch: int
@@ -102,7 +102,7 @@ def attention_decode(
         page_size=page_size,
     )
 
-    # Heads run next to one another: their keys stand next to one another in memory.
+    # Neighbouring programs have neighbouring heads: the keys of such heads are neighbours in memory.
     head_of = lambda i: lax.rem(i, kv_heads)
     tile_of = lambda i: lax.div(i, kv_heads)
     if page_size is None:
@@ -158,7 +158,7 @@ def attention_decode(
 
 
 def merge(out, lse, query, *, interpret) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, H, Dv] in query's dtype, lse [B, H, T]) over all keys, from those over parts of them.
+    """(out [B, T, H, Dv] in query's dtype, lse [B, H, T]) over all keys, from results over parts of the keys.
 
     out: [B, Hkv, parts, rows, Dv] float32. lse: [B, Hkv, parts, rows or more] float32. query: [B, T, H, D].
     """
@@ -192,7 +192,7 @@ def merge(out, lse, query, *, interpret) -> tuple[jax.Array, jax.Array]:
 
 
 def _merge_kernel(out_ref, lse_ref, merged_ref, merged_lse_ref, *, parts, v_head_dim):
-    """Merges the parts of one row. The weight of a part is its share of the sum of exponentials.
+    """Merges the parts of one row. The weight of a part is its fraction of the sum of exponentials.
 
     The views of out and merged have padded(v_head_dim) columns: past v_head_dim they hold the next row.
     """
@@ -219,9 +219,9 @@ def _merge_kernel(out_ref, lse_ref, merged_ref, merged_lse_ref, *, parts, v_head
 
 
 def _load_pages(call: TracedCall, tables: Any, start: Any, length: Any) -> Any:
-    """The pages of the block of keys from `start` on: one for all of them, or one for each; 0 past the length.
+    """The pages of the block of keys from `start` on: one page for all keys, or one per key; 0 past the length.
 
-    What a table holds past the length may be no page.
+    Past the length a table may hold invalid page numbers.
     """
     if call.page_size is None:
         return ()
@@ -247,7 +247,7 @@ def _load_block(call: TracedCall, ref: Any, page: Any, start: Any, length: Any, 
 
 
 class _Rows(NamedTuple):
-    """The rows of a mask or bias. entry: the sequence, one of `entries`. head, query: [tile]."""
+    """The rows of a mask or bias. entry: the sequence, one of `entries` sequences. head, query: [tile]."""
 
     entry: Any
     entries: int
@@ -256,7 +256,7 @@ class _Rows(NamedTuple):
 
 
 def _load_scores(call: TracedCall, ref: Any, rows: _Rows, start: Any, length: Any) -> jax.Array:
-    """A mask's or bias's part for keys start ... start + block_kv - 1: [1 or tile, block_kv], zeros past the length."""
+    """The part of a mask or bias for the keys from `start` on: [1 or tile, block_kv], zeros past the length."""
     entries, heads, queries, _ = ref.shape
     entry = lax.div(rows.entry, jnp.int32(rows.entries // entries))
     keys = start + iota(call.block_kv)
@@ -275,7 +275,7 @@ def _kernel(refs: Refs, call: TracedCall) -> None:
     block_kv, tile = call.block_kv, call.tile
     row_start = lax.div(head_tile, call.kv_heads) * tile
     length = jnp.clip(refs.lengths[batch_index], 0, call.capacity)
-    # Keys below its limit are those that a row may attend to. Rows that are no query do as the last one.
+    # A row may attend to the keys below its limit. Rows past the last query have the last query's limit.
     query = jnp.minimum(lax.div(row_start + iota(tile), call.group), call.q_length - 1)
     limits = length - call.q_length + 1 + query
     rows: Any = None
@@ -320,12 +320,12 @@ def _kernel(refs: Refs, call: TracedCall) -> None:
         product = lax.dot_general(
             p.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )  # fmt: skip
-        # One block ahead: the loads of keys and values do not wait for it.
+        # One block ahead, so that the loads of keys and values do not wait for it.
         page = _load_pages(call, refs.tables, start + block_kv, length)
         return acc * alpha[:, None] + product, new, row_sum * alpha + p.sum(axis=1), page
 
     row_max, row_sum = jnp.full((tile,), -jnp.inf, jnp.float32), jnp.zeros((tile,), jnp.float32)
-    if refs.sinks is not None:  # a key before all others, with no value: the first split's
+    if refs.sinks is not None:  # a key before all others, without a value, in the first split
         is_first = split == 0
         row_max = jnp.where(is_first, refs.sinks[...] * LOG2E, -jnp.inf)
         row_sum = jnp.where(is_first & (row_max > -jnp.inf), 1.0, row_sum)

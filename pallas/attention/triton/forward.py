@@ -1,8 +1,8 @@
 """Attention forward through Triton: a program owns a block of queries and loops over their keys.
 
 Arrays keep their layout: a program reads its head of [B, T, H, D] in place. Tensors in a program have power-of-two
-sizes, so that loads beyond a length or a head_dim are masked, and give zeros. The kv loop is two loops: over the
-blocks that need the predicate and over those that don't (see block_ranges.py).
+sizes, so that loads past a length or a head_dim are masked, and give zeros. The kv loop is two loops: over the partial
+blocks and over the full blocks (see block_ranges.py).
 """
 
 import jax
@@ -90,14 +90,14 @@ def _kernel(refs: Refs, *, call: TracedCall, q_block):
         return acc, new, row_sum
 
     row_max, row_sum = jnp.full((block_q,), -jnp.inf, jnp.float32), jnp.zeros((block_q,), jnp.float32)
-    if refs.sinks is not None:  # a key before all others, with no value
+    if refs.sinks is not None:  # a key before all others, without a value
         of_batch = batch_index if refs.sinks.shape[0] > 1 else 0
         row_max = jnp.broadcast_to(call.in_units(refs.sinks[of_batch, head]), (block_q,))
         row_sum = row_sum + 1.0
     state = (jnp.zeros((block_q, padded(call.v_head_dim)), jnp.float32), row_max, row_sum)
     acc, row_max, row_sum = block_loop(blocks, step, state)
     dead = row_sum == 0.0
-    if call.may_mask:  # whose excess would be a NaN where a sink of -inf has counted itself
+    if call.may_mask:  # the excess would be a NaN if a sink of -inf had counted itself
         dead = dead | (row_max == -jnp.inf)
     row_sum = jnp.where(dead, 1.0, row_sum)
     out_ref, lse_ref, *excess_ref = refs.outs

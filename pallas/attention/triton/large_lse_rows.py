@@ -1,11 +1,11 @@
-"""The gradients that rows with a large log-sum-exp pass, beside a bias: what a kernel in base 2 leaves out.
+"""The gradients of rows with a large log-sum-exp under a bias: a kernel in base 2 leaves these gradients out.
 
-A bias of -1e9, or of finfo.min, for all keys of a row gives an lse near it. Times log2(e) that is rounded by more than
-the scores differ, or overflows. Here scores stay in natural units, and lse comes off them exactly.
+A bias of -1e9 or of finfo.min for all keys of a row gives an lse close to the bias. Times log2(e), lse is rounded by
+more than the scores differ, or it overflows. Here scores stay in natural units, and lse is subtracted exactly.
 
-There seldom are such rows. One launch looks for them, and ends at once where a call has none: a few programs, each of
-which owns several tiles of keys, then several of queries. It visits every tile with the predicate, as nothing that is
-made for it alone would pay.
+Such rows are rare. One launch looks for them, and ends at once in a call without far rows. It has few programs. Each
+program owns several tiles of keys, then several tiles of queries. Every tile is visited with the predicate:
+optimisations for this launch alone would not pay.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from jax_kernels.pallas.attention.triton.common import (
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
 from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
 
-PROGRAMS = 1  # for each multiprocessor
+PROGRAMS = 1  # per SM
 
 
 def far_rows(
@@ -57,7 +57,7 @@ def far_rows(
     core_count: int,
     interpret: bool,
 ) -> AttentionGradients:
-    """The gradients of query, key, value and, if it is there, bias with what far rows pass to them. Under a mask, too.
+    """The gradients of query, key, value and, if present, bias, with the gradients of far rows added. Allows a mask.
 
     config: AttentionBackwardTriton.
     """
@@ -79,9 +79,9 @@ def far_rows(
 def _added(
     inputs, limiting, rows, pairs, far, gradients, call: TracedCall, config, programs: int
 ) -> AttentionGradients:
-    """The gradients of query, key and value with what far rows add. far: int32 [B, Hkv], which heads have such."""
+    """Adds far rows' gradients of query, key and value. far: int32 [B, Hkv], 1 for key heads with far rows."""
     (query, key, value), (bounds, q_ids, kv_ids), (dout, lse, delta, excess) = inputs[:3], limiting, rows
-    # All queries, of the heads that share a head of keys; without an axis of heads where it is one.
+    # All queries of the query heads of a key head; without an axis of heads if the group has one head.
     heads, q_rows = None if call.group == 1 else call.group, all_rows(call.q_length, call.block_q)
     kv_rows = all_rows(call.kv_length, call.block_kv)
     of_head = lambda i, h, b: (b, h)
@@ -113,7 +113,7 @@ def _added(
         ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
     batch, kv_heads = far.shape
     splits = max(1, min(programs // (batch * kv_heads), call.q_blocks, call.kv_blocks))
-    # With more stages Triton takes too much shared memory where there is one block of keys.
+    # With more stages Triton uses too much shared memory if there is one block of keys.
     config = dataclasses.replace(config, num_stages=1)
     dquery, dkey, dvalue = run(
         _kernel,
@@ -132,7 +132,7 @@ def _kernel(refs: Refs, *, call: TracedCall, splits: int):
     split, kv_head, batch_index = (pl.program_id(axis) for axis in range(3))
 
     def of_split(blocks: int, program: Any) -> None:
-        """program(block) for every block that is this split's."""
+        """program(block) for every block of this split."""
         count = lax.div(blocks - 1 - split, jnp.int32(splits)) + 1
         lax.fori_loop(0, count, lambda n, _: program(split + n * splits), None)
 
@@ -140,12 +140,12 @@ def _kernel(refs: Refs, *, call: TracedCall, splits: int):
     def _():
         tile = functools.partial(_tile, refs, call, batch_index, kv_head)
         of_split(call.kv_blocks, lambda kv_index: _key_program(refs, call, kv_index, tile))
-        # Of a group: the query blocks of its heads, one head after another.
+        # For a group: the query blocks of its heads, one head after another.
         of_split(call.q_blocks * call.group, lambda index: _query_program(refs, call, index, tile))
 
 
 def _of_head(ref: Any, head: Any, group: int, rows: Any) -> Any:
-    """Rows of [rows, D], or with a group of heads of [rows, group, D]."""
+    """Rows of [rows, D], or of a head of [rows, group, D]."""
     return ref.at[rows, :] if group == 1 else ref.at[rows, head, :]
 
 
@@ -154,7 +154,7 @@ def _row_of_head(ref: Any, head: Any, group: int, rows: Any) -> Any:
 
 
 def _tile(refs: Refs, call: TracedCall, batch_index: Any, kv_head: Any, head: Any, q_index: Any, kv_index: Any):
-    """(query, key, dout, P, dS) of a tile, of a head of the group. P is zero in rows that are not far."""
+    """(query, key, dout, P, dS) of a tile of one head of the group. P is zero in rows that are not far."""
     group, q_start, kv_start = call.group, q_index * call.block_q, kv_index * call.block_kv
     queries, keys = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
     limits, own_head = call.limits(refs, batch_index), kv_head * group + head
@@ -180,7 +180,7 @@ def _tile(refs: Refs, call: TracedCall, batch_index: Any, kv_head: Any, head: An
 
 
 def _key_program(refs: Refs, call: TracedCall, kv_index: Any, tile: Any) -> None:
-    """Adds what all queries pass to a block of keys."""
+    """Adds the gradients from all queries to a block of keys."""
 
     def step(index, state):
         dkey, dvalue = state
@@ -198,7 +198,7 @@ def _key_program(refs: Refs, call: TracedCall, kv_index: Any, tile: Any) -> None
 
 
 def _query_program(refs: Refs, call: TracedCall, index: Any, tile: Any) -> None:
-    """Adds what all keys pass to a block of queries: number `index` of those of a group."""
+    """Adds the gradients from all keys to a block of queries. index: of the block among the blocks of a group."""
     head, q_index = lax.div(index, jnp.int32(call.q_blocks)), lax.rem(index, jnp.int32(call.q_blocks))
 
     def step(kv_index, dquery):
@@ -214,7 +214,7 @@ def _query_program(refs: Refs, call: TracedCall, index: Any, tile: Any) -> None:
 
 
 def _add(out: Any, so_far: Any, x: jax.Array, start: Any, length: int, head_dim: int) -> None:
-    """Stores x and what stands there already. so_far: the same memory as out."""
+    """Stores the sum of x and so_far. so_far: the same memory as out."""
     mask = head_mask(row_mask(start, len(x), length), len(x), head_dim)
     x = x + load(so_far, start, length, head_dim).astype(jnp.float32)
     plgpu.store(out, x.astype(out.dtype), mask=mask)

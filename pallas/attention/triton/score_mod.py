@@ -1,8 +1,8 @@
 """The scores of a tile in the Triton attention kernels, and a score_mod's operands and gradients.
 
-An operand is what score_mod reads of arrays, [B or 1, H or 1, T or 1, S or 1], T and S not both. A kernel loads a tile
-of each. The backward gives the gradient of each as sums over the keys, or over the queries where the operand has an
-axis of keys, which are added up outside.
+An operand holds values that score_mod reads from arrays, [B or 1, H or 1, T or 1, S or 1], T and S not both. A kernel
+loads a tile of each operand. The backward returns each operand's gradient as sums over the keys, or, if the operand has
+an axis of keys, over the queries. The sums over the other axes are added up outside.
 """
 
 from typing import Any
@@ -24,13 +24,13 @@ def operands_of(call: TracedCall, inputs: AttentionInputs) -> list[jax.Array]:
 
 
 def summed(call: TracedCall, operands: Any, *, by_key: bool) -> list[int]:
-    """Which of the operands have a gradient that is summed over queries (by_key), or over keys."""
+    """The indices of operands whose gradient is summed over queries (by_key), or over keys."""
     floats = moving(operands, call.options.score_mod_gradient)
     return [i for i, x in enumerate(floats) if x is not None and (x.shape[-1] > 1) == by_key]
 
 
 def array_gradients(call: TracedCall, inputs: AttentionInputs, operands: Any, by_query: Any, by_key: Any) -> ScoreMod:
-    """The gradients of score_mod's arrays, from its operands' sums by query [B, H, T] or by key [B, H, S], in order."""
+    """The gradients of score_mod's arrays, from the sums of operands by query [B, H, T] or key [B, H, S], in order."""
     assert call.mod is not None
     mod, tiles, of_query, of_key = inputs.score_mod, call.mod, iter(by_query), iter(by_key)
 
@@ -51,12 +51,12 @@ def _shape(call: TracedCall, inputs: AttentionInputs) -> tuple[int, int, int, in
 def tile_scores(
     call: TracedCall, refs: Refs, load: Any, q: jax.Array, k: jax.Array, at: Any, *, transposed: bool = False
 ):
-    """(the scores of a tile as TracedCall.scores gives them, their pullback).
+    """(the scores of a tile as TracedCall.scores returns them, their pullback).
 
-    load: what a kernel's program has of an array of Refs for this tile, [queries or 1, keys or 1]. at: the batch entry,
-    the head, the first query and the first key. transposed: scores, and what is of their shape, are [keys, queries].
-    pullback: from P and the gradient of the scores, (that of query @ key^T * scale, those of the operands in the form
-    of `moving`, of the scores' shape).
+    load: a kernel program's load of this tile from an array of Refs, [queries or 1, keys or 1]. at: the batch entry,
+    the head, the first query and the first key. transposed: scores, and arrays of their shape, are [keys, queries].
+    pullback: maps P and the gradient of the scores to (the gradient of query @ key^T * scale, the gradients of the
+    operands in the form of `moving`, in the scores' shape).
     """
     turned = lambda x: x.T if transposed else x
     product = lambda: call.dot(*((k, q) if transposed else (q, k)), (1, 1))
@@ -72,5 +72,5 @@ def tile_scores(
     function = lambda scores, given: call.mod(scores, batch_index, head, queries, keys, with_moving(operands, given))
     floats = moving(operands, call.options.score_mod_gradient)
     scores, pullback = jax.vjp(function, products * call.options.scale, floats)
-    # Where a pair has no weight, the derivative may be anything.
+    # The derivative of a pair without weight may have any value.
     return scores, lambda p, ds: jax.tree.map(lambda x: jnp.where(p > 0.0, x, 0.0), pullback(ds))

@@ -15,11 +15,11 @@ from jax_kernels.pallas.attention.sm90.features.tail_block import CleanEnd
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """Arrays in device memory; inside a kernel, their refs. None marks what a call does not have.
+    """Arrays in device memory; inside a kernel, their refs. None: the call does not have the array.
 
     query, key, value and dout are [B, length, H, D], all with the same D. lse (in base 2) and delta are
     [B, H, a multiple of the block of queries] float32. dquery is a float32 ref that a kernel adds to. end: keys and
-    values of the block that kv_lengths ends in. counter: of the work tiles of persistent CTAs. sums, arrived: of the
+    values of the block in which kv_lengths ends. counter: of the work tiles of persistent CTAs. sums, arrived: of the
     parts of a work tile, see SplitTail.shared.
 
     The kernel takes the arrays in the order of the fields.

@@ -1,11 +1,11 @@
-"""dquery of attention on Hopper with the same bits on every run, beside backward_kernel's dkey and dvalue.
+"""dquery of attention on Hopper with the same bits on every run; backward_kernel gives dkey and dvalue.
 
 A CTA owns a block of queries of one head. Its loop goes over the keys, so that dquery stays in registers, in float32,
 and is written once: nothing is added to device memory in order of arrival. Each of two compute warpgroups owns 64
 queries; a memory warpgroup loads keys and values. dS is an operand in registers and never leaves them.
 
-Per tile of block_q x block_kv: 6 * block_q * block_kv * head_dim FLOPs. With the four products that are left of
-backward_kernel, the scores and dP are computed twice: seven products instead of five.
+A tile of block_q x block_kv takes 6 * block_q * block_kv * head_dim FLOPs. backward_kernel then has four matmuls. The
+scores and dP are computed twice: seven matmuls instead of five.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24  # per thread of a compute and of 
 def query_gradient(
     arrays: Arrays, options: AttentionOptions, kv_length: int, *, config: AttentionBackwardSm90, interpret: bool
 ) -> Any:
-    """dquery, in query's shape and dtype. The segments and lists of arrays are those of blocks of queries.
+    """dquery, in query's shape and dtype. The segments and lists of arrays belong to blocks of queries.
 
     All arrays have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of BLOCK_Q] float32.
     """
@@ -79,7 +79,7 @@ def _kernel(kernel: Kernel) -> None:
 
 
 def _load(kernel: Kernel) -> None:
-    """Loads the block of queries, and the keys and values that meet it."""
+    """Loads the block of queries, and the keys and values that they attend to."""
     traits, arrays, smem, tile = kernel.traits, kernel.arrays, kernel.smem, kernel.tile
     kv_head = lax.div(tile.head, jnp.int32(traits.group)) if traits.group > 1 else tile.head
     rows = pl.ds(tile.q_start, BLOCK_Q)
@@ -140,7 +140,7 @@ def _kv_loop(rows: Rows, dq_acc: Any) -> Any:
 
 
 def _mma_step(rows: Rows, dq_acc: Any, i: Any, s: Any) -> Any:
-    """Adds a block of keys to dquery. s, and what is returned: S of this step and of the next, if scores_ahead."""
+    """Adds a block of keys to dquery. s and the result: S of this step and of the next step, if scores_ahead."""
     step = KvStep.of(rows, i)
     traits, smem, blocks = step.traits, step.kernel.smem, step.kernel.blocks
     acc = plgpu.ACC((64, traits.blocks.block_kv))
@@ -158,7 +158,7 @@ def _mma_step(rows: Rows, dq_acc: Any, i: Any, s: Any) -> Any:
     plgpu.wgmma(dq_acc, ds, smem.k.at[step.slot])
 
     def next_scores(s_acc):
-        # In the last step this works on a stale tile, and is dropped.
+        # In the last step this uses a stale tile, and the result is dropped.
         plgpu.wgmma(s_acc, smem.q.at[step.wg], smem.k.at[next_slot].T)
         plgpu.wgmma_wait(1)
         plgpu.barrier_arrive(smem.k_free.at[step.slot])
@@ -172,14 +172,14 @@ def _mma_step(rows: Rows, dq_acc: Any, i: Any, s: Any) -> Any:
 
 
 def _dscores(step: KvStep, s: Any, dp_acc: Any, s_acc: Any = None) -> Any:
-    """dS in 16 bits. s: S, if scores_ahead; else s_acc is for it."""
+    """dS in 16 bits. s: S, if scores_ahead; otherwise s_acc is the accumulator of S."""
     smem = step.kernel.smem
     if s_acc is not None:
         # S = Q K^T
         plgpu.wgmma(s_acc, smem.q.at[step.wg], smem.k.at[step.slot].T)
     # dP = dO V^T
     plgpu.wgmma(dp_acc, smem.do.at[step.wg], smem.v.at[step.v_slot].T)
-    # Behind the issue of dP: with the predicate's branch before it ptxas serialises the products (C7511).
+    # After the issue of dP: with the predicate's branch before it, ptxas serialises the matmuls (C7511).
     if s_acc is not None:
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
     # P = exp2(S - lse), times the derivative of the softcap or the score_mod

@@ -1,4 +1,4 @@
-"""A step of the Hopper backward for a deterministic dquery: what becomes of its scores, whose rows are queries."""
+"""A step of the Hopper backward for a deterministic dquery: its scores, whose rows are queries."""
 
 import dataclasses
 import functools
@@ -28,13 +28,13 @@ class KvStep:
 
     @classmethod
     def of(cls, rows: Rows, i: Any) -> "KvStep":
-        """Finds the stages of step `i`, and waits for what it reads."""
+        """Finds the stages of step `i`, and waits for its loads."""
         traits, smem = rows.kernel.traits, rows.kernel.smem
         blocks = traits.blocks
         wg = recomputed(rows.kernel.wg)
         slot = lax.rem(i, jnp.int32(blocks.k_stages))
         v_slot = lax.rem(i, jnp.int32(blocks.v_stages)) if blocks.v_stages > 1 else recomputed(0)
-        # Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519).
+        # All waits come before the accumulators: a wait between zeroing and matmul costs a fence (C7519).
         if not traits.scores_ahead:
             plgpu.barrier_wait(smem.k_ready.at[slot])
         plgpu.barrier_wait(smem.v_ready.at[v_slot])
@@ -56,7 +56,7 @@ class KvStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The final scores of a step. live, mod: of a score_mod with a derivative, the pairs that count, and its tile."""
+    """The final scores of a step. Under a score_mod with a derivative, live: the pairs that count; mod: its tile."""
 
     s: Any
     live: Any = None
@@ -64,7 +64,7 @@ class Scores:
 
 
 def final_scores(step: KvStep, s: Any) -> Scores:
-    """The scores that P is made of. s: those of the products."""
+    """The scores from which P is computed. s: from the matmul."""
     traits = step.traits
     if traits.has_mod and not traits.has_slope:
         s = _modified(step, s).scores()
@@ -76,7 +76,7 @@ def final_scores(step: KvStep, s: Any) -> Scores:
 
 
 def over_queries(x: Any, s: Any) -> Any:
-    """A number for each query, for each pair of the scores."""
+    """Broadcasts a value per query to all pairs of the scores."""
     return lax.broadcast_in_dim(x, s.shape, [0])
 
 
@@ -86,24 +86,24 @@ def probabilities(step: KvStep, scores: Scores) -> Any:
     cap = traits.options.softcap
     logits = _biased(step, s) if traits.has_bias and cap else s
     if bias is not None:
-        plgpu.commit_smem()  # behind what was read, which the next copy overwrites
+        plgpu.commit_smem()  # after the reads: the next copy overwrites this memory
         plgpu.barrier_arrive(bias.free)
     less = logits * traits.factor - over_queries(step.rows.lse, s)
     p = jnp.exp2(less * LOG2E if traits.natural else less)
     if traits.has_bias or traits.has_mod:
-        # In a row that a bias of -1e30 masks, lse is too coarse to give P: keep it finite.
+        # In a row that a bias of -1e30 masks, lse is too coarse for P: keep P finite.
         p = jnp.minimum(p, 1)
     if scores.mod is not None:
         p = jnp.where(scores.live, p, 0) if traits.predicate else p
         p = scores.mod.times_derivative(p, scores.live if traits.predicate else None)
     if cap:
-        # A masked score is -inf, whose square would be a NaN.
+        # A masked score is -inf: P times its square would be a NaN.
         p = p * (1 - jnp.square(jnp.maximum(s, -1)))
     return p
 
 
 def _modified(step: KvStep, s: Any) -> score_mod.Tile:
-    """The score_mod on the scores."""
+    """The score_mod's Tile of the scores."""
     rows, tile, mod = step.rows, step.kernel.tile, step.kernel.arrays.mod
     assert mod is not None
     return mod.on(s, rows.mod_numbers, tile.b, tile.head, rows.q_start, step.kv_start())
@@ -117,11 +117,11 @@ def _biased(step: KvStep, s: Any) -> Any:
 
 
 def _masked(step: KvStep, s: Any) -> Any:
-    """The scores under the softcap, or else with the bias, and -inf where a pair counts for nothing."""
+    """The scores under the softcap, or otherwise with the bias, and -inf for pairs that do not count."""
     options = step.traits.options
     if options.softcap:
         s = softcapped(s, options.softcap, options.scale)
-    elif step.traits.has_bias:  # softcap's derivative needs the scores without
+    elif step.traits.has_bias:  # softcap's derivative needs the scores without bias
         s = _biased(step, s)
     if not step.traits.predicate:
         return s
@@ -143,7 +143,7 @@ def _under_predicate(step: KvStep, s: Any) -> Any:
     if traits.options.window is not None:
         keep = limits.keep(s.shape, kv_start, rows.q_start, layout=WGMMA, kv_axis=1, may_end=traits.may_end, ids=ids)
         return jnp.where(keep, s, -jnp.inf)
-    # Not limits.keep: one comparison with a number per row takes fewer registers.
+    # Not limits.keep: one comparison with a value per row takes fewer registers.
     count = limits.kv_length - kv_start
     if traits.options.is_causal:
         of_rows = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=ROW)

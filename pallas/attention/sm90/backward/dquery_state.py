@@ -27,9 +27,9 @@ BLOCK_Q = 64 * COMPUTE_WGS
 class Traits:
     """Sizes and features of a launch.
 
-    group: query heads per kv head. scheduler: numbers the blocks of queries, one for each CTA. has_slope: whether the
-    score_mod's derivative by the score is other than 1. natural: whether scores are in natural units, not in base 2.
-    may_end: whether a block of keys may reach past the last key.
+    group: query heads per kv head. scheduler: numbers the blocks of queries, one block per CTA. has_slope: whether the
+    score_mod's derivative with respect to the score is not 1. natural: whether scores are in natural units, not in
+    base 2. may_end: whether a block of keys may reach past the last key.
     """
 
     options: AttentionOptions
@@ -93,17 +93,17 @@ class Traits:
 
     @property
     def scores_ahead(self) -> bool:
-        """Whether the next step's scores are computed behind this step's dquery; at 256 the registers are lacking."""
+        """Whether the next step's scores run behind this step's dquery. head_dim 256 leaves too few registers."""
         return self.head_dim <= 128
 
     @property
     def factor(self) -> float:
-        """Takes scores to base 2. Biased scores, and those of a score_mod, are in their units already."""
+        """The factor that takes scores to base 2; 1 if a bias or a score_mod has set their units."""
         return 1.0 if self.has_bias or self.has_mod else (self.options.softcap or self.options.scale) * LOG2E
 
     @property
     def predicate(self) -> bool:
-        """Whether a block may hold pairs that count for nothing."""
+        """Whether a block may hold pairs that do not count."""
         has_limits = self.options.is_causal or self.may_end or self.options.window is not None
         return has_limits or self.has_segments or self.has_lists
 
@@ -114,7 +114,8 @@ class Smem:
     """A CTA's shared memory and barriers, allocated in the order of the fields.
 
     q, do: [warpgroups, 64, head_dim]. k, v: [stages, block_kv, head_dim]. lse, delta: [BLOCK_Q]. bias: of a step, None
-    without one. The barriers say that the queries, a stage of keys, or one of values is loaded, or may be overwritten.
+    without a bias. The barriers signal that the queries, a stage of keys or a stage of values is loaded, or may be
+    overwritten.
     """
 
     q: Any
@@ -132,7 +133,7 @@ class Smem:
 
     @classmethod
     def scratch(cls, traits: Traits) -> "Smem":
-        """For pl.run_scoped."""
+        """The scratch of pl.run_scoped."""
         blocks, head_dim = traits.blocks, traits.head_dim
         tile = lambda *shape: plgpu.SMEM(shape, traits.dtype, transforms=SWIZZLED)
         barriers = lambda count, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
@@ -162,12 +163,12 @@ class QueryBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The state that all warpgroups of a CTA share.
+    """The common state of a CTA's warpgroups.
 
     arrays, dq_gmem: refs in device memory. wg, cta: indices, traced scalars.
 
-    blocks: the blocks of keys that the queries meet, block_ranges.Blocks or block_lists.ListedBlocks. limits: None
-    where there are lists.
+    blocks: the blocks of keys that the queries attend to, a block_ranges.BlockRange or block_lists.ListedBlocks.
+    limits: None if the call has lists.
     """
 
     traits: Traits
@@ -216,7 +217,7 @@ class Kernel:
         )
 
     def tile_again(self) -> QueryBlock:
-        """The block of queries, worked out again: it would take registers through all steps."""
+        """The block of queries, recomputed: it would occupy registers through all steps."""
         return _query_block(self.traits, self.arrays, recomputed(self.cta))
 
 
@@ -231,7 +232,7 @@ def _query_block(traits: Traits, arrays: Arrays, cta: Any) -> QueryBlock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The 64 queries of a warpgroup. q_start: the first one. mod_numbers: score_mod.Mod.of_head, None without one."""
+    """The 64 queries of a warpgroup. q_start: the first query. mod_numbers: from score_mod.Mod.of_head, or None."""
 
     kernel: Kernel
     q_start: Any

@@ -1,16 +1,16 @@
-"""The kernel of the attention backward on Hopper: dquery, dkey and dvalue in one pass, five products per tile.
+"""The kernel of the attention backward on Hopper: dquery, dkey and dvalue in one pass, five matmuls per tile.
 
 A CTA owns a block of keys of one kv head. Its loop goes over the queries of every head of the group, so that dkey and
 dvalue stay in registers, in float32, from the first query to the last. The scores are computed transposed: P^T and
 dS^T are then operands in registers. dS goes through shared memory once, transposed for dquery. The tensor memory
 accelerator adds dquery to a float32 array in device memory, in the order of arrival.
 
-Two compute warpgroups share the work. Up to head_dim 128 each owns 64 of 128 keys. Above that, the float32 sums of 64
-keys fill the registers of two warpgroups: each owns half of the columns of the same 64 keys, and both compute the
-scores, which takes seven products instead of five.
+There are two compute warpgroups. Up to head_dim 128 each warpgroup owns 64 of 128 keys. Above 128, the float32 sums of
+64 keys fill the registers of two warpgroups: each warpgroup owns half of the columns of the same 64 keys. Both
+warpgroups compute the scores, which takes seven matmuls instead of five.
 
-Per tile of block_q x block_kv: 10 * block_q * block_kv * head_dim FLOPs (14 where columns are split); block_q *
-head_dim float32 additions to device memory, which the L2 cache absorbs.
+A tile of block_q x block_kv takes 10 * block_q * block_kv * head_dim FLOPs (14 if columns are split), and
+block_q * head_dim float32 additions to device memory, which the L2 cache absorbs.
 """
 
 import dataclasses
@@ -48,12 +48,12 @@ def key_gradients(
     core_count: int,
     interpret: bool,
 ) -> Results:
-    """dkey, dvalue and dbias. Where arrays have dquery, a float32 ref, the kernel adds dquery / scale to it.
+    """dkey, dvalue and dbias. If arrays have dquery, a float32 ref, the kernel adds dquery / scale to it.
 
-    dquery has all heads of query, or only those that the call takes.
+    dquery has all heads of query, or only the heads that the call takes.
 
-    dbias is None, or if bias_gradient that of a bias for each key: float32 [B, Hkv, a multiple of the block of keys],
-    summed over the queries of the heads that share a head of keys. It is not the gradient of a bias under a softcap.
+    dbias: None, or if bias_gradient the gradient of a bias per key: float32 [B, Hkv, a multiple of the block of keys],
+    summed over the queries of a key head's query heads. It is not the gradient of a bias under a softcap.
 
     All arrays have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of block_q] float32.
     """
@@ -72,7 +72,7 @@ def key_gradients(
     leaves, tree = jax.tree.flatten(arrays)
 
     def results_of(arrays):
-        # In float32 both gradients are halves of one array.
+        # In float32 dkey and dvalue are halves of one array.
         return Results(*(arrays[:1] if options.float32_gradients else ()), *arrays)
 
     def entry(*refs):
@@ -87,7 +87,7 @@ def key_gradients(
     shape = jax.ShapeDtypeStruct((batch, keys, schedule.kv_heads, head_dim), traits.dtype)
     shapes = [shape, shape]
     if options.float32_gradients:
-        # They are stored by way of a tile of dquery, whose rows are whole swizzle atoms.
+        # They are stored through a tile of dquery, whose rows are whole swizzle atoms.
         rows = pl.cdiv(keys, 8) * 8
         shapes = [jax.ShapeDtypeStruct((2 * batch, rows, *shape.shape[2:]), jnp.float32)]
     rows = pl.cdiv(kv_length, traits.block_kv) * traits.block_kv
@@ -128,9 +128,9 @@ def _kernel(kernel: Kernel) -> None:
 
 
 def _compute_tile(kernel: Kernel, tile: Any, turn: Any, state: tuple[Any, Any]) -> Any:
-    """Computes the CTA's work tile number `turn`: of a persistent CTA (the next work tile, the state behind this one).
+    """Computes the CTA's work tile number `turn`. In a persistent CTA, returns (the next work tile, the next state).
 
-    state: (how many steps came before, the scores of the first step).
+    state: (number of earlier steps, the scores of the first step).
     """
     traits, barriers = kernel.traits, kernel.barriers
     first, scores = state
@@ -160,7 +160,7 @@ def _compute_tile(kernel: Kernel, tile: Any, turn: Any, state: tuple[Any, Any]) 
 
 
 def _q_loop(work: WorkTile, accs: Accumulators, scores: Any) -> tuple[list[Any], list[Any], Any, Carry]:
-    """(dkey without the scale, dvalue, how many steps a persistent CTA has done, what the last step left)."""
+    """(dkey without the scale, dvalue, the steps so far of a persistent CTA, the last step's Carry)."""
     kernel, traits = work.kernel, work.kernel.traits
     if traits.scores_ahead and not traits.is_persistent:
         scores = first_scores(kernel)

@@ -1,4 +1,4 @@
-"""Attention backward on Hopper: XLA makes what the kernels read, and finishes their results."""
+"""Attention backward on Hopper: XLA prepares the kernels' operands, and finishes their results."""
 
 import dataclasses
 from typing import Any
@@ -36,8 +36,8 @@ from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 class Prepared:
     """The arguments of a call's kernels.
 
-    inputs, options: without the limits that lists of blocks stand for. dq_lists, dq_end: in place of the lists and the
-    end of arrays, for a deterministic dquery. zeros: float32, what dquery is added to; None where no pass made them.
+    inputs, options: without the limits that block lists hold. dq_lists, dq_end: replace the lists and the end of
+    `arrays` for a deterministic dquery. zeros: float32, the array that dquery is added to; None if no pass made it.
     """
 
     inputs: AttentionInputs
@@ -50,7 +50,7 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """The arguments of attention_backward, by their names, that come from the forward and its cotangents."""
+    """The arguments of attention_backward, by name, that come from the forward and its cotangents."""
 
     lse: Any
     delta: Any
@@ -61,7 +61,7 @@ class Given:
 
 
 def makes_rows(inputs: AttentionInputs, options: AttentionOptions, out, *, config: AttentionBackwardSm90) -> bool:
-    """Whether attention_backward takes out and dlse in place of delta. Biases and score_mods change lse or dout."""
+    """Whether attention_backward takes out and dlse, not delta. A bias or a score_mod changes lse or dout."""
     if not (inputs.bias is None and inputs.score_mod is None and options.query_heads is None):
         return False
     return prepare_backward.takes(out, _width_of(inputs), _whole_rows(options, config))
@@ -82,25 +82,25 @@ def attention_backward(
     core_count: int,
     interpret: bool,
 ) -> AttentionGradients:
-    """The gradients of 16-bit inputs. See the package's docstring for the arguments.
+    """The gradients of 16-bit inputs. The package's docstring describes the arguments.
 
     excess: from the forward, under a score_mod that may mask.
 
-    out, dlse: in place of delta, if makes_rows. Then lse is the forward's, and a pass makes the numbers
-    of every query that the kernels read. dlse, the cotangent of lse, may be None.
+    out, dlse: instead of delta, if makes_rows. lse is then the forward's, and a pass computes the values of each query
+    that the kernels read. dlse, the cotangent of lse, may be None.
 
-    With a bias, far rows (softmax.is_far) pass nothing to dquery, dkey and dvalue here, nor to the gradient of a bias
-    for each key. far_rows adds what they pass.
+    With a bias, far rows (softmax.is_far) pass no gradient here to query, key, value or a bias per key. far_rows adds
+    their gradients.
 
-    dquery: float32, with query's shape, or with only the heads that the call takes. The gradient of query over
-    options.scale is added to it, and the sum is returned in place of the gradient. options.deterministic takes none.
+    dquery: float32, with query's shape, or with only the heads that the call takes. query's gradient / options.scale is
+    added to it, and the sum is returned instead of the gradient. dquery must be None if options.deterministic.
 
-    The kernel adds dquery in order of arrival; it may add dkey and dvalue so, too (see split_tail). If
+    The kernel adds dquery in order of arrival, and may add dkey and dvalue the same way (see split_tail). If
     options.deterministic, another kernel sums dquery in the order of the keys.
     """
     width = _width_of(inputs)
     axes = varying_axes(inputs, lse, delta, dout, out, dlse)
-    # Inside shard_map a kernel takes no ref that varies: a dquery that is given is added behind it.
+    # Inside shard_map a kernel takes no ref that varies: a given dquery is added after the kernel.
     adds = dquery is not None and not axes
     prepared = _prepared(
         inputs,
@@ -114,7 +114,7 @@ def attention_backward(
     inputs, options, arrays = prepared.inputs, prepared.options, prepared.arrays
     kv_length = inputs.key.shape[1]
     if not options.deterministic:
-        # XLA passes rows of an array where they lie, and then forgets that the kernel changes them: so they are copied.
+        # XLA passes rows of an array in place, and then forgets that the kernel changes them: the barrier copies them.
         start = jax.lax.optimization_barrier(dquery) if adds else prepared.zeros
         if start is None:
             start = jnp.zeros(arrays.query.shape if dquery is None else dquery.shape, jnp.float32)
@@ -156,9 +156,9 @@ def _prepared(
     config: AttentionBackwardSm90,
     interpret: bool,
 ) -> Prepared:
-    """The arguments of the kernels, with blocks of keys. width: the head dim that they are compiled for.
+    """The operands of the kernel that owns blocks of keys. width: the head dim that the kernels are compiled for.
 
-    zeros: whether a pass may make those of dquery.
+    zeros: whether a pass may make the zeros of dquery.
     """
     query, key, value = inputs[:3]
     block_kv = block_kv_of(width)
@@ -215,24 +215,24 @@ def _prepared(
 
 
 def _rows(inputs: AttentionInputs, given: Given, *, natural: bool, block_q: int) -> tuple[Any, prepare_backward.Rows]:
-    """(dout, what the kernels read of every query), by XLA. natural: of a score_mod that may mask."""
+    """(dout, the Rows that the kernels read), by XLA. natural: under a score_mod that may mask."""
     lse, delta, dout = given.lse, given.delta, given.dout
     far = is_far(lse)
     if natural:
-        # P comes out exp(excess) times too large, and P passes on dout and delta alone.
+        # P comes out exp(excess) times too large. It reaches the gradients only as a factor of dout and delta.
         factor = jnp.where(far, jnp.exp(-given.excess), 1.0)
         dout = (dout * factor.swapaxes(1, 2)[..., None]).astype(inputs.query.dtype)
         delta = delta * factor
-    # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
+    # exp2(score - inf) = 0: rows past the end pass no gradient, like rows without keys.
     pad = [(0, 0), (0, 0), (0, -inputs.query.shape[1] % block_q)]
-    # With a bias, far_rows adds what far rows pass.
+    # With a bias, far_rows adds the gradients of far rows.
     lse = jnp.where(far, jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
     lse = jnp.pad(lse, pad, constant_values=jnp.inf)
     return dout, prepare_backward.Rows(lse=lse, delta=jnp.pad(delta, pad), dquery=None)
 
 
 def _whole_rows(options: AttentionOptions, config: AttentionBackwardSm90) -> int:
-    """How many queries' numbers a kernel reads at once: their arrays have a multiple."""
+    """The number of queries whose rows a kernel reads at once; the arrays of rows have a multiple of this length."""
     return dquery_state.BLOCK_Q if options.deterministic else config.block_q
 
 
@@ -249,9 +249,9 @@ def _of_queries(prepared: Prepared, block_kv: int) -> Arrays:
 
 
 def _has_bias_gradient(inputs: AttentionInputs, options: AttentionOptions) -> bool:
-    """Whether the kernel of dkey also sums the gradient of the bias, which then is a bias for each key.
+    """Whether the kernel of dkey also sums the gradient of the bias, which must be a bias per key.
 
-    The kernel sums over the heads that share a head of keys.
+    The kernel sums over the query heads of a key head.
     """
     if inputs.bias is None or not options.bias_gradient or options.softcap is not None or inputs.bias.shape[2] > 1:
         return False
@@ -259,7 +259,7 @@ def _has_bias_gradient(inputs: AttentionInputs, options: AttentionOptions) -> bo
 
 
 def listed_blocks(config: AttentionBackwardSm90, widest: int, options: AttentionOptions) -> list[dict[str, Any]]:
-    """The arguments of lists_of for a mask: lists by key, and for a deterministic dquery lists by query, too.
+    """The arguments of lists_of for a mask: lists by key, and for a deterministic dquery also lists by query.
 
     widest: the larger of the head dims.
     """

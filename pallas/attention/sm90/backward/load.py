@@ -1,4 +1,4 @@
-"""The memory warpgroup of the Hopper backward: it loads blocks of keys, and the queries that meet them."""
+"""The memory warpgroup of the Hopper backward: it loads blocks of keys, and the queries that attend to them."""
 
 import dataclasses
 import functools
@@ -18,10 +18,10 @@ KEYS_AT_ONCE = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLoads:
-    """Rows in device memory, and the stages in shared memory for blocks of them.
+    """Rows in device memory, and stages in shared memory for blocks of these rows.
 
-    gmem: [B, T, H, D]. numbers: one for each row, [B, H, T]. smem, numbers_smem: [stages, ...]. ids, ids_smem: of
-    segments, where these are loaded as well. steps_smem: where a persistent CTA leaves the StepNumbers.
+    gmem: [B, T, H, D]. numbers: a value per row, [B, H, T]. smem, numbers_smem: [stages, ...]. ids, ids_smem: segment
+    ids, if they are loaded as well. steps_smem: for the StepNumbers of a persistent CTA.
     """
 
     gmem: Any
@@ -67,9 +67,9 @@ class RowLoads:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepLoads:
-    """The loads of one step of a work tile. nth: the CTA's number of the step, step: the work tile's.
+    """The loads of one step of a work tile. nth: the step's number in the CTA. step: its number in the work tile.
 
-    The loops of copies leave no registers to keep the place of a step, so that its methods work it out again.
+    The loops of copies leave no registers to keep a step's position, so that the methods recompute it.
     """
 
     kernel: Kernel
@@ -105,7 +105,7 @@ class StepLoads:
         )
 
     def load(self, loads: RowLoads) -> None:
-        """Loads a block of rows, behind the step that had its stage before."""
+        """Loads a block of rows, after the step that used its stage before."""
         traits = self.kernel.traits
         slot = lax.rem(self.nth, jnp.int32(loads.stages))
         b, head, rows = self.place_again()
@@ -133,7 +133,7 @@ def load_tiles(kernel: Kernel) -> None:
 
 
 def _load_tile(kernel: Kernel, tile: Any, turn: Any, first: Any) -> tuple[Any, Any]:
-    """Loads the CTA's work tile number `turn`, behind `first` steps of others: (the next tile, steps so far)."""
+    """Loads the CTA's work tile number `turn`, after `first` earlier steps. Returns (the next tile, steps so far)."""
     schedule, barriers = kernel.schedule, kernel.barriers
     is_persistent = schedule.is_persistent
     late_values = is_persistent and schedule.v_stages == 1
@@ -142,7 +142,7 @@ def _load_tile(kernel: Kernel, tile: Any, turn: Any, first: Any) -> tuple[Any, A
         pl.when(turn > 0)(lambda: plgpu.barrier_wait(barriers.k_free.at[recomputed(0)]))
         plgpu.barrier_arrive(barriers.k_ready.at[turn & 1])
     _load_block(kernel, tile, turn, values=not late_values)
-    # Behind the first copies: what it holds and what they need do not fit this warpgroup's registers together.
+    # After the first copies: q_loop's values and the values of these copies together do not fit the registers.
     block = kernel.block(recomputed(tile))
     q_loop = kernel.q_loop(tile, block)
 
@@ -163,7 +163,7 @@ def _load_tile(kernel: Kernel, tile: Any, turn: Any, first: Any) -> tuple[Any, A
         if kernel.smem.bias is not None:
             _load_bias(kernel, tile, nth, place.head, place.q_block)
 
-    # An opaque count: unrolled or peeled, the loop would not fit the registers either.
+    # The count is opaque: unrolled or peeled, the loop would not fit the registers, either.
     lax.fori_loop(0, recomputed(q_loop.steps), load_step, None)
     return _following(kernel, tile, turn, first, q_loop.steps) if is_persistent else (tile, first)
 
@@ -199,7 +199,7 @@ def _load_block(kernel: Kernel, tile: Any, turn: Any, *, keys: bool = True, valu
 
 
 def _load_bias(kernel: Kernel, tile: Any, nth: Any, head: Any, q_block: Any) -> None:
-    """Loads the bias of the CTA's step number `nth`, behind the step before."""
+    """Loads the bias of the CTA's step number `nth`, after the previous step's bias is freed."""
     schedule, stage, bias = kernel.schedule, kernel.smem.bias, kernel.arrays.bias
     assert stage is not None
     assert bias is not None
@@ -214,14 +214,14 @@ def _load_bias(kernel: Kernel, tile: Any, nth: Any, head: Any, q_block: Any) -> 
 
 
 def _following(kernel: Kernel, tile: Any, turn: Any, first: Any, steps: Any) -> tuple[Any, Any]:
-    """(the next work tile of a persistent CTA, how many steps it has done behind this one)."""
+    """(the next work tile of a persistent CTA, the number of its steps so far)."""
     scheduler, k_ready = kernel.schedule.scheduler, kernel.barriers.k_ready
     stage = pl.ds((turn + 1) & 1, 1)
     following = scheduler.leave_following(kernel.arrays.counter, tile, kernel.smem.tile.at[stage])
 
     @pl.when(following >= scheduler.count)
     def _end():
-        for _copy in range(kernel.traits.row_groups * kernel.traits.chunks + 1):  # as if there were keys
+        for _copy in range(kernel.traits.row_groups * kernel.traits.chunks + 1):  # instead of copies of keys
             plgpu.barrier_arrive(k_ready.at[(turn + 1) & 1])
 
     return following, first + steps

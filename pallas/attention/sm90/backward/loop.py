@@ -1,4 +1,4 @@
-"""The place of a compute warpgroup of the Hopper backward: its work tile, and the step of its q_loop."""
+"""The work tile and the q_loop step of a compute warpgroup of the Hopper backward."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from jax_kernels.pallas.mosaic.registers import recomputed
 class WorkTile:
     """The CTA's work tile number `turn`.
 
-    first: how many steps of other work tiles came before. first_key: of the warpgroup's 64 keys.
+    first: the number of steps in earlier work tiles. first_key: of the warpgroup's 64 keys.
     """
 
     kernel: Kernel
@@ -27,12 +27,12 @@ class WorkTile:
     first_key: Any
 
     def steps_again(self) -> Any:
-        """The number of steps. That of a list is worked out again: it would take registers through all steps."""
+        """The number of steps. For a list it is recomputed: it would occupy registers through all steps."""
         kernel = self.kernel
         return kernel.q_loop(self.tile, self.block).steps if kernel.traits.has_lists else self.q_loop.steps
 
     def place_again(self, index: Any) -> StepPlace:
-        """The place of a step, worked out again."""
+        """The StepPlace of a step, recomputed."""
         return self.kernel.q_loop(self.tile, self.kernel.block(recomputed(self.tile))).place(index)
 
 
@@ -47,10 +47,10 @@ class DqBlock(NamedTuple):
 class QStep:
     """One step of a q_loop: a block of queries of one head.
 
-    wg: the warpgroup. row_group, half: which 64 keys of the work tile, and which columns, are its. row: the first of
-    these keys within the work tile. nth: number of the
-    step, which in a persistent CTA counts from its first work tile on; index: within the work tile. k_stage, v_stage,
-    slot, do_slot: the stages of keys, values, queries and dout. words: of a mask that has words of all blocks.
+    wg: the warpgroup. row_group, half: the warpgroup's 64 keys of the work tile, and its half of the columns. row: the
+    first of these keys within the work tile. nth: number of the step; a persistent CTA counts from its first work tile.
+    index: number of the step within the work tile. k_stage, v_stage, slot, do_slot: the stages of keys, values, queries
+    and dout. words: of a mask that has words of all blocks.
     """
 
     work: WorkTile
@@ -72,7 +72,7 @@ class QStep:
 
     @classmethod
     def of(cls, work: WorkTile, i: Any) -> "QStep":
-        """Finds the place of step `i`, which is nth or index (see above), and waits for what it reads."""
+        """Finds step `i`, which is nth in a persistent CTA and index otherwise, and waits for its loads."""
         kernel, traits, schedule = work.kernel, work.kernel.traits, work.kernel.schedule
         config, is_persistent = traits.config, schedule.is_persistent
         wg = recomputed(kernel.wg)
@@ -82,7 +82,7 @@ class QStep:
         slot = schedule.slot_of(nth, config.q_stages)
         do_slot = schedule.slot_of(nth, config.do_stages) if config.do_stages > 1 else recomputed(0)
         index = StepNumbers.read(kernel.smem.steps, slot).index if is_persistent else i
-        # What segments and lists make it depend on is read again, not kept in registers.
+        # Values that depend on segments and lists are read again, not kept in registers.
         if traits.has_lists or is_persistent:
             place = _place_again(work, slot, index)
         else:
@@ -123,7 +123,7 @@ class QStep:
         return self.work.kernel.traits
 
     def numbers(self) -> StepNumbers:
-        """The numbers that the memory warpgroup of a persistent CTA left for this step, read again."""
+        """The StepNumbers that the memory warpgroup of a persistent CTA left for this step, read again."""
         return StepNumbers.read(self.kernel.smem.steps, self.slot)
 
     def place_again(self) -> StepPlace:
@@ -150,7 +150,7 @@ class QStep:
 
 
 def _wait_for_loads(kernel: Kernel, slot: Any, do_slot: Any) -> None:
-    """Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519)."""
+    """All waits come before the accumulators: a wait between zeroing and matmul costs a fence (C7519)."""
     traits, barriers, bias = kernel.traits, kernel.barriers, kernel.smem.bias
     if not traits.scores_ahead:
         plgpu.barrier_wait(barriers.q_ready.at[slot])
@@ -161,7 +161,7 @@ def _wait_for_loads(kernel: Kernel, slot: Any, do_slot: Any) -> None:
 
 
 def _place_again(work: WorkTile, slot: Any, index: Any) -> StepPlace:
-    """The place of a step that is not kept in registers: read from shared memory, or worked out again."""
+    """The StepPlace of a step, which is not kept in registers: read from shared memory, or recomputed."""
     if not work.kernel.traits.is_persistent:
         return work.place_again(index)
     read = lambda: StepNumbers.read(work.kernel.smem.steps, slot)

@@ -1,8 +1,8 @@
-"""Which block of keys a CTA of the Hopper backward owns, and in which order it meets the blocks of queries.
+"""The blocks of keys that a CTA of the Hopper backward owns, and the order of their blocks of queries.
 
 A work tile is a block of keys of one kv head. Its loop over the queries (q_loop) takes one block of queries of one
-query head per step. A persistent CTA takes one work tile after another, and its memory warpgroup runs ahead into the
-next one.
+query head per step. A persistent CTA processes one work tile after another, and its memory warpgroup runs ahead into
+the next work tile.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class StepPlace(NamedTuple):
 
 
 class QLoop(NamedTuple):
-    """The loop over the queries of a work tile: how many steps it has, and the place of each step."""
+    """The loop over the queries of a work tile: the number of steps, and the StepPlace of each step."""
 
     steps: Any
     place: Callable[[Any], StepPlace]
@@ -56,12 +56,12 @@ class Stages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The work of a launch, as it is known when its kernel is traced.
+    """The work of a launch, as known when its kernel is traced.
 
     group: query heads per kv head; a q_loop goes over all of them. rotate: as in AttentionBackwardSm90. visits_all:
-    whether causality, a window and segments let every block of keys meet every block of queries. split: how the last
-    work tiles are split into parts. scheduler: numbers the work tiles. is_persistent: whether a CTA takes one work tile
-    after another; else it takes one, or a part of one. v_stages: stages for values.
+    whether causality, a window and segments let every block of keys meet every block of queries. split: the parts of
+    the last work tiles. scheduler: numbers the work tiles. is_persistent: whether a CTA processes one work tile after
+    another; otherwise it processes one work tile, or a part of it. v_stages: stages for values.
     """
 
     options: AttentionOptions
@@ -94,7 +94,7 @@ class Schedule:
         batch, q_length = arrays.query.shape[:2]
         heads, kv_heads = head_views.head_counts(arrays.query, arrays.key, options)
         group = heads // kv_heads
-        # Heads of a group read the same keys, so more of them run together at the same cost in cache.
+        # Heads of a group read the same keys, so that more heads run together at the same cost in cache.
         longer = max(1, q_length // config.heads_together_up_to)
         together = max(1, config.heads_together // longer) * group
         visits_all = not (options.is_causal or options.window is not None or arrays.segments is not None)
@@ -107,8 +107,8 @@ class Schedule:
         may_split = visits_all and not bias_gradient and arrays.dquery is not None
         if may_split and arrays.lists is None and arrays.bounds is None:
             split = SplitTail.of(shape.tiles, pl.cdiv(q_length, config.block_q) * group, core_count)
-        # Two stages of keys have no room at head_dim 256 (blocks of 64). The sums of a bias, a softcap and a score_mod
-        # leave no registers to spare, nor do copies of any rows at 128.
+        # Two stages of keys do not fit at head_dim 256 (blocks of 64). The sums of a bias, a softcap and a score_mod
+        # leave no spare registers, nor do copies of any number of rows at head_dim 128.
         any_rows = arrays.query.shape[-1] > 64 and has_odd_length(arrays.query, arrays.key)
         has_extra = bias_gradient or any_rows or options.softcap is not None or arrays.mod is not None
         can_persist = block_kv > 64 and split.parts == 1 and not has_extra
@@ -145,18 +145,18 @@ class Schedule:
         return Stages(stage, stage if self.v_stages == 2 else recomputed(0))
 
     def slot_of(self, nth: Any, stages: int) -> Any:
-        """The stage of the CTA's step number `nth`, where so many stages hold blocks of queries."""
-        if self.is_persistent and stages & (stages - 1) == 0:  # a bit, not a division with a sign
+        """The stage of the CTA's step number `nth`, if `stages` stages hold blocks of queries."""
+        if self.is_persistent and stages & (stages - 1) == 0:  # a bit mask, not a signed division
             return nth & (stages - 1)
         return lax.rem(nth, jnp.int32(stages))
 
     def shared(self, sums: int, head_dim: int, *, warpgroups: int) -> dict[str, Any]:
-        """The refs that CTAs share, by their names in Arrays: `sums` sums of parts of a tile, or the tiles' counter."""
+        """Refs common to the CTAs, by their names in Arrays: `sums` sums of parts of a tile, or the tiles' counter."""
         counter = self.scheduler.counter() if self.is_persistent else None
         return {"counter": counter} | self.split.shared(sums, self.block_kv, head_dim, warpgroups=warpgroups)
 
     def for_each(self, cta: Any, run: Callable, state: Any = 0) -> None:
-        """TileScheduler.for_each, or its only call of `run` where the CTA has one work tile."""
+        """TileScheduler.for_each, or its only call of `run` if the CTA has one work tile."""
         if self.is_persistent:
             self.scheduler.for_each(recomputed(cta), run, state)
         else:
@@ -177,13 +177,13 @@ class Schedule:
         )
 
     def q_loop(self, arrays: Arrays, tile: Any, block: KeyBlock) -> QLoop:
-        """The loop over the queries that meet a work tile's block of keys."""
+        """The loop over the queries that attend to a work tile's block of keys."""
         b, kv_head, kv_index = block
         group, q_blocks = self.group, pl.cdiv(self.q_length, self.block_q)
         if arrays.lists is not None:
             listed = arrays.lists.blocks_of(recomputed(tile))
             of_step = lambda step: StepPlace(*listed.query_place(step, group, q_blocks))
-            # As the compiler is to know: around a loop that may not run it keeps more in registers.
+            # The maximum shows the compiler that the loop runs: otherwise it keeps more values in registers.
             return QLoop(jnp.maximum(listed.count, 1), of_step)
         among = None if arrays.segments is None else arrays.segments.among(b, kv_index)
         sizes = self.block_kv, self.block_q, self.q_length

@@ -28,7 +28,7 @@ def biased(step: QStep, s: Any) -> Any:
 
 
 def modified(step: QStep, s: Any) -> score_mod.Tile:
-    """The score_mod on the scores."""
+    """The score_mod's Tile of the scores."""
     b, mod = step.b_again(), step.kernel.arrays.mod
     assert mod is not None
     numbers = mod.of_head(b, step.head)
@@ -36,16 +36,16 @@ def modified(step: QStep, s: Any) -> score_mod.Tile:
 
 
 def masked(step: QStep, s: Any) -> Any:
-    """The scores under the softcap, or else with the bias, and -inf where a pair counts for nothing."""
+    """The scores under the softcap, or otherwise with the bias, and -inf for pairs that do not count."""
     traits = step.traits
     if traits.options.softcap:
         s = softcapped(s, traits.options.softcap, traits.options.scale)
-    elif step.kernel.smem.bias is not None:  # softcap's derivative needs the scores without
+    elif step.kernel.smem.bias is not None:  # softcap's derivative needs the scores without bias
         s = biased(step, s)
-    if step.words is not None:  # full blocks, too: where most are partial, a branch costs a tenth
+    if step.words is not None:  # full blocks, too: if most blocks are partial, a branch costs a tenth
         return mask_bits.kept(s, step.words, by_word=False)
     if traits.predicate:
-        # One loop with a branch, not two loops: what lives across a second loop would spill.
+        # One loop with a branch, not two loops: values that live across a second loop would spill.
         s = lax.cond(step.is_partial, functools.partial(_under_predicate, step), lambda s: s, s)
     return s
 
@@ -70,7 +70,7 @@ def _under_predicate(step: QStep, s: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The final scores of a step. live, mod: of a score_mod with a derivative, the pairs that count, and its tile."""
+    """The final scores of a step. Under a score_mod with a derivative, live: the pairs that count; mod: its tile."""
 
     s: Any
     live: Any = None
@@ -78,7 +78,7 @@ class Scores:
 
 
 def final_scores(step: QStep, s: Any) -> Scores:
-    """The scores that P is made of. s: those of the products, or masked already if Traits.mask_first."""
+    """The scores from which P is computed. s: from the matmul, or already masked if Traits.mask_first."""
     traits = step.traits
     if traits.has_mod and not traits.has_slope:
         s = modified(step, s).scores()
@@ -91,7 +91,7 @@ def final_scores(step: QStep, s: Any) -> Scores:
 
 
 def over_keys(x: Any, s: Any) -> Any:
-    """A number for each query, for each pair of the scores."""
+    """Broadcasts a value per query to all pairs of the scores."""
     return lax.broadcast_in_dim(x, s.shape, [1])
 
 
@@ -103,7 +103,7 @@ def probabilities(step: QStep, scores: Scores) -> Any:
     less = logits * traits.factor - over_keys(lse, s)
     p = jnp.exp2(less * LOG2E if traits.natural else less)
     if traits.has_bias or traits.has_mod:
-        # In a row that a bias of -1e30 masks, lse is too coarse to give P: keep it finite.
+        # In a row that a bias of -1e30 masks, lse is too coarse for P: keep P finite.
         p = jnp.minimum(p, 1)
     if traits.has_slope and traits.predicate:
         p = jnp.where(scores.live, p, 0)
@@ -113,11 +113,11 @@ def probabilities(step: QStep, scores: Scores) -> Any:
 def times_slope(step: QStep, p: Any, scores: Scores) -> tuple[Any, Any]:
     """(P in 16 bits or None, P times the derivative of the softcap or the score_mod).
 
-    P comes in 16 bits where it is another number than the second.
+    P in 16 bits is returned if it differs from the second value.
     """
     traits, p16 = step.traits, None
     if traits.options.softcap:
-        # A masked score is -inf, whose square would be a NaN.
+        # A masked score is -inf: P times its square would be a NaN.
         p16, p = p.astype(traits.dtype), p * (1 - jnp.square(jnp.maximum(scores.s, -1)))
     if scores.mod is not None:
         live = scores.live if traits.predicate else None
@@ -126,6 +126,6 @@ def times_slope(step: QStep, p: Any, scores: Scores) -> tuple[Any, Any]:
 
 
 def bias_gradient_sum(ds: Any, dbias: Any) -> Any:
-    """dbias + dS, summed over the columns of each thread. The lanes of a row add up the rest at the end."""
+    """dbias + dS, summed over the columns of each thread. The lanes of a row are summed at the end."""
     parts = [ds[:, i : i + PART] for i in range(0, ds.shape[1], PART)]
     return functools.reduce(jnp.add, parts, dbias)

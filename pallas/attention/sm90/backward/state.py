@@ -1,4 +1,4 @@
-"""The named state of the Hopper backward's kernel: shared memory, barriers, and what a step's warpgroups exchange."""
+"""The named state of the Hopper backward's kernel: shared memory, barriers, and data that warpgroups exchange."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_F32
 
 
 class StepNumbers(NamedTuple):
-    """The place of a step, int32, as the memory warpgroup of a persistent CTA leaves it with the step's queries.
+    """The position of a step, int32, which the memory warpgroup of a persistent CTA leaves with the step's queries.
 
-    A compute warpgroup reads it from shared memory: working it out again takes a tenth of a step's instructions, and
-    keeping it spills. index: the step's number within the work tile. goes_on: whether the work tile has another step.
+    A compute warpgroup reads it from shared memory: recomputing it takes a tenth of a step's instructions, and keeping
+    it spills registers. index: the step's number within the work tile. goes_on: whether the work tile has another step.
     """
 
     b: Any
@@ -33,7 +33,7 @@ class StepNumbers(NamedTuple):
 
     @staticmethod
     def scratch(stages: int) -> Any:
-        """For pl.run_scoped."""
+        """The scratch of pl.run_scoped."""
         return plgpu.SMEM((stages, 8), jnp.int32)
 
     @classmethod
@@ -48,7 +48,7 @@ class StepNumbers(NamedTuple):
 
 
 class TileRefs(NamedTuple):
-    """The same shared memory, as products and stores see it (mma) and as copies see it (tma)."""
+    """The same shared memory, as matmuls and stores see it (mma) and as copies see it (tma)."""
 
     mma: Any
     tma: Any
@@ -57,12 +57,13 @@ class TileRefs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Smem:
-    """A CTA's shared memory, allocated in the order of the fields. None marks what a call does not need.
+    """A CTA's shared memory, allocated in the order of the fields. None: the call does not need it.
 
     k, v, q, do: [stages, ...] of tiles, see Traits' tiles. ds: [warpgroups, chunks of queries, 64, 64], a step's dS^T.
-    dq: [warpgroups, 64, 64] float32, on its way to device memory. lse, delta, ids: [stages, block_q], numbers of a
-    step's queries. barriers: arrays of Barriers. bias: of a step. arrived: [warpgroups] int32, parts of a work tile.
-    dbias: [warpgroups, 64]. tile: [stages of keys] int32, numbers of work tiles. steps: [stages, ...] of StepNumbers.
+    dq: [warpgroups, 64, 64] float32, on its way to device memory. lse, delta, ids: [stages, block_q], values of a
+    step's queries. barriers: arrays of Barriers. bias: of a step. arrived: [warpgroups] int32, counts of a work
+    tile's parts. dbias: [warpgroups, 64]. tile: [stages of keys] int32, indices of work tiles. steps: [stages, ...] of
+    StepNumbers.
     """
 
     k: Any
@@ -83,7 +84,7 @@ class Smem:
 
     @classmethod
     def scratch(cls, traits: Traits, barriers: Barriers) -> "Smem":
-        """For pl.run_scoped."""
+        """The scratch of pl.run_scoped."""
         schedule, config, dtype = traits.schedule, traits.config, traits.dtype
         row_groups, halves, block_q, block_kv = traits.row_groups, traits.halves, traits.block_q, traits.block_kv
         q_stages, do_stages = config.q_stages, config.do_stages
@@ -106,7 +107,7 @@ class Smem:
         )
 
     def viewed(self, traits: Traits) -> "Smem":
-        """The same with TileRefs for k, v, q and do."""
+        """The same fields, with TileRefs for k, v, q and do."""
         return dataclasses.replace(
             self,
             k=TileRefs(*traits.k_tiles.views(self.k)),
@@ -118,16 +119,17 @@ class Smem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelBarriers:
-    """The barriers of a CTA. None marks those that a launch does without.
+    """The barriers of a CTA. None: the launch does not use the barrier.
 
     q_ready, q_free, do_ready, do_free: a stage of queries or of dout is loaded, or may be overwritten. ds_ready,
-    ds_free: both warpgroups have written, or read, a step's dS. last_read: both have read the last block of keys.
+    ds_free: both warpgroups have written, or read, a step's dS. last_read: both warpgroups have read the last
+    block of keys.
 
-    k_ready: a block of keys is loaded. In a CTA with one work tile it also stands for the values, and v_ready, k_free
-    and v_free are None. In a persistent CTA, k_ready and v_ready are for each stage. With the keys comes the number of
-    their work tile, except for the first; behind the last keys comes a number past the work tiles. k_free: the first
-    step of a work tile; what was stored from the last tile's keys has been read, so the next keys can go there. v_free:
-    the last step of a work tile, where values have one stage: they have been read.
+    k_ready: a block of keys is loaded. In a CTA with one work tile it also covers the values, and v_ready, k_free and
+    v_free are None. A persistent CTA has a k_ready and a v_ready for each stage. The index of a work tile arrives with
+    its keys, except for the first work tile; after the last keys an index past the work tiles arrives. k_free: arrives
+    in the first step of a work tile, when the stores from the last tile's keys have been read, so that the next keys
+    can be loaded there. v_free: arrives in the last step of a work tile, if values have one stage: they have been read.
     """
 
     q_ready: Any
@@ -144,7 +146,7 @@ class KernelBarriers:
 
     @staticmethod
     def wanted(traits: Traits) -> Barriers:
-        """How many there are of each, and how many arrivals each counts."""
+        """The number of barriers of each name, and the arrivals that each barrier counts."""
         schedule, config, halves = traits.schedule, traits.config, traits.halves
         is_persistent, q_stages, do_stages = schedule.is_persistent, config.q_stages, config.do_stages
         k_copies = traits.row_groups * traits.chunks
@@ -163,7 +165,7 @@ class KernelBarriers:
             "ds_ready": (1, COMPUTE_WGS),
             "ds_free": (1, COMPUTE_WGS),
         }
-        if not is_persistent or not traits.exchanges_ds:  # else ds_free says so, too
+        if not is_persistent or not traits.exchanges_ds:  # otherwise ds_free signals the same
             wanted["last_read"] = 1, COMPUTE_WGS
         return Barriers(wanted, merged=is_persistent)
 
@@ -173,7 +175,7 @@ class KernelBarriers:
 
 
 class Results(NamedTuple):
-    """dkey, dvalue and the gradient of a bias for each key, in device memory. dbias is None where it is not wanted."""
+    """dkey, dvalue and the gradient of a bias per key, in device memory. dbias: None if it is not requested."""
 
     dkey: Any
     dvalue: Any
@@ -182,7 +184,7 @@ class Results(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The state that all warpgroups of a CTA share. arrays: refs in device memory. wg, cta: indices, traced scalars."""
+    """The common state of a CTA's warpgroups. arrays: refs in device memory. wg, cta: indices, traced scalars."""
 
     traits: Traits
     arrays: Arrays

@@ -1,4 +1,4 @@
-"""One step of the Hopper backward: the products of a block of keys with a block of queries."""
+"""One step of the Hopper backward: the matmuls of a block of keys with a block of queries."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from jax_kernels.pallas.mosaic.registers import recomputed, zeros_stay
 
 
 class Accumulators(NamedTuple):
-    """float32 sums [64, columns] in registers, one for each part of the columns."""
+    """float32 sums [64, columns] in registers, one array per part of the columns."""
 
     dk: tuple[Any, ...]
     dv: tuple[Any, ...]
@@ -27,9 +27,9 @@ class Accumulators(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Carry:
-    """The values that a step leaves for the next one.
+    """The values that a step leaves for the next step.
 
-    scores: S^T of the next step, where Traits.scores_ahead. dbias: [64, PART], the sum of a bias's gradient. goes_on:
+    scores: S^T of the next step, if Traits.scores_ahead. dbias: [64, PART], the sum of a bias's gradient. goes_on:
     whether the work tile of a persistent CTA has another step.
     """
 
@@ -39,7 +39,7 @@ class Carry:
 
 
 class Weights(NamedTuple):
-    """P^T and dS^T of a step in 16 bits, and the sum of dbias. p: None where its product is issued already."""
+    """P^T and dS^T of a step in 16 bits, and the sum of dbias. p: None if its matmul is already issued."""
 
     p: Any
     ds: Any
@@ -48,9 +48,9 @@ class Weights(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextStep:
-    """The place of the next step's keys and queries.
+    """The stage of the next step's keys and the slot of its queries.
 
-    goes_on: whether they are of the same work tile, if that is known.
+    goes_on: whether the next step belongs to the same work tile, if known.
     """
 
     k_stage: Any
@@ -65,7 +65,7 @@ def mma_step(work: WorkTile, accs: Accumulators, i: Any, carry: Carry) -> Carry:
     s = scores_sm90.masked(step, carry.scores) if traits.mask_first else carry.scores
     # S^T = K Q^T, P^T = exp2(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta)
     weights = _weights_of(step, accs, s, carry.dbias)
-    if weights.p is not None:  # else its product is issued already, behind dP's
+    if weights.p is not None:  # otherwise its matmul is already issued, behind dP's
         # dV += P^T dO
         _add_product(accs.dv, weights.p, smem.do.mma.at[step.do_slot, step.half])
     _give_ds(step, weights.ds)
@@ -99,7 +99,7 @@ def first_scores(kernel: Kernel) -> Any:
 
 
 def issue_scores(kernel: Kernel, s_acc: Any, k_stage: Any, row_group: Any, slot: Any) -> None:
-    """Issues S^T = K Q^T, a group of products per chunk of columns."""
+    """Issues S^T = K Q^T, a group of matmuls per chunk of columns."""
     traits, smem = kernel.traits, kernel.smem
     for c in range(traits.chunks):
         half, start = divmod(64 * c, traits.width)
@@ -108,7 +108,7 @@ def issue_scores(kernel: Kernel, s_acc: Any, k_stage: Any, row_group: Any, slot:
 
 
 def _add_product(accs: tuple[Any, ...], x: Any, smem: Any) -> None:
-    """accs += x @ smem, a group of products per chunk of columns."""
+    """accs += x @ smem, a group of matmuls per chunk of columns."""
     for c, acc in enumerate(accs):
         plgpu.wgmma(acc, x, smem.at[c])
 
@@ -135,7 +135,7 @@ def _weights_of(step: QStep, accs: Accumulators, s: Any, dbias: Any) -> Weights:
 
 
 def _weights(step: QStep, accs: Accumulators, s: Any, dbias: Any, dp_acc: Any, s_acc: Any) -> Weights:
-    """P^T and dS^T. s_acc: the accumulator of S^T, whose products are issued; None if Traits.scores_ahead."""
+    """P^T and dS^T. s_acc: the accumulator of S^T, whose matmuls are issued; None if Traits.scores_ahead."""
     traits, smem, early_dv = step.traits, step.kernel.smem, step.traits.config.early_dv
     # dP^T = V dO^T
     for half in range(traits.halves):
@@ -165,7 +165,7 @@ def _weights(step: QStep, accs: Accumulators, s: Any, dbias: Any, dp_acc: Any, s
 
 
 def _give_ds(step: QStep, ds: Any) -> None:
-    """Stores dS^T for the product with K, where the warpgroups exchange it, and frees what the step has read."""
+    """Stores dS^T for the matmul with K, if there is a dquery, and frees the memory that the step has read."""
     traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
     if traits.exchanges_ds:  # the other warpgroup may still read the last step's dS
 
@@ -183,15 +183,15 @@ def _give_ds(step: QStep, ds: Any) -> None:
     if traits.has_dquery:
         for e in range(traits.q_chunks):
             smem.ds.at[step.wg, e][...] = ds[:, 64 * e : 64 * (e + 1)]
-    plgpu.commit_smem()  # behind what was read, too, which the next copies overwrite
-    if smem.bias is not None:  # behind that: the bias was read before the copy that the barrier lets go
+    plgpu.commit_smem()  # also after the reads: the next copies overwrite this memory
+    if smem.bias is not None:  # after the commit: the bias was read before the copy that this barrier allows
         plgpu.barrier_arrive(smem.bias.free)
     if traits.exchanges_ds:
         plgpu.barrier_arrive(barriers.ds_ready.at[0])
 
 
 def _next_step(step: QStep) -> NextStep:
-    """Waits for the queries of the next step, where there is one, and for the keys if they are another work tile's."""
+    """Waits for the queries of the next step, if any, and for the keys if they belong to another work tile."""
     kernel, traits, schedule, barriers = step.kernel, step.traits, step.kernel.schedule, step.kernel.barriers
     slot, k_stage = schedule.slot_of(step.nth + 1, traits.config.q_stages), step.k_stage
     wait_q = lambda: plgpu.barrier_wait(barriers.q_ready.at[slot])
@@ -213,7 +213,7 @@ def _next_step(step: QStep) -> NextStep:
 
 
 def _add_dk(step: QStep, accs: Accumulators, ds: Any) -> None:
-    """dK += dS^T Q, of a call that has no dquery here."""
+    """dK += dS^T Q, if the kernel has no dquery."""
     _add_product(accs.dk, ds, step.kernel.smem.q.mma.at[step.slot, step.half])
     plgpu.wgmma_wait(step.traits.parts)
     plgpu.barrier_arrive(step.kernel.barriers.do_free.at[step.do_slot])
@@ -252,7 +252,7 @@ def _store_dq(step: QStep, dq_block: DqBlock, dq: Any) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.dq.at[step.wg][...] = dq
     plgpu.commit_smem()
-    if traits.is_persistent or (traits.has_lists and traits.options.softcap):  # there are no registers to keep them
+    if traits.is_persistent or (traits.has_lists and traits.options.softcap):  # no registers are left to keep them
         place = step.place_again()
         head, q_start = traits.dquery_head(place.head), place.q_block * traits.block_q
     b, rows, columns = step.b_again(), pl.ds(q_start + 64 * dq_block.row, 64), pl.ds(64 * dq_block.chunk, 64)
@@ -261,7 +261,7 @@ def _store_dq(step: QStep, dq_block: DqBlock, dq: Any) -> None:
 
 
 def _next_scores(step: QStep, following: NextStep, s_acc: Any) -> Any:
-    """S^T of the next step. In the CTA's last step this works on a stale tile, and is dropped."""
+    """S^T of the next step. In the CTA's last step it is computed from a stale tile, and dropped."""
     traits, kernel = step.traits, step.kernel
     issue_scores(kernel, s_acc, following.k_stage, step.row_group, following.slot)
     if traits.is_persistent:

@@ -1,4 +1,4 @@
-"""How a compute warpgroup of the Hopper backward stores dkey and dvalue, when the q_loop of a work tile has ended."""
+"""Stores of dkey and dvalue by a compute warpgroup of the Hopper backward, after the q_loop of a work tile."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from jax_kernels.pallas.mosaic.registers import recomputed
 def epilogue(work: WorkTile, dk: list[Any], dv: list[Any], dbias: Any) -> None:
     """Stores the gradients of a work tile. dk: without the scale. dk, dv: float32, as Store.finish takes them."""
     kernel, traits, smem, barriers = work.kernel, work.kernel.traits, work.kernel.smem, work.kernel.barriers
-    if barriers.last_read is not None:  # the other warpgroup may still read K, and if it has the same keys, V
+    if barriers.last_read is not None:  # the other warpgroup may still read K, and V if it has the same keys
         plgpu.barrier_arrive(barriers.last_read.at[0])
     wg = recomputed(kernel.wg)
     row_group, half = (0, wg) if traits.splits_columns else (wg, 0)
@@ -34,7 +34,7 @@ def epilogue(work: WorkTile, dk: list[Any], dv: list[Any], dbias: Any) -> None:
         k_smem=k_smem,
         v_smem=v_smem,
         sums_smem=smem.dq.at[wg],
-        # With dS each warpgroup has told the other that it has read K, too.
+        # The exchange of dS also signals that each warpgroup has read K.
         last_read=(barriers.last_read or barriers.ds_free).at[0],
         wg=wg,
         row_group=row_group,
@@ -45,7 +45,7 @@ def epilogue(work: WorkTile, dk: list[Any], dv: list[Any], dbias: Any) -> None:
 
 
 def _store_dbias(work: WorkTile, dbias: Any, wg: Any, row_group: Any) -> None:
-    """Stores the gradient of a bias for each key. Warpgroups that have the same keys store the same numbers."""
+    """Stores the gradient of a bias per key. Warpgroups with the same keys store the same values."""
     kernel = work.kernel
     smem = kernel.smem.dbias
     smem.at[wg][...] = dbias.sum(axis=1)
@@ -59,9 +59,9 @@ def _store_dbias(work: WorkTile, dbias: Any, wg: Any, row_group: Any) -> None:
 class Store:
     """Stores dkey and dvalue of a work tile.
 
-    The results go through the shared memory of its keys and values once no warpgroup reads it (last_read). v_smem is
-    None where the next values come there meanwhile. sums_smem: [64, 64] float32, for a part of a work tile. row_group,
-    half: which 64 keys, and which part of the columns, are the warpgroup's. chunks: its chunks of 64 columns.
+    The results go through the shared memory of its keys and values after the last read of any warpgroup (last_read).
+    v_smem: None if the next values are loaded there meanwhile. sums_smem: [64, 64] float32, for a part of a work tile.
+    row_group, half: the warpgroup's 64 keys, and its part of the columns. chunks: its chunks of 64 columns.
     """
 
     kernel: Kernel
@@ -76,7 +76,7 @@ class Store:
     chunks: list[Any]
 
     def finish(self, dk: list[Any], dv: list[Any]) -> None:
-        """Stores the sums, or adds them to those of the work tile's other parts."""
+        """Stores the sums, or adds them to the sums of the work tile's other parts."""
         split = self.kernel.schedule.split
         if split.parts == 1:
             self.store(dk, dv)
@@ -85,7 +85,7 @@ class Store:
         pl.when(self.tile >= split.whole)(lambda: self.store_part(dk, dv))
 
     def store(self, dk: list[Any], dv: list[Any]) -> None:
-        """Stores both. dk: without the scale. dk, dv: float32 [64, width], in one or more arrays of columns."""
+        """Stores dkey and dvalue. dk: without the scale. dk, dv: float32 [64, width], one or more arrays of columns."""
         traits, dv_gmem, v_tiles = self.kernel.traits, self.kernel.results.dvalue, self.kernel.traits.v_tiles
         b, kv_head, kv_index = self.kernel.block(recomputed(self.tile))
         row_group, half = self.row_group, self.half
@@ -116,7 +116,7 @@ class Store:
         self._store_through_keys(dk, self.kernel.results.dkey, *place)
 
     def store_part(self, dk: list[Any], dv: list[Any]) -> None:
-        """Adds dk and dv to those of the work tile's other parts. The last part to do so stores the sums."""
+        """Adds dk and dv to the sums of the work tile's other parts. The last part that arrives stores the sums."""
         split, arrays = self.kernel.schedule.split, self.kernel.arrays
         arrived_smem, width = self.kernel.smem.arrived, self.kernel.traits.width
         nth = split.tile(recomputed(self.tile)) - split.whole
@@ -129,7 +129,7 @@ class Store:
                 target = arrays.sums.at[nth, which, rows, pl.ds(64 * chunk, 64)]
                 plgpu.copy_smem_to_gmem(self.sums_smem, target, reduction_op="add")
         plgpu.wait_smem_to_gmem(0)
-        plgpu.commit_smem()  # no thread counts before the one that waited
+        plgpu.commit_smem()  # no thread counts up before the thread that waited
         mine = pl.ds(self.wg, 1)
         count_up(arrays.arrived.at[nth, mine], arrived_smem.at[mine], release=True)
         plgpu.commit_smem()
@@ -141,7 +141,7 @@ class Store:
             self.store([load(0)], [load(1)])
 
     def _store_float32(self, x: list[Any], gmem: Any, b: Any, rows: Any, kv_head: Any) -> None:
-        """Stores x, arrays of columns, by way of dquery's shared memory."""
+        """Stores x, arrays of columns, through dquery's shared memory."""
         for c, chunk in enumerate(self.chunks):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.sums_smem[...] = _columns(x, 64 * c, 64)
@@ -149,7 +149,7 @@ class Store:
             plgpu.copy_smem_to_gmem(self.sums_smem, gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)])
 
     def _store_through_keys(self, x: list[Any], gmem: Any, b: Any, rows: Any, kv_head: Any) -> None:
-        """Stores x, arrays of columns, by way of the keys' shared memory."""
+        """Stores x, arrays of columns, through the keys' shared memory."""
         for c, chunk in enumerate(self.chunks):
             self.k_smem.mma.at[chunk, self.row_group, 0][...] = _columns(x, 64 * c, 64)
         plgpu.commit_smem()
@@ -159,7 +159,7 @@ class Store:
 
 
 def _columns(parts: list[Any], start: int, count: int) -> Any:
-    """`count` columns of a matrix that stands in arrays of as many columns each, or more."""
+    """`count` columns of a matrix that is given as arrays of at least `count` columns each."""
     width = parts[0].shape[1]
     part = parts[start // width]
     return part if width == count else part[:, start % width : start % width + count]

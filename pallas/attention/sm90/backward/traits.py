@@ -1,4 +1,4 @@
-"""The static facts of a Hopper backward when its kernel is traced: sizes, and which features a call has."""
+"""The static facts of a Hopper backward when its kernel is traced: sizes, and the features of a call."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ COMPUTE_WGS = 2
 
 
 def block_kv_of(head_dim: int) -> int:
-    """How many keys a CTA owns."""
+    """The number of keys that a CTA owns."""
     return 64 if head_dim > 128 else 64 * COMPUTE_WGS
 
 
@@ -26,10 +26,10 @@ class Traits:
     """Sizes and features of a launch.
 
     dquery_head: maps a head of the call to a head of dquery. has_dquery: whether the kernel adds to dquery.
-    bias_gradient: whether it sums the gradient of a bias for each key. has_words: whether a mask has words of all
-    blocks. has_slope: whether the score_mod's derivative by the score is other than 1. natural: whether scores are in
-    natural units, not in base 2. may_end: whether a block of keys may reach past the last key. k_tiles, v_tiles,
-    q_tiles: how keys, values and queries (and dout) lie in shared memory.
+    bias_gradient: whether the kernel sums the gradient of a bias per key. has_words: whether a mask has words of all
+    blocks. has_slope: whether the score_mod's derivative with respect to the score is not 1. natural: whether scores
+    are in natural units, not in base 2. may_end: whether a block of keys may reach past the last key. k_tiles, v_tiles,
+    q_tiles: the layouts of keys, values and queries (and dout) in shared memory.
     """
 
     schedule: Schedule
@@ -130,7 +130,7 @@ class Traits:
 
     @property
     def splits_columns(self) -> bool:
-        """Whether each warpgroup has half of the columns of the same 64 keys, not all columns of 64 keys of its own."""
+        """Whether the warpgroups split the columns of the same 64 keys, instead of having 64 keys each."""
         return self.head_dim > 128
 
     @property
@@ -159,7 +159,7 @@ class Traits:
 
     @property
     def parts(self) -> int:
-        """Accumulators that a warpgroup has of dkey, and as many of dvalue."""
+        """The number of a warpgroup's accumulators for dkey, and also for dvalue."""
         return self.q_tiles.count
 
     @property
@@ -169,7 +169,7 @@ class Traits:
 
     @property
     def scores_ahead(self) -> bool:
-        """Whether the next step's scores are computed behind this step's gradients; else registers are lacking."""
+        """Whether the next step's scores run behind this step's gradients. Split columns leave too few registers."""
         return not self.splits_columns
 
     @property
@@ -179,25 +179,25 @@ class Traits:
 
     @property
     def exchanges_ds(self) -> bool:
-        """Whether the warpgroups give one another their dS."""
+        """Whether the warpgroups exchange their dS."""
         return self.has_dquery and not self.splits_columns
 
     @property
     def mask_first(self) -> bool:
-        """Whether the branch of the predicate stands before the issue of dP.
+        """Whether the branch of the predicate comes before the issue of dP.
 
-        Without the exchange of dS the branch would serialise the products (C7511). A softcap's exponentials, and a
-        score_mod, had better run behind dP. Of a score_mod with a derivative, the predicate masks the input: to mask
-        the output, both would have to be kept.
+        Without the exchange of dS the branch would serialise the matmuls (C7511). A softcap's exponentials, and a
+        score_mod, should run behind dP. The predicate masks the input of a score_mod with a derivative: to mask the
+        output, the input and the output would have to be kept.
         """
         return self.exchanges_ds and not self.options.softcap and self.has_slope == self.has_mod
 
     @property
     def factor(self) -> float:
-        """Takes scores to base 2. Biased scores, and those of a score_mod, are in their units already."""
+        """The factor that takes scores to base 2; 1 if a bias or a score_mod has set their units."""
         return 1.0 if self.has_bias or self.has_mod else (self.options.softcap or self.options.scale) * LOG2E
 
     @property
     def predicate(self) -> bool:
-        """Whether a block may hold pairs that count for nothing."""
+        """Whether a block may hold pairs that do not count."""
         return self.may_end or self.has_segments or self.has_lists or not self.schedule.visits_all

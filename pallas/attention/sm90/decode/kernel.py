@@ -1,8 +1,8 @@
-"""The decoding kernel on Hopper: a TMA producer with a deep ring, and one or two warpgroups of wgmma behind it.
+"""The decoding kernel on Hopper: a TMA producer with a deep ring, and one or two warpgroups of wgmma.
 
-A CTA takes items of (sequence, split of its keys, head of key, tile of 64 rows); the memory warpgroup runs ahead into
-the next item. A row is a query of a head (see decode.py in the folder above). Two compute warpgroups take the blocks of
-keys in turns. Each has a ring and a softmax of its own, and leaves its own part of the result.
+A CTA processes items of (sequence, split of its keys, key head, tile of 64 rows); the memory warpgroup runs ahead into
+the next item. A row is a query of a head (see decode.py in the folder above). Two compute warpgroups process the blocks
+of keys in turns. Each warpgroup has its own ring and its own softmax, and writes its own part of the result.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED, SWIZZLED_F32, WGMMA
 
 TILE = 64  # rows of a tile, as wgmma has them
-COPIED_ROWS = 8  # a copy takes fewer rows, or whole groups of so many: the atoms of its swizzle
-# Columns of the output that are staged at a time: all of them, in float32, would take a block's shared memory.
+COPIED_ROWS = 8  # a copy has fewer rows, or whole groups of this size: the atoms of its swizzle
+# Columns of the output that are staged at a time: all columns, in float32, would take the shared memory of a block.
 OUT_COLUMNS = 64
-# Registers per thread where there are three warpgroups: two have enough as it is.
+# Registers per thread with three warpgroups. With two warpgroups the default is enough.
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 208, 80
 
 
 def copied_rows(count: int) -> int:
-    """So many rows, and what is missing to whole groups of COPIED_ROWS."""
+    """`count` rounded up to whole groups of COPIED_ROWS."""
     return pl.cdiv(count, COPIED_ROWS) * COPIED_ROWS
 
 
@@ -56,8 +56,8 @@ class Arrays:
 class Plan:
     """The static facts of a call when it is traced.
 
-    group: query heads for each head of key. capacity: keys that a sequence has room for. left: of the window, -1 is
-    none. rows: of the packed query, whole tiles. page_size: None for a contiguous cache.
+    group: query heads per key head. capacity: keys that a sequence has room for. left: of the window, -1 for none.
+    rows: of the packed query, whole tiles. page_size: None for a contiguous cache.
     """
 
     config: Any  # AttentionDecodeSm90
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """Parts of a row's result."""
+        """The number of parts of a row's result."""
         return self.splits * self.config.compute_warpgroups
 
     @property
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def stored_rows(self) -> int:
-        """Rows of a tile that are stored: whole swizzle atoms; the others are no queries."""
+        """The rows of a tile that are stored: whole swizzle atoms. The other rows are not queries."""
         return TILE if self.tiles > 1 else copied_rows(self.group * self.q_length)
 
     @property
@@ -115,9 +115,9 @@ class Plan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """A CTA's memory, as pl.run_scoped takes and gives it.
+    """A CTA's memory, as pl.run_scoped takes and returns it.
 
-    q_smem, out_smem, lse_smem: a tile for each compute warpgroup. The others have the slots of all rings, the first
+    q_smem, out_smem, lse_smem: a tile per compute warpgroup. The other fields have the slots of all rings, the first
     compute warpgroup's ring first.
     """
 
@@ -206,7 +206,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Warpgroup:
-    """The state that the warpgroups of a CTA share."""
+    """The common state of a CTA's warpgroups."""
 
     plan: Plan
     arrays: Arrays
@@ -214,7 +214,6 @@ class Warpgroup:
     cta: Any
 
     def item(self, index: Any) -> Item:
-        """Item number `index`."""
         plan, block_kv = self.plan, self.plan.config.block_kv
         head, rest = lax.rem(index, plan.kv_heads), lax.div(index, plan.kv_heads)
         tile, rest = lax.rem(rest, plan.tiles), lax.div(rest, plan.tiles)
@@ -254,7 +253,7 @@ class Loader(Warpgroup):
         self.for_each_item(self._load_item, (jnp.int32(0),) * compute_wgs)
 
     def _load_item(self, index: Any, slots: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Loads an item's blocks, those of each compute warpgroup from its slot on: the next slots."""
+        """Loads an item's blocks into the rings, from each compute warpgroup's slot on. Returns the next slots."""
         item, compute_wgs = self.item(index), self.plan.config.compute_warpgroups
 
         def load(step, slots):
@@ -268,7 +267,7 @@ class Loader(Warpgroup):
         return lax.fori_loop(0, lax.div(item.count + (compute_wgs - 1), compute_wgs), load, slots)
 
     def _load_block(self, item: Item, block: Any, w: int, slot: Any) -> None:
-        """Loads block number `block` of an item into a slot of a compute warpgroup's ring."""
+        """Loads block `block` of an item into a slot of compute warpgroup w's ring."""
         arrays, scratch, config = self.arrays, self.scratch, self.plan.config
         copies = self._copies(item, (item.begin + block) * config.block_kv)
         for gmem, smem, ready, free in (
@@ -282,7 +281,7 @@ class Loader(Warpgroup):
                 plgpu.copy_gmem_to_smem(source, smem.at[at, copy.to], ready.at[at])
 
     def _copies(self, item: Item, start: Any) -> list[PageCopy]:
-        """The copies that a block of keys from `start` on takes."""
+        """The copies for the block of keys from `start` on."""
         block_kv, page_size, tables = self.plan.config.block_kv, self.plan.page_size, self.arrays.tables
         whole_block = pl.ds(0, block_kv)
         if page_size is None:
@@ -291,7 +290,7 @@ class Loader(Warpgroup):
             page = tables[item.b, lax.div(start, page_size)]
             return [PageCopy(page=page, rows=pl.ds(lax.rem(start, page_size), block_kv), to=whole_block)]
         first, last = lax.div(start, page_size), lax.div(item.length - 1, page_size)
-        # Past the length a table may hold anything: the last page is loaded once more.
+        # Past the length a table may hold invalid pages: the last page is loaded again instead.
         pages = [tables[item.b, jnp.minimum(first + i, last)] for i in range(self.plan.pages_per_block)]
         return [
             PageCopy(page=page, rows=pl.ds(0, page_size), to=pl.ds(i * page_size, page_size))
@@ -301,7 +300,7 @@ class Loader(Warpgroup):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLimits:
-    """Which keys the rows of a tile may attend to: keys below `limits` [64], and with a window at most left below.
+    """The keys that the rows of a tile may attend to: below `limits` [64], with a window from limits - (left + 1) on.
 
     length: keys of the sequence. Blocks within full_start ... full_end - 1 need no mask.
     """
@@ -324,7 +323,7 @@ class LoopState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compute(Warpgroup):
-    """Compute warpgroup number w: it takes every compute_warpgroups-th block of an item."""
+    """Compute warpgroup w: it processes every compute_warpgroups-th block of an item."""
 
     out_gmem: Any
     lse_gmem: Any
@@ -341,7 +340,7 @@ class Compute(Warpgroup):
         plgpu.wait_smem_to_gmem(0)
 
     def _run_item(self, index: Any, slot: Any) -> Any:
-        """Computes an item, whose first block is in `slot`: the next slot."""
+        """Computes an item whose first block is in `slot`. Returns the next slot."""
         plan, scratch, w = self.plan, self.scratch, self.w
         item = self.item(index)
         tile_rows = pl.ds(item.tile * TILE, TILE)
@@ -356,14 +355,14 @@ class Compute(Warpgroup):
 
     def _row_limits(self, item: Item) -> RowLimits:
         q_length, length = self.plan.q_length, item.length
-        # Rows that are no query do as the last one.
+        # Rows past the last query have the last query's limit.
         row = item.tile * TILE + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)
         limits = length - q_length + 1 + jnp.minimum(lax.div(row, jnp.int32(self.plan.group)), q_length - 1)
         full_end, full_start = length - q_length + 1, length - 1 - self.plan.left
         return RowLimits(limits=limits, length=length, full_start=full_start, full_end=full_end)
 
     def _attend(self, item: Item, rows: RowLimits, slot: Any, to: Accumulators) -> TileSums:
-        """O = P V over the warpgroup's blocks of keys, not yet divided by the sums."""
+        """O = P V over the warpgroup's blocks of keys, before the division by the sums."""
         compute_wgs = self.plan.config.compute_warpgroups
         steps = lax.div(item.count + (compute_wgs - 1 - self.w), compute_wgs)
         row_max, row_sum = softmax.start(TILE)
@@ -412,7 +411,7 @@ class Compute(Warpgroup):
         return lax.cond(is_partial, masked, lambda s: s, s)
 
     def _clear_values(self, v_ref: Any, left_over: Any) -> None:
-        """Writes zeros to the rows from left_over on: what a cache holds there may be no number."""
+        """Writes zeros to the rows from left_over on, where a cache may hold NaN or infinity."""
         for first in range(0, self.plan.config.block_kv, TILE):
             for column in range(0, self.plan.v_head_dim, 64):
                 ref = v_ref.at[pl.ds(first, TILE), pl.ds(column, 64)]
@@ -427,7 +426,7 @@ class Compute(Warpgroup):
         out_smem, lse_smem = self.scratch.out_smem, self.scratch.lse_smem
         b, head, part = item.b, item.head, item.split * plan.config.compute_warpgroups + w
         row_max, row_sum, factor = sums.row_max, sums.row_sum, 1.0
-        if sinks is not None:  # in one part alone
+        if sinks is not None:  # in one part only
             sink = plgpu.load(sinks.at[b, head, tile_rows], layout=ROW, optimized=False)
             row_max, row_sum, factor = softmax.with_sink(row_max, row_sum, jnp.where(part == 0, sink, -jnp.inf))
         inverse, lse = softmax.finish(row_max, row_sum, may_be_dead=True)

@@ -1,7 +1,7 @@
-"""Attention for decoding on Hopper: what its kernel reads, and the merge of its parts. See decode_kernel.py.
+"""Attention for decoding on Hopper: the arrays of its kernel, and the merge of its parts. See decode_kernel.py.
 
 Reading keys and values takes the most time. At batch 64, one query, 32 query and 8 key heads, head_dim 128 and 16,384
-keys they are 4.3 GB, which take 1.0 ms at 4.25 TB/s. The products are 275 GFLOP with rows padded to 64, which take
+keys they are 4.3 GB, which take 1.0 ms at 4.25 TB/s. The matmuls are 275 GFLOP with rows padded to 64, which take
 0.3 ms at 900 TFLOP/s. So the depth of the ring counts, not the overlap of wgmma and softmax.
 """
 
@@ -18,7 +18,7 @@ def attention_decode(
 ):  # fmt: skip
     """See jax_kernels.pallas.attention.decode_contract. config: AttentionDecodeSm90.
 
-    There is no mask and no bias. The arrays have 16 bits. head_dims are multiples of 64, and the length of a contiguous
+    mask and bias are None. The arrays have 16-bit dtypes. head_dims are multiples of 64, and the length of a contiguous
     cache is a multiple of 8.
     """
     batch, q_length, heads, head_dim = query.shape
@@ -28,7 +28,7 @@ def attention_decode(
     queries = group * q_length
     tiles = pl.cdiv(queries, decode_kernel.TILE)
     rows = tiles * decode_kernel.TILE
-    # Fewer than a copy's rows need no pass that pads them.
+    # Up to the rows of one copy, no pass is needed to pad the rows.
     packed = queries if queries <= decode_kernel.COPIED_ROWS else decode_kernel.copied_rows(queries)
     blocks = decode_contract.most_blocks(capacity, q_length, left, config.block_kv)
     arrays = decode_kernel.Arrays(

@@ -1,10 +1,10 @@
-"""Biases in the Hopper kernels, and masks that all queries share.
+"""Biases in the Hopper kernels, and masks with one row for all queries.
 
-What has a number for every query and key of a tile goes through shared memory: the tensor memory accelerator brings a
-tile of it while the products of the tile before run, and one stage is enough, as a step reads it early. A bias, or a
-mask, that all queries share is a number for every key. Other masks are lists (block_lists.py).
+A bias with a value per query and key goes through shared memory. The tensor memory accelerator copies a tile of it
+while the matmuls of the previous tile run; one stage is enough, because a step reads it early. A bias or a mask with
+one row for all queries is a value per key. Other masks are lists (block_lists.py).
 
-Axes of batch and heads that are broadcast are read in place.
+Broadcast axes of batch and heads are read in place.
 """
 
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, SWIZZLED, SWIZZLED_F3
 class Bias(NamedTuple):
     """The bias of a call as a kernel reads it.
 
-    A tile's rows are queries and its columns keys, or if transposed the other way round. by_key: [B or 1, H or 1, S]
-    float32, a bias of all queries, times log2(e). tiles: [B or 1, H or 1, rows, columns], a bias in its own dtype. One
-    of the two is None.
+    A tile's rows are queries and its columns keys; if transposed, the reverse. by_key: [B or 1, H or 1, S] float32, a
+    bias with one row for all queries, times log2(e). tiles: [B or 1, H or 1, rows, columns], a bias in its own dtype.
+    by_key or tiles is None.
     """
 
     by_key: Any = None
@@ -36,7 +36,7 @@ class Bias(NamedTuple):
         return self.by_key is not None or self.tiles is not None
 
     def stage(self, rows: int, columns: int, keys: int, warpgroups: int) -> "Stage | None":
-        """The scratch memory of a step's bias; None without a bias. keys: of by_key. warpgroups: that read it."""
+        """The scratch memory of a step's bias; None without a bias. keys: of by_key. warpgroups: its readers."""
         if not self.has_bias:
             return None
         tile = by_key = None
@@ -54,7 +54,7 @@ def of_head(ref: Any, b: Any, h: Any) -> Any:
 
 
 class Stage(NamedTuple):
-    """The bias of one step in shared memory, with the barriers that say that it is there, and that it was read.
+    """The bias of one step in shared memory, with a barrier for its arrival and a barrier for its release.
 
     Between its loads and the arrival at `free`, a warpgroup commits its shared memory.
     """
@@ -65,7 +65,7 @@ class Stage(NamedTuple):
     free: Any
 
     def fill(self, bias: Bias, b, h, row_start, column_start, key_start) -> None:
-        """Copies a step's bias, for a thread that has waited for `free`."""
+        """Copies a step's bias. The calling thread has waited for `free`."""
         if self.tile is not None:
             starts = zip((row_start, column_start), self.tile.shape, strict=True)
             source = of_head(bias.tiles, b, h).at[tuple(pl.ds(start, size) for start, size in starts)]
@@ -75,11 +75,11 @@ class Stage(NamedTuple):
             plgpu.copy_gmem_to_smem(source, self.by_key, self.ready)
 
     def added(self, scores, factor: float, row_start, *, transposed: bool, natural: bool = False):
-        """scores * factor and the bias of their rows, times log2(e) but where natural. transposed: rows are keys.
+        """scores * factor plus the bias of their rows, times log2(e) unless natural. transposed: rows are keys.
 
-        A maximum or lse comes off what this gives as it is: of a product with log2(e) it would miss the rounding, which
-        under a bias of -1e10 is hundreds. For the same reason the sum comes last, unless P is clamped, as it is where
-        rows are keys: it costs registers.
+        The caller subtracts a maximum or lse from the result unscaled: a multiplication by log2(e) fused into this
+        subtraction would lack a rounding, which under a bias of -1e10 is hundreds. For the same reason the sum comes
+        last, which costs registers. Where rows are keys, P is clamped, and the sum need not come last.
         """
         rows = pl.ds(row_start, scores.shape[0])
         if self.tile is not None:
@@ -92,15 +92,15 @@ class Stage(NamedTuple):
         return scores * (factor * LOG2E) + lax.broadcast_in_dim(by_key, scores.shape, [0 if transposed else 1])
 
 
-# The lowest bias for a key that is no -inf, in base 2: above softmax.LOWEST, so that a row has keys where all have it.
+# The lowest finite bias of a key, in base 2. It is above softmax.LOWEST, so that a row still has keys if all have it.
 LOWEST_OF_KEY = -2.9e38
 
 
 class ByKey(NamedTuple):
-    """A bias for each key, float32, -inf where it masks out.
+    """A bias per key, float32, -inf where it masks out.
 
-    base2: [B or 1, H or 1, S], times log2(e), LOWEST_OF_KEY at least. natural: what base2 is in natural units, as lse
-    has it: for LOWEST_OF_KEY, the highest bias that became that. lowest: [B or 1, H or 1], this one.
+    base2: [B or 1, H or 1, S], times log2(e), at least LOWEST_OF_KEY unless -inf. natural: base2 in natural units, as
+    in lse; for LOWEST_OF_KEY, the highest bias that was raised to it. lowest: [B or 1, H or 1], this highest bias.
     """
 
     base2: Any
@@ -114,28 +114,28 @@ class ByKey(NamedTuple):
         is_low = (given * LOG2E <= LOWEST_OF_KEY) & (given > -jnp.inf)
         base2 = jnp.where(is_low, LOWEST_OF_KEY, given * LOG2E)
         lowest = jnp.where(is_low, given, -jnp.inf).max(axis=-1)
-        # Behind a maximum: XLA would make one factor, 1, of both.
+        # The maximum keeps XLA from merging the two factors into a factor of 1.
         natural = jnp.where(is_low, lowest[..., None], jnp.maximum(base2, -jnp.inf) * LN2)
         return cls(base2, natural, lowest)
 
     def in_lse(self, lse: jax.Array) -> jax.Array:
-        """lse [B, H, T] where the kernel had LOWEST_OF_KEY for the keys of a query."""
+        """lse [B, H, T], corrected for queries whose keys all had LOWEST_OF_KEY in the kernel."""
         is_low = (lse < 0.999 * LOWEST_OF_KEY * LN2) & (lse > -jnp.inf)
         return jnp.where(is_low, self.lowest[..., None], lse)
 
 
 def with_bias_as_in_lse(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs with a bias for each key as the forward took it, rounded to base 2."""
+    """The inputs with the bias per key that the forward used, rounded to base 2."""
     if inputs.bias is None or inputs.bias.shape[2] > 1:
         return inputs
     return inputs._replace(bias=ByKey.of(inputs.bias).natural[:, :, None])
 
 
 def bias_of(inputs: AttentionInputs, *, transposed: bool) -> Bias | None:
-    """The call's bias and what is left of its mask, which all queries share; None where it has neither.
+    """The call's bias and the rest of its mask, which has one row for all queries; None if it has neither.
 
-    Their last axis is not 1. by_key is small. A bias for each query, beside which no mask is left, is copied where a
-    side is no multiple of what the tensor memory accelerator moves, and where it is transposed.
+    Their last axis is not 1. by_key is small. With a bias per query no mask is left. This bias is copied if it is
+    transposed, or if a side is not a multiple of the size that the tensor memory accelerator copies.
     """
     bias, mask = inputs.bias, inputs.mask
     if bias is None and mask is None:

@@ -1,13 +1,13 @@
 """Masks as lists of live blocks in the Hopper kernels: dead blocks are neither loaded nor scheduled.
 
-A tile (a block of queries of a head, or a block of keys of a kv head) walks its list, which stands in device memory:
-first the full blocks, whose scores a running maximum can start from, then the partial ones, of which a thread reads the
-bits of its part of a row in one word, straight into registers. The tiles stand in a table, those of the longest lists
-first: a few heads at a time, whose keys and values the L2 cache holds.
+A tile (a block of queries of a head, or a block of keys of a kv head) walks its list, which lies in device memory.
+First come the full blocks, whose scores a running maximum can start from, then the partial blocks. In a partial block a
+thread reads the mask bits of its part of a row as one word, straight into registers. A table holds the tiles, longest
+lists first, for a few heads at a time, so that their keys and values stay in the L2 cache.
 
-Lists and bits are made before a kernel starts. Of a mask that only its pairs tell (an array, or a function) there are
-bits of all blocks, which tell the live and the full ones. Source of the scheme: Dao et al., "FlashAttention" (2022),
-arXiv:2205.14135, section 3.3 (block-sparse attention).
+Lists and bits are made before a kernel starts. A mask that only its pairs define (an array, or a function) gets bits
+of all blocks, and the live and full blocks are found from these bits. Source of the scheme: Dao et al.,
+"FlashAttention" (2022), arXiv:2205.14135, section 3.3 (block-sparse attention).
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ from jax_kernels.pallas.attention.sm90.features import head_views, mask_bits
 from jax_kernels.pallas.attention.sm90.features.bias import of_head
 from jax_kernels.pallas.mosaic.layouts import PART
 
-UNKNOWN = 4  # how many times longer lists can be than they are taken to be where nothing tells
-MOST_PAIRS = 1 << 32  # that are evaluated at once, but for those of an array that is there already
-COLUMNS = 8  # of the table: numbers that are read together stand in one sector
+UNKNOWN = 4  # assumed ratio of a list's static width to its real length, when unknown
+MOST_PAIRS = 1 << 32  # evaluated at once; more if the mask holds an array of at least half as many elements
+COLUMNS = 8  # of the table: values that are read together lie in one sector
 
 
 @jax.tree_util.register_dataclass
@@ -40,13 +40,13 @@ COLUMNS = 8  # of the table: numbers that are read together stand in one sector
 class Lists:
     """The lists of a call as a kernel reads them, all int32.
 
-    tiles: [tiles, COLUMNS]: batch entry, head, block, how many blocks it visits, how many of these are full.
-    indices, entries: [B or 1, H or 1, blocks, width], as BlockLists and PackedBlocks have them; H: the tiles' heads.
-    words: [entries, rows, PART], of PackedBlocks' bits those that a thread reads in one word. Where entries is None,
-    there are words of all blocks, as sm90.mask_bits has them, and most may be partial: a kernel had better read them
-    early.
-    sharing: so many query heads visit each block of a list, one after another, before the next block.
-    keys: of lists by query, how many keys a query has to look at, about.
+    tiles: [tiles, COLUMNS]: batch entry, head, block, number of visited blocks, number of full blocks among them.
+    indices, entries: [B or 1, H or 1, blocks, width], as in BlockLists and PackedBlocks; H: the tiles' heads.
+    words: [entries, rows, PART], the bits of PackedBlocks, where one word has the bits that a thread reads. If entries
+    is None: the words of all blocks, as in sm90.mask_bits. Most blocks may then be partial, so that a kernel should
+    read the words early.
+    sharing: the number of query heads that visit each block of a list, one after another, before the next block.
+    keys: for lists by query, the approximate number of keys that a query visits.
     """
 
     tiles: Any
@@ -65,7 +65,7 @@ class Lists:
 
 
 class ListedBlocks(NamedTuple):
-    """A tile and its blocks, numbered in the order it visits them."""
+    """A tile and its blocks, numbered in the order of its visits."""
 
     lists: Lists
     b: Any
@@ -78,7 +78,7 @@ class ListedBlocks(NamedTuple):
         return self._of_step(self.lists.indices, step)
 
     def query_place(self, step: Any, group: int, q_blocks: int) -> tuple[Any, Any, Any]:
-        """The place of a step in a list by key: (query head, block of queries, whether it is partial)."""
+        """A step of a list by key: (query head, block of queries, whether the block is partial)."""
         block, of_group = self.at(step), jnp.int32(0)
         if self.lists.sharing > 1:
             of_group = lax.rem(step, jnp.int32(group))
@@ -92,7 +92,7 @@ class ListedBlocks(NamedTuple):
     def masked(self, scores: Any, step: Any, row_start: Any, *, by_word: bool) -> Any:
         """The scores of a partial block from a row on, -inf where the mask has a zero.
 
-        Where there are words of all blocks, of a list by query: one by key has its query heads in the steps.
+        With words of all blocks, only for a list by query: the steps of a list by key include query heads.
         """
         if self.lists.has_all_words:
             words = self.words(self.head, self.at(step), row_start, scores.shape[0])
@@ -102,7 +102,7 @@ class ListedBlocks(NamedTuple):
         return mask_bits.kept(scores, words, by_word=by_word)
 
     def words(self, head: Any, other: Any, row_start: Any, rows: int) -> Any:
-        """The words of some rows of the tile, for a query head's block `other`, where there are words of all blocks."""
+        """The words of some rows of the tile, for block `other` of a query head. Needs words of all blocks."""
         of_block = of_head(self.lists.words, self.b, head).at[other, self.block]
         return mask_bits.load_words(of_block.at[pl.ds(row_start, rows)])
 
@@ -114,9 +114,9 @@ class ListedBlocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ListedCall:
-    """The static part of a call that its lists depend on, beside its mask. limits: its is_causal, window and q_offset.
+    """The static part of a call, except its mask, that its lists depend on.
 
-    q_offset is None where it is an array.
+    is_causal, window, q_offset: the call's limits. q_offset is None if it is an array.
     """
 
     batch: int
@@ -140,9 +140,9 @@ class ListedCall:
         by: str,
         heads_together: int,
     ) -> "ListedCall":
-        """by: "query" or "key". Lists by key are of a kv head. Where the mask tells heads apart, they are of a group's
-        heads together, whose blocks of queries are numbered one head after another. heads_together: of so many heads
-        the tiles stand in the table together.
+        """by: "query" or "key". Lists by key belong to a kv head. If the mask differs between heads, a list covers
+        all heads of a group, whose blocks of queries are numbered one head after another. heads_together: the number of
+        heads whose tiles are neighbours in the table.
         """
         (batch, q_length), kv_length = inputs.query.shape[:2], inputs.key.shape[1]
         heads, kv_heads = head_views.head_counts(inputs.query, inputs.key, options)
@@ -154,13 +154,13 @@ class ListedCall:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PreparedLists:
-    """The lists of a call, made beforehand: what a PreparedMask carries."""
+    """The lists of a call, made in advance, which a PreparedMask carries."""
 
     lists: Lists
     call: ListedCall = dataclasses.field(metadata={"static": True})
 
     def of(self, call: ListedCall) -> Lists | None:
-        """The lists of this call, None where they are not known to be the same."""
+        """The lists for this call, None if they may differ."""
         mine, times = self.call, call.batch // self.call.batch
         if dataclasses.replace(mine, batch=call.batch) != call or times * mine.batch != call.batch:
             return None
@@ -168,17 +168,17 @@ class PreparedLists:
             return self.lists
         if self.lists.indices.shape[0] > 1:
             return None
-        # Batch entries that the mask does not tell apart, one table of tiles after another.
+        # The batch entries have equal masks: one table of tiles after another.
         first = jnp.arange(times, dtype=jnp.int32)[:, None, None] * mine.batch
         tiles = self.lists.tiles + first * (jnp.arange(COLUMNS, dtype=jnp.int32) == 0)
         return dataclasses.replace(self.lists, tiles=tiles.reshape(-1, COLUMNS))
 
 
 def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
-    """Whether a call's limits are in lists: of a prepared mask, a Mask, or an array that tells queries apart.
+    """Whether lists hold a call's limits: for a prepared mask, a Mask, or an array that differs between queries.
 
-    One for all queries is a bias for each key where it may be: beside a bias for each query, or a score_mod, and where
-    the backward is deterministic, there is none.
+    An array with one row for all queries is a bias per key instead, except with a bias per query, with a score_mod, and
+    in a deterministic backward.
     """
     if isinstance(inputs.mask, Mask) or inputs.lists is not None:
         return True
@@ -192,15 +192,15 @@ def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
 def lists_of(
     inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool = True, **blocks: Any
 ) -> Lists | None:
-    """The call's lists, which hold all its limits; None where they are not in lists.
+    """The call's lists, which hold all its limits; None if has_lists is False.
 
-    interpret: whether XLA alone makes them. blocks: ListedCall.of's. Prepared lists are taken where they are of this
-    very call.
+    interpret: whether XLA alone makes them. blocks: the arguments of ListedCall.of. Prepared lists are used if they
+    belong to the same call.
     """
     if not has_lists(inputs, options):
         return None
     call = ListedCall.of(inputs, options, **blocks)
-    assert call.heads == inputs.query.shape[2] or inputs.mask.heads == 1, options  # else the mask is of other heads
+    assert call.heads == inputs.query.shape[2] or inputs.mask.heads == 1, options  # otherwise the mask has other heads
     for prepared in inputs.lists or ():
         if (lists := prepared.of(call)) is not None:
             return lists
@@ -212,9 +212,9 @@ def lists_of(
 def prepared_lists(
     inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool = True, **blocks: Any
 ) -> PreparedLists:
-    """The lists of lists_of for these arguments, to be carried. Where the mask is known, they are as short as can be.
+    """The lists of lists_of for these arguments, for later calls. If the mask is concrete, they have the least width.
 
-    query and key may be ShapeDtypeStructs. Nothing but the mask may be an array that limits the call's keys.
+    query and key may be ShapeDtypeStructs. The mask must be the only array that limits the call's keys.
     """
     call = ListedCall.of(inputs, options, **blocks)
     _, offset = offset_of(call.q_offset)
@@ -232,7 +232,7 @@ def prepared_lists(
 
 
 def _rounded_up(count: int) -> int:
-    """By an eighth at most: masks that are alike, such as those of layers, have lists of one shape and one program."""
+    """Rounds up by at most an eighth: similar masks, e.g. of layers, then have lists of one shape and one program."""
     unit = 1 << max(0, count.bit_length() - 4)
     return -(-count // unit) * unit
 
@@ -247,7 +247,7 @@ def _built(
     most: int | None = None,
     interpret: bool = True,
 ) -> Lists:
-    """The lists of all that limits a call's keys. most: so many partial blocks at most; None: as many as can be."""
+    """The lists of all limits on a call's keys. most: the maximum number of partial blocks; None: no maximum."""
     group = 1 if call.by == "query" else call.heads // call.kv_heads
     sharing = group if mask.heads == 1 else 1
     evaluates = most is None and mask.is_evaluated and _pairs(mask, call) <= max(MOST_PAIRS, 2 * _largest_array(mask))
@@ -266,15 +266,15 @@ def _built(
         )
         words = _words_of_threads(packed.words)
     entries: Any = None if evaluates else packed.entries
-    # A tile without a block visits block 0, under bits that are zeros.
+    # A tile without blocks visits block 0 with bits that are zeros.
     total = lists.partial_count + lists.full_count
     dead = total == 0
-    if not evaluates:  # the last entry's
+    if not evaluates:  # the last entry has these bits
         entries = entries.at[..., 0].set(jnp.where(dead, words.shape[0] - 1, entries[..., 0]))
     counts = jnp.maximum(total, 1) * sharing, lists.full_count * sharing
     heads, width = call.heads // group, lists.indices.shape[-1]
     tiles = _tiles(*counts, call.batch, heads, width * sharing, call.heads_together)
-    # Of arrays, such as those for padding, most blocks are likely live.
+    # In masks made of arrays, e.g. for padding, most blocks are probably live.
     keys = width * call.blocks[1] // (1 if evaluates else UNKNOWN)
     return Lists(tiles, lists.indices, entries, words, sharing, keys)
 
@@ -284,26 +284,26 @@ def _pairs(mask: Mask, call: ListedCall) -> int:
 
 
 def _largest_array(mask: Mask) -> int:
-    """Numbers in it."""
+    """The number of elements of the mask's largest array."""
     return max((x.size for x in jax.tree.leaves(mask)), default=0)
 
 
 def _evaluated(
     mask: Mask, offset: jax.Array, call: ListedCall, joined: int, *, interpret: bool
 ) -> tuple[BlockLists, jax.Array]:
-    """(lists, words of all blocks) of a mask all of whose pairs are evaluated. joined: as in packed_lists."""
+    """(lists, words of all blocks) of a mask whose pairs are all evaluated. joined: as in packed_lists."""
     transposed = call.by == "key"
     rows, columns = reversed(call.blocks) if transposed else call.blocks
     sizes: dict[str, Any] = {"rows": rows, "columns": columns, "transposed": transposed}
     words = mask_bits.of_mask(mask, call.lengths, offset, **sizes, interpret=interpret)
-    # Queries first, as `sided` takes them.
+    # `sided` takes arrays with queries first.
     judged = (x if transposed else x.swapaxes(2, 3) for x in mask_bits.judged(words, columns))
     alive, full = (sided(x, call.by, joined) for x in judged)
     return compress(alive, full, alive.shape[-1]), words
 
 
 def _words_of_threads(words: jax.Array) -> jax.Array:
-    """PackedBlocks.words [entries, words, rows] as `kept` takes them, [entries, rows, PART]."""
+    """PackedBlocks.words [entries, words, rows] in the layout of `kept`, [entries, rows, PART]."""
     count, per_word = words.shape[1], 32 // PART
     word, part, column = (jnp.arange(n, dtype=jnp.uint32) for n in (count, per_word, PART))
     bits = words[:, :, None, :, None] >> (part[:, None, None] * PART + column) & 1
@@ -318,7 +318,7 @@ def _tiles(count: Any, full: Any, batch: int, heads: int, width: int, heads_toge
     wide = lambda x: jnp.broadcast_to(x, (batch, heads, blocks)).reshape(-1, size)
     within = jnp.arange(size, dtype=jnp.int32)
     shorter = width - wide(count)
-    if width * size < 1 << 31:  # one number to sort by, the shortest way
+    if width * size < 1 << 31:  # length and index fit one integer, which is the fastest sort
         within = lax.rem(lax.sort(shorter * size + within, dimension=1), jnp.int32(size))
     else:
         within = jnp.argsort(shorter, axis=1, stable=True).astype(jnp.int32)

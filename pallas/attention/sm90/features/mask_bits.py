@@ -1,4 +1,4 @@
-"""Masks bit by bit in the Hopper kernels: a thread reads those of its part of a row in one word, into registers."""
+"""Mask bits in the Hopper kernels: a thread reads the bits of its part of a row as one word, into registers."""
 
 import functools
 from typing import Any
@@ -22,7 +22,7 @@ def kept(scores, words, *, by_word: bool):
     """scores [rows, columns], -inf where a bit is 0. words: int32 [rows, PART]: bit i of word j is column
     i * PART + j.
 
-    by_word: in half as many instructions, and with a few registers more.
+    by_word: with half as many instructions, and a few more registers.
     """
     if interpreter.INTERPRETED or not by_word:
         parts = [scores[:, i : i + PART] for i in range(0, scores.shape[1], PART)]
@@ -43,7 +43,7 @@ def kept(scores, words, *, by_word: bool):
         of_rows = words.registers.reshape(-1)
         given = scores.registers.reshape(-1, len(of_rows))
         numbers = np.empty((*given.shape, 2), dtype=object)
-        # A word's bits one after the other: ptxas then moves seven at a time into predicates.
+        # A word's bits one after the other: ptxas then moves seven bits at a time into predicates.
         for row, i, part in np.ndindex(len(of_rows), 2, len(given)):
             bit = arith.andi(element(of_rows[row], i), constant(1 << part))
             keep = arith.cmpi(arith.CmpIPredicate.ne, bit, constant(0))
@@ -88,8 +88,8 @@ def of_mask(
 def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interpret: bool = True) -> jax.Array:
     """The words of all blocks of rows x columns, int32 [B, H, blocks of columns, blocks of rows, rows, PART].
 
-    keep: bool [B, H, T, S]; rows are queries, or if transposed keys. Past the end there are zeros. interpret: whether
-    XLA alone makes them, as it does on a CPU.
+    keep: bool [B, H, T, S]; rows are queries, or if transposed keys. Words past the end are zeros. interpret: whether
+    XLA alone makes the words, as on a CPU.
     """
     if interpret or not mask_bits_pass.takes(keep.size, columns):
         return _by_xla(keep, rows, columns, transposed)
@@ -100,12 +100,12 @@ def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interp
 
 
 def _of_blocks(words: jax.Array, rows: int) -> jax.Array:
-    """Words of all rows [..., rows of whole blocks, PART] by the block."""
+    """Splits the rows of words [..., rows of whole blocks, PART] into blocks."""
     return words.reshape(*words.shape[:3], -1, rows, PART)
 
 
 def _of_one_row(keep: jax.Array, q_length: int, *, rows: int, columns: int, transposed: bool) -> jax.Array:
-    """packed of keep [B, H, 1, S] for each of so many queries: what is made once is written for all of them."""
+    """packed of keep [B, H, 1, S] for q_length queries: the words are made once and written for all queries."""
     if not transposed:
         exists = jnp.arange(-(-q_length // rows) * rows) < q_length
         return jnp.where(exists.reshape(-1, rows, 1), _by_xla(keep, 1, columns, transposed), 0)
@@ -127,6 +127,6 @@ def _by_xla(keep: jax.Array, rows: int, columns: int, transposed: bool) -> jax.A
 
 
 def judged(words: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:
-    """(alive, full) of blocks of so many columns: whether any pair of each is kept, and whether all are."""
+    """(alive, full) of blocks of `columns` columns: whether any pair of a block is kept, and whether all pairs are."""
     everything = (1 << columns // PART) - 1
     return (words != 0).any(axis=(-2, -1)), (words == everything).all(axis=(-2, -1))

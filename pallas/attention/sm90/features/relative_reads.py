@@ -1,10 +1,10 @@
-"""Numbers of q - k in the Hopper kernels: a thread loads those of its own pairs from device memory, into registers.
+"""Values of q - k in the Hopper kernels: a thread loads the values of its own pairs from device memory into registers.
 
-Along a diagonal of a tile there is one number. A thread has two rows, 8 apart, of every 8 columns: what the second has
-of some columns is what the first has of those 8 before, so that half of the numbers are loaded.
+A tile has one value per diagonal. A thread has two rows, 8 apart, of every 8 columns. The second row's values in some
+columns equal the first row's values in the 8 columns before, so that half of the values are loaded.
 
-Loads that are marked as of memory which does not change are issued before the wait for the products, and run beside
-them. Those of half of a tile are: all of them do not fit the registers of the forward at head_dim 64.
+Loads that are marked as reading invariant memory are issued before the wait for the matmuls, and overlap with them.
+Half of a tile's loads are marked: all of them do not fit the registers of the forward at head_dim 64.
 """
 
 from typing import Any
@@ -19,13 +19,13 @@ from jax_kernels.pallas.mosaic.layouts import PART, WGMMA
 
 
 def load(ref: Any, start: Any, shape: tuple[int, int], first: int, before: Any | None, *, transposed: bool) -> Any:
-    """Numbers [rows, PART] of columns from `first` on, of a tile of this shape [rows, columns].
+    """Values [rows, PART] of the columns from `first` on, in a tile of shape [rows, columns].
 
-    ref: numbers of rising differences, in device memory. start: where it has the first pair's. before: what this gave
-    of the PART columns before, None if that is not at hand. transposed: rows are keys.
+    ref: values by ascending difference, in device memory. start: the index of the first pair's value in ref. before:
+    the result for the previous PART columns, None if unavailable. transposed: rows are keys.
     """
     rows, columns = shape
-    # Of the pair at (row, column): its number in the window of those that the tile has.
+    # The pair at (row, column) has index sign * (row - column) + last in the window of the tile's values.
     sign, last = (-1, rows - 1) if transposed else (1, columns - 1)
     window = ref.at[pl.ds(start - last, rows + columns - 1)]
     if interpreter.INTERPRETED:
@@ -48,7 +48,7 @@ def load(ref: Any, start: Any, shape: tuple[int, int], first: int, before: Any |
         layout = WGMMA.to_mgpu()
         row, column = (arith.index_cast(i32, x) for x in next(iter(layout.thread_idxs((rows, PART)))))
         mine = arith.subi(*((column, row) if transposed else (row, column)))
-        # One address for all of a tile, and a constant for each number.
+        # One address for the whole tile, and a constant offset for each value.
         pointer = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), utils.memref_ptr(window))
         pointer = utils.getelementptr(pointer, [mine], number)
 

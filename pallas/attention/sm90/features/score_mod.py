@@ -1,12 +1,12 @@
-"""A score_mod in the Hopper kernels: its program, on a tile of scores in registers.
+"""The program of a score_mod in the Hopper kernels, on a tile of scores in registers.
 
-What the program has of a row or of a column alone is computed for that alone, and joined to the scores late. What it
-multiplies scores by, the scale and log2(e) among it, becomes one factor where the program is a sum or a choice. tanh,
-exp and the logistic function are exp2 and a reciprocal: the hardware's own tanh misses 5e-4 of its result. Sums of
-indices are taken in float32 where it has them exactly, which saves the conversion of a tile.
+Values that depend only on a row or only on a column are computed once per row or column, and broadcast to the scores
+late. All factors of the scores, including the scale and log2(e), become one factor if the program is a sum or a choice.
+tanh, exp and the logistic function use exp2 and a reciprocal: the hardware's tanh has a relative error of 5e-4. Sums of
+indices are computed in float32 if it is exact for them, which saves the conversion of a tile.
 
-What the program reads of arrays is read by XLA beforehand (see score_mod_tiles): numbers of a batch entry and head, and
-of a query, a key or a difference of the two of these, which a kernel loads from device memory.
+XLA reads the program's arrays beforehand (see score_mod.tiles). This gives values of a batch entry and head, and values
+of a query, of a key or of a difference query - key, which a kernel loads from device memory.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ from jax_kernels.pallas.mosaic.layouts import COLUMN, PART, ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import any_of_warp_above, reciprocal
 from jax_kernels.score_mod.tile_reads import split
 
-EXACT = 1 << 24  # up to which float32 has every integer
+EXACT = 1 << 24  # float32 has every integer up to this
 
 
 @jax.tree_util.register_dataclass
@@ -47,9 +47,9 @@ EXACT = 1 << 24  # up to which float32 has every integer
 class Mod:
     """A call's score_mod as a kernel reads it.
 
-    operands: of `program`, [B or 1, H or 1], or [B or 1, H or 1, queries, keys or differences], whose axis `axes`
-    names. leaves: their nodes. slope: of the result's derivative by the score. no_difference: where those of
-    differences have that of query 0 and key 0.
+    operands: of the program, [B or 1, H or 1] or [B or 1, H or 1, n]; `axes` says whether n counts queries, keys or
+    differences. leaves: the nodes of the operands. slope: the node of the result's derivative with respect to the
+    score. no_difference: the index of query 0 and key 0 in operands of differences.
     """
 
     operands: tuple[Any, ...]
@@ -62,15 +62,15 @@ class Mod:
 
     @property
     def adds_only(self) -> bool:
-        """Whether its derivative by the score is 1."""
+        """Whether the derivative with respect to the score is 1."""
         return is_one(self.slope)
 
     @property
     def may_mask(self) -> bool:
-        """Whether it may give every key of a row a score far from 0, as -1e9 that means to mask.
+        """Whether every key of a row may get a score far from 0, such as the -1e9 of a mask.
 
-        Then scores stay in natural units: times log2(e) they would be rounded by more than they differ, or overflow.
-        Its constants tell, or that it reads numbers of queries or keys.
+        Scores then stay in natural units: times log2(e) they would be rounded by more than they differ, or overflow.
+        This is so if the program has a large constant, or reads floats of queries or keys.
         """
         return reads_large(self.result) or any(axis in ("q", "k") for axis in self._float_axes)
 
@@ -80,21 +80,22 @@ class Mod:
 
     @property
     def units(self) -> float:
-        """The number that the results of the program are multiplied by."""
+        """The factor of the program's results."""
         return 1.0 if self.may_mask else LOG2E
 
     @property
     def tanh_factor(self) -> float | None:
-        """The number that multiplies the score in a program's one tanh, which has nothing else in it."""
+        """See score_mod_graph.tanh_factor."""
         return tanh_factor(self.result)
 
     def highest(self, largest_score: jax.Array | None, farthest: int, *, no_later_keys: bool) -> Any | None:
-        """An upper bound of the results, [B or 1, H or 1] or a number; None where the program does not tell.
+        """An upper bound of the results, [B or 1, H or 1] or a number; None if the program gives no bound.
 
-        largest_score: of any size, [B, H], if it is known. farthest: how far a query's index can be from that of a key
-        which it attends to. no_later_keys: to none with a greater index.
+        largest_score: bound on the magnitude of the scores, [B, H], if known. farthest: the largest distance between
+        the index of a query and the index of a key that it attends to. no_later_keys: queries attend to no key with a
+        greater index.
         """
-        # With later keys, a row may start far below its diagonal: a bound is of no use.
+        # With later keys, a row's first scores may be far below the scores at its diagonal: a bound is of no use.
         known: dict[Any, tuple[Any, Any]] = {"q - k": (0.0, float(farthest))} if no_later_keys else {}
         for leaf, x, axis in zip(self.leaves, self.operands, self.axes, strict=True):
             if not axis:
@@ -108,17 +109,17 @@ class Mod:
         return None if found is None else found[1]
 
     def of_head(self, b: Any, h: Any) -> list[Any]:
-        """The operands that are numbers of a batch entry and head, None for the others."""
+        """The operands that are scalars of a batch entry and head, None for the others."""
         own = lambda ref: ref[0 if ref.shape[0] == 1 else b, 0 if ref.shape[1] == 1 else h]
         return [None if axis else own(ref) for ref, axis in zip(self.operands, self.axes, strict=True)]
 
     def on(self, scores: Any, numbers: list[Any], b, h, q_start, kv_start, *, transposed: bool = False) -> "Tile":
-        """A tile of query @ key^T, of queries and keys from there on. numbers: what of_head gave."""
+        """A tile of query @ key^T whose first query and key are q_start and kv_start. numbers: from of_head."""
         return Tile(self, scores, numbers, (b, h), {"q": q_start, "k": kv_start}, 1 if transposed else 0)
 
 
 def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int) -> Mod | None:
-    """The call's score_mod, None where it has none."""
+    """The call's score_mod, None if it has none."""
     if inputs.score_mod is None:
         return None
     (batch, q_length, heads), kv_length = inputs.query.shape[:3], inputs.key.shape[1]
@@ -129,13 +130,13 @@ def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, blo
         numbers = x if axis == "d" else x[:, :, :, 0] if axis == "q" else x[:, :, 0]
         if not axis:
             return "", numbers[:, :, 0]
-        # Padded with what stands at the ends, lest a program meets what it is not made for: a division by zero past the
-        # queries would be a NaN times the zeros that are there.
+        # Padded with the values at the ends, which the program is made for: a division by zero past the queries would
+        # give a NaN, and NaN times the zeros there is NaN.
         padded = lambda before, after: jnp.pad(numbers, [(0, 0), (0, 0), (before, after)], mode="edge")
         if axis == "d":
             return axis, padded(2 * block_kv, 2 * block_q)
         block = block_q if axis == "q" else block_kv
-        # A block more: a tile that has none to visit visits the one behind the last.
+        # One more block: a tile with no block to visit visits the block after the last.
         return axis, padded(0, -numbers.shape[2] % block + block)
 
     operands = program.operands(inputs.score_mod.arrays, (batch, heads, q_length, kv_length))
@@ -147,14 +148,14 @@ def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, blo
 
 
 class Tile:
-    """The program on a tile of scores, eight columns at a time, for which what it takes in between fits registers."""
+    """The program on a tile of scores, eight columns at a time, so that the intermediate values fit registers."""
 
     def __init__(self, mod: Mod, scores: Any, numbers: list[Any], head: tuple[Any, Any], starts, first: int):
         self.result, self.slope, self.units = mod.result, mod.slope, mod.units
         self.raw, self.scale, self.head, self.starts = scores, mod.scale, head, starts
         self.leaves = dict(zip(mod.leaves, zip(mod.operands, numbers, strict=True), strict=True))
         self.no_difference = mod.no_difference
-        # The axis of scores that queries, and keys, are.
+        # The axis of the scores along which queries, or keys, lie.
         self.dimensions = {"q": first, "k": 1 - first}
         self.parts = self._parts(scores)
 
@@ -166,11 +167,11 @@ class Tile:
     def scores(self, *, by_warp: bool = False, small: bool = False) -> Any:
         """The results of the program, in Mod.units.
 
-        by_warp: a warp may take a branch of its own. small: all scores are within tanh_limits.
+        by_warp: warps may take different branches. small: all scores are within tanh_limits.
         """
         factor = tanh_factor(self.result) if by_warp or small else None
         joined = lambda parts: jnp.concatenate([part.whole(self.result, self.units) for part in parts], axis=1)
-        # Below, powers of the factor leave float32.
+        # A smaller factor has powers that leave float32's range.
         if factor is None or abs(factor * self.scale) < 3e-4:
             return joined(self.parts)
         factor *= self.scale
@@ -182,16 +183,16 @@ class Tile:
         return lax.cond(any_of_warp_above(largest, tanh_limits(factor)), exact, polynomial, self.raw)
 
     def times_derivative(self, p: Any, live: Any | None) -> Any:
-        """P, of the scores, times the derivative by them. live: the pairs that the predicate keeps, None if all."""
+        """P times the derivative with respect to the scores. live: the pairs that the predicate keeps, None if all."""
         sloped = p * jnp.concatenate([part.whole(self.slope) for part in self.parts], axis=1)
-        # Where a pair has no weight, the derivative may be anything.
+        # The derivative of a pair without weight may have any value.
         if self.slope.may_be_infinite:
             return jnp.where(p > 0, sloped, 0)
         return sloped if live is None else jnp.where(live, sloped, 0)
 
 
 class Part:
-    """Some columns of a tile. Every value is made where it is first asked for; of_rows: those that the parts share."""
+    """Some columns of a tile. A value is computed at its first use. of_rows: values common to all parts."""
 
     def __init__(self, tile: Tile, scores: Any, first: int, of_rows: dict[Any, Any], tanh_factor: float | None):
         self.raw, self.scale, self.shape, self.first = scores, tile.scale, scores.shape, first
@@ -209,7 +210,7 @@ class Part:
         return self._broadcast(self._of(node, factor), node.axes, WHOLE)
 
     def _broadcast(self, x: Any, axes: frozenset[str], wanted: frozenset[str]) -> Any:
-        """x, which differs along some axes, as what differs along more; a number may stay one for a row or column."""
+        """x, which varies along `axes`, broadcast to `wanted`; a scalar may stay a scalar for a row or column."""
         if axes == wanted:
             return x
         shape = self.shape if wanted == WHOLE else (self.shape[self.dimensions[next(iter(wanted))]],)
@@ -273,7 +274,7 @@ class Part:
                 return self._of(a, float(b.value) * factor)
             if not b.axes and a.kind == "convert_element_type" and _is_exact_difference(a.inputs[0]):
                 return self._difference(a.inputs[0].inputs[0].kind, self._of(b, factor))
-            # The factor is best on what is small, and does not have to be made.
+            # The factor goes to the smaller operand, where it costs least.
             node = dataclasses.replace(node, inputs=(a, b))
             a, b = self._inputs(node, 1.0, factor)
             return a * b
@@ -317,7 +318,7 @@ class Part:
         return FLOATS[kind](*values)
 
     def _integer(self, node: Node) -> Any:
-        """An int or a bool as an integer of the kernel."""
+        """The value of an int or bool node."""
         kind, (x, *_) = node.kind, node.inputs
         if kind == "convert_element_type":
             value = self._of(x)
@@ -347,7 +348,7 @@ class Part:
         return plgpu.load(rows, layout=layout, optimized=False)
 
     def _of_differences(self, node: Node, ref: Any) -> Any:
-        """The numbers that ref has for the differences of the pairs."""
+        """The values that ref has for the differences of the pairs."""
         start = self.first_starts["q"] - self.first_starts["k"] + self.no_difference
         first, before = self.of_rows.get((node, "part"), (None, None))
         before = before if first == self.first - PART else None
@@ -362,7 +363,7 @@ class Part:
         return starts[axis] + plgpu.broadcasted_iota(jnp.int32, (self.shape[dimension],), 0, layout=layout)
 
     def _as_float(self, node: Node) -> Any:
-        """An integer of which `bound` is known, in float32."""
+        """An integer with a known `bound`, in float32."""
         made = self._memo(node)
         if (node, "float") not in made:
             made[node, "float"] = self._make_float(node)
@@ -390,7 +391,7 @@ class Part:
         return operations[node.kind](*values)
 
     def _difference(self, first: str, factor: Any = 1.0) -> Any:
-        """q - k, or k - q if k is first, times a number: of eight columns, and so much more or less of the next."""
+        """q - k, or k - q if `first` is "k", times a factor. The next eight columns differ by a constant."""
         columns, rows = self.columns, self.rows
         sign = 1.0 if first == columns else -1.0
         memo = self.of_rows.setdefault("difference", {})
@@ -400,7 +401,7 @@ class Part:
             memo[first] = number.astype(jnp.float32) * sign
         if isinstance(factor, float) and factor == 1:
             return memo[first] + sign * self.first
-        # One after the other: every part's own distance times the number would be kept from one step to the next.
+        # Add step by step: otherwise every part's own offset times the factor would stay in registers between steps.
         new = factor, [memo[first] * factor], factor * (sign * PART)
         _, values, step = memo.setdefault((first, id(factor)), new)
         while len(values) * PART <= self.first:
@@ -409,7 +410,7 @@ class Part:
 
 
 def _is_exact_difference(node: Node) -> bool:
-    """Whether it is the difference of a query and a key, of a size that float32 has exactly."""
+    """Whether the node is a difference of a query's and a key's index that float32 holds exactly."""
     return is_difference(node) and node.bound is not None and node.bound <= EXACT
 
 

@@ -13,18 +13,18 @@ from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW
 
 
 class Segments(NamedTuple):
-    """Segment ids and, per block that a CTA owns, the blocks that it may meet (see block_ranges.segment_ranges)."""
+    """Segment ids and, for each block that a CTA owns, the blocks that it may meet (block_ranges.segment_ranges)."""
 
     q_ids: Any
     kv_ids: Any
     ranges: Any
 
     def among(self, batch_index, block):
-        """The blocks that a block may meet, for block_ranges.Limits."""
+        """The blocks that a block may meet, as Limits takes them."""
         return block_ranges.among(self.ranges, batch_index, block)
 
     def load(self, batch_index, q_start, q_rows: int, kv_start, kv_rows: int):
-        """The ids of a tile whose rows are queries: (of its rows, of its columns), from device memory."""
+        """The ids of a tile whose rows are queries: (ids of its rows, ids of its columns), from device memory."""
         q_ids = self.q_ids.at[batch_index, pl.ds(q_start, q_rows)]
         kv_ids = self.kv_ids.at[batch_index, pl.ds(kv_start, kv_rows)]
         load = functools.partial(plgpu.load, optimized=False)
@@ -32,7 +32,7 @@ class Segments(NamedTuple):
 
 
 def segments_of(inputs: AttentionInputs, block_q: int, block_kv: int, *, of_keys: bool) -> Segments | None:
-    """The call's segments, padded to whole blocks with ids that meet none. of_keys: a CTA owns a block of keys."""
+    """The call's segments, padded to whole blocks with ids that meet no id. of_keys: a CTA owns a block of keys."""
     if inputs.q_segment_ids is None:
         return None
     q_ids, kv_ids = block_ranges.segment_arrays(inputs.q_segment_ids, inputs.kv_segment_ids)

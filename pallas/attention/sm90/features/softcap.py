@@ -1,4 +1,4 @@
-"""The soft cap of scores in the Hopper kernels: tanh by a reciprocal, or by a polynomial where scores are small."""
+"""The softcap of scores in the Hopper kernels: tanh by a reciprocal, or by a polynomial for small scores."""
 
 import functools
 
@@ -10,7 +10,7 @@ from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.mosaic.layouts import ROW
 from jax_kernels.pallas.mosaic.registers import any_of_warp_above, reciprocal
 
-# tanh(x) / x in powers of x^2, for |x| <= 0.75: within 1.2e-5 of it, which bfloat16's P does not see.
+# tanh(x) / x in powers of x^2, for |x| <= 0.75: the error is at most 1.2e-5, which P in bfloat16 does not resolve.
 TANH_UP_TO = 0.75
 TANH = (0.99998898, -0.33269671, 0.12742697, -0.03545278)
 
@@ -21,19 +21,19 @@ def softcapped(scores, cap: float, scale: float):
 
 
 def tanh_polynomial(x, factor: float, times: float = 1.0):
-    """tanh(x * factor) * times, where |x * factor| is TANH_UP_TO at most."""
+    """tanh(x * factor) * times, for |x * factor| <= TANH_UP_TO."""
     powers = [coefficient * factor ** (2 * i + 1) * times for i, coefficient in enumerate(TANH)]
     square = x * x
     return x * functools.reduce(lambda total, power: total * square + power, powers[-2::-1], powers[-1])
 
 
 def tanh_limits(factor: float):
-    """The largest |x| that tanh_polynomial serves for, once for each of 64 rows, as any_of_warp_above takes it."""
+    """The largest |x| that tanh_polynomial allows, repeated for 64 rows, as any_of_warp_above takes it."""
     return plgpu.layout_cast(jnp.full((64,), TANH_UP_TO / abs(factor), jnp.float32), ROW)
 
 
 def softcapped_tile(scores, cap: float, scale: float):
-    """softcapped of scores [64, n] in the layout of wgmma's results. A warp with only small scores takes a polynomial.
+    """softcapped of scores [64, n] in the layout of wgmma's results. A warp with only small scores uses a polynomial.
 
     That saves two of an element's three special functions.
     """

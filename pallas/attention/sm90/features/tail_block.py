@@ -1,7 +1,7 @@
-"""The block of keys and values that kv_lengths ends in, without what stands past it.
+"""The block of keys and values in which kv_lengths ends, with zeros past the length.
 
 A key past kv_lengths has a weight of 0, but 0 times a NaN or an infinity, which a cache or padding may hold, is a NaN.
-The Hopper kernels load this block, of zeros past the length, in place of the caller's.
+The Hopper kernels load this block instead of the caller's block.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ class CleanEnd(NamedTuple):
     value: Any
 
     def load(self, b: Any, start: Any, rows: int, whole: Callable[[], None], end: Callable[[], None]) -> None:
-        """Calls end(), which loads from these arrays, for rows from `start` that reach past the length, else whole().
+        """Calls end(), which loads from these arrays, if the rows from `start` reach past the length, else whole().
 
-        Every row that is past the length counts for nothing: any zeros will do for it.
+        Rows past the length have no effect, so that any zeros serve for them.
         """
         reaches_past = start + rows > self.lengths[b]
         pl.when(reaches_past)(end)
@@ -35,7 +35,7 @@ class CleanEnd(NamedTuple):
 
 
 def clean_end(inputs: AttentionInputs, key: jax.Array, value: jax.Array, block: int) -> CleanEnd | None:
-    """None where the call has no kv_lengths. key, value: those of the inputs, padded. block: what is loaded at once."""
+    """None if the call has no kv_lengths. key, value: of the inputs, padded. block: number of keys loaded at once."""
     lengths = key_lengths(inputs)
     if lengths is None:
         return None

@@ -1,7 +1,7 @@
-"""The compute warpgroups of the Hopper forward kernels: what the 16-bit and the 8-bit forward have in common.
+"""The compute warpgroups of the Hopper forward kernels: the common part of the 16-bit and the 8-bit forward.
 
-A step issues S = Q K^T of one block of keys and O += P V of the block before, and computes the softmax of S while the
-second product runs.
+A step issues S = Q K^T of one block of keys and O += P V of the previous block, and computes the softmax of S while the
+second matmul runs.
 """
 
 import abc
@@ -25,7 +25,7 @@ from jax_kernels.pallas.mosaic.tile_scheduler import Fetched
 class LoopState:
     """The state of the loop over keys: P of the last block, not yet multiplied by V, and the softmax so far.
 
-    row_max, row_sum: see softmax.py. slot: the last block's.
+    row_max, row_sum: see softmax.py. slot: of the last block.
     """
 
     p: Any
@@ -54,7 +54,7 @@ class Accumulators:
 
 
 def with_accumulators(run: Callable[[Accumulators], Any], *, v_head_dim: int, block_kv: int) -> Any:
-    """run(accumulators), the first of which starts from zeros, for 64 queries."""
+    """run(accumulators) for 64 queries. acc_ref starts from zeros."""
     return pl.run_scoped(
         lambda acc_ref, s_ref: run(Accumulators(acc_ref=acc_ref, s_ref=s_ref)),
         plgpu.ACC((64, v_head_dim), jnp.float32),
@@ -78,10 +78,10 @@ class Exponentials:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeWarpgroup(abc.ABC):
-    """Compute warpgroup number w, which owns 64 queries of every work tile.
+    """Compute warpgroup w, which owns 64 queries of every work tile.
 
-    A subclass says how products are issued and how P is computed. `tile`: its state of a work tile. bias: the stage of
-    a step's bias, None without one.
+    A subclass issues the matmuls and computes P. `tile`: the subclass's state of a work tile. bias: the stage of a
+    step's bias, None without a bias.
     """
 
     kv_loop: KvLoop
@@ -103,7 +103,7 @@ class ComputeWarpgroup(abc.ABC):
         plgpu.wait_smem_to_gmem(0)
 
     def own_tile(self, index: Any, slot: Any) -> tuple[WorkTile, Any]:
-        """(the warpgroup's part of tile number `index`, the slot of its first block): blocks of others are skipped."""
+        """(the warpgroup's part of tile `index`, the slot of its first block). Skips blocks of other warpgroups."""
         whole = self.kv_loop.work_tile(index)
         own = self.kv_loop.own(whole, self.w)
 
@@ -121,7 +121,7 @@ class ComputeWarpgroup(abc.ABC):
         return own, lax.fori_loop(0, whole.blocks.count - own.blocks.count, skip, slot)
 
     def first_scores(self, tile: Any, slot: Any, to: Accumulators) -> Any:
-        """S of the first block, beside which no other product runs."""
+        """S of the first block; no other matmul runs meanwhile."""
         plgpu.barrier_wait(self.ring.k_ready.at[slot])
         self.pingpong.wait(self.w)
         self.issue_scores(tile, slot, to)  # S = Q K^T
@@ -129,7 +129,7 @@ class ComputeWarpgroup(abc.ABC):
         return self.scores(tile, 0, slot, to, is_first=True)
 
     def mma_step(self, tile: Any, to: Accumulators, step: Any, state: LoopState) -> LoopState:
-        """S = Q K^T of the block of this step, O += P V of the block before, and P of this block."""
+        """S = Q K^T of this step's block, O += P V of the previous block, and P of this block."""
         last_slot, slot = state.slot, self.ring.following(state.slot)
         plgpu.barrier_wait(self.ring.k_ready.at[slot])
         self.pingpong.wait(self.w)
@@ -139,11 +139,11 @@ class ComputeWarpgroup(abc.ABC):
         s = self.scores(tile, step, slot, to, is_first=False)
         new = self.softmax_step(tile, s, step, state)
         p, row_max, row_sum, alpha = lax.optimization_barrier((new.p, new.row_max, new.row_sum, new.alpha))
-        # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
+        # This wait is a branch: it keeps ptxas from hoisting the next wait above the softmax.
         plgpu.barrier_wait(self.ring.v_ready.at[slot])
         acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
         plgpu.barrier_arrive(self.ring.v_free.at[last_slot])
-        # P stays float32 until the product that read the last P has ended (ptxas C7513).
+        # P stays float32 until the matmul that reads the last P has ended (ptxas C7513).
         acc, p = lax.optimization_barrier((acc, p))
         acc, p = self.rescaled_and_rounded(acc, p, lambda acc: new.rescaled(acc, alpha))
         to.acc_ref[...] = acc
@@ -151,11 +151,11 @@ class ComputeWarpgroup(abc.ABC):
 
     @abc.abstractmethod
     def load_q(self, index: Any, turn: Any) -> None:
-        """Starts the copy of the warpgroup's queries of tile number `index`, the CTA's tile number `turn`."""
+        """Starts the copy of the warpgroup's queries of tile `index`, the CTA's work tile number `turn`."""
 
     @abc.abstractmethod
     def run_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
-        """Computes tile number `index`, whose first block is in `slot`: (the following tile, the next slot)."""
+        """Computes tile `index`, whose first block is in `slot`. Returns (the following tile, the next slot)."""
 
     @abc.abstractmethod
     def issue_scores(self, tile: Any, slot: Any, to: Accumulators) -> None:
@@ -167,9 +167,9 @@ class ComputeWarpgroup(abc.ABC):
 
     @abc.abstractmethod
     def scores(self, tile: Any, step: Any, slot: Any, to: Accumulators, *, is_first: bool) -> Any:
-        """Waits for S, frees the keys, and gives the scores as the softmax takes them.
+        """Waits for S, frees the keys, and returns the scores as the softmax takes them.
 
-        is_first: no product O += P V runs beside S; in other steps it goes on.
+        is_first: no matmul O += P V runs meanwhile. In other steps this matmul goes on.
         """
 
     @abc.abstractmethod

@@ -1,11 +1,11 @@
 """Attention forward on Hopper in 8 bits: forward_compute.py's loop with e4m3 query, key, value and P.
 
 Per tile of 64 x block_kv, the 4 * 64 * block_kv * head_dim FLOPs take half as long as in 16 bits, and the
-64 * block_kv exp2 take as long. At head_dim 128 a tile's products take 512 cycles, and so do its exponentials.
+64 * block_kv exp2 take the same time. At head_dim 128 a tile's matmuls take 512 cycles, and so do its exponentials.
 
-wgmma takes 8-bit operands only with the contracted axis contiguous. For P V that is the axis of the keys, so
-fp8_values.py transposes the values beforehand. Q K^T leaves P spread over the threads in pairs of keys, and P V takes
-it in quadruples. P stays where it is; the values' keys are permuted to match (KEY_ORDER).
+wgmma takes 8-bit operands only with the contracted axis contiguous. For P V this is the axis of the keys, so that
+fp8_values.py transposes the values beforehand. Q K^T leaves P spread over the threads in pairs of keys, but P V takes P
+in quadruples of keys. P does not move; the values' keys are permuted to match (KEY_ORDER).
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ from jax_kernels.pallas.mosaic.smem_tiles import pad_for_tma
 from jax_kernels.pallas.mosaic.tile_scheduler import Fetched, Shape, TileScheduler
 
 E4M3 = jnp.float8_e4m3fn
-# LARGEST_P: log2 of P at a row's maximum. LIMIT: log2 of the largest P for which that maximum is kept. e4m3 has normal
-# numbers from 2**-6 to 448: scores may rise by 2.75 before anything is rescaled, and fall by 12 before P loses digits.
+# LARGEST_P: log2 of P at a row's maximum. LIMIT: log2 of the largest P for which this maximum is kept. e4m3 has normal
+# values from 2**-6 to 448: scores may rise by 2.75 before a rescaling, and fall by 12 before P loses digits.
 LARGEST_P = 6.0
 LIMIT = 8.75
 
@@ -101,8 +101,8 @@ def reorder_keys(x: jax.Array, axis: int) -> jax.Array:
 class Arrays:
     """The arrays that the kernel reads, in device memory, in the order of its operands.
 
-    bounds: None where they are known when tracing. counter: TileScheduler.counter's. factors: [B, H, 2] float32, of the
-    scores and of the output. value: transposed, see fp8_values.py.
+    bounds: None if known when tracing. counter: from TileScheduler.counter. factors: [B, H, 2] float32, of the scores
+    and of the output. value: transposed, see fp8_values.py.
     """
 
     bounds: Any
@@ -116,9 +116,9 @@ class Arrays:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """A CTA's memory, as pl.run_scoped takes and gives it.
+    """A CTA's memory, as pl.run_scoped takes and returns it.
 
-    q_smem, out_smem: a tile for each compute warpgroup. k_smem, v_smem: a block for each slot of the ring.
+    q_smem, out_smem: a tile per compute warpgroup. k_smem, v_smem: a block per slot of the ring.
     """
 
     q_smem: Any
@@ -242,7 +242,7 @@ class Loader:
         self.kv_loop.for_each_tile(self._load_tile)
 
     def _load_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
-        """Loads the blocks of tile number `index` from `slot` on: (the following tile, the next slot)."""
+        """Loads the blocks of tile `index` from `slot` on. Returns (the following tile, the next slot)."""
         scheduler, ring, fetched = self.kv_loop.scheduler, self.scratch.ring, self.scratch.fetched
         scheduler.fetch(self.arrays.counter, fetched, turn)
         tile = self.kv_loop.work_tile(index)
@@ -265,7 +265,7 @@ class Loader:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryTile:
-    """A warpgroup's 64 queries of tile number `index`. scale: what S is multiplied by."""
+    """A warpgroup's 64 queries of tile number `index`. scale: the factor of S."""
 
     index: Any
     own: WorkTile
@@ -304,7 +304,7 @@ class Compute(ComputeWarpgroup):
         return following, self.ring.following(sums.slot)
 
     def attend(self, tile: QueryTile, slot: Any, to: Accumulators) -> TileSums:
-        """O = P V over all blocks of keys, not yet divided by the sums."""
+        """O = P V over all blocks of keys, before the division by the sums."""
         s = self.first_scores(tile, slot, to)
         row_max, row_sum = softmax.start(64)
         p, row_max, row_sum, _ = softmax.step(s, row_max, row_sum, tile.scale, LARGEST_P)

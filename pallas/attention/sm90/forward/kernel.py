@@ -1,13 +1,13 @@
 """The attention forward's kernel on Hopper: a TMA producer, and warpgroups that overlap wgmma and softmax.
 
 Each of two or three compute warpgroups owns 64 queries. In a step it issues S = Q K^T of this block of keys and
-O += P V of the block before, and computes the softmax of S while the second product runs. A CTA is persistent: it takes
-work tiles of (batch, head, block of queries), whose blocks of keys come from block_ranges.py or from a mask's lists
-(block_lists.py). The memory warpgroup is in forward_load.py, the step in forward_compute.py.
+O += P V of the previous block, and computes the softmax of S while the second matmul runs. A CTA is persistent: it
+processes work tiles of (batch, head, block of queries), whose blocks of keys come from block_ranges.py or from a mask's
+lists (block_lists.py). The memory warpgroup is in forward_load.py, the step in forward_compute.py.
 
-Per tile of 64 x block_kv: 4 * 64 * block_kv * head_dim FLOPs on the tensor cores and 64 * block_kv exp2; keys
-and values are read from shared memory once per warpgroup. At head_dim 128 the two take about the same time,
-which is why they have to overlap.
+A tile of 64 x block_kv takes 4 * 64 * block_kv * head_dim FLOPs on the tensor cores and 64 * block_kv exp2; keys and
+values are read from shared memory once per warpgroup. At head_dim 128 the matmuls and exp2 take about the same time, so
+they have to overlap.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def run(
         pl.run_scoped(body, Scratch.of(plan, bias), collective_axes="wg")
 
     shape = jax.ShapeDtypeStruct
-    # Stores from registers do not end where the rows do.
+    # Stores from registers write whole blocks of rows.
     rows = [of.blocks * config.block_q if plan.stores_registers else None for of in scheduler.shapes]
     outs = [
         shape((query.shape[0], whole or query.shape[1], call.heads, plan.v_head_dim), out_dtype)
@@ -88,9 +88,9 @@ def run(
 
 
 def _stored_rows(length: int, whole: int) -> int:
-    """The rows of an array [B, H, rows] float32 of `length` queries. whole: as many as their blocks have.
+    """The rows of a float32 array [B, H, rows] for `length` queries. whole: the rows of whole blocks.
 
-    Bulk copies take whole 16 bytes. Where a row ends between two, it is stored to the end of its block.
+    Bulk copies have multiples of 16 bytes. If `length` rows are no such multiple, whole blocks are stored.
     """
     return length if length % 4 == 0 else whole
 
@@ -133,13 +133,13 @@ class Compute(ComputeWarpgroup):
 
     @property
     def has_small(self) -> bool:
-        """Whether a head with small scores has a branch of its own, which a mask inside the loop would come before."""
+        """Whether small-score heads take a separate softmax branch; impossible if the loop masks first."""
         has_mask = self.kv_loop.has_partial and not self.kv_loop.only_first_partial
         return self.arrays.small_scores is not None and not has_mask
 
     @property
     def has_bounds(self) -> bool:
-        """Whether bounds of the scores are known, by which the maximum of a row's first block may serve to the end."""
+        """Whether bounds of the scores are known. The maximum of a row's first block may then serve for all blocks."""
         return self.arrays.score_bounds is not None
 
     def load_q(self, index: Any, turn: Any) -> None:
@@ -181,7 +181,7 @@ class Compute(ComputeWarpgroup):
         if self.has_bounds and plan.config.measures_q:
             parts = [plgpu.load(q_smem.at[c], layout=WGMMA) for c in range(plan.qk_tiles.count)]
             score_bound = score_bound * softmax.norms(parts)
-            plgpu.commit_smem()  # behind what was read, which the next queries overwrite
+            plgpu.commit_smem()  # after the reads: the next queries overwrite this memory
         return QueryTile(
             index=index,
             turn=turn,
@@ -193,18 +193,18 @@ class Compute(ComputeWarpgroup):
         )
 
     def attend(self, tile: QueryTile, slot: Any, to: Accumulators) -> tuple[TileSums, Any]:
-        """O = P V over all blocks of keys, not yet divided by the sums, and the following tile."""
+        """O = P V over all blocks of keys, before the division by the sums, and the following tile."""
         plan, scheduler, has_lists = self.plan, self.plan.scheduler, self.kv_loop.lists is not None
         tile, state = self.first_softmax(tile, self.first_scores(tile, slot, to), slot)
         if plan.early_q:
             following = scheduler.following(self.fetched, tile.index, tile.turn)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last tile's output
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the last tile's output
             self.load_next_q(following, tile.turn)
         plgpu.barrier_wait(self.ring.v_ready.at[slot])
         state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(self.mma_step, tile, to), state)
         if not plan.early_q:
             following = scheduler.following(self.fetched, tile.index, tile.turn)
-        # The last scores have read the queries. With share_q_out the output goes there first.
+        # The last scores have read the queries. With share_q_out the output goes to the queries' memory first.
         loads_q_now = not plan.share_q_out and not plan.early_q
         if loads_q_now and has_lists:
             self.load_next_q(following, tile.turn)
@@ -234,11 +234,11 @@ class Compute(ComputeWarpgroup):
         if not plan.has_segments:
             plgpu.barrier_arrive(k_free)
         s = lax.optimization_barrier(s)
-        if is_first or not self.has_small:  # else softmax_step does it
+        if is_first or not self.has_small:  # otherwise softmax_step does it
             s = score_ops.capped_biased_and_modified(tile, s, step)
         if kv_loop.has_partial and (is_first or not kv_loop.only_first_partial):
             blocks = tile.own.blocks
-            if plan.has_segments and not is_first:  # what it depends on is read again, not kept in registers
+            if plan.has_segments and not is_first:  # the range is read again, not kept in registers
                 blocks = kv_loop.work_tile(lax.optimization_barrier(tile.index)).blocks
             # One loop with a branch: two loops were slower.
             s = score_ops.masked_if_partial(tile, s, step, words, slot, blocks=blocks)
@@ -247,11 +247,11 @@ class Compute(ComputeWarpgroup):
         return s
 
     def first_softmax(self, tile: QueryTile, s: Any, slot: Any) -> tuple[QueryTile, LoopState]:
-        """P of the first block, and whether its row_max serves to the end."""
+        """P of the first block, and whether its row_max serves for all blocks."""
         plan, dtype = self.plan, self.plan.dtype
         p, row_max, row_sum, _ = plan.softmax_step(s, *softmax.start(64, natural=plan.natural))
         if self.has_bounds:
-            # Whether no later score of the warp's rows can be far above what the first block has.
+            # Whether no later score of the warp's rows can be far above the maximum of the first block.
             is_bounded: Any = all_of_warp(tile.score_bound - row_max <= softmax.room(dtype))
             tile = dataclasses.replace(tile, is_bounded=is_bounded)
             if dtype == jnp.bfloat16:
@@ -271,7 +271,7 @@ class Compute(ComputeWarpgroup):
         return Exponentials(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
 
     def exponentials(self, tile: QueryTile, s: Any, row_max: Any, row_sum: Any) -> tuple[Any, ...]:
-        """(P, row_max, row_sum, alpha): without a search for the maximum where it is bounded."""
+        """(P, row_max, row_sum, alpha), without a search for the maximum if the scores are bounded."""
         full, scale = self.plan.softmax_step, self.plan.softmax_scale
         if not self.has_bounds:
             return full(s, row_max, row_sum)
@@ -283,9 +283,9 @@ class Compute(ComputeWarpgroup):
         return lax.cond(tile.is_bounded, short, full, s, row_max, row_sum)
 
     def small_exponentials(self, tile: QueryTile, step: Any, s: Any, row_max: Any, row_sum: Any) -> tuple[Any, ...]:
-        """The same of S as the product gives it, where a tanh of it is a polynomial."""
+        """The result of exponentials for S from the matmul, with a polynomial for the tanh."""
         scale, cap = self.plan.options.scale, self.plan.options.softcap
-        if cap:  # in base 2, so that the maximum joins the last product
+        if cap:  # in base 2, so that the subtraction of the maximum fuses with the last multiplication
             s = tanh_polynomial(s, scale / cap, cap * softmax.LOG2E)
         else:
             s = self.score_ops.modified(tile, s, step, small=True)
@@ -293,7 +293,7 @@ class Compute(ComputeWarpgroup):
         return p, row_max, row_sum, row_max
 
     def rescaled(self, tile: QueryTile, acc: Any, alpha: Any) -> Any:
-        """O under the new maximum: as it is where the maximum stays."""
+        """O under the new maximum; unchanged if the scores are bounded."""
         full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
         return lax.cond(tile.is_bounded, lambda acc: acc, full, acc) if self.has_bounds else full(acc)
 
@@ -345,13 +345,13 @@ class Compute(ComputeWarpgroup):
         of_call(tile.call, len(plan.calls), store)
 
     def _store_numbers(self, smem: Any, gmem: Any, q_start: Any) -> None:
-        """Stores a number for each of 64 queries. gmem: [rows], the numbers of a head."""
+        """Stores a value for each of 64 queries. gmem: [rows], the values of a head."""
         length = gmem.shape[0]
         whole = lambda: plgpu.copy_smem_to_gmem(smem, gmem.at[pl.ds(q_start, 64)])
         if length % self.plan.config.block_q == 0:
             whole()
             return
-        # Copies of contiguous numbers go on past the row's end, into the next head's.
+        # A copy of contiguous values past the row's end would overwrite the next head's values.
         pl.when(q_start + 64 <= length)(whole)
         rest = length % 64
         if rest:
@@ -362,7 +362,7 @@ class Compute(ComputeWarpgroup):
                 plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, rest)], gmem.at[pl.ds(start, rest)])
 
     def _merged(self, acc: Any, lse: Any, b: Any, h: Any, q_start: Any) -> tuple[Any, Any]:
-        """(O, lse) over the keys of this call and those of the earlier result."""
+        """(O, lse) over the keys of this call and of the earlier result."""
         earlier, rows = self.arrays.earlier, pl.ds(q_start, 64)
         assert earlier is not None
         earlier_lse = plgpu.load(earlier.lse.at[b, h, rows], layout=ROW, optimized=False)

@@ -1,11 +1,10 @@
 """Attention forward on Hopper: the arrays that its kernel reads, and whether vector norms bound the scores.
 
-The kernel's loop over keys keeps a running maximum per row only where it has to. Norms bound scores: |q . k| <=
-|q| |k|, and the largest norms of a head's queries and keys are computed beforehand. Where no score can rise far above
-the maximum of a row's first block, a maximum that no score exceeds serves to the end: bfloat16 and float32 have the
-exponents for it. The kernel then leaves out the search for the maximum, the rescaling, and the wait for both, which are
-a third of its instructions. In causal work the first block is the one on the diagonal: rows with few keys have no
-other.
+The kernel's loop over keys keeps a running maximum per row only if it has to. Norms bound scores: |q . k| <= |q| |k|,
+and the largest norms of a head's queries and keys are computed beforehand. If no score can rise far above the maximum
+of a row's first block, a maximum that no score exceeds serves for all blocks: bfloat16 and float32 have the exponents
+for it. The kernel then omits the search for the maximum, the rescaling, and the wait for both, which are a third of its
+instructions. In causal work the first block is the diagonal block: rows with few keys have no other block.
 """
 
 import dataclasses
@@ -49,7 +48,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     is_limited = options.window is not None or segments is not None
     bounded_from = config.bounded_from_limited if is_limited else config.bounded_from
     bounded_from = config.bounded_from_lists if lists is not None else bounded_from
-    # The bounds under a score_mod, and whether scores are small, are those of a whole head.
+    # The bounds under a score_mod, and small scores, are determined for whole heads.
     measures_q = config.measures_q and mod is None and not options.softcap
     of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
     if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and bias is None:
@@ -72,7 +71,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         sinks=None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
         score_bounds=largest,
         small_scores=small,
-        end=None if end is None else end._replace(key=None),  # a score of such a key is masked, whatever it is
+        end=None if end is None else end._replace(key=None),  # scores of keys past the length are masked
         counter=scheduler.counter(),
     )
     named = {"out_dtype": out_dtype, "config": config, "interpret": interpret}
@@ -87,9 +86,9 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
 
 
 def attention_forward_together(inputs, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
-    """attention_forward's results of several calls, those of few tiles in one launch.
+    """attention_forward's results for several calls; the calls with few tiles have one launch.
 
-    The calls have query, key and value alone. Their options differ only in which heads they take.
+    The calls have only query, key and value. Their options differ only in their heads.
     """
     named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
     calls = [head_views.LaunchCall.of(*call) for call in zip(inputs, options, strict=True)]
@@ -99,12 +98,12 @@ def attention_forward_together(inputs, options, *, out_dtype, config, core_count
         looks = config.bounded and _look_pays(keys[i], config.bounded_from, inputs[i].query, calls[i].heads)
         return not looks and _shape_of(calls[i], config).tiles <= config.together_up_to * core_count
 
-    # Calls with the most keys per query first, as tiles within a call.
+    # Calls with the most keys per query come first, like tiles within a call.
     together = sorted(filter(is_small, range(len(calls))), key=lambda i: -keys[i])
     others = (i for i in range(len(calls)) if i not in together)
     results = {i: attention_forward(inputs[i], options[i], **named) for i in others}
     if together:
-        # The options differ only in the heads, which each LaunchCall has too.
+        # The options differ only in the heads, which each LaunchCall also has.
         shared, of_launch = options[together[0]], tuple(calls[i] for i in together)
         query, key, value = zip(*_padded([inputs[i] for i in together]), strict=True)
         scheduler = _scheduler(of_launch, shared, config, core_count, interpret=interpret)
@@ -133,7 +132,7 @@ def _launch(
     config,
     interpret,
 ) -> list[tuple[Any, ...]]:
-    """(out, lse) of each call, with a bias or a score_mod that may mask (out, lse, excess), without has_lse (out,)."""
+    """For each call (out, lse); with a bias or a score_mod that may mask (out, lse, excess); without has_lse (out,)."""
     results = forward_kernel.run(
         arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret
     )
@@ -145,7 +144,7 @@ def _launch(
 
 
 def _earlier(inputs: AttentionInputs, block_q: int, columns: int) -> Earlier | None:
-    """The results that this call's are merged with, of whole blocks of queries, and with so many columns."""
+    """The results to merge with, padded to whole blocks of queries and to `columns` columns."""
     if inputs.earlier_out is None:
         return None
     short = -inputs.query.shape[1] % block_q
@@ -170,12 +169,12 @@ def _shape_of(call: head_views.LaunchCall, config) -> Shape:
 
 
 def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> bool:
-    """Whether bounds of the scores are worth the norms of all heads of an array. heads: those that the call takes."""
+    """Whether bounds of the scores are worth the norms of all heads of an array. heads: the number in the call."""
     return keys >= bounded_from * query.shape[2] / heads
 
 
 def listed_blocks(config) -> dict[str, Any]:
-    """The arguments of block_lists.lists_of that say which blocks the forward visits."""
+    """The arguments of block_lists.lists_of for the blocks that the forward visits."""
     blocks = {"block_q": config.block_q, "block_kv": config.block_kv}
     return {**blocks, "by": "query", "heads_together": config.heads_together}
 
@@ -191,10 +190,10 @@ def _bounds(
     measures_q: bool = False,
     key_norms=None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """(largest, small), both [B, H]. No score of a head exceeds its largest, in base 2; None where that is not known.
+    """(largest, small), both [B, H]. largest: an upper bound of a head's scores in base 2; None if unknown.
 
     small: int32, whether all scores of a head are so small that a softcap's tanh is a polynomial; None without a
-    softcap. measures_q: largest is for queries of norm 1. key_norms: of AttentionInputs, else they are looked up.
+    softcap. measures_q: largest is for queries of norm 1. key_norms: of AttentionInputs; None: computed here.
     """
     cap, room = options.softcap, softmax.room(query.dtype)
 
@@ -221,7 +220,7 @@ def _bounds(
 
 
 def _keys_per_query(options: AttentionOptions, kv_length: int) -> int:
-    """About how many keys a query attends to, by causality and the window alone."""
+    """The approximate number of keys that a query attends to, from causality and the window only."""
     keys = kv_length // 2 if options.is_causal else kv_length
     if options.window is None or options.window[0] < 0:
         return keys

@@ -26,7 +26,7 @@ class Loader:
         self.kv_loop.for_each_tile(self._load_tile)
 
     def _load_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
-        """Loads the blocks of tile number `index` from `slot` on: (the following tile, the next slot)."""
+        """Loads the blocks of tile `index` from `slot` on. Returns (the following tile, the next slot)."""
         scheduler, fetched, ring = self.plan.scheduler, self.scratch.fetched, self.scratch.ring
         scheduler.fetch(self.arrays.counter, fetched, turn)
         tile = self.kv_loop.work_tile(index)
@@ -75,7 +75,7 @@ class Loader:
             end.load(tile.b, self._kv_start(tile, step), block_kv, load_whole, load_end)
 
     def _load_bias(self, tile: WorkTile, step: Any) -> None:
-        """Runs behind the values: it waits until the last step's bias has been read."""
+        """Runs after the loads of keys and values: it waits until the last step's bias has been read."""
         bias, stage = self.arrays.bias, self.scratch.bias
         if bias is not None and stage is not None:
             plgpu.barrier_wait(stage.free)

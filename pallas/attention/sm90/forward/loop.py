@@ -1,7 +1,8 @@
-"""Shared by the Hopper forward kernels: their work tiles, the loop over blocks of keys, and the ring of slots.
+"""Common parts of the Hopper forward kernels: work tiles, the loop over blocks of keys, and the ring of slots.
 
-A CTA's last warpgroup, "memory", loads blocks of keys and values into a ring of slots in shared memory. The others,
-"compute", own 64 queries each of every work tile. They read the same slots, and take turns to issue their products.
+A CTA's last warpgroup, "memory", loads blocks of keys and values into a ring of slots in shared memory. The other
+warpgroups, "compute", own 64 queries each of every work tile. They read the same slots, and take turns to issue their
+matmuls.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from jax_kernels.pallas.mosaic.barriers import named_barrier
 from jax_kernels.pallas.mosaic.layouts import WGMMA
 from jax_kernels.pallas.mosaic.tile_scheduler import TileScheduler
 
-# Hardware barriers that the warpgroups take turns on; the low numbers belong to the compiler.
+# Hardware barriers for the turns of the warpgroups; the low numbers belong to the compiler.
 FIRST_TURN_BARRIER = 8
 
 
@@ -29,8 +30,8 @@ FIRST_TURN_BARRIER = 8
 class WorkTile:
     """Some queries of a head, with the blocks of keys that they visit.
 
-    b, h: batch entry and head of the call. call: the number of the call in the launch. q_head, kv_head: the heads of
-    the call's arrays. limits: None where a mask's lists hold all limits.
+    b, h: batch entry and head of the call. call: the index of the call in the launch. q_head, kv_head: the heads of
+    the call's arrays. limits: None if a mask's lists hold all limits.
     """
 
     b: Any
@@ -72,7 +73,7 @@ class Ring:
         return jnp.where(slot == self.stages - 1, 0, slot + 1)
 
     def free(self) -> None:
-        """Frees all slots, for a compute warpgroup that has read none yet."""
+        """Frees all slots, for a compute warpgroup that has read no slot yet."""
         for slot in range(self.stages):
             plgpu.barrier_arrive(self.k_free.at[slot])
             plgpu.barrier_arrive(self.v_free.at[slot])
@@ -91,13 +92,13 @@ class Ring:
         load_v: Callable[[Any, Any], None],
         load_more: Callable[[Any], None] = lambda step: None,
     ) -> Any:
-        """Loads `count` blocks into this slot and those after it, and returns the last slot.
+        """Loads `count` blocks into this slot and the slots after it, and returns the last slot.
 
-        load_k, load_v(step, slot): wait until the slot is free, and load a step's block. load_more(step): runs behind
-        the two.
+        load_k, load_v(step, slot): wait until the slot is free, and load a step's block. load_more(step): runs after
+        load_k and load_v.
         """
 
-        def load(step, last):  # values run one block behind the keys, as they are used
+        def load(step, last):  # values run one block behind the keys, in the order of their use
             slot = self.following(last)
             load_k(step, slot)
             load_v(step - 1, last)
@@ -113,9 +114,9 @@ class Ring:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PingPong:
-    """The turns in which compute warpgroups issue products: one computes its softmax while another's products run.
+    """The turns in which compute warpgroups issue matmuls: one computes its softmax while another's matmuls run.
 
-    w, below: the number of a compute warpgroup.
+    w, in the methods: the number of a compute warpgroup.
     """
 
     warpgroups: int
@@ -148,10 +149,10 @@ class PingPong:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvLoop:
-    """The loop of each work tile over blocks of keys: which blocks it visits, and which of these are partial.
+    """The loop of each work tile over blocks of keys: the blocks that it visits, and which blocks are partial.
 
-    bounds, segments, lists: the kernel's arrays that limit keys, None where the call has none. w, below: the number of
-    a compute warpgroup.
+    bounds, segments, lists: the kernel's arrays that limit keys, None if the call has none. w, in the methods: the
+    number of a compute warpgroup.
     """
 
     cta: Any
@@ -166,7 +167,7 @@ class KvLoop:
 
     @property
     def q_offset(self) -> int:
-        """The offset of the options, 0 where it is in the bounds."""
+        """The offset of the options; 0 if the bounds hold it."""
         return self.options.q_offset or 0
 
     @property
@@ -176,7 +177,7 @@ class KvLoop:
 
     @property
     def has_words(self) -> bool:
-        """Whether there are words of a mask for every block, which are best read early."""
+        """Whether a mask has words for every block, which should be read early."""
         return self.lists is not None and self.lists.has_all_words
 
     @property
@@ -191,7 +192,7 @@ class KvLoop:
 
     @property
     def only_first_partial(self) -> bool:
-        """Whether no block but the first that a warpgroup visits may be partial."""
+        """Whether only the first block that a warpgroup visits may be partial."""
         if not (self.has_limits or self.segments is not None or self.lists is not None):
             return True
         return self.causal_only and self.bounds is None and self.q_offset % 64 == 0
@@ -215,11 +216,11 @@ class KvLoop:
         return self.options.is_causal and self.q_offset < 0
 
     def first_tile(self) -> Any:
-        # Behind a barrier: what a warpgroup computes of it is not hoisted above the choice of warpgroup.
+        # Behind a barrier: otherwise a warpgroup's computations on it are hoisted above the choice of warpgroup.
         return lax.optimization_barrier(self.cta)
 
     def for_each_tile(self, run: Callable[[Any, Any, Any], tuple[Any, Any]]) -> None:
-        """Calls run(index, turn, slot) -> (following tile, next slot) for the CTA's tiles, `turn` counts them."""
+        """Calls run(index, turn, slot) -> (following tile, next slot) for the CTA's tiles; `turn` counts the tiles."""
         self.scheduler.for_each(self.first_tile(), run)
 
     def work_tile(self, index: Any) -> WorkTile:
@@ -260,27 +261,27 @@ class KvLoop:
         )
 
     def _place(self, call: Any, index: Any) -> tuple[Any, ...]:
-        """(batch entry, head, block of queries, query's and key's head of the arrays, number of keys) of a tile."""
+        """(batch entry, head, block of queries, query head and key head of the arrays, number of keys) of a tile."""
         lengths = {call.kv_length for call in self.calls}
 
         def place(i: int) -> tuple[Any, ...]:
             b, h, q_index = self.scheduler.place(index, i)
             return b, h, q_index, *self.calls[i].array_heads(h), self.calls[i].kv_length
 
-        # A branch for each call, in which it divides by constants.
+        # A branch per call, in which it divides by constants.
         as_traced = lambda i: tuple(map(jnp.int32, place(i)))
         *numbers, kv_length = of_call(call, len(self.calls), place if len(self.calls) == 1 else as_traced)
         return *numbers, lengths.pop() if len(lengths) == 1 else kv_length
 
     def own(self, tile: WorkTile, w: int) -> WorkTile:
-        """A warpgroup's part of a tile. Blocks right of its last key belong to the other warpgroups alone."""
+        """A warpgroup's part of a tile. Blocks right of its last key belong only to the other warpgroups."""
         q_start, blocks = tile.q_start + w * 64, tile.blocks
         if not self.same_blocks:
             blocks = tile.limits.key_blocks(q_start, 64, self.block_kv).at_least_one()
         return dataclasses.replace(tile, q_start=q_start, blocks=blocks)
 
     def masked(self, s: Any, index: Any, step: Any, w: int, ids: Any = None) -> Any:
-        """A warpgroup's scores in a step of tile number `index`, with -inf where a query may not attend to a key.
+        """A warpgroup's scores in a step of tile `index`, with -inf where a query may not attend to a key.
 
         ids: the segment ids of the rows and of the columns.
         """
@@ -310,6 +311,6 @@ def run_warpgroups(wg: Any, config: Any, compute: Callable[[int], None], memory:
         plgpu.set_max_registers(memory_registers, action="decrease")
         memory()
 
-    # One choice, not one after the other: the number of the warpgroup would live through the first one's work.
+    # One switch, not a chain of branches: the warpgroup's number would live through the first branch.
     of_w = [functools.partial(as_compute, w) for w in range(config.compute_warpgroups)]
     lax.switch(wg, [*of_w, as_memory])

@@ -1,4 +1,4 @@
-"""From S = Q K^T to what the softmax takes, in the Hopper forward: softcap, bias, score_mod and mask."""
+"""From S = Q K^T to the softmax's input in the Hopper forward: softcap, bias, score_mod and mask."""
 
 import dataclasses
 import functools
@@ -16,11 +16,11 @@ from jax_kernels.pallas.mosaic import layouts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryTile:
-    """A warpgroup's 64 queries of a work tile: tile number `index` of the launch, `turn` of the CTA.
+    """A warpgroup's 64 queries of a work tile: tile `index` of the launch, number `turn` of the CTA.
 
-    mod_numbers: the score_mod's numbers of the head. score_bound: [64], what no score exceeds, in base 2. is_small:
-    whether all scores are small and bounded scores serve for them. is_bounded: whether row_max stays as it is after the
-    first block, the same in a warp. None: the launch has no such branch.
+    mod_numbers: the score_mod's scalars of the head. score_bound: [64], an upper bound of the scores in base 2.
+    is_small: whether all scores of the head are small, see softcap.py. is_bounded: whether row_max stays after the
+    first block; equal in a warp. None: the launch has no such branch.
     """
 
     index: Any
@@ -35,7 +35,7 @@ class QueryTile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreOps:
-    """The operations of compute warpgroup number w on its scores."""
+    """The operations of compute warpgroup w on its scores."""
 
     plan: Plan
     arrays: Arrays
@@ -44,7 +44,7 @@ class ScoreOps:
     w: int
 
     def capped_biased_and_modified(self, tile: QueryTile, s: Any, step: Any) -> Any:
-        """S as the softmax takes it, but for the mask."""
+        """S as the softmax takes it, except for the mask."""
         return self.modified(tile, self.capped_and_biased(s), step)
 
     def modified(self, tile: QueryTile, s: Any, step: Any, *, small: bool = False) -> Any:
@@ -57,7 +57,7 @@ class ScoreOps:
         return mod.on(s, tile.mod_numbers, here.b, here.h, q_start, kv_start).scores(by_warp=True, small=small)
 
     def capped_and_biased(self, s: Any) -> Any:
-        """softcap * tanh(s * scale / softcap) + bias. Without a bias the factor softcap is left to the softmax."""
+        """softcap * tanh(s * scale / softcap) + bias. Without a bias the softmax multiplies by softcap."""
         plan, bias = self.plan, self.scratch.bias
         s = softcapped_tile(s, plan.options.softcap, plan.options.scale) if plan.options.softcap else s
         if bias is not None:
@@ -68,12 +68,12 @@ class ScoreOps:
         return s
 
     def mask_words(self, tile: QueryTile, step: Any) -> Any:
-        """The words of a mask that masked_if_partial takes, None where it takes none. Read while the products run."""
+        """The mask words for masked_if_partial, None if it needs none. They are read while the matmuls run."""
         blocks = tile.own.blocks
         return blocks.words(blocks.head, blocks.at(step), self.w * 64, 64) if self.kv_loop.has_words else None
 
     def masked_if_partial(self, tile: QueryTile, s: Any, step: Any, words: Any, slot: Any, *, blocks: Any) -> Any:
-        """s with -inf where a query may not attend to a key. words: from mask_words. blocks: the tile's."""
+        """s with -inf where a query may not attend to a key. words: from mask_words. blocks: of the tile."""
         masked = functools.partial(self._masked, tile, step=step, words=words, slot=slot)
         return lax.cond(blocks.is_partial(step), masked, lambda s: s, s)
 
@@ -86,5 +86,5 @@ class ScoreOps:
         kv_ids = load(self.scratch.kv_ids.at[slot], layout=layouts.COLUMN)
         q_ids = load(self.scratch.q_ids.at[self.plan.q_place(self.w, tile.turn)], layout=layouts.ROW)
         s = lax.optimization_barrier(self.kv_loop.masked(s, tile.index, step, self.w, (q_ids, kv_ids)))
-        plgpu.commit_smem()  # behind what was read, which the next copies overwrite
+        plgpu.commit_smem()  # after the reads: the next copies overwrite this memory
         return s

@@ -1,4 +1,4 @@
-"""The named state of the Hopper forward kernel: its arrays, what is known when it is traced, and its shared memory."""
+"""The named state of the Hopper forward kernel: its arrays, its static facts when traced, and its shared memory."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from jax_kernels.pallas.mosaic.tile_scheduler import Fetched, TileScheduler
 
 
 class Earlier(NamedTuple):
-    """The results for other keys of the same queries, float32. out: [B, T, H, Dv]. lse: [B, H, whole blocks]."""
+    """The float32 results of the same queries over other keys. out: [B, T, H, Dv]. lse: [B, H, whole blocks]."""
 
     out: Any
     lse: Any
@@ -31,12 +31,12 @@ class Earlier(NamedTuple):
 class Arrays:
     """The arrays that the kernel reads, in device memory, in the order of its operands. None: the call has none.
 
-    query, key, value: one array for each call of the launch. Several calls share a launch only where they have nothing
-    beside these and the counter.
+    query, key, value: one array per call of the launch. Several calls can have one launch only if they have no other
+    arrays than these and the counter.
 
-    counter: TileScheduler.counter's. earlier: what the results are merged with. end: the block that kv_lengths ends in,
+    counter: from TileScheduler.counter. earlier: the results to merge with. end: the block in which kv_lengths ends,
     see clean_end.py; its keys are None.
-    score_bounds: [B, H] float32, which no score of a head exceeds, in base 2; with config.measures_q, of a query of
+    score_bounds: [B, H] float32, an upper bound of each head's scores in base 2; with config.measures_q, for a query of
     norm 1. small_scores: [B, H] int32, whether all scores of a head are small, see softcap.py.
     """
 
@@ -58,10 +58,10 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Results:
-    """The arrays that the kernel writes, one for each call of the launch.
+    """The arrays that the kernel writes, one per call of the launch.
 
-    lses, excess: [B, H, T], or of whole blocks of rows where T is no multiple of 4. Both are empty where the options
-    ask for no lse. excess: what each lse lacks of the exact log-sum-exp; empty where the kernel does not compute it.
+    lses, excess: [B, H, T], or padded to whole blocks of rows if T is not a multiple of 4. lses and excess are empty if
+    the options ask for no lse. excess: the exact log-sum-exp minus lse; empty if the kernel does not compute it.
     """
 
     outs: tuple[Any, ...]
@@ -70,7 +70,7 @@ class Results:
 
     @classmethod
     def of(cls, refs: tuple[Any, ...], calls: int) -> "Results":
-        """From outs, lses and excess in one tuple."""
+        """From one tuple of outs, lses and excess."""
         arrays = iter(itertools.batched(refs, calls))
         return cls(outs=next(arrays), lses=next(arrays, ()), excess=next(arrays, ()))
 
@@ -79,8 +79,8 @@ class Results:
 class Plan:
     """The static facts of a launch when it is traced.
 
-    natural: scores are in natural units, with a bias for each query and under a score_mod that may mask. Else they are
-    in base 2 with a bias for each key or under another score_mod, and unscaled without either.
+    natural: scores are in natural units, with a bias per query or under a score_mod that may mask. Otherwise they are
+    in base 2 with a bias per key or another score_mod, and unscaled without a bias or score_mod.
     """
 
     config: Any  # AttentionForwardSm90
@@ -142,12 +142,12 @@ class Plan:
 
     @property
     def score_factor(self) -> float:
-        """The factor that turns S into scores, or into softcap's scores before their tanh."""
+        """The factor that turns S, or with a softcap its tanh, into scores."""
         return self.options.softcap or self.options.scale
 
     @property
     def softmax_scale(self) -> float:
-        """The factor that turns what the softmax takes into natural units. A bias or score_mod gives base 2."""
+        """The factor that turns the softmax's input into natural units. A bias or score_mod gives base 2."""
         return softmax.LN2 if self.has_bias or self.has_mod else self.score_factor
 
     @property
@@ -156,12 +156,12 @@ class Plan:
 
     @property
     def out_fits_q(self) -> bool:
-        """Whether a tile of the output is as large as one of the queries."""
+        """Whether an output tile has the size and dtype of a query tile."""
         return self.out_dtype == self.dtype and self.v_head_dim == self.head_dim
 
     @property
     def stores_registers(self) -> bool:
-        """Whether the output goes from registers to device memory: in float32 shared memory has no room for it."""
+        """Whether the output goes from registers to device memory: shared memory has no room for float32 output."""
         return self.out_dtype != self.dtype
 
     @property
@@ -174,11 +174,11 @@ class Plan:
 
     @property
     def q_tiles(self) -> int:
-        """Tiles of queries in shared memory: with early_q the next one's are there beside this one's."""
+        """The number of query tiles in shared memory: early_q also keeps the queries of the next work tile."""
         return (1 + self.early_q) * self.config.compute_warpgroups
 
     def q_place(self, w: int, turn: Any) -> Any:
-        """The place of a warpgroup's queries, and of its output, in shared memory in the CTA's tile number `turn`."""
+        """The index in shared memory of a warpgroup's queries, and of its output, in the CTA's work tile `turn`."""
         return (turn & 1) * self.config.compute_warpgroups + w if self.early_q else w
 
     @property
@@ -210,10 +210,9 @@ class Plan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """A CTA's memory, as pl.run_scoped takes and gives it.
+    """A CTA's memory, as pl.run_scoped takes and returns it.
 
-    q, out: a tile for each compute warpgroup. k, v: a block for each slot of the ring. rows: lse, and what it lacks.
-    None: not needed.
+    q, out: a tile per compute warpgroup. k, v: a block per slot of the ring. rows: lse and excess. None: not needed.
     """
 
     q: Any
@@ -229,7 +228,7 @@ class Scratch:
     fetched: Fetched
 
     def lse_and_excess(self, plan: Plan, w: int) -> tuple[Any, Any]:
-        """The rows of compute warpgroup number w; the excess is None where the kernel does not compute it."""
+        """The rows of compute warpgroup w; the excess is None if the kernel does not compute it."""
         return self.rows.at[0, w], self.rows.at[1, w] if plan.has_excess else None
 
     @classmethod
@@ -254,7 +253,7 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Smem:
-    """A CTA's tiles in shared memory: q, k, v and out as products and stores see them, *_copied as copies see them."""
+    """A CTA's tiles in shared memory: q, k, v and out as matmuls and stores see them, *_copied as copies see them."""
 
     q: Any
     q_copied: Any
