@@ -105,7 +105,7 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, A
     for name in state:
         if name.rpartition(".")[2] == "weight_values":
             raise ValueError(
-                f"source: got {name}, weights of few bits, want float ones: convert before quantize_weights"
+                f"source: got {name}, low-bit weights, want float weights: convert before quantize_weights"
             )
     if is_llama := any(_LLAMAS.search(name) for name in state):
         state = _without_llamas_names(state)
