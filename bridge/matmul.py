@@ -49,8 +49,8 @@ def matmul(
 ) -> torch.Tensor:
     """jax_kernels.matmul on PyTorch tensors, with gradients of x, w, bias and residual.
 
-    bridge.from_jax describes the running, compiling, differentiating and capturing of calls. Autocast casts x, w and
-    bias as for torch.matmul, also with precision="fp8"; 8-bit tensors stay unchanged.
+    See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts x, w and bias as for
+    torch.matmul, also with precision="fp8"; 8-bit tensors stay unchanged.
 
     Args:
       x: [..., K], bfloat16, float16 or float32, on a CPU or a CUDA device; or, forward only, float8_e4m3fn or

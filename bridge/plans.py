@@ -91,8 +91,8 @@ class Info(NamedTuple):
 class Residual(NamedTuple):
     """The source of a value that the backward needs.
 
-    place: "mask" (an array of a Mask), "input", "output", or "extra" (an additional result of the forward). position:
-    the value's index in that list.
+    `place`: "mask" (an array of a Mask), "input", "output", or "extra" (an additional result of the forward).
+    position: the value's index in that list.
     """
 
     place: str

@@ -206,7 +206,7 @@ def quantize_weights(
     scale_dtype: torch.dtype | None = None,
     skip: str | Sequence[str] = (),
 ) -> torch.nn.Module:
-    """Replaces the linear layers of a model by layers with low-bit weights, and returns the model.
+    """Replaces the linear layers of a model by layers with low-bit weights. It changes the model and returns it.
 
     bridge.nn.QuantizedLinear.from_linear(module) replaces each module whose class is torch.nn.Linear or
     bridge.nn.Linear. Other modules stay unchanged, and so do modules of subclasses, such as

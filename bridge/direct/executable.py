@@ -109,7 +109,7 @@ def _array(x: Any) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Buffers:
-    """The buffers of a chain. places: the address of each of the program's allocations, by the allocation's index."""
+    """The buffers of a chain. `places`: the address of each of the program's allocations, by the allocation's index."""
 
     inputs: tuple[Array, ...]
     outputs: tuple[Array, ...]

@@ -55,7 +55,7 @@ class Message:
             self._fields.setdefault(number, []).append(value)
 
     def with_fields(self, fields: dict[int, bytes]) -> "Message":
-        """Sets these fields in place. Returns self."""
+        """Sets these fields on the message itself, and returns it."""
         self._fields |= {number: [data] for number, data in fields.items()}
         return self
 

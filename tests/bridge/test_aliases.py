@@ -297,7 +297,7 @@ def test_errors_of_other_names(make_qkv):
     )
     with pytest.raises(TypeError, match=r"^mask: got None, want a bool tensor"):
         bridge.dynamic_mask_attention(*inputs)
-    with pytest.raises(TypeError, match=r"^attn_mask: got it beside mask"):
+    with pytest.raises(TypeError, match=r"^attn_mask: got it with mask"):
         bridge.dynamic_mask_attention(*inputs, keep, attn_mask=keep)
 
 
