@@ -81,7 +81,7 @@ def _apart(seen: Seen | None, arguments: dict[str, Any]) -> _Apart:
     if found is not None:
         skeleton, paths = found
         read, is_valid = score_functions.read("score_mod", score_mod, paths)
-        # torch.compile can read a string that it traced (the f-string), but not one that a constant function returned.
+        # torch.compile can inspect a string that it formatted itself, but not a string that it was given.
         return _Apart(None, arguments | {"score_mod": None, "skeleton": f"{skeleton}", "read": read}, is_valid)
     if is_traced:
         return _Apart(None, arguments)
