@@ -130,7 +130,7 @@ class KnownPlan(torch.autograd.Function):
     def forward(ctx, call, *tensors):
         (plan, operands), results = call.facts, call.chain(*tensors)
         ctx.call = call
-        ctx.masks = operands.held  # until the backward
+        ctx.masks = operands.held  # keep-alive until the backward
         ctx.set_materialize_grads(False)
         stored = [tensors[index] for index in plan.inputs_read] + [results[index] for index in plan.outputs_read]
         ctx.save_for_backward(*stored, *results[plan.count :])

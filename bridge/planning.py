@@ -179,7 +179,7 @@ def _sources(jaxpr: Any, mask_count: int, count: int) -> list[Residual]:
         source = Residual("mask", index) if is_mask else Residual("input", index - mask_count)
         known.setdefault(variable, source)
     for index, variable in enumerate(jaxpr.outvars[:count]):
-        if not hasattr(variable, "val"):  # a literal, which cannot be looked up
+        if not hasattr(variable, "val"):  # a literal has `val`, and cannot be a dict's key
             known.setdefault(variable, Residual("output", index))
     sources = []
     for index, variable in enumerate(jaxpr.outvars[count:]):

@@ -144,7 +144,7 @@ _ALIVE: weakref.WeakValueDictionary[str, Plan] = weakref.WeakValueDictionary()
 _RECIPES: dict[str, Callable[[], Plan]] = {}  # the newest last
 _OF_GRAPHS: dict[str, Callable[[], Plan]] = {}
 _LOCK = threading.RLock()
-_MOST = 1024  # plans, and recipes
+_MOST = 1024  # plans, and as many recipes
 
 
 def register(function: Callable[..., Any]) -> str:
@@ -192,7 +192,7 @@ def keep_for_graphs(name: str) -> None:
         if make is None and name not in _OF_GRAPHS and (plan := _ALIVE.get(name)) is not None:
             make = lambda: plan  # its recipe was dropped
         if make is not None:
-            _OF_GRAPHS[name] = make  # first, as other threads may look for it
+            _OF_GRAPHS[name] = make  # stored before the pop: other threads may look it up
             _RECIPES.pop(name, None)
 
 

@@ -192,7 +192,7 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def _check_format(format: Any) -> None:
-    """Raises ValueError."""
+    """Raises ValueError for an unknown format."""
     if format not in tuple(low_bit.FORMATS):
         raise ValueError(f"format: got {format!r}, want one of {', '.join(map(repr, low_bit.FORMATS))}")
 
@@ -237,7 +237,7 @@ def quantize_weights(
     named = dict(model.named_modules(remove_duplicate=False))
     skipped = _fitting((skip,) if isinstance(skip, str) else skip, list(named))
     found = {name: x for name, x in named.items() if type(x) in (torch.nn.Linear, Linear) and name not in skipped}
-    kept = {id(named[name]) for name in skipped}  # under other names, too
+    kept = {id(named[name]) for name in skipped}  # a kept layer may have other names
     found = {name: x for name, x in found.items() if id(x) not in kept}
     if not found:
         raise ValueError("model: got no torch.nn.Linear or bridge.nn.Linear outside skip, want one or more")

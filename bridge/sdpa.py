@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
     Args:
       query: [..., H, T, D]; key: [..., Hkv, S, D]; value: [..., Hkv, S, Dv]; bfloat16, float16 or float32. At least two
         axes; all axes except the last two are broadcast. Kernels read transposed views of [B, T, H, D] without a copy,
-        and also contiguous tensors with equal head counts or one query. Other tensors are copied once.
+        and also contiguous tensors if H = Hkv or T = 1. Other tensors are copied once.
       attn_mask: two axes or more, broadcastable to [..., H, T, S]. A bool mask is True where a query may attend. A mask
         in query's dtype or float32 is added to the scores, and has a gradient. A query that may attend to nothing has
         an output of 0, as in PyTorch. A torch.nn.attention.bias.CausalBias works too.

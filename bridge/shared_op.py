@@ -42,7 +42,7 @@ class _Call:
 
 
 class _Attend(torch.autograd.Function):
-    """(out, lse)."""
+    """The op's (out, lse), with a gradient."""
 
     @staticmethod
     def forward(ctx, call, query, key, value, segment_ids, sinks, bias):

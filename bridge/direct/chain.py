@@ -32,7 +32,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dims:
-    """Three counts of CTAs or threads."""
+    """Numbers of CTAs or threads along three axes."""
 
     x: int = 1
     y: int = 1

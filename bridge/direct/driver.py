@@ -13,7 +13,7 @@ CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _HANDLE, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _UNSIGNED, _OUT = ctypes.c_uint, ctypes.c_void_p
 
-# Names with the version that the header cuda.h gives them.
+# Function names with the version suffixes of cuda.h.
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (_UNSIGNED,),
     "cuGetErrorName": (_INT, _OUT),
