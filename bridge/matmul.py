@@ -58,7 +58,7 @@ def matmul(
       w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; if x has 8 bits, any 8-bit dtype. Or
         low-bit weights: a bridge.QuantizedTensor that is quantized along K, with axis=-2, or axis=-1 with transpose_w.
         Low-bit weights have no gradients and no w_scale.
-      bias: [N], in x's dtype or float32. If x has 8 bits, any wider float dtype.
+      bias: [N], in x's dtype or float32. If x has 8 bits, in bfloat16, float16 or float32.
       activation: None, "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh". Or an elementwise function of
         one value, in torch's elementwise operations (torch.nn.functional.mish, torch.nn.ReLU6()) or in jnp code, that
         reads no tensors. Functions that are created anew for each call share a program if they are alike.
@@ -202,7 +202,7 @@ def mlp(
       x: [..., K]. w_up, w_gate: [K, H]; w_down: [H, N]; with transpose_w [H, K] and [N, H], like torch.nn.Linear's.
       bias_up: [H], without w_gate. bias_down: [N]. residual: [..., N] in x's dtype, added last; under autocast as in
         bridge.matmul.
-      activation, implementation: as in bridge.matmul. precision: as there, but only "fp32" or "tf32", for float32.
+      activation, implementation: as in bridge.matmul. precision: "fp32" or "tf32", for float32 inputs.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -413,8 +413,8 @@ class Linear(torch.nn.Linear):
 class GatedMLP(torch.nn.Module):
     """down_proj(activation(gate_proj(x)) * up_proj(x)), with bridge.mlp, or bridge.gated_matmul and bridge.linear.
 
-    bridge.mlp computes precision None, "fp32" and "tf32". bridge.quantize_weights may give the projections low-bit
-    weights; then bridge.gated_matmul computes them.
+    bridge.mlp supports precision None, "fp32" and "tf32". bridge.quantize_weights may give the projections low-bit
+    weights; bridge.gated_matmul and bridge.linear run then.
 
     Parameters: gate_proj.weight, up_proj.weight [hidden_features, in_features] and down_proj.weight [in_features,
     hidden_features], initialised like torch.nn.Linear's, without bias.

@@ -21,7 +21,7 @@ __all__ = ["Call", "CallWithTangents", "KnownPlan", "PlanFacts", "backward_op", 
 def _program(tensors, plan, operands=""):
     planned = find_plan(plan)
     for x, want in zip(tensors, planned.request.signatures, strict=True):
-        if x.shape != want.shape or x.dtype != want.dtype:  # only a graph without guards can pass another shape
+        if x.shape != want.shape or x.dtype != want.dtype:  # only a graph without guards passes others
             raise ValueError(
                 f"{planned.label}: got a tensor of shape {tuple(x.shape)} and dtype {x.dtype} in a graph, want the "
                 f"shape and dtype of its trace, {want.shape} and {want.dtype}"

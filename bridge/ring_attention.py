@@ -123,7 +123,8 @@ def shard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag"
     Args:
       x: a tensor with the tokens along `axis`. Their count is a multiple of the group's ranks, or with "zigzag" of
         twice the ranks.
-      group, layout: as in ring_attention. Its default is "zigzag" too if the order of the tokens matters.
+      group: as in ring_attention. layout: as in ring_attention, whose default is "zigzag" too if the order of the
+        tokens matters.
 
     Raises:
       ValueError: the layout is unknown, or the ranks do not divide the tokens.

@@ -58,8 +58,8 @@ _dynamic_mask = JaxOp(_WithScoreMods(dynamic_mask.dynamic_mask_attention))
 class _Apart(NamedTuple):
     """A call that passes the tensors which its score_mod reads as arguments.
 
-    seen: the key of the cached call, or None. is_valid: whether the values of int64 tensors fit int32; None if this is
-    known.
+    seen: the key of the cached call, or None. is_valid: whether the values of int64 tensors fit int32; None if they
+    are known to fit.
     """
 
     seen: Seen | None

@@ -194,7 +194,7 @@ _NUMBERS = (4, 5, 8, 9)  # types whose values are varints; other types' values a
 
 
 class _Literals:
-    """The constants in a program's HLO module. Read them if the serialized executable omits their values."""
+    """The constants in a program's HLO module. They are read if the serialized executable omits their values."""
 
     def __init__(self, executable: Message) -> None:
         self._executable = executable
