@@ -1,6 +1,6 @@
 """The PyTorch bridge: this library's operators, and any JAX function, on PyTorch tensors.
 
-Importing it keeps JAX from taking most of the GPU's memory at its first use (see `memory`).
+Importing it turns off JAX's preallocation of most of the GPU's memory (see `memory`).
 """
 
 from jax_kernels.bridge.interop.memory import leave_memory_to_torch

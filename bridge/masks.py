@@ -1,4 +1,4 @@
-"""jax_kernels.masks for PyTorch: the same names, whose builders take tensors where those take arrays.
+"""jax_kernels.masks for PyTorch: builders of the same names, which take tensors instead of arrays.
 
 For example::
 
@@ -7,20 +7,19 @@ For example::
     mask = masks.causal() & masks.segments(ids) | masks.prefix(lengths)  # int32 tensors
     out = bridge.flash_attention(query, key, value, mask=mask)
 
-A mask is a jax_kernels Mask of JAX arrays. They are copies on the tensors' device: later changes of an argument do not
-reach them, and no gradient passes through them. Tensors of one call are on one device, and have the dtypes that JAX's
-arrays would have; arrays are taken as they are. A Mask's own methods give JAX arrays, of which torch.from_dlpack makes
-tensors. pooled_scores of tensors gives a tensor, with a gradient.
+A mask is a jax_kernels Mask of JAX arrays. The arrays are copies on the tensors' device: later changes of an argument
+do not reach them, and no gradient passes through them. The tensors of one call are on one device, with the dtypes that
+JAX's builder takes; array arguments stay unchanged. Methods of a Mask return JAX arrays, which torch.from_dlpack
+converts. pooled_scores of tensors returns a tensor with a gradient.
 
-from_function also takes a function in torch operations, such as a mask_mod of FlexAttention. `batch` and `heads` are
-wanted where it looks at b or at h. The mask keeps the values that the tensors which the function reads had when the
-mask was made. Once one of them has changed, the mask raises ValueError: make it again. A score_mod, by contrast, reads
-today's values in each call.
+from_function also takes a function in torch operations, such as a mask_mod of FlexAttention. Pass `batch` and `heads`
+if the function reads b or h. The function may read tensors, and the mask keeps the values that they have when it is
+made. After such a tensor changes, the mask raises ValueError: make it again. A score_mod, by contrast, reads the
+current values in each call.
 
-In a graph of torch.compile a Mask is a constant. Builders, and `&`, `|` and `~`, run when they are called: there
-torch.compile has a graph break, torch.func.vmap cannot map their arguments, and a CUDA graph cannot capture them. To
-have all of it in one program, write a JAX function that builds the mask and calls attention, and pass it to
-bridge.from_jax.
+In a graph of torch.compile a Mask is a constant. Builders, and `&`, `|` and `~`, run eagerly: torch.compile breaks its
+graph there, torch.func.vmap cannot map their arguments, and a CUDA graph cannot capture them. For one program, write a
+JAX function that builds the mask and calls attention, and pass it to bridge.from_jax.
 """
 
 import functools
@@ -51,7 +50,7 @@ from jax_kernels.masks import PackedBlocks as PackedBlocks
 from jax_kernels.masks import PreparedMask as PreparedMask
 from jax_kernels.masks import causal as causal
 
-# Options that the structure of a mask depends on. The others may be data.
+# Options that determine the structure of a mask. The other options may be data.
 _NUMBERS = frozenset(
     (
         *("batch", "block_size", "global_blocks", "heads", "k", "kv_length", "left", "q_length", "random_blocks"),
@@ -75,7 +74,7 @@ def sliding_window(left: Any, right: Any) -> Mask:
 
 
 def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Callable[..., Mask]:
-    """The builder, for tensors too. is_traced: it may run under jit, as it looks at no values."""
+    """Wraps a builder so that it also takes tensors. is_traced: it may run under jit, because it reads no values."""
     by_position = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     names = [x.name for x in inspect.signature(builder).parameters.values() if x.kind in by_position]
 
@@ -93,7 +92,7 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
         device = given[next(iter(found))].device
         for index, name in found.items():
             given[index] = _checked(name, given[index], device)
-            # A user's function may want these. An id or a length above 2**31 would turn negative.
+            # from_function may take uint32. In other builders an id or a length above 2**31 would become negative.
             if given[index].dtype == torch.uint32 and builder is not _masks.from_function:
                 raise TypeError(f"{name}: got dtype torch.uint32, want torch.int32; cast it with .to(torch.int32)")
         given = [_on_device(x, device) if isinstance(x, Mask) else x for x in given]
@@ -125,7 +124,7 @@ def _checked(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Ten
 
 
 def _compiled(builder: Callable[..., Mask], *args: Any, **kwargs: Any) -> Mask:
-    """Runs the builder under jit. Arrays and floats are data, all else is constant."""
+    """Runs the builder under jit. Arrays and floats are data; all other arguments are constants."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     is_data = tuple(isinstance(x, jax.Array | np.ndarray | float) for x in leaves)
     constants = tuple(None if data else x for x, data in zip(leaves, is_data, strict=True))
@@ -157,18 +156,19 @@ def from_function(function: Any, *arrays: Any, batch: int | None = None, heads: 
     """jax_kernels.masks.from_function, for a function (b, h, q, k) in jnp code, or of scalars in torch operations.
 
     Args:
-      function: in torch operations it may read tensors: closed over, as defaults or globals, in lists and dicts, of
-        partials, or as attributes of objects, such as the buffers of a module. int64 tensors are read as int32.
-      arrays: arrays or tensors that the function takes after k. They are copied: later changes do not reach them.
-      batch, heads: how many batch entries and heads the function tells apart; None if it does not look at b, or at h.
+      function: in torch operations it may read tensors: from closures, defaults, globals, lists, dicts, partials, or
+        attributes of objects, such as the buffers of a module. int64 tensors are read as int32.
+      arrays: arrays or tensors that the function takes after k. They are copied: later changes do not reach the mask.
+      batch, heads: the numbers of batch entries and heads for which the function differs; None if it does not read b,
+        or h.
 
-    The mask keeps the values that the tensors which the function reads had when the mask was made, where a score_mod
-    reads today's. Once PyTorch has counted a change of one of them, or a variable has another tensor, every use of the
-    mask raises ValueError. Changes that PyTorch does not count, through `.data` or NumPy's memory, are not seen.
+    The mask keeps the values that the function's tensors have when the mask is made; a score_mod reads the current
+    values instead. After PyTorch counts a change of such a tensor, or a variable holds another tensor, every use of the
+    mask raises ValueError. Changes that PyTorch does not count, through `.data` or NumPy's memory, are not detected.
 
     Raises:
-      TypeError: the function uses an operation without a form in jnp, naming it, or is not elementwise.
-      ValueError: batch or heads are wanted, or an int64 tensor has a value beyond int32, naming the tensor.
+      TypeError: the function uses an operation without a form in jnp, or is not elementwise. The text has its name.
+      ValueError: batch or heads is missing, or an int64 tensor has a value beyond int32. The text names the tensor.
     """
     batch, heads = _plain_of("batch", batch), _plain_of("heads", heads)
     made, read, paths = _score_functions.mask_mod(function, arrays)

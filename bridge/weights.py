@@ -1,7 +1,7 @@
-"""Parameters between PyTorch modules, Hugging Face Llamas and the Flax models.
+"""Converts parameters between PyTorch modules, Hugging Face Llamas and the Flax models.
 
-Flax parameters are nested dicts of arrays here, as flax.nnx.to_pure_dict gives and flax.nnx.update takes them. They are
-copies: nothing is shared. Flax is not imported.
+Flax parameters are nested dicts of arrays, in the form of flax.nnx.to_pure_dict and flax.nnx.update. All parameters are
+copied; no memory is shared. Flax is not imported.
 """
 
 import re
@@ -21,7 +21,7 @@ from jax_kernels.bridge.nn.ring_dilated_attention import RingDilatedAttention
 
 __all__ = ["from_flax", "to_flax", "transformer_fields"]
 
-# The parts of a Llama's names, in transformers and in jax_kernels.models.Transformer.
+# Parts of a Llama's parameter names: in transformers -> in jax_kernels.models.Transformer.
 _LLAMA = {
     "embed_tokens": "embed",
     "input_layernorm": "attention_norm",
@@ -39,7 +39,7 @@ _OTHERS = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
 _BF16 = np.dtype(jnp.bfloat16)
 
 
-# Transformers' kinds of models that models.Transformer computes, and what their configs' fields have to be for it.
+# The model types of transformers that models.Transformer computes, and the config values that it requires.
 _KINDS = ("llama", "mistral")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -57,7 +57,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (None, False),
     "no_rope_layers": (None, []),
 }
-# Modules whose function no model of jax_kernels.models has: theirs has no biases, or turns queries and keys.
+# Modules that jax_kernels.models cannot compute: its attention has no biases, or rotates queries and keys.
 _ALONE = (
     torch.nn.MultiheadAttention,
     MultiheadAttention,
@@ -69,7 +69,7 @@ _OWN_NAMES = ("weight", "bias", "A")
 
 
 def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    """The parameters of a module or a state dict as those of the Flax model of the same kind.
+    """Converts the parameters of a module or a state dict for the Flax model of the same kind.
 
     For example::
 
@@ -78,21 +78,21 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, A
     | source | Flax |
     |---|---|
     | bridge.nn.Transformer | models.Transformer, models.LongNet |
-    | bridge.nn.DynamicMaskAttention, Linear, GatedMLP, LayerNorm, RMSNorm; torch.nn's | those of the same names |
+    | bridge.nn.DynamicMaskAttention, Linear, GatedMLP, LayerNorm, RMSNorm; torch.nn's | modules of the same names |
     | a LlamaForCausalLM, or a state dict with its names | models.Transformer (see transformer_fields) |
 
     Args:
-      source: the module, or its state dict. A Llama's lm_head is left out where it is the embedding.
+      source: the module, or its state dict. A Llama's lm_head is omitted if it equals the embedding.
 
     Returns:
-      nested dicts by name, numbers of layers as ints, of jax.Arrays in the parameters' dtypes: kernels are
+      nested dicts by name, with ints for the numbers of layers, of jax.Arrays in the parameters' dtypes. Kernels are
       [in, out], transposed from PyTorch's.
 
     Raises:
-      ValueError: a module has no Flax model of its kind, or a parameter that the model lacks, such as a bias of a
+      ValueError: a module has no Flax model of its kind, or has a parameter that the model lacks, such as a bias of a
         Llama's projections, or a norm over several axes; a Hugging Face model computes another function; or there are
-        weights of few bits.
-      TypeError: source is neither, or a parameter is no tensor, or has a dtype that JAX lacks.
+        low-bit weights.
+      TypeError: source is no module or mapping, or a parameter is no tensor, or has a dtype that JAX lacks.
       RuntimeError: the process was forked from one in which JAX ran.
     """
     fork.refuse()
@@ -105,7 +105,7 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, A
     for name in state:
         if name.rpartition(".")[2] == "weight_values":
             raise ValueError(
-                f"source: got {name}, weights of few bits, want float ones: convert before quantize_weights"
+                f"source: got {name}, low-bit weights, want float weights: convert before quantize_weights"
             )
     if is_llama := any(_LLAMAS.search(name) for name in state):
         state = _without_llamas_names(state)
@@ -126,7 +126,7 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, A
 
 
 def from_flax(parameters: Mapping[Any, Any], names: str = "bridge") -> dict[str, torch.Tensor]:
-    """A PyTorch state dict of a Flax model's parameters: the inverse of to_flax.
+    """Converts a Flax model's parameters to a PyTorch state dict. The inverse of to_flax.
 
     For example::
 
@@ -134,17 +134,17 @@ def from_flax(parameters: Mapping[Any, Any], names: str = "bridge") -> dict[str,
         llama.load_state_dict(state)
 
     Args:
-      parameters: nested dicts of arrays, or one dict by dotted names, as models.flat_parameters gives it.
-      names: "bridge" for bridge.nn's modules, and "llama" for transformers' LlamaForCausalLM. A model without a head
-        gets its embedding as the Llama's lm_head.
+      parameters: nested dicts of arrays, or one dict by dotted names, as models.flat_parameters returns it.
+      names: "bridge" for bridge.nn's modules, and "llama" for transformers' LlamaForCausalLM. If the model has no head,
+        its embedding becomes the Llama's lm_head.
 
     Returns:
       tensors on the CPU, in the arrays' dtypes.
 
     Raises:
-      ValueError: an array has more axes than a parameter of jax_kernels.models; names is neither; or, with "llama", a
-        parameter is not one of models.Transformer's.
-      TypeError: parameters is no dict, or holds something that is no array of numbers.
+      ValueError: an array has more axes than a parameter of jax_kernels.models; names is unknown; or, with "llama",
+        models.Transformer lacks a parameter.
+      TypeError: parameters is no dict, or contains a value that is no array of numbers.
       RuntimeError: the process was forked from one in which JAX ran.
     """
     fork.refuse()
@@ -174,8 +174,8 @@ def transformer_fields(config: Any) -> dict[str, Any]:
 
     For example, TransformerConfig(**transformer_fields(llama.config)).
 
-    Raises ValueError for a model of another kind than "llama" and "mistral", and for what models.Transformer lacks:
-    biases, scaled rotary frequencies, sliding windows, multipliers, and an activation that is not silu.
+    Raises ValueError for model types other than "llama" and "mistral", and for features that models.Transformer lacks:
+    biases, scaled rotary frequencies, sliding windows, multipliers, and activations other than silu.
     """
     _check_config(config)
     rotary = dict(getattr(config, "rope_parameters", None) or {})
@@ -194,7 +194,7 @@ def transformer_fields(config: Any) -> dict[str, Any]:
 
 
 def _check_config(config: Any) -> None:
-    """Raises ValueError unless models.Transformer computes what a model of this config does."""
+    """Raises ValueError unless models.Transformer computes the function of a model with this config."""
     kind = getattr(config, "model_type", None)
     if kind not in _KINDS:
         want = " or ".join(map(repr, _KINDS))
@@ -208,11 +208,11 @@ def _check_config(config: Any) -> None:
 
 
 def _check_modules(source: torch.nn.Module) -> None:
-    """Raises ValueError, naming the module, where Flax has none of its kind, or with other parameters."""
+    """Raises ValueError, naming the module, if no Flax model has its kind or its parameters."""
     for name, module in source.named_modules():
         place = f"source.{name}" if name else "source"
         if isinstance(module, _ALONE):
-            raise ValueError(f"{place}: got a {type(module).__name__}, of which jax_kernels.models has no equal")
+            raise ValueError(f"{place}: got a {type(module).__name__}, which jax_kernels.models lacks")
         if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) and len(module.normalized_shape) != 1:
             raise ValueError(f"{place}: got a norm over {tuple(module.normalized_shape)}, want one over the last axis")
         if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] != "embed":
@@ -220,7 +220,7 @@ def _check_modules(source: torch.nn.Module) -> None:
 
 
 def _without_llamas_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameters by the names of bridge.nn.Transformer."""
+    """Renames a Llama's parameters to bridge.nn.Transformer's names. Raises ValueError for unknown names."""
     short = {name.removeprefix("model."): tensor for name, tensor in state.items()}
     unknown = sorted(name for name in short if not _LAYER.fullmatch(name) and name not in _OTHERS)
     if unknown:
@@ -233,7 +233,7 @@ def _without_llamas_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 
 def _llama_name(name: str) -> str:
-    """A name of bridge.nn.Transformer as transformers has it."""
+    """Converts a name of bridge.nn.Transformer to transformers' name. Raises ValueError."""
     theirs = {own: other for other, own in (_LLAMA | _FINAL).items()}
     full = ".".join(theirs.get(part, part) for part in name.split("."))
     if not _LAYER.fullmatch(full) and full not in _OTHERS:
@@ -253,7 +253,7 @@ def _flax_path(name: str, tensor: torch.Tensor) -> list[str]:
 
 
 def _torch_name(path: tuple[str, ...]) -> tuple[str, bool]:
-    """(the name in a PyTorch module, whether the array is to be transposed)."""
+    """(the name in a PyTorch module, whether the array must be transposed)."""
     *parts, last = path
     if last == "embed":
         return ".".join((*parts, last, "weight")), False

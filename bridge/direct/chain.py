@@ -1,4 +1,4 @@
-"""A launch chain: the kernels, fills and copies that a program comes to on a GPU, in order, with their buffers."""
+"""A launch chain: the kernels, fills and copies of a program on a GPU, in order, with their buffers."""
 
 import dataclasses
 
@@ -18,12 +18,12 @@ __all__ = [
 
 
 class NotDirectError(Exception):
-    """A program that has no launch chain, and why."""
+    """Raised for a program without a launch chain. The text is the reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """An address: so many bytes into a buffer of the chain, by its index there. size: the bytes that are used."""
+    """An address. buffer: the buffer's index in the chain. offset: bytes from its start. size: bytes that are used."""
 
     buffer: int
     offset: int
@@ -32,7 +32,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dims:
-    """Three counts of CTAs or threads."""
+    """Numbers of CTAs or threads along three axes."""
 
     x: int = 1
     y: int = 1
@@ -41,9 +41,9 @@ class Dims:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kernel whose arguments are addresses alone. shared_memory: the bytes of its dynamic part.
+    """A kernel whose arguments are all addresses. shared_memory: bytes of dynamic shared memory.
 
-    zeroed: places that are filled with zeros before it runs.
+    zeroed: addresses that are filled with zeros before the kernel runs.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MosaicKernel:
-    """A kernel of Mosaic's, which compiles `module` to a function that launches it."""
+    """A Mosaic kernel. Mosaic compiles `module` to a function that launches the kernel."""
 
     name: str
     module: bytes = dataclasses.field(repr=False)
@@ -67,7 +67,7 @@ class MosaicKernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fill:
-    """Fills a place with a 32-bit value; a place whose size is no multiple of 4 bytes, with zeros alone."""
+    """Fills memory with a 32-bit value. If the size is no multiple of 4 bytes, the value must be 0."""
 
     target: Place
     value: int
@@ -75,7 +75,7 @@ class Fill:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Copy:
-    """Copies a place to another one of the same size."""
+    """Copies memory. source and target have the same size."""
 
     source: Place
     target: Place
@@ -86,7 +86,7 @@ type Step = Kernel | MosaicKernel | Fill | Copy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Array:
-    """The shape of an array of the chain's, and the name of its dtype."""
+    """The shape of an input or output of a chain, the name of its dtype, and its size in bytes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -95,7 +95,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A constant of the program's."""
+    """A constant of the program."""
 
     name: str
     value: bytes = dataclasses.field(repr=False)
@@ -105,7 +105,7 @@ class Constant:
 class LaunchChain:
     """The steps of a program. Its buffers, in this order: inputs, outputs, the workspace, constants.
 
-    workspace: its bytes.
+    workspace: its size in bytes.
     """
 
     inputs: tuple[Array, ...]

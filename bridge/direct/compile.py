@@ -15,13 +15,13 @@ from jax_kernels.bridge.direct.executable import chain_of
 __all__ = ["Target", "compile_chain"]
 
 _KERNELS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
-# What XLA gives to cuBLAS and cuDNN, or tunes by trial on a GPU, which a compilation for one that is not there lacks.
+# Operations that XLA passes to cuBLAS or cuDNN, or autotunes on a GPU. A compilation for an absent GPU cannot autotune.
 _LIBRARIES = ("stablehlo.dot", "stablehlo.convolution", "stablehlo.custom_call", "stablehlo.while")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """The facts of a GPU that XLA compiles for. kind: the name by which JAX knows it. Memory is in bytes."""
+    """The facts of a GPU that XLA compiles for. kind: JAX's device_kind. Memory is in bytes."""
 
     kind: str
     compute_capability: tuple[int, int]
@@ -61,16 +61,16 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class _Device(AbstractDevice):
-    """A device of which Mosaic reads the architecture."""
+    """An abstract device with the compute capability, from which Mosaic reads the architecture."""
 
     compute_capability: str = ""
 
 
 def compile_chain(target: Target, function: Callable[..., Any], specs: Sequence[Any]) -> LaunchChain:
-    """The launch chain of a function of arrays, whose results are a flat sequence.
+    """The launch chain of a function of arrays, which returns a flat sequence.
 
-    specs: a jax.ShapeDtypeStruct for each argument. Raises NotDirectError where the function has no chain; before it
-    is compiled, where it calls none of this library's kernels, and multiplies matrices.
+    specs: a jax.ShapeDtypeStruct for each argument. Raises NotDirectError if the function has no chain. A function that
+    calls none of this library's kernels and contains an operation of _LIBRARIES raises before it is compiled.
     """
     topology = topologies.get_topology_desc(platform="cuda", target_config=target.description, topology="1x1x1")
     replicated = NamedSharding(Mesh(np.array(topology.devices[:1]), ("device",)), PartitionSpec())
@@ -81,14 +81,14 @@ def compile_chain(target: Target, function: Callable[..., Any], specs: Sequence[
         platform="gpu",
         compute_capability="{}.{}".format(*target.compute_capability),
     )
-    # The parameters of the executable are all arguments, also those that are not used, as a tuple is not.
+    # keep_unused makes every argument a parameter of the executable.
     flat = jax.jit(lambda *arrays: tuple(function(*arrays)), keep_unused=True)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         try:
             lowered = flat.lower(*placed)
-        except Exception as error:  # the caller's own, which the other route raises again
+        except Exception as error:  # the caller's error: the DLPack route raises it again
             raise NotDirectError(f"the function cannot be lowered: {error}") from error
     text = lowered.as_text()
     if not any(kernel in text for kernel in _KERNELS) and any(name in text for name in _LIBRARIES):
-        raise NotDirectError("the plan has no kernel of this library's")
+        raise NotDirectError("the plan has no kernel of this library")
     return chain_of(lowered.compile(), specs, lowered.out_info)

@@ -1,9 +1,9 @@
-"""Finds the launch chain of an executable of JAX's. This file and target.py hold all that is private to JAX and XLA.
+"""Reads the launch chain of a JAX executable. This file and target.py contain all private parts of JAX and XLA in use.
 
-An executable in its serialized form is a header and an ExecutableAndOptionsProto, whose first field is a
-GpuExecutableProto. Both are split into records (xla/util/split_proto). The latter has the program's thunks, in the
-order in which they run, and the allocations of memory that they use. The numbers of fields below are those of jaxlib
-0.11: xla/service/gpu/gpu_executable.proto, xla/service/hlo.proto, xla/xla_data.proto, xla/backends/gpu/runtime/
+A serialized executable is a header and an ExecutableAndOptionsProto, whose first field is a GpuExecutableProto. Both
+protos are split into records (xla/util/split_proto). The GpuExecutableProto has the program's thunks, in the order in
+which they run, and the memory allocations that the thunks use. The field numbers below are from jaxlib 0.11:
+xla/service/gpu/gpu_executable.proto, xla/service/hlo.proto, xla/xla_data.proto, xla/backends/gpu/runtime/
 thunk.proto and copy_thunk.proto, xla/backends/gpu/codegen/kernels/custom_kernel.proto,
 xla/stream_executor/kernel_spec.proto, kernel_args_packing_spec.proto and launch_dim.proto.
 """
@@ -35,16 +35,16 @@ from jax_kernels.bridge.direct.records import Message, read_records, varint
 
 __all__ = ["chain_of", "read_chain"]
 
-_ALIGNMENT = 256  # of what XLA allocates
+_ALIGNMENT = 256  # bytes, of XLA's allocations
 _THUNKS = {
     2: "sequential",
     3: "copy",
     8: "kernel",
-    9: "product of cuBLAS",
+    9: "cuBLAS matmul",
     13: "device-to-device copy",
-    15: "kernel of cuDNN",
+    15: "cuDNN kernel",
     19: "memzero",
-    22: "product of cuBLASLt",
+    22: "cuBLASLt matmul",
     28: "memset",
     30: "custom call",
     36: "custom kernel",
@@ -56,17 +56,17 @@ _THUNKS = {
 def chain_of(compiled: jax.stages.Compiled, inputs: Sequence[Any], outputs: Sequence[Any]) -> LaunchChain:
     """The launch chain of a program that JAX compiled for a GPU. inputs, outputs: its arrays, with shape and dtype.
 
-    Raises NotDirectError where there is none, also where the serialized executable is not as this file knows it.
+    Raises NotDirectError if there is no chain, or if the serialized executable is not in jaxlib 0.11's format.
     """
     try:
         data = compiled.runtime_executable().serialize()  # type: ignore[union-attr]
         return read_chain(data, inputs, outputs)
     except (ValueError, IndexError, AttributeError, TypeError, UnicodeDecodeError) as error:
-        raise NotDirectError(f"JAX's executable is not as jaxlib 0.11 writes it: {error}") from error
+        raise NotDirectError(f"JAX's executable is not in jaxlib 0.11's format: {error}") from error
 
 
 def read_chain(data: bytes, inputs: Sequence[Any], outputs: Sequence[Any]) -> LaunchChain:
-    """chain_of a serialized executable. Also raises ValueError."""
+    """The launch chain of a serialized executable. Raises NotDirectError or ValueError."""
     header = varint(data, 0)
     outer = _joined(data[header.end + header.value :], "xla.ExecutableAndOptionsProto")
     executable = _joined(outer.data(1), "xla.gpu.GpuExecutableProto")
@@ -84,7 +84,7 @@ def read_chain(data: bytes, inputs: Sequence[Any], outputs: Sequence[Any]) -> La
 
 
 def _joined(data: bytes, name: str) -> Message:
-    """The message that is split into records: a manifest, and a record for each entry of the manifest."""
+    """Joins a message that is split into records: a manifest, and a record for each entry of the manifest."""
     first, *records = read_records(data)
     manifest = Message(first)
     if manifest.text(1) != name:
@@ -109,7 +109,7 @@ def _array(x: Any) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Buffers:
-    """The buffers of a chain, and where the program's allocations are in them, by the allocations' numbers."""
+    """The buffers of a chain. `places`: the address of each of the program's allocations, by the allocation's index."""
 
     inputs: tuple[Array, ...]
     outputs: tuple[Array, ...]
@@ -147,7 +147,7 @@ class _Buffers:
             places[number] = Place(buffer=first + len(constants), offset=0, size=size)
         workspace = 0
         for number, allocation in allocations.items():
-            # Those of one thread are registers; XLA keeps the addresses of the outputs in a table that is live.
+            # Skipped: thread-local allocations (registers), and XLA's live-out table of the outputs' addresses.
             if number in places or allocation.integer(3) or allocation.integer(7) or allocation.integer(12):
                 continue
             size = allocation.integer(2)
@@ -162,19 +162,19 @@ class _Buffers:
         )
 
     def place(self, piece: Message) -> Place:
-        """The place of a BufferAllocationSliceProto."""
+        """The address of a BufferAllocationSliceProto."""
         number, offset, size = piece.integer(3), piece.integer(1), piece.integer(2)
         whole = self.places.get(number)
         if whole is None or offset + size > whole.size:
-            raise ValueError(f"got {size} bytes at {offset} of allocation {number}, which has no such place")
+            raise ValueError(f"got {size} bytes at offset {offset} of allocation {number}, which does not contain them")
         return Place(buffer=whole.buffer, offset=whole.offset + offset, size=size)
 
     def shaped(self, piece: Message) -> Place:
-        """The place of a ShapedSliceProto."""
+        """The address of a ShapedSliceProto."""
         return self.place(piece.message(1))
 
 
-# By the number of a PrimitiveType, the field of a LiteralProto that has its values, and the bits of a value.
+# number of a PrimitiveType -> (field of a LiteralProto that holds its values, bits of a value)
 _LITERALS = {
     1: (2, 8),  # bool
     2: (15, 8),  # signed
@@ -190,17 +190,17 @@ _LITERALS = {
     12: (9, 64),
     16: (13, 16),
 }
-_NUMBERS = (4, 5, 8, 9)  # the types whose values are written as numbers of a variable length; others are bytes
+_NUMBERS = (4, 5, 8, 9)  # types whose values are varints; other types' values are bytes
 
 
 class _Literals:
-    """The constants of a program's HLO module, where the serialized executable leaves their values to it."""
+    """The constants in a program's HLO module. They are read if the serialized executable omits their values."""
 
     def __init__(self, executable: Message) -> None:
         self._executable = executable
 
     def value(self, name: str) -> bytes:
-        """The bytes of the constant of that name. Raises NotDirectError where they are not to be had."""
+        """The bytes of a constant. Raises NotDirectError if they cannot be read."""
         found = self._instructions.get(name)
         if found is None:
             raise NotDirectError(f"the program has no constant {name}")
@@ -229,7 +229,7 @@ def _whole(buffer: int, allocation: Message, array: Array) -> Place:
 
 
 def _outputs(executable: Message, count: int) -> list[int]:
-    """The allocations of the outputs, in order. A single output that is no tuple has an empty index."""
+    """The allocation indices of the outputs, in order. A single output that is no tuple has an empty index."""
     found: dict[int, int] = {}
     entries = executable.messages(11)
     for entry in entries:
@@ -270,7 +270,7 @@ def _steps(thunk: Message, buffers: _Buffers) -> Iterator[Step]:
         case "memset":
             target = buffers.place(own.message(1))
             if target.size % 4:
-                raise ValueError(f"got a memset of {target.size} bytes by words of 4")
+                raise ValueError(f"got a memset of {target.size} bytes, want a multiple of 4")
             yield Fill(target=target, value=own.integer(2))
         case "device-to-device copy":
             yield _copy(own.message(1), buffers)
@@ -323,7 +323,7 @@ def _kernel(own: Message, buffers: _Buffers) -> Kernel:
 
 
 def _packing(spec: Message, count: int) -> list[int]:
-    """Tells for each argument of a kernel which of its buffers it is the address of."""
+    """For each kernel argument, the index of the buffer whose address it is."""
     if not spec.has(5):
         return list(range(count))
     found = []

@@ -1,7 +1,7 @@
 """Launches a chain on PyTorch's current stream. PyTorch owns the outputs and the workspace.
 
-A chain is loaded once for a device. Everything that a launch needs is made then, but for the addresses of the tensors,
-which one call of struct writes to a block, and the stream. A block serves one launch at a time.
+A chain is loaded once per device. Loading prepares everything for a launch except the stream and the addresses of the
+tensors; one call of struct writes these addresses to a block. One launch uses a block at a time.
 """
 
 import contextlib
@@ -29,17 +29,17 @@ from jax_kernels.bridge.interop.cuda_driver import (
 
 __all__ = ["Allocator", "LoadedChain", "unload_dropped"]
 
-_ALIGNMENT = 16  # XLA and the tensor memory accelerator read inputs with it
+_ALIGNMENT = 16  # bytes: XLA and the tensor memory accelerator require it of inputs
 _address = torch.Tensor.data_ptr
 _MOSAIC_LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class Allocator(NamedTuple):
-    """The parts of PyTorch that a launch needs; a test puts others in their place.
+    """The functions of PyTorch that a launch needs. Tests replace them.
 
-    empty: gives a tensor of a shape, strides and dtype on the current device. device: the index of that device, and on:
-    a context in which another one is it. stream: the handle of the current stream of a device, by its index.
-    is_capturing: whether a CUDA graph is being captured on the current stream of the current device.
+    empty(shape, strides, dtype): a new tensor on the current device. device(): the index of the current device.
+    on(device): a context in which `device` is current. stream(index): the handle of a device's current stream.
+    is_capturing(): whether a CUDA graph is being captured on the current stream of the current device.
     """
 
     empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
@@ -50,7 +50,7 @@ class Allocator(NamedTuple):
 
 
 def torch_allocator() -> Allocator:
-    """PyTorch's own."""
+    """The Allocator of PyTorch itself."""
     return Allocator(
         empty=torch_internals.empty_on_gpu,
         device=torch._C._cuda_getDevice,
@@ -61,7 +61,7 @@ def torch_allocator() -> Allocator:
 
 
 class _Mosaic(NamedTuple):
-    """A Mosaic kernel that is compiled in this process. handle: what unloads it."""
+    """A Mosaic kernel that is compiled in this process. handle: the argument of MosaicGpuUnload."""
 
     handle: Any
     function: int
@@ -69,14 +69,14 @@ class _Mosaic(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """A kernel that is loaded: a function of the driver's, or a Mosaic kernel, or None for another step."""
+    """A loaded kernel: a handle of the CUDA driver, or a Mosaic kernel. Both are None for fills and copies."""
 
     function: int | None = None
     mosaic: _Mosaic | None = None
 
 
 class _Resources:
-    """The modules and Mosaic kernels of a chain, in the context of one device. close gives them back."""
+    """The modules and Mosaic kernels of a chain, in the context of one device. close unloads them."""
 
     def __init__(self, driver: Driver, context: int, mosaic: Any) -> None:
         self.driver = driver
@@ -103,23 +103,23 @@ class _Resources:
 _DROPPED: list[_Resources] = []
 
 
-# Chains in captured graphs, which read their constants and launch their kernels at any time.
+# Keeps the chains of captured graphs alive: a graph may read their constants and launch their kernels at any time.
 _CAPTURED: list["LoadedChain"] = []
 
 
 def _drop(resources: _Resources) -> None:
-    """Keeps what a chain that is gone had loaded for unload_dropped."""
+    """Queues the resources of a garbage-collected chain for unload_dropped."""
     _DROPPED.append(resources)
 
 
 def unload_dropped() -> None:
-    """Unloads the kernels of chains that are gone. It waits for their devices, so it is called where one compiles."""
+    """Unloads the kernels of garbage-collected chains. It waits for their devices, so only compiling calls it."""
     while _DROPPED:
         _DROPPED.pop().close()
 
 
 class _Block:
-    """The memory of one launch: addresses, the arrays of pointers to them, and the configurations of the kernels."""
+    """The host memory of one launch: addresses, arrays of pointers to the addresses, and launch configurations."""
 
     def __init__(self, loaded: "LoadedChain") -> None:
         self.addresses = (ctypes.c_uint64 * max(1, loaded.slots))()
@@ -136,7 +136,7 @@ class _Block:
             first += len(_places(step))
 
     def _add(self, step: Any, ready: _Ready, address: int, loaded: "LoadedChain") -> None:
-        """Adds the calls of a step whose addresses begin at `address`."""
+        """Adds the calls of a step. address: host address of the step's first device address in the block."""
         driver: Any = loaded.driver
         at = lambda index: ctypes.c_uint64.from_address(address + 8 * index)
         match step:
@@ -191,7 +191,7 @@ def _config(step: Kernel) -> LaunchConfig:
 
 
 def _places(step: Any) -> tuple[Place, ...]:
-    """The addresses that a step needs, in the order in which a block has them."""
+    """The addresses that a step needs, in the order of a block."""
     match step:
         case Kernel():
             return (*step.zeroed, *step.arguments)
@@ -211,10 +211,10 @@ def _facts(array: Array) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class LoadedChain:
-    """A chain whose kernels are loaded on one device. Calling it with its input tensors gives its output tensors.
+    """A chain whose kernels are loaded on one device. Calling it with its input tensors returns its output tensors.
 
-    The tensors must be on the device, contiguous, and have the shapes and dtypes of the chain. One that is not aligned
-    to 16 bytes is copied. Several threads may call it at once. Its kernels are unloaded some time after it is gone.
+    The tensors must be contiguous, on the device, and of the chain's shapes and dtypes. A tensor that is not aligned to
+    16 bytes is copied. Several threads may call it at once. Its kernels are unloaded some time after its deletion.
     """
 
     def __init__(
@@ -252,9 +252,10 @@ class LoadedChain:
         self._blocks: list[_Block] = [_Block(self)]
 
     def _order_places(self, places: list[Place]) -> None:
-        """Finds how the addresses of the places come of those of the buffers.
+        """Prepares the computation of the steps' addresses from the buffers' addresses.
 
-        Behind those of the buffers stand the addresses that lie inside of a buffer, each once.
+        A launch lists the addresses of the buffers, then each distinct address inside a buffer once. _ordered selects
+        the steps' addresses from this list.
         """
         count = len(self.chain.inputs) + len(self.chain.outputs) + 1 + len(self.chain.constants)
         inner = list(dict.fromkeys((x.buffer, x.offset) for x in places if x.offset))
@@ -280,7 +281,7 @@ class LoadedChain:
         if self._workspace is None:
             addresses.append(0)
         else:
-            workspace = empty(*self._workspace)  # PyTorch gives it to later work of this stream alone
+            workspace = empty(*self._workspace)  # PyTorch reuses it only for later work of this stream
             addresses.append(_address(workspace))
         addresses += self._constants
         if self._inner:

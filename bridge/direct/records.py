@@ -1,7 +1,7 @@
-"""Reads the bytes that XLA makes of an executable: Riegeli records, compressed by Snappy, of protocol buffers.
+"""Reads XLA's serialized executables: Riegeli records of protocol buffers, compressed by Snappy.
 
 Formats: github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md, github.com/google/snappy (its
-format_description.txt) and protobuf.dev/programming-guides/encoding. No hash is checked.
+format_description.txt) and protobuf.dev/programming-guides/encoding. Hashes are not checked.
 """
 
 import struct
@@ -16,7 +16,7 @@ _CHUNK_HEADER = struct.Struct("<QQQQQ")
 
 
 class _Chunk(NamedTuple):
-    """A Riegeli chunk. kind: the letter of its type. records: how many it holds. data: its bytes."""
+    """A Riegeli chunk. kind: the letter of its type. records: the number of its records. data: its bytes."""
 
     kind: str
     records: int
@@ -24,14 +24,14 @@ class _Chunk(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """A number, and the position behind it."""
+    """A decoded number. end: the offset of the byte after it."""
 
     value: int
     end: int
 
 
 def varint(data: bytes, at: int) -> _Number:
-    """The number in base 128 that begins there. Raises ValueError where the bytes end inside of it."""
+    """The base-128 number at offset `at`. Raises ValueError if the bytes end inside the number."""
     value = shift = 0
     while at < len(data):
         byte = data[at]
@@ -40,13 +40,13 @@ def varint(data: bytes, at: int) -> _Number:
         if byte < 128:
             return _Number(value=value, end=at)
         shift += 7
-    raise ValueError("the bytes end inside of a number")
+    raise ValueError("the bytes end inside a number")
 
 
 class Message:
-    """A protocol buffer, whose fields are read by their numbers. Numbers are unsigned; absent fields have defaults.
+    """A protocol buffer. Methods take field numbers. Integers are unsigned; absent fields have defaults.
 
-    Raises ValueError where the bytes are no protocol buffer.
+    Raises ValueError if the bytes are no protocol buffer.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -55,12 +55,12 @@ class Message:
             self._fields.setdefault(number, []).append(value)
 
     def with_fields(self, fields: dict[int, bytes]) -> "Message":
-        """The message with these fields set. It changes, and is returned."""
+        """Sets these fields on the message itself, and returns it."""
         self._fields |= {number: [data] for number, data in fields.items()}
         return self
 
     def numbers(self) -> list[int]:
-        """The numbers of the fields that are there."""
+        """The numbers of the fields that are present."""
         return list(self._fields)
 
     def integer(self, number: int, default: int = 0) -> int:
@@ -88,7 +88,7 @@ class Message:
         return [Message(data) for data in self._fields.get(number, [])]
 
     def integers(self, number: int) -> list[int]:
-        """A repeated number, packed or not."""
+        """The values of a repeated integer field, packed or not."""
         found: list[int] = []
         for value in self._fields.get(number, []):
             if isinstance(value, int):
@@ -126,7 +126,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def uncompress(data: bytes) -> bytes:
-    """The bytes of which Snappy made `data`. Raises ValueError where it did not."""
+    """Decompresses Snappy's `data`. Raises ValueError if it is not in Snappy's format."""
     size, at = varint(data, 0)
     out = bytearray()
     end = len(data)
@@ -154,7 +154,7 @@ def uncompress(data: bytes) -> bytes:
             at += extra
         start = len(out) - offset
         if not 0 <= start < len(out):
-            raise ValueError("the bytes are not Snappy's")
+            raise ValueError("the bytes are not in Snappy's format")
         if offset >= length:
             out += out[start : start + length]
         else:
@@ -176,13 +176,13 @@ def _chunks(data: bytes) -> Iterator[_Chunk]:
         _, size, _, kind, _ = _CHUNK_HEADER.unpack_from(data, at)
         at += _CHUNK_HEADER.size
         if at + size > len(data):
-            raise ValueError("the bytes end inside of a chunk of records")
+            raise ValueError("the bytes end inside a chunk of records")
         yield _Chunk(kind=chr(kind & 255), records=kind >> 8, data=data[at : at + size])
-        at += max(size, kind >> 8)  # a chunk is as long as it has records, at least
+        at += max(size, kind >> 8)  # a chunk occupies at least one byte per record
 
 
 def _decoded(kind: str, data: bytes) -> bytes:
-    """A part of a chunk without its compression."""
+    """Decompresses a part of a chunk. kind: the letter of its compression."""
     if kind == "\0":
         return data
     if kind != "s":
@@ -191,7 +191,7 @@ def _decoded(kind: str, data: bytes) -> bytes:
 
 
 def read_records(data: bytes) -> list[bytes]:
-    """The records of a Riegeli file. Raises ValueError where it is none, or of a kind that this does not read."""
+    """The records of a Riegeli file. Raises ValueError for other formats, and for unsupported chunks or compression."""
     records: list[bytes] = []
     for chunk in _chunks(data):
         if chunk.kind in "sm":  # signature, metadata

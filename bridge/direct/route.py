@@ -1,7 +1,8 @@
-"""Which calls take the direct route: a chain for each function and each set of shapes, compiled at the first call.
+"""Selects the calls of the direct route. Each function and set of shapes has a chain, compiled at the first call.
 
-The route is given up for a device, with one warning, where a self-test fails there: a small program's results differ
-from those of the DLPack route. A function without a chain takes the DLPack route, silently; `reasons` tells why.
+A self-test on each device compares a small program's results with the DLPack route. If it fails, calls on this device
+take the DLPack route, with one warning. A function without a chain takes the DLPack route silently; `reasons` lists the
+reasons.
 """
 
 import contextlib
@@ -32,9 +33,9 @@ _MOST_CHAINS = 512
 
 @dataclasses.dataclass(kw_only=True)
 class _Entry:
-    """The finding about a function with a set of shapes. chain: None for the DLPack route, for this reason.
+    """The route of a function with a set of shapes. chain: None for the DLPack route. reason: the reason for it.
 
-    used: the number of the newest entry when this one was last used.
+    used: _State.newest at the last use of this entry.
     """
 
     chain: LoadedChain | None
@@ -44,10 +45,10 @@ class _Entry:
 
 @dataclasses.dataclass(kw_only=True)
 class _State:
-    """The entries by function and shapes, and what the self-tests found.
+    """The entries by function and shapes, and the results of the self-tests.
 
-    refused, refused_mosaic: for each device, why the route, or Mosaic's kernels on it, are not usable there; None where
-    they are. warned: the reason of the one warning. newest: how many entries were made.
+    refused, refused_mosaic: for each device, the reason that the direct route, or its Mosaic kernels, fail there; None
+    if they work. warned: the reason in the one warning. newest: the number of entries made so far.
     """
 
     is_enabled: bool
@@ -59,7 +60,7 @@ class _State:
 
 
 def _is_wanted(setting: str | None) -> bool:
-    """Whether the route is on by the value of JAX_KERNELS_DIRECT. Raises ValueError for others than 0 and 1."""
+    """Whether the value of JAX_KERNELS_DIRECT turns the route on. Raises ValueError unless it is unset, 0 or 1."""
     if setting not in (None, "", "0", "1"):
         raise ValueError(f"JAX_KERNELS_DIRECT: got {setting!r}, want 0 to turn the direct route off, or 1")
     return setting != "0"
@@ -70,12 +71,12 @@ _LOCK = threading.RLock()
 
 
 def is_enabled() -> bool:
-    """Whether the direct route is on: unless JAX_KERNELS_DIRECT is 0, and outside of `disabled`."""
+    """Whether the direct route is on. JAX_KERNELS_DIRECT=0 and `disabled` turn it off."""
     return _STATE.is_enabled
 
 
 def disabled() -> contextlib.AbstractContextManager[None]:
-    """Sends all calls inside the block, of all threads, through DLPack."""
+    """Makes all calls inside the block, of all threads, take the DLPack route."""
     return _switched(False)
 
 
@@ -96,9 +97,9 @@ def _switched(is_enabled: bool) -> Iterator[None]:
 def launch(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
 ) -> list[torch.Tensor] | None:
-    """The results of a jitted JAX function on tensors of one GPU by the direct route; None where it has no chain.
+    """The results of a jitted JAX function on tensors of one GPU by the direct route; None if it has no chain.
 
-    operands: the Operands whose Masks are the function's first argument, or None where it takes none.
+    operands: the Operands whose Masks are the function's first argument, or None if the function takes no Masks.
     """
     chain = find(function, tensors, operands)
     if chain is None:
@@ -113,10 +114,10 @@ def launch(
 def find(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
 ) -> LoadedChain | None:
-    """The chain of a function for such tensors, None where it has none. It is compiled if it is not known.
+    """The chain of a function for tensors of these shapes; None if it has no chain. Compiles it at the first call.
 
-    Its inputs are the Masks' arrays, and then the tensors. While a CUDA graph is being captured, nothing can be
-    compiled.
+    The chain's inputs are the Masks' arrays, then the tensors. Returns None for an unknown function while a CUDA graph
+    is being captured, because nothing can be compiled then.
     """
     first = next(x for x in tensors if x is not None)
     if not _STATE.is_enabled or first.device.type != "cuda":
@@ -133,20 +134,20 @@ def find(
 
 
 def reasons() -> list[str]:
-    """For each function and set of shapes that takes the DLPack route, and for each device without another, why."""
+    """The reason for each device without the direct route, and for each function and shapes on the DLPack route."""
     refused = [f"{device}: {reason}" for device, reason in _STATE.refused.items() if reason is not None]
     return refused + [entry.reason for entry in list(_STATE.entries.values()) if entry.chain is None]
 
 
 def clear() -> None:
-    """Drops all chains, and what was found about functions without one. They are made again when they are called."""
+    """Drops all chains, and the reasons of functions without a chain. The next call of a function makes them again."""
     with _LOCK:
         _STATE.entries.clear()
         unload_dropped()
 
 
 def count() -> int:
-    """How many functions, with a set of shapes each, have a chain, or are known to have none."""
+    """The number of entries: functions with a set of shapes, with or without a chain."""
     return len(_STATE.entries)
 
 
@@ -156,7 +157,7 @@ def _is_there(x: Any) -> bool:
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
     if x.is_contiguous() and not x.is_neg() and not x.is_conj():
-        return x  # a chain looks at the alignment
+        return x  # the chain checks the alignment
     return dlpack.readable(x)
 
 
@@ -164,7 +165,7 @@ def _make(key: Any, function: Callable[..., Any], tensors: Sequence[torch.Tensor
     device = next(x.device for x in tensors if x is not None)
     if dlpack.is_capturing(device):
         return None
-    dlpack.jax_device(device)  # raises its own error where JAX lacks the device
+    dlpack.jax_device(device)  # raises an error if JAX lacks the device
     with _LOCK:
         if key in _STATE.entries:
             return _STATE.entries[key]
@@ -174,7 +175,7 @@ def _make(key: Any, function: Callable[..., Any], tensors: Sequence[torch.Tensor
                 chain = _loaded(function, tensors, masks, device)
             except NotDirectError as error:
                 reason = str(error)
-            except Exception as error:  # whatever JAX's internals raise, the other route serves the call
+            except Exception as error:  # for any error in JAX's internals, use the DLPack route
                 reason = f"{type(error).__name__}: {error}"
                 _warn(f"a function on {device}", reason)
         _STATE.newest += 1
@@ -186,14 +187,14 @@ def _make(key: Any, function: Callable[..., Any], tensors: Sequence[torch.Tensor
 
 
 def _refused(device: torch.device) -> str | None:
-    """The reason why the route is not usable on a device, None where it is. It is tested there once."""
+    """The reason that the route fails on a device; None if it works. The self-test runs once per device."""
     if device not in _STATE.refused:
         _STATE.refused[device] = _fails(device, "kernels")
     return _STATE.refused[device]
 
 
 def _fails(device: torch.device, kind: str) -> str | None:
-    """The reason, with a warning, why a self-test of this kind fails on a device, None where it passes."""
+    """Runs a self-test on a device. Returns the reason if it fails, after a warning; None if it passes."""
     try:
         _test(device, kind)
     except Exception as error:
@@ -204,13 +205,13 @@ def _fails(device: torch.device, kind: str) -> str | None:
 
 
 def _warn(what: str, reason: str) -> None:
-    """Warns, the first time, that the route is given up for something."""
+    """Warns that `what` takes the DLPack route. Only the first call warns."""
     if _STATE.warned is not None:
         return
     _STATE.warned = reason
     warnings.warn(
-        f"jax_kernels.bridge does not launch the kernels of {what} directly, so that calls cost more of the host's "
-        f"time: {reason}. JAX_KERNELS_DIRECT=0 turns the direct route, and this warning, off.",
+        f"jax_kernels.bridge does not launch the kernels of {what} directly, so calls take more host "
+        f"time: {reason}. JAX_KERNELS_DIRECT=0 turns the direct route and this warning off.",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -265,7 +266,7 @@ def _target(device: torch.device) -> Target:
 
 
 def _norm(x, scale, dout):
-    """A norm and its gradient: kernels of Triton's, others of XLA's, and memory between them."""
+    """A norm and its gradient: Triton kernels, XLA kernels, and workspace between them."""
     out, pullback = jax.vjp(lambda *given: normalization.rms_norm(*given, implementation="triton"), x, scale)
     return out, *pullback(dout)
 
@@ -281,7 +282,7 @@ _TESTS: dict[str, Any] = {
 
 
 def _test(device: torch.device, kind: str) -> None:
-    """Compares the two routes on a small program. Raises RuntimeError where they differ."""
+    """Compares the two routes on a small program. Raises RuntimeError if their results differ."""
     function, shapes = _TESTS[kind]
     tensors = [_wave(shape, device) for shape in shapes]
     specs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -294,11 +295,11 @@ def _test(device: torch.device, kind: str) -> None:
     for ours, theirs in zip(got, want, strict=True):
         error = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
         if not error < 1e-2:
-            raise RuntimeError(f"a self-test ({kind}) gave results that differ by {error} from those of DLPack")
+            raise RuntimeError(f"a self-test ({kind}) gave results that differ by {error} from the DLPack route")
 
 
 def _wave(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Values that need no random numbers, whose generator belongs to the user."""
+    """Deterministic test values. They do not advance the user's random number generator."""
     size = functools.reduce(lambda x, y: x * y, shape)
     return torch.arange(size, device=device, dtype=torch.float32).mul(0.37).sin().reshape(shape).to(torch.bfloat16)
 

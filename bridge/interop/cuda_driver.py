@@ -1,4 +1,4 @@
-"""The functions of the CUDA driver that a launch chain needs, and Mosaic's compiler, by ctypes."""
+"""The functions of the CUDA driver that a launch chain needs, and Mosaic's compiler, through ctypes."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _HANDLE, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _UNSIGNED, _OUT = ctypes.c_uint, ctypes.c_void_p
 
-# Names with the version that the header cuda.h gives them.
+# Function names with the version suffixes of cuda.h.
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (_UNSIGNED,),
     "cuGetErrorName": (_INT, _OUT),
@@ -41,7 +41,7 @@ class DriverError(RuntimeError):
 
 
 class Attribute(ctypes.Structure):
-    """A CUlaunchAttribute: its id, and its value of 64 bytes, of which cluster dimensions take three numbers."""
+    """A CUlaunchAttribute: its id and its value of 64 bytes. Cluster dimensions use the first three words."""
 
     _fields_ = (("id", _UNSIGNED), ("pad", _UNSIGNED), ("value", _UNSIGNED * 16))
 
@@ -58,9 +58,9 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Driver:
-    """The CUDA driver. Its functions are attributes by their names in cuda.h; they return error codes.
+    """The CUDA driver. Its functions are attributes with the names of cuda.h; they return error codes.
 
-    library: what has them, libcuda itself or what a test puts in its place.
+    library: libcuda, or a test's replacement for it.
     """
 
     def __init__(self, library: Any) -> None:
@@ -72,11 +72,11 @@ class Driver:
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function. Raises DriverError where it fails."""
+        """Calls a function. Raises DriverError if it fails."""
         self.check(name, getattr(self, name)(*arguments))
 
     def check(self, name: str, code: int) -> None:
-        """Raises DriverError where the code that a function gave is an error's."""
+        """Raises DriverError if the code that a function returned is an error."""
         if code:
             text = ctypes.c_char_p()
             self.cuGetErrorName(code, ctypes.byref(text))  # type: ignore[attr-defined]
@@ -89,17 +89,17 @@ class Driver:
         return found.value or 0
 
     def context(self, index: int) -> int:
-        """The primary context of a device, which PyTorch and JAX use too. It is kept as long as the process lives."""
+        """The primary context of a device, which PyTorch and JAX use too. It is retained until the process ends."""
         device = ctypes.c_int()
         self.call("cuDeviceGet", ctypes.byref(device), index)
         return self.handle("cuDevicePrimaryCtxRetain", device.value)
 
     def load(self, cubin: bytes) -> int:
-        """A module in the current context."""
+        """Loads a module in the current context. Returns its handle."""
         return self.handle("cuModuleLoadData", cubin)
 
     def function(self, module: int, name: str, arguments: int, shared_memory: int) -> int:
-        """A kernel of a module. Raises DriverError where it does not take so many addresses, and nothing else."""
+        """The handle of a kernel. Raises DriverError unless its parameters are exactly `arguments` addresses."""
         function = self.handle("cuModuleGetFunction", module, name.encode())
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         for index in range(arguments):
@@ -117,13 +117,13 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """The driver of this machine. Raises OSError where it has none, or AttributeError where it is older than 12.4."""
+    """The machine's driver. Raises OSError if there is none, and AttributeError if it is older than 12.4."""
     return Driver(ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"))
 
 
 @functools.cache
 def mosaic_library() -> Any:
-    """The library of JAX's that has MosaicGpuCompile and MosaicGpuUnload, as jax.experimental.mosaic.gpu finds it."""
+    """JAX's library with MosaicGpuCompile and MosaicGpuUnload, found as jax.experimental.mosaic.gpu finds it."""
     try:
         plugin = importlib.import_module("jax_plugins.xla_cuda13")
     except ImportError:

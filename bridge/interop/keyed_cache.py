@@ -1,4 +1,4 @@
-"""Values that a process makes once by key, in whatever thread, and names that no other process gives."""
+"""Caches of values that a process computes once per key, in any thread, and names that are unique over processes."""
 
 import functools
 import itertools
@@ -13,17 +13,17 @@ from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 __all__ = ["clear", "fresh_name", "once"]
 
 
-_MOST = 1024  # values of a function
+_MOST = 1024  # values per function
 
 
 class _Once:
-    """A functools.lru_cache for threads: where several ask for a value at once, one makes it and the others wait."""
+    """A functools.lru_cache for threads: if several threads ask for a key at once, one computes and the others wait."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self._make = make
         self._made: dict[Any, Any] = {}
         self._locks: dict[Any, threading.RLock] = {}
-        # Its own lookup is the fast one; a miss may come from several threads.
+        # lru_cache makes look-ups fast. Several threads may miss at once, so _made_once locks.
         self._get = functools.lru_cache(_MOST)(self._made_once)
         self.__wrapped__ = make
 
@@ -38,7 +38,7 @@ class _Once:
         self._made.clear()
 
     def _made_once(self, *key: Any) -> Any:
-        # The process is part of the key, as a fork copies the locks that other threads hold.
+        # The process id is part of the lock's key, because a fork copies locks that other threads hold.
         own = os.getpid(), key
         with self._locks.setdefault(own, threading.RLock()):
             if key not in self._made:
@@ -53,7 +53,7 @@ _ALL: list[_Once] = []
 
 
 def once(make: Callable[..., Any]) -> _Once:
-    """The function, which makes a value once for a key, and forgets those that were not asked for lately."""
+    """Decorates a function so that it computes a value once per key, with a least-recently-used cache."""
     made = _Once(make)
     _ALL.append(made)
     return made
@@ -70,7 +70,7 @@ _PROCESS = secrets.token_hex(8)
 
 
 def fresh_name(stem: str) -> str:
-    """A name that begins with the stem and is given once. Other processes, also forked ones, give other names."""
+    """A new name that begins with the stem. No other call returns it, in this process, a forked one or another."""
     return f"{stem}_{next(_NUMBERS)}_{_PROCESS}"
 
 

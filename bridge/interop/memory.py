@@ -1,4 +1,4 @@
-"""The memory of a GPU that PyTorch and JAX share: JAX does not take most of it, and neither keeps it from the other."""
+"""The memory of a GPU that PyTorch and JAX share: JAX does not preallocate, and PyTorch frees its cache for JAX."""
 
 import os
 import warnings
@@ -21,10 +21,10 @@ _SETTINGS = (
 
 
 def leave_memory_to_torch() -> None:
-    """Turns JAX's preallocation off, or warns where its GPU backend has preallocated already."""
+    """Turns JAX's preallocation off, or warns if JAX's GPU backend has already preallocated."""
     if any(setting in os.environ for setting in _SETTINGS):
         return
-    # There is no public way to ask for the backends without starting them.
+    # No public function lists the backends without starting them.
     backends = getattr(xla_bridge, "_backends", {})
     if not backends:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -41,10 +41,10 @@ def leave_memory_to_torch() -> None:
 class MemoryReport(NamedTuple):
     """The bytes of a GPU's memory. str(...) is a text of several lines.
 
-    total, free: as the driver tells. torch_allocated: in tensors; torch_reserved: with what PyTorch keeps for later
-    tensors. jax_in_use: in JAX's arrays; jax_reserved: with what JAX keeps, None where it does not tell. held: those of
-    JAX's that a stream of PyTorch's may still read. other: all else that is in use, such as other processes and CUDA's
-    own.
+    total, free: from the driver. torch_allocated: bytes in tensors. torch_reserved: these bytes plus PyTorch's cache
+    for later tensors. jax_in_use: bytes in JAX's arrays. jax_reserved: these bytes plus JAX's pool; None if JAX does
+    not report it. held: bytes of JAX's arrays that a PyTorch stream may still read. other: all other used bytes, such
+    as other processes and CUDA itself.
     """
 
     device: torch.device
@@ -73,11 +73,11 @@ class MemoryReport(NamedTuple):
 
 
 def memory_report(device: torch.device | str | int | None = None) -> MemoryReport:
-    """The memory of a GPU, and who has it. None is PyTorch's current one.
+    """The memory of a GPU by its owners. device: None is PyTorch's current GPU.
 
-    Raises ValueError for a device that is no CUDA GPU, and where there is none; RuntimeError where JAX lacks it.
+    Raises ValueError if the device is no CUDA GPU or there is no GPU, and RuntimeError if JAX lacks the device.
     """
-    from jax_kernels.bridge.interop import dlpack  # which imports JAX's GPU backend, that this module must come before
+    from jax_kernels.bridge.interop import dlpack  # late, as it imports JAX's GPU backend
 
     given = "cuda" if device is None else device
     place = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
@@ -100,16 +100,16 @@ def memory_report(device: torch.device | str | int | None = None) -> MemoryRepor
 
 
 def with_room(device: torch.device, call: Callable[[], Any]) -> Any:
-    """call(), and where JAX finds no memory on a GPU, once more after PyTorch gave back what it keeps for later.
+    """Returns call(). If JAX is out of memory on a GPU, empties PyTorch's cache and calls once more.
 
-    Raises torch.cuda.OutOfMemoryError, with the memory that both have, where that does not help.
+    Raises torch.cuda.OutOfMemoryError, with a memory_report, if the second call fails too.
     """
     try:
         return call()
     except jax.errors.JaxRuntimeError as error:
         if device.type != "cuda" or not _is_out_of_memory(error):
             raise
-    torch.cuda.synchronize(device)  # what is freed in the order of a stream is free afterwards
+    torch.cuda.synchronize(device)  # memory that is freed in stream order is free afterwards
     torch.cuda.empty_cache()
     try:
         return call()

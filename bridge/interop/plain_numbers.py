@@ -1,6 +1,6 @@
-"""Options that are numbers, as Python's own: PyTorch's, NumPy's and JAX's scalars are read when a call is made.
+"""Converts numeric options to Python numbers: a call reads the values of PyTorch's, NumPy's and JAX's scalars.
 
-A number on a GPU makes the host wait for it. A number that requires a gradient is refused: it would get none.
+For a scalar on a GPU the host waits. A scalar that requires a gradient raises TypeError, because an option gets none.
 """
 
 import functools
@@ -23,9 +23,9 @@ _INTEGERS = (torch.int8, torch.int16, torch.int64, torch.uint8, torch.uint16, to
 
 
 def plain_of(name: str, x: Any) -> Any:
-    """The value of an option: the int, float or bool that x holds, a tuple of them, or x itself.
+    """The value of an option: the int, float or bool in x, a tuple of these, or x itself.
 
-    Raises TypeError, naming the option, for a tensor whose value is not known, or that requires a gradient.
+    Raises TypeError, naming the option, for a tensor whose value is not known or that requires a gradient.
     """
     kind = type(x)
     if kind in PLAIN:
@@ -34,7 +34,7 @@ def plain_of(name: str, x: Any) -> Any:
         return kind(plain_of(name, part) for part in x)
     if not isinstance(x, torch.Tensor):
         return plain_numbers.plain_of(name, x)
-    if name == "q_offset":  # it is data; the ops keep it within the same limits
+    if name == "q_offset":  # q_offset is data; the ops clamp it to the same limits
         return x.long().clamp(-FARTHEST, FARTHEST).int() if x.dtype in _INTEGERS and not x.ndim else x
     is_several = x.ndim == 1 and name in plain_numbers.SEQUENCES
     if x.is_nested or (x.ndim and not is_several) or x.is_complex():
@@ -44,7 +44,7 @@ def plain_of(name: str, x: Any) -> Any:
         raise TypeError(f"{name}: got a tensor that requires a gradient, want {want}: an option gets no gradient")
     try:
         value = x.tolist()
-    except (RuntimeError, NotImplementedError) as error:  # of the meta device, or mapped by vmap
+    except (RuntimeError, NotImplementedError) as error:  # on the meta device, or mapped by vmap
         raise TypeError(f"{name}: got a tensor whose values are not known here, want {want}") from error
     if any(isinstance(part, _SYMBOLS) for part in (value if is_several else [value])):  # in a graph of torch.compile
         raise TypeError(f"{name}: got a tensor in a graph, whose values are not known, want {want}")
@@ -52,7 +52,7 @@ def plain_of(name: str, x: Any) -> Any:
 
 
 def plain_options(names: tuple[str, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of these names that are no plain numbers, as plain_of gives them, where that changes them."""
+    """The values of plain_of for the options of these names that it changes."""
     found = {}
     for name in names:
         x = options.get(name)
@@ -62,7 +62,7 @@ def plain_options(names: tuple[str, ...], options: Mapping[str, Any]) -> dict[st
 
 
 def in_float32(x: Any) -> Any:
-    """A scale: a tensor without axes in float32, on its device; a number of another kind as plain_of gives it."""
+    """A scale: a tensor without axes is cast to float32 on its device; other numbers go through plain_of."""
     if not isinstance(x, torch.Tensor):
         return plain_of("scale", x)
     if x.ndim or x.dtype == torch.bool or x.is_complex():
@@ -71,17 +71,17 @@ def in_float32(x: Any) -> Any:
 
 
 def is_constant(x: Any) -> bool:
-    """Whether an option keeps its value, as a number of Python's or NumPy's does and an array does not."""
+    """Whether an option's value cannot change: true for numbers of Python and NumPy, false for arrays."""
     return all(map(is_constant, x)) if type(x) is tuple else type(x) in PLAIN or isinstance(x, np.generic)
 
 
 def _is_same(value: Any, x: Any) -> bool:
-    """Whether a tuple or a list stayed as it was."""
+    """Whether the items of a tuple or list are the same objects."""
     return type(x) in (tuple, list) and len(x) == len(value) and all(a is b for a, b in zip(value, x, strict=True))
 
 
 def plain_arguments[Function: Callable[..., Any]](function: Function) -> Function:
-    """A decorator of a function that takes no tensors without axes but as numbers: all arguments are as plain_of's."""
+    """Decorates a function to pass all arguments through plain_of. Its tensors without axes must all be numbers."""
     positions = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""The GPU, or the CPU, that JAX plans for while the bridge calls it."""
+"""Selects the GPU or CPU that JAX plans for while the bridge calls JAX."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ def _device_info(device: torch.device) -> Any:
 
 
 class _Planning:
-    """The context of planning_for, without the time that generators take."""
+    """The context manager of planning_for, as a class because a generator is slower."""
 
     __slots__ = ("_outside", "_target")
 
@@ -36,9 +36,9 @@ class _Planning:
 
 
 def planning_for(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Makes JAX plan for this device inside the block, whatever its default device is, and trace nothing of outside.
+    """Makes JAX plan for this device, not its default device, inside the block, and outside of enclosing traces.
 
-    A meta tensor has the plan of JAX's default device. Raises RuntimeError in a forked process.
+    For the meta device JAX plans for its default device. Raises RuntimeError in a forked process.
     """
     fork.refuse()
     return _Planning(contextlib.nullcontext() if device.type == "meta" else dispatch.on_device(_device_info(device)))

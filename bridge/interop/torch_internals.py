@@ -1,6 +1,6 @@
-"""The symbols private to PyTorch that save time of a call, each with what serves where it is not found.
+"""PyTorch's private symbols that make calls faster, each with a fallback for versions that lack the symbol.
 
-The other private symbols of the bridge: JAX's in dlpack.py and memory.py, XLA's formats in direct/executable.py and
+Other private symbols of the bridge: JAX's in dlpack.py and memory.py, XLA's formats in direct/executable.py and
 direct/target.py.
 """
 
@@ -64,7 +64,7 @@ stream_handle: Callable[[int], int] = getattr(
 
 
 class _Graph(threading.local):
-    """The state of a graph of torch.compile that runs in this thread."""
+    """The state of the torch.compile graph that runs in this thread."""
 
     is_in_dual_level = False
 
@@ -73,9 +73,9 @@ _GRAPH = _Graph()
 
 
 def is_forward_mode() -> bool:
-    """Whether tensors may have tangents, of forward-mode differentiation.
+    """Whether tensors may have tangents of forward-mode differentiation.
 
-    A graph of torch.compile enters torch.func.jvp without the counter that Python code looks at.
+    A graph of torch.compile enters torch.func.jvp without raising forward_ad's level, so the interpreters are read too.
     """
     if forward_ad._current_level >= 0 or _GRAPH.is_in_dual_level:
         return True
@@ -99,8 +99,8 @@ def is_plain_call() -> bool:
 def as_in_dual_level() -> Iterator[None]:
     """Makes is_forward_mode True for this thread inside the block.
 
-    A graph of torch.compile enters torch.autograd.forward_ad.dual_level, too, without PyTorch's own counter. That is
-    one for all threads, and stays as it is.
+    A graph of torch.compile also enters torch.autograd.forward_ad.dual_level without raising PyTorch's counter. All
+    threads share this counter, so it stays unchanged.
     """
     before, _GRAPH.is_in_dual_level = _GRAPH.is_in_dual_level, True
     try:
@@ -110,10 +110,10 @@ def as_in_dual_level() -> Iterator[None]:
 
 
 def unseen_by_dynamo(function: Any) -> Any:
-    """Keeps torch.compile out of the frames of a function, and of all that it calls. Returns the function.
+    """Keeps torch.compile from rewriting the frames of a function and of all its callees. Returns the function.
 
-    torch.compile also looks at the frames that a backward runs, and those of JAX do not survive that. The function
-    itself is as fast as before. Where torch.compile traces a call of it, it does so all the same.
+    torch.compile also intercepts the frames that a backward runs, and JAX's frames fail then. The function is as fast
+    as before. torch.compile still traces calls of the function inside traced code.
     """
     try:
         # torch._dynamo has these as public names, but its import takes 2 seconds.
@@ -127,7 +127,7 @@ def unseen_by_dynamo(function: Any) -> Any:
 
 
 def hint(size: Any) -> int | None:
-    """The value that a size has in a trace, without making a constant of it; None where it has none."""
+    """The example value of a size in a trace, without making the size a constant; None if it has no example value."""
     if not isinstance(size, torch.SymInt):
         return size
     try:
@@ -142,29 +142,29 @@ _is_legacy_batched: Callable[[Any], bool] = getattr(torch._C._functorch, "is_leg
 
 
 class Batch(NamedTuple):
-    """A batch of torch.autograd.grad(is_grads_batched=True): its level, and how many entries it has."""
+    """A batch of torch.autograd.grad(is_grads_batched=True). level: its vmap level. size: its number of entries."""
 
     level: int
     size: int
 
 
 def is_batched(x: Any) -> bool:
-    """Whether it is a tensor of such a batch."""
+    """Whether x is a tensor in a Batch."""
     return isinstance(x, torch.Tensor) and _is_legacy_batched(x)
 
 
 def is_in_batch(x: Any, level: int) -> bool:
-    """Whether it is a tensor of the batch of that level."""
+    """Whether x is a tensor in the batch of this level."""
     return is_batched(x) and _size_of_batch(x, level) > 0
 
 
 def _size_of_batch(x: torch.Tensor, level: int) -> int:
-    """How many entries the batch of that level has, 0 where the tensor is not in one."""
+    """The number of entries of the batch of this level; 0 if x is not in it."""
     return torch._remove_batch_dim(x, level, 0, 0).shape[0]
 
 
 def batch_of(arguments: Sequence[Any]) -> Batch:
-    """The innermost batch that one of the arguments is in."""
+    """The innermost batch of the arguments."""
     return max(_innermost(x) for x in arguments if is_batched(x))
 
 
@@ -179,17 +179,17 @@ def _innermost(x: torch.Tensor) -> Batch:
 
 
 def out_of_batch(x: torch.Tensor, level: int) -> torch.Tensor:
-    """All entries of a tensor that is in the batch of that level, along its first axis."""
+    """Unwraps the batch of this level: its entries become the first axis."""
     return torch._remove_batch_dim(x, level, 0, 0)
 
 
 def into_batch(x: torch.Tensor, dim: int | None, level: int) -> torch.Tensor:
-    """The tensor of which the entries along an axis are those of the batch of that level; None: all share it."""
+    """Wraps axis `dim` as the batch of this level. dim None returns x, which all entries share."""
     return x if dim is None else torch._add_batch_dim(x, dim, level)
 
 
 def untraced_by_dynamo(*packages: str) -> None:
-    """Makes a call of these packages' functions a break of a graph that torch.compile traces."""
+    """Makes torch.compile break its graph at calls of these packages' functions."""
 
     def add_all() -> None:
         try:
@@ -204,7 +204,7 @@ def untraced_by_dynamo(*packages: str) -> None:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[bool]:
-    """Turns off, inside the block, the modes by which PyTorch traces. Gives whether it can."""
+    """Turns off PyTorch's tracing modes inside the block. Yields False if this PyTorch cannot."""
     try:
         from torch.utils._python_dispatch import _disable_current_modes
     except ImportError:
@@ -215,10 +215,10 @@ def without_modes() -> Iterator[bool]:
 
 
 def guard(tensors: Sequence[torch.Tensor]) -> Check | None:
-    """A check of as many tensors: whether they are as these are, in a call like this one. None where it cannot be made.
+    """A check that compares the tensors and dispatcher state of a later call with this call. None if it cannot be made.
 
-    Tensors are alike in type, dtype, device, shape, strides and in whether they need a gradient, and a call in what
-    its dispatcher would do: autocast, torch.func's transforms, inference mode and modes that see operators make others.
+    The check compares type, dtype, device, shape, strides and requires_grad of each tensor, and the state of the
+    dispatcher: autocast, torch.func's transforms, inference mode and dispatch modes.
     """
     if _GUARDS is None:
         return None
@@ -235,7 +235,7 @@ def guard(tensors: Sequence[torch.Tensor]) -> Check | None:
     if len(unique) == len(tensors):
         return guards.check
 
-    def check(*given: Any) -> bool:  # PyTorch's own is False where a tensor is given twice
+    def check(*given: Any) -> bool:  # PyTorch's check returns False if a tensor occurs twice
         return all(given[at] is x for at, x in zip(places, given, strict=True)) and guards.check(
             *(x for index, x in enumerate(given) if places[index] == index)
         )

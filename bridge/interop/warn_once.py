@@ -1,4 +1,4 @@
-"""Warnings that a process gives once."""
+"""Warnings that a process issues once."""
 
 import re
 import warnings
@@ -13,13 +13,13 @@ _NUMBER = re.compile(r"\d[\d.e+-]*")
 
 @torch.compiler.assume_constant_result
 def warn_once(message: str) -> None:
-    """Warns, unless this message was given before, with these or other numbers.
+    """Warns, unless this message was issued before, with the same or other numbers.
 
-    A compiled function warns when it is traced.
+    A compiled function warns during its trace.
     """
     if message in _GIVEN:
         return
     text = _NUMBER.sub("", message)
     if all(_NUMBER.sub("", given) != text for given in _GIVEN):
         _GIVEN.add(message)
-        warnings.warn(message, stacklevel=4)  # the caller of who calls fallback.warn
+        warnings.warn(message, stacklevel=4)  # the caller of the function that calls fallback.warn

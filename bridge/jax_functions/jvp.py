@@ -1,7 +1,7 @@
-"""The plans of forward-mode derivatives of from_jax's functions: calls of a function that jax.jvp makes.
+"""Plans of forward-mode derivatives of from_jax's functions: calls of a function that jax.jvp makes.
 
-As such a plan is one like any other, torch.func.vmap maps it, and so jacfwd works. A function that is built on an op
-with a gradient for reverse mode alone (jax.custom_vjp) has no such plan, nor has one of this library's ops.
+torch.func.vmap maps these plans like all plans, so jacfwd works. Functions that use an op with only a reverse-mode
+gradient (jax.custom_vjp), or an op of this library, have no such plan.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,16 @@ from jax_kernels.tracing.derivatives import linear_p
 
 __all__ = ["pushed"]
 
-# The primitives of the tangents of a jax.custom_vjp, which has no rule, and of this library's ops: with "xla" JAX
-# computes these, but a call must not depend on which implementation serves it.
+# Primitives in the tangents of a jax.custom_vjp, which has no rule, and of this library's ops. JAX could compute the
+# tangents of an op's "xla" implementation, but a call must not depend on its implementation.
 _REVERSE_ALONE = "custom_lin", linear_p.name
 
 
 def pushed(request: Request, moving: tuple[bool, ...]) -> Plan:
-    """The plan of the tangents of a request's results that are floating-point or complex.
+    """The plan that computes the tangents of a request's floating-point and complex results.
 
-    Its tensors are those of the request, and the tangents of those that are `moving`. Raises NotImplementedError where
-    the function has derivatives in reverse mode alone.
+    Its tensors are the request's tensors, then the tangents of the tensors that are `moving`. Raises
+    NotImplementedError if the function has only reverse-mode derivatives.
     """
     of_masks = 0 if request.masks is None else len(request.masks.structure.children())
     function = _function(request.function, request.structure, request.maps, moving, of_masks)
@@ -42,15 +42,13 @@ def pushed(request: Request, moving: tuple[bool, ...]) -> Plan:
 
 
 class _Named(NamedTuple):
-    """A function and its name."""
-
     name: str
     function: Callable[..., Any]
 
 
 @once
 def _function(function: str, structure: Any, maps: tuple[Map, ...], moving: tuple[bool, ...], of_masks: int) -> _Named:
-    """The function of a request's leaves, the moving ones' tangents, and its Masks."""
+    """The function that takes a request's leaves, the tangents of the moving leaves, and its Masks."""
     outputs, _ = outputs_of(Request(function, structure, (), None, False, maps))
     places = [at for at, is_moving in enumerate(moving) if is_moving]
     count = len(moving)

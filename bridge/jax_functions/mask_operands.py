@@ -1,7 +1,7 @@
-"""The Masks of a call, whose arrays are JAX's already and stay so.
+"""The Masks of a call. Their arrays stay jax.Arrays.
 
-As tensors they would be copied to memory that PyTorch owns (see dlpack). Instead they go past PyTorch's operators,
-which take only the name under which the Masks of a call are found.
+As tensors the arrays would be copied to memory that PyTorch owns (see dlpack). PyTorch's operators instead take a name,
+and look up the call's Masks by this name.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ __all__ = ["NONE", "MaskSignature", "Operands", "found", "kept_operands", "may_b
 
 
 class ArraySignature(NamedTuple):
-    """An array of a Mask without its values."""
+    """The shape and dtype of a Mask's array, without its values."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -33,14 +33,14 @@ class ArraySignature(NamedTuple):
 
 
 class MaskSignature(NamedTuple):
-    """The Masks of a call without their values, for which a program is compiled: their structure, and each array."""
+    """The Masks of a call without their values: the key of a compiled program. Their structure, and each array."""
 
     structure: Any
     arrays: tuple[ArraySignature, ...]
 
 
 class _OfMasks:
-    """The Masks of a call: `masks`, on its device, and the `name` under which they are found."""
+    """The Masks of a call: `masks`, on the call's device, and their `name` for look-ups."""
 
     name: str
 
@@ -50,11 +50,11 @@ class _OfMasks:
 
     @property
     def held(self) -> tuple[Mask, ...]:
-        """The Masks as they were given: as long as somebody holds these, they are found."""
+        """The caller's Masks. Look-ups by name succeed while these objects are alive."""
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises ValueError where a tensor of a mask's function has changed since the mask was made."""
+        """Raises ValueError if a tensor of a mask's function has changed since the mask was made."""
 
     @functools.cached_property
     def signature(self) -> MaskSignature:
@@ -63,16 +63,16 @@ class _OfMasks:
         return MaskSignature(structure, tuple(itertools.chain.from_iterable(x.arrays for x in facts)))
 
     def tensors(self, device: torch.device) -> list[torch.Tensor] | None:
-        """The Masks' arrays as tensors of PyTorch's, for work on its current stream. They are copied once.
+        """The Masks' arrays as PyTorch tensors, for work on PyTorch's current stream. They are copied once.
 
-        None where they cannot be had: PyTorch lacks a dtype, or a CUDA graph is being captured and they are not there.
+        None if PyTorch lacks a dtype, or if a CUDA graph is being captured and there is no earlier copy.
         """
         return _tensors_of(map(_facts_of, self.masks), device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operands(_OfMasks):
-    """The Masks of a call. They are found as long as somebody holds this object; no Masks have name ""."""
+    """The Masks of a call. Look-ups succeed while this object is alive. Without Masks the name is ""."""
 
     name: str
     given: tuple[Mask, ...]
@@ -88,9 +88,9 @@ class Operands(_OfMasks):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class KeptOperands(_OfMasks):
-    """The Masks of calls that are made again: of known ones, and in a graph of torch.compile.
+    """The Masks of repeated calls: cached calls, and calls in a graph of torch.compile.
 
-    They are found as long as all of them live.
+    Look-ups succeed while all of the Masks are alive.
     """
 
     name: str
@@ -121,7 +121,7 @@ class KeptOperands(_OfMasks):
         return _tensors_of(self._facts, device)
 
     def is_of(self, masks: Sequence[Mask], device: torch.device) -> bool:
-        """Whether it holds these very masks, for calls on the device."""
+        """Whether it holds exactly these Mask objects, for calls on this device."""
         if device != self.device or len(masks) != len(self.references):
             return False
         return all(reference() is mask for reference, mask in zip(self.references, masks, strict=True))
@@ -130,14 +130,14 @@ class KeptOperands(_OfMasks):
 NONE = Operands("", ())
 _FOUND: weakref.WeakValueDictionary[str, Operands] = weakref.WeakValueDictionary()
 _KEPT: dict[str, KeptOperands] = {}
-# Copies by Mask and device. Equal Masks hold the very same arrays, which never change.
+# Mask -> device -> copy. Equal Masks hold identical array objects, which never change.
 _MOVED: weakref.WeakKeyDictionary[Mask, dict[jax.Device, Mask]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()  # guards _FOUND and _MOVED
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Copy:
-    """A Mask's arrays in PyTorch's memory. streams: the handles of those whose work comes after the copy."""
+    """A Mask's arrays in PyTorch's memory. streams: handles of the streams whose work is ordered after the copy."""
 
     tensors: list[torch.Tensor]
     copied: torch.cuda.Event
@@ -146,7 +146,7 @@ class _Copy:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Facts:
-    """The parts of a Mask that do not change, kept as long as it lives. reference: what ends them."""
+    """The constant parts of a Mask, kept while it is alive. reference: its callback drops them."""
 
     reference: weakref.ref[Mask]
     structure: Any
@@ -155,7 +155,7 @@ class _Facts:
 
 
 _FACTS: dict[int, _Facts] = {}
-_CAPTURED: dict[int, _Copy] = {}  # a captured graph may read these at any time
+_CAPTURED: dict[int, _Copy] = {}  # keep-alive: a captured graph may read these copies at any time
 
 
 def _facts_of(mask: Mask) -> _Facts:
@@ -173,7 +173,7 @@ def _facts_of(mask: Mask) -> _Facts:
 
 
 def _tensors_of(every: Iterable[_Facts], device: torch.device) -> list[torch.Tensor] | None:
-    """_OfMasks.tensors of Masks on that device."""
+    """_OfMasks.tensors, for the facts of Masks on this device."""
     tensors: list[torch.Tensor] = []
     for facts in every:
         if facts.arrays:
@@ -200,7 +200,7 @@ def _read(facts: _Facts, device: torch.device) -> list[torch.Tensor] | None:
         copied.record(stream)
         found = _Copy(tensors=tensors, copied=copied, streams={stream.cuda_stream})
         facts.copies[device] = found
-    elif is_capturing:  # a capture begins with a wait for all that came before
+    elif is_capturing:  # a capture begins with a wait for all earlier work
         _CAPTURED[id(found)] = found
     elif stream.cuda_stream not in found.streams:
         stream.wait_event(found.copied)
@@ -211,7 +211,7 @@ def _read(facts: _Facts, device: torch.device) -> list[torch.Tensor] | None:
 
 
 def may_be_known(masks: Sequence[Mask]) -> bool:
-    """Whether a call with these Masks is the same another time: what they hold does not change."""
+    """Whether a call with these Masks may be cached: all their arrays are jax.Arrays, which do not change."""
     return all(isinstance(x, jax.Array) for mask in masks for x in jax.tree.leaves(mask))
 
 
@@ -225,7 +225,7 @@ def operands_of(masks: Sequence[Mask], device: torch.device) -> Operands:
 
 
 def kept_operands(masks: Sequence[Mask], device: torch.device) -> KeptOperands:
-    """The operands of Masks whose calls are made again; a graph of torch.compile takes their name for a constant."""
+    """The operands of Masks in repeated calls. A graph of torch.compile holds their name as a constant."""
     mask_sources.check(masks)
     with _LOCK:
         for kept in list(_KEPT.values()):
@@ -243,7 +243,7 @@ def _drop(kept: dict[str, KeptOperands], name: str, _: Any) -> None:
 
 
 def found(name: str) -> Operands | KeptOperands:
-    """The operands of that name, as long as somebody holds them."""
+    """The operands of this name. Raises RuntimeError if they or their Masks are gone."""
     if not name:
         return NONE
     operands = _FOUND.get(name) or _KEPT.get(name)
@@ -256,10 +256,10 @@ def found(name: str) -> Operands | KeptOperands:
 
 
 def on_device(mask: Mask, device: torch.device) -> Mask:
-    """The mask with its arrays on the device: the mask itself if they are there, else a copy.
+    """The mask with its arrays on the device: the mask itself if the arrays are there, otherwise a copy.
 
-    jax.Arrays are copied once. NumPy arrays and tensors may change, and are copied each time. A forked process raises
-    RuntimeError where it would have to copy.
+    jax.Arrays are copied once. NumPy arrays and tensors may change, so they are copied each time. A forked process
+    raises RuntimeError if it would have to copy.
     """
     if device.type == "meta":
         return mask
@@ -267,12 +267,12 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
     leaves = jax.tree.leaves(mask)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         raise TypeError(
-            "mask: got a Mask whose arrays JAX traces, want known ones; in jax.jit, call jax_kernels itself"
+            "mask: got a Mask whose arrays JAX traces, want arrays with values; in jax.jit, call jax_kernels itself"
         )
     is_whole = all(isinstance(x, jax.Array) for x in leaves)
     if is_whole and all(x.devices() == {target} for x in leaves):
         return mask
-    fork.refuse()  # a forked process waits for ever for a copy
+    fork.refuse()  # a copy never ends in a forked process
     if not is_whole:
         return jax.tree.map(functools.partial(_leaf, device), mask)
     with _LOCK:

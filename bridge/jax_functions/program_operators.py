@@ -1,7 +1,7 @@
 """PyTorch's operators that run a plan of from_jax, and their derivatives.
 
-Operator `call` runs a plan's forward, `call_backward` its backward. Both take the tensors, the plan's name and the name
-of the Masks.
+Operator `call` runs a plan's forward, `call_backward` its backward. The arguments are the tensors, the plan's name and
+the name of the Masks.
 """
 
 from typing import NamedTuple
@@ -22,10 +22,10 @@ __all__ = ["Call", "CallWithTangents", "KnownPlan", "PlanFacts", "backward_op", 
 def _program(tensors, plan, operands=""):
     planned = find_plan(plan)
     for x, want in zip(tensors, planned.request.signatures, strict=True):
-        if x.shape != want.shape or x.dtype != want.dtype:  # only a graph that nobody guards comes here with others
+        if x.shape != want.shape or x.dtype != want.dtype:  # only a graph without guards passes others
             raise ValueError(
-                f"{planned.label}: got a tensor of shape {tuple(x.shape)} and dtype {x.dtype} in a graph, want those "
-                f"that it was traced with, {want.shape} and {want.dtype}"
+                f"{planned.label}: got a tensor of shape {tuple(x.shape)} and dtype {x.dtype} in a graph, want the "
+                f"shape and dtype of its trace, {want.shape} and {want.dtype}"
             )
     masks = found(operands)
     masks.check()
@@ -48,8 +48,8 @@ def _empty(plan, infos):
 class Call(torch.autograd.Function):
     """A call with its gradient.
 
-    Residuals are results, too, so that they depend on the inputs. Else a second gradient would not see that it must
-    raise.
+    Residuals are results too, so that they depend on the inputs. A second derivative then gives them cotangents, by
+    which the backward detects it and raises.
     """
 
     @staticmethod
@@ -86,7 +86,7 @@ def _residual_zeros(plan):
 
 
 class CallWithTangents(torch.autograd.Function):
-    """A call in forward mode, also of tensors that need a gradient."""
+    """A call in forward mode. Its tensors may also need a gradient."""
 
     @staticmethod
     @torch_internals.unseen_by_dynamo
@@ -98,7 +98,7 @@ class CallWithTangents(torch.autograd.Function):
     @staticmethod
     @torch_internals.unseen_by_dynamo
     def backward(ctx, *cotangents):
-        if torch_internals.is_forward_mode():  # what the forward kept has tangents of zeros
+        if torch_internals.is_forward_mode():  # the tangents of the residuals are zeros
             torch_operator.refuse_tangent(f"the gradient of {ctx.plan.label}")
         return Call.backward(ctx, *cotangents)
 
@@ -112,26 +112,26 @@ class CallWithTangents(torch.autograd.Function):
         given = [*ctx.saved_for_forward, *moved]
         found = iter(torch_operator.below_function(call_op, given, name, ctx.operands.name))
         results = [None if at in plan.fixed else next(found) for at in range(plan.count)]
-        # PyTorch wants a tangent of each residual. Those of zeros are read by nobody: see backward.
+        # PyTorch requires a tangent for each residual. The zeros are never read: see backward.
         return (*results, *[x if x.is_floating_point() or x.is_complex() else None for x in _residual_zeros(plan)])
 
 
 class PlanFacts(NamedTuple):
-    """The facts of a KnownCall of a plan. operands: its Masks."""
+    """The facts of a cached call (KnownCall) of a plan. operands: its Masks."""
 
     plan: Plan
     operands: Operands | KeptOperands
 
 
 class KnownPlan(torch.autograd.Function):
-    """A KnownCall of a plan, with its gradient. Its facts are PlanFacts."""
+    """A cached call (KnownCall) of a plan, with its gradient. Its facts are PlanFacts."""
 
     @staticmethod
     @torch_internals.unseen_by_dynamo
     def forward(ctx, call, *tensors):
         (plan, operands), results = call.facts, call.chain(*tensors)
         ctx.call = call
-        ctx.masks = operands.held  # until the backward
+        ctx.masks = operands.held  # keep-alive until the backward
         ctx.set_materialize_grads(False)
         stored = [tensors[index] for index in plan.inputs_read] + [results[index] for index in plan.outputs_read]
         ctx.save_for_backward(*stored, *results[plan.count :])
@@ -171,13 +171,13 @@ def _known_backward(facts, tensors):
 
 
 def _differentiate(tensors, plan, operands=""):
-    """The call's results with a gradient, by the plan of the same request that has one."""
+    """The call's results with a gradient, from the plan of the same request that has a gradient."""
     asked = find_plan(plan)
     own = make_plan(asked.request, tuple(x.requires_grad for x in tensors))
     results = torch_operator.apply(Call, own, found(operands), *tensors)[: own.count]
     if not asked.has_gradient:
         return list(results)
-    # The residuals of another level of torch.func. Its backward reads them, and must not be differentiated.
+    # Residuals for another level of torch.func. The backward of this level reads them and must not be differentiated.
     again = lambda *tensors: torch_operator.below_function(call_op, list(tensors), plan, operands)[own.count :]
     return [*results, *torch_operator.refuse_gradient(asked.label, again, tensors)]
 
@@ -185,7 +185,7 @@ def _differentiate(tensors, plan, operands=""):
 def _push(tensors, plan, operands=""):
     """The call's results, with tangents."""
     asked = find_plan(plan)
-    if asked.has_gradient:  # of another level of torch.func, whose backward would read residuals without tangents
+    if asked.has_gradient:  # another level of torch.func has a backward, which would read residuals without tangents
         torch_operator.refuse_tangent(f"the gradient of {asked.label}")
     needs = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
     own = make_plan(asked.request, needs)

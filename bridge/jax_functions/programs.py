@@ -1,9 +1,9 @@
-"""The plans of from_jax, and where they are kept.
+"""The plans of from_jax, and the tables that keep them.
 
 A request is a call without its values. A plan is a request with the programs that serve it. PyTorch's operators take a
-plan's name. So many plans are kept, and as many recipes, by which older plans are made again. A plan that something
-else holds, as a call whose backward is yet to run, is found, too. Where a plan's name went into a graph, its recipe is
-kept as long as the process lives.
+plan's name. The tables keep at most _MOST plans and _MOST recipes; a recipe makes a dropped plan again. A dropped plan
+is still found while another object holds it, such as a call whose backward has not run. If a plan's name went into a
+graph, its recipe is kept until the process ends.
 """
 
 import dataclasses
@@ -54,12 +54,12 @@ class Signature(NamedTuple):
 
     @property
     def is_inexact(self) -> bool:
-        """Whether it holds numbers that can be differentiated."""
+        """Whether its values can be differentiated."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
 class Map(NamedTuple):
-    """An axis of calls that torch.func.vmap has added in front: how many calls, and which tensors have it."""
+    """A leading axis that torch.func.vmap added. size: its calls. mapped: whether each tensor has the axis."""
 
     size: int
     mapped: tuple[bool, ...]
@@ -69,8 +69,8 @@ class Request(NamedTuple):
     """A call without its values, for which a plan is made.
 
     function: its name in FUNCTIONS. structure: the arguments, with their constants. signatures: the tensors, with the
-    axes of all maps. masks: the Masks, or None. x64: jax_enable_x64. maps: those of torch.func.vmap, the first applied
-    first.
+    axes of all maps. masks: the Masks, or None. x64: jax_enable_x64. maps: the maps of torch.func.vmap, in the order in
+    which they apply.
     """
 
     function: str
@@ -89,9 +89,10 @@ class Info(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """The place where the backward finds a value that it needs.
+    """The source of a value that the backward needs.
 
-    place: "mask" (an array of a Mask), "input", "output", or "extra" (a result of its own). position: its index there.
+    `place`: "mask" (an array of a Mask), "input", "output", or "extra" (an additional result of the forward).
+    position: the value's index in that list.
     """
 
     place: str
@@ -102,9 +103,10 @@ class Residual(NamedTuple):
 class Plan:
     """A request, and the programs that serve it.
 
-    needs: which tensors have a gradient. outputs: their structure; count: how many. fixed: those without a gradient.
-    results: shape and dtype of the forward's results, outputs and then residuals. grads: those of the backward's.
-    inputs_read, outputs_read: what the backward reads besides residuals.
+    needs: whether each tensor has a gradient. outputs: the structure of the outputs. count: the number of outputs.
+    fixed: the outputs without a gradient. results: shape and dtype of the forward's results: outputs, then residuals.
+    grads: shape and dtype of the backward's results. inputs_read, outputs_read: the tensors and outputs that the
+    backward reads in addition to the residuals.
     """
 
     name: str
@@ -131,7 +133,7 @@ class Plan:
 
     @property
     def label(self) -> str:
-        """Its name in error messages."""
+        """The plan's name in error messages."""
         return f"from_jax of {stem_of(self.request.function)}"
 
 
@@ -142,41 +144,40 @@ _ALIVE: weakref.WeakValueDictionary[str, Plan] = weakref.WeakValueDictionary()
 _RECIPES: dict[str, Callable[[], Plan]] = {}  # the newest last
 _OF_GRAPHS: dict[str, Callable[[], Plan]] = {}
 _LOCK = threading.RLock()
-_MOST = 1024  # plans, and recipes
+_MOST = 1024  # plans, and as many recipes
 
 
 def register(function: Callable[..., Any]) -> str:
-    """A new name in FUNCTIONS. It is a string, as torch.compile may make a symbol of a number."""
+    """Stores a function in FUNCTIONS. Returns its new name: a string, because torch.compile may make ints symbolic."""
     name = fresh_name(getattr(function, "__name__", "function").replace(" ", "_"))  # a recipe's text is cut at spaces
     FUNCTIONS[name] = function
     return name
 
 
 def register_tangents(function: Callable[..., Any]) -> str:
-    """A new name for a function of tangents, under which it is found while somebody holds it, as its plans do."""
+    """Names a function of tangents. find_function finds it as long as another object, such as a plan, holds it."""
     name = fresh_name(getattr(function, "__name__", "function"))
     _TANGENTS[name] = function
     return name
 
 
 def find_function(name: str) -> Callable[..., Any]:
-    """The function of a name."""
     function = FUNCTIONS.get(name)
     return _TANGENTS[name] if function is None else function
 
 
 def stem_of(name: str) -> str:
-    """The own name of a function in FUNCTIONS, without what fresh_name added."""
+    """The __name__ of a function in FUNCTIONS, without the suffix of fresh_name."""
     return name.rsplit("_", 2)[0]
 
 
 def new_name(request: Request) -> str:
-    """A name for a plan of this request, which no other plan has, in this process or another."""
+    """A name for a plan of this request, unique among all plans of all processes."""
     return fresh_name(stem_of(request.function))
 
 
 def keep(name: str, make: Callable[[], Plan]) -> Plan:
-    """Makes a plan, keeps it under its name, and returns it. It is made again where it is wanted and no longer kept."""
+    """Makes a plan, keeps it under its name, and returns it. find_plan makes it again if it was dropped."""
     with _LOCK:
         _RECIPES[name] = make
         plan = find_plan(name)
@@ -191,18 +192,18 @@ def keep_for_graphs(name: str) -> None:
         if make is None and name not in _OF_GRAPHS and (plan := _ALIVE.get(name)) is not None:
             make = lambda: plan  # its recipe was dropped
         if make is not None:
-            _OF_GRAPHS[name] = make  # first, as other threads may look for it
+            _OF_GRAPHS[name] = make  # stored before the pop: other threads may look it up
             _RECIPES.pop(name, None)
 
 
 def keep_if_traced(name: str) -> None:
-    """keep_for_graphs where a mode looks on that may write the plan's name into a graph."""
+    """keep_for_graphs, if a torch dispatch mode is active: it may write the plan's name into a graph."""
     if torch._C._len_torch_dispatch_stack() and name not in _OF_GRAPHS:
         keep_for_graphs(name)
 
 
 def find_plan(name: str) -> Plan:
-    """The plan of this name. Raises RuntimeError where another process made it."""
+    """The plan of this name. Raises RuntimeError if another process made it."""
     plan = PLANS.get(name)
     if plan is None:
         plan = _ALIVE.get(name)
@@ -224,7 +225,7 @@ def _found(name: str, make: Callable[[], Plan]) -> Plan:
 
 
 def finder(name: str) -> Callable[[], Plan]:
-    """A function that finds the plan of this name, also when its recipe is no longer kept."""
+    """A function that returns the plan of this name, even after its recipe was dropped."""
     make = _RECIPES.get(name) or _OF_GRAPHS.get(name)
     if make is None:
         plan = find_plan(name)
@@ -233,17 +234,17 @@ def finder(name: str) -> Callable[[], Plan]:
 
 
 def count_recipes() -> int:
-    """How many recipes of plans are kept."""
+    """The number of kept recipes."""
     return len(_RECIPES) + len(_OF_GRAPHS)
 
 
 def count_tangents() -> int:
-    """How many functions of tangents there are."""
+    """The number of functions of tangents that are alive."""
     return len(_TANGENTS)
 
 
 def clear() -> None:
-    """Drops all plans, and with them JAX's programs, and the recipes of those that no graph has."""
+    """Drops all plans, their JAX programs, and the recipes of plans that are in no graph."""
     with _LOCK:
         PLANS.clear()
         _RECIPES.clear()

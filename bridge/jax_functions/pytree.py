@@ -1,7 +1,7 @@
-"""Arguments and results as a structure of constants and a flat list of leaves.
+"""Flattens arguments and results to a structure of constants and a flat list of leaves.
 
-Two structures are equal exactly if a function cannot tell their constants apart. The equal numbers 0.0 and -0.0, or 1,
-1.0, True and a member of an IntEnum, make different structures; NaN makes one that equals itself.
+Two structures are equal exactly if a function cannot distinguish their constants. 0.0 and -0.0, which are equal, give
+different structures, and so do 1, 1.0, True and a member of an IntEnum. The structure of NaN equals itself.
 """
 
 import collections
@@ -26,7 +26,7 @@ _NO_MASKS: Iterator[Mask] = iter(())
 
 
 class MaskOfId(NamedTuple):
-    """A Mask by its id, for code that torch.compile traces: it makes no constant of a Mask that is new to it."""
+    """The id of a Mask, for code that torch.compile traces, which cannot make a new Mask a constant."""
 
     number: int
 
@@ -37,11 +37,11 @@ class _LeafType(type):
 
 
 class Leaf(metaclass=_LeafType):
-    """Anything in a function's result that is not a container."""
+    """The type of every value in a function's result that is neither None nor a container."""
 
 
 def flatten(tree: Any, leaves: list[Any], masks: list[Any] | None, leaf_type: Any = torch.Tensor) -> tuple[Any, ...]:
-    """The structure of a tree as a tuple of constants. Its leaves are appended to `leaves`, its Masks to `masks`."""
+    """The structure of a tree as a tuple of constants. Appends its leaves to `leaves` and its Masks to `masks`."""
     if isinstance(tree, leaf_type):
         leaves.append(tree)
         return _LEAF
@@ -65,7 +65,7 @@ def _constant(value: Any) -> tuple[Any, ...]:
     kind = type(value)
     if kind is str or kind is bool or value is None:
         return ("constant", kind, value)
-    # torch.compile and torch.export may have made a symbol of a number; these make a constant of it again.
+    # torch.compile and torch.export may make a number symbolic; these lines make it a constant again.
     if kind is int or kind is torch.SymInt:
         return ("constant", int, operator.index(value))
     if kind is torch.SymBool:
@@ -84,7 +84,10 @@ def _constant(value: Any) -> tuple[Any, ...]:
 
 
 def _parts(value: Any) -> Any:
-    """Tells apart constants that are equal but hold other numbers; a tensor among them would lose its gradient."""
+    """A key that distinguishes equal constants with different parts. Raises TypeError for a tensor inside a constant.
+
+    Such a tensor would lose its gradient.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return tuple(_part(value, getattr(value, name, None)) for name in names)
@@ -97,7 +100,7 @@ def _part(whole: Any, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         raise TypeError(
             f"got a torch.Tensor inside of a {type(whole).__name__}, which is a constant; want it as an argument, "
-            "alone or in a tuple, list or dict"
+            "or in a tuple, list or dict"
         )
     if isinstance(value, tuple | list):
         return (type(value), tuple(_part(whole, item) for item in value))
@@ -105,7 +108,7 @@ def _part(whole: Any, value: Any) -> Any:
 
 
 def rebuild(structure: tuple[Any, ...], leaves: Iterator[Any], masks: Iterator[Mask] = _NO_MASKS) -> Any:
-    """The tree that flatten took apart. leaves, masks: in flatten's order."""
+    """The inverse of flatten. leaves, masks: in flatten's order."""
     kind, *parts = structure
     if kind == "leaf":
         return next(leaves)

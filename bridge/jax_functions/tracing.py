@@ -1,4 +1,4 @@
-"""Makes the plan of a request: traces the JAX function, and finds what its backward reads."""
+"""Makes the plan of a request: traces the JAX function, and finds the values that its backward reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +48,7 @@ def _refuse_unhashable(request: Request) -> None:
 
 
 def make_plan(request: Request, needs: tuple[bool, ...]) -> Plan:
-    """The plan of a request, made once in a process. needs: which tensors have a gradient."""
+    """The plan of a request, made once per process. needs: whether each tensor has a gradient."""
     plan: Plan = _made(request, needs)
     keep_if_traced(plan.name)
     return plan
@@ -57,7 +57,7 @@ def make_plan(request: Request, needs: tuple[bool, ...]) -> Plan:
 @once
 def _made(request: Request, needs: tuple[bool, ...]) -> Plan:
     name = new_name(request)
-    function = find_function(request.function)  # which the recipe holds
+    function = find_function(request.function)  # the recipe keeps it alive
     return keep(name, lambda: _planned(name, request, needs, function))
 
 
@@ -129,9 +129,9 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...], function: Cal
 
 
 def _check(request: Request, function: Callable[..., Any]) -> torch.device:
-    """The device of all tensors. Raises what from_jax documents, and names the argument."""
+    """The device of all tensors. Raises the errors that from_jax documents, with the argument's name."""
     if not request.signatures:
-        raise ValueError("got no tensor among the arguments, want at least one: its device is where the function runs")
+        raise ValueError("got no tensor among the arguments, want at least one: the function runs on its device")
     first, *_ = request.signatures
     names = leaf_names(function, request.structure)
     for name, x in zip(names, request.signatures, strict=True):
@@ -146,7 +146,7 @@ def _check(request: Request, function: Callable[..., Any]) -> torch.device:
 
 
 def outputs_of(request: Request) -> tuple[Callable[..., tuple[jax.Array, ...]], list[Any]]:
-    """(a function from Masks and arrays to the outputs, a list to which each trace of it adds their structure)."""
+    """(a function from Masks and arrays to the outputs, a list to which each of its traces adds their structure)."""
     function = find_function(request.function)
     structures: list[Any] = []
 
@@ -173,14 +173,14 @@ def mask_specs(signature: MaskSignature | None) -> Any:
 
 
 def _infos(what: str, arrays: Any) -> tuple[Info, ...]:
-    """PyTorch's shapes and dtypes of JAX's arrays. Raises TypeError, naming `what`, for a dtype that it lacks."""
+    """PyTorch's shapes and dtypes of JAX's arrays. Raises TypeError, naming `what`, for a dtype that PyTorch lacks."""
     return tuple(Info(x.shape, dlpack.torch_dtype(what, x.dtype)) for x in arrays)
 
 
 def _sources(jaxpr: Any, mask_count: int, count: int) -> list[Residual]:
-    """Tells for each residual where the backward finds it, so that nothing is kept twice.
+    """The source of each residual, so that no array is kept twice.
 
-    mask_count: how many of the inputs are arrays of Masks. count: how many of the results are outputs.
+    mask_count: the number of inputs that are arrays of Masks. count: the number of results that are outputs.
     """
     known: dict[Any, Residual] = {}
     for index, variable in enumerate(jaxpr.invars):
@@ -188,7 +188,7 @@ def _sources(jaxpr: Any, mask_count: int, count: int) -> list[Residual]:
         source = Residual("mask", index) if is_mask else Residual("input", index - mask_count)
         known.setdefault(variable, source)
     for index, variable in enumerate(jaxpr.outvars[:count]):
-        if not hasattr(variable, "val"):  # a literal, which cannot be looked up
+        if not hasattr(variable, "val"):  # a literal has `val`, and cannot be a dict's key
             known.setdefault(variable, Residual("output", index))
     sources = []
     for index, variable in enumerate(jaxpr.outvars[count:]):
@@ -198,7 +198,7 @@ def _sources(jaxpr: Any, mask_count: int, count: int) -> list[Residual]:
 
 
 def cotangents_of(infos: Any, given: Any) -> tuple[Any, ...]:
-    """JAX's cotangents from PyTorch's, where None counts as zero."""
+    """JAX's cotangents from PyTorch's. None becomes zeros."""
     cotangents = []
     for info, cotangent in zip(infos, given, strict=True):
         if not jnp.issubdtype(info.dtype, jnp.inexact):
@@ -210,10 +210,10 @@ def cotangents_of(infos: Any, given: Any) -> tuple[Any, ...]:
 
 
 def _conjugate(x: Any) -> Any:
-    """Turns PyTorch's convention for complex gradients into JAX's, and back."""
+    """Converts complex gradients between PyTorch's and JAX's conventions, in both directions."""
     return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
 def mapped_axes(mapped: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """The in_axes of jax.vmap for arrays. mapped: which of them have an axis of calls first."""
+    """The in_axes of jax.vmap for arrays. mapped: whether each array has a leading axis of calls."""
     return tuple(0 if is_mapped else None for is_mapped in mapped)

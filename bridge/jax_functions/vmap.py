@@ -1,4 +1,4 @@
-"""torch.func.vmap of from_jax's operators: the plan of many calls at once."""
+"""torch.func.vmap of from_jax's operators: plans that run many calls at once."""
 
 import dataclasses
 import operator
@@ -29,8 +29,8 @@ __all__ = ["define_rules"]
 def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> Plan:
     """The plan that runs `size` calls of another plan at once.
 
-    mapped: which tensors have an axis of calls first. Where the other plan keeps residuals, so does this one, for each
-    call; its backward stays that of one call.
+    mapped: whether each tensor has a leading axis of calls. If the other plan keeps residuals, this plan keeps them for
+    each call, and has the other plan's backward, for one call.
     """
     plan = find_plan(name)
     signatures = zip(plan.request.signatures, mapped, strict=True)
@@ -54,7 +54,7 @@ def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> Plan:
 def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> Plan:
     """The plan that runs `size` backwards of another plan at once.
 
-    mapped: which of the stored tensors, and then of the cotangents, have an axis of calls first.
+    mapped: whether each stored tensor, and then each cotangent, has a leading axis of calls.
     """
     own, base = new_name(find_plan(name).request), finder(name)
 
@@ -71,12 +71,12 @@ def _in_parallel(size: int, infos: tuple[Info, ...]) -> tuple[Info, ...]:
 
 
 def _vmap(function: Callable[..., Any], size: int, mapped: tuple[bool, ...]) -> Callable[..., Any]:
-    """jax.vmap of a function of Masks, which all calls share, and of arrays."""
+    """The jitted jax.vmap of a function of Masks and arrays. All calls share the Masks."""
     return jax.jit(jax.vmap(function, (None, *mapped_axes(mapped)), axis_size=size), keep_unused=True)
 
 
 def _call_rule(info, in_dims, tensors, plan, operands=""):
-    """torch.func.vmap of a call is jax.vmap of its function."""
+    """torch.func.vmap of a call, as jax.vmap of its function."""
     dims, *_ = in_dims
     front, mapped = _in_front(tensors, dims)
     own = _mapped_call(plan, operator.index(info.batch_size), mapped)
@@ -93,12 +93,12 @@ def _backward_rule(info, in_dims, stored, cotangents, plan, operands=""):
 
 
 def _in_front(tensors, dims):
-    """(the tensors with their mapped axis first, which of them have one)."""
+    """(the tensors with their mapped axis first, for each tensor whether it has such an axis)."""
     front = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims, strict=True)]
     return front, tuple(dim is not None for dim in dims)
 
 
 def define_rules() -> None:
-    """Tells PyTorch how to map the operators. It may be called once in a process."""
+    """Registers the vmap rules of the operators with PyTorch. Call it at most once per process."""
     torch_operator.define_vmap("call", _call_rule)
     torch_operator.define_vmap("call_backward", _backward_rule)

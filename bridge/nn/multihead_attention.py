@@ -14,23 +14,23 @@ from jax_kernels.bridge.ops.drop_in import fallback
 __all__ = ["MultiheadAttention"]
 
 
-_NARROW = (torch.bfloat16, torch.float16)  # autocast casts them, as it does query
+_NARROW = (torch.bfloat16, torch.float16)  # autocast casts these dtypes
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
-    """torch.nn.MultiheadAttention by this library's attention.
+    """torch.nn.MultiheadAttention with this library's attention.
 
-    It has PyTorch's arguments, parameters, initialisation and state dict, and takes its place in PyTorch's own layers.
-    One default is another: need_weights is False, as attention by kernels never stores its weights.
+    It has PyTorch's arguments, parameters, initialisation and state dict, and can replace it in PyTorch's layers. One
+    default differs: need_weights is False, because the kernels never store attention weights.
 
-    Plain PyTorch computes it instead for need_weights=True, which is slow, and, with one warning for each reason, for
-    dropout in training, a head_dim above 256, float64, and devices that are neither a CPU nor a CUDA one. It also
-    computes empty tensors and, in eval() without gradients, nested ones of the strided layout.
+    Plain PyTorch computes calls with need_weights=True, which is slow. It also computes, with one warning per reason,
+    dropout in training, a head_dim above 256, float64, and devices other than CPU and CUDA; and, without a warning,
+    empty tensors and, in eval() without gradients, nested tensors of the strided layout.
 
     torch.fx.symbolic_trace keeps the module as one node. torch.jit.script of it raises RuntimeError.
 
     Args:
-      implementation: of the attention, as in flash_attention. The others are torch.nn.MultiheadAttention's.
+      implementation: of the attention, as in flash_attention. The other arguments are torch.nn.MultiheadAttention's.
     """
 
     @plain_arguments
@@ -76,23 +76,25 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(the output like query, None, or with need_weights the attention weights).
+        """(the output, of query's shape; None, or with need_weights the attention weights).
 
         Args:
           query: [N, L, embed_dim] with batch_first, else [L, N, embed_dim]; or [L, embed_dim].
-          key, value: likewise, of S tokens, kdim and vdim wide.
-          key_padding_mask: [N, S] or [S]. A bool one is True where no query may attend to a key; floats are added to
+          key, value: in query's layout, with S tokens, and with kdim and vdim as the last axis.
+          key_padding_mask: [N, S] or [S]. A bool mask is True where no query may attend to a key; floats are added to
             the scores.
-          attn_mask: [L, S] or [N * num_heads, L, S]. A bool one is True where a query may not attend; floats are added.
-          need_weights: also return the attention weights, [N, L, S]; average_attn_weights=False keeps the heads apart.
-          is_causal: token i sees tokens up to i alone. An attn_mask beside it is taken to say the same.
+          attn_mask: [L, S] or [N * num_heads, L, S]. A bool mask is True where a query may not attend; floats are
+            added to the scores.
+          need_weights: also return the attention weights, [N, L, S], or with average_attn_weights=False
+            [N, num_heads, L, S].
+          is_causal: token i attends only to tokens up to i. An attn_mask is then assumed to be this causal mask.
 
-        A query that may attend to nothing has an attention of 0, weights of 0 and gradients of 0. With need_weights,
-        torch.nn.MultiheadAttention gives NaN there.
+        For a query that may attend to nothing, attention, weights and gradients are 0. torch.nn.MultiheadAttention with
+        need_weights gives NaN there.
 
         Raises:
           ValueError, TypeError: a mask or a tensor has a wrong shape or dtype, or a tensor is nested and PyTorch's fast
-            path does not serve the call: it takes no jagged tensors, gradients, training, masks or is_causal.
+            path does not support the call: it takes no jagged tensors, gradients, training, masks or is_causal.
         """
         if symbolic_trace.is_traced(query, key, value):
             return symbolic_trace.leaf(
@@ -156,11 +158,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """forward of nested tensors, by PyTorch's fast path, the one computation that PyTorch has for them."""
+        """forward of nested tensors, by PyTorch's fast path: PyTorch has no other computation for them."""
         named = {"query": query, "key": key, "value": value}
         name = next(name for name, x in named.items() if x.is_nested)
         want = f"{name}: got a nested tensor, want a dense one: pad it, with key_padding_mask for the padding"
-        if is_causal:  # the fast path would leave it out
+        if is_causal:  # the fast path would ignore it
             raise ValueError(f"{want}; or is_causal=False, for PyTorch's fast path")
         try:
             return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
@@ -168,23 +170,23 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             _, _, why = " ".join(str(error).split()).partition("not hit because ")
             why = why or "the projections have no bias"
             raise ValueError(
-                f"{want}; PyTorch's fast path, which takes nested ones, was not hit because {why}"
+                f"{want}; PyTorch's fast path, which takes nested tensors, was not hit because {why}"
             ) from None
 
     def _keeps_keys(self) -> bool:
-        """Tells whether keys that all queries see are appended."""
+        """Whether keys are appended to which all queries attend."""
         return self.bias_k is not None or self.add_zero_attn
 
     def _projected(self, query: Any, key: Any, value: Any, batch: int) -> list[torch.Tensor]:
-        """The projections, [B, T, H, D]. Sequence first, the entries of the batch count as heads: nothing is copied."""
-        if self.in_proj_weight is not None and query is key is value:  # one product, whose gradient is rounded once
+        """The projections [B, T, H, D]. If the sequence comes first, batch entries become heads, to avoid a copy."""
+        if self.in_proj_weight is not None and query is key is value:  # one matmul: its gradient is rounded once
             projected = list(functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1))
         else:
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             weights = weights if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
             biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             projected = [functional.linear(*x) for x in zip((query, key, value), weights, biases, strict=True)]
-        axis = 1 if self.batch_first and query.ndim == 3 else 0  # of the length
+        axis = 1 if self.batch_first and query.ndim == 3 else 0  # the axis of tokens
         if self.bias_k is not None:
             given = zip(projected[1:], (self.bias_k, self.bias_v), strict=True)
             projected[1:] = [self._appended(x, row.to(x.dtype), axis) for x, row in given]
@@ -195,7 +197,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     @staticmethod
     def _appended(x: torch.Tensor, row: torch.Tensor, axis: int) -> torch.Tensor:
-        """The keys or values with one more token, [1, 1, embed_dim], the same for all entries of the batch."""
+        """Appends one token [1, 1, embed_dim] to the keys or values of each batch entry."""
         row = row[0] if x.ndim == 2 else row.expand(*(1 if i == axis else x.shape[i] for i in range(2)), -1)
         return torch.cat([x, row], dim=axis)
 
@@ -207,7 +209,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _mask_and_bias(
         self, query: Any, key: Any, attn_mask: Any, key_padding_mask: Any, batch: int, is_causal: bool
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(True where a query may attend, what is added to the scores), for tensors as _projected gives them."""
+        """(the bool mask, True where a query may attend; the bias) for the tensors of _projected. Each may be None."""
         axis = 1 if self.batch_first and query.ndim == 3 else 0
         length, kv_length = query.shape[axis], key.shape[axis]
         given = []
@@ -232,7 +234,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return tuple(None if x is None else self._of_batch(x, batch, axis) for x in (mask, bias))  # type: ignore[return-value]
 
     def _of_batch(self, x: torch.Tensor, batch: int, axis: int) -> torch.Tensor:
-        """[N * num_heads or 1, L, S] as the scores have it."""
+        """Reshapes a mask [N * num_heads or 1, L, S] to the axes of the scores of _projected's tensors."""
         return x[None] if x.shape[0] == 1 or not axis else x.unflatten(0, (batch, self.num_heads))
 
 
@@ -244,7 +246,7 @@ def _by_pytorch(
     *,
     need_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(the attention [B, T, H, D] of query, key and value [B, T, H, D], None or its weights [B, H, T, S])."""
+    """PyTorch's (attention [B, T, H, D], weights [B, H, T, S] or None) of query, key and value [B, T, H, D]."""
     query, key, value = (x.transpose(1, 2) for x in projected)
     if need_weights:
         out, weights = fallback.attention_with_weights(query, key, value, mask=mask, bias=bias, dropout_p=dropout_p)

@@ -25,12 +25,12 @@ from jax_kernels.ops.dilated import dilated_attention as ops
 
 __all__ = ["MultiheadDilatedAttention"]
 
-# The names that dilated-attention-pytorch and its forks have for their own kernels. Each is the same as None.
+# Names of kernels in dilated-attention-pytorch and its forks. Each means None.
 _FASTEST = ("auto", "sdpa", "flash", "flash_attn", "flash_attn_2", "flash_attn_3", "xformers", "manual")
 
 
 def _checked_backend(backend: Any) -> str | None:
-    """The implementation that a backend's name means; None for the fastest. Raises TypeError or ValueError."""
+    """The implementation of a backend's name; None for the fastest. Raises TypeError or ValueError."""
     if backend is None:
         return None
     if not isinstance(backend, str):
@@ -43,7 +43,7 @@ def _checked_backend(backend: Any) -> str | None:
 
 @contextlib.contextmanager
 def _by_own_name() -> Iterator[None]:
-    """Errors inside the block name attention_backend."""
+    """Makes errors inside the block name attention_backend instead of implementation."""
     try:
         yield
     except (NotImplementedError, ValueError) as error:
@@ -52,7 +52,7 @@ def _by_own_name() -> Iterator[None]:
 
 
 class _Timed(NamedTuple):
-    """The fastest implementation of those that were timed, for parameters of this device and dtype."""
+    """The fastest timed implementation, for parameters of this device and dtype."""
 
     device: torch.device
     dtype: torch.dtype
@@ -65,36 +65,35 @@ class MultiheadDilatedAttention(torch.nn.Module):
     state_dict() has the names and shapes of dilated-attention-pytorch: q_proj, k_proj, v_proj and out_proj with
     weight [embed_dim, embed_dim] and, with bias, bias [embed_dim]; with layer_norm also norm.weight and norm.bias. A
     state dict with a fused qkv_proj [3 * embed_dim, embed_dim] can be loaded.
-    Its attention differs from that package's in one point: outputs are not divided by their own sum over the segment.
-    That division is no mean, and shows every token the later ones.
+    Its attention differs from that package in one point: it does not divide outputs by their sum over the segment. This
+    division is no mean, and it shows later tokens to every token.
 
     Args:
-      embed_dim: width of input and output; num_heads divides it, into heads of at most 256.
-      segment_lengths, dilation_rates: of each branch.
+      embed_dim: width of input and output; a multiple of num_heads, with heads of at most 256.
+      segment_lengths, dilation_rates: one value per branch.
       dropout: the probability with which elements of the output are zeroed in training. Attention weights are not
         dropped: they are never stored.
-      bias: whether the projections have one.
-      layer_norm: a LayerNorm before out_proj; layer_norm_eps: its epsilon.
-      gamma_init: the projections are Xavier normal; those of v_proj and out_proj are multiplied by this.
-      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla"; None is the fastest on the
-        parameters' device, and so are "auto", "sdpa", "flash", "flash_attn", "flash_attn_2", "flash_attn_3", "xformers"
-        and "manual", names of other libraries' kernels.
+      bias: whether the projections have a bias.
+      layer_norm: whether there is a LayerNorm before out_proj. layer_norm_eps: its epsilon.
+      gamma_init: the projections' weights are Xavier normal; the weights of v_proj and out_proj are multiplied by this.
+      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla". None is the fastest on the parameters'
+        device, and so are other libraries' names of kernels: "auto", "sdpa", "flash", "flash_attn", "flash_attn_2",
+        "flash_attn_3", "xformers" and "manual".
       dtype, device: of the parameters, as in any PyTorch module.
-      benchmark_backends: with attention_backend None, time forward and backward of each implementation that can serve,
-        once, now, for one sequence over the longest segment (at most 8192 tokens). The fastest is kept for as long as
-        the parameters have this device and dtype.
-      heads, combine, layout, order: as in dilated_attention. None for heads and combine: "groups" and "mean", as that
-        package has them, and with layout="partition" "all" and "lse", the only ones there.
+      benchmark_backends: with attention_backend None, the constructor times forward and backward of each supported
+        implementation once, for one sequence over the longest segment (at most 8192 tokens). The fastest one is used
+        while the parameters have this device and dtype.
+      heads, combine, layout, order: as in dilated_attention. None for heads and combine: "groups" and "mean", as in
+        that package; with layout="partition", "all" and "lse", the only values it takes.
 
     Attributes:
-      attention_backend: the implementation that runs with the parameters' present device and dtype. gpu_info: the
-      DeviceInfo of that device. device, dtype: of the parameters. backend_times: the milliseconds of each
-      implementation that was timed; empty without benchmark_backends. On the meta device attention_backend and gpu_info
-      are None.
+      attention_backend: the implementation that runs with the parameters' current device and dtype. gpu_info: the
+      DeviceInfo of this device. device, dtype: of the parameters. backend_times: the milliseconds of each timed
+      implementation; empty without benchmark_backends. On the meta device attention_backend and gpu_info are None.
 
     Raises:
-      TypeError, ValueError: an argument is out of range, naming it.
-      NotImplementedError: attention_backend cannot serve here, and why.
+      TypeError, ValueError: an argument is out of range. The text names it.
+      NotImplementedError: attention_backend is not supported here. The text has the reason.
 
     Source: Ding et al., "LongNet" (2023), arXiv:2307.02486; Wang et al., "Foundation Transformers" (2022),
     arXiv:2210.06423.
@@ -179,7 +178,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
             self._timed = _Timed(device=self.device, dtype=self.dtype, fastest=fastest)
         elif self.device.type != "meta":
             with _by_own_name():
-                self._plan(attention_backend)  # raises what a call would
+                self._plan(attention_backend)  # raises the errors of a call
 
     @property
     def attention_backend(self) -> str | None:
@@ -201,14 +200,14 @@ class MultiheadDilatedAttention(torch.nn.Module):
 
     @property
     def _implementation(self) -> str | None:
-        """The implementation that is passed to calls. None leaves the choice to them."""
+        """The implementation that forward passes to dilated_attention. None lets dilated_attention choose."""
         timed = self._timed
         if timed is not None and (timed.device, timed.dtype) == (self.device, self.dtype):
             return timed.fastest
         return self._asked
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        """Splits a fused qkv_proj, [3 * embed_dim, embed_dim] in the order query, key, value, into its projections."""
+        """Splits a fused qkv_proj [3 * embed_dim, embed_dim], in the order query, key, value, into its projections."""
         for kind in ("weight", "bias"):
             fused = state_dict.get(f"{prefix}qkv_proj.{kind}")
             if fused is not None and fused.shape[0] == 3 * self.embed_dim:
@@ -245,9 +244,9 @@ class MultiheadDilatedAttention(torch.nn.Module):
         An empty batch gives an empty output.
 
         is_causal: a token attends to itself and to earlier ones only. segment_ids: int32 [B, T]: packed sequences.
-        need_weights: return (the output, None), as modules do whose weights are never stored.
+        need_weights: return (the output, None): attention weights are never stored.
 
-        Raises ValueError, naming the tensor, where one is nested or has a wrong shape.
+        Raises ValueError, naming the tensor, if a tensor is nested or has a wrong shape.
         """
         if symbolic_trace.is_traced(query, key, value):
             return symbolic_trace.leaf(

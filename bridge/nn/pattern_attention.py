@@ -1,4 +1,4 @@
-"""Attention under a pattern, as a PyTorch module without parameters."""
+"""Attention with a fixed mask pattern, as a PyTorch module without parameters."""
 
 import inspect
 import itertools
@@ -22,28 +22,30 @@ from jax_kernels.spelling import did_you_mean
 
 __all__ = ["FlexAttention"]
 
-_MOST = 16  # shapes that a module keeps
+_MOST = 16  # shapes per module
 _MODULES: weakref.WeakValueDictionary[int, "FlexAttention"] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 
 
 class FlexAttention(torch.nn.Module):
-    """Attention under a fixed pattern, for tensors of any shape: out = module(query, key, value), with gradients.
+    """Attention with a fixed mask pattern, for tensors of any shape: out = module(query, key, value), with gradients.
 
-    The first call of a shape makes an attention by bridge.compile_attention, which is kept: the pattern's blocks are
-    listed once. The module has no parameters.
+    The first call of a shape calls bridge.compile_attention and keeps its result, so the pattern's blocks are listed
+    once. The module has no parameters.
 
     Args:
       pattern: a name of bridge.masks.preset, such as "causal", "sliding_window", "global_local", "longformer",
         "bigbird" or "strided", or a masks.Mask.
-      window: of the patterns that have one. "longformer": how many keys around a token it attends to. "sliding_window"
-        and "global_local": how many on each side, or (left, right). "attention_sinks": how many before it.
+      window: for patterns that have a window. "longformer": the number of keys around a token. "sliding_window" and
+        "global_local": the number of keys on each side, or (left, right). "attention_sinks": the number of keys before
+        a token.
       implementation: as in flash_attention; None picks the fastest.
-      options: the pattern's others, as in bridge.masks.preset. Lengths that a pattern wants (q_length, kv_length) are
-        those of each call.
+      options: the pattern's other options, as in bridge.masks.preset. Each call sets a pattern's lengths (q_length,
+        kv_length) if they are not given.
 
     Raises:
-      ValueError, TypeError: the pattern or an option is not known, naming it; at once where no lengths are wanted.
+      ValueError, TypeError: the pattern or an option is not known. The text names it. The constructor raises, or the
+        first call if the error depends on its lengths.
     """
 
     @plain_arguments
@@ -58,36 +60,36 @@ class FlexAttention(torch.nn.Module):
         self.options = options if window is None else options | _windows(pattern, window)
         self.implementation = implementation
         self._kept: dict[Any, CompiledAttention] = {}
-        self._in_graphs: dict[Any, Mask] = {}  # graphs of torch.compile run as long as these live
+        self._in_graphs: dict[Any, Mask] = {}  # keep-alive for graphs of torch.compile
         self._number = self._registered()
         if isinstance(pattern, str):
-            preset(pattern, **self._with_lengths(1024, 1024))  # raises what a call would
+            preset(pattern, **self._with_lengths(1024, 1024))  # raises the errors of a call
         elif self.options:
             raise ValueError(f"{next(iter(self.options))}: got it with a masks.Mask, want it with a pattern's name")
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query: [B, T, H, D]; key: [B, S, Hkv, D]; value: [B, S, Hkv, D]. Returns [B, T, H, D].
 
-        torch.compile makes a graph for each shape. Raises ValueError, naming the tensor, where one is nested.
+        torch.compile makes a graph for each shape. Raises ValueError, naming the tensor, for a nested tensor.
         """
         if symbolic_trace.is_traced(query, key, value):
             return symbolic_trace.leaf(self, query, key, value)
         if query.device.type == "meta":
-            return flash_attention(query, key, value)  # of the same shape
+            return flash_attention(query, key, value)  # the result's shape does not depend on the pattern
         if torch.compiler.is_compiling():
             mask, implementation = _made(self._number, *_sizes_of(query, key), query.device)
-            # torch.compile looks at a text that it made itself, and cannot look at one that it was given.
+            # torch.compile can inspect a string that it formatted itself, but not a string that it was given.
             return attend_in_graph(query, key, value, MaskOfId(mask + 0), implementation=f"{implementation}")
         return self.compiled(query, key)(query, key, value)
 
     __prepare_scriptable__ = symbolic_trace.no_script
 
     def compiled(self, query: torch.Tensor, key: torch.Tensor) -> CompiledAttention:
-        """The attention of calls with tensors like these: its mask, its plan and its density."""
+        """The CompiledAttention for tensors of these shapes, dtypes and devices, with its mask, plan and density."""
         return self._compiled(_Shape(*_sizes_of(query, key)), query.device)
 
     def _registered(self) -> int:
-        """A number by which graphs of torch.compile find the module."""
+        """Registers the module. Returns the number by which graphs of torch.compile look it up."""
         number = next(_NUMBERS)
         _MODULES[number] = self
         return number
@@ -120,7 +122,7 @@ class FlexAttention(torch.nn.Module):
         return found
 
     def _with_lengths(self, length: int, kv_length: int) -> dict[str, Any]:
-        """The options, with the lengths of a call where the pattern wants them and has none."""
+        """The options, plus the lengths of a call if the pattern takes lengths and the options have none."""
         if not isinstance(self.pattern, str) or self.pattern not in PRESETS:
             return self.options
         wanted = inspect.signature(PRESETS[self.pattern]).parameters
@@ -128,7 +130,7 @@ class FlexAttention(torch.nn.Module):
         return {name: x for name, x in lengths.items() if name in wanted} | self.options
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": {}, "_in_graphs": {}}  # they are made again where they are needed
+        return self.__dict__ | {"_kept": {}, "_in_graphs": {}}  # the copy makes them again
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -139,7 +141,7 @@ class FlexAttention(torch.nn.Module):
 
 
 class _Shape(NamedTuple):
-    """That for which a call's attention is made."""
+    """The sizes and dtype that determine a call's CompiledAttention."""
 
     batch: int
     length: int
@@ -151,7 +153,7 @@ class _Shape(NamedTuple):
 
 
 def _sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
-    """The fields of a call's _Shape. Raises ValueError, naming the tensor, where it has not 4 axes."""
+    """The fields of a call's _Shape. Raises ValueError, naming the tensor, if it does not have 4 axes."""
     for name, x in (("query", query), ("key", key)):
         check_tensors(**{name: x})
         check_dense(name, x)
@@ -165,13 +167,13 @@ def _sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
 
 @torch.compiler.assume_constant_result
 def _made(number: int, *facts: Any) -> tuple[int, str]:
-    """The constants that a graph has of the module of that number. facts: the fields of _Shape, and the device."""
+    """A module's (mask id, implementation), which are constants of a graph. facts: _Shape's fields, and the device."""
     *shape, device = facts
     return _MODULES[number]._in_graph(_Shape(*shape), device)
 
 
 def _check_pattern(pattern: Any) -> None:
-    """Raises TypeError or ValueError unless it is the name of a preset, or a Mask."""
+    """Raises TypeError or ValueError unless pattern is the name of a preset, or a Mask."""
     if isinstance(pattern, Mask):
         return
     if not isinstance(pattern, str):
@@ -182,7 +184,7 @@ def _check_pattern(pattern: Any) -> None:
 
 
 def _windows(pattern: Any, window: Any) -> dict[str, Any]:
-    """The options that a window stands for."""
+    """Converts window to the pattern's options: `window`, or `left` and `right`. Raises ValueError."""
     takes = inspect.signature(PRESETS[pattern]).parameters if isinstance(pattern, str) and pattern in PRESETS else {}
     if "window" in takes:
         return {"window": window}
@@ -190,5 +192,5 @@ def _windows(pattern: Any, window: Any) -> dict[str, Any]:
         raise ValueError(f"window: got {window!r} with the pattern {pattern!r}, which has none; want None")
     sides = tuple(window) if isinstance(window, tuple | list) else (window,) * (1 + ("right" in takes))
     if len(sides) != 1 + ("right" in takes):
-        raise ValueError(f"window: got {window!r} with the pattern {pattern!r}, want an int: it looks back alone")
+        raise ValueError(f"window: got {window!r} with the pattern {pattern!r}, want an int: it only looks back")
     return dict(zip(("left", "right"), sides, strict=False))

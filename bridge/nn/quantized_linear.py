@@ -1,4 +1,4 @@
-"""A linear layer with weights of few bits, and a model whose linear layers get them."""
+"""A linear layer with low-bit weights, and a function that gives them to the linear layers of a model."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,18 +20,18 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class QuantizedLinear(torch.nn.Module):
-    """A linear layer with weights of few bits, for inference, and for training of what stands before it.
+    """A linear layer with low-bit weights, for inference and for training of the layers before it.
 
     Equivalent to torch.nn.functional.linear(x, bridge.dequantize(layer.weight, x.dtype), layer.bias), with an
     activation and a residual in the same pass. x: [..., in_features], bfloat16, float16 or float32.
 
-    A new layer has weights of zero: from_linear rounds those of another layer, and load_state_dict takes rounded ones.
-    Its state dict has the buffers weight_values and weight_scale, as in bridge.QuantizedTensor with axis=-1,
-    weight_shape, and the parameter bias. `.to(dtype)` and the like cast the bias alone.
+    A new layer has weights of zero. from_linear rounds the weights of another layer; load_state_dict takes rounded
+    weights. The state dict has the buffers weight_values and weight_scale, as in bridge.QuantizedTensor with axis=-1,
+    the buffer weight_shape, and the parameter bias. `.to(dtype)` and similar methods cast only the bias.
 
     Args:
-      in_features, out_features, bias, device: as torch.nn.Linear's.
-      dtype: of the bias.
+      in_features, out_features, bias, device: as in torch.nn.Linear.
+      dtype: the dtype of the bias.
       format: "int8", "int4", "mxfp8" or "mxfp4". scaling, group_size, scale_dtype: as in bridge.quantize.
       activation, precision, implementation: as in bridge.matmul.
 
@@ -85,10 +85,10 @@ class QuantizedLinear(torch.nn.Module):
     ) -> "QuantizedLinear":
         """A layer with the weights of a torch.nn.Linear or bridge.nn.Linear, rounded, on their device.
 
-        It shares the bias with `layer`, and takes a bridge.nn.Linear's activation, precision and implementation.
+        It has the same bias Parameter as `layer`, and a bridge.nn.Linear's activation, precision and implementation.
 
         Raises:
-          TypeError: layer is of another class, a subclass included, whose forward might do more.
+          TypeError: layer is of another class. This includes subclasses, whose forward might do more.
           ValueError: format, scaling, group_size or scale_dtype is wrong; layer has hooks, or precision="fp8".
         """
         if type(layer) not in (torch.nn.Linear, Linear):
@@ -97,7 +97,7 @@ class QuantizedLinear(torch.nn.Module):
             raise ValueError("layer: got hooks or a forward of its own, which would be lost; want a layer without")
         options = {name: getattr(layer, name, None) for name in ("activation", "precision", "implementation")}
         if options["precision"] == "fp8" or getattr(layer, "scaling", None) is not None:
-            raise ValueError("layer: got precision='fp8' or a scaling, want None: weights of few bits have their own")
+            raise ValueError("layer: got precision='fp8' or a scaling, want None: low-bit weights have their own")
         _check_format(format)
         rounding: dict[str, Any] = {"scaling": scaling, "group_size": group_size, "scale_dtype": scale_dtype}
         made = cls.__new__(cls)
@@ -108,7 +108,7 @@ class QuantizedLinear(torch.nn.Module):
         return made.train(layer.training)
 
     def _hold(self, weight: QuantizedTensor) -> None:
-        """Takes the weights, [N, K]."""
+        """Stores the weights [N, K] as buffers and attributes."""
         self.out_features, self.in_features = weight.shape
         self.format = weight.format
         self.group_size = weight.group_size
@@ -118,7 +118,7 @@ class QuantizedLinear(torch.nn.Module):
 
     @property
     def weight(self) -> QuantizedTensor:
-        """The weights [out_features, in_features], which bridge.linear and bridge.dequantize take."""
+        """The weights [out_features, in_features], for bridge.linear and bridge.dequantize."""
         return QuantizedTensor(
             values=self.weight_values,
             scale=self.weight_scale,
@@ -130,7 +130,7 @@ class QuantizedLinear(torch.nn.Module):
 
     @property
     def scaling(self) -> None:
-        """The scaling of products of 8 bits, which it does not have."""
+        """None: the scaling of 8-bit matmuls does not apply to this layer."""
         return None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -156,7 +156,7 @@ class QuantizedLinear(torch.nn.Module):
         return f"{features}, format={self.format!r}{group}{activation}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """As torch.nn.Module's, but that numbers of few bits, and their scales, keep their dtypes."""
+        """torch.nn.Module._apply, except that the buffers (low-bit values, scales and the shape) keep their dtypes."""
         buffers = list(self._buffers.values())
 
         def apply(x: torch.Tensor) -> torch.Tensor:
@@ -177,12 +177,12 @@ class QuantizedLinear(torch.nn.Module):
         unexpected: Any,
         errors: Any,
     ) -> None:
-        """As torch.nn.Module's, which would cast scales of another format, and take a K that is padded alike."""
+        """Rejects other formats, which torch.nn.Module would cast, and another K of the same padded size."""
         wrong = []
         for name in ("weight_values", "weight_scale"):
             given, own = state_dict.get(prefix + name), getattr(self, name)
             if isinstance(given, torch.Tensor) and given.dtype != own.dtype:
-                wrong.append(f"{prefix}{name}: got dtype {given.dtype}, want {own.dtype}, that of {self.format!r}")
+                wrong.append(f"{prefix}{name}: got dtype {given.dtype}, want {own.dtype}, the dtype of {self.format!r}")
         shape, want = state_dict.get(prefix + "weight_shape"), [self.out_features, self.in_features]
         if isinstance(shape, torch.Tensor) and not shape.is_meta and shape.tolist() != want:
             wrong.append(f"{prefix}weight_shape: got {shape.tolist()}, want {want}, out_features and in_features")
@@ -192,7 +192,7 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def _check_format(format: Any) -> None:
-    """Raises ValueError."""
+    """Raises ValueError for an unknown format."""
     if format not in tuple(formats.FORMATS):
         raise ValueError(f"format: got {format!r}, want one of {', '.join(map(repr, formats.FORMATS))}")
 
@@ -206,26 +206,26 @@ def quantize_weights(
     scale_dtype: torch.dtype | None = None,
     skip: str | Sequence[str] = (),
 ) -> torch.nn.Module:
-    """Gives the linear layers of a model weights of few bits, in place, and returns the model.
+    """Replaces the linear layers of a model by layers with low-bit weights. It changes the model and returns it.
 
-    It replaces modules of class torch.nn.Linear and bridge.nn.Linear by bridge.nn.QuantizedLinear.from_linear of them.
-    Other modules stay as they are, also those of subclasses, such as torch.nn.MultiheadAttention's out_proj. The number
-    of replaced modules goes to the logger "jax_kernels.bridge.quantized_linear" at level INFO; it is also that of the
-    layers which the model then holds::
+    bridge.nn.QuantizedLinear.from_linear(module) replaces each module whose class is torch.nn.Linear or
+    bridge.nn.Linear. Other modules stay unchanged, and so do modules of subclasses, such as
+    torch.nn.MultiheadAttention's out_proj. The logger "jax_kernels.bridge.quantized_linear" reports the number of
+    replaced modules at level INFO. It equals::
 
         sum(isinstance(x, bridge.nn.QuantizedLinear) for x in model.modules())
 
     Args:
-      model: holds linear layers; it may be on any device. A layer that stands at several places is replaced at all.
+      model: contains linear layers, on any device. A layer with several names is replaced under each name.
       format, scaling, group_size, scale_dtype: as in bridge.quantize. group_size: None is 128 for integers, and 32 for
         the MX formats.
-      skip: names of modules to leave as they are, with all that they hold: "lm_head", "layers.0.mlp" or "q_proj", whole
-        names or consecutive parts of them.
+      skip: names of modules that stay unchanged with all their submodules, such as "lm_head", "layers.0.mlp" or
+        "q_proj": whole names, or consecutive parts of names.
 
     Raises:
       TypeError: model is no module.
-      ValueError: no layer is to be replaced; a name in skip fits no module; model is a linear layer itself; or what
-        QuantizedLinear.from_linear raises, with the layer's name. Then no layer has been replaced.
+      ValueError: no layer is to be replaced; a name in skip fits no module; model is a linear layer itself; or
+        QuantizedLinear.from_linear raises ValueError, which then has the layer's name. No layer has been replaced then.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, want a torch.nn.Module")
@@ -237,10 +237,10 @@ def quantize_weights(
     named = dict(model.named_modules(remove_duplicate=False))
     skipped = _fitting((skip,) if isinstance(skip, str) else skip, list(named))
     found = {name: x for name, x in named.items() if type(x) in (torch.nn.Linear, Linear) and name not in skipped}
-    kept = {id(named[name]) for name in skipped}  # under other names, too
+    kept = {id(named[name]) for name in skipped}  # a kept layer may have other names
     found = {name: x for name, x in found.items() if id(x) not in kept}
     if not found:
-        raise ValueError("model: got no torch.nn.Linear or bridge.nn.Linear that skip leaves, want one or more")
+        raise ValueError("model: got no torch.nn.Linear or bridge.nn.Linear outside skip, want one or more")
     made: dict[int, QuantizedLinear] = {}
     options: dict[str, Any] = {"scaling": scaling, "group_size": group_size, "scale_dtype": scale_dtype}
     for name, layer in found.items():
@@ -257,7 +257,7 @@ def quantize_weights(
 
 
 def _fitting(skip: Sequence[str], names: Sequence[str]) -> set[str]:
-    """The names that skip says. Raises ValueError for an entry that fits none."""
+    """The names of modules that `skip` selects. Raises ValueError for an entry that selects none."""
     found: set[str] = set()
     for entry in skip:
         fits = {name for name in names if f".{entry}." in f".{name}."}

@@ -11,15 +11,15 @@ __all__ = ["RingDilatedAttention"]
 
 
 class RingDilatedAttention(MultiheadDilatedAttention):
-    """MultiheadDilatedAttention of a sequence that several processes share.
+    """MultiheadDilatedAttention of a sequence that is sharded over several processes.
 
-    Its parameters, their names and its arguments are those of MultiheadDilatedAttention; a state_dict serves both.
-    Each process has the module, with the same parameters, and calls it with its own tokens, as
-    sequence_parallel_dilated_attention says. The gradients of its parameters are the parts of this process's tokens:
-    add them up over the group. Without torch.distributed it is MultiheadDilatedAttention.
+    Parameters, their names and arguments are as in MultiheadDilatedAttention; the two modules have the same state_dict.
+    Each process has the module, with the same parameters, and calls it with its own tokens, as for
+    sequence_parallel_dilated_attention. The gradients of its parameters cover only this process's tokens: sum them over
+    the group. Without torch.distributed it is MultiheadDilatedAttention.
 
     Args:
-      group: the torch.distributed process group whose ranks share the sequence; None is all ranks.
+      group: the torch.distributed process group whose ranks shard the sequence; None is all ranks.
     """
 
     def __init__(self, *args: Any, group: Any = None, **kwargs: Any) -> None:

@@ -76,7 +76,7 @@ _DEFAULTS |= _PATTERN | {"layer_norm": False, "gamma": None}
 
 
 class LinearOf8Bits(PlainLinear):
-    """PlainLinear by a product of 8 bits."""
+    """PlainLinear with an 8-bit matmul."""
 
     def __init__(self, in_features: int, out_features: int, shape: Any) -> None:
         super().__init__(in_features, out_features, shape.param_dtype)
@@ -87,7 +87,7 @@ class LinearOf8Bits(PlainLinear):
 
 
 def _linear(in_features: int, out_features: int, shape: Any) -> PlainLinear:
-    """A product of a block, of the kind that the config's precision says."""
+    """A linear layer of a block. With precision "fp8" its matmul has 8 bits."""
     if shape.precision == "fp8":
         return LinearOf8Bits(in_features, out_features, shape)
     return PlainLinear(in_features, out_features, shape.param_dtype)
@@ -96,7 +96,7 @@ def _linear(in_features: int, out_features: int, shape: Any) -> PlainLinear:
 class Attention(torch.nn.Module):
     """Causal self-attention over [B, T, model_dim], with rotary embedding and grouped key and value heads.
 
-    With segment_lengths it is dilated, as jax_kernels.models.MultiHeadDilatedAttention is.
+    With segment_lengths it is dilated, like jax_kernels.models.MultiHeadDilatedAttention.
     """
 
     def __init__(self, shape: Any) -> None:
@@ -207,14 +207,15 @@ class Transformer(torch.nn.Module):
 
         Args:
           tokens: integers [B, T], from 0 to vocab_size - 1.
-          embeddings: [B, T, model_dim], the output of `embed`, in place of tokens: for gradients by the input.
+          embeddings: [B, T, model_dim], the output of `embed`, instead of tokens: for gradients by the input.
 
         Returns:
           float32 [B, T, vocab_size].
 
         Raises:
-          ValueError: not exactly one of tokens and embeddings is given, one is nested, tokens are not of two axes, or
-            on a CPU one is outside the vocabulary. On a GPU, and under torch.compile, such a token gives NaN.
+          ValueError: not exactly one of tokens and embeddings is given, the tensor is nested, tokens do not have two
+            axes, or on a CPU a token is outside the vocabulary. On a GPU, and under torch.compile, such a token gives
+            NaN.
         """
         if symbolic_trace.is_traced(tokens, embeddings):
             return symbolic_trace.leaf(self, tokens=tokens, embeddings=embeddings)
@@ -251,9 +252,9 @@ class Transformer(torch.nn.Module):
 
     @torch.no_grad()
     def load_flax_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Copies the parameters of a jax_kernels.models.Transformer or LongNet, as its flat_parameters gives them.
+        """Copies the parameters of a jax_kernels.models.Transformer or LongNet. state: its flat_parameters.
 
-        Raises ValueError where names or shapes are not those of this model; it is unchanged then.
+        Raises ValueError if names or shapes do not match this model, which then stays unchanged.
         """
         parameters = {_flax_name(name): parameter for name, parameter in self.named_parameters()}
         missing, unknown = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
@@ -261,7 +262,7 @@ class Transformer(torch.nn.Module):
             raise ValueError(f"state: got names that do not fit; missing: {missing}, unknown: {unknown}")
         loaded = {}
         for name, parameter in parameters.items():
-            # NumPy has no bfloat16 that PyTorch knows; float32 holds every value of it.
+            # PyTorch reads no NumPy bfloat16. float32 holds every value of bfloat16.
             array = torch.from_numpy(np.array(state[name], np.float32))
             loaded[name] = array.T if name.endswith(".kernel") else array
             if loaded[name].shape != parameter.shape:
@@ -320,7 +321,7 @@ def _shape(config: Any) -> types.SimpleNamespace:
 
 
 def has_gpu() -> bool:
-    """Tells whether PyTorch can use a CUDA GPU here."""
+    """Whether PyTorch can use a CUDA GPU here."""
     return torch.cuda.is_available()
 
 
@@ -329,7 +330,7 @@ def logits_and_input_gradients(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits and input gradients of a Transformer with Flax's weights, for a comparison with the Flax model.
 
-    config and parameters: as Transformer and load_flax_state take them. tokens, targets: int [B, T].
+    config, parameters: the arguments of Transformer and load_flax_state. tokens, targets: int [B, T].
     Returns (logits [B, T, vocab], the gradient [B, T, model_dim] of the mean cross-entropy by the tokens'
     embeddings), both numpy.
     """

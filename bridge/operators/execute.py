@@ -1,4 +1,4 @@
-"""How a jitted JAX function runs on PyTorch's tensors: its kernels are launched directly, or JAX runs it."""
+"""Runs a jitted JAX function on PyTorch's tensors, by the direct route or by the DLPack route."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,12 +17,13 @@ __all__ = ["chain_for", "forget", "run"]
 def run(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
 ) -> list[torch.Tensor]:
-    """Calls a jitted JAX function, whose results are a flat sequence of arrays, on tensors of one device.
+    """Calls a jitted JAX function, which returns a flat sequence of arrays, on tensors of one device.
 
-    operands: the Operands whose Masks are the function's first argument, or None where it takes none.
+    operands: the Operands whose Masks are the function's first argument, or None if the function takes no Masks.
 
-    On a GPU its kernels are launched directly where they can be. Else, raises RuntimeError while a CUDA graph is being
-    captured: JAX queues its work on a stream of its own, which the graph would not hold.
+    On a GPU the direct route launches the kernels if the function has a launch chain. Otherwise the DLPack route runs
+    the function, and raises RuntimeError while a CUDA graph is being captured: JAX queues its work on a separate
+    stream, which the graph would not contain.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
@@ -34,7 +35,7 @@ def run(
 def _through_jax(
     function: Callable[..., Any], tensors: Sequence[Any], given: Sequence[torch.Tensor], operands: Any
 ) -> list[torch.Tensor]:
-    """run by the DLPack route. given: the tensors that are not None; they stand for those of `tensors` in turn."""
+    """`run` by the DLPack route. given: the non-None entries of `tensors`, in order."""
     device = given[0].device
     dlpack.refuse_capture(device)
     masks = () if operands is None else (operands.masks,)
@@ -53,7 +54,7 @@ def _through_jax(
 
 
 class _ThroughJax:
-    """A function with its tensors' places, that runs by the DLPack route as a chain does by the direct one."""
+    """A function with the call signature of a chain that runs by the DLPack route."""
 
     __slots__ = ("_function", "_operands", "_places")
 
@@ -69,7 +70,7 @@ class _ThroughJax:
 def chain_for(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
 ) -> Callable[..., list[torch.Tensor]]:
-    """The function of the tensors that are there: its chain, or what runs it by the DLPack route."""
+    """A callable that takes the non-None tensors: the function's chain, or the function by the DLPack route."""
     chain, other = route.find(function, tensors, operands), _ThroughJax(function, tensors, operands)
     device = next(x.device for x in tensors if x is not None)
     if chain is None or operands is None or not operands.masks or device.type != "cuda":
@@ -100,7 +101,7 @@ _MOST = 1024
 def _launched(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], given: list[torch.Tensor], operands: Any
 ) -> list[torch.Tensor] | None:
-    """route.launch, by a known call where there is one. given: the tensors that are not None."""
+    """route.launch, or its cached call if there is one. given: the non-None entries of `tensors`, in order."""
     if operands is not None and operands.masks:
         return route.launch(function, tensors, operands)
     known = _KNOWN.get(function)
@@ -121,6 +122,6 @@ def _call_of(chain: Any) -> KnownCall | None:
 
 
 def forget() -> None:
-    """Drops the functions whose calls are known, and their programs."""
+    """Drops all cached calls and their programs."""
     _KNOWN.clear()
     donated_outputs.forget()

@@ -1,4 +1,4 @@
-"""matmul and linear on PyTorch tensors, and the module made of them."""
+"""matmul, gated_matmul, mlp and linear on PyTorch tensors, and the modules Linear and GatedMLP."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,34 +50,33 @@ def matmul(
 ) -> torch.Tensor:
     """jax_kernels.matmul on PyTorch tensors, with gradients of x, w, bias and residual.
 
-    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast casts x, w and bias,
-    as it does for torch.matmul, also with precision="fp8"; tensors of 8 bits stay as they are.
+    See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts x, w and bias as for
+    torch.matmul, also with precision="fp8"; 8-bit tensors stay unchanged.
 
     Args:
       x: [..., K], bfloat16, float16 or float32, on a CPU or a CUDA device; or, forward only, float8_e4m3fn or
         float8_e5m2.
-      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; where x has 8 bits, any dtype of 8 bits. Or
-        weights of few bits, a bridge.QuantizedTensor that is quantized along K: axis=-2, and with transpose_w -1. They
-        have no gradients, and no w_scale.
-      bias: [N], in x's dtype or float32. Where x has 8 bits, in any dtype of more.
+      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; if x has 8 bits, any 8-bit dtype. Or
+        low-bit weights: a bridge.QuantizedTensor that is quantized along K, with axis=-2, or axis=-1 with transpose_w.
+        Low-bit weights have no gradients and no w_scale.
+      bias: [N], in x's dtype or float32. If x has 8 bits, in bfloat16, float16 or float32.
       activation: None, "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh". Or an elementwise function of
-        one number, in torch's elementwise operations (torch.nn.functional.mish, torch.nn.ReLU6()) or in jnp code, that
-        reads no tensors; functions that are made anew for each call share a program where they are alike.
+        one value, in torch's elementwise operations (torch.nn.functional.mish, torch.nn.ReLU6()) or in jnp code, that
+        reads no tensors. Functions that are created anew for each call share a program if they are alike.
       residual: [..., N] in out_dtype, added last. Under autocast, without an out_dtype, any float dtype: the result has
-        that of the sum in PyTorch, which is float32 for a float32 residual.
-      x_scale, w_scale: of 8-bit products, as in jax_kernels.matmul; float32 tensors, or numbers, each of which compiles
-        a program of its own. They get no gradients.
-      out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is x's dtype, or torch.bfloat16 where that has 8
-        bits.
-      precision: for float32 inputs, "fp32" or "tf32", where None is as torch.set_float32_matmul_precision says. For
-        all, "fp8": products of 8 bits, as in jax_kernels.matmul; "bf16" or "fp16": x and w are rounded to it first.
-      scaling: of 8-bit products, "tensor", "row" or "block", as in jax_kernels.matmul.
-      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
+        the dtype of the sum in PyTorch, which is float32 for a float32 residual.
+      x_scale, w_scale: for 8-bit matmuls, as in jax_kernels.matmul; float32 tensors or numbers. JAX compiles a program
+        for each number. Scales get no gradients.
+      out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is x's dtype, or torch.bfloat16 if x has 8 bits.
+      precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision. For all inputs,
+        "fp8": an 8-bit matmul, as in jax_kernels.matmul; "bf16" or "fp16": x and w are rounded to this dtype first.
+      scaling: for 8-bit matmuls, "tensor", "row" or "block", as in jax_kernels.matmul.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest one that supports the call.
 
     Returns:
       out [..., N] in out_dtype: activation(x @ w + bias) + residual.
 
-    It raises what jax_kernels.matmul does, or from_jax where the two differ.
+    It raises the errors of jax_kernels.matmul, or of bridge.from_jax if they differ.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -135,9 +134,9 @@ def gated_matmul(
 ) -> torch.Tensor:
     """jax_kernels.gated_matmul on PyTorch tensors, with gradients of x, both weights and residual.
 
-    Equivalent to activation(x @ w_gate) * (x @ w_up) + residual. The arguments are those of bridge.matmul; w_gate and
-    w_up: [K, N], or [N, K] with transpose_w, as torch.nn.Linear's weights are; two tensors, or two QuantizedTensors of
-    one layout. w_gate_scale and w_up_scale: as w_scale.
+    Equivalent to activation(x @ w_gate) * (x @ w_up) + residual. Arguments are as in bridge.matmul. w_gate, w_up:
+    [K, N], or [N, K] with transpose_w, like torch.nn.Linear's weights; two tensors, or two QuantizedTensors of one
+    layout. w_gate_scale, w_up_scale: as w_scale.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -194,17 +193,17 @@ def mlp(
     precision: str | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """jax_kernels.mlp on PyTorch tensors, with gradients of all of them.
+    """jax_kernels.mlp on PyTorch tensors, with gradients of all tensors.
 
     Equivalent to hidden @ w_down + bias_down + residual, where hidden is activation(x @ w_up + bias_up), or, with
-    w_gate, activation(x @ w_gate) * (x @ w_up). Between forward and backward it keeps x and the first products, and no
-    hidden. Autocast casts x, the weights and the biases.
+    w_gate, activation(x @ w_gate) * (x @ w_up). Between forward and backward it keeps x and the results of the first
+    matmuls, but not `hidden`. Autocast casts x, the weights and the biases.
 
     Args:
-      x: [..., K]. w_up, w_gate: [K, H]; w_down: [H, N]; with transpose_w [H, K] and [N, H], as torch.nn.Linear's are.
+      x: [..., K]. w_up, w_gate: [K, H]; w_down: [H, N]; with transpose_w [H, K] and [N, H], like torch.nn.Linear's.
       bias_up: [H], without w_gate. bias_down: [N]. residual: [..., N] in x's dtype, added last; under autocast as in
         bridge.matmul.
-      activation, implementation: as in bridge.matmul. precision: for float32 inputs, "fp32" or "tf32", as there.
+      activation, implementation: as in bridge.matmul. precision: "fp32" or "tf32", for float32 inputs.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -220,7 +219,7 @@ def mlp(
         return _on_shards(mlp, tensors | {"residual": residual}, own | {"implementation": implementation})
     x, w_up, w_down, w_gate, bias_up, bias_down = _under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
     residual, out_dtype = _with_wide_residual(x, residual, None)
-    wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype: added after it
+    wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype
     out = _mlp.serve(
         call if wide is None and is_kept(activation) else None,
         x,
@@ -239,10 +238,10 @@ def mlp(
 
 
 def _on_shards(op: Callable[..., Any], tensors: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
-    """The matmul of DTensors. Rows of x may be sharded, and of matmul and gated_matmul the columns of the weights."""
+    """`op` on DTensors. Rows of x may be sharded; for matmul and gated_matmul, columns of the weights too."""
     for name, x in tensors.items():
         if isinstance(x, QuantizedTensor):
-            raise NotImplementedError(f"{name}: got low-bit weights with a DTensor, want DTensors alone")
+            raise NotImplementedError(f"{name}: got low-bit weights with a DTensor, want only DTensors")
     is_eight = options["precision"] == "fp8" or tensors["x"].dtype in _EIGHT_BITS
     if is_eight or any(x is not None for name, x in options.items() if name.endswith("_scale")):
         dtensors.refuse(f"{op.__name__} in 8 bits", **tensors)
@@ -256,24 +255,24 @@ def _on_shards(op: Callable[..., Any], tensors: dict[str, Any], options: dict[st
 
 
 def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> Seen:
-    """The call as it may be known: by its arguments, its options, and what PyTorch is set to."""
+    """The key of a cached call: its arguments, its options, and PyTorch's float32 matmul precision."""
     return seen(arguments, (*options, torch.get_float32_matmul_precision()))
 
 
 def _parts(w: Any) -> tuple[Any, ...]:
-    """The tensors of weights, and what is no tensor, for _seen."""
+    """The tensors of weights, and their other fields, for _seen."""
     return (w.values, w.scale, w.facts) if isinstance(w, QuantizedTensor) else (w,)
 
 
 def _check_weights(**weights: Any) -> None:
-    """Raises TypeError for weights that are neither a tensor nor of few bits."""
+    """Raises TypeError for weights that are neither a tensor nor a QuantizedTensor."""
     for name, w in weights.items():
         if not isinstance(w, torch.Tensor | QuantizedTensor):
             raise TypeError(f"{name}: got {kind_of(w)}, want a torch.Tensor or a bridge.QuantizedTensor")
 
 
 def _argument(name: str, w: Any) -> Any:
-    """Weights as JAX's op takes them."""
+    """Weights in the form that the JAX op takes."""
     return stored(name, w) if isinstance(w, QuantizedTensor) else w
 
 
@@ -293,19 +292,19 @@ def _precision(precision: str | None, x: torch.Tensor) -> str | None:
 
 @torch.compiler.assume_constant_result
 def _takes_tf32() -> bool:
-    """Whether torch.set_float32_matmul_precision allows tf32. A compiled function keeps what was set when it was."""
+    """Whether torch.set_float32_matmul_precision allows tf32. torch.compile keeps the setting of compile time."""
     return torch.get_float32_matmul_precision() != "highest"
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor | QuantizedTensor, bias: torch.Tensor | None = None, **arguments: Any
 ) -> torch.Tensor:
-    """torch.nn.functional.linear, weight [N, K]; with the arguments of bridge.matmul but transpose_w.
+    """torch.nn.functional.linear, weight [N, K], with bridge.matmul's arguments except transpose_w.
 
-    weight may be of few bits: bridge.quantize(weight, "int4", axis=-1).
+    weight may be low-bit weights: bridge.quantize(weight, "int4", axis=-1).
     """
     if "transpose_w" in arguments:
-        raise TypeError("transpose_w: linear's weight is [N, K]; want bridge.matmul for another one")
+        raise TypeError("transpose_w: linear's weight is [N, K]; want bridge.matmul for other layouts")
     if torch.compiler.is_compiling():
         return matmul(x, weight, bias=bias, transpose_w=True, **arguments)
     try:
@@ -316,7 +315,7 @@ def linear(
 
 
 def _under_autocast(*tensors: Any) -> list[Any]:
-    """The tensors in autocast's dtype where it is on, but for those of 8 bits or fewer; as they are otherwise."""
+    """Casts tensors to autocast's dtype if autocast is on. Tensors of 8 bits or fewer stay unchanged."""
     device = next(x for x in tensors if x is not None).device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -326,7 +325,7 @@ def _under_autocast(*tensors: Any) -> list[Any]:
 
 
 def _check_scaling(scaling: Any, precision: Any) -> None:
-    """Raises ValueError for a scaling that no product of 8 bits has."""
+    """Raises ValueError for an unknown scaling, or a scaling without an 8-bit matmul."""
     if scaling is None:
         return
     check_scaling(scaling)
@@ -335,9 +334,10 @@ def _check_scaling(scaling: Any, precision: Any) -> None:
 
 
 def _with_wide_residual(x: torch.Tensor, residual: Any, out_dtype: Any) -> tuple[Any, Any]:
-    """(residual, out_dtype). Under autocast the two are in the dtype that their sum has in PyTorch.
+    """(residual, out_dtype). Under autocast, a missing out_dtype becomes the dtype of x + residual in PyTorch.
 
-    x: as _under_autocast gives it.
+    residual is then cast to this dtype.
+    x: the result of _under_autocast.
     """
     is_open = isinstance(residual, torch.Tensor) and out_dtype is None
     if not is_open or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
@@ -347,7 +347,7 @@ def _with_wide_residual(x: torch.Tensor, residual: Any, out_dtype: Any) -> tuple
 
 
 class Linear(torch.nn.Linear):
-    """torch.nn.Linear by this library's matmul, with an activation and a residual in the same pass.
+    """torch.nn.Linear with this library's matmul, and with an activation and a residual in the same pass.
 
     It has torch.nn.Linear's arguments, parameters, initialisation and state dict.
 
@@ -355,7 +355,7 @@ class Linear(torch.nn.Linear):
       activation, precision, scaling, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
 
     Raises:
-      TypeError, ValueError: activation, precision or scaling is none of those that bridge.matmul takes.
+      TypeError, ValueError: bridge.matmul does not take the activation, precision or scaling.
     """
 
     @plain_arguments
@@ -412,19 +412,19 @@ class Linear(torch.nn.Linear):
 
 
 class GatedMLP(torch.nn.Module):
-    """down_proj(activation(gate_proj(x)) * up_proj(x)), by bridge.mlp, or by bridge.gated_matmul and bridge.linear.
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), with bridge.mlp, or bridge.gated_matmul and bridge.linear.
 
-    bridge.mlp serves precision None, "fp32" and "tf32". bridge.quantize_weights may give the projections weights of few
-    bits; then bridge.gated_matmul serves them.
+    bridge.mlp supports precision None, "fp32" and "tf32". bridge.quantize_weights may give the projections low-bit
+    weights; bridge.gated_matmul and bridge.linear run then.
 
     Parameters: gate_proj.weight, up_proj.weight [hidden_features, in_features] and down_proj.weight [in_features,
-    hidden_features], initialised as torch.nn.Linear's, without bias.
+    hidden_features], initialised like torch.nn.Linear's, without bias.
 
     Args:
       activation, precision, scaling, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
 
     Raises:
-      TypeError, ValueError: activation, precision or scaling is none of those that bridge.matmul takes.
+      TypeError, ValueError: bridge.matmul does not take the activation, precision or scaling.
     """
 
     @plain_arguments
@@ -452,7 +452,7 @@ class GatedMLP(torch.nn.Module):
         self.activation = activation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [..., in_features]. residual: like x, added last; under autocast as in bridge.matmul."""
+        """x: [..., in_features]. residual: x's shape and dtype, added last; under autocast as in bridge.matmul."""
         if isinstance(x, symbolic_trace.Proxy):
             return symbolic_trace.leaf(self, x, residual=residual)
         gate, up = self.gate_proj, self.up_proj
@@ -469,7 +469,7 @@ class GatedMLP(torch.nn.Module):
                 precision=gate.precision,
                 implementation=gate.implementation,
             )
-        if is_few[0] != is_few[1]:  # bridge.quantize_weights skipped one of them
+        if is_few[0] != is_few[1]:  # bridge.quantize_weights skipped one of the two
             hidden = linear(x, gate.weight, activation=self.activation, **_options(gate)) * up(x)
             return self.down_proj(hidden, residual=residual)
         hidden = gated_matmul(x, gate.weight, up.weight, self.activation, transpose_w=True, **_options(gate))
@@ -479,5 +479,5 @@ class GatedMLP(torch.nn.Module):
 
 
 def _options(layer: Any) -> dict[str, Any]:
-    """The options of a layer's products."""
+    """The options of a layer's matmul."""
     return {"precision": layer.precision, "scaling": layer.scaling, "implementation": layer.implementation}

@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm on PyTorch tensors, and the modules made of them."""
+"""layer_norm and rms_norm on PyTorch tensors, and the modules LayerNorm and RMSNorm."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ __all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]
 
 
 def _as_arrays(norm: Callable[..., Any]) -> Callable[..., Any]:
-    """The norm with an output of 8 bits as two arrays: (values, scale), and x + residual where there is a residual."""
+    """Splits the norm's 8-bit output into arrays: (values, scale), or (values, scale, x + residual)."""
 
     @functools.wraps(norm)
     def call(*args: Any, residual: Any, **options: Any) -> Any:
@@ -49,23 +49,23 @@ def layer_norm(
 ) -> Any:
     """jax_kernels.layer_norm on PyTorch tensors, with gradients of x, scale, bias and residual.
 
-    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast changes nothing: the
-    statistics are in float32, whatever x's dtype.
+    See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast has no effect: the statistics are in
+    float32 for every dtype of x.
 
     Args:
       x: [..., N], bfloat16, float16 or float32, on a CPU or a CUDA device.
-      scale, bias: [N], on x's device; None leaves it out. 16-bit ones of another dtype than x's count in float32.
-      residual: like x, added to it, rounded to x's dtype.
+      scale, bias: [N], on x's device; None omits it. A 16-bit tensor whose dtype is not x's is converted to float32.
+      residual: of x's shape and dtype, added to x; the sum is rounded to x's dtype.
       eps: added to the variance; PyTorch's default.
       scale_offset: added to scale.
       quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass, as in jax_kernels.layer_norm; forward only.
-      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest one that supports the call.
 
     Returns:
-      out, like x; with a residual, (out, x + residual). With quantize (values, scale), or
-      (values, scale, x + residual): values in 8 bits and float32 scales [...], x and x_scale of bridge.matmul.
+      out, of x's shape and dtype; with a residual, (out, x + residual). With quantize (values, scale), or
+      (values, scale, x + residual): 8-bit values and float32 scales [...], for x and x_scale of bridge.matmul.
 
-    It raises what jax_kernels.layer_norm does, or from_jax where the two differ.
+    It raises the errors of jax_kernels.layer_norm, or of bridge.from_jax if they differ.
     """
     call = None
     if quantize is None and not torch.compiler.is_compiling():
@@ -96,24 +96,24 @@ def rms_norm(
 ) -> Any:
     """jax_kernels.rms_norm on PyTorch tensors, with gradients of x, scale and residual.
 
-    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast changes nothing: the
-    statistics are in float32, whatever x's dtype.
+    See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast has no effect: the statistics are in
+    float32 for every dtype of x.
 
     Args:
       x: [..., N], bfloat16, float16 or float32, on a CPU or a CUDA device.
-      scale: [N], on x's device; None leaves it out. A 16-bit one of another dtype than x's counts in float32.
-      residual: like x, added to it, rounded to x's dtype.
-      eps: added to the mean square; None is that of the PyTorch that is installed: torch.finfo(torch.float32).eps in
-        recent versions, torch.finfo(x.dtype).eps in older ones.
-      scale_offset: added to scale: 1.0 for weights that are stored as their difference from 1, as Gemma's are.
+      scale: [N], on x's device; None omits it. A 16-bit tensor whose dtype is not x's is converted to float32.
+      residual: of x's shape and dtype, added to x; the sum is rounded to x's dtype.
+      eps: added to the mean square; None is the default of the installed PyTorch: torch.finfo(torch.float32).eps in
+        recent versions, torch.finfo(x.dtype).eps in older versions.
+      scale_offset: added to scale: 1.0 for weights that are stored as their difference from 1, such as Gemma's.
       quantize: as in layer_norm.
-      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest one that supports the call.
 
     Returns:
-      out, like x; with a residual, (out, x + residual). With quantize (values, scale), or
-      (values, scale, x + residual): values in 8 bits and float32 scales [...], x and x_scale of bridge.matmul.
+      out, of x's shape and dtype; with a residual, (out, x + residual). With quantize (values, scale), or
+      (values, scale, x + residual): 8-bit values and float32 scales [...], for x and x_scale of bridge.matmul.
 
-    It raises what jax_kernels.rms_norm does, or from_jax where the two differ.
+    It raises the errors of jax_kernels.rms_norm, or of bridge.from_jax if they differ.
     """
     call = None
     if quantize is None and not torch.compiler.is_compiling():
@@ -133,7 +133,7 @@ def rms_norm(
 
 
 def _on_shards(norm: Callable[..., Any], tensors: dict[str, Any], options: dict[str, Any]) -> Any:
-    """The norm of DTensors, whose rows may be sharded."""
+    """The norm of DTensors. Their rows may be sharded."""
     rows, width = dtensors.rows_roles(tensors["x"]), (None,)
     roles = {"x": rows, "residual": rows, "scale": width, "bias": width}
     results: tuple[Any, ...] = (rows, rows) if options["quantize"] is None else (rows, rows[:-1], rows)
@@ -144,15 +144,16 @@ def _on_shards(norm: Callable[..., Any], tensors: dict[str, Any], options: dict[
 
 @torch.compiler.assume_constant_result
 def _default_eps(dtype: torch.dtype) -> float:
-    """The eps of torch.nn.functional.rms_norm where it is given none."""
+    """The default eps of torch.nn.functional.rms_norm."""
     return _found_eps(dtype)
 
 
 @functools.cache
 def _found_eps(dtype: torch.dtype) -> float:
-    """PyTorch's default eps, which differs between its versions.
+    """PyTorch's default eps, which differs between PyTorch's versions.
 
-    Older versions take that of a 16-bit dtype, others float32's. The result on a small number tells.
+    For 16-bit x, older versions use the eps of x's dtype, newer versions float32's. The norm of a small value shows
+    the difference.
     """
     wide = torch.finfo(torch.float32).eps
     if dtype not in (torch.bfloat16, torch.float16):
@@ -171,14 +172,14 @@ def _found_eps(dtype: torch.dtype) -> float:
 
 
 def _weights(weights: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """scale or bias in x's dtype or float32."""
+    """Converts a 16-bit scale or bias to float32 if its dtype is not x's."""
     if weights is None or weights.dtype == x.dtype or weights.dtype not in (torch.bfloat16, torch.float16):
         return weights
     return weights.float()
 
 
 class _Options(torch.nn.Module):
-    """The options that the modules have beside those of PyTorch's."""
+    """The options of LayerNorm and RMSNorm that PyTorch's modules lack."""
 
     weight: torch.nn.Parameter | None
     eps: float | None
@@ -187,12 +188,12 @@ class _Options(torch.nn.Module):
     implementation: str | None = None
 
     def _take(self, scale_offset: float, quantize: str | None, implementation: str | None) -> None:
-        """Checks and keeps the options, and fills weight so that it is 1 with scale_offset. Raises ValueError."""
+        """Checks and stores the options, and initialises weight to 1 - scale_offset. Raises ValueError."""
         if quantize not in (None, *FORMATS):
             raise ValueError(f"quantize: got {quantize!r}, want {' or '.join(map(repr, FORMATS))}, or None")
         if scale_offset and self.weight is None:
             raise ValueError(
-                f"scale_offset: got {scale_offset} with elementwise_affine=False, want 0.0: it has no weight"
+                f"scale_offset: got {scale_offset} with elementwise_affine=False, want 0.0: there is no weight"
             )
         self.scale_offset = scale_offset
         self.quantize = quantize
@@ -201,7 +202,7 @@ class _Options(torch.nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Makes weight + scale_offset 1, and the bias 0."""
+        """Sets weight to 1 - scale_offset and bias to 0."""
         super().reset_parameters()
         if self.weight is not None and self.scale_offset:
             torch.nn.init.constant_(self.weight, 1.0 - self.scale_offset)
@@ -219,16 +220,16 @@ class _Options(torch.nn.Module):
 
 
 class LayerNorm(_Options, torch.nn.LayerNorm):
-    """torch.nn.LayerNorm by this library's kernels, with an addition before it where a call has a residual.
+    """torch.nn.LayerNorm with this library's kernels. A call with a residual adds it before the norm.
 
     It has torch.nn.LayerNorm's arguments, parameters and state dict. normalized_shape may have several axes.
 
     Args:
-      scale_offset: added to weight, which then begins as 1 - scale_offset.
+      scale_offset: added to weight. weight is initialised to 1 - scale_offset.
       quantize, implementation: as in bridge.layer_norm. The others are torch.nn.LayerNorm's.
 
     Raises:
-      ValueError: quantize is none of its formats, or there is a scale_offset and no weight.
+      ValueError: quantize is an unknown format, or there is a scale_offset and no weight.
     """
 
     @plain_arguments
@@ -251,8 +252,8 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """input: x of bridge.layer_norm, [..., *normalized_shape].
 
-        It returns the result like input; with a residual, (the result, input + residual).
-        With quantize it returns (values, scale), or (values, scale, x + residual): scale [...], float32.
+        Returns the result, of input's shape and dtype; with a residual, (the result, input + residual).
+        With quantize, returns (values, scale), or (values, scale, input + residual): scale [...], float32.
         """
         if isinstance(input, symbolic_trace.Proxy):
             return symbolic_trace.leaf(self, input, residual=residual)
@@ -261,16 +262,16 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
 
 
 class RMSNorm(_Options, torch.nn.RMSNorm):
-    """torch.nn.RMSNorm by this library's kernels, with an addition before it where a call has a residual.
+    """torch.nn.RMSNorm with this library's kernels. A call with a residual adds it before the norm.
 
     It has torch.nn.RMSNorm's arguments, parameters and state dict. normalized_shape may have several axes.
 
     Args:
-      scale_offset: added to weight, which then begins as 1 - scale_offset; 1.0 for Gemma's weights.
+      scale_offset: added to weight; 1.0 for Gemma's weights. weight is initialised to 1 - scale_offset.
       quantize, implementation: as in bridge.rms_norm. The others are torch.nn.RMSNorm's.
 
     Raises:
-      ValueError: quantize is none of its formats, or there is a scale_offset and no weight.
+      ValueError: quantize is an unknown format, or there is a scale_offset and no weight.
     """
 
     @plain_arguments
@@ -290,9 +291,10 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
         self._take(scale_offset, quantize, implementation)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """x: [..., *normalized_shape]. Returns the result like x; with a residual, (the result, x + residual).
+        """x: [..., *normalized_shape]. Returns the result, or with a residual, (the result, x + residual).
 
-        With quantize it returns (values, scale), or (values, scale, x + residual): scale [...], float32.
+        The result has x's shape and dtype. With quantize, returns (values, scale), or (values, scale, x + residual):
+        scale [...], float32.
         """
         if isinstance(x, symbolic_trace.Proxy):
             return symbolic_trace.leaf(self, x, residual=residual)
@@ -301,7 +303,7 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
 
 
 def _flat(x: Any, residual: Any, shape: tuple[int, ...], weight: Any, bias: Any) -> tuple[Any, Any, Any, Any]:
-    """(x, scale, bias, residual) with the axes of `shape` as one."""
+    """(x, scale, bias, residual) with the axes of `shape` flattened to one axis. Raises ValueError."""
     axes = len(shape)
     check_tensors(x=x)
     check_optional_tensors(residual=residual)
@@ -319,7 +321,7 @@ def _flat(x: Any, residual: Any, shape: tuple[int, ...], weight: Any, bias: Any)
 
 
 def _like(x: torch.Tensor, results: Any, quantize: str | None) -> Any:
-    """The results in x's shape. The scales of 8-bit ones stay as they are."""
+    """Reshapes the results to x's shape. The scales of 8-bit results stay unchanged."""
     if not isinstance(results, tuple | list):
         return results.view(x.shape)
     return tuple(y if quantize is not None and at == 1 else y.view(x.shape) for at, y in enumerate(results))

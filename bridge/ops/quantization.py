@@ -1,4 +1,4 @@
-"""quantize and dequantize on PyTorch tensors, and weights of few bits as a dataclass of tensors."""
+"""quantize and dequantize on PyTorch tensors, and low-bit weights as a dataclass of tensors."""
 
 import dataclasses
 import functools
@@ -23,14 +23,14 @@ _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedTensor:
-    """Weights of 4 or 8 bits with their scales, as bridge.quantize gives them.
+    """Low-bit weights (4 or 8 bits) with their scales, as bridge.quantize returns them.
 
-    values: [..., N, K padded] int8 (int8) or float8_e4m3fn (mxfp8), or [..., N, K padded / 2] uint8 (int4, mxfp4): K is
-    last, whichever axis of the weights it is. scale: [..., K padded / group_size, N], or [..., N] where group_size is
-    None; float32 or bfloat16, or, of the MX formats, uint8: the exponents of powers of two, with 127 added. format:
-    "int8", "int4", "mxfp8" or "mxfp4". axis: that of K in the weights, -1 or -2. length: K.
+    values: [..., N, K padded] int8 (int8) or float8_e4m3fn (mxfp8), or [..., N, K padded / 2] uint8 (int4, mxfp4). K is
+    always last, for both values of `axis`. scale: [..., K padded / group_size, N], or [..., N] if group_size is None;
+    float32 or bfloat16. The MX formats have uint8 scales: the exponent of a power of two, plus 127. format: "int8",
+    "int4", "mxfp8" or "mxfp4". axis: the axis of K in the weights, -1 or -2. length: K.
 
-    `shape` is that of the weights. The values lie as jax_kernels.QuantizedArray has them.
+    `shape` is the shape of the weights. The values have the memory layout of jax_kernels.QuantizedArray.
     """
 
     values: torch.Tensor
@@ -60,11 +60,11 @@ class QuantizedTensor:
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """All that is no tensor."""
+        """The fields that are not tensors."""
         return self.format, self.group_size, self.axis, self.length
 
     def to(self, device: torch.device | str | int) -> "QuantizedTensor":
-        """The same weights on another device. Their dtypes are those of the format.
+        """The same weights on another device. The format determines their dtypes.
 
         Raises:
           TypeError: device is a dtype.
@@ -75,9 +75,9 @@ class QuantizedTensor:
 
 
 def stored(name: str, x: QuantizedTensor) -> dict[str, Any]:
-    """Weights as an argument of a JAX function. Raises NotImplementedError where a gradient of them is wanted."""
+    """Low-bit weights as an argument of a JAX function. Raises NotImplementedError if they require a gradient."""
     if torch.is_grad_enabled() and (x.values.requires_grad or x.scale.requires_grad):
-        raise NotImplementedError(f"{name}: got weights of few bits that require a gradient, want them detached")
+        raise NotImplementedError(f"{name}: got low-bit weights that require a gradient, want detached weights")
     return _stored(x)
 
 
@@ -87,7 +87,7 @@ def _stored(x: QuantizedTensor) -> dict[str, Any]:
 
 
 def on_stored(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An op of JAX arrays as one that also takes weights as `stored` gives them. It has the op's plan."""
+    """Wraps an op of JAX arrays so that it also takes weights in the form that `stored` returns. Keeps op.plan."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def on_stored(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_array(x: Any) -> Any:
-    """The QuantizedArray of stored weights. Others stay as they are."""
+    """The QuantizedArray of stored weights. Returns other arguments unchanged."""
     if not isinstance(x, dict):
         return x
     layout = LowBit(format=x["format"], group=x["group_size"])
@@ -139,27 +139,26 @@ def quantize(
     """jax_kernels.quantize on a PyTorch tensor.
 
     Args:
-      x: a float tensor with at least two axes, for "block" and weights of few bits, or one, for "row".
-      format: "e4m3" (torch.float8_e4m3fn) or "e5m2" (torch.float8_e5m2), of operands of products in 8 bits. "int8",
-        "int4", "mxfp8" or "mxfp4", of weights that bridge.matmul multiplies by numbers of 16 or 32 bits.
-      scaling: which numbers share a scale: all ("tensor", the default), those along `axis` ("row"), or 128 x 128 of
-        the last two axes ("block"). Of weights of few bits: so many along `axis` ("group", the default), or, of
-        integers, all along it ("row").
-      axis: for "row" and weights of few bits, -1 or -2: the axis that a product sums over. None is -1, and -2 for
-        weights of few bits, which is K of bridge.matmul's w [K, N]. Weights [N, K] of bridge.linear have -1.
-      scale: a scale that was found before, positive float32 of the shape that scaling gives; not for weights of few
-        bits.
+      x: a float tensor with at least two axes for "block" and low-bit weights, or at least one for "row".
+      format: for operands of 8-bit matmuls, "e4m3" (torch.float8_e4m3fn) or "e5m2" (torch.float8_e5m2). For low-bit
+        weights, which bridge.matmul multiplies with 16-bit or 32-bit x, "int8", "int4", "mxfp8" or "mxfp4".
+      scaling: the values that share a scale. For 8-bit operands: all values ("tensor", the default), values along
+        `axis` ("row"), or blocks of 128 x 128 of the last two axes ("block"). For low-bit weights: group_size values
+        along `axis` ("group", the default) or, for integers, all values along `axis` ("row").
+      axis: for "row" and low-bit weights, -1 or -2: the axis that the matmul sums over. None is -1 for "row", and -2
+        for low-bit weights: K of bridge.matmul's w [K, N]. Weights [N, K] of bridge.linear have -1.
+      scale: a precomputed scale, positive float32 of the shape that scaling gives; not for low-bit weights.
       group_size: for "group", 32, 64, 128 or 256; None is 128. The MX formats have 32.
-      scale_dtype: of integers' scales, torch.float32 (None) or torch.bfloat16.
+      scale_dtype: the dtype of integers' scales, torch.float32 (None) or torch.bfloat16.
 
     Returns:
-      Of "e4m3" and "e5m2", (values, scale): values of x's shape; scale, float32. They are x and x_scale, or w and
-      w_scale, of bridge.matmul, and x ≈ values * scale. Of weights of few bits, a bridge.QuantizedTensor.
+      For "e4m3" and "e5m2", (values, scale): values of x's shape; scale, float32. Pass them to bridge.matmul as x and
+      x_scale, or as w and w_scale; x ≈ values * scale. For low-bit weights, a bridge.QuantizedTensor.
 
     Raises:
       TypeError: x is no float tensor, or scale no float32 tensor.
       ValueError: format, scaling, axis, group_size, scale_dtype or scale's shape is wrong.
-      NotImplementedError: x requires a gradient, which rounding does not have.
+      NotImplementedError: x requires a gradient. Rounding has none.
     """
     check_tensors(x=x)
     check_optional_tensors(scale=scale)
@@ -172,7 +171,7 @@ def quantize(
         return tuple(_quantize(x, format=format, **options))
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            "x: got a tensor that requires a gradient, which rounding to few bits does not have; want x.detach()"
+            "x: got a tensor that requires a gradient, but rounding to few bits has none; want x.detach()"
         )
     options = {"scaling": scaling, "axis": axis, "group_size": group_size, "scale_dtype": name}
     values, found = _quantize(x, format=format, scale=scale, **options)
@@ -182,9 +181,9 @@ def quantize(
 
 
 def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """jax_kernels.dequantize on weights of few bits: values * scale, rounded to dtype once, [..., K, N] or [..., N, K].
+    """jax_kernels.dequantize on low-bit weights: values * scale, rounded to dtype once, [..., K, N] or [..., N, K].
 
-    It has gradients with respect to scales in float32 and bfloat16. Of 8-bit tensors it is values.float() * scale.
+    It has gradients with respect to scales in float32 and bfloat16. Dequantize 8-bit tensors as values.float() * scale.
 
     Raises:
       TypeError: x is no bridge.QuantizedTensor, or dtype is not torch.bfloat16, torch.float16 or torch.float32.

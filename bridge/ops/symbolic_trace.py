@@ -1,7 +1,7 @@
-"""Calls inside of torch.fx.symbolic_trace and torch.jit.script, which know no values of tensors.
+"""Calls inside torch.fx.symbolic_trace and torch.jit.script, which do not know tensors' values.
 
-torch.fx keeps a call of scaled_dot_product_attention, or of a module, as one node. TorchScript runs without Python:
-there scaled_dot_product_attention is PyTorch's own, and all other functions and modules raise.
+torch.fx keeps a call of scaled_dot_product_attention, or of a module, as one node. TorchScript runs without Python: it
+compiles PyTorch's scaled_dot_product_attention, and all other functions and modules raise.
 """
 
 import inspect
@@ -19,13 +19,13 @@ _WAYS_OUT = "compile it with torch.compile, export it with torch.export, or reco
 
 
 def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """A node of the graph that torch.fx.symbolic_trace makes: a call of the function."""
+    """Adds a call of the function as a node to the graph of torch.fx.symbolic_trace."""
     proxy = next(x for x in arguments if isinstance(x, Proxy))
     return proxy.tracer.create_proxy("call_function", function, arguments, options)
 
 
 def is_traced(*arguments: Any) -> bool:
-    """Whether torch.fx.symbolic_trace makes the call: one of the arguments is its Proxy."""
+    """Whether torch.fx.symbolic_trace makes the call, so that an argument is its Proxy."""
     for x in arguments:  # noqa: SIM110 (half the time of any)
         if isinstance(x, Proxy):
             return True
@@ -33,11 +33,11 @@ def is_traced(*arguments: Any) -> bool:
 
 
 def leaf(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
-    """A node of the graph that torch.fx.symbolic_trace makes: a call of the module, as of torch.nn's own.
+    """Adds a call of the module as a node to the graph of torch.fx.symbolic_trace, like calls of torch.nn's modules.
 
-    Arguments that are None are left out of the options.
+    Options that are None are omitted.
 
-    Raises ValueError where the module itself is traced, and not one that holds it.
+    Raises ValueError if the traced module is this module itself, not a parent of it.
     """
     proxy = next(x for x in (*arguments, *options.values()) if isinstance(x, Proxy))
     tracer: Any = proxy.tracer
@@ -52,7 +52,7 @@ def leaf(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
 
 
 def no_script(module: Any) -> Any:
-    """Raises RuntimeError; as the method __prepare_scriptable__ of a module, for torch.jit.script."""
+    """Raises RuntimeError. torch.jit.script calls it as a module's method __prepare_scriptable__."""
     raise RuntimeError(
         f"torch.jit.script: got a jax_kernels {type(module).__name__}, which TorchScript cannot hold: JAX runs it; "
         f"{_WAYS_OUT}"
@@ -60,7 +60,7 @@ def no_script(module: Any) -> Any:
 
 
 def refuse_functions(functions: Iterable[Any]) -> None:
-    """Makes torch.jit.script raise RuntimeError for each of the functions, and for code that calls one."""
+    """Makes torch.jit.script raise RuntimeError for each of the functions, and for code that calls them."""
     for function in functions:
         if inspect.isfunction(function) and not hasattr(function, "__prepare_scriptable__"):
             function.__prepare_scriptable__ = _refusing(function.__name__)  # type: ignore[attr-defined]
@@ -77,7 +77,7 @@ def _refusing(name: str) -> Callable[[], Any]:
 
 
 def sdpa_of_script() -> Callable[..., Any]:
-    """The function that TorchScript compiles as scaled_dot_product_attention: PyTorch's own."""
+    """The function that TorchScript compiles as scaled_dot_product_attention: PyTorch's function."""
     fallback.warn("scaled_dot_product_attention", "torch.jit.script's programs cannot run JAX")
     return _pytorchs
 

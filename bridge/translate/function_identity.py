@@ -1,11 +1,12 @@
-"""Functions that are made anew for each call, as a lambda among a call's arguments is: they share one plan.
+"""Finds equal functions, so that functions which are created anew for each call, such as lambdas, share one plan.
 
-Two functions are twins if they have the same code and all that the code can read is the same: defaults, what they close
-over, and the globals that the code names. Where one of these is more than a number, a text, a tuple of them, or a part
-of JAX, PyTorch, NumPy or the standard library, and where a function calls itself, a function is like itself alone.
+Two functions are twins if they have the same code and the code can read only equal values: defaults, closures, and the
+globals that the code names. Each value must be a number, a string, a tuple of these, another function that meets the
+same conditions, or a part of JAX, PyTorch, NumPy or the standard library. Otherwise, and if a function calls itself,
+the function has no twins.
 
-What a function reads may change. Programs that were traced before the change are then of no use to functions that are
-made after it: a copy of the function stands for the twins that read the new values.
+A value that a function reads may change. Functions that are created after the change cannot use programs that were
+traced before it. A copy of the function then represents the twins that read the new values.
 """
 
 import dis
@@ -23,25 +24,25 @@ __all__ = ["Place", "UnknownError", "first_of", "key_of", "names_of"]
 
 _MOST = 1024
 _FIRST: dict[Any, types.FunctionType] = {}
-# By function: the key that it was first seen with, None where it had none. Its programs may read the values of then.
+# function -> its first key, or None if it had none. Its programs may have read the values of that time.
 _SEEN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = ("jax", "jaxlib", "numpy", "math", "operator", "functools", "builtins")
-_DYNAMIC = {"globals", "eval", "exec", "vars", "__import__"}  # their users read what no name shows
+_DYNAMIC = {"globals", "eval", "exec", "vars", "__import__"}  # code with these names may read any value
 
 
 class UnknownError(Exception):
-    """A function reads something that may differ without showing."""
+    """Raised for a function that reads a value which cannot be compared."""
 
 
 class Place(NamedTuple):
-    """A place in a function for an argument of a call. Equal numbers are the same argument."""
+    """A placeholder for an argument of a call, inside a function. Equal numbers mean the same argument."""
 
     number: int
 
 
 def first_of(function: Any) -> Any:
-    """The first function that was seen of the function's twins; the function itself where it is the first."""
+    """The first known twin of a function, or the function itself if it is the first."""
     try:
         key = key_of(function)
     except UnknownError:
@@ -64,15 +65,16 @@ def _copy(function: types.FunctionType) -> types.FunctionType:
 
 
 def key_of(function: Any, *, is_copy: bool = False) -> Any:
-    """The value that all twins of a function share. Raises UnknownError where it is like itself alone.
+    """The key that all twins of a function share. Raises UnknownError if the function has no twins.
 
-    is_copy: whether it is a copy by captures.copied, whose lists, dicts and objects no other code changes.
+    is_copy: whether the function is a copy by captures.copied. No other code changes the lists, dicts and objects of
+    such a copy.
     """
     return _known(function, (), is_copy) if is_copy else _key(function)
 
 
 def _key(function: Any, outer: tuple[Any, ...] = (), is_copy: bool = False) -> Any:
-    """The value that all twins of a function share. outer: the functions that are being looked at."""
+    """The key that all twins of a function share. outer: the functions whose keys are being computed."""
     if function.__dict__ or function in outer:
         raise UnknownError
     outer = *outer, function
@@ -95,14 +97,14 @@ def _key(function: Any, outer: tuple[Any, ...] = (), is_copy: bool = False) -> A
 
 @functools.lru_cache(_MOST)
 def names_of(code: types.CodeType) -> tuple[str, ...]:
-    """The names of the globals that the code reads, in the functions inside it too."""
+    """The names of the globals that the code and its inner functions read."""
     inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in names_of(x)]
     own = [x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     return tuple(dict.fromkeys([*own, *inner]))
 
 
 def _known(value: Any, outer: tuple[Any, ...], is_copy: bool = False) -> Any:
-    """The value in a form whose equality is that of the values."""
+    """The key of a value. Values with equal keys are equal. Raises UnknownError if the value has no key."""
     kind = type(value)
     if is_copy and (found := _known_copy(value, outer)) is not None:
         return found
@@ -133,7 +135,7 @@ def _known(value: Any, outer: tuple[Any, ...], is_copy: bool = False) -> Any:
 
 
 def _known_copy(value: Any, outer: tuple[Any, ...]) -> Any:
-    """_known of a part of a copy that other functions may change; None for others."""
+    """_known of a mutable part of a copy, such as a list, dict or object; None for other values."""
     kind = type(value)
     known = lambda x: _known(x, outer, True)
     if kind is list or (hasattr(kind, "_fields") and kind is not Place):

@@ -1,7 +1,7 @@
-"""The tensors that a mask's function has copies of, and whether they have changed since.
+"""Detects changes of the tensors that a mask's function read when the mask was made.
 
-PyTorch counts the changes of a tensor. A mask that masks.from_function made is refused once a tensor has changed, or a
-variable has another tensor: the mask would have the values of before.
+PyTorch counts the changes of a tensor. A mask of masks.from_function holds copies of the tensors' values. After a
+tensor changes, or a variable holds another tensor, the copies are stale and each use of the mask raises ValueError.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _NAME = "_sources"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Source:
-    """A tensor that was copied. version, pointer: as of then. copy: its values, where PyTorch counts no changes."""
+    """A tensor that was copied. version, pointer: at that time. copy: its values, if PyTorch counts no changes."""
 
     path: captures.Path
     tensor: weakref.ref[torch.Tensor]
@@ -30,7 +30,7 @@ class _Source:
     copy: torch.Tensor | None
 
     def is_fresh(self, function: Any) -> bool:
-        """Whether the function still reads this tensor, and it has the values of then."""
+        """Whether the function still reads this tensor, with unchanged values."""
         try:
             x = captures.reached(function, self.path)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
@@ -42,14 +42,14 @@ class _Source:
 
 
 class Sources:
-    """The tensors that a mask's function read when the mask was made. A copy of the mask elsewhere has none."""
+    """The tensors that a mask's function read when the mask was made. A pickled or copied Sources has no tensors."""
 
     def __init__(self, function: Any, paths: Sequence[captures.Path]) -> None:
         self._function = function
         self._sources = tuple(_source(captures.reached(function, path), path) for path in paths)
 
     def changed(self) -> str | None:
-        """The name of a tensor that has changed since; None where there is none."""
+        """The name of a tensor that has changed since; None if no tensor has."""
         for source in self._sources:
             if not source.is_fresh(self._function):
                 return captures.text_of(self._function, source.path)
@@ -76,19 +76,22 @@ def _source(x: torch.Tensor, path: captures.Path) -> _Source:
 def _pointer(x: torch.Tensor) -> int:
     try:
         return x.data_ptr()
-    except RuntimeError:  # of a transform of torch.func
+    except RuntimeError:  # a tensor inside a transform of torch.func
         return 0
 
 
 def attach(mask: Mask, root: Any, paths: Sequence[captures.Path]) -> Mask:
-    """The mask, which has copies of the tensors there. It holds the root, a function or object, and so the tensors."""
+    """Attaches Sources to a mask that has copies of the tensors at `paths`. Returns the mask.
+
+    The mask then keeps the root, a function or object, and its tensors alive.
+    """
     if paths:
         object.__setattr__(mask, _NAME, Sources(root, paths))
     return mask
 
 
 def _every(mask: Any) -> Iterator[tuple[Mask, Sources | None]]:
-    """The masks that a mask is made of, in order, with their Sources."""
+    """A mask and its parts, recursively and in order, with their Sources."""
     mask = mask.unprepared
     yield mask, vars(mask).get(_NAME)
     for part in getattr(mask, "parts", ()):
@@ -104,7 +107,7 @@ def is_fresh(mask: Mask) -> bool:
 
 
 def check(masks: Sequence[Any]) -> None:
-    """Raises ValueError for a mask of a function that reads a tensor which has changed since, naming both."""
+    """Raises ValueError, naming the mask and the tensor, if a tensor of a mask's function has changed since."""
     for whole in masks:
         if not isinstance(whole, Mask):
             continue
@@ -112,12 +115,12 @@ def check(masks: Sequence[Any]) -> None:
             if sources is not None and (name := sources.changed()) is not None:
                 raise ValueError(
                     f"mask: got {mask!r}, which has the values that {name} had when it was made, and {name} has "
-                    "changed since; want one that is made again, of today's values"
+                    "changed since; want a mask made again from the current values"
                 )
 
 
 def passed_on(mask: Mask, copy: Mask) -> Mask:
-    """A copy of the mask on another device, which has the Sources of the mask."""
+    """Attaches the Sources of a mask to its copy on another device. Returns the copy."""
     for (_, sources), (part, _) in zip(_every(mask), _every(copy), strict=True):
         if sources is not None:
             object.__setattr__(part, _NAME, sources)
@@ -125,7 +128,7 @@ def passed_on(mask: Mask, copy: Mask) -> Mask:
 
 
 def watched(passes: Callable[..., bool], masks: Sequence[Mask]) -> Callable[..., bool]:
-    """A check of tensors that fails, too, where a tensor of a mask's function has changed."""
+    """Extends a check of tensors: it also fails if a tensor of a mask's function has changed."""
     found = [weakref.ref(x) for mask in masks for _, x in _every(mask) if x is not None]
     if not found:
         return passes

@@ -1,7 +1,7 @@
-"""Functions of scores and indices that are written for PyTorch, as FlexAttention takes them.
+"""Converts score_mods and mask functions that are written for PyTorch, in FlexAttention's form, to jnp.
 
-A score_mod in jnp code stays as it is. One in torch operations is traced by torch_forms. Tensors that it closes over,
-or reads as globals or defaults, become arguments of the call: their values are data, and they have gradients.
+A score_mod in jnp code stays unchanged. torch_forms traces a score_mod in torch operations. The tensors that it reads
+from closures, globals or defaults become arguments of the call: their values are data, and they have gradients.
 """
 
 import contextlib
@@ -29,15 +29,16 @@ _WANT = (
     "jnp.where(q_idx >= kv_idx, jnp.tanh(score), -jnp.inf)"
 )
 _MOST = 4096
-_SKELETONS: dict[str, Any] = {}  # with Places for the tensors that they read
-_NAMES: dict[Any, str] = {}  # by the key of twins
+_SKELETONS: dict[str, Any] = {}  # functions with a `Place` for each tensor that they read
+_NAMES: dict[Any, str] = {}  # key of twins -> name
 _OF_FUNCTION: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
 
 
 def apart(function: Any, argument: str = "score_mod") -> tuple[str, tuple[Path, ...]] | None:
-    """The function without its tensors, and their paths from its root; None where it reads none.
+    """(the name of the function's skeleton, the paths of its tensors from its root); None if it reads no tensors.
 
-    Twins share a skeleton. Raises TypeError for a tensor of a dtype that JAX lacks, naming it.
+    A skeleton is the function without its tensors. Twins share a skeleton. Raises TypeError, naming the tensor, for a
+    dtype that JAX lacks.
     """
     root = captures.root_of(function)
     if root is None:
@@ -86,7 +87,7 @@ def apart_in_graph(function: Any) -> tuple[str, tuple[Path, ...]] | None:
 
 
 def _check(argument: str, function: Any, x: torch.Tensor, path: Path) -> None:
-    """Raises TypeError, naming the tensor, where JAX cannot take it. int64 is narrowed where its values fit int32."""
+    """Raises TypeError, naming the tensor, if JAX lacks its dtype. int64 passes, because `read` narrows it."""
     wants = {torch.float64: "torch.float32", torch.uint64: "torch.int32"}
     if x.dtype in wants or x.dtype.is_complex:
         want = wants.get(x.dtype, "a real dtype")
@@ -106,11 +107,12 @@ _CHECKED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # versions of int64 tenso
 
 
 def read(argument: str, function: Any, paths: Sequence[Path]) -> tuple[list[torch.Tensor], Any]:
-    """(the tensors that a function reads, now, whether their values fit). int64 becomes int32.
+    """(the tensors that a function reads now, whether their values fit int32). int64 becomes int32.
 
-    The second is None where that is known: the host neither waits for a GPU's values, nor sees those of a graph.
+    The second result is None if all values are known to fit. Otherwise it is a bool tensor: the host does not wait for
+    values on a GPU, and cannot read values in a graph.
 
-    Raises ValueError, naming the tensor, where a value does not fit int32.
+    Raises ValueError, naming the tensor, if a known value does not fit int32.
     """
     root = captures.root_of(function)
     tensors = [captures.reached(root, path) for path in paths]
@@ -145,7 +147,7 @@ def _check_values(argument: str, function: Any, path: Path, x: torch.Tensor, nar
 
 
 def _kept(function: Any) -> str:
-    """The name of a new skeleton."""
+    """Stores a new skeleton. Returns its name."""
     name = fresh_name("score_mod")
     _SKELETONS[name] = function
     drop_oldest(_SKELETONS, _MOST)
@@ -153,9 +155,9 @@ def _kept(function: Any) -> str:
 
 
 def filled(skeleton: str, arrays: Any, argument: str = "score_mod") -> Callable[..., Any]:
-    """The function of that skeleton in jnp, which reads the arrays in the place of its tensors.
+    """The skeleton's function in jnp. It reads the arrays instead of its tensors.
 
-    Raises TypeError, naming the function, where it has no form in jnp.
+    Raises TypeError, naming the function, if it has no form in jnp.
     """
     values = [torch_to_jnp.Value(x, is_read=True) for x in arrays]
     fill = lambda x, path: values[x.number] if isinstance(x, function_identity.Place) else x
@@ -174,9 +176,9 @@ def filled(skeleton: str, arrays: Any, argument: str = "score_mod") -> Callable[
 
 
 def in_jnp(function: Any, name: str = "score_mod") -> Any:
-    """A score_mod in jnp: the function itself, or its form where it is in torch operations and reads no tensors.
+    """A score_mod in jnp: the function itself, or its jnp form if it is in torch operations and reads no tensors.
 
-    Raises TypeError, naming the function, where it uses torch and has no form.
+    Raises TypeError, naming the function, if it uses torch and has no form in jnp.
     """
     if not callable(function) or _traces(function):
         return function
@@ -186,16 +188,16 @@ def in_jnp(function: Any, name: str = "score_mod") -> Any:
     except RefusedError:
         raise
     except Exception:
-        return function  # it is in jnp code, and the op says what is wrong with it
+        return function  # it is in jnp code, and the op raises its error
     return named
 
 
 def mask_mod(function: Any, arrays: Sequence[Any] = ()) -> tuple[Any, list[torch.Tensor], tuple[Path, ...]]:
-    """(a mask's function in jnp, the tensors that it takes after the indices, their paths). Twins have one function.
+    """(a mask's function in jnp, the tensors that it takes after the indices, their paths). Twins have equal functions.
 
-    arrays: what it takes besides.
+    arrays: the arguments that it takes after these tensors.
 
-    Raises TypeError, naming the function, where it uses torch and has no form, and ValueError for a tensor of int64
+    Raises TypeError, naming the function, if it uses torch and has no form in jnp, and ValueError for a tensor of int64
     whose values do not fit int32.
     """
     if not callable(function):
@@ -205,7 +207,7 @@ def mask_mod(function: Any, arrays: Sequence[Any] = ()) -> tuple[Any, list[torch
     if found is not None:
         skeleton, paths = found
         tensors, are_valid = read("function", function, paths)
-        if are_valid is not None and not bool(are_valid):  # a mask is made of values that the host knows
+        if are_valid is not None and not bool(are_valid):  # making a mask reads the values on the host
             for path in paths:
                 x = captures.reached(captures.root_of(function), path)
                 _check_values("function", captures.root_of(function), path, x, x.to(torch.int32))
@@ -223,12 +225,12 @@ def mask_mod(function: Any, arrays: Sequence[Any] = ()) -> tuple[Any, list[torch
     except RefusedError:
         raise
     except Exception:
-        return function, [], ()  # it is in jnp code, and the builder finds its error
+        return function, [], ()  # it is in jnp code, and the builder raises its error
     return named, [], ()
 
 
 def _refuse(function: Any, *given: Any) -> None:
-    """Raises RefusedError where the function uses an operation without a form. The builder finds other errors."""
+    """Raises RefusedError if the function uses an operation without a form. The builder raises other errors."""
     try:
         jax.eval_shape(function, *given)
     except RefusedError:
@@ -246,7 +248,7 @@ def _struct(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _OfIndices:
-    """A mask's function in torch operations, as one in jnp. It is called with arrays of indices.
+    """Converts a mask's function in torch operations to jnp. Its arguments are arrays of indices.
 
     function: the function itself, or the name of its skeleton, which reads `count` tensors.
     """
@@ -267,7 +269,7 @@ class _OfIndices:
 
 
 def _of_each(function: Callable[..., Any], *indices: Any) -> Any:
-    """The function of four numbers, over the arrays' joint shape. An index that it does not read stays unread."""
+    """Maps a function of four scalars over the arrays' broadcast shape. It skips arrays that the function ignores."""
     indices = tuple(map(jnp.asarray, indices))
     program = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), jnp.int32)] * 4)
     is_read = [reads(program.jaxpr, i) for i in range(4)]
@@ -285,14 +287,14 @@ def _of_each(function: Callable[..., Any], *indices: Any) -> Any:
 
 
 def looks_at(function: Any, arrays: Sequence[Any]) -> tuple[bool, bool]:
-    """Whether a mask's function, as mask_mod gives it with its arrays, looks at the batch entry, and at the head."""
+    """(whether a mask's function reads the batch index, whether it reads the head index). It is mask_mod's result."""
     indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     program = jax.make_jaxpr(function)(*indices, *map(_struct, arrays)).jaxpr
     return reads(program, 0), reads(program, 1)
 
 
 class RefusedError(TypeError):
-    """Raised by in_jnp and filled."""
+    """Raised by in_jnp, filled and mask_mod for a function without a form in jnp."""
 
 
 def _traces(function: Callable[..., Any]) -> bool:
@@ -309,7 +311,7 @@ def _trace(function: Callable[..., Any]) -> None:
 
 
 def _named(name: str, function: Any) -> Callable[..., Any]:
-    """The function in jnp. An operation without a form is refused, with the function's name."""
+    """The function in jnp. It raises RefusedError, with its name, for an operation without a form."""
     inner = torch_to_jnp.in_jnp(function)
     own = _qualname(function)
 

@@ -1,4 +1,4 @@
-"""The methods of tensors that convert, make, reshape, look up and reduce, by their forms in jnp, for torch_table."""
+"""jnp forms of the tensor methods that convert, create, reshape, look up and reduce, for torch_table."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["DTYPES", "SHAPES", "TORCHS", "NoFormError", "dtype_of"]
 
 
 class NoFormError(TypeError):
-    """A function in torch operations does something that has no form in jnp here."""
+    """Raised for a function in torch operations that uses an operation without a form in jnp."""
 
 
 TORCHS = {
@@ -27,14 +27,14 @@ TORCHS = {
 
 
 def dtype_of(dtype: Any) -> Any:
-    """JAX's dtype for torch's. Integers have at most 32 bits here."""
+    """JAX's dtype for torch's. Integers have at most 32 bits. Raises NoFormError."""
     if not isinstance(dtype, torch.dtype) or dtype not in (torch.int64, *TORCHS.values()):
         raise NoFormError(f"converts to {dtype!r}, want torch.float32, a 16-bit dtype, an int or a bool")
     return dlpack.jax_dtype(torch.int32 if dtype == torch.int64 else dtype)
 
 
 def _to(x: Any, *args: Any, dtype: Any = None, device: Any = None, copy: Any = None, non_blocking: Any = None) -> Any:
-    """tensor.to: of a dtype, of a tensor's dtype, of a device or of both."""
+    """tensor.to: args are a dtype, a tensor (for its dtype), a device, or a device and a dtype."""
     for given in args:
         if isinstance(given, torch.dtype):
             dtype = given
@@ -53,12 +53,12 @@ def _type(x: Any, dtype: Any) -> Any:
     return x.astype(dtype_of(dtype))
 
 
-_MADE = ("device", "layout", "pin_memory", "memory_format")  # they change no value
+_MADE = ("device", "layout", "pin_memory", "memory_format")  # options that change no value
 
 
 def _checked(options: dict[str, Any]) -> None:
     if options.get("requires_grad"):
-        raise NoFormError("makes a tensor with requires_grad=True, want one that the function reads")
+        raise NoFormError("makes a tensor with requires_grad=True, want a tensor that the function reads")
     for name in options:
         if name not in (*_MADE, "requires_grad"):
             raise NoFormError(f"makes a tensor with {name}, which has no form in jnp here")
@@ -79,7 +79,7 @@ def _full_like(x: Any, fill_value: Any, dtype: Any = None, **options: Any) -> An
 
 
 def _sizes(given: Sequence[Any]) -> tuple[int, ...]:
-    """A size that is given as numbers or as one tuple."""
+    """A size, given as separate ints or as one tuple."""
     return tuple(given[0]) if len(given) == 1 and isinstance(given[0], tuple | list) else tuple(given)
 
 
@@ -137,7 +137,7 @@ def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _product(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A product of vectors or matrices in the precision of float32."""
+    """A product of vectors or matrices with float32 precision."""
 
     def product(x: Any, y: Any) -> Any:
         dtype = jnp.result_type(x, y)
@@ -147,7 +147,7 @@ def _product(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dot(x: Any, y: Any) -> Any:
-    """The product as a sum of products, as a kernel's program may have it."""
+    """The dot product as a sum of elementwise products, which a kernel's program may contain."""
     if x.ndim != 1 or y.ndim != 1:
         raise NoFormError(f"calls torch.dot of shapes {x.shape} and {y.shape}, want two vectors")
     return jnp.sum(x * y)

@@ -1,7 +1,7 @@
-"""The functions and methods of torch that have a form in jnp, by name, for torch_forms.
+"""The jnp forms of torch's functions and methods, by name, for torch_forms.
 
-A form takes arrays where torch's function takes tensors. Its first two parameters are x and y, where torch's may be
-passed as `input` and `other`; the others have torch's names. At a kink a form has torch's derivative.
+A form takes arrays instead of tensors. Its first two parameters are x and y, which torch calls `input` and `other`; the
+other parameters have torch's names. At a kink a form has torch's derivative.
 """
 
 from collections.abc import Callable
@@ -22,17 +22,17 @@ RANDOM = {
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "poisson", "multinomial", "binomial"),
     *("rand_like", "randn_like", "randint_like", "dropout", "alpha_dropout", "feature_alpha_dropout", "rrelu"),
 }
-# Functions whose last positional argument may say that they change x.
+# Functions whose last positional argument may be `inplace`.
 IN_PLACE = {
     *("relu", "relu6", "silu", "mish", "selu", "celu", "elu", "hardtanh", "hardswish", "hardsigmoid", "leaky_relu"),
     *("threshold", "_threshold"),
 }
-# Of the same dtype and device they give x itself.
+# If dtype and device stay the same, these return x itself.
 CASTS = {
     *("to", "type", "type_as", "float", "half", "bfloat16", "int", "long", "bool", "short", "char", "byte", "cpu"),
     *("cuda", "contiguous", "positive", "real", "conj", "resolve_conj", "resolve_neg"),
 }
-# Their results share memory with x.
+# The results of these share memory with x.
 VIEWS = {
     *("view", "view_as", "reshape", "reshape_as", "unsqueeze", "squeeze", "expand", "expand_as", "permute", "t"),
     *("transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "flatten", "ravel", "select", "narrow", "unbind"),
@@ -41,7 +41,7 @@ VIEWS = {
 
 
 def _floating(x: Any) -> Any:
-    """The array in float32, where it holds integers or bools."""
+    """Converts integers and bools to float32."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
 
@@ -51,12 +51,12 @@ def _is_whole(x: Any) -> bool:
 
 
 def unary(function: Form) -> Form:
-    """The function of one array, whose integers become floats."""
+    """A function of one array, with integers converted to floats."""
     return lambda x: function(_floating(x))
 
 
 def binary(function: Form) -> Form:
-    """The function of two arrays, by the names of the table."""
+    """A function of two arrays, with the parameter names of the table."""
     return lambda x, y: function(x, y)
 
 
@@ -65,7 +65,7 @@ def _binary_floats(function: Form) -> Form:
 
 
 def _rounded(function: Form) -> Form:
-    """A rounding, which leaves integers as they are."""
+    """A rounding function that returns integers unchanged."""
     return lambda x: x if _is_whole(x) else function(x)
 
 
@@ -78,7 +78,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
-    """At a bound that is a number x has no gradient, as in torch; at a tensor's it has half of it."""
+    """clamp. At a numeric bound the gradient of x is 0, as in torch; at a tensor's bound it is halved."""
     if min is None and max is None:
         raise NoFormError("calls torch.clamp without a bound, want min or max")
     if min is not None:
@@ -89,7 +89,7 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
 
 
 def _abs(x: Any) -> Any:
-    """At 0 its gradient is 0, as in torch."""
+    """abs. Its gradient at 0 is 0, as in torch."""
     return x * jnp.sign(x)
 
 
@@ -153,7 +153,7 @@ def _threshold(x: Any, threshold: float, value: float) -> Any:
 
 
 def _below(x: Any) -> Any:
-    """x up to 0, and 0 above, where exp would overflow in the gradient. At 0 its gradient is 1."""
+    """x if x <= 0, else 0: for larger x, exp would overflow in the gradient. The gradient at 0 is 1."""
     return jnp.where(x > 0, 0.0, x)
 
 
@@ -195,7 +195,7 @@ def _logit(x: Any, eps: float | None = None) -> Any:
 
 
 def _copysign(x: Any, y: Any) -> Any:
-    """At x = 0 its gradient is 0, as in torch."""
+    """copysign. Its gradient at x = 0 is 0, as in torch."""
     return _abs(_floating(x)) * jnp.where(jnp.signbit(_floating(y)), -1.0, 1.0)
 
 
@@ -212,16 +212,16 @@ def _nan_to_num(x: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) 
 
 
 def _without_nan(function: Form) -> Form:
-    """fmin and fmax, which give the other value where one is NaN."""
+    """fmin and fmax. If one value is NaN, the result is the other value."""
     return lambda x, y: jnp.where(jnp.isnan(x), y, jnp.where(jnp.isnan(y), x, function(x, y)))
 
 
 def _extreme(of_two: Form, of_all: Form) -> Form:
-    """torch.max and torch.min: of two tensors, or of all values of one."""
+    """torch.max and torch.min, of two tensors or of all values of one tensor."""
 
     def extreme(x: Any, y: Any = None) -> Any:
         if isinstance(y, int):
-            raise NoFormError("looks for the largest or smallest along an axis, want amax or amin")
+            raise NoFormError("calls max or min along an axis, want amax or amin")
         return of_all(x) if y is None else of_two(x, y)
 
     return extreme

@@ -1,7 +1,7 @@
-"""Scalars of JAX's that PyTorch's functions take, for a score_mod or a mask's function in torch operations.
+"""Runs a score_mod or a mask's function, written in torch operations, on arrays that JAX traces.
 
-A Value stands for an array that JAX traces. Operators, methods of tensors and functions of torch give Values, by their
-forms in jnp, which torch_table lists.
+A Value wraps such an array. PyTorch's operators, tensor methods and functions take Values and return Values: each
+operation runs its jnp form, which torch_table lists.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class _MissingError(NoFormError, AttributeError):
 
 
 class _State(threading.local):
-    """refused: the names that have no form in the function that is traced, and why."""
+    """refused: names of operations without a form in the traced function -> the reason."""
 
     def __init__(self) -> None:
         self.refused: dict[str, str] = {}
@@ -48,13 +48,13 @@ _STATE = _State()
 
 
 class Value:
-    """An array of JAX's in code that is written for torch.Tensors.
+    """A JAX array in code that is written for torch.Tensors.
 
     is_shared: whether another Value may be a view of the same tensor. is_read: whether it is a tensor that the function
-    reads. Neither can be changed in place.
+    reads. In-place operations on a shared or a read Value raise NoFormError.
     """
 
-    __array_ufunc__ = None  # NumPy's scalars leave operators to it
+    __array_ufunc__ = None  # NumPy's scalars leave operators to Value
     __hash__ = object.__hash__
 
     def __init__(self, array: Any, *, is_read: bool = False) -> None:
@@ -89,7 +89,7 @@ class Value:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")  # where constants are made that JAX moves
+        return torch.device("cpu")  # functions make constants there, and JAX moves them
 
     @property
     def layout(self) -> torch.layout:
@@ -139,7 +139,7 @@ class Value:
         return _called("__getitem__", (self, index), {})
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise NoFormError("assigns to a part of a tensor, want a new tensor, as of torch.where")
+        raise NoFormError("assigns to a part of a tensor, want a new tensor, as from torch.where")
 
     def __neg__(self) -> "Value":
         return _called("neg", (self,), {})
@@ -168,15 +168,14 @@ class Value:
 
     def __index__(self) -> int:
         raise NoFormError(
-            "asks for the value of a score or an index, as to look up a list, a NumPy array or a slice; want a "
-            "torch.Tensor that is looked up, as in table[q_idx]"
+            "asks for the value of a score or an index, as to look up a list, a NumPy array or a slice; want a look-up "
+            "in a torch.Tensor, as in table[q_idx]"
         )
 
     __bool__ = __int__ = __float__ = __complex__ = item = tolist = numpy = _has_no_value
 
 
 def _method(name: str, value: Value, /, *args: Any, is_in_place: bool = False, **kwargs: Any) -> Any:
-    """The result of a Value's method."""
     if name == "where":  # x.where(condition, y)
         condition, other = (*args, *kwargs.values())
         result = _called("where", (condition, value, other), {})
@@ -186,7 +185,7 @@ def _method(name: str, value: Value, /, *args: Any, is_in_place: bool = False, *
 
 
 def _assigned(name: str, value: Value, result: Value) -> Value:
-    """The value, which a method changed in place to be the result."""
+    """Assigns a method's result to the value, as an in-place method does. Raises NoFormError."""
     if value.is_shared or value.is_read:
         whose = "that the function reads" if value.is_read else "that shares memory with another"
         raise NoFormError(f"changes a tensor {whose} in place, by {name}; want a new one")
@@ -221,7 +220,7 @@ for _own in _COMPARISONS:
 
 
 def _name_of(function: Any) -> str:
-    """The name of a function of torch, as the table has it. Operators of other libraries have their namespace."""
+    """The name of a torch function in torch_table. Operators of other libraries keep their namespace."""
     name = getattr(function, "__name__", str(function))
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         packet = getattr(function, "overloadpacket", function)
@@ -237,7 +236,7 @@ def _name_of(function: Any) -> str:
 
 
 def _called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of torch's function or method of that name, by its form in jnp."""
+    """Runs torch's function or method of this name, by its form in jnp."""
     autograd_functions.check()
     own = name if name in FORMS else name.removesuffix("_")
     form = FORMS.get(own)
@@ -269,7 +268,7 @@ def _called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _result(name: str, form: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The Value, or the tuple of Values, that a form gives. Raises NoFormError, naming the function, where it fails."""
+    """The Value, or tuple of Values, that a form returns. Raises NoFormError with the function's name if it fails."""
     arrays = [_array(x) for x in args]
     given = {key: _array(x) for key, x in kwargs.items()}
     given = {"y" if key == "other" else "x" if key in ("input", "self") else key: x for key, x in given.items()}
@@ -289,7 +288,7 @@ def _result(name: str, form: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 
 def _array(x: Any) -> Any:
-    """The array that stands for x in jnp."""
+    """Unwraps a Value, also in tuples and lists. Raises NoFormError for tensors, and for slices at a Value."""
     if isinstance(x, Value):
         return x.array
     if isinstance(x, tuple | list):
@@ -302,7 +301,7 @@ def _array(x: Any) -> Any:
 
 
 class _Constants(TorchFunctionMode):
-    """Inside it, tensors that a function makes are Values."""
+    """A mode inside which new tensors are Values."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -317,16 +316,16 @@ class _Constants(TorchFunctionMode):
 
 
 def _holds(kind: type, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether one of the arguments, or of a tuple or list among them, is of this kind."""
+    """Whether an argument, or an item of a tuple or list, is of this type."""
     return any(
         isinstance(x, kind) or (isinstance(x, tuple | list) and _holds(kind, x, {})) for x in (*args, *kwargs.values())
     )
 
 
 def _constant(name: str, made: torch.Tensor) -> Value:
-    """A tensor that a function makes of numbers."""
+    """The Value of a tensor that the function creates from numbers."""
     if made.requires_grad:
-        raise NoFormError("makes a tensor with requires_grad=True, want one that the function reads")
+        raise NoFormError("makes a tensor with requires_grad=True, want a tensor that the function reads")
     dtype = torch.float32 if made.dtype == torch.float64 else made.dtype
     try:
         return Value(jnp.asarray(made.tolist(), dtype_of(dtype)))
@@ -349,9 +348,9 @@ _MIXES = dict.fromkeys(
 
 
 def in_jnp(function: Callable[..., Any], *, is_elementwise: bool = False) -> Callable[..., Any]:
-    """A function of tensors, in torch operations, as a function of arrays. It raises NoFormError where it has none.
+    """Turns a function of tensors, in torch operations, into a function of arrays. It raises NoFormError.
 
-    is_elementwise: whether it may be called with arrays for scalars, so that reductions and look-ups are refused.
+    is_elementwise: whether the caller passes arrays instead of scalars. Reductions and look-ups then raise NoFormError.
     """
 
     @functools.wraps(function, updated=())

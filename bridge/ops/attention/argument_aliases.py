@@ -1,4 +1,4 @@
-"""Arguments of attention by the names that flash-attn, flash-dmattn and PyTorch have for them."""
+"""Aliases of attention's arguments: the names in flash-attn, flash-dmattn and PyTorch."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ from jax_kernels.bridge.interop.plain_numbers import plain_of
 __all__ = ["OTHER_NAMES", "check_mask_shape", "renamed"]
 
 OTHER_NAMES = {"attn_mask": "mask", "softmax_scale": "scale", "causal": "is_causal", "window_size": "window"}
-_ALIGNED = ("causal", "window_size")  # in flash-attn the last query stands at the last key
+_ALIGNED = ("causal", "window_size")  # flash-attn aligns the last query with the last key
 
 
 def renamed(function: str, others: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments `others` by this library's names.
+    """Renames the arguments `others` to this library's names.
 
-    given: what the caller gave under this library's names, which `others` may not repeat.
+    given: the caller's arguments under this library's names. `others` may not repeat them.
 
-    Raises TypeError for a name that is not known, or beside its own name, and ValueError where the name means something
-    else in the library that it comes from.
+    Raises TypeError for an unknown name, or if an argument is given under two names. Raises ValueError if the value
+    means something else in the library that the name comes from.
     """
     found: dict[str, Any] = {}
     for name, x in others.items():
@@ -26,7 +26,7 @@ def renamed(function: str, others: dict[str, Any], given: dict[str, Any]) -> dic
         if own is None:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         if given.get(own) is not None and given[own] is not False:
-            raise TypeError(f"{name}: got it beside {own}, which is the same argument; want one of them")
+            raise TypeError(f"{name}: got it with {own}, which is the same argument; want one of them")
         found[own] = _checked(name, x)
     if "attn_mask" in others:
         check_mask_shape("attn_mask", others["attn_mask"], given["query"], given["key"])
@@ -36,7 +36,7 @@ def renamed(function: str, others: dict[str, Any], given: dict[str, Any]) -> dic
 
 
 def check_mask_shape(name: str, mask: Any, query: Any, key: Any) -> None:
-    """Raises ValueError for a tensor that is not broadcastable to [B, H, T, S], or to as many heads as key has."""
+    """Raises ValueError for a tensor that is not broadcastable to [B, H, T, S], or to [B, Hkv, T, S]."""
     if not all(isinstance(x, torch.Tensor) for x in (mask, query, key)) or not query.ndim == key.ndim == 4:
         return
     want = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
@@ -48,13 +48,13 @@ def check_mask_shape(name: str, mask: Any, query: Any, key: Any) -> None:
 
 
 def _checked(name: str, x: Any) -> Any:
-    """The value, with this library's word for none."""
+    """Checks an argument. Returns it, with None for a window_size without limits."""
     if name in _ALIGNED:
         x = plain_of(name, x)
     if name == "attn_mask" and isinstance(x, torch.Tensor) and x.dtype != torch.bool:
         raise TypeError(
-            f"attn_mask: got dtype {x.dtype}, want torch.bool (True = attend); what is added to the scores is a bias, "
-            "and floats of 0 and 1 are a mask"
+            f"attn_mask: got dtype {x.dtype}, want torch.bool (True = attend); an additive mask is a bias, and mask "
+            "takes floats of 0 and 1"
         )
     if name == "window_size" and x is not None:
         if not isinstance(x, tuple | list) or len(x) != 2:
@@ -66,13 +66,13 @@ def _checked(name: str, x: Any) -> Any:
 
 
 def _check_alignment(name: str, given: dict[str, Any]) -> None:
-    """Raises where the last query does not stand at the last key and nobody said where it stands."""
+    """Raises if the lengths differ and q_offset is 0: flash-attn aligns the last query with the last key."""
     query, key, offset = given["query"], given["key"], plain_of("q_offset", given.get("q_offset", 0))
     lengths = [x.shape[1] for x in (query, key) if isinstance(x, torch.Tensor) and x.ndim == 4]
     if len(lengths) < 2 or lengths[0] == lengths[1] or not (isinstance(offset, int) and offset == 0):
         return
     own = OTHER_NAMES[name]
     raise ValueError(
-        f"{name}: got it with {lengths[0]} queries and {lengths[1]} keys, where flash-attn puts the last query at the "
-        f"last key; want {own} with q_offset={lengths[1] - lengths[0]} for that, or {own} alone for query 0 at key 0"
+        f"{name}: got it with {lengths[0]} queries and {lengths[1]} keys, where flash-attn aligns the last query with "
+        f"the last key; want {own} with q_offset={lengths[1] - lengths[0]}, or {own}, which puts query 0 at key 0"
     )

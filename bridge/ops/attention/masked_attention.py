@@ -1,4 +1,4 @@
-"""Attention on PyTorch tensors under masks of blocks, dynamic masks, Mask objects and functions of the scores."""
+"""Attention on PyTorch tensors with block masks, dynamic masks, Mask objects and a score_mod."""
 
 import functools
 import types
@@ -28,7 +28,7 @@ __all__ = ["attend", "attend_in_graph", "block_sparse_attention", "dynamic_mask_
 class _WithScoreMods:
     """An op whose score_mod may be in torch operations.
 
-    skeleton, read: the name of one that reads tensors, and these.
+    skeleton, read: instead of a score_mod that reads tensors, its skeleton's name, and the tensors.
     """
 
     def __init__(self, op: Callable[..., Any]) -> None:
@@ -40,13 +40,13 @@ class _WithScoreMods:
         return self._op(*args, **_in_jnp(**kwargs))
 
     def plan(self, *args: Any, read: Any = (), **kwargs: Any) -> Any:
-        """The plan that jax_kernels.explain asks for. Nothing runs: zeros stand for arrays that a function reads."""
+        """The plan for jax_kernels.explain. Nothing runs, so zeros replace the arrays that a function reads."""
         read = [jnp.zeros(x.shape, x.dtype) for x in read]
         return self._op.plan(*args, **_in_jnp(read=read, **kwargs))  # type: ignore[attr-defined]
 
 
 def _in_jnp(score_mod: Any = None, skeleton: str | None = None, read: Any = (), **others: Any) -> dict[str, Any]:
-    """The arguments of an op with their score_mod in jnp."""
+    """The arguments of an op, with the score_mod converted to jnp."""
     if skeleton is not None:
         return others | {"score_mod": score_mods.filled(skeleton, read)}
     return others if score_mod is None else others | {"score_mod": score_mods.in_jnp(score_mod)}
@@ -58,9 +58,10 @@ _dynamic_mask = JaxOp(_WithScoreMods(dynamic_mask.dynamic_mask_attention))
 
 
 class _Apart(NamedTuple):
-    """A call with the tensors that its score_mod reads as arguments.
+    """A call that passes the tensors which its score_mod reads as arguments.
 
-    seen: what the call is known as. is_valid: whether int64 tensors hold values of int32; None where that is known.
+    seen: the key of the cached call, or None. is_valid: whether the values of int64 tensors fit int32; None if they
+    are known to fit.
     """
 
     seen: Seen | None
@@ -69,7 +70,10 @@ class _Apart(NamedTuple):
 
 
 def _apart(seen: Seen | None, arguments: dict[str, Any]) -> _Apart:
-    """The call, which is not known if its score_mod reads tensors, or is made anew for each call."""
+    """Separates the tensors that score_mod reads from a call.
+
+    The call is not cached if its score_mod reads tensors or is created anew for each call.
+    """
     score_mod = arguments.get("score_mod")
     root = captures.root_of(score_mod)
     if root is None:
@@ -79,7 +83,7 @@ def _apart(seen: Seen | None, arguments: dict[str, Any]) -> _Apart:
     if found is not None:
         skeleton, paths = found
         read, is_valid = score_mods.read("score_mod", score_mod, paths)
-        # torch.compile looks at a text that it made itself, and cannot look at one that it was given.
+        # torch.compile can inspect a string that it formatted itself, but not a string that it was given.
         return _Apart(None, arguments | {"score_mod": None, "skeleton": f"{skeleton}", "read": read}, is_valid)
     if is_traced:
         return _Apart(None, arguments)
@@ -90,9 +94,9 @@ def _apart(seen: Seen | None, arguments: dict[str, Any]) -> _Apart:
 def attend(
     query: Any, key: Any, value: Any, seen: Seen | None, *, bias: Any, sinks: Any, mask: Any, **arguments: Any
 ) -> Any:
-    """bridge.flash_attention with a Mask or a score_mod. A score_mod, and the structure of a Mask, are constants.
+    """bridge.flash_attention with a Mask or a score_mod. A score_mod and the structure of a Mask are constants.
 
-    seen: what the call is known as from now on. A score_mod that is made anew for each call is not known.
+    seen: the key to cache this call under. Calls whose score_mod is created anew each time are not cached.
     """
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments | {"sinks": sinks})
     del arguments["sinks"]
@@ -102,14 +106,14 @@ def attend(
 
 
 def attend_in_graph(query: Any, key: Any, value: Any, mask: MaskOfId, **arguments: Any) -> Any:
-    """bridge.flash_attention with a Mask, in code that torch.compile traces. Somebody holds the Mask."""
+    """bridge.flash_attention with a Mask, in code that torch.compile traces. The caller keeps the Mask alive."""
     (query, key, value, _), arguments = _prepared(query, key, value, None, None, arguments)
     call = _apart(None, arguments)
     return float_masks.or_nan(_flash.serve(None, query, key, value, mask=mask, **call.arguments), call.is_valid)
 
 
 def find(statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
-    """The call of `attend` that is known by that. Not for code that torch.compile traces."""
+    """The cached call of `attend` with this key. Do not call it in code that torch.compile traces."""
     return _flash.find(Seen(statics, tensors))
 
 
@@ -124,19 +128,18 @@ def block_sparse_attention(
 ) -> Any:
     """jax_kernels.block_sparse_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
 
-    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast casts query, key,
-    value and a 16-bit bias.
+    See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts query, key, value and a 16-bit
+    bias.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
       block_mask: bool, or floats of 0 and 1, [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows,
-        columns]. Or a masks.Mask, as
-        bridge.flash_attention takes it.
+        columns]. Or a masks.Mask, as in bridge.flash_attention.
       block_size: an int, or (queries, keys); None is 128.
       arguments: the other arguments of bridge.flash_attention, without mask.
 
-    It returns and raises what bridge.flash_attention does, or from_jax where the two differ.
+    Results and errors are as in bridge.flash_attention; errors are bridge.from_jax's if they differ.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -177,18 +180,18 @@ def dynamic_mask_attention(
 ) -> Any:
     """jax_kernels.dynamic_mask_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
 
-    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast casts query, key,
-    value and a 16-bit bias.
+    See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts query, key, value and a 16-bit
+    bias.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
       mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend, or floats of 0
-        and 1. Or a masks.Mask. Both as bridge.flash_attention takes them.
+        and 1. Or a masks.Mask. Both are as in bridge.flash_attention.
       bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32.
       arguments: the other arguments of bridge.flash_attention. attn_mask is another name for mask.
 
-    It returns and raises what bridge.flash_attention does, or from_jax where the two differ.
+    Results and errors are as in bridge.flash_attention; errors are bridge.from_jax's if they differ.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -217,14 +220,14 @@ def dynamic_mask_attention(
 
 
 def _renamed(function: str, arguments: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """The arguments by this library's names."""
+    """Renames aliases among the arguments to this library's names."""
     others = {name: x for name, x in arguments.items() if name in OTHER_NAMES}
     own = {name: x for name, x in arguments.items() if name not in OTHER_NAMES}
     return own | renamed(function, others, own | given)
 
 
 def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
-    """((query, key, value, bias), arguments), checked and cast as bridge.flash_attention does."""
+    """((query, key, value, bias), arguments), checked and cast as in bridge.flash_attention."""
     arguments = arguments | plain_options(("q_offset",), arguments)
     check_inputs(
         query,

@@ -24,28 +24,28 @@ def prepare_mask(
     value: torch.Tensor | jax.ShapeDtypeStruct | None = None,
     **arguments: Any,
 ) -> PreparedMask:
-    """jax_kernels.prepare_mask for calls of the bridge: the mask with its lists of blocks, made on the tensors' device.
+    """jax_kernels.prepare_mask for calls of the bridge: the mask with its block lists, made on the tensors' device.
 
-    It waits for the mask's arrays. The lists of another mask, even of the same structure, may have other shapes, for
-    which attention is compiled anew. So prepare a mask that serves many calls; pass one that changes from call to call
+    It waits for the mask's arrays. The lists of another mask, even of the same structure, may have other shapes, and
+    JAX then compiles attention again. So prepare a mask for many calls, and pass a mask that changes from call to call
     unprepared.
 
     Args:
       mask: a masks.Mask.
       query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv], or None for key's shape. Only their shapes,
-        dtypes and device count; autocast changes the dtypes as in a call. Without values they may be
-        jax.ShapeDtypeStructs, or tensors on the meta device: then the lists are made for, and on, JAX's default device.
-      arguments: the other arguments of bridge.flash_attention, as in the calls to come, without segment_ids and
+        dtypes and device are read; autocast changes the dtypes as in a call. They may also be jax.ShapeDtypeStructs, or
+        tensors on the meta device: then the lists are made for, and on, JAX's default device.
+      arguments: the other arguments of bridge.flash_attention, as in the later calls, without segment_ids and
         kv_lengths: compose masks.segments and masks.prefix into the mask. q_offset: an int. deterministic: None follows
         torch.use_deterministic_algorithms.
 
     Returns:
-      A Mask, as jax_kernels.prepare_mask says. flash_attention takes its lists as data, forward and backward.
+      A Mask, as in jax_kernels.prepare_mask. flash_attention takes its lists as data, forward and backward.
 
     Raises:
-      ValueError: the tensors are on several devices, a tensor that the mask's function reads has changed since it was
-        made, or as jax_kernels.prepare_mask raises it.
-      TypeError, NotImplementedError: as jax_kernels.prepare_mask raises them.
+      ValueError: the tensors are on several devices, a tensor that the mask's function reads has changed since the mask
+        was made, or as in jax_kernels.prepare_mask.
+      TypeError, NotImplementedError: as in jax_kernels.prepare_mask.
     """
     arguments |= plain_options(ATTENTION, arguments)
     offset = plain_of("offset", arguments.get("q_offset", 0))
@@ -62,7 +62,7 @@ def prepare_mask(
         given["deterministic"] = True
     mask_sources.check([mask])
     with here(None if device is None or device.type == "meta" else device) as place:
-        # The JAX function refuses whatever is no Mask.
+        # The JAX function raises for arguments that are no Mask.
         moved = mask if place is None or not isinstance(mask, Mask) else on_device(mask.unprepared, place)
         return ops.prepare_mask(moved, **given)
 
@@ -78,7 +78,7 @@ def _spec(name: str, x: torch.Tensor) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def here(device: torch.device | None) -> Iterator[torch.device | None]:
-    """Makes JAX plan for this device, and make its arrays there, inside the block; None is JAX's own default."""
+    """Makes JAX plan for this device, and create arrays there, inside the block. None is JAX's default device."""
     if device is None:
         yield None
         return

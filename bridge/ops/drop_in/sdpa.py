@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention over flash_attention."""
+"""PyTorch's scaled_dot_product_attention, computed by flash_attention."""
 
 import math
 from collections.abc import Sequence
@@ -26,24 +26,23 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """torch.nn.functional.scaled_dot_product_attention by flash_attention; it may be assigned to that name.
+    """torch.nn.functional.scaled_dot_product_attention by flash_attention; you may assign it to PyTorch's name.
 
-    PyTorch's own function runs instead, with one warning for each reason, for dropout_p above 0, a head_dim above 256,
-    float64, nested tensors, and devices that are neither a CPU nor a CUDA one. It also runs, without a warning, for
-    empty tensors and on the meta device. torch.fx.symbolic_trace keeps a call as one node; in torch.jit.script,
-    PyTorch's own function runs.
+    PyTorch's function runs instead, with one warning per reason, for dropout_p above 0, a head_dim above 256, float64,
+    nested tensors, and devices other than CPU and CUDA. It also runs, without a warning, for empty tensors and on the
+    meta device. torch.fx.symbolic_trace keeps a call as one node; torch.jit.script compiles PyTorch's function.
 
     Args:
-      query: [..., H, T, D]; key: [..., Hkv, S, D]; value: [..., Hkv, S, Dv]; bfloat16, float16 or float32. Any number
-        of axes from [T, D] on. All axes but the last two are broadcast. Tensors are read in place that are transposed
-        views of [B, T, H, D], and contiguous ones of as many heads, or of one query; others are copied once.
-      attn_mask: of two axes or more, broadcastable to [..., H, T, S]. A bool one is True where a query may attend. One
+      query: [..., H, T, D]; key: [..., Hkv, S, D]; value: [..., Hkv, S, Dv]; bfloat16, float16 or float32. At least two
+        axes; all axes except the last two are broadcast. Kernels read transposed views of [B, T, H, D] without a copy,
+        and also contiguous tensors if H = Hkv or T = 1. Other tensors are copied once.
+      attn_mask: two axes or more, broadcastable to [..., H, T, S]. A bool mask is True where a query may attend. A mask
         in query's dtype or float32 is added to the scores, and has a gradient. A query that may attend to nothing has
         an output of 0, as in PyTorch. A torch.nn.attention.bias.CausalBias works too.
       dropout_p: the probability with which attention weights are dropped.
       is_causal: keep key j for query i where i >= j, aligned top-left.
       scale: multiplies the scores, any finite number; default 1 / sqrt(D).
-      enable_gqa: allow fewer key and value heads than query heads, which they divide.
+      enable_gqa: allow fewer key and value heads than query heads. They must divide the query heads.
 
     Returns:
       [..., H, T, Dv] in query's dtype.
@@ -53,7 +52,7 @@ def scaled_dot_product_attention(
         requires a gradient.
       ValueError: both attn_mask and is_causal are given, shapes do not fit together, or a tensor is nested while query,
         key or value is dense or there is an attn_mask.
-      Otherwise it raises what flash_attention raises: its gradient cannot be differentiated again.
+      It also raises the errors of flash_attention. A second derivative raises.
     """
     if not _check_tensors(query, key, value, attn_mask):
         return _without_shapes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -92,7 +91,7 @@ def scaled_dot_product_attention(
 
 
 class _Inputs(NamedTuple):
-    """A call of 4 axes. batch: the axes before [T, Dv] that its result is to have."""
+    """A call with 4 axes. batch: the axes before [T, Dv] of the final result."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -105,7 +104,7 @@ scaled_dot_product_attention.__prepare_scriptable__ = symbolic_trace.sdpa_of_scr
 
 
 def _without_shapes(query: Any, key: Any, value: Any, attn_mask: Any, *options: Any) -> Any:
-    """A call of nested tensors, by PyTorch's own function; or of torch.fx's Proxies, as a node of its graph.
+    """Runs a call of nested tensors by PyTorch's function. Records a call of torch.fx's Proxies as a node.
 
     options: dropout_p, is_causal, scale and enable_gqa.
     """
@@ -120,7 +119,7 @@ def _without_shapes(query: Any, key: Any, value: Any, attn_mask: Any, *options: 
     if nested != ["query", "key", "value"]:
         raise ValueError(f"{want}; PyTorch's own function takes query, key and value nested together")
     if attn_mask is not None:
-        raise ValueError(f"{want}; PyTorch's own function takes nested ones without an attn_mask")
+        raise ValueError(f"{want}; PyTorch's own function takes nested tensors without an attn_mask")
     fallback.warn("scaled_dot_product_attention", "nested tensors have no shape, and flash_attention takes dense ones")
     dropout_p, is_causal, scale, enable_gqa = options
     return fallback.attention(
@@ -129,9 +128,9 @@ def _without_shapes(query: Any, key: Any, value: Any, attn_mask: Any, *options: 
 
 
 def _check_tensors(query: Any, key: Any, value: Any, attn_mask: Any) -> bool:
-    """Raises unless all are tensors, query, key and value of one dtype.
+    """Checks the tensors' types, axes and dtypes. Raises TypeError or ValueError.
 
-    False, before anything else is checked, where one is nested or a torch.fx.Proxy.
+    Returns False, without further checks, if a tensor is nested or a torch.fx.Proxy.
     """
     for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if name == "attn_mask" and x is None:
@@ -159,7 +158,7 @@ def _check_tensors(query: Any, key: Any, value: Any, attn_mask: Any) -> bool:
 
 
 def _number(scale: Any) -> Any:
-    """The argument `scale` as PyTorch's function takes it: a bool, or a tensor of one number, is a number too."""
+    """`scale` as a number. Like PyTorch's function, it accepts a bool and a tensor with one element."""
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise TypeError("scale: got a tensor that requires a gradient, want a number; multiply query by it")
     return float(scale) if isinstance(scale, torch.Tensor | bool) else scale
@@ -176,7 +175,7 @@ def _check_lengths(bias: CausalBias, query: torch.Tensor, key: torch.Tensor) -> 
 def _inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, enable_gqa: bool
 ) -> _Inputs:
-    """The call with one batch axis and heads that flash_attention takes."""
+    """Reshapes the call to one batch axis, with heads as flash_attention takes them. Raises ValueError."""
     if attn_mask is not None and attn_mask.device != query.device:
         raise ValueError(f"attn_mask: got a tensor on {attn_mask.device}, want query's device {query.device}")
     mask = None if attn_mask is None else shared_axes(attn_mask)
@@ -189,7 +188,7 @@ def _inputs(
     query, key, value = (x if x.ndim == axes >= 4 else filled(x) for x in (query, key, value))
     heads = _heads(query, key, value, enable_gqa)
     query = query if query.shape[-3] == heads else query.expand(*query.shape[:-3], heads, -1, -1)
-    if key.shape[-3] != value.shape[-3]:  # flash_attention has one number of both
+    if key.shape[-3] != value.shape[-3]:  # flash_attention takes one head count for key and value
         repeats = heads // key.shape[-3], heads // value.shape[-3]
         key, value = (x.repeat_interleave(n, dim=-3) for x, n in zip((key, value), repeats, strict=True))
     batch = query.shape[:-3]
@@ -206,7 +205,10 @@ def _inputs(
 
 
 def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> int:
-    """The heads of the result. Raises unless those of key and value divide it, or are 1, or broadcast query's one."""
+    """The number of heads of the result. Raises ValueError if the head counts do not fit together.
+
+    With enable_gqa the heads of key and value must divide query's. Otherwise each count must be 1 or the largest count.
+    """
     counts = query.shape[-3], key.shape[-3], value.shape[-3]
     of_query, *of_keys = counts
     if enable_gqa:
@@ -223,7 +225,7 @@ def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_g
 
 
 def _check_mask(mask: torch.Tensor, want: tuple[int, ...]) -> None:
-    """Raises unless the mask is broadcastable to [*batch, H, T, S]."""
+    """Raises ValueError unless the mask is broadcastable to [*batch, H, T, S]."""
     pairs = zip(reversed(mask.shape), reversed(want), strict=False)
     if any(got not in (1, size) for got, size in pairs):
         raise ValueError(f"attn_mask: got shape {tuple(mask.shape)}, want one broadcastable to {want}")
@@ -234,11 +236,11 @@ def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
         listed = ", ".join(str(tuple(x)) for x in shapes)
-        raise ValueError(f"query, key, value: got batch axes {listed}, want ones that broadcast") from None
+        raise ValueError(f"query, key, value: got batch axes {listed}, want axes that broadcast") from None
 
 
 def _of_one_batch(mask: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
-    """The mask of [*batch, H, T, S], or of fewer axes, with the axes of batch as one."""
+    """Flattens the batch axes of a mask [*batch, H, T, S] to one axis. Fewer axes are allowed."""
     if mask.ndim <= 3:
         return mask
     if math.prod(mask.shape[:-3]) == 1:
@@ -252,7 +254,7 @@ def _of_one_batch(mask: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
 
 
 def shared_axes(mask: torch.Tensor) -> torch.Tensor:
-    """The mask with axes of size 1 where an expansion repeats it. One that is differentiated stays as it is."""
+    """Shrinks expanded axes (stride 0) of a mask to size 1. A mask that requires a gradient stays unchanged."""
     if mask.requires_grad or 0 not in mask.stride():
         return mask
     for axis, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):

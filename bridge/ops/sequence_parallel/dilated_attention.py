@@ -1,4 +1,4 @@
-"""Dilated attention of a sequence that the processes of a group share, on PyTorch tensors."""
+"""Dilated attention of a sequence that is sharded over processes, on PyTorch tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,23 +42,23 @@ def sequence_parallel_dilated_attention(
 ) -> Any:
     """jax_kernels.sequence_parallel_dilated_attention on PyTorch tensors, with one process for each device.
 
-    The ranks of the group, in their order, have neighbouring tokens: those that shard_sequence(layout="contiguous")
-    gives. Else it is as bridge.ring_attention: each process calls it, after bridge.initialize_distributed(), and
-    gradients flow to the process that has the tensor.
+    The ranks of the group, in order, hold consecutive tokens, as shard_sequence(layout="contiguous") returns them. As
+    in bridge.ring_attention, each process calls the function after bridge.initialize_distributed(), and gradients flow
+    to the process that has the tensor.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32: this process's tokens. key: [B, T, Hkv, D]; value:
         [B, T, Hkv, Dv]; in query's dtype and on its device. segment_ids: int32 [B, T].
       group: the torch.distributed process group; None is all ranks.
-      deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
-      The others are those of jax_kernels.sequence_parallel_dilated_attention.
+      deterministic: None follows torch.use_deterministic_algorithms; if this is off, XLA's flag decides.
+      The other arguments are as in jax_kernels.sequence_parallel_dilated_attention.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
 
     Raises:
       TypeError, ValueError, NotImplementedError: as jax_kernels.sequence_parallel_dilated_attention. RuntimeError: JAX
-        does not know the processes of torch.distributed, or it is differentiated twice.
+        does not know the processes of torch.distributed, or a second derivative is taken.
     """
     check_inputs(query, key, value, segment_ids=(segment_ids,))
     query, key, value, _, deterministic = as_torch_is_set(query, key, value, deterministic=deterministic)

@@ -1,4 +1,4 @@
-"""Attention of a sequence that several processes share, as a PyTorch function with a gradient."""
+"""Attention of a sequence that is sharded over several processes, as a PyTorch function with a gradient."""
 
 import dataclasses
 import functools
@@ -18,11 +18,11 @@ __all__ = ["SharedOp"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedOp:
-    """An attention inside jax.shard_map over AXIS, of a process's parts.
+    """An attention op on a process's shards, inside jax.shard_map over AXIS.
 
-    label: its name in messages. attend(query, key, value, segment_ids, sinks, bias, **options): gives (out, lse).
-    known(query, key, value, segment_ids, sinks, bias, out, lse, **options): the same of results that are known, with
-    their gradient. segment_ids, sinks and bias, [B or 1, H or 1, T, S or 1], may be None.
+    label: its name in messages. attend(query, key, value, segment_ids, sinks, bias, **options) returns (out, lse).
+    known(query, key, value, segment_ids, sinks, bias, out, lse, **options) returns the given (out, lse), with the
+    op's gradient. segment_ids, sinks and bias [B or 1, H or 1, T, S or 1] may be None.
     """
 
     label: str
@@ -43,7 +43,7 @@ class _Call:
 
 
 class _Attend(torch.autograd.Function):
-    """(out, lse)."""
+    """The op's (out, lse), with a gradient."""
 
     @staticmethod
     def forward(ctx, call, query, key, value, segment_ids, sinks, bias):
@@ -69,7 +69,7 @@ class _Attend(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of query, key, value, and where there are sinks and a bias theirs; that of sinks is [1, H]."""
+    """The gradients of query, key and value, then of sinks and bias if given. The gradient of sinks is [1, H]."""
 
     @staticmethod
     def forward(ctx, call, query, key, value, segment_ids, sinks, bias, out, lse, dout, dlse):
@@ -88,7 +88,7 @@ _AXES = 1, 1, 1, 1, None, 2, 1, 2, 1, 2
 
 
 def _run(ring: Ring, program: Any, tensors: Any) -> list[torch.Tensor]:
-    """The results of a program of this process's tensors, some of which may be None."""
+    """Runs a program on this process's tensors. Some may be None."""
     device = tensors[0].device
     dlpack.refuse_capture(device)
     present = [(x, axis) for x, axis in zip(tensors, _AXES[: len(tensors)], strict=True) if x is not None]
@@ -102,13 +102,16 @@ def _run(ring: Ring, program: Any, tensors: Any) -> list[torch.Tensor]:
 
 @once
 def _forward(op: SharedOp, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
-    """The compiled (out, lse) of query, key, value, segment_ids, sinks and bias."""
+    """The jitted function from (query, key, value, segment_ids, sinks, bias) to (out, lse)."""
     return _shared(functools.partial(op.attend, **dict(options)), mesh, (1, 2))
 
 
 @once
 def _backward(op: SharedOp, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
-    """The compiled gradients of query, key, value, sinks and bias, from what the forward took and gave."""
+    """The jitted function from the forward's inputs, results and cotangents to the gradients.
+
+    The gradients: query, key, value, sinks and bias.
+    """
 
     def gradients(query, key, value, segment_ids, sinks, bias, out, lse, dout, dlse):
         def attend(query, key, value, sinks, bias):
@@ -122,9 +125,9 @@ def _backward(op: SharedOp, mesh: jax.sharding.Mesh, options: tuple[tuple[str, A
 
 
 def _shared(function: Any, mesh: jax.sharding.Mesh, axes: tuple[int, ...]) -> Any:
-    """A function of this process's parts as one of whole arrays.
+    """Turns a function of this process's shards into a jitted function of whole arrays.
 
-    axes: those of its results along which the processes' parts stand one after another.
+    axes: for each result, the axis along which the processes' shards are concatenated.
     """
     spec = lambda axis: jax.P() if axis is None else jax.P(*[None] * axis, AXIS)
 

@@ -1,4 +1,4 @@
-"""ring_attention on PyTorch tensors: one process for each device, each of which has some tokens of the sequence."""
+"""ring_attention on PyTorch tensors: one process per device. Each process holds a shard of the sequence."""
 
 from typing import Any
 
@@ -45,30 +45,30 @@ def ring_attention(
     """jax_kernels.ring_attention on PyTorch tensors, under torchrun with one process for each device.
 
     Each process calls it with its own tokens, in the same order of calls. Call bridge.initialize_distributed() first.
-    Gradients of query, key and value flow to the process that has them. That of sinks is the part of this process's
-    queries, as of every parameter that the processes share: add the parts up over the group. Under autocast query, key,
-    value and a 16-bit bias are cast to the autocast dtype. torch.compile breaks its graph here.
+    Gradients of query, key and value flow to the process that has the tokens. The gradient of sinks, as of every
+    parameter that the processes share, covers only this process's queries: sum it over the group. Autocast casts query,
+    key, value and a 16-bit bias to the autocast dtype. torch.compile breaks its graph here.
 
     Args:
-      query: [B, T, H, D], bfloat16, float16 or float32: this process's tokens, as shard_sequence gives them.
+      query: [B, T, H, D], bfloat16, float16 or float32: this process's tokens, as shard_sequence returns them.
       key: [B, T, Hkv, D]; value: [B, T, Hkv, Dv]; in query's dtype and on its device. segment_ids: int32 [B, T].
       sinks: [H], the same in all processes.
       mask: a masks.Mask of the whole sequence, the same in all processes. JAX compiles a program for each mask with
-        arrays: keep it.
+        arrays, so reuse the Mask.
       score_mod: as in jax_kernels.ring_attention, in jnp code or in torch's elementwise operations, the same in all
-        processes. It may read no tensors: a bias has gradients.
+        processes. It may not read tensors; pass them as a bias, which has gradients.
       bias: broadcastable to [B, H, T, S], in query's dtype or float32, for this process's queries and all keys in their
-        order: bridge.shard_sequence(bias, axis=2) of that of the whole sequence.
-      group: the torch.distributed process group whose ranks, in their order, share the sequence; None is all ranks.
-      deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
-      The others are those of jax_kernels.ring_attention.
+        order: bridge.shard_sequence(bias, axis=2), where bias is the whole sequence's.
+      group: the torch.distributed process group whose ranks, in order, shard the sequence; None is all ranks.
+      deterministic: None follows torch.use_deterministic_algorithms; if this is off, XLA's flag decides.
+      The other arguments are as in jax_kernels.ring_attention.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T]. Both are differentiable.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as jax_kernels.ring_attention. RuntimeError: JAX does not know the
-        processes of torch.distributed, or it is differentiated twice.
+        processes of torch.distributed, or a second derivative is taken.
     """
     check_inputs(query, key, value, bias=bias, sinks=sinks, segment_ids=(segment_ids,))
     if mask is not None and not isinstance(mask, Mask):
@@ -118,11 +118,13 @@ _OP = SharedOp(label="ring_attention", attend=_attend, known=_known)
 
 @plain_arguments
 def shard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag", axis: int = 1) -> torch.Tensor:
-    """This process's tokens of a tensor that all processes have whole.
+    """This process's shard of a tensor that all processes hold whole.
 
     Args:
-      x: a tensor with the tokens along `axis`: a multiple of the group's ranks, and with "zigzag" of twice as many.
-      group, layout: as in ring_attention, whose default is "zigzag" too where the order of the tokens matters.
+      x: a tensor with the tokens along `axis`. Their count is a multiple of the group's ranks, or with "zigzag" of
+        twice the ranks.
+      group: as in ring_attention. layout: as in ring_attention, whose default is "zigzag" too if the order of the
+        tokens matters.
 
     Raises:
       ValueError: the layout is unknown, or the ranks do not divide the tokens.
@@ -134,7 +136,7 @@ def shard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag"
 
 @plain_arguments
 def unshard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag", axis: int = 1) -> torch.Tensor:
-    """The whole tensor of which the processes have the parts `x`, in the order of the tokens. It has no gradient."""
+    """The whole tensor in the order of the tokens. x: this process's shard. The result has no gradient."""
     count = dist.get_world_size(group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(count)]
     dist.all_gather(parts, x.detach().contiguous(), group=group)

@@ -263,5 +263,5 @@ def test_a_fill_by_words_needs_whole_words():
     (number,) = [number for number, name in executable._THUNKS.items() if name == "memset"]
     own = SimpleNamespace(message=lambda _: None, integer=lambda _: 7)
     thunk = SimpleNamespace(numbers=lambda: [number], message=lambda _: own)
-    with pytest.raises(ValueError, match="got a memset of 6 bytes by words of 4"):
+    with pytest.raises(ValueError, match="got a memset of 6 bytes, want a multiple of 4"):
         list(executable._steps(thunk, SimpleNamespace(place=lambda _: target)))

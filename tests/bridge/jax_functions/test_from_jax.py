@@ -236,7 +236,7 @@ def test_a_graph_that_nobody_guards_takes_no_other_shapes():
         ValueError, match=r"^from_jax of <lambda>: got a tensor of shape \(1,\) and dtype torch\.float32"
     ):
         graph(torch.ones(1))
-    with pytest.raises(ValueError, match=r"and dtype torch\.float16 in a graph, want those that it was traced with"):
+    with pytest.raises(ValueError, match=r"and dtype torch\.float16 in a graph, want the shape and dtype of its trace"):
         graph(torch.ones(8).half())
 
 

@@ -114,7 +114,7 @@ def test_weights_have_no_gradients():
     x, w = random(4, 64), bridge.quantize(random(64, 8), "int8")
     w.scale.requires_grad_()
     for call in (lambda: bridge.matmul(x, w), lambda: bridge.gated_matmul(x, w, w)):
-        with pytest.raises(NotImplementedError, match=r"^w(_gate)?: got weights of few bits that require a gradient"):
+        with pytest.raises(NotImplementedError, match=r"^w(_gate)?: got low-bit weights that require a gradient"):
             call()
     with torch.no_grad():
         assert error_of(bridge.matmul(x, w), x.double() @ exact(w)) < 1e-6
@@ -310,7 +310,7 @@ def test_bad_layers():
     assert type(model[0]) is torch.nn.Linear
     with pytest.raises(ValueError, match="skip: got 'head', which is in no module's name"):
         bridge.quantize_weights(model, skip="head")
-    with pytest.raises(ValueError, match=r"model: got no torch\.nn\.Linear or bridge.nn\.Linear that skip leaves"):
+    with pytest.raises(ValueError, match=r"model: got no torch\.nn\.Linear or bridge.nn\.Linear outside skip"):
         bridge.quantize_weights(model, skip=("0", "1"))
     with pytest.raises(ValueError, match="model: got a linear layer itself"):
         bridge.quantize_weights(layer)
@@ -340,7 +340,7 @@ def test_the_plan_is_that_of_jax():
 
 
 def test_flax_has_no_such_parameters():
-    with pytest.raises(ValueError, match=r"^source: got 0\.weight_values, weights of few bits, want float ones"):
+    with pytest.raises(ValueError, match=r"^source: got 0\.weight_values, low-bit weights, want float weights"):
         bridge.weights.to_flax(bridge.quantize_weights(torch.nn.Sequential(torch.nn.Linear(32, 8))))
 
 

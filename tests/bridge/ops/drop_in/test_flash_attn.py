@@ -281,9 +281,9 @@ def test_errors_of_other_names(make_qkv):
     inputs, longer = make_qkv(), make_qkv(kv_length=30)
     keep = torch.ones(24, 24, dtype=torch.bool)
     for options, error, message in (
-        ({"softmax_scale": 1.0, "scale": 1.0}, TypeError, "^softmax_scale: got it beside scale"),
-        ({"causal": False, "is_causal": True}, TypeError, "^causal: got it beside is_causal"),
-        ({"attn_mask": keep, "mask": keep}, TypeError, "^attn_mask: got it beside mask"),
+        ({"softmax_scale": 1.0, "scale": 1.0}, TypeError, "^softmax_scale: got it with scale"),
+        ({"causal": False, "is_causal": True}, TypeError, "^causal: got it with is_causal"),
+        ({"attn_mask": keep, "mask": keep}, TypeError, "^attn_mask: got it with mask"),
         ({"attn_mask": keep.float()}, TypeError, r"^attn_mask: got dtype torch\.float32, .* is a bias"),
         ({"window_size": 3}, TypeError, r"^window_size: got 3, want \(left, right\)"),
         ({"dropout": 0.0}, TypeError, r"^flash_attention\(\) got an unexpected keyword argument 'dropout'"),
@@ -297,7 +297,7 @@ def test_errors_of_other_names(make_qkv):
     )
     with pytest.raises(TypeError, match=r"^mask: got None, want a bool tensor"):
         bridge.dynamic_mask_attention(*inputs)
-    with pytest.raises(TypeError, match=r"^attn_mask: got it beside mask"):
+    with pytest.raises(TypeError, match=r"^attn_mask: got it with mask"):
         bridge.dynamic_mask_attention(*inputs, keep, attn_mask=keep)
 
 

@@ -346,7 +346,7 @@ ERRORS = [
         *(ValueError, r"^key, value: got \[3, 3\] heads, want divisors of query's 4"),
     ),
     ({"query": ONE[0, 0], "key": ONE[0, 0], "value": ONE[0, 0], "enable_gqa": True}, ValueError, "^query: .*3 axes"),
-    ({"query": ONE.expand(2, 4, 8, 16), "key": ONE.expand(3, 4, 8, 16)}, ValueError, r".*want ones that broadcast"),
+    ({"query": ONE.expand(2, 4, 8, 16), "key": ONE.expand(3, 4, 8, 16)}, ValueError, r".*want axes that broadcast"),
     ({"key": ONE[:, :, :4]}, ValueError, "^value: got "),
     ({"query": ONE[0, 0, 0]}, ValueError, r"^query: got shape \(16,\), want 2 axes or more"),
     ({"query": 3}, TypeError, r"^query: got builtins\.int, want a torch\.Tensor"),
