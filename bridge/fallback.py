@@ -1,7 +1,7 @@
 """The calls that PyTorch computes instead of this library, in functions and modules with PyTorch's names.
 
 These are scaled_dot_product_attention, nn.MultiheadAttention and the attention of Hugging Face models. They warn once
-for each reason. Functions with names of their own raise.
+for each reason. Functions with this library's own names raise.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from jax_kernels.bridge.warned import warn_once
 
 __all__ = ["attention", "attention_with_weights", "reason_of", "warn"]
 
-attention = functional.scaled_dot_product_attention  # PyTorch's own, whatever is assigned to that name later
+attention = functional.scaled_dot_product_attention  # PyTorch's own, even if the name is reassigned later
 _MOST_HEAD_DIM = 256
 
 
 def reason_of(query: torch.Tensor, head_dim: int, dropout_p: float = 0.0, name: str = "dropout_p") -> str | None:
-    """The reason why flash_attention cannot serve a call, for a warning; None where it can.
+    """The reason why flash_attention cannot serve a call, for a warning; None if it can.
 
-    head_dim: the larger one of query's and value's. name: the caller's name of dropout_p.
+    head_dim: the larger of query's and value's head_dim. name: the caller's name for dropout_p.
     """
     if dropout_p:
         return f"{name}={dropout_p} drops attention weights, which flash_attention never stores"
@@ -61,13 +61,13 @@ def attention_with_weights(
       query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
       mask: bool, True where a query may attend, and bias: added to the scores; broadcastable to [B, H, T, S].
       sinks, scale, softcap: as in flash_attention.
-      dropout_p: the probability with which weights are dropped. The weights are returned as they are after that.
+      dropout_p: the probability of dropping a weight. The returned weights are the weights after dropout.
       head_mask: multiplies the weights, last; broadcastable to [B, H, T, S], or [H].
     """
     device = query.device.type
     is_cast = device != "meta" and torch.is_autocast_enabled(device)
     query, key, value, bias, _ = as_torch_is_set(query, key, value, bias=bias)
-    if is_cast:  # the products of float32 stay float32
+    if is_cast:  # matmuls of float32 stay float32
         with torch.autocast(device, enabled=False):
             return _attend(query, key, value, mask, bias, sinks, scale, softcap, dropout_p, head_mask)
     return _attend(query, key, value, mask, bias, sinks, scale, softcap, dropout_p, head_mask)
