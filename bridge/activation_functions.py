@@ -95,7 +95,7 @@ def with_functions(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_jnp(activation: str | None, **others: Any) -> dict[str, Any]:
-    """The op's arguments, with a function in jnp in place of a name from name_of."""
+    """The op's arguments; a function in jnp replaces a name from name_of."""
     function = _FUNCTIONS.get(activation or "")
     return others | {"activation": activation if function is None else _traceable(function)}
 
