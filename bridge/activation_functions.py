@@ -35,8 +35,8 @@ _WANT = "want a name, or an elementwise function of one tensor, or of one jax.Ar
 def name_of(activation: Any) -> str | None:
     """The name by which `with_functions` finds the activation. Names and None are returned unchanged.
 
-    torch.relu and its like get this library's names. Twins (see `twins`) get one name. So do partials of one function
-    with equal constants, and PyTorch's activation modules with equal settings.
+    PyTorch functions such as torch.relu get this library's names. Twins (see `twins`) have the same name. So do
+    partials of one function with equal constants, and PyTorch's activation modules with equal settings.
 
     Raises TypeError if the activation is no function, or reads a tensor.
     """

@@ -302,7 +302,7 @@ def _shape(sizes: Sequence[Any], shapes: Sequence[Sequence[Any]]) -> tuple[Any, 
 def _size(
     tensors: Sequence[_Sizes], first: _Trial, second: _Trial, sizes: tuple[int, int]
 ) -> int | tuple[int, int] | None:
-    """The constant, or the (tensor, axis), that has these sizes in the two trials; None if there is neither."""
+    """The constant, or the (tensor, axis), that has these sizes in the two trials; None if none matches."""
     if sizes[0] == sizes[1]:
         return sizes[0]
     for index, x in enumerate(tensors):

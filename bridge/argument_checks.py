@@ -1,4 +1,4 @@
-"""Argument checks for several ops of the bridge. An error names the argument, and says "got ..., want ..."."""
+"""Argument checks for several ops of the bridge. Errors have the form "argument: got ..., want ..."."""
 
 from typing import Any
 

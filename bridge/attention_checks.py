@@ -1,4 +1,4 @@
-"""Checks of flash_attention's PyTorch arguments. An error names the argument, and says "got ..., want ...".
+"""Checks of flash_attention's PyTorch arguments. Errors have the form "argument: got ..., want ...".
 
 The JAX function checks shapes and ranges when an operator is traced.
 """

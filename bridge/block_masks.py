@@ -87,7 +87,7 @@ def _make(block_mask: Any, sizes: Sizes) -> Mask:
     mask_mod = block_mask.mask_mod
     if mask_mod is getattr(torchs, "_sliced_mask_mod_error", None):
         raise ValueError(
-            "block_mask: got a part of a BlockMask, want its mask_mod set, such as to the mask_mod of the whole"
+            "block_mask: got a part of a BlockMask, want its mask_mod set, for example to the mask_mod of the whole"
         )
     lengths = tuple(map(int, block_mask.seq_lengths))
     if lengths != (sizes.length, sizes.kv_length):

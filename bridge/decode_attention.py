@@ -55,7 +55,7 @@ def decode_attention(
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
 
-    Raises the errors of jax_kernels.decode_attention; where from_jax's errors differ, from_jax's.
+    Raises the errors of jax_kernels.decode_attention, or from_jax's errors if the two differ.
     """
     call = is_valid = None
     if mask is not None and float_masks.is_float(mask):

@@ -120,8 +120,8 @@ def jax_device(device: torch.device) -> jax.Device:
         raise ValueError(f"got a tensor on {device}, want one on a CPU or a CUDA device")
     if device.type == "cuda" and torch.version.hip:
         raise RuntimeError(
-            f"got a tensor on {device}, which is an AMD GPU's in this build of PyTorch ({torch.version.hip}), want one "
-            "on a CPU or an NVIDIA GPU"
+            f"got a tensor on {device}, which is an AMD GPU in this build of PyTorch ({torch.version.hip}), want a "
+            "tensor on a CPU or an NVIDIA GPU"
         )
     try:
         devices = jax.local_devices(backend=device.type)
@@ -305,7 +305,7 @@ def lender(device: torch.device) -> Lender:
 
 
 def wait_for(array: jax.Array, device: torch.device) -> None:
-    """Makes PyTorch's current stream of a GPU wait until JAX has written the array; on a CPU, waits itself."""
+    """Makes PyTorch's current stream of a GPU wait until JAX has written the array; on a CPU, the host waits."""
     if device.type == "cpu":
         array.block_until_ready()
         return

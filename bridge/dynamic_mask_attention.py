@@ -98,7 +98,7 @@ class DynamicMaskAttention(torch.nn.Module):
             raise ValueError(f"head_dim: got {self.head_dim}, want an even one: rotary embedding turns pairs")
         if mask is not None:
             if not isinstance(mask, Mask):
-                raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask, or None; a tensor goes to a call")
+                raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask, or None; pass a tensor to a call")
             self._check_heads(mask.heads)
         self.use_rotary = use_rotary
         self.rope_theta = rope_theta

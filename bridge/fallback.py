@@ -30,7 +30,7 @@ def reason_of(query: torch.Tensor, head_dim: int, dropout_p: float = 0.0, name: 
     if query.device.type not in ("cpu", "cuda", "meta"):
         return f"query is on {query.device}, and flash_attention runs on CPUs and CUDA devices"
     if head_dim > _MOST_HEAD_DIM:
-        return f"head_dim is {head_dim}, and flash_attention's at most {_MOST_HEAD_DIM}"
+        return f"head_dim is {head_dim}, and flash_attention's limit is {_MOST_HEAD_DIM}"
     return None
 
 
@@ -52,7 +52,7 @@ def attention_with_weights(
     dropout_p: float = 0.0,
     head_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the attention [B, H, T, Dv], its weights [B, H, T, S]) in plain PyTorch, with gradients of both.
+    """(attention [B, H, T, Dv], weights [B, H, T, S]) in plain PyTorch, with gradients of attention and weights.
 
     A query that may attend to no key has weights of 0, an output of 0 and gradients of 0. Scores and their softmax are
     computed in float32, or float64 for float64.

@@ -169,9 +169,9 @@ def _why_torchs(query: torch.Tensor, value: torch.Tensor, return_aux: Any) -> st
     if dtype not in _DTYPES:
         return f"query is {query.dtype}, and flash_attention takes bfloat16, float16 and float32"
     if max(query.shape[-1], value.shape[-1]) > _MOST_HEAD_DIM:
-        return f"head_dim is {max(query.shape[-1], value.shape[-1])}, and flash_attention's at most {_MOST_HEAD_DIM}"
+        return f"head_dim is {max(query.shape[-1], value.shape[-1])}, and flash_attention's limit is {_MOST_HEAD_DIM}"
     if return_aux is not None and return_aux.max_scores:
-        return "return_aux asks for max_scores, which flash_attention does not give"
+        return "return_aux asks for max_scores, which flash_attention does not return"
     return None
 
 

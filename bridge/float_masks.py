@@ -23,9 +23,9 @@ def is_float(mask: Any) -> bool:
 
 
 def as_bool(name: str, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(the mask as bool, is_valid: whether the mask has only the values 0 and 1). is_valid is None if it is known.
+    """(the mask as bool, is_valid: whether the mask has only the values 0 and 1). is_valid is None after a check.
 
-    Values on a CPU are checked at once. The host does not wait for the values on a GPU, and cannot see the values in a
+    Values on a CPU are checked here. The host does not wait for the values on a GPU, and cannot see the values in a
     graph or under torch.func: see or_nan.
 
     Raises ValueError, naming the argument, if a value is neither 0 nor 1.

@@ -28,7 +28,7 @@ def quantize_fp8(x: torch.Tensor, axis: int | Sequence[int] | None = None) -> tu
     Returns:
       values: torch.float8_e4m3fn, of x's shape. scales: positive float32, of x's shape without `axis`.
 
-    Raises the errors of jax_kernels.quantize_fp8; where from_jax's errors differ, from_jax's.
+    Raises the errors of jax_kernels.quantize_fp8, or from_jax's errors if the two differ.
     """
     check_tensors(x=x)
     axis = plain_of("axis", axis)
@@ -64,7 +64,7 @@ def flash_attention_fp8(
     Returns:
       out [B, T, H, Dv] bfloat16; with return_lse, (out, lse), lse float32 [B, H, T].
 
-    Raises the errors of jax_kernels.flash_attention_fp8; where from_jax's errors differ, from_jax's.
+    Raises the errors of jax_kernels.flash_attention_fp8, or from_jax's errors if the two differ.
     """
     call = None
     if not torch.compiler.is_compiling():

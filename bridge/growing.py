@@ -100,7 +100,7 @@ def settled(call: Any, shrinking: Sequence[str]) -> Any:
     """The Arguments of an attention operator, in the form that its program reads.
 
     q_offset is a tensor from its fourth value on. shrinking: the names of tensors that may be read with axes of size 1;
-    key and value are read with one head if both are one head expanded.
+    key and value are read with one head if each is an expansion of one head.
     """
     tensors, options = call.tensors, call.options
     changed = {name: shrunk(getattr(tensors, name)) for name in ("bias", "mask") if name in shrinking}

@@ -37,7 +37,7 @@ def attend(
     batch, heads, length, _ = query.shape
     kv_heads = key.shape[1]
     mask, bias = (None if x is None else _score_folded(x, query, kv_heads) for x in (mask, bias))
-    query = query.reshape(batch * kv_heads, length, heads // kv_heads, query.shape[-1])  # either size is 1
+    query = query.reshape(batch * kv_heads, length, heads // kv_heads, query.shape[-1])  # T or H / Hkv is 1
     key, value = (x.flatten(0, 1).unsqueeze(2) for x in (key, value))
     out = flash_attention(query, key, value, mask=mask, bias=bias, **options)
     return out.reshape(batch, heads, length, out.shape[-1])

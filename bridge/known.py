@@ -85,7 +85,7 @@ class Known:
         _ALL.add(self)
 
     def find(self, statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
-        """The cached call for these tensors; None if there is none. Not for code that torch.compile traces."""
+        """The cached call for these tensors, or None. Not for code that torch.compile traces."""
         call = self._last
         try:
             is_last = call.has_grad is _is_grad_enabled() and call.is_direct is _ROUTE.is_enabled

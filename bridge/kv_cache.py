@@ -118,7 +118,7 @@ def flash_attn_with_kvcache(
 def _attend(
     q: torch.Tensor, cache: "_Cache", lengths: torch.Tensor, slopes: Any, options: dict[str, Any], with_lse: bool
 ) -> Any:
-    """The attention to the first `lengths` keys of the cache."""
+    """Attends to the first `lengths` keys of the cache."""
     length = q.shape[1]
     if 0 < length <= MOST_QUERIES and (length == 1 or options["is_causal"]):
         key, value, tables = cache.in_place()
@@ -169,7 +169,7 @@ class _Cache:
         self.value[at] = v
 
     def in_place(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(key, value, block_tables) for decode_attention. A copy if it does not support the page size."""
+        """(key, value, block_tables) for decode_attention; copies if the page size is not supported."""
         tables, size = self.table, self.key.shape[1]
         if tables is None and self.rows is None:
             return self.key[: self.batch], self.value[: self.batch], None
@@ -189,7 +189,7 @@ class _Cache:
         return self.key[: self.batch], self.value[: self.batch]
 
     def without_padding(self, leftpad: torch.Tensor) -> "_Cache":
-        """A copy in which each sequence begins with its key of index `leftpad`."""
+        """A copy without the first `leftpad` keys of each sequence."""
         key, value = self.whole()
         index = leftpad.long()[:, None] + torch.arange(self.capacity, device=key.device)
         at = torch.arange(self.batch, device=key.device)[:, None], index.clamp(0, self.capacity - 1)

@@ -82,7 +82,7 @@ class Lender:
         self._kept: dict[Any, jax.Array] = {}
 
     def over(self, tensor: torch.Tensor, stream: int | None = None) -> jax.Array:
-        """A new array. stream: a stream from JAX (dlpack.after_current_stream), for which JAX waits before using it."""
+        """A new array. stream: from dlpack.after_current_stream; JAX waits for it before it uses the array."""
         key = tensor.shape, tensor.dtype
         form = self._forms.get(key)
         if form is None:

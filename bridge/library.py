@@ -321,7 +321,7 @@ def refuse_second_gradient(name: str) -> Any:
 
 
 class _Last(torch.autograd.Function):
-    """A function whose gradient raises."""
+    """Runs a function; its gradient raises."""
 
     @staticmethod
     @private.unseen_by_dynamo
@@ -339,7 +339,7 @@ class _Last(torch.autograd.Function):
 
 
 def refuse_gradient(name: str, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> Any:
-    """function(*tensors), a tuple of tensors, whose backward raises; for an operator's "Autograd" implementation."""
+    """function(*tensors), a tuple of tensors. Its backward raises. For an operator's "Autograd" implementation."""
     return apply(_Last, name, function, *tensors)
 
 
