@@ -1,6 +1,6 @@
-"""A cache of transformers whose keys and values have room for more tokens, which are written in place.
+"""A transformers cache whose keys and values have room for more tokens. New tokens are written in place.
 
-It imports transformers: bridge.huggingface imports it when a cache is asked for.
+This module imports transformers. bridge.huggingface.growing_cache imports the module when it is called.
 """
 
 from typing import Any
@@ -12,14 +12,14 @@ from jax_kernels.bridge.ops.attention import length_buckets
 
 __all__ = ["GrowingCache", "GrowingLayer"]
 
-_AHEAD = 128  # tokens that new memory has room for, at least
+_AHEAD = 128  # new memory has room for at least this number of further tokens
 
 
 class GrowingLayer(DynamicLayer):
     """transformers' DynamicLayer, whose keys and values are the front of larger tensors.
 
-    A token is written behind them, where DynamicLayer copies all of them. Keys that other methods put there, and keys
-    from inference_mode that are continued outside of it, are copied to new memory by the next token.
+    A new token is written after the old tokens, where DynamicLayer copies all tokens. The next token copies the keys to
+    new memory if another method set them, or if they come from inference_mode and are continued outside of it.
     """
 
     keys: Any
@@ -32,7 +32,7 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values with those of the new tokens behind them: [batch, heads, length, head_dim] each."""
+        """Appends new tokens. Returns all keys and all values, each [batch, heads, length, head_dim]."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             return super().update(key_states, value_states, *args, **options)
         if not self.is_initialized:
@@ -60,7 +60,6 @@ def _is_writable(room: torch.Tensor) -> bool:
 
 
 def _is_front(x: torch.Tensor, room: torch.Tensor, length: int) -> bool:
-    """Tells whether x is the front of the room."""
     if not length:
         return False
     same = x.shape[:2] == room.shape[:2] and x.shape[3] == room.shape[3] and x.dtype == room.dtype
@@ -68,7 +67,7 @@ def _is_front(x: torch.Tensor, room: torch.Tensor, length: int) -> bool:
 
 
 class GrowingCache(DynamicCache):
-    """transformers' DynamicCache of GrowingLayers. Layers that have a window of their own stay as they are."""
+    """transformers' DynamicCache of GrowingLayers. Layers with their own window keep transformers' class."""
 
     layers: Any
     layer_class_to_replicate: Any

@@ -1,6 +1,6 @@
-"""Hugging Face models by this library's attention: attn_implementation="jax_kernels".
+"""Hugging Face models with this library's attention: attn_implementation="jax_kernels".
 
-transformers is imported when something here is called, never before.
+The first call of a function imports transformers; importing this module does not.
 """
 
 import inspect
@@ -20,18 +20,18 @@ __all__ = ["NAME", "attention", "attention_mask", "growing_cache", "register", "
 
 NAME = "jax_kernels"
 _NOT_GIVEN: Any = object()
-# Arguments that would change the attention and that neither it nor PyTorch's attention serves.
+# Arguments that would change the attention, and that neither this library nor PyTorch's attention supports.
 _REFUSED = ("indices", "block_indices")
 
 
 def register(name: str = NAME) -> str:
-    """Makes the attention known to transformers, under the name, which it returns. It may be called again.
+    """Registers the attention with transformers under the name, and returns the name. It may be called again.
 
     Afterwards `attn_implementation=name` works in from_pretrained, in from_config, and in a model's
-    set_attn_implementation. Masks of a model are those of PyTorch's attention there ("sdpa"), but for plain sliding
-    windows, which the kernels make themselves.
+    set_attn_implementation. The model gets the masks of PyTorch's attention ("sdpa"), except for plain sliding windows,
+    which the kernels make themselves.
 
-    Raises ImportError where transformers 5 or later is not installed.
+    Raises ImportError if transformers 5 or later is not installed.
     """
     try:
         from transformers import AttentionInterface
@@ -41,18 +41,18 @@ def register(name: str = NAME) -> str:
             "bridge.huggingface: got no transformers of version 5 or later; want it, from pip install transformers"
         ) from error
     AttentionInterface.register(name, attention)
-    # Early versions of 5 ask for masks by other arguments. Theirs is right there, and windows are dense masks.
+    # Early versions of 5 request masks with other arguments. Their own sdpa_mask serves them; windows are dense masks.
     is_known = "q_length" in inspect.signature(sdpa_mask).parameters
     AttentionMaskInterface.register(name, attention_mask if is_known else sdpa_mask)
     return name
 
 
 def replace_attention(model: Any) -> Any:
-    """The model itself, a transformers.PreTrainedModel, with the attention of all its layers by this library.
+    """Sets this library's attention in all layers of a transformers.PreTrainedModel. Returns the same model.
 
     Raises:
       TypeError: model is no PreTrainedModel.
-      ValueError: the model's class has attention of its own, which cannot be replaced.
+      ValueError: the model's class has its own attention code, which cannot be replaced.
     """
     name = register()
     from transformers import PreTrainedModel
@@ -70,13 +70,13 @@ def replace_attention(model: Any) -> Any:
 def growing_cache(model: Any) -> Any:
     """An empty cache for generate(past_key_values=...) and for a model's calls: a transformers.DynamicCache with room.
 
-    Its keys and values stand in larger memory: a token is written behind them, where DynamicCache copies all of them at
-    each token, and this library's attention reads them in place.
+    Keys and values are the front of larger memory. A new token is written after them, where DynamicCache copies all
+    tokens at each new token. This library's attention reads the keys and values in place.
 
     Args:
-      model: a transformers.PreTrainedModel, or its config. Layers with a window of their own keep transformers' caches.
+      model: a transformers.PreTrainedModel, or its config. Layers with their own window keep transformers' caches.
 
-    Raises ImportError where transformers 5 or later is not installed.
+    Raises ImportError if transformers 5 or later is not installed.
     """
     register()
     from jax_kernels.bridge.hf_cache import GrowingCache
@@ -99,31 +99,32 @@ def attention(
     position_bias: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The attention of a layer, as transformers' AttentionInterface calls it.
+    """The attention of a layer, with the signature of transformers' AttentionInterface.
 
-    Plain PyTorch computes it instead, with one warning for each reason, for dropout, output_attentions, a head_mask,
-    float64, a head_dim above 256, and devices that are neither a CPU nor a CUDA one.
+    Plain PyTorch computes the attention instead, with one warning for each reason, for dropout, output_attentions, a
+    head_mask, float64, a head_dim above 256, and devices other than CPUs and CUDA devices.
 
     Args:
-      module: the layer. Its is_causal counts where the argument is None.
+      module: the layer. Its is_causal is used if the argument is None.
       query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
-      attention_mask: broadcastable to [B, H, T, S], bool (True = attend) or added to the scores. None is causal,
-        aligned top-left, for several queries of a causal layer, and else no mask.
+      attention_mask: broadcastable to [B, H, T, S], bool (True = attend) or added to the scores. For several queries of
+        a causal layer, None is a causal mask, aligned top-left. Otherwise None is no mask.
       scaling: multiplies the scores. softcap: as in flash_attention.
-      dropout: the probability with which attention weights are dropped.
-      sliding_window: how many keys up to its own a token attends to, where attention_mask is None.
+      dropout: the probability of dropping an attention weight.
+      sliding_window: the number of keys that a token attends to, up to and including its own key, if attention_mask is
+        None.
       s_aux: the sinks, [H].
       position_bias: added to the scores, broadcastable to [B, H, T, S].
-      others: cu_seq_lens_q, int32 [documents + 1], where each document of a packed sequence begins; output_attentions,
-        whether weights are returned; head_mask, [H] or broadcastable to [B, H, T, S], which multiplies the weights.
-        indices and block_indices are refused. Others are without effect on attention.
+      others: cu_seq_lens_q: int32 [documents + 1], the start of each document in a packed sequence. output_attentions:
+        whether to return the weights. head_mask: [H] or broadcastable to [B, H, T, S], multiplies the weights. indices
+        and block_indices are refused. Further arguments have no effect on attention.
 
     Returns:
-      (out [B, T, H, Dv], None, or with output_attentions the weights [B, H, T, S]). A query that may attend to nothing
-      has an output of 0 and weights of 0.
+      (out [B, T, H, Dv], None), or with output_attentions (out, weights [B, H, T, S]). A query that may attend to no
+      key has an output of 0 and weights of 0.
 
     Raises:
-      NotImplementedError: an argument is given that it does not serve. ValueError: a tensor is nested.
+      NotImplementedError: an argument is given that is not supported. ValueError: a tensor is nested.
     """
     for name in _REFUSED:
         if others.get(name) is not None:
@@ -142,7 +143,7 @@ def attention(
         return attend(query, key, value, mask=mask, bias=bias, sinks=s_aux, **options), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and length > 1 and causal:
-        if kv_length > length:  # an empty cache has room behind the keys
+        if kv_length > length:  # an empty cache has room after the keys
             key, value = key[:, :, :length], value[:, :, :length]
             position_bias = None if position_bias is None else position_bias[..., :length]
         options |= {"is_causal": True, "window": _window(module, sliding_window, length)}
@@ -166,7 +167,7 @@ def attention(
 def _are_weights_collected() -> bool:
     """Whether the model was called with output_attentions: not all models pass it on to their layers.
 
-    torch.compile cannot trace the look at transformers' collector of outputs.
+    torch.compile cannot trace the access to transformers' collector of outputs.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
@@ -178,7 +179,7 @@ def _are_weights_collected() -> bool:
 def _reason(
     query: torch.Tensor, value: torch.Tensor, dropout: float, asks_for_weights: bool, head_mask: Any
 ) -> str | None:
-    """The reason why PyTorch has to compute the attention, None where the library serves it."""
+    """The reason why PyTorch has to compute the attention; None if this library serves the call."""
     if asks_for_weights:
         return "output_attentions asks for attention weights, which flash_attention never stores"
     if head_mask is not None:
@@ -199,7 +200,7 @@ def _by_pytorch(
     segment_ids: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(the attention [B, H, T, Dv], None or its weights). options: passed to fallback.attention_with_weights."""
+    """(the attention [B, H, T, Dv], its weights or None). options: passed to fallback.attention_with_weights."""
     is_plain = not needs_weights and all(options[name] is None for name in ("sinks", "softcap", "head_mask"))
     if is_causal and (not is_plain or window is not None or segment_ids is not None or bias is not None):
         mask, is_causal = _causal_mask(query, key, window, segment_ids), False
@@ -219,7 +220,7 @@ def _by_pytorch(
 def _causal_mask(
     query: torch.Tensor, key: torch.Tensor, window: tuple[int, int] | None, segment_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """The bool mask [B or 1, 1, T, S] of the causal limits that flash_attention has as options."""
+    """The bool mask [B or 1, 1, T, S] of flash_attention's options is_causal, window and segment_ids."""
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
     columns = torch.arange(key.shape[2], device=query.device)
     mask = (rows >= columns)[None, None]
@@ -231,7 +232,7 @@ def _causal_mask(
 
 
 def _mask_and_bias(mask: torch.Tensor | None, bias: torch.Tensor | None, *, is_shrunk: bool = True) -> tuple[Any, Any]:
-    """(a bool mask, what is added to the scores) of a layer's mask and bias. is_shrunk: without repeated entries."""
+    """(a bool mask, a bias) from a layer's mask and bias. is_shrunk: whether to drop the mask's repeated entries."""
     if mask is None:
         return None, bias
     mask = shared_axes(mask) if is_shrunk else mask
@@ -241,7 +242,7 @@ def _mask_and_bias(mask: torch.Tensor | None, bias: torch.Tensor | None, *, is_s
 
 
 def _window(module: torch.nn.Module, sliding_window: Any, length: int) -> tuple[int, int] | None:
-    """The window of a causal layer whose mask was left to the kernels."""
+    """The window of a causal layer whose mask the kernels make."""
     if sliding_window is _NOT_GIVEN:
         sliding_window = _window_of_config(module, length)
     return None if sliding_window is None or sliding_window >= length else (sliding_window - 1, 0)
@@ -262,7 +263,7 @@ def _window_of_config(module: torch.nn.Module, length: int) -> int | None:
 
 
 def _documents(starts: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """Numbers [B, T] of the documents that the tokens of one packed sequence belong to."""
+    """The index [1, T] of the document of each token in one packed sequence."""
     if starts is None:
         return None
     if query.shape[0] != 1:
@@ -272,9 +273,9 @@ def _documents(starts: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor
 
 
 def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Tells whether decode_attention can serve a call of one query. others: a mask, a bias and sinks, or None.
+    """Whether decode_attention can serve a call of one query. others: a mask, a bias and sinks, or None.
 
-    While torch.compile traces, a cache of a fixed size is known by its mask, which has all that there is room for.
+    While torch.compile traces, this needs a cache of a fixed size, and a mask over its whole capacity.
     """
     if not key.shape[2] or max(query.shape[-1], value.shape[-1]) > 256:
         return False
@@ -306,10 +307,11 @@ def attention_mask(
     config: Any = None,
     **others: Any,
 ) -> torch.Tensor | None:
-    """The mask of a model's layers, as transformers' AttentionMaskInterface asks for it: bool [B, 1, T, S], or None.
+    """The mask of a model's layers, with the signature of transformers' AttentionMaskInterface: bool [B, 1, T, S].
 
-    It is that of PyTorch's attention, but for two kinds of sliding windows without padding, for which it is None: all
-    tokens of a sequence at once, which the kernels mask themselves, and a token all of whose keys are in its window.
+    It is the mask of PyTorch's attention, with two exceptions. For sliding windows without padding the result is None
+    for all tokens of a sequence at once, which the kernels mask themselves, and for one token if its window has all
+    keys.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -334,18 +336,18 @@ def attention_mask(
 
 
 def _is_plain_window(local_size: int | None, config: Any) -> bool:
-    """Tells whether the local attention is the config's sliding window, which layers pass on, and no chunks."""
+    """Whether the local attention is the config's sliding window, which layers pass on, and not chunked."""
     if local_size is None or getattr(config, "attention_chunk_size", None) is not None:
         return False
     return getattr(config, "sliding_window", None) == local_size
 
 
 def _is_full(attention_mask: torch.Tensor | None) -> bool:
-    """Tells whether a 2-D mask leaves out no token. Inside torch.compile nobody can look."""
+    """Whether a 2-D mask keeps every token. False for a mask under torch.compile, where its values are unknown."""
     return attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all()))
 
 
 def _is_whole(q_length: int, q_offset: Any, kv_offset: Any, attention_mask: torch.Tensor | None) -> bool:
-    """Tells whether the queries are the first tokens, and all of them."""
+    """Whether the queries are all tokens of the sequence, starting at the first."""
     begins = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
     return begins and q_length > 1 and (attention_mask is None or attention_mask.shape[-1] == q_length)

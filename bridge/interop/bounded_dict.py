@@ -7,7 +7,7 @@ __all__ = ["drop_oldest"]
 
 
 def drop_oldest(entries: dict[Any, Any], most: int) -> None:
-    """Drops the entries that were put in first, until there are no more than so many. Other threads may do so, too."""
+    """Drops the oldest entries until at most `most` entries are left. Several threads may call it at once."""
     while len(entries) > most:
         with contextlib.suppress(StopIteration, RuntimeError):  # another thread changed the dictionary meanwhile
             entries.pop(next(iter(entries)), None)

@@ -1,16 +1,16 @@
-"""Passes arrays between PyTorch and JAX: in which order on the GPU, and who owns the memory.
+"""Passes arrays between PyTorch and JAX: order of work on the GPU, and memory ownership.
 
-In: JAX reads the tensor's own memory, once the work queued on PyTorch's current stream has run. Tensors that
-JAX cannot read as they are (strided, lazily conjugated or negated, badly aligned) are copied first.
+In: JAX reads the tensor's own memory, once the work queued on PyTorch's current stream has run. Tensors that JAX cannot
+read in place (strided, lazily conjugated or negated, badly aligned) are copied first.
 
-Out: PyTorch owns every output. A program writes its results to tensors of PyTorch's where it can (in_place.py).
-Else JAX's memory is copied to a new tensor on PyTorch's current stream, after JAX's work and without waiting on
-the host, and is given back to JAX once the copy has run. A tensor over JAX's own memory would not be safe: when
-it dies, JAX reuses the memory at once, though another stream may still read it, and `Tensor.record_stream` knows
-nothing of JAX's allocator. The copy costs the time to read and write the output once.
+Out: PyTorch owns every output. A program writes its results to PyTorch tensors where it can (in_place.py). Otherwise
+JAX's memory is copied to a new tensor on PyTorch's current stream, after JAX's work and without waiting on the host.
+The memory is given back to JAX once the copy has run. A tensor over JAX's own memory would not be safe: when the tensor
+dies, JAX reuses the memory at once, though another stream may still read it, and `Tensor.record_stream` does not reach
+JAX's allocator. The copy costs the time to read and write the output once.
 
-jaxlib's own DLPack functions are used where they are found under the names that jax 0.11 and 0.12 have: the
-public ones cost more than twice the time of a call.
+jaxlib's own DLPack functions are used if they have their names of jax 0.11 and 0.12: the public functions cost more
+than twice the time of a call.
 """
 
 import atexit
@@ -82,7 +82,7 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raises TypeError, naming the argument, where JAX cannot take the dtype as it is."""
+    """Raises TypeError, naming the argument, if JAX lacks the dtype or narrows it."""
     short = str(dtype).removeprefix("torch.")
     if dtype not in _TO_JAX:
         raise TypeError(f"{name}: got dtype {dtype}, which JAX does not take; cast it first")
@@ -94,12 +94,12 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
-    """The NumPy dtype that JAX has for a PyTorch dtype."""
+    """JAX's NumPy dtype for a PyTorch dtype."""
     return _TO_JAX[dtype]
 
 
 def torch_dtype(name: str, dtype: Any) -> torch.dtype:
-    """The PyTorch dtype of a JAX array; TypeError, naming the array, where there is none."""
+    """The PyTorch dtype of a JAX array. Raises TypeError, naming the array, if PyTorch lacks the dtype."""
     if dtype not in _TO_TORCH:
         raise TypeError(f"{name}: got dtype {dtype}, which PyTorch does not take; cast it first")
     return _TO_TORCH[dtype]
@@ -112,17 +112,16 @@ def has_torch_dtype(dtype: Any) -> bool:
 
 @functools.cache
 def jax_device(device: torch.device) -> jax.Device:
-    """The JAX device that is this PyTorch device.
+    """The JAX device of a PyTorch device.
 
-    Raises ValueError for a device that is neither a CPU nor a CUDA GPU, and RuntimeError where JAX does not
-    have it.
+    Raises ValueError for a device that is neither a CPU nor a CUDA GPU, and RuntimeError if JAX lacks the device.
     """
     if device.type not in _DLPACK_DEVICE:
         raise ValueError(f"got a tensor on {device}, want one on a CPU or a CUDA device")
     if device.type == "cuda" and torch.version.hip:
         raise RuntimeError(
-            f"got a tensor on {device}, which is an AMD GPU's in this build of PyTorch ({torch.version.hip}), want one "
-            "on a CPU or an NVIDIA GPU"
+            f"got a tensor on {device}, which is an AMD GPU in this build of PyTorch ({torch.version.hip}), want a "
+            "tensor on a CPU or an NVIDIA GPU"
         )
     try:
         devices = jax.local_devices(backend=device.type)
@@ -140,7 +139,7 @@ def jax_device(device: torch.device) -> jax.Device:
 
 
 def current_gpu(argument: str) -> torch.device:
-    """PyTorch's current GPU. Raises ValueError, naming the argument that asks for it, where PyTorch has none."""
+    """PyTorch's current GPU. Raises ValueError, naming the argument, if PyTorch has no GPU."""
     if not torch.cuda.is_available():
         raise ValueError(f"{argument}: got none, want a CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
@@ -149,20 +148,20 @@ def current_gpu(argument: str) -> torch.device:
 def import_tensors(
     tensors: Sequence[torch.Tensor], device: torch.device, *, is_one_call: bool = False
 ) -> tuple[list[jax.Array], list[torch.Tensor]]:
-    """JAX arrays over the tensors' memory, and the tensors that own it.
+    """(JAX arrays over the tensors' memory, the tensors that own the memory).
 
-    Keep the owners until the results have been exported: before that, PyTorch may give a dead tensor's memory
-    away while JAX still reads it. The tensors must all be on `device`, and must not be written to by JAX
-    (never donate the arrays).
+    Keep the owners until the results have been exported: before that, PyTorch may give a dead tensor's memory away
+    while JAX still reads it. The tensors must all be on `device`, and JAX must not write to them (never donate the
+    arrays).
 
     is_one_call: a promise that all arrays go to one call of a function that was jitted with keep_unused, and the owners
-    to export_arrays. Then the wait of one array for PyTorch's stream is that of all.
+    to export_arrays. Then only the first array waits for PyTorch's stream.
     """
     owners = [readable(tensor) for tensor in tensors]
     if is_one_call and device.type == "cuda":
         owners = [owner.detach() if owner.requires_grad else owner for owner in owners]
     else:
-        # Detached: the caller's own tensors may live on, and would not show when JAX lets go of the memory.
+        # Detached: the caller's own tensors may live longer, and would not show when JAX releases the memory.
         owners = [owner.detach() for owner in owners]
         for owner in owners:
             _LENT[next(_LOANS)] = owner
@@ -177,7 +176,7 @@ def export_arrays(
 ) -> list[torch.Tensor]:
     """New tensors, owned by PyTorch, with the arrays' values. Never waits for the GPU on the host.
 
-    read: tensors that JAX reads for the arrays. They are held as long.
+    read: tensors that JAX reads for the arrays. They are held as long as the arrays' memory.
     """
     arrays = list(arrays)
     for index, array in enumerate(arrays):
@@ -186,11 +185,11 @@ def export_arrays(
         jax.block_until_ready(arrays)
         return [_view(array, None).clone() if array.size else _empty(array, device) for array in arrays]
     stream = _current_stream(device)
-    # 0, the default stream's handle, means something else in DLPack, where 1 stands for it.
+    # DLPack writes the default stream as 1. Its handle, 0, has another meaning in DLPack.
     handle = stream.cuda_stream or 1
     views = [_view(array, handle) if array.size else _empty(array, device) for array in arrays]
     if not any(array.size for array in arrays):
-        jax.block_until_ready(arrays)  # nothing else tells the stream when JAX has read the tensors
+        jax.block_until_ready(arrays)  # no view makes the stream wait until JAX has read the tensors
     if torch.cuda.current_device() == device.index:
         return _cloned(views, stream, read)
     with torch.cuda.device(device):
@@ -198,14 +197,14 @@ def export_arrays(
 
 
 def _cloned(views: list[torch.Tensor], stream: Any, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of the views on the current stream of their device, which is the current one."""
+    """Copies of the views, on the current stream of the current device."""
     tensors = [view.clone(memory_format=torch.contiguous_format) for view in views]
     _HELD.hold(stream, views, read)
     return tensors
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises RuntimeError while a CUDA graph is being captured, which would not hold JAX's work."""
+    """Raises RuntimeError while a CUDA graph is being captured: the graph would not hold JAX's work."""
     if device.type == "cuda" and is_capturing(device):
         raise RuntimeError(
             "a JAX function cannot be captured in a CUDA graph: JAX runs it on a stream of its own. Call it outside "
@@ -225,17 +224,17 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[jax.Array]:
-    """Copies of the tensors, which JAX owns and which may be kept. Never waits for the GPU on the host."""
+    """Copies of the tensors that JAX owns; the caller may keep them. Never waits for the GPU on the host."""
     return read_by(lambda *arrays: [jnp.copy(array) for array in arrays], tensors, device)
 
 
 def read_by(function: Callable[..., Any], tensors: Sequence[torch.Tensor], device: torch.device) -> Any:
-    """The results of a JAX function of the tensors: a pytree of arrays, none of which shares the tensors' memory.
+    """The results of a JAX function of the tensors: a pytree of arrays. No array may use the tensors' memory.
 
-    Work that PyTorch's current stream does on the tensors later waits until JAX has read them.
+    Later work of PyTorch's current stream waits until JAX has read the tensors.
     """
     refuse_capture(device)
-    with torch._C._DisableFuncTorch():  # a transform that is active would wrap what is made of the tensors here
+    with torch._C._DisableFuncTorch():  # an active transform would wrap the tensors made here
         arrays, owners = import_tensors(tensors, device)
         results = function(*arrays)
         leaves = [array for array in jax.tree.leaves(results) if array.size]
@@ -250,7 +249,7 @@ def read_by(function: Callable[..., Any], tensors: Sequence[torch.Tensor], devic
 
 
 def outside_of_traces() -> contextlib.AbstractContextManager[Any]:
-    """Makes JAX compute inside the block, also where it is tracing a function that calls the bridge on tensors."""
+    """Makes JAX compute inside the block, even while JAX traces a function that calls the bridge on tensors."""
     return contextlib.nullcontext() if core.trace_state_clean() else core.eval_context()
 
 
@@ -259,13 +258,13 @@ def _empty(array: jax.Array, device: torch.device) -> torch.Tensor:
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy of it, in the one form that JAX reads rightly."""
-    # DLPack carries neither of these bits: JAX would read the wrong sign.
+    """The tensor itself, or a copy of it, in the only form that JAX reads correctly."""
+    # DLPack lacks the bits for lazy conjugation and negation: JAX would read the wrong sign.
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    # JAX takes some permutations, but compiles anew for each.
+    # JAX accepts some permutations, but compiles a program for each.
     tensor = tensor.contiguous()
     if tensor.data_ptr() % _ALIGNMENT[tensor.device.type]:
         tensor = tensor.clone()
@@ -280,7 +279,7 @@ class _DlpackFunctions(NamedTuple):
 
 
 def _private() -> _DlpackFunctions | None:
-    """jaxlib's own DLPack functions, or None where they are not found."""
+    """jaxlib's own DLPack functions, or None if they are not found."""
     try:
         from jax._src.lib import _jax
 
@@ -306,7 +305,7 @@ def lender(device: torch.device) -> Lender:
 
 
 def wait_for(array: jax.Array, device: torch.device) -> None:
-    """Makes PyTorch's current stream of a GPU wait until JAX has written the array; on a CPU, waits itself."""
+    """Makes PyTorch's current stream of a GPU wait until JAX has written the array; on a CPU, the host waits."""
     if device.type == "cpu":
         array.block_until_ready()
         return
@@ -320,7 +319,7 @@ def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device,
         if device.type == "cuda":
             with torch.cuda.device(device):
                 return [jax.dlpack.from_dlpack(tensor, device=target, copy=False) for tensor in tensors]
-        # A pinned tensor would call itself a GPU's.
+        # A pinned tensor would report a GPU as its device.
         tensors = [tensor.clone() if tensor.is_pinned() else tensor for tensor in tensors]
         return [jax.dlpack.from_dlpack(tensor, device=target, copy=False) for tensor in tensors]
     stream = after_current_stream(device)
@@ -345,7 +344,7 @@ _READY = _Ready()
 
 
 def after_current_stream(device: torch.device) -> int | None:
-    """A stream of JAX's that waits for PyTorch's current one; None on a CPU."""
+    """A JAX stream that waits for PyTorch's current stream; None on a CPU."""
     if device.type != "cuda":
         return None
     stream = _stream_of_jax(device)
@@ -363,13 +362,13 @@ def _stream_of_jax(device: torch.device) -> Any:
 
 
 def _current_stream(device: torch.device) -> Any:
-    """PyTorch's current stream of a GPU, as an object that is kept: torch.cuda.current_stream makes one each time."""
+    """PyTorch's current stream of a GPU, as a cached object: each torch.cuda.current_stream() makes a new object."""
     return _external_stream(torch_internals.stream_handle(device.index), device)
 
 
 @functools.lru_cache(maxsize=64)
 def _external_stream(stream: int, device: torch.device) -> torch.cuda.Stream:
-    """The stream of this handle. Of 0, the default stream's, torch.cuda.ExternalStream would make a new stream."""
+    """The stream of this handle. For 0, the default stream, torch.cuda.ExternalStream would make a new stream."""
     return torch.cuda.ExternalStream(stream, device=device) if stream else torch.cuda.default_stream(device)
 
 
@@ -395,10 +394,10 @@ _LOANS = itertools.count()
 
 @atexit.register
 def _finish() -> None:
-    """Waits until neither side uses the other's memory.
+    """Waits until neither PyTorch nor JAX uses the other's memory.
 
-    JAX's threads let go of a tensor under the interpreter's lock: once the interpreter is gone, that aborts
-    the process.
+    JAX's threads release a tensor under the interpreter's lock. After the interpreter has ended, that would abort the
+    process.
     """
     read = _HELD.clear()
     deadline = time.monotonic() + 2

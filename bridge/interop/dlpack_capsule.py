@@ -1,8 +1,8 @@
-"""JAX arrays over the memory of PyTorch's tensors, which they do not keep alive.
+"""JAX arrays over the memory of PyTorch tensors. The arrays do not keep the tensors alive.
 
-Who makes one keeps the tensor until JAX has used it, or gives its memory away in the order of a stream that waits for
-JAX first. A capsule of PyTorch's would keep the tensor. Then a thread of JAX's lets go of it, and takes the
-interpreter's lock from the thread that calls.
+The caller keeps a tensor until JAX has used it, or frees its memory in the order of a stream that waits for JAX first.
+A PyTorch capsule would keep the tensor alive. Then one of JAX's threads would release the tensor, and take the
+interpreter's lock from the calling thread.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ _MOST = 1024
 
 
 class _Functions(NamedTuple):
-    """Functions of Python and of C, which are called with the interpreter's lock held. free: its address."""
+    """Functions of Python and C that are called with the interpreter's lock held. free: address of C's free."""
 
     capsule: Callable[..., Any]
     pointer: Callable[..., int]
@@ -47,16 +47,16 @@ def _functions() -> _Functions:
 
 
 class _Form(NamedTuple):
-    """A DLManagedTensor without the data's address. shape: what it points to."""
+    """A DLManagedTensor without the data's address. shape: the sizes to which it points."""
 
     rest: bytes
     shape: Any
 
 
 def _form_of(tensor: torch.Tensor) -> _Form:
-    """The form of a contiguous tensor, whose device and dtype are as PyTorch itself writes them.
+    """The form of a contiguous tensor, with the device and dtype that PyTorch writes.
 
-    The deleter is C's free, of the struct alone.
+    The deleter is C's free; it frees only the struct.
     """
     functions = _functions()
     capsule = torch.utils.dlpack.to_dlpack(tensor.detach())
@@ -68,13 +68,13 @@ def _form_of(tensor: torch.Tensor) -> _Form:
 
 
 class Lender:
-    """Makes arrays on one JAX device of contiguous tensors with elements.
+    """Makes arrays on one JAX device over contiguous tensors that are not empty.
 
     to_array: jaxlib's function from a DLPack capsule to an array.
     """
 
     def __init__(self, to_array: Callable[..., jax.Array], device: jax.Device, code: int) -> None:
-        """code: of the device's kind, in DLPack."""
+        """code: DLPack's code for the device type."""
         self._to_array = to_array
         self._device = device
         self._code = code
@@ -82,7 +82,7 @@ class Lender:
         self._kept: dict[Any, jax.Array] = {}
 
     def over(self, tensor: torch.Tensor, stream: int | None = None) -> jax.Array:
-        """A new array. stream: one that JAX gave for this; JAX waits for it before it uses the array."""
+        """A new array. stream: from dlpack.after_current_stream; JAX waits for it before it uses the array."""
         key = tensor.shape, tensor.dtype
         form = self._forms.get(key)
         if form is None:
@@ -95,10 +95,10 @@ class Lender:
         return self._to_array(functions.capsule(struct, _NAME, None), self._device, stream, None, self._code)
 
     def kept(self, tensor: torch.Tensor) -> jax.Array:
-        """The array of this address, shape and dtype, made once. It waits for nothing, and must never be donated."""
+        """The array of this address, shape and dtype, made once. It waits for no stream; never donate it."""
         key = tensor.data_ptr(), tensor.shape, tensor.dtype
         array = self._kept.get(key)
-        if array is None or array.is_deleted():  # as somebody may do to all of jax.live_arrays()
+        if array is None or array.is_deleted():  # a user may delete all of jax.live_arrays()
             array = self.over(tensor)
             self._kept[key] = array
             drop_oldest(self._kept, _MOST)

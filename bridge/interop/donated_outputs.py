@@ -1,8 +1,8 @@
-"""Programs of JAX whose results are tensors of PyTorch's own memory.
+"""JAX programs that write their results to PyTorch tensors.
 
-The program takes empty tensors as arguments that it may overwrite, and XLA writes its results there. So none is copied,
-and no memory of JAX's is held for a stream of PyTorch's. PyTorch's current stream waits for JAX before the call
-returns: what it does with the tensors later comes after JAX's work, as if it had run the program itself.
+The program takes empty tensors as donated arguments, and XLA writes the results to them. So no result is copied, and no
+JAX memory is held for a PyTorch stream. PyTorch's current stream waits for JAX before the call returns. So later work
+of the stream on the tensors follows JAX's work, as if the stream had run the program itself.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ _MOST = 1024
 
 
 class Arguments(NamedTuple):
-    """A call of a function. masks: its first argument, alone in a tuple, or (). tensors: those that are there.
+    """The arguments of a function. masks: (first argument,) or (). tensors: the tensor arguments that are not None.
 
-    absent: tells for each argument after `masks` whether it is None, and no tensor. structure: equal where that of the
-    Masks is, with the shapes of their arrays.
+    absent: for each argument after `masks`, whether it is None. structure: a key that is equal if the Masks have equal
+    structures, with arrays of equal shapes.
     """
 
     masks: tuple[Any, ...]
@@ -39,13 +39,13 @@ class Arguments(NamedTuple):
     structure: Any = None
 
     def placed(self, values: Sequence[Any]) -> list[Any]:
-        """The values of the tensors at their places, behind the Masks."""
+        """The Masks, then the values of the tensors, with None for absent arguments."""
         given = iter(values)
         return [*self.masks, *(None if is_absent else next(given) for is_absent in self.absent)]
 
 
 class _Result(NamedTuple):
-    """The form of a result, as PyTorch takes it."""
+    """The form of a result as a PyTorch tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -55,7 +55,7 @@ class _Result(NamedTuple):
 class _Program:
     """A jitted function that writes its results in place.
 
-    results: their forms for each kind of arguments, or None where JAX does not write in place.
+    results: forms of the results by key of the arguments; None if JAX does not write in place.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -68,7 +68,7 @@ class _Program:
         self._function = function
 
     def forms(self, key: Any, arguments: Arguments) -> tuple[_Result, ...] | None:
-        """Finds the results' forms of new arguments, where JAX may write in place. key: of the arguments."""
+        """Finds the results' forms for new arguments; None if JAX cannot write in place. key: the arguments' key."""
         forms = self.results[key] = self._traced(arguments)
         drop_oldest(self.results, _MOST)
         return forms
@@ -91,7 +91,7 @@ _PROGRAMS: dict[Callable[..., Any], _Program] = {}
 
 
 def forget() -> None:
-    """Drops the programs."""
+    """Drops all programs."""
     _PROGRAMS.clear()
 
 
@@ -104,7 +104,7 @@ def _program(function: Callable[..., Any]) -> _Program:
 
 
 def run(function: Callable[..., Any], arguments: Arguments, device: torch.device) -> list[torch.Tensor] | None:
-    """The results of a jitted function, or None where JAX does not write them in place: run it in another way then.
+    """The results of a jitted function. None if JAX does not write them in place: then the caller runs it otherwise.
 
     Never waits for a GPU on the host.
     """
@@ -134,26 +134,26 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 class _Written(NamedTuple):
-    """The results of a call. is_in_place: whether JAX wrote them there, and they are no copies."""
+    """The results of a call. is_in_place: whether JAX wrote to the given tensors; otherwise the results are copies."""
 
     results: list[torch.Tensor]
     is_in_place: bool
 
 
 def _written(program: _Program, forms: tuple[_Result, ...], arguments: Arguments, device: torch.device) -> _Written:
-    """Runs the program on the device that is current."""
+    """Runs the program on the current device."""
     lender = _lender(device)
     read = [dlpack.readable(x) for x in arguments.tensors]
     results = [_empty(form, device) for form in forms]
     try:
-        # The first array's wait for PyTorch's stream is that of all: JAX waits for each before the program begins.
+        # Only the first array waits for PyTorch's stream: JAX waits for every array before the program begins.
         first = lender.over(results[0], dlpack.after_current_stream(device))
         targets = [first, *[lender.over(x) for x in results[1:]]]
         with planning_for(device):
             arrays = program.jitted(targets, *arguments.placed([lender.kept(x) for x in read]))
         if not all(x.unsafe_buffer_pointer() == y.data_ptr() for x, y in zip(arrays, results, strict=True)):
             return _Written(dlpack.export_arrays(arrays, device, read), is_in_place=False)
-        # All are results of one program, of which JAX records the end once.
+        # All arrays are results of one program: JAX records its end once.
         dlpack.wait_for(arrays[0], device)
     except BaseException:
         _settle(device)
@@ -168,7 +168,7 @@ def _empty(form: _Result, device: torch.device) -> torch.Tensor:
 
 
 def _settle(device: torch.device) -> None:
-    """Waits until JAX uses no tensor: nobody else keeps those that it was lent, once an error has left the call."""
+    """Waits until JAX uses no tensor: after an error has left the call, nothing else keeps the lent tensors alive."""
     if device.type == "cuda":
         with contextlib.suppress(Exception), while_others_capture():
             torch.cuda.synchronize(device)

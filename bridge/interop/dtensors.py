@@ -1,7 +1,7 @@
-"""DTensors: an op runs on each process's own shards, where the shards need no others.
+"""DTensors: an op runs on each process's own shards, if no shard needs another shard.
 
 Axes that an op treats independently have roles, such as "batch" and "heads". Along each dimension of the mesh one role
-may be sharded: all tensors that have an axis of that role are sharded along it, and the others are replicated. The
+may be sharded: all tensors with an axis of this role are sharded along it, and the other tensors are replicated. The
 gradient of a replicated tensor is then a partial sum.
 """
 
@@ -28,7 +28,7 @@ def is_dtensor(x: Any) -> bool:
 
 
 def are_in(*tensors: Any) -> bool:
-    """Whether one of them is a DTensor."""
+    """Whether any argument is a DTensor."""
     return any(map(is_dtensor, tensors))
 
 
@@ -43,14 +43,14 @@ def refuse(function: str, **tensors: Any) -> None:
 
 
 class _Shards(NamedTuple):
-    """role: which is sharded along each dimension of the mesh, None where none is. sizes: whole sizes by role."""
+    """roles: the sharded role of each dimension of the mesh, or None. sizes: global sizes by role."""
 
     mesh: Any
     roles: list[str | None]
     sizes: dict[str, int]
 
     def placements(self, axes: Roles, shape: Sequence[int] | None = None, *, of_gradient: bool = False) -> list[Any]:
-        """The placements of a tensor whose axes have these roles. shape: None where no axis is broadcast."""
+        """The placements of a tensor whose axes have these roles. shape: None if no axis is broadcast."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         found: list[Any] = []
@@ -71,12 +71,12 @@ def on_shards(
     results: Sequence[Roles],
     options: Mapping[str, Any],
 ) -> Any:
-    """function(**tensors, **options) of DTensors: its results as DTensors, with gradients.
+    """Runs function(**tensors, **options) on the shards of DTensors. Returns DTensors, with gradients.
 
-    roles: of each tensor's axes, by its name. results: of each result's axes.
+    roles: roles of each tensor's axes, by the tensor's name. results: roles of each result's axes.
 
-    Raises, naming the argument and its placement: TypeError for a tensor that is no DTensor, ValueError for another
-    mesh or a placement that the op cannot run on.
+    Raises, naming the argument and its placements: TypeError for a tensor that is no DTensor, ValueError for another
+    mesh or for placements on which the op cannot run.
     """
     from torch.distributed.tensor import DTensor
 
@@ -88,8 +88,8 @@ def on_shards(
         placements = shards.placements(axes, x.shape)
         if list(x.placements) != placements:
             raise ValueError(
-                f"{name}: got a DTensor with placements {_text(x)}, want {_names(placements)} with the others; "
-                f"{name}.redistribute(placements=...) gives it"
+                f"{name}: got a DTensor with placements {_text(x)}, want {_names(placements)} with the other "
+                f"tensors; call {name}.redistribute(placements=...)"
             )
         local[name] = x.to_local(grad_placements=shards.placements(axes, x.shape, of_gradient=True))
     found = function(**{name: local.get(name) for name in tensors}, **options)
@@ -109,7 +109,6 @@ def on_shards(
 
 
 def _shards(given: Mapping[str, Any], roles: Mapping[str, Roles]) -> _Shards:
-    """The roles that the tensors' placements shard."""
     first = next(name for name, x in given.items() if is_dtensor(x))
     mesh = given[first].device_mesh
     sizes: dict[str, int] = {}
@@ -128,7 +127,7 @@ def _shards(given: Mapping[str, Any], roles: Mapping[str, Roles]) -> _Shards:
 
 
 def _role_of(dim: int, given: Mapping[str, Any], roles: Mapping[str, Roles]) -> str | None:
-    """The role that is sharded along a dimension of the mesh."""
+    """The role that is sharded along a dimension of the mesh, or None."""
     from torch.distributed.tensor import Shard
 
     found = None
@@ -180,7 +179,7 @@ _BROADCAST = ("alibi_slopes", "bias", "mask", "block_mask", "q_offset")
 
 
 def _attention_roles(name: str, x: torch.Tensor) -> Roles:
-    """The roles of the axes of an argument of attention. Raises ValueError for another number of axes."""
+    """The roles of the axes of an attention argument. Raises ValueError for a wrong number of axes."""
     axes = _ROLES[name]
     if x.ndim > len(axes) or (x.ndim < len(axes) and name not in _BROADCAST):
         raise ValueError(f"{name}: got a DTensor of shape {tuple(x.shape)}, want {len(axes)} axes")
@@ -188,10 +187,10 @@ def _attention_roles(name: str, x: torch.Tensor) -> Roles:
 
 
 def attention(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """An attention of DTensors, all of its arguments by name. A batch and heads may be sharded.
+    """Runs an attention function on DTensors. given: all its arguments, by name. Batch and heads may be sharded.
 
-    Raises as on_shards, and ValueError for a score_mod, or a Mask that tells batch entries or heads apart, where these
-    are sharded: their functions take indices in the whole tensors.
+    Raises the errors of on_shards. With a sharded axis, also raises ValueError for a score_mod, and for a Mask that
+    differs along this axis: their functions take global indices.
     """
     tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     options = {name: x for name, x in given.items() if name not in tensors}

@@ -1,4 +1,4 @@
-"""An error in processes that were forked from one in which JAX runs: they lack its threads, and would wait for ever."""
+"""An error for processes that were forked while JAX was running: they lack JAX's threads, and would wait for ever."""
 
 import os
 
@@ -6,7 +6,7 @@ from jax._src import xla_bridge
 
 __all__ = ["refuse"]
 
-_FORKED: list[int] = []  # the processes of this one's ancestors that ran JAX
+_FORKED: list[int] = []  # ids of the ancestor processes that ran JAX
 
 
 def _forked() -> None:

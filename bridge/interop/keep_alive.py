@@ -1,8 +1,9 @@
-"""Memory that a stream of PyTorch's may still use: JAX's results, and the tensors that JAX reads.
+"""Holds memory that a PyTorch stream may still use: JAX's results, and the tensors that JAX reads.
 
-JAX gives a result's memory away when the array dies, though a stream may still read it. A tensor that JAX lets go of
-last is freed by one of JAX's threads, which takes the interpreter's lock from the thread that calls. So both are held
-until an event on the stream has passed. Later calls look for those that have; where no call comes, a thread does.
+JAX gives a result's memory away when the array dies, though a stream may still read the memory. If JAX is the last to
+release a tensor, one of JAX's threads frees it, and takes the interpreter's lock from the calling thread. So results
+and tensors are held until an event on the stream has passed. Later calls release entries whose events have passed. If
+no call comes, a thread releases them.
 """
 
 import collections
@@ -27,7 +28,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 @contextlib.contextmanager
 def while_others_capture() -> Iterator[None]:
-    """Allows this thread, inside the block, what would end a CUDA graph's capture in another thread."""
+    """Allows this thread, inside the block, CUDA calls that would end a CUDA graph's capture in another thread."""
     try:
         exchange: Any = cuda_driver.driver().cuThreadExchangeStreamCaptureMode  # type: ignore[attr-defined]
     except (OSError, AttributeError):
@@ -42,7 +43,7 @@ def while_others_capture() -> Iterator[None]:
 
 
 class _Entry(NamedTuple):
-    """Memory that is held until the event `copied`, and the tensors that JAX reads. size: the bytes of JAX's memory."""
+    """memory: JAX's, held until the event `copied`. read: tensors that JAX reads. size: bytes of JAX's memory."""
 
     copied: torch.cuda.Event
     memory: list[torch.Tensor]
@@ -51,9 +52,10 @@ class _Entry(NamedTuple):
 
 
 class Held:
-    """A queue for each stream, in the stream's own order.
+    """A queue of entries for each stream, in the stream's order.
 
-    Where the host runs so far ahead that more than a sixteenth of the GPU's memory is held, it waits for the oldest.
+    If more than a sixteenth of the GPU's memory is held, because the host runs far ahead, the host waits for the oldest
+    entry.
     """
 
     def __init__(self) -> None:
@@ -65,12 +67,12 @@ class Held:
         self._calls = 0
 
     def hold(self, stream: torch.cuda.Stream, memory: list[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> None:
-        """Holds JAX's memory, and the tensors that JAX reads, until the stream has come here."""
+        """Holds JAX's memory, and the tensors that JAX reads, until the stream has reached this point."""
         copied = torch.cuda.Event()
         copied.record(stream)
         index = stream.device_index
         entry = _Entry(copied=copied, memory=memory, read=read, size=sum(tensor.nbytes for tensor in memory))
-        released: list[_Entry] = []  # freed after the lock is, as freeing runs code of JAX's
+        released: list[_Entry] = []  # freed after the lock is released: freeing runs JAX's code
         with self._lock, while_others_capture():
             self._calls += 1
             queue = self._queues.setdefault((index, stream.cuda_stream), collections.deque())
@@ -94,14 +96,14 @@ class Held:
                 self._pop(released, index, entries)
 
     def release(self) -> None:
-        """Lets go of all that has passed."""
+        """Releases all entries whose events have passed."""
         released: list[_Entry] = []
         with self._lock, while_others_capture():
             for index in {index for index, _ in self._queues}:
                 self._pop_passed(released, index)
 
     def sizes(self) -> dict[int, int]:
-        """The bytes of JAX's memory that are held, by the index of the GPU."""
+        """The bytes of JAX's memory that are held, by GPU index."""
         with self._lock:
             return dict(self._sizes)
 
@@ -120,7 +122,7 @@ class Held:
         return not any(self._queues.values())
 
     def clear(self) -> list["weakref.ref[torch.Tensor]"]:
-        """Waits for every event, and lets go of all. Returns references to the tensors that JAX read."""
+        """Waits for every event, and releases all entries. Returns references to the tensors that JAX read."""
         with self._lock:
             entries = [entry for queue in self._queues.values() for entry in queue]
             for entry in entries:
@@ -131,7 +133,7 @@ class Held:
 
 
 def _watch(reference: "weakref.ref[Held]", is_needed: threading.Event) -> None:
-    """Lets go of what has passed, where no call has come for a while."""
+    """Releases entries whose events have passed, if no call has come for a while."""
     calls = -1
     while True:
         is_needed.wait()

@@ -86,7 +86,7 @@ def is_forward_mode() -> bool:
 
 
 def is_plain_call() -> bool:
-    """Tells whether the call is free of compilers, torch.jit.trace, torch.func and forward-mode differentiation."""
+    """Whether the call runs without compilers, torch.jit.trace, torch.func and forward-mode differentiation."""
     return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()

@@ -1,12 +1,12 @@
 """from_jax: a JAX function as a PyTorch function, with its gradient.
 
-A call is made of constants and tensors. A plan is made once for each set of constants: the structure of the arguments,
-their shapes and dtypes, and which of them need a gradient. The plan's name goes with the tensors through one operator
-for the forward and one for the backward.
+A call consists of constants and tensors. A plan is made once for each set of constants: the structure of the arguments,
+their shapes and dtypes, and the arguments that need a gradient. One operator for the forward, and one for the backward,
+take the plan's name and the tensors.
 
-| file | what it does |
+| file | content |
 |---|---|
-| plans.py | requests and plans, and the names under which they are found |
+| plans.py | requests and plans, and their names |
 | planning.py | traces a function, and makes the plan |
 | plan_ops.py | the operators that run a plan, and their derivatives |
 | plan_vmap.py | torch.func.vmap of these operators |
@@ -56,36 +56,41 @@ flops.define_formulas("call", "call_backward")
 def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:
     """A JAX function as a function of PyTorch tensors, differentiable and opaque to torch.compile.
 
-    The result is that of `function` on jax.Arrays with the tensors' values; autograd's backward is its jax.vjp. Call
-    from_jax once for a function, not once for a call: JAX compiles it for each set of shapes, dtypes and constants, and
-    keeps every program. Like any function under jax.jit it must be pure.
+    The results are the results of `function` on jax.Arrays with the tensors' values; autograd's backward is the
+    function's jax.vjp. Call from_jax once for a function, not once for a call: JAX compiles a program for each set of
+    shapes, dtypes and constants, and keeps every program. Like any function under jax.jit, `function` must be pure.
+
+    | under | behaviour |
+    |---|---|
+    | torch.compile(fullgraph=True) | works; the graph serves only the Mask of its trace, while the Mask is alive |
+    | torch.compile(dynamic=True) | one graph for all sizes if a result's sizes are constants or sizes of tensors |
+    | torch.export, make_fx | the graph runs only in the process that traced it |
+    | torch.func.vmap | jax.vmap of `function` |
+    | torch.func.jvp, torch.autograd.forward_ad | jax.jvp of `function`, also twice and under reverse mode |
+    | double backward | raises |
+    | a CUDA graph | captures calls of the direct route, after a first call outside the graph |
+    | copy, pickle | works; pickles if `function` can be pickled |
 
     Args:
-      function: takes and returns jax.Arrays, alone or in tuples, lists and dicts. Arguments that are not tensors
-        (numbers, strings, None, anything hashable) are constants, and are passed as they are. The arrays of a
-        masks.Mask are data of the call, on the tensors' device: Masks of one structure, with arrays of the same shapes,
-        share one program.
+      function: takes and returns jax.Arrays, directly or in tuples, lists and dicts. Arguments that are not tensors
+        (numbers, strings, None, anything hashable) are constants, and are passed unchanged. The arrays of a masks.Mask
+        are dynamic values of the call, on the tensors' device: one program serves all Masks of one structure, with
+        arrays of the same shapes.
 
     Returns:
-      A function that takes tensors where `function` takes arrays, at least one and all on one device. It returns
-      tensors, which PyTorch owns. Gradients flow to floating-point and complex tensors that require one; integer and
-      bool tensors, and the arrays of a Mask, get none. It runs on the tensors' device, in the order of PyTorch's
-      current stream. It works under torch.compile(fullgraph=True), where a Mask is a constant: the graph serves the
-      Mask that it was traced with, as long as that lives. torch.func.vmap of it is jax.vmap of `function`. It can be
-      copied, and pickled where `function` can. Forward mode (torch.func.jvp, torch.autograd.forward_ad) is jax.jvp of
-      `function`, also twice and under reverse mode. Its gradient cannot be differentiated. A CUDA graph captures calls
-      of the direct route, after a first call outside. One graph of torch.compile(dynamic=True) serves all sizes, where
-      each size of a result is a constant or that of a tensor. A graph that calls it (torch.export, make_fx) runs only
-      in the process that traced it.
+      A function that takes tensors where `function` takes arrays: at least one tensor, and all on one device. It
+      returns tensors, which PyTorch owns. It runs on the tensors' device, in the order of PyTorch's current stream.
+      Gradients flow to floating-point and complex tensors that require a gradient; integer and bool tensors, and the
+      arrays of a Mask, get no gradient.
 
     Raises, when called:
-      TypeError: JAX does not take a tensor's dtype (float64 and int64 need jax_enable_x64), or a constant is not
-        hashable, or holds a tensor.
+      TypeError: JAX lacks a tensor's dtype (float64 and int64 need jax_enable_x64), or a constant is not hashable, or
+        holds a tensor.
       ValueError: there is no tensor, or tensors are on several devices.
-      NotImplementedError: it is differentiated in forward mode, and `function` is built on an op that has derivatives
-        in reverse mode alone (jax.custom_vjp), as those of this library are; or its gradient is, as by
-        torch.func.hessian.
-      RuntimeError: its gradient is differentiated in reverse mode, or called in a graph that another process traced.
+      NotImplementedError: the call is differentiated in forward mode, and `function` uses an op with reverse-mode
+        derivatives only (jax.custom_vjp), as this library's ops are; or the gradient is differentiated in forward
+        mode, as by torch.func.hessian.
+      RuntimeError: the gradient is differentiated in reverse mode, or a graph runs that another process traced.
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function of jax.Arrays")
@@ -93,7 +98,7 @@ def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _FromJax:
-    """A function of tensors, as from_jax returns it. It is pickled as from_jax of its function, which has a name."""
+    """The function of tensors that from_jax returns. It pickles as from_jax of its function, by the function's name."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -127,14 +132,14 @@ class _FromJax:
 
 
 class Seen(NamedTuple):
-    """A call as it may be known. statics: all that is no tensor, and which tensors there are; of a Mask its id."""
+    """The key of a cached call. statics: arguments that are no tensors (a Mask by id), and which are tensors."""
 
     statics: Any
     tensors: Sequence[Any]
 
 
 def seen(arguments: Sequence[Any], options: Sequence[Any]) -> Seen:
-    """A call of these arguments, which may be tensors, and options, which are none."""
+    """The key of a call with arguments that may be tensors, and options that are no tensors."""
     statics = [None if isinstance(x, torch.Tensor) else (type(x), x) for x in arguments]
     kinds = map(type, options)  # 1, 1.0 and True are equal
     return Seen((*options, *kinds, *statics), [x for x in arguments if isinstance(x, torch.Tensor)])
@@ -144,13 +149,14 @@ def _is_int(x: Any) -> bool:
     return type(x) is int
 
 
-_EXACT = (bool, int, str, type(None))  # values that are equal where their types and values are
+_EXACT = (bool, int, str, type(None))  # two values are the same constant if types and values are equal
 
 
 def seen_by_name(args: Sequence[Any], kwargs: dict[str, Any], *settings: Any) -> Seen:
-    """A call of any arguments, whose tensors stand in the order of `flatten`. settings: what else the call depends on.
+    """The key of a call with any arguments. settings: other values that the call depends on.
 
-    Its statics are equal where the structures are, and hold the ids of Masks.
+    The tensors are in the order of `flatten`. The statics are equal if the structures are equal, and hold the ids of
+    Masks.
     """
     statics: list[Any] = [len(args), *settings]
     tensors: list[Any] = []
@@ -180,11 +186,11 @@ def _seen_in_trees(args: Sequence[Any], kwargs: dict[str, Any], settings: Sequen
 
 
 class JaxOp:
-    """A JAX function as from_jax gives it, for an op that tells by what its calls may be known."""
+    """A JAX function in the form of from_jax, for an op that gives the keys of its cached calls."""
 
     def __init__(self, function: Callable[..., Any], *, is_whole: bool = False) -> None:
-        """is_whole: its arguments are tensors and constants, and its results tensors, so that torch.compile need not
-        look inside of a call: each name that it sees adds to what it checks before every call of a graph.
+        """is_whole: the arguments are tensors and constants, and the results tensors. So torch.compile need not trace
+        into a call: each name that it sees adds to its checks before every call of a graph.
         """
         self._function = function
         self._name = name = register(function)
@@ -203,16 +209,16 @@ class JaxOp:
         self._in_graph = torch.compiler.allow_in_graph(in_graph) if is_whole else in_graph
 
     def find(self, seen: Seen) -> KnownCall | None:
-        """The call that is known by that. Not for code that torch.compile traces."""
+        """The cached call of this key, or None. Not for code that torch.compile traces."""
         config = _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision  # _config(), without a call
         return self._known.find((seen.statics, config), seen.tensors)
 
     def serve(self, seen: Seen | None, *args: Any, **kwargs: Any) -> Any:
-        """The function's results. seen: what the call is known as from now on, if its tensors are the arguments'."""
+        """The function's results. seen: key to cache the call, if its tensors are the arguments' tensors."""
         if self._is_whole and torch.compiler.is_compiling():
             return self._in_graph(*args, **kwargs)
         if not torch.compiler.is_compiling() and (changed := plain_options(self._numbers, kwargs)):
-            # The numbers of arrays and tensors may change, and are read in each call.
+            # Numbers in arrays and tensors may change: they are read in each call.
             seen = seen if all(is_constant(kwargs[name]) for name in changed) else None
             kwargs |= changed
         tensors: list[torch.Tensor] = []
@@ -242,7 +248,7 @@ class JaxOp:
 
 
 def _check_dense(function: Callable[..., Any], structure: Any, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises, naming the argument, for a nested tensor, which tells no shape, and for a DTensor."""
+    """Raises, naming the argument, for a nested tensor, which has no shape, and for a DTensor."""
     for index, x in enumerate(tensors):
         if dtensors.is_dtensor(x):
             name = getattr(function, "__name__", repr(function))
@@ -252,7 +258,7 @@ def _check_dense(function: Callable[..., Any], structure: Any, tensors: Sequence
 
 
 def _config() -> tuple[Any, ...]:
-    """The settings of JAX's that change what a function computes."""
+    """The JAX settings that change a function's results."""
     return _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision
 
 
@@ -308,7 +314,7 @@ def _recipe(name: str, structure: Any) -> str:
 
 
 def _flat_call(recipe: str, tensors: list[torch.Tensor]) -> dynamic_shapes.Flat:
-    """A call of a graph: for many shapes where it is, and its results' sizes are known; else for these shapes alone."""
+    """A call in a graph: for many shapes if the graph is, and the results' sizes are known; else for these shapes."""
     flat = dynamic_shapes.call(recipe, tensors) if dynamic_shapes.is_any_shape(tensors) else None
     if flat is not None:
         return flat
@@ -317,32 +323,32 @@ def _flat_call(recipe: str, tensors: list[torch.Tensor]) -> dynamic_shapes.Flat:
     return dynamic_shapes.Flat(call_op(tensors, traced.plan, traced.operands), traced.outputs)
 
 
-_OUTPUTS: dict[str, Any] = {}  # by recipe: the structure of the results of its call that is being traced
+_OUTPUTS: dict[str, Any] = {}  # by recipe: the structure of the results of the call being traced
 _MOST_OUTPUTS = 1024
 
 
 @torch.compiler.assume_constant_result
 def _is_in_dual_level() -> bool:
-    """Whether torch.compile traces code inside of torch.autograd.forward_ad.dual_level, which it enters itself, too."""
+    """Whether the traced code is in torch.autograd.forward_ad.dual_level. torch.compile enters this level, too."""
     return torch_internals.is_forward_mode()
 
 
 @torch.compiler.allow_in_graph
 def _call_in_graph(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The results of a call that is a node of a graph: torch.compile does not look inside."""
+    """The results of a call that is one node of a graph: torch.compile does not trace into it."""
     return _results_of(recipe, tensors)
 
 
 @torch.compiler.allow_in_graph
 def _call_of_duals(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """_call_in_graph of tensors that may have tangents."""
+    """_call_in_graph for tensors that may have tangents."""
     with torch_internals.as_in_dual_level():
         return _results_of(recipe, tensors)
 
 
 @torch.compiler.allow_in_graph
 def _op_of_duals(plan: str, operands: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The operator of a plan, as a node of a graph, of tensors that may have tangents."""
+    """The operator of a plan, as one node of a graph, for tensors that may have tangents."""
     with torch_internals.as_in_dual_level():
         return tuple(call_op(list(tensors), plan, operands))
 
@@ -356,13 +362,13 @@ def _results_of(recipe: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Ten
 
 @torch.compiler.assume_constant_result
 def _outputs(recipe: str) -> Any:
-    """The structure of the results of the call that was traced last."""
+    """The structure of the results of the recipe's last traced call."""
     return _OUTPUTS[recipe]
 
 
 def _traced_call(name: str, structure: Any, tensors: list[torch.Tensor], masks: Sequence[Mask | MaskOfId]) -> Any:
-    """A call in a graph of torch.compile. It serves the Masks that it was traced with, and no others."""
-    # torch.compile makes no constant of a frozen dataclass; of its id it does, and checks for that very object.
+    """A call in a graph of torch.compile. It serves only the Masks that it was traced with."""
+    # torch.compile cannot make a frozen dataclass a constant. It can for the id, and then checks for the same object.
     ids = [mask.number if isinstance(mask, MaskOfId) else id(mask) for mask in masks]
     traced = _traced(name, structure, tuple(_signature(x) for x in tensors), *ids)
     if _is_in_dual_level():
@@ -377,7 +383,7 @@ def _signature(tensor: torch.Tensor) -> Signature:
 
 
 class _Traced(NamedTuple):
-    """A plan without a gradient, in constants for torch.compile: its name, its outputs' structure, the Masks' name."""
+    """A plan without a gradient, in constants for torch.compile. outputs: structure. operands: name of the Masks."""
 
     plan: str
     outputs: Any
@@ -386,7 +392,7 @@ class _Traced(NamedTuple):
 
 @torch.compiler.assume_constant_result
 def _traced(name: str, structure: Any, signatures: tuple[Signature, ...], *ids: int) -> _Traced:
-    """ids: of the Masks, which the function that is traced holds."""
+    """ids: ids of the Masks. The traced function keeps the Masks alive."""
     operands: Any = NONE
     masks: list[Mask] = [ctypes.cast(number, ctypes.py_object).value for number in ids]
     if masks and signatures:

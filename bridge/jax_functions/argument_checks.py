@@ -1,4 +1,4 @@
-"""Checks of arguments that ops of the bridge share. An error names the argument, what it got and what it wants."""
+"""Argument checks for several ops of the bridge. Errors have the form "argument: got ..., want ..."."""
 
 from typing import Any
 
@@ -21,21 +21,21 @@ __all__ = [
 
 
 def check_tensors(**tensors: Any) -> None:
-    """Raises TypeError for one that is no torch.Tensor, such as an array of NumPy's or JAX's."""
+    """Raises TypeError for an argument that is no torch.Tensor, such as a NumPy or JAX array."""
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor{way_out(x)}")
 
 
 def check_optional_tensors(**tensors: Any) -> None:
-    """As check_tensors, but that they may be None."""
+    """As check_tensors, but None is allowed."""
     for name, x in tensors.items():
         if not (x is None or isinstance(x, torch.Tensor)):
             raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor or None{way_out(x)}")
 
 
 def check_scales(**scales: Any) -> None:
-    """Raises TypeError for one that is neither a torch.Tensor nor a number nor None."""
+    """Raises TypeError for an argument that is neither a torch.Tensor nor a number nor None."""
     for name, x in scales.items():
         if x is None or isinstance(x, torch.Tensor | int | float | np.generic):
             continue
@@ -44,7 +44,7 @@ def check_scales(**scales: Any) -> None:
 
 
 def check_activation(activation: Any, *, is_optional: bool = True) -> None:
-    """Raises TypeError or ValueError unless it is the name of an activation, a function, or None."""
+    """Raises TypeError or ValueError unless activation is the name of an activation, a function, or None."""
     if callable(activation) or (activation is None and is_optional):
         return
     if not isinstance(activation, str):
@@ -56,7 +56,7 @@ def check_activation(activation: Any, *, is_optional: bool = True) -> None:
 
 
 def check_precision(precision: Any, wanted: tuple[str, ...] = PRECISIONS) -> None:
-    """Raises ValueError unless it is one of the wanted names, or None."""
+    """Raises ValueError unless precision is one of the wanted names, or None."""
     if precision is not None and precision not in wanted:
         raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, wanted))} or None")
 
@@ -67,10 +67,10 @@ def kind_of(x: Any) -> str:
 
 
 def way_out(x: Any) -> str:
-    """The end of an error about an argument that is no tensor: empty, or for torch.fx's Proxy the way out."""
+    """The end of an error about an argument that is no tensor: a workaround for torch.fx's Proxy, else empty."""
     if not isinstance(x, torch.fx.Proxy):
         return ""
     return (
-        "; torch.fx.symbolic_trace cannot look into this function: take a module of bridge.nn, or mark a function of "
-        "your own that calls it with torch.fx.wrap"
+        "; torch.fx.symbolic_trace cannot look into this function: use a module of bridge.nn, or call this function in "
+        "a function of your own that is marked with torch.fx.wrap"
     )

@@ -1,4 +1,4 @@
-"""The names of a call's arguments in errors: those of the function that the user called."""
+"""Argument names for errors: the names in the function that the user called."""
 
 import inspect
 import re
@@ -11,15 +11,15 @@ __all__ = ["constants", "leaf_names", "rename"]
 
 
 def leaf_names(function: Callable[..., Any], structure: Any) -> list[str]:
-    """The name of each tensor of a call, in the order of the leaves: "x", or "x[0]" and "x['a']" inside of containers.
+    """The name of each tensor of a call, in the order of the leaves: "x", or "x[0]" and "x['a']" in containers.
 
-    structure: that of the call's (args, kwargs).
+    structure: structure of the call's (args, kwargs).
     """
     return [name for name, part in _named_parts(function, structure) if part == SINGLE]
 
 
 def constants(function: Callable[..., Any], structure: Any) -> Iterator[tuple[str, Any]]:
-    """The name and the value of each constant of a call that is no number, as leaf_names names tensors."""
+    """(name, value) of each constant of a call that is no number. Names are formed as in leaf_names."""
     for name, (kind, *others) in _named_parts(function, structure):
         if kind == "constant":
             _, value, *_ = others
@@ -53,7 +53,7 @@ def _positional(function: Callable[..., Any], count: int) -> list[str]:
 
 
 def _parts(name: str, structure: Any) -> Iterator[tuple[str, Any]]:
-    """The names and structures of all but the containers inside of an argument of this name."""
+    """The name and the structure of each leaf in an argument of this name, also in nested containers."""
     kind, *parts = structure
     if kind in ("dict", "ordered dict"):
         keys, children = parts
@@ -72,7 +72,7 @@ def _parts(name: str, structure: Any) -> Iterator[tuple[str, Any]]:
 
 
 def rename(error: Exception, **names: str) -> None:
-    """Gives an error's text the names that the caller's function has, in place of those of the function that raised."""
+    """Replaces argument names in an error's text. names: {name in the function that raised: name for the caller}."""
     if len(error.args) == 1 and isinstance(error.args[0], str):
         (text,) = error.args
         for inner, own in names.items():

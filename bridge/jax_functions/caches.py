@@ -1,4 +1,4 @@
-"""The caches of the bridge: their sizes, and an end of them."""
+"""Sizes and clearing of the bridge's caches."""
 
 from typing import NamedTuple
 
@@ -13,14 +13,15 @@ __all__ = ["CacheInfo", "cache_info", "clear_cache"]
 
 
 class CacheInfo(NamedTuple):
-    """The entries of the bridge's caches.
+    """The number of entries in each of the bridge's caches.
 
-    functions: those given to from_jax, and the bridge's own, which are kept. plans: of calls, with JAX's programs; the
-    1,024 newest are kept. chains: of kernels that the direct route has loaded, and calls that have none; the 512 that
-    were used last are kept. known_calls: those that are launched without checks, up to 512 for an op. recipes: of
-    compiled graphs for many sizes, where a constant is more than a number or a text; the 1,024 that were used last are
-    kept, and another graph raises an error that says so. plan_recipes: by which plans are made again; the 1,024 newest
-    are kept, and those of plans that a graph has. tangents: functions that forward mode made, kept with their plans.
+    functions: functions given to from_jax, and the bridge's own, which are kept. plans: plans of calls, with JAX's
+    programs; the 1,024 newest are kept. chains: launch chains that the direct route has loaded, and calls without a
+    launch chain; the 512 last used are kept. known_calls: cached calls, which are launched without checks, up to 512
+    for an op. recipes: compiled graphs for many sizes with a constant other than a number or a text; the 1,024 last
+    used are kept, and a graph whose recipe was dropped raises an error that says so. plan_recipes: recipes to make
+    plans again; the 1,024 newest are kept, and the recipes of plans in a graph. tangents: functions that forward mode
+    made, kept with their plans.
     """
 
     functions: int
@@ -46,9 +47,9 @@ def cache_info() -> CacheInfo:
 
 
 def clear_cache() -> None:
-    """Drops compiled programs, loaded kernels, and JAX's own caches; what is called again is compiled again.
+    """Drops compiled programs, loaded kernels, and JAX's own caches. Later calls are compiled again.
 
-    A graph of torch.compile whose recipe it drops (cache_info) has to be compiled again, after torch.compiler.reset().
+    A graph of torch.compile whose recipe it drops (cache_info) must be compiled again, after torch.compiler.reset().
     Kernels in captured CUDA graphs stay loaded. Waits for the GPUs whose kernels it unloads.
     """
     call_cache.clear()

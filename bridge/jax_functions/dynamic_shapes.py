@@ -1,13 +1,14 @@
-"""Calls of from_jax's functions in graphs that serve tensors of many shapes.
+"""Calls of from_jax's functions in graphs for many shapes.
 
-The operators `call` and `call_backward` take a plan, which is for one set of shapes. `call_any` and `call_any_backward`
-take a recipe, which is the call without shapes, and find the plan of the tensors when they run. A recipe is a text that
-says all of it, so that nothing is kept for a graph, unless its constants are more than numbers and texts.
+The operators `call` and `call_backward` take a plan, which holds for one set of shapes. `call_any` and
+`call_any_backward` take a recipe: the call without shapes. They look up the plan for the tensors' shapes when they run.
+A recipe is a text that describes the whole call, so nothing is kept for a graph. Only a recipe with constants other
+than numbers and texts is kept.
 
-PyTorch must know the results' sizes as expressions in those of the tensors. They are found by trying: JAX tells the
-results' sizes for a few sets of sizes. Where JAX refuses these, as a parameter has a size that the tensors must share,
-the sizes in the way become constants of the graph. A call checks that its results have the sizes that its graph has.
-The backward reads the tensors alone, so that XLA computes again what it needs of the forward.
+PyTorch must know each result's size as an expression of the tensors' sizes. Trials find the expressions: JAX gives the
+results' sizes for a few sets of sizes. JAX may refuse a set, because a tensor's size must equal a parameter's size.
+Then the refused sizes become constants of the graph. A call checks that its results have the sizes in its graph. The
+backward reads only the tensors, so XLA recomputes the parts of the forward that the gradients need.
 """
 
 import functools
@@ -31,7 +32,7 @@ __all__ = ["Flat", "call", "clear", "count", "find", "is_any_shape", "name_of"]
 
 
 class Recipe(NamedTuple):
-    """A call without its values and shapes. function: its name. structure: its arguments, with their constants."""
+    """A call without values and shapes. function: its name. structure: the arguments' structure, with constants."""
 
     function: str
     structure: Any
@@ -42,32 +43,30 @@ class Recipe(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """A result's dtype, and for each axis its size, or the tensor and the axis whose size it is."""
+    """A result's dtype and sizes: an axis has a constant size, or the size of a (tensor, axis)."""
 
     dtype: torch.dtype
     sizes: tuple[int | tuple[int, int], ...]
 
 
 class _Results(NamedTuple):
-    """The results of a recipe, and their structure."""
-
     results: tuple[_Result, ...]
     structure: Any
 
     @property
     def text(self) -> str:
-        """The sizes, for the operator."""
+        """The sizes as JSON, an argument of the operator."""
         return json.dumps([result.sizes for result in self.results])
 
 
 _MOST = 1024  # recipes that are kept
-_KEPT: dict[str, Recipe] = {}  # those that no text can say, the one that was used last at the end
+_KEPT: dict[str, Recipe] = {}  # recipes that have no text, the last used at the end
 _LOCK = threading.Lock()
 _PLAIN: dict[str, type] = {kind.__name__: kind for kind in (str, bool, int, type(None))}
 
 
 def _name_of(recipe: Recipe) -> str:
-    """The text for a recipe, or the name under which it is kept."""
+    """The text of a recipe, or the name by which `find` finds a recipe that has no text."""
     try:
         structure = json.dumps(recipe.structure, default=_type_name)
     except TypeError:
@@ -92,7 +91,7 @@ def _kept_name(recipe: Recipe) -> str:
 
 
 def find(name: str) -> Recipe:
-    """The recipe of a name. Raises RuntimeError where it is another process's, or is no longer kept."""
+    """The recipe of a name. Raises RuntimeError if another process made the recipe, or if it was dropped."""
     if " " in name:
         return _read(name)
     with _LOCK:
@@ -101,15 +100,15 @@ def find(name: str) -> Recipe:
             _KEPT[name] = recipe
             return recipe
     raise RuntimeError(
-        f"{name}: a graph that calls a from_jax function runs only in the process that traced it, and one with "
-        f"constants other than numbers and texts until clear_cache(), or {_MOST} other such graphs, are called; "
+        f"{name}: a graph that calls a from_jax function runs only in the process that traced it; with constants other "
+        f"than numbers and texts it is lost after clear_cache(), and after {_MOST} other graphs with such constants; "
         "compile it again, after torch.compiler.reset()"
     )
 
 
 @functools.lru_cache(maxsize=_MOST)
 def _read(name: str) -> Recipe:
-    """The recipe that a text says. Raises RuntimeError for one of another process."""
+    """The recipe of a text. Raises RuntimeError if another process made the text."""
     function, x64, structure = name.split(" ", 2)
     if function not in FUNCTIONS:
         raise RuntimeError(
@@ -123,12 +122,12 @@ def _as_tuples(x: Any) -> Any:
 
 
 def _label(name: str) -> str:
-    """The name of a recipe's function in error messages."""
+    """The recipe's function, for error messages."""
     return f"from_jax of {stem_of(name.split(' ', 1)[0] if ' ' in name else find(name).function)}"
 
 
 def clear() -> None:
-    """Drops the recipes that are kept, and what was found by trying."""
+    """Drops the kept recipes and the results of trials."""
     with _LOCK:
         _KEPT.clear()
     _read.cache_clear()
@@ -137,37 +136,35 @@ def clear() -> None:
 
 
 def count() -> int:
-    """How many recipes are kept."""
+    """The number of kept recipes."""
     return len(_KEPT)
 
 
 def is_any_shape(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a graph is traced that is to serve other sizes of the tensors, too."""
+    """Whether a graph for many sizes of the tensors is being traced. False under torch.func's transforms."""
     if torch._C._are_functorch_transforms_active():
         return False
     return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
 
 
 class Flat(NamedTuple):
-    """The results of a call, and the structure that they have."""
-
     results: list[torch.Tensor]
     structure: Any
 
 
 def name_of(function: str, structure: Any) -> str:
-    """The name of a call's recipe. structure: that of its arguments."""
+    """The name of a call's recipe. structure: structure of the call's arguments."""
     return _name_of(Recipe(function, structure, jax.config.jax_enable_x64))
 
 
 def call(name: str, tensors: list[torch.Tensor]) -> Flat | None:
-    """A call in a graph for many shapes, by its recipe's name; None where the sizes of its results are not known."""
+    """A call in a graph for many shapes, by its recipe's name; None if the sizes of its results are unknown."""
     found = _results_of(name, tensors)
     return None if found is None else Flat(call_any_op(tensors, name, found.text), found.structure)
 
 
 class _Sizes(NamedTuple):
-    """A tensor's sizes: whole numbers, or the texts of expressions. hints: the values that they have in the trace."""
+    """A tensor's sizes: ints, or texts of symbolic expressions. hints: values of the sizes in the trace."""
 
     sizes: tuple[int | str, ...]
     hints: tuple[int, ...]
@@ -176,7 +173,7 @@ class _Sizes(NamedTuple):
 
 
 def _results_of(name: str, tensors: Sequence[torch.Tensor]) -> _Results | None:
-    """The results of a recipe. Makes constants of the sizes without which JAX has no results of other sizes."""
+    """The results of a recipe. Sizes that JAX accepts with one value only become constants of the graph."""
     described = _sizes_of(tensors)
     if described is None:
         return None
@@ -192,7 +189,7 @@ def _results_of(name: str, tensors: Sequence[torch.Tensor]) -> _Results | None:
 
 
 def _sizes_of(tensors: Sequence[torch.Tensor]) -> tuple[_Sizes, ...] | None:
-    """The tensors' sizes, None where one has no value in the trace."""
+    """The tensors' sizes; None if a size has no value in the trace."""
     found = []
     for x in tensors:
         hints = [torch_internals.hint(size) for size in x.shape]
@@ -205,9 +202,9 @@ def _sizes_of(tensors: Sequence[torch.Tensor]) -> tuple[_Sizes, ...] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _pins(name: str, tensors: tuple[_Sizes, ...]) -> tuple[str, ...] | None:
-    """The expressions to be constants, so that trying gives the results; None where that would be all of them.
+    """The expressions that must become constants for the trials to succeed; None if all of them would.
 
-    torch.compile(dynamic=True) gives a tensor's last axis a symbol beside a parameter, whose size is a constant.
+    torch.compile(dynamic=True) gives a tensor's last axis a symbol, though a parameter's equal size is a constant.
     """
     hints = _hints(tensors)
     constants = {size for x in tensors for size in x.sizes if isinstance(size, int)}
@@ -223,17 +220,17 @@ def _pins(name: str, tensors: tuple[_Sizes, ...]) -> tuple[str, ...] | None:
 
 
 def _hints(tensors: Sequence[_Sizes]) -> dict[str, int]:
-    """The values that the expressions have in the trace."""
+    """The value of each expression in the trace."""
     return {size: hint for x in tensors for size, hint in zip(x.sizes, x.hints, strict=True) if isinstance(size, str)}
 
 
 def _pinned(x: _Sizes, pins: Sequence[str]) -> _Sizes:
-    """The sizes with the values of some expressions in their places."""
+    """The sizes, with the expressions in `pins` replaced by their values."""
     return x._replace(sizes=tuple(hint if size in pins else size for size, hint in zip(x.sizes, x.hints, strict=True)))
 
 
 def _described(size: Any) -> int | str:
-    """A size, or the text of its expression, unless the trace has found that it is a constant."""
+    """A constant size as an int; else the text of the size's expression."""
     if not isinstance(size, torch.SymInt):
         return size
     text = str(size)
@@ -241,14 +238,14 @@ def _described(size: Any) -> int | str:
 
 
 class _Trial(NamedTuple):
-    """The shapes of the tensors in a trial, and the plan that JAX has for them."""
+    """The shapes of the tensors in a trial, and JAX's plan for these shapes."""
 
     shapes: list[tuple[int, ...]]
     plan: Plan
 
 
 def _trial(recipe: Recipe, tensors: Sequence[_Sizes], values: dict[str, int]) -> _Trial:
-    """A trial of these values of the expressions."""
+    """Plans the recipe with these values of the expressions."""
     shapes, signatures = [], []
     for x in tensors:
         shapes.append(tuple(values[size] if isinstance(size, str) else size for size in x.sizes))
@@ -258,10 +255,10 @@ def _trial(recipe: Recipe, tensors: Sequence[_Sizes], values: dict[str, int]) ->
 
 @functools.lru_cache(maxsize=1024)
 def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
-    """The results by trying: a result's size is that of a tensor's axis which is the same in two trials.
+    """The results by trials: a result has the size of a tensor's axis if the sizes are equal in two trials.
 
-    Each expression grows by a factor of its own. Where JAX refuses that, as some sizes must be equal, those that are
-    equal in the trace have the same.
+    The second trial multiplies each expression by its own factor. JAX may refuse these sizes because some must be
+    equal. Then expressions that are equal in the trace get the same factor.
     """
     recipe = find(name)
     hints = _hints(tensors)
@@ -279,7 +276,7 @@ def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
         if None in sizes:
             return None
         results.append(_Result(one.dtype, tuple(sizes)))  # type: ignore[arg-type]
-    # A size such as min(n, 8) is a constant in the trials so far, but no longer where all sizes are small.
+    # A size such as min(n, 8) was a constant in both trials. A trial with small sizes shows that it varies.
     third = _first_trial(recipe, tensors, [distinct, alike])
     if third is not None:
         want = [_shape(result.sizes, third.shapes) for result in results]
@@ -289,7 +286,7 @@ def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
 
 
 def _first_trial(recipe: Recipe, tensors: Sequence[_Sizes], every: Sequence[dict[str, int]]) -> _Trial | None:
-    """The first of several trials that JAX does not refuse, None where it refuses all."""
+    """The first trial that JAX accepts; None if JAX refuses all."""
     for values in every:
         try:
             return _trial(recipe, tensors, values)
@@ -299,14 +296,14 @@ def _first_trial(recipe: Recipe, tensors: Sequence[_Sizes], every: Sequence[dict
 
 
 def _shape(sizes: Sequence[Any], shapes: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-    """The shape of a result. sizes: those of _Result, shapes: of the tensors."""
+    """The shape of a result. sizes: as in _Result. shapes: shapes of the tensors."""
     return tuple(x if isinstance(x, int) else shapes[x[0]][x[1]] for x in sizes)
 
 
 def _size(
     tensors: Sequence[_Sizes], first: _Trial, second: _Trial, sizes: tuple[int, int]
 ) -> int | tuple[int, int] | None:
-    """The size, or the tensor and axis, that has these sizes in the two trials; None where there is neither."""
+    """The constant, or the (tensor, axis), that has these sizes in the two trials; None if none matches."""
     if sizes[0] == sizes[1]:
         return sizes[0]
     for index, x in enumerate(tensors):
@@ -328,15 +325,15 @@ def _program(tensors, recipe, sizes=""):
         got = [tuple(x.shape) for x in plan.results]
         if got != want:
             raise RuntimeError(
-                f"{_label(recipe)}: its results have shapes {got}, and {want} in this graph for many shapes, which "
-                "takes each size of a result for a constant or that of a tensor: compile it with dynamic=False"
+                f"{_label(recipe)}: its results have shapes {got}, but this graph for many shapes has {want}: it takes "
+                "each size of a result for a constant or the size of a tensor; compile it with dynamic=False"
             )
     return torch_operator.Program(plan.forward, tensors, NONE)
 
 
 @once
 def _backward(request: Request, wanted: int):
-    """The jitted gradients of the tensors in `wanted`, a bit for each, of the tensors and then the cotangents."""
+    """The jitted function of (*tensors, *cotangents) that returns the gradients. wanted: a bit for each gradient."""
     outputs, _ = outputs_of(request)
     count = len(request.signatures)
     moving = [index for index in range(count) if wanted >> index & 1]

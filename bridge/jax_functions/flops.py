@@ -1,6 +1,7 @@
 """FLOP formulas of the bridge's operators, for torch.utils.flop_counter.FlopCounterMode.
 
-As PyTorch's own, they count the products of matrices alone, and attention without what a mask leaves out.
+Like PyTorch's formulas, they count only matmuls. For attention they count all pairs of queries and keys, also the
+masked pairs.
 """
 
 import functools
@@ -22,7 +23,7 @@ __all__ = ["define_formulas"]
 
 
 def _attention(query: Any, value: Any, of_query: int, of_value: int) -> int:
-    """of_query, of_value: how many products have the head_dim of query, and of value."""
+    """of_query, of_value: the numbers of matmuls with the head_dim of query, and with the head_dim of value."""
     batch, length, heads, head_dim = query
     _, kv_length, _, value_dim = value
     return 2 * batch * heads * length * kv_length * (of_query * head_dim + of_value * value_dim)
@@ -33,13 +34,13 @@ def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
 
 
 def _backward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """The scores once more, and the gradients of the weights, query, key and value."""
+    """Counts the recomputed scores, and the gradients of the weights, query, key and value."""
     return _attention(query, value, 3, 2)
 
 
 @functools.lru_cache(maxsize=1024)
 def _of_plan(name: str, with_gradient: bool) -> int:
-    """The operations of a plan's products in plain JAX, forward, or forward and backward."""
+    """The operations of a plan's matmuls in plain JAX: forward, or forward and backward."""
     plan = find_plan(name)
     outputs, _ = outputs_of(plan.request)
     specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in plan.request.signatures]
@@ -58,13 +59,13 @@ def _of_plan(name: str, with_gradient: bool) -> int:
     with dlpack.outside_of_traces(), dispatch.on_device(dispatch.device_info(jax.devices("cpu")[0])):
         try:
             traced = jax.make_jaxpr(both if with_gradient else outputs)(mask_specs(plan.request.masks), *specs)
-        except NotImplementedError:  # an implementation that plain JAX is not
+        except NotImplementedError:  # the call names an implementation other than plain JAX
             return 0
     return _products(traced.jaxpr)
 
 
 def _products(jaxpr: Any) -> int:
-    """The operations of the products of matrices in a jaxpr, those of a loop's body times its length."""
+    """The operations of the matmuls in a jaxpr. The body of a scan counts `length` times."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -94,7 +95,7 @@ _FORMULAS = {
 
 
 def define_formulas(*names: str) -> None:
-    """Tells PyTorch the formulas of operators, which are there. It may be called once for a name in a process."""
+    """Registers the formulas of existing operators with PyTorch. Call it only once for a name in a process."""
 
     def register() -> None:
         from torch.utils.flop_counter import register_flop_formula

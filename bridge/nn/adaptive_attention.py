@@ -1,4 +1,4 @@
-"""Multi-head attention of tokens to themselves or to others, as a PyTorch module."""
+"""Multi-head self-attention and cross-attention as a PyTorch module."""
 
 import numbers
 from typing import Any
@@ -27,20 +27,21 @@ class AdaptiveAttention(torch.nn.Module):
 
     Parameters: q_proj.weight [num_heads * head_dim, dim], k_proj.weight and v_proj.weight
     [num_kv_heads * head_dim, context_dim], out_proj.weight [dim, num_heads * head_dim], and with bias q_proj.bias, ...;
-    initialised as torch.nn.Linear's.
+    initialised as in torch.nn.Linear.
 
     Args:
       dim: width of input and output.
-      num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
-      head_dim: per head, up to 256 (None: dim / num_heads).
+      num_heads: number of query heads.
+      num_kv_heads: number of key and value heads, a divisor of num_heads (None: num_heads).
+      head_dim: width of a head, up to 256 (None: dim / num_heads).
       context_dim: width of the context (None: dim).
-      bias: whether the projections have one.
-      is_causal: what a call's is_causal is where it gives none.
-      implementation: of the attention, as in flash_attention; None picks the fastest for each call.
-      device, dtype: of the parameters, as in any PyTorch module.
+      bias: whether the projections have a bias.
+      is_causal: default of a call's is_causal.
+      implementation: implementation of the attention, as in flash_attention; None picks the fastest for each call.
+      device, dtype: device and dtype of the parameters, as in any PyTorch module.
 
     Raises:
-      ValueError, TypeError: an argument is out of range, naming it.
+      ValueError, TypeError: an argument is out of range, or has a wrong type; the error names it.
     """
 
     @plain_arguments
@@ -100,9 +101,9 @@ class AdaptiveAttention(torch.nn.Module):
         Args:
           x: [B, T, dim]. context: [B, S, context_dim].
           mask: bool, broadcastable to [B, num_heads, T, S], True where a token may attend, or a masks.Mask.
-          is_causal: token i sees tokens up to i alone. None is the module's.
+          is_causal: token i attends only to tokens up to i. None: the module's is_causal.
 
-        An empty batch gives an empty result. Raises ValueError where a shape is wrong or a tensor is nested, and the
+        An empty batch gives an empty result. Raises ValueError if a shape is wrong or a tensor is nested, and the
         errors of flash_attention.
         """
         if symbolic_trace.is_traced(x, context):
@@ -123,7 +124,7 @@ class AdaptiveAttention(torch.nn.Module):
         mask: torch.Tensor | Mask | None = None,
         is_causal: bool | None = None,
     ) -> Any:
-        """The plan of a call: which implementation would run, with which blocks, and why. Attention does not run."""
+        """The plan of a call: its implementation, its blocks and the reasons. Attention does not run."""
         with torch.no_grad():
             return explain(flash_attention, *self._heads(x, context), **self._options(mask, is_causal))
 

@@ -24,7 +24,7 @@ __all__ = ["DynamicMaskAttention"]
 
 
 class DynamicMaskAttention(torch.nn.Module):
-    """Self-attention over [B, T, model_dim] to the keys of the largest bias, which is made of the values.
+    """Self-attention over [B, T, model_dim]. A query attends to the keys with the largest bias, computed from values.
 
     It is jax_kernels.models.DynamicMaskAttention without a cache. One JAX program makes the mask and runs attention.
     Equivalent to the following code, for each head of keys::
@@ -39,7 +39,7 @@ class DynamicMaskAttention(torch.nn.Module):
     The mask passes no gradient; A and dt_proj learn through the bias. The module computes in x's dtype, or autocast's,
     and the bias in float32.
 
-    Parameters, those of the Flax module with kernels transposed, all without bias: q_proj.weight
+    Parameters, as in the Flax module with kernels transposed, and without biases: q_proj.weight
     [num_heads * head_dim, model_dim], k_proj.weight and v_proj.weight [num_kv_heads * head_dim, model_dim],
     out_proj.weight [model_dim, num_heads * head_dim], dt_proj.weight [num_kv_heads, num_kv_heads * head_dim], A
     [num_kv_heads]. The weights are initialised normal with variance 1 / in_features, and A normal with a standard
@@ -47,18 +47,20 @@ class DynamicMaskAttention(torch.nn.Module):
 
     Args:
       model_dim: width of input and output.
-      num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
-      head_dim: per head, up to 256 (None: model_dim / num_heads).
-      keys_to_keep: the most keys that a query attends to, among those that is_causal and the masks leave. Among keys of
-        equal bias the first are kept.
+      num_heads: number of query heads.
+      num_kv_heads: number of key and value heads, a divisor of num_heads (None: num_heads).
+      head_dim: width of a head, up to 256 (None: model_dim / num_heads).
+      keys_to_keep: the most keys that a query attends to, among the keys that is_causal and the masks allow. Among keys
+        of equal bias the first are kept.
       use_rotary, rope_theta: rotate queries and keys by their positions (see rotary_embedding).
       is_causal: a token attends to itself and to earlier tokens only.
-      mask: a masks.Mask for all calls, with num_kv_heads heads or one. It is combined with is_causal and a call's mask.
-      implementation: of the attention, as in flash_attention.
-      dtype, device: of the parameters, as in any PyTorch module.
+      mask: a masks.Mask for all calls, with num_kv_heads heads or one head. It is combined with is_causal and a call's
+        mask.
+      implementation: implementation of the attention, as in flash_attention.
+      dtype, device: dtype and device of the parameters, as in any PyTorch module.
 
     Raises:
-      ValueError, TypeError: an argument is out of range, naming it.
+      ValueError, TypeError: an argument is out of range, or has a wrong type; the error names it.
 
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
     """
@@ -97,7 +99,7 @@ class DynamicMaskAttention(torch.nn.Module):
             raise ValueError(f"head_dim: got {self.head_dim}, want an even one: rotary embedding turns pairs")
         if mask is not None:
             if not isinstance(mask, Mask):
-                raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask, or None; a tensor goes to a call")
+                raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask, or None; pass a tensor to a call")
             self._check_heads(mask.heads)
         self.use_rotary = use_rotary
         self.rope_theta = rope_theta
@@ -126,10 +128,10 @@ class DynamicMaskAttention(torch.nn.Module):
         Args:
           x: [B, T, model_dim].
           mask: bool, broadcastable to [B, num_kv_heads, T, T], True = attend, or floats of 0 and 1, or a masks.Mask
-            of num_kv_heads heads or one, combined with is_causal.
+            of num_kv_heads heads or one head, combined with is_causal.
 
         Raises:
-          ValueError, TypeError: x or mask is nested, or has the wrong shape, dtype or device, naming it.
+          ValueError, TypeError: x or mask is nested, or has the wrong shape, dtype or device; the error names it.
         """
         if symbolic_trace.is_traced(x, mask):
             return symbolic_trace.leaf(self, x, mask=mask)
@@ -211,7 +213,7 @@ def _attend(
     is_causal: bool,
     **arguments: Any,
 ) -> jax.Array:
-    """The attention of one call, as in Flax's module. given: masks, with as many heads as key, or one."""
+    """The attention of one call, as in the Flax module. given: masks, with the number of key heads, or one head."""
     length, heads = query.shape[1:3]
     among = masks.causal() if is_causal else masks.sliding_window(None, None)
     for mask in given:

@@ -1,6 +1,6 @@
-"""The parts of the PyTorch modules beside attention: linear layers, norms and rotary embedding.
+"""Parts of the PyTorch modules other than attention: linear layers, norms and rotary embedding.
 
-They are PyTorch's own operators: a call through the bridge takes the host longer.
+They use PyTorch's own operators: a call through the bridge takes more host time.
 """
 
 import torch
@@ -10,7 +10,7 @@ __all__ = ["PlainLayerNorm", "PlainLinear", "PlainRMSNorm", "empty_attention", "
 
 
 class PlainLinear(torch.nn.Linear):
-    """torch.nn.Linear without bias, its weight cast to the input's dtype."""
+    """torch.nn.Linear without bias. Each call casts the weight to the input's dtype."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class PlainLinear(torch.nn.Linear):
         super().__init__(in_features, out_features, bias=False, dtype=dtype, device=device)
 
     def reset_parameters(self) -> None:
-        """Draws the weight anew, normal with variance 1 / in_features."""
+        """Draws a new weight, normal with variance 1 / in_features."""
         torch.nn.init.normal_(self.weight, std=self.in_features**-0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ class PlainLinear(torch.nn.Linear):
 
 
 class PlainRMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x²) + eps) * weight over the last axis, computed in float32, in x's dtype."""
+    """x / sqrt(mean(x²) + eps) * weight over the last axis, computed in float32, returned in x's dtype."""
 
     def __init__(self, dim: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class PlainRMSNorm(torch.nn.Module):
 
 
 class PlainLayerNorm(torch.nn.LayerNorm):
-    """torch.nn.LayerNorm, computed in float32, in x's dtype."""
+    """torch.nn.LayerNorm, computed in float32, returned in x's dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight.float(), self.bias.float()
@@ -52,9 +52,9 @@ class PlainLayerNorm(torch.nn.LayerNorm):
 
 
 def empty_attention(query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor) -> torch.Tensor | None:
-    """The attention of an empty batch, or of no queries, [B, T, H, D] like query; None where there is one to compute.
+    """The attention [B, T, H, D] of an empty batch, or of no queries; None if there is attention to compute.
 
-    Its gradients of query, key and the others are zeros. The ops give the same, after JAX has compiled a program.
+    The gradients of query, key and the others are zeros. The ops return the same, but JAX first compiles a program.
     """
     if 0 not in query.shape[:2] or query.shape[0] != key.shape[0]:
         return None

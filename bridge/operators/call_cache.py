@@ -1,8 +1,8 @@
-"""Calls that were made before: one check of their tensors, and what runs.
+"""Cached calls: a call that was made before needs only one check of its tensors.
 
-A call is known by its statics (all that is no tensor, and which tensors there are) and its tensors without their
-values. A check of PyTorch's own compares the tensors, in a microsecond. Whatever it does not vouch for goes the way of
-a first call: compilers, transforms, autocast, modes, tensors that are strided.
+The key of a cached call is its statics (the arguments that are no tensors, and which tensors the call has) and its
+tensors without their values. A guard of PyTorch compares the tensors in a microsecond. A call that the guard does not
+cover runs like a first call: under compilers, transforms, autocast or modes, or with strided tensors.
 """
 
 import functools
@@ -23,7 +23,7 @@ __all__ = ["Known", "KnownCall", "clear", "count", "same_tensors"]
 
 _MOST = 512  # calls of an op
 _TYPES = (torch.Tensor, torch.nn.Parameter)
-# Looked up once, for the time of a call.
+# Looked up once, to save time in each call.
 _ROUTE = route._STATE
 _GRAPH = torch_internals._GRAPH
 _is_transforming = torch._C._are_functorch_transforms_active
@@ -32,12 +32,13 @@ _functions_looking_on = torch._C._len_torch_function_stack
 
 
 class KnownCall:
-    """A call that was made before. Calling it with the tensors gives its results.
+    """A cached call. Calling it with the tensors returns the call's results.
 
-    chain: what runs, a LoadedChain or the like. is_direct, has_grad: whether the direct route, and gradients, were on
-    when it was made. finish: makes the results of the list that a chain gives. function: where a gradient is needed,
-    the Function whose forward takes this call and the tensors, and gives what the chain does. facts: those of the call
-    that the Function wants. backwards: the calls of its backward. references: what ends it with each of its Masks.
+    chain: a LoadedChain, or a similar callable, that runs the call. is_direct, has_grad: whether the direct route, and
+    gradients, were on when the call was made. finish: makes the results from the chain's list. function: if a gradient
+    is needed, the Function whose forward takes this call and the tensors, and returns the chain's list. facts: facts of
+    the call that the Function needs. backwards: cached calls of the backward. references: weak references to the Masks,
+    which drop the cached call when a Mask dies.
     """
 
     __slots__ = (
@@ -74,7 +75,7 @@ def _never(*tensors: Any) -> bool:
 
 
 class Known:
-    """The calls of an op that are known, at most so many. The last one is looked at first."""
+    """The cached calls of an op, at most _MOST. The last call is checked first."""
 
     __slots__ = ("__weakref__", "_calls", "_last", "_nothing")
 
@@ -85,13 +86,13 @@ class Known:
         _ALL.add(self)
 
     def find(self, statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
-        """The known call of these tensors, None where there is none. Not for code that torch.compile traces."""
+        """The cached call for these tensors, or None. Not for code that torch.compile traces."""
         call = self._last
         try:
             is_last = call.has_grad is _is_grad_enabled() and call.is_direct is _ROUTE.is_enabled
             if is_last and call.statics == statics:
                 for x in tensors:
-                    if x.is_nested:  # PyTorch's check ends the process for one
+                    if x.is_nested:  # PyTorch's guard would crash the process
                         return None
                 is_last = call.check(*tensors)
             else:
@@ -101,7 +102,7 @@ class Known:
                 if found is None:
                     return None
                 call = found
-        # Statics that cannot be compared or hashed, such as arrays; tensors that are none, or have no sizes.
+        # Statics that cannot be compared or hashed, such as arrays; arguments that are no tensors, or have no sizes.
         except (AttributeError, RuntimeError, TypeError, ValueError):
             return None
         if forward_ad._current_level >= 0 or _GRAPH.is_in_dual_level or _functions_looking_on():
@@ -124,11 +125,11 @@ class Known:
         make: Callable[[], KnownCall | None],
         masks: Sequence[Any] = (),
     ) -> None:
-        """Makes a call known, unless its tensors cannot be checked, or are not read in place.
+        """Caches a call, unless its tensors cannot be checked, or are not read in place.
 
-        make: gives the call, or None where there is none. masks: those Masks whose ids the statics hold. With one of
-        them the call ends, so that it keeps no Mask alive, and no other Mask is taken for it. A call is not found where
-        a tensor of a mask's function has changed.
+        make: returns the call, or None if the call cannot be cached. masks: the Masks whose ids are in the statics. The
+        cached call is dropped when one of the Masks dies. So it keeps no Mask alive, and no later Mask with the same id
+        can match it. A call is not found if a tensor of a mask's function has changed.
         """
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return
@@ -152,7 +153,7 @@ class Known:
         drop_oldest(self._calls, _MOST)
 
     def forget(self, key: Any) -> None:
-        """Ends the call of a key."""
+        """Drops the call of a key."""
         self._last = self._nothing
         self._calls.pop(key, None)
 
@@ -171,7 +172,7 @@ def _forget(reference: "weakref.ref[Known]", key: Any, _: Any) -> None:
 
 
 def same_tensors(read: Sequence[Any], given: Sequence[Any]) -> bool:
-    """Whether a call reads the very tensors that it is given, and not copies."""
+    """Whether a call reads the given tensor objects, and not copies."""
     return len(read) == len(given) and all(map(operator.is_, read, given))
 
 
@@ -179,18 +180,18 @@ _ALL: weakref.WeakSet[Known] = weakref.WeakSet()
 
 
 def clear() -> None:
-    """Forgets all calls."""
+    """Drops all cached calls."""
     for known in list(_ALL):
         known.clear()
 
 
 def count() -> int:
-    """How many calls are known."""
+    """The number of cached calls."""
     return sum(len(known) for known in list(_ALL))
 
 
 def _autocast_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
-    """The dtype of autocast for the tensors' device, None where it is off."""
+    """The autocast dtype for the tensors' device; None if autocast is off."""
     if not tensors:
         return None
     device = tensors[0].device.type
@@ -198,7 +199,7 @@ def _autocast_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
 
 
 def _under_autocast(check: torch_internals.Check, tensors: Sequence[torch.Tensor]) -> torch_internals.Check:
-    """The check, which tells whether autocast is on, of its dtype too."""
+    """Extends a check that covers whether autocast is on: it also checks the autocast dtype."""
     dtype = _autocast_dtype(tensors)
     if dtype is None:
         return check
@@ -207,7 +208,7 @@ def _under_autocast(check: torch_internals.Check, tensors: Sequence[torch.Tensor
 
 
 def _key(statics: Any, tensors: Sequence[Any]) -> Any:
-    """The statics, and the tensors without their values; None where one is of a type that is not known."""
+    """The key of a call: its statics, and its tensors without their values. None if a tensor has an unknown type."""
     if any(type(x) not in _TYPES for x in tensors):
         return None
     modes = torch.is_grad_enabled(), route._STATE.is_enabled, _autocast_dtype(tensors)

@@ -1,6 +1,6 @@
-"""How an op of the bridge tells its plan: inside `asking`, it raises an Answer in place of running.
+"""Plans of the bridge's ops: inside `asking`, an op does not run, but raises an Answer with its plan.
 
-So a plan is that of the very arguments that the op gives to JAX, after autocast and PyTorch's settings.
+The plan is made from the arguments that the op gives to JAX, after autocast and PyTorch's settings.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Answer(Exception):
 
 
 class _NothingIsKnown(TorchFunctionMode):
-    """A mode that changes nothing. Known calls are not launched under a mode."""
+    """A mode without effect. No cached call is launched under a mode."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -47,9 +47,9 @@ def asking() -> Iterator[None]:
 
 
 def answer(function: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> None:
-    """Raises Answer with the plan of a function of jax_kernels, where it is asked for. Tensors stand for arrays.
+    """Inside `asking`, raises Answer with the plan of a function of jax_kernels; else does nothing.
 
-    Raises TypeError where the function has no plan.
+    args, kwargs: the function's arguments, with tensors for arrays. Raises TypeError if the function has no plan.
     """
     if _ASKING.get():
         args, kwargs = jax.tree.map(_without_values, (args, kwargs))

@@ -1,8 +1,8 @@
 """PyTorch operators that are opaque to torch.compile and run a JAX function.
 
-An operator's derivative is its "Autograd" implementation. So none is lost where only the operator is called: in an
-exported program, in a compiled graph, under torch.func. A call in eager mode knows whether it needs a gradient, and
-goes past that implementation (below_autograd), which would cost 20 microseconds.
+An operator's derivative is its "Autograd" implementation. So the derivative also works where only the operator is
+called: in an exported program, in a compiled graph, under torch.func. A call in eager mode knows whether it needs a
+gradient. It skips the "Autograd" implementation (below_autograd), which would cost 20 microseconds.
 """
 
 import functools
@@ -40,7 +40,7 @@ _TENSOR = torch.Tensor
 
 
 class Program(NamedTuple):
-    """A call of an operator as running.run takes it."""
+    """A call of an operator, as the arguments of running.run."""
 
     function: Callable[..., Any]
     tensors: Sequence[torch.Tensor | None]
@@ -59,14 +59,15 @@ def define(
 ) -> Any:
     """The operator torch.ops.jax_kernels.<name>, for CPU and CUDA tensors.
 
-    program: gives what runs, whose tensors are the operator's, in its order. finish: gives what makes the operator's
-    results of the program's list, and holds no tensor. fake: gives empty results of their shapes. differentiate: gives
-    the results where they need a gradient; it calls the operator with below_function. label: gives the name for the
-    error that refuses a tensor with a tangent, of forward-mode differentiation. push: gives the results of such
-    tensors, with their tangents, where that is possible.
+    Each function takes the operator's arguments. program: returns the Program; its tensors are the operator's tensors,
+    in order. finish: returns a function that makes the operator's results from the program's list, and holds no tensor.
+    fake: returns empty results of the right shapes. differentiate: returns the results if they need a gradient; it
+    calls the operator with below_function. label: returns the name for the error that refuses tensors with tangents of
+    forward-mode differentiation. push: returns the results of tensors with tangents, with their tangents; None if the
+    operator refuses tangents.
 
-    <name>_direct is the same operator, for compiled graphs of calls that are launched directly: they may be part of a
-    CUDA graph.
+    <name>_direct is the same operator for compiled graphs whose calls are launched directly. A CUDA graph may hold
+    these calls.
     """
 
     @torch_internals.unseen_by_dynamo
@@ -127,7 +128,7 @@ def _defined(
 
 
 class _Seen(NamedTuple):
-    """The arguments of an operator: those that are no tensors, with the places of those that are, and the tensors."""
+    """The arguments of an operator. statics: the arguments, with a marker for each tensor. tensors: in order."""
 
     statics: tuple[Any, ...]
     tensors: list[torch.Tensor]
@@ -157,12 +158,12 @@ def _seen_in_lists(arguments: Sequence[Any]) -> _Seen:
 
 
 def _flat(arguments: Sequence[Any]) -> list[Any]:
-    """The arguments of an operator, with those that stand in lists."""
+    """The arguments of an operator, with the items of lists."""
     return [x for given in arguments for x in (given if isinstance(given, list | tuple) else (given,))]
 
 
 class _Direct(NamedTuple):
-    """The operator that stands for another one where the program is launched directly."""
+    """The variant of an operator for programs that are launched directly."""
 
     operator: Any
     program: Callable[..., Program]
@@ -172,9 +173,9 @@ _DIRECT: dict[Any, _Direct] = {}
 
 
 def _in_a_graph(operator: Any, arguments: Sequence[Any]) -> Any:
-    """The operator, or in a graph that torch.compile traces the one that a CUDA graph may hold, if it is right there.
+    """The operator. In a graph that torch.compile traces, its direct variant if the call has a launch chain.
 
-    Then the call's kernels are compiled already.
+    The search for the launch chain compiles the call's kernels.
     """
     direct = _DIRECT.get(operator)
     if direct is None or torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
@@ -182,7 +183,7 @@ def _in_a_graph(operator: Any, arguments: Sequence[Any]) -> Any:
     flat = _flat(arguments)
     tensors = [x for x in flat if isinstance(x, torch.Tensor)]
     if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors):
-        return operator  # a mode that looks on, and traces nothing
+        return operator  # a mode that observes, and traces nothing
     sizes = [size for x in tensors for size in x.shape]
     if any(isinstance(x, torch.SymInt) for x in (*flat, *sizes)) or not all(sizes):
         return operator
@@ -192,9 +193,9 @@ def _in_a_graph(operator: Any, arguments: Sequence[Any]) -> Any:
 
 
 def define_vmap(name: str, rule: Callable[..., Any]) -> None:
-    """Defines torch.func.vmap of the operator; `rule(info, in_dims, *args)` gives (results, out_dims).
+    """Defines torch.func.vmap of the operator; `rule(info, in_dims, *args)` returns (results, out_dims).
 
-    Batches of cotangents, by torch.autograd.grad(is_grads_batched=True), take the same rule.
+    Batches of cotangents, from torch.autograd.grad(is_grads_batched=True), use the same rule.
     """
     for full in (name, f"{name}_direct"):
         torch.library.register_vmap(f"jax_kernels::{full}", rule, lib=_LIBRARY)
@@ -210,7 +211,7 @@ class _Info(NamedTuple):
 
 @torch_internals.unseen_by_dynamo
 def _with_batches(rule: Callable[..., Any], *arguments: Any) -> Any:
-    """An operator's results, by its vmap rule, of the tensors that PyTorch's autograd batches itself."""
+    """An operator's results, by its vmap rule, for tensors that PyTorch's autograd has batched."""
     level, size = torch_internals.batch_of(_flat(arguments))
     apart = lambda x: torch_internals.out_of_batch(x, level) if torch_internals.is_in_batch(x, level) else None
     front = [[apart(y) for y in x] if isinstance(x, list | tuple) else apart(x) for x in arguments]
@@ -229,7 +230,7 @@ def _with_batches(rule: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def one_by_one(operator: Callable[[], Any]) -> Callable[..., Any]:
-    """A vmap rule that calls the operator for each entry, and stacks the lists of its results."""
+    """A vmap rule that calls the operator for each batch entry, and stacks the results."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
         def entry(at: int, x: Any, dim: Any) -> Any:
@@ -253,9 +254,9 @@ def below_autograd(operator: Any, *arguments: Any) -> Any:
 
 
 def below_function(operator: Any, *arguments: Any) -> Any:
-    """The operator's results, inside of a Function's forward, where PyTorch has switched gradients off.
+    """The operator's results inside a Function's forward, where PyTorch has switched gradients off.
 
-    They are off for the Function's own level alone: other levels of torch.func may differentiate the operator.
+    Gradients are off only for the Function's own level: other levels of torch.func may differentiate the operator.
     """
     if not torch._C._are_functorch_transforms_active():
         return below_autograd(operator, *arguments)
@@ -264,17 +265,17 @@ def below_function(operator: Any, *arguments: Any) -> Any:
 
 
 def call_in_backward(operator: Any, *arguments: Any) -> Any:
-    """The operator's results, below autograd unless somebody may differentiate them."""
+    """The operator's results, below autograd unless they may be differentiated."""
     if torch.is_grad_enabled() or torch_internals.is_forward_mode():
         return operator(*arguments)
     return below_autograd(operator, *arguments)
 
 
 def apply(function: Any, *arguments: Any) -> Any:
-    """function.apply inside of an operator's "Autograd" implementation.
+    """function.apply inside an operator's "Autograd" implementation.
 
-    There, torch.func has one level left to differentiate; the operator, called below autograd, goes on to the next.
-    function.apply itself would begin with all levels again.
+    There, torch.func differentiates one level; the operator, called below autograd, continues with the next level.
+    function.apply itself would start again with all levels.
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
@@ -284,16 +285,16 @@ def apply(function: Any, *arguments: Any) -> Any:
 
 @functools.cache
 def _of_one_level(function: type[torch.autograd.Function]) -> Any:
-    """The Function as a subclass of the class that torch.func itself uses for one level."""
+    """The Function as a subclass of torch.func's class for one level."""
     body = {name: vars(function)[name] for name in ("forward", "backward", "jvp")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), body)
 
 
 def has_tangent(arguments: Sequence[Any]) -> bool:
-    """Tells whether forward-mode differentiation watches one of the arguments."""
+    """Whether an argument has a tangent of forward-mode differentiation."""
     if not torch_internals.is_forward_mode() or not torch._C._is_fwd_grad_enabled():
         return False
-    level = max(forward_ad._current_level, 0)  # PyTorch has but one
+    level = max(forward_ad._current_level, 0)  # PyTorch has only one level
     tensors = (x for x in arguments if isinstance(x, torch.Tensor))
     return any(forward_ad.unpack_dual(x, level=level).tangent is not None for x in tensors)
 
@@ -310,7 +311,7 @@ def refuse_second_gradient(name: str) -> Any:
 
 
 class _Last(torch.autograd.Function):
-    """A function whose gradient raises."""
+    """Runs a function; its gradient raises."""
 
     @staticmethod
     @torch_internals.unseen_by_dynamo
@@ -328,16 +329,16 @@ class _Last(torch.autograd.Function):
 
 
 def refuse_gradient(name: str, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> Any:
-    """function(*tensors), a tuple of tensors, whose backward raises; for an operator's "Autograd" implementation."""
+    """function(*tensors), a tuple of tensors. Its backward raises. For an operator's "Autograd" implementation."""
     return apply(_Last, name, function, *tensors)
 
 
 def unwrapped(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor that torch.func.grad may be watching, detached."""
+    """The detached values of a tensor that torch.func.grad may have wrapped."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
-            raise NotImplementedError(f"{name}: got a tensor that torch.func.vmap maps, want one outside of it")
+            raise NotImplementedError(f"{name}: got a tensor that torch.func.vmap maps, want a tensor outside of vmap")
         tensor = functorch.get_unwrapped(tensor)
-    with torch._C._DisableFuncTorch():  # which would wrap what it gives
+    with torch._C._DisableFuncTorch():  # an active transform would wrap the result
         return tensor.detach()

@@ -1,4 +1,4 @@
-"""Plans of the ops of the bridge for given tensors, and the time that each implementation takes."""
+"""Plans of the bridge's ops for given tensors, and the time of each implementation."""
 
 import functools
 import inspect
@@ -18,12 +18,12 @@ _NAMES = ("mosaic_gpu", "triton", "cudnn", "xla")
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch.Plan:
-    """The Plan of `op(*args, **kwargs)` on tensors, without running it: the implementation, its blocks, and why.
+    """The Plan of `op(*args, **kwargs)` on tensors, without running it: the implementation, its blocks and the reasons.
 
-    op: a function of jax_kernels.bridge, or a module or function that calls one; the plan is that of its first call.
-    Autocast and PyTorch's settings count as they do in a call.
+    op: a function of jax_kernels.bridge, or a module or function that calls such a function; the first call gives the
+    plan. Autocast and PyTorch's settings apply as in a call.
 
-    Raises what the call itself would raise for these arguments; TypeError where op calls no op that has a plan.
+    Raises the errors that the call would raise for these arguments; TypeError if op calls no op that has a plan.
     """
     if not callable(op):
         raise TypeError(f"op: got {type(op).__name__}, want a function of jax_kernels.bridge")
@@ -36,10 +36,10 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch.Plan:
 
 
 def device_info(place: torch.device | str | int | None = None) -> device.DeviceInfo:
-    """The facts that jax_kernels has of a device of PyTorch's. None is the current GPU, or the CPU where there is none.
+    """jax_kernels' facts about a PyTorch device. place: None is the current GPU, or the CPU if there is no GPU.
 
-    Raises ValueError for a device that is neither a CPU nor a CUDA GPU, and for "cuda" where there is none;
-    RuntimeError where JAX lacks it.
+    Raises ValueError for a device that is neither a CPU nor a CUDA GPU, and for "cuda" without a GPU; RuntimeError if
+    JAX lacks the device.
     """
     if place is None:
         place = "cuda" if torch.cuda.is_available() else "cpu"
@@ -54,16 +54,16 @@ def benchmark_implementations(
 ) -> dict[str, float]:
     """The milliseconds that `op(*args, **kwargs)` takes with each implementation that can serve it, fastest first.
 
-    On a GPU, CUDA events stand around a queue of calls, so that the time is that of the GPU, or of the host where that
-    is longer. It waits for the GPU.
+    On a GPU, CUDA events enclose a queue of calls. So the time is the GPU's time, or the host's time if it is longer.
+    The function waits for the GPU.
 
     Args:
       op: a function of jax_kernels.bridge that has an argument `implementation`.
-      gradients: also computes the gradients of the tensors among args and kwargs that require one.
-      seconds: of each implementation, about.
+      gradients: also computes the gradients of the tensors among args and kwargs that require a gradient.
+      seconds: approximate time for each implementation.
 
-    Raises what op raises for every implementation; ValueError where kwargs names one; TypeError where op does not take
-    one.
+    Raises op's error if op raises for every implementation; ValueError if kwargs has `implementation`; TypeError if op
+    has no argument `implementation`.
     """
     if not _takes_implementation(op):
         name = getattr(op, "__name__", repr(op))
@@ -79,7 +79,7 @@ def benchmark_implementations(
     first, *_ = tensors
     wanted = [x for x in tensors if x.requires_grad]
     if gradients and not wanted:
-        raise ValueError("gradients: got True, and no tensor that requires a gradient; want one")
+        raise ValueError("gradients: got True, want at least one tensor that requires a gradient")
 
     def call(name: str) -> None:
         with torch.set_grad_enabled(gradients):
@@ -93,7 +93,7 @@ def benchmark_implementations(
     for name in _NAMES:
         try:
             call(name)
-        except (NotImplementedError, ValueError) as refused:  # it cannot serve the call, or the op has none of the name
+        except (NotImplementedError, ValueError) as refused:  # it cannot serve the call, or the op lacks it
             error = refused
             continue
         times[name] = _milliseconds(functools.partial(call, name), first.device, seconds)
@@ -111,7 +111,7 @@ def _takes_implementation(op: Any) -> bool:
 
 
 def _milliseconds(call: Callable[[], Any], place: torch.device, seconds: float) -> float:
-    """The time of a call in a queue of them."""
+    """The time of a call in a queue of calls."""
     once = _queued(call, place, 2)
     return _queued(call, place, max(2, min(1000, int(seconds * 1e3 / max(once, 1e-3)))))
 

@@ -1,6 +1,6 @@
-"""Activations of products that are functions, in jnp code or in torch's elementwise operations, by names.
+"""Names for activations of matmuls that are functions, in jnp code or in torch's elementwise operations.
 
-A name is what torch.compile can make a constant of, and what a program is kept under.
+torch.compile can make a constant of a name, and programs are cached by it.
 """
 
 import functools
@@ -33,12 +33,12 @@ _WANT = "want a name, or an elementwise function of one tensor, or of one jax.Ar
 
 @torch.compiler.assume_constant_result
 def name_of(activation: Any) -> str | None:
-    """The name of an activation, which `with_functions` knows. Names and None stay as they are.
+    """The name by which `with_functions` finds the activation. Names and None are returned unchanged.
 
-    PyTorch's functions that have a name here get that. Functions that `twins` takes for one have one name, and so have
-    partials of one function with the same numbers, and PyTorch's modules of the same settings.
+    PyTorch functions such as torch.relu get this library's names. Twins (see `twins`) have the same name. So do
+    partials of one function with equal constants, and PyTorch's activation modules with equal settings.
 
-    Raises TypeError where it is no function, or one that reads a tensor.
+    Raises TypeError if the activation is no function, or reads a tensor.
     """
     if activation is None or isinstance(activation, str):
         return activation
@@ -64,7 +64,7 @@ def name_of(activation: Any) -> str | None:
 
 
 def _key(function: Any) -> Any:
-    """A value that functions share which are made anew for each call and compute the same; else the function."""
+    """A key that is equal for partials, or PyTorch modules, that compute the same; else the function itself."""
     if isinstance(function, functools.partial):
         given = *function.args, *function.keywords.values()
         if all(isinstance(x, bool | int | float | str | None) for x in given):
@@ -75,7 +75,7 @@ def _key(function: Any) -> Any:
 
 
 def is_kept(activation: Any) -> bool:
-    """Whether a call with it may be known: it is no function that is made anew for each call."""
+    """Whether a call with this activation may be cached: False for a function that is made anew for each call."""
     return not isinstance(activation, types.FunctionType) or torch.compiler.is_compiling() or _is_first(activation)
 
 
@@ -84,7 +84,7 @@ def _is_first(function: Any) -> bool:
 
 
 def with_functions(op: Callable[..., Any]) -> Callable[..., Any]:
-    """An op of JAX arrays as one that takes the names of functions, too. It has the op's plan."""
+    """Wraps an op of JAX arrays: `activation` may also be a name from name_of. The wrapper has a `plan`, too."""
 
     @functools.wraps(op)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -95,13 +95,13 @@ def with_functions(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_jnp(activation: str | None, **others: Any) -> dict[str, Any]:
-    """The arguments of an op with their activation, a name that name_of gave, as the op takes it."""
+    """The op's arguments; a function in jnp replaces a name from name_of."""
     function = _FUNCTIONS.get(activation or "")
     return others | {"activation": activation if function is None else _traceable(function)}
 
 
 def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function in jnp. Raises TypeError, naming it, where it is in torch operations and has no form in jnp."""
+    """The function in jnp. Raises TypeError, naming the function, if its torch operations have no form in jnp."""
     x = jax.ShapeDtypeStruct((), jnp.float32)
     try:
         jax.eval_shape(function, x)

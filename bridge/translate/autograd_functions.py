@@ -1,7 +1,7 @@
-"""Functions of torch.autograd.Function in a score_mod. JAX differentiates their forward.
+"""torch.autograd.Functions in a score_mod. JAX differentiates a Function's forward.
 
-A Function whose backward is no derivative of its forward, such as a straight-through estimator, is refused. Some
-values tell which it is.
+A Function whose backward is not the derivative of its forward, such as a straight-through estimator, is refused. The
+check compares numerical slopes at a few values.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from jax_kernels.bridge.translate.torch_shapes import NoFormError
 __all__ = ["check"]
 
 _NUMBERS = (-2.5, -1.25, -0.6, -0.1, 0.2, 0.75, 1.5, 3.0)
-_DEEPEST = 40  # frames that are looked at
+_DEEPEST = 40  # frames that are searched
 _AGREES: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
@@ -38,7 +38,7 @@ def check() -> None:
 
 
 def _of_forward(code: Any) -> Any:
-    """The Function with this forward."""
+    """The Function whose forward has this code."""
     for kind in _every(torch.autograd.Function):
         if getattr(vars(kind).get("forward"), "__func__", None) is not None and kind.forward.__code__ is code:
             return kind
@@ -54,7 +54,7 @@ def _every(kind: Any) -> Iterator[Any]:
 def _agrees(function: Any, frame: Any) -> bool:
     found = _AGREES.get(function)
     if found is None:
-        _AGREES[function] = True  # while it is tried
+        _AGREES[function] = True  # during the check
         try:
             found = _is_derivative(function, _arguments(function, frame))
         except Exception:
@@ -70,7 +70,7 @@ def _arguments(function: Any, frame: Any) -> list[Any]:
 
 
 def _is_derivative(function: Any, args: list[Any]) -> bool:
-    """Whether the backward gives the slopes of the forward, at a few values of each tensor."""
+    """Whether the backward equals the numerical slopes of the forward, at a few values of each tensor."""
     from jax_kernels.bridge.translate.torch_to_jnp import Value
 
     with torch._C.DisableTorchFunction(), torch.enable_grad():

@@ -1,7 +1,7 @@
-"""The values that a function reads besides its arguments, by the path from the function to each.
+"""Values that a function reads in addition to its arguments, with the path from the function to each value.
 
-The function's code names them: cells, defaults, globals, items of tuples, lists and dicts, arguments of partials, and
-the attributes of objects. So `module.bias` is found, and a tensor that a function in PyTorch's and_masks reads.
+The function's code names the values: cells, defaults, globals, items of tuples, lists and dicts, arguments of partials,
+and the attributes of objects. So `module.bias` is found, and a tensor that a function in PyTorch's and_masks reads.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ type Replace = Callable[[Any, Path], Any]
 
 _LIBRARIES = ("torch", "jax", "jaxlib", "numpy")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.BuiltinFunctionType, torch.dtype, torch.device)
-# An object with one of these may be read by another way than its attributes.
+# An object with one of these methods may be read in other ways than by its attributes.
 _PROTOCOLS = ("__getitem__", "__call__", "__len__", "__iter__", "__contains__", "__index__", "__float__", "__add__")
 
 
 def reached(function: Any, path: Path) -> Any:
-    """The value that the function reads there. torch.compile traces it."""
+    """The value at this path from the function. torch.compile traces this code."""
     for kind, key in path:
         if kind == "cell":
             function = function.__closure__[key].cell_contents
@@ -51,7 +51,7 @@ def reached(function: Any, path: Path) -> Any:
 
 
 def text_of(function: Any, path: Path) -> str:
-    """The name by which the function's code has the value there."""
+    """The name of the value at this path in the function's code."""
     text = ""
     for kind, key in path:
         if kind == "cell":
@@ -72,7 +72,7 @@ def text_of(function: Any, path: Path) -> str:
 
 
 def root_of(function: Any) -> Any:
-    """The function, partial or method that runs in a call of a callable; None for one that is none of Python's."""
+    """The function, partial or method that a call of `function` runs; None if it is not Python code."""
     if isinstance(function, types.FunctionType | types.MethodType | functools.partial):
         return function
     if torch.compiler.is_compiling() or function is None or isinstance(function, type):
@@ -86,9 +86,9 @@ def root_of(function: Any) -> Any:
 
 
 class Standin:
-    """An object whose attributes a function reads, with some of them replaced. It does not hold the object.
+    """Replaces an object whose attributes a function reads; some attributes differ. It does not keep the object alive.
 
-    is_whole: whether all that the function reads of the object is in `read`.
+    is_whole: whether `read` has all attributes that the function reads.
     """
 
     def __init__(self, of: Any, read: dict[str, Any]) -> None:
@@ -111,12 +111,12 @@ class Standin:
         return self._reference()(*args, **kwargs)
 
     def filled(self, read: dict[str, Any]) -> "Standin":
-        """One of the same object with other attributes."""
+        """A Standin of the same object with other attributes."""
         return Standin(self._reference(), read)
 
     def twins_key(self, known: Callable[[Any], Any]) -> Any:
-        """A value that is equal for objects whose attributes are, as far as the function reads them."""
-        if self._is_looked_at or not self.is_whole:  # it reads itself, or a property
+        """A key that is equal for objects if the attributes that the function reads are equal."""
+        if self._is_looked_at or not self.is_whole:  # it reads itself or a property
             raise function_identity.UnknownError
         self._is_looked_at = True
         try:
@@ -130,22 +130,22 @@ class Standin:
 
 
 def copied(function: Any, replace: Replace) -> Any:
-    """A copy of the function, with other values to read. replace: a function of a value and of its path.
+    """A copy of the function that reads other values. replace: function (value, path) that returns the new value.
 
-    Everything that may change is copied with it.
+    The copy includes every reachable object that may change.
     """
     return _Copier(replace).of(function, (), ())
 
 
 @dataclasses.dataclass(frozen=True)
 class _Copier:
-    """replace: see copied. found: the copies that are made or being made, by the id of the object."""
+    """replace: see copied. found: finished and unfinished copies, by the id of the original object."""
 
     replace: Replace
     found: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def of(self, x: Any, path: Path, names: tuple[str, ...]) -> Any:
-        """The copy of a value. names: the attributes that the code which reads it names."""
+        """The copy of a value. names: attribute names in the code that reads the value."""
         kind = type(x)
         if isinstance(x, torch.Tensor | function_identity.Place | type) or kind in _PLAIN:
             return self.replace(x, path)
@@ -172,7 +172,7 @@ class _Copier:
         home = (function.__module__ or "").split(".")[0]
         if home in _LIBRARIES and (home != "torch" or not function.__closure__):
             return function
-        self.found[id(function)] = function  # one that reads itself
+        self.found[id(function)] = function  # for a function that reads itself
         names = attributes_of(function.__code__)
         try:
             cells = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -250,7 +250,7 @@ def _globals(own: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(1024)
 def attributes_of(code: types.CodeType) -> tuple[str, ...]:
-    """The names of the attributes that the code reads, in the functions inside it too."""
+    """The names of the attributes that the code and its nested functions read."""
     inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in attributes_of(x)]
     own = [x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD")]
     return tuple(dict.fromkeys([*own, *inner]))
@@ -260,13 +260,13 @@ _NOTHING, _PROPERTY = object(), object()
 
 
 class _Method(NamedTuple):
-    """A method as the function that its class has."""
+    """A method, as the function in its class."""
 
     function: types.FunctionType
 
 
 def _attribute(x: Any, name: str) -> Any:
-    """The attribute as it is kept, a method as a _Method; _NOTHING where there is none, _PROPERTY for a property."""
+    """The stored attribute. A _Method for a method, _PROPERTY for a property, _NOTHING if there is no attribute."""
     if isinstance(x, torch.nn.Module):
         for kept in (x._parameters, x._buffers, x._modules):
             if name in kept:
@@ -286,7 +286,7 @@ def _is_of_library(x: Any) -> bool:
 
 
 def _has_attributes(x: Any) -> bool:
-    """Whether functions read the object by its attributes alone, as far as its type tells."""
+    """Whether functions read the object only by its attributes, judged by its type."""
     if isinstance(x, types.ModuleType):
         return x.__name__.split(".")[0] not in (*_LIBRARIES, *_STANDARD)
     if isinstance(x, torch.nn.Module) or dataclasses.is_dataclass(x):

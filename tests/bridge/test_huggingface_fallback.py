@@ -214,7 +214,7 @@ def test_each_reason_warns_once(monkeypatch):
     for given, options, text in (
         (inputs, {"dropout": 0.5}, "dropout=0.5 drops attention weights"),
         (inputs.double(), {}, "query is float64"),
-        (torch.randn(3, 1, 2, 5, 264), {}, "head_dim is 264, and flash_attention's at most 256"),
+        (torch.randn(3, 1, 2, 5, 264), {}, "head_dim is 264, and flash_attention's limit is 256"),
         (inputs, {"head_mask": torch.ones(2)}, "head_mask multiplies attention weights"),
         (inputs, {"output_attentions": True}, "output_attentions asks for attention weights"),
     ):

@@ -1,4 +1,4 @@
-"""Checks of flash_attention's PyTorch arguments. An error names the argument, what it got and what it wants.
+"""Checks of flash_attention's PyTorch arguments. Errors have the form "argument: got ..., want ...".
 
 The JAX function checks shapes and ranges when an operator is traced.
 """
@@ -23,11 +23,11 @@ __all__ = [
 ]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INT64 = 2**63  # an operator takes no int from here on; JAX's own checks are stricter
+_INT64 = 2**63  # ints of operators are below this; JAX's own checks are stricter
 
 
 def check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
-    """Raises, naming the argument, unless it is a dense tensor on query's device, a CPU or a CUDA one."""
+    """Raises, naming the argument, unless it is a dense tensor on query's device, a CPU or a CUDA device."""
     check_tensors(**{name: tensor})
     check_dense(name, tensor)
     if tensor.device.type not in ("cpu", "cuda", "meta"):
@@ -56,7 +56,7 @@ def check_inputs(
 ) -> None:
     """Raises, naming the argument, for a wrong type, dtype or device of a call's tensors.
 
-    segment_ids: those of the queries and of the keys, either may be None.
+    segment_ids: (ids of the queries, ids of the keys); an entry may be None.
     """
     dtensors.refuse("this function", query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -101,7 +101,7 @@ def check_statics(*, is_causal, scale, softcap, return_lse, deterministic, preci
         if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
             raise TypeError(f"{name}: got {type(number).__name__}, want a number")
         if isinstance(number, int) and abs(number) > sys.float_info.max:
-            raise ValueError(f"{name}: got an int of {number.bit_length()} bits, want a number that a float can be")
+            raise ValueError(f"{name}: got an int of {number.bit_length()} bits, want a number in the range of a float")
     for name, choice in (("precision", precision), ("implementation", implementation)):
         if choice is not None and not isinstance(choice, str):
             raise TypeError(f"{name}: got {type(choice).__name__}, want a name or None")
@@ -123,9 +123,9 @@ def as_torch_is_set(query, key, value, *, bias=None, deterministic=None) -> tupl
 
 
 def constant(x: Any) -> Any:
-    """A symbol that torch.compile made of a number, or a tuple or list with such, as constants of the graph.
+    """Makes constants of torch.compile's symbols for numbers, also in a tuple or list.
 
-    The graph holds for these values. Anything else stays as it is.
+    The graph holds only for these values. Other values are returned unchanged.
     """
     if isinstance(x, torch.SymFloat):
         return float(x)

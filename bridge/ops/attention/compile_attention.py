@@ -25,12 +25,12 @@ class CompiledAttention:
     """Attention under a fixed mask, made by compile_attention: out = attention(query, key, value), with gradients.
 
     query is [B, seq_len, num_heads, head_dim]; key and value are [B, kv_len, num_kv_heads, head_dim]; B is any number.
-    They have this dtype, to which autocast may cast them, and are on this device. Calls run, and may be compiled and
-    mapped, as those of flash_attention with a Mask. Tensors of another shape, dtype or device raise ValueError or
+    They have the dtype `dtype`, after autocast if it is on, and are on `device`. Calls run, and may be compiled and
+    mapped, as calls of flash_attention with a Mask. Tensors of another shape, dtype or device raise ValueError or
     TypeError.
 
-    mask: the masks.Mask. plan: the Plan of its calls. density: the share of blocks of 128 queries and 128 keys in which
-    the mask keeps a pair. device, dtype: PyTorch's.
+    mask: the masks.Mask. plan: the Plan of its calls. density: the fraction of blocks of 128 queries and 128 keys in
+    which the mask keeps a pair. device, dtype: PyTorch's.
     """
 
     def __init__(
@@ -43,12 +43,10 @@ class CompiledAttention:
         self.dtype = dtype
         self._compiled = compiled
         self._implementation = implementation
-        self._passed: torch_internals.Check | None = (
-            None  # whether tensors are as those of a call that passed the checks
-        )
+        self._passed: torch_internals.Check | None = None  # whether tensors resemble a checked call's
 
     def __reduce__(self) -> Any:
-        """As a call of compile_attention, with the mask: it is planned where it is loaded."""
+        """Pickles as a call of compile_attention with the mask. The loading process plans it again."""
         query, key, _ = self._compiled.specs.values()
         batch, length, heads, head_dim = query.shape
         make = functools.partial(
@@ -79,7 +77,7 @@ class CompiledAttention:
         return self._compiled.prepared_mask
 
     def _check(self, query: Any, key: Any, value: Any) -> None:
-        """Raises unless the tensors are those that the class documents."""
+        """Raises unless the tensors are as the class documents."""
         for (name, spec), x in zip(self._compiled.specs.items(), (query, key, value), strict=True):
             check_tensor(name, x, query)
             if tuple(x.shape[1:]) != spec.shape[1:]:
@@ -93,9 +91,9 @@ class CompiledAttention:
                 raise TypeError(f"{name}: got dtype {dtype}, want {self.dtype}")
 
     def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> ops.Speedup:
-        """Times JAX's programs now: how many times faster this is than flash_attention without a mask.
+        """Times JAX's programs now: the speedup over flash_attention without a mask.
 
-        It measures on the device, as jax_kernels.compile_attention does. PyTorch's own cost of a call is left out.
+        It measures on the device, as jax_kernels.compile_attention does, without PyTorch's own cost of a call.
         """
         with here(self.device):
             return self._compiled.measured_speedup(backward=backward, rounds=rounds)
@@ -107,7 +105,7 @@ class CompiledAttention:
 def _holds(check: torch_internals.Check, *tensors: Any) -> bool:
     try:
         return check(*tensors)
-    except (RuntimeError, TypeError, ValueError):  # they are no tensors
+    except (RuntimeError, TypeError, ValueError):  # arguments that are no tensors
         return False
 
 
@@ -126,7 +124,7 @@ def compile_attention(
     implementation: str | None = None,
     **options: Any,
 ) -> CompiledAttention:
-    """jax_kernels.compile_attention for tensors: attention under a pattern, planned once and kept.
+    """jax_kernels.compile_attention for tensors: attention under a fixed pattern, planned once and kept.
 
     Equivalent to the following code, with a mask that is prepared::
 
@@ -135,13 +133,14 @@ def compile_attention(
 
     Args:
       dtype: torch.bfloat16, torch.float16 or torch.float32.
-      device: the tensors' device. None is PyTorch's current CUDA device, or the CPU where there is none.
-      The others are those of jax_kernels.compile_attention. No option is a tensor: for one, pass a masks.Mask.
+      device: the tensors' device. None is PyTorch's current CUDA device, or the CPU if there is no CUDA device.
+      Other arguments: as in jax_kernels.compile_attention. An option cannot be a tensor; for a tensor, pass a
+        masks.Mask.
 
     The last 64 results are kept.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: an argument, an option or a shape that is not taken, naming it.
+      ValueError, TypeError, NotImplementedError: an unsupported argument, option or shape; the error names it.
     """
     if dtype not in _DTYPES:
         raise TypeError(f"dtype: got {dtype!r}, want torch.bfloat16, torch.float16 or torch.float32")
@@ -168,7 +167,7 @@ def compile_attention(
 
 
 def _place(device: torch.device | str | None) -> torch.device:
-    """The device, with a number if it is a GPU, as tensors have it."""
+    """The device, in the form that tensors have: a GPU has an index."""
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.type == "cuda" and found.index is None:
         return dlpack.current_gpu("device")
@@ -178,4 +177,4 @@ def _place(device: torch.device | str | None) -> torch.device:
 
 
 _kept = functools.lru_cache(ops.CACHED)(CompiledAttention)
-_LOCK = threading.Lock()  # two threads get one object
+_LOCK = threading.Lock()  # so that two threads get the same object

@@ -37,23 +37,23 @@ def dilated_attention(
 ) -> Any:
     """jax_kernels.dilated_attention on PyTorch tensors, with gradients of query, key and value, also through lse.
 
-    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Under autocast query, key and
+    bridge.from_jax describes how calls run, compile, are differentiated and are captured. Under autocast query, key and
     value are cast to the autocast dtype.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, T, Hkv, D]; value: [B, T, Hkv, Dv]; in query's dtype and on its device.
       segment_ids: int32 [B, T].
-      deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
-      The others are those of jax_kernels.dilated_attention.
+      deterministic: None follows torch.use_deterministic_algorithms; if that is off, XLA's flag decides.
+      Other arguments: as in jax_kernels.dilated_attention.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
 
     Raises:
-      TypeError: an argument is not a tensor, or has a type or a dtype that is not taken.
+      TypeError: an argument is not a tensor, or has an unsupported type or dtype.
       ValueError: shapes do not fit together, a value is out of range, or tensors are on several devices.
-      NotImplementedError: a named implementation cannot serve this call, and why.
+      NotImplementedError: a named implementation cannot serve this call; the error says why.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -67,7 +67,7 @@ def dilated_attention(
         call = seen((query, key, value, segment_ids), options)
         if (known := _attend.find(call)) is not None:
             return known(call.tensors)
-    if dtensors.are_in(query, key, value):  # a head's tokens depend on its number: heads are not sharded
+    if dtensors.are_in(query, key, value):  # a head's tokens depend on the head's index: no sharded heads
         batch = ("batch", None, None, None)
         tensors = {"query": query, "key": key, "value": value, "segment_ids": segment_ids}
         roles = {"query": batch, "key": batch, "value": batch, "segment_ids": batch[:2]}

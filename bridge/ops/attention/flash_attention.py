@@ -40,7 +40,7 @@ flops.define_formulas("flash_attention", "flash_attention_inference", "flash_att
 
 
 class _Given(NamedTuple):
-    """The arguments of a call, as flash_attention is given them."""
+    """The arguments of flash_attention, unchanged."""
 
     query: Any
     key: Any
@@ -94,51 +94,50 @@ def flash_attention(
     |---|---|
     | torch.compile | works with fullgraph=True; JAX compiles once for each set of shapes |
     | autocast | casts query, key, value and a 16-bit bias to the autocast dtype |
-    | torch.func.vmap | one call; a loop where the mapped calls have own sinks, or gradients of a bias or sinks |
+    | torch.func.vmap | one call; a loop if sinks are mapped, or for gradients of a bias or sinks |
     | activation checkpointing, torch.export, torch.func.grad | works |
-    | a CUDA graph | works on the direct route, after a first call outside; else raises |
+    | a CUDA graph | works on the direct route, after a first call outside the graph; else raises |
     | double backward, forward mode | raises |
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
       bias: broadcastable to [B, H, T, S], in query's dtype or float32.
-      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Floats of 0 and 1 are taken too: other
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Floats of 0 and 1 are accepted: other
         values raise ValueError on a CPU, and make the results NaN on a GPU. Or a masks.Mask, prepared by prepare_mask
-        or not: ValueError where a tensor that its function reads has changed since it was made. Its arrays get no
-        gradient; they are copied to query's device, JAX arrays once for each Mask.
+        or not. ValueError if a tensor that the Mask's function reads has changed since the Mask was made. The Mask's
+        arrays get no gradient; they are copied to query's device, JAX arrays once for each Mask.
       segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
       kv_lengths: [B] int32.
       q_offset: an int, or an int32 tensor, a scalar or [B].
       score_mod: a function (score, b, h, q_idx, kv_idx) of scalars, in torch's elementwise operations or in jnp code.
-        It is a constant of the call. In torch operations it may read tensors: each call reads today's values (where a
-        masks.from_function keeps the values of when the mask was made), and they have gradients. int64 tensors are read
-        as int32: a value beyond raises ValueError on a CPU, and makes the results NaN on a GPU. JAX arrays that it
-        closes over get no gradient; bridge.from_jax of a function that takes them as arguments has it.
+        It is a constant of the call. In torch operations it may read tensors. Each call reads their current values,
+        and they get gradients. (masks.from_function keeps the values from when the mask was made.) int64 tensors are
+        read as int32: a value out of range raises ValueError on a CPU, and makes the results NaN on a GPU. JAX arrays
+        that the function closes over get no gradient; for gradients, pass them as arguments through bridge.from_jax.
       sinks: [H], bfloat16, float16 or float32.
-      scale, softcap, window and the others that are numbers: Python's, NumPy's, JAX's, or tensors without axes, whose
-        values are read in each call. window: also a tensor of two.
-      deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
-      other_names: attn_mask, softmax_scale, causal or window_size, in place of mask, scale, is_causal and window. The
-        last two are of flash-attn, which puts the last query at the last key: as many queries as keys, or a q_offset,
-        are wanted with them.
-      The others are those of jax_kernels.flash_attention.
+      scale, softcap, window and other numbers: Python's, NumPy's or JAX's numbers, or tensors without axes, whose
+        values are read in each call. window: also a tensor of two integers.
+      deterministic: None follows torch.use_deterministic_algorithms; if that is off, XLA's flag decides.
+      other_names: attn_mask, softmax_scale, causal or window_size, for mask, scale, is_causal and window. causal and
+        window_size come from flash-attn, which puts the last query at the last key. So they need T = S, or a q_offset.
+      Other arguments: as in jax_kernels.flash_attention.
 
-    DTensors: a batch and heads may be sharded, in all tensors of the call alike. Results are DTensors, with gradients.
-    With a Mask or a score_mod it runs as bridge.from_jax says. JAX compiles a program, which it keeps, for each
-    function, each structure of a Mask and each set of shapes, those of a Mask's arrays included. With a Mask, a
-    graph of torch.compile serves that Mask alone. All calls that torch.func.vmap maps share one Mask.
+    DTensors: batch and heads may be sharded, in the same way in all tensors. Results are DTensors, with gradients.
+    A call with a Mask or a score_mod runs as described in bridge.from_jax. JAX compiles and keeps a program for each
+    function, each structure of a Mask and each set of shapes, including the shapes of a Mask's arrays. With a Mask, a
+    graph of torch.compile serves only this Mask. All calls that torch.func.vmap maps have the same Mask.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
 
     Raises:
-      TypeError: an argument is not a tensor, or has a dtype that is not taken.
-      ValueError: shapes do not fit together, tensors are on several devices, or on one that is not served.
-      NotImplementedError: an argument, or a named implementation, cannot serve this call, and why; or it is
-        differentiated in forward mode (torch.func.jvp, torch.autograd.forward_ad).
-      RuntimeError: it is differentiated twice, a CUDA graph is being captured that cannot hold the call, JAX lacks the
-        device, or the process was forked from one in which JAX was running.
+      TypeError: an argument is not a tensor, or has an unsupported dtype.
+      ValueError: shapes do not fit together, or tensors are on several devices or on an unsupported device.
+      NotImplementedError: an argument, or a named implementation, cannot serve this call (the error says why), or the
+        call is differentiated in forward mode (torch.func.jvp, torch.autograd.forward_ad).
+      RuntimeError: the call is differentiated twice, a CUDA graph that cannot hold the call is being captured, JAX
+        lacks the device, or the process was forked from a process in which JAX was running.
     """
     if other_names:
         named = _Given(
@@ -166,7 +165,7 @@ def flash_attention(
             present, there = _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset)
         statics = (
             *(is_causal, window, score_mod, scale, softcap, return_lse, deterministic, precision, implementation),
-            # 1 and True are equal, and not both are taken.
+            # 1 equals True, but an argument may accept only one of the types.
             *(type(is_causal), None if window is None else _kinds(window), type(scale), type(softcap)),
             *(type(return_lse), type(deterministic)),
             *(there, None if isinstance(q_offset, torch.Tensor) else q_offset),
@@ -186,12 +185,12 @@ _KNOWN = Known()
 
 
 def _kinds(window: Any) -> Any:
-    """The types of a window's sides, or of the window."""
+    """The types of a window's sides, or the type of the window."""
     return tuple(map(type, window)) if isinstance(window, tuple) else type(window)
 
 
 def _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset) -> tuple[list[Any], Any]:
-    """The tensors of a call that are there, in the order of Tensors, and which are. Nothing is checked yet."""
+    """(the tensors that a call has, in the order of Tensors; which tensors it has). Nothing is checked yet."""
     is_pair = isinstance(segment_ids, tuple | list) and len(segment_ids) == 2
     q_ids, kv_ids = segment_ids if is_pair else (segment_ids, segment_ids)
     offset = q_offset if isinstance(q_offset, torch.Tensor) else None
@@ -200,7 +199,7 @@ def _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_of
 
 
 def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset):
-    """_present of a call by from_jax, in the order of its arguments. A Mask is told by its id."""
+    """_present for a call by from_jax, in the order of its arguments. The id identifies a Mask."""
     ids = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids,)
     is_object = isinstance(mask, Mask)
     offset = q_offset if isinstance(q_offset, torch.Tensor) else None
@@ -214,7 +213,7 @@ def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv
 def _in_graph(*given: Any) -> Any:
     """A call of a compiled graph without a Mask or a score_mod.
 
-    torch.compile does not look inside: each name that it sees adds to what it checks before every call.
+    torch.compile does not trace this function: each name that it sees adds to its checks before every call.
     """
     named = _Given(*given)
     constants = {name: constant(x) for name, x in named._asdict().items() if name != "q_offset"}
@@ -224,7 +223,7 @@ def _in_graph(*given: Any) -> Any:
 def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: bool = False) -> Any:
     """Runs a call: with a Mask or a score_mod by from_jax, else by flash_attention's own operators.
 
-    statics, present: what the call is known as from now on. is_traced: whether it is part of a compiled graph.
+    statics, present: the key by which the call is cached. is_traced: whether the call is part of a compiled graph.
     """
     named = given._asdict()
     if plain := plain_options(ATTENTION, named):
@@ -322,7 +321,7 @@ def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: boo
 
 
 def _padded(tensors: Tensors, options: Options) -> Keys | None:
-    """The keys of a call that is repeated with more and more of them, padded; None where they stay as they are."""
+    """The padded keys of a call whose number of keys grows from call to call; None if no padding is needed."""
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
     if needs_grad or tensors.q_segment_ids is not None or options.implementation or not torch_internals.is_plain_call():
         return None
@@ -338,7 +337,7 @@ def _padded(tensors: Tensors, options: Options) -> Keys | None:
 
 
 def _kept(options: Options) -> dict[str, Any]:
-    """The options by the names that flash_attention has for them, without those of the keys and the window."""
+    """The options by flash_attention's names, without q_offset and the window."""
     own = options._asdict()
     return {name: own[name] for name in own if name not in ("window_left", "window_right", "q_offset")}
 

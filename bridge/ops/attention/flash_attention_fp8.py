@@ -1,4 +1,4 @@
-"""Attention of 8-bit numbers on PyTorch tensors: quantize_fp8 and flash_attention_fp8."""
+"""8-bit attention on PyTorch tensors: quantize_fp8 and flash_attention_fp8."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +22,13 @@ def quantize_fp8(x: torch.Tensor, axis: int | Sequence[int] | None = None) -> tu
 
     Args:
       x: a float tensor, of any shape.
-      axis: the axes whose numbers share a scale; None is all axes. (1, 3) gives each head of x [B, T, H, D] a scale.
+      axis: the axes along which values have the same scale; None is all axes. (1, 3) gives each batch entry and head
+        of x [B, T, H, D] a scale.
 
     Returns:
       values: torch.float8_e4m3fn, of x's shape. scales: positive float32, of x's shape without `axis`.
 
-    It raises what jax_kernels.quantize_fp8 does, or from_jax where the two differ.
+    Raises the errors of jax_kernels.quantize_fp8, or from_jax's errors if the two differ.
     """
     check_tensors(x=x)
     axis = plain_of("axis", axis)
@@ -49,21 +50,21 @@ def flash_attention_fp8(
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Any:
-    """jax_kernels.flash_attention_fp8 on PyTorch tensors of 8 bits, as quantize_fp8(x, axis=(1, 3)) gives them.
+    """jax_kernels.flash_attention_fp8 on 8-bit PyTorch tensors, the results of quantize_fp8(x, axis=(1, 3)).
 
-    Forward only. Calls run, and may be compiled and captured, as bridge.from_jax says.
+    Forward only. bridge.from_jax describes how calls run, compile and are captured.
 
     Args:
       query: [B, T, H, D], torch.float8_e4m3fn; key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv].
-      q_scale: [B, H] float32, or a number; k_scale, v_scale: [B, Hkv] float32, or a number; None is 1. A number
-        compiles a program of its own.
+      q_scale: [B, H] float32, or a number; k_scale, v_scale: [B, Hkv] float32, or a number; None is 1. JAX
+        compiles a program for each number.
       q_offset: an int, or an int32 tensor, a scalar or [B]. kv_lengths: [B] int32.
-      The others are those of jax_kernels.flash_attention_fp8.
+      Other arguments: as in jax_kernels.flash_attention_fp8.
 
     Returns:
       out [B, T, H, Dv] bfloat16; with return_lse, (out, lse), lse float32 [B, H, T].
 
-    It raises what jax_kernels.flash_attention_fp8 does, or from_jax where the two differ.
+    Raises the errors of jax_kernels.flash_attention_fp8, or from_jax's errors if the two differ.
     """
     call = None
     if not torch.compiler.is_compiling():

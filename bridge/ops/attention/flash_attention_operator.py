@@ -4,10 +4,10 @@
 |---|---|
 | flash_attention | out, and rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess |
 | flash_attention_inference | out |
-| flash_attention_backward | the gradients of query, key, value, bias and sinks; empty tensors for those not wanted |
+| flash_attention_backward | gradients of query, key, value, bias and sinks; an unwanted gradient is an empty tensor |
 
-The excess is the exact log-sum-exp minus lse. The backward of a bias needs it. On Hopper the forward of a mask of keys
-gives one, too, which no backward reads.
+The excess is the exact log-sum-exp minus lse. The backward of a bias needs the excess. On Hopper the forward of a mask
+of keys also returns an excess, which no backward reads.
 """
 
 import functools
@@ -48,7 +48,7 @@ DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call, in the operators' order. The first are those of DIFFERENTIATED."""
+    """The tensors of a call, in the operators' order. The first five are DIFFERENTIATED."""
 
     query: Any
     key: Any
@@ -68,7 +68,7 @@ class Tensors(NamedTuple):
 
     @property
     def has_excess(self) -> bool:
-        """Whether the rows of a call have an excess, which may not depend on its plan."""
+        """Whether the rows of a call have an excess. This must not depend on the call's plan."""
         return self.bias is not None
 
     def lse_of(self, rows: Any) -> Any:
@@ -77,7 +77,7 @@ class Tensors(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The static arguments of a call, in the operators' order, after the tensors. q_offset: where it is no tensor."""
+    """The static arguments of a call, in the operators' order, after the tensors. q_offset: 0 if it is a tensor."""
 
     is_causal: bool
     window_left: int
@@ -92,10 +92,9 @@ class Options(NamedTuple):
 
 
 class BackwardArguments(NamedTuple):
-    """The arguments of the backward after those of the forward.
+    """The arguments of the backward after the forward's arguments.
 
-    wanted: which of DIFFERENTIATED get a gradient, a bit for each, the lowest for the first. dout, drows: the gradients
-    of out and rows, or None for zeros.
+    wanted: bit i is 1 if DIFFERENTIATED[i] gets a gradient. dout, drows: gradients of out and rows, or None for zeros.
     """
 
     wanted: int
@@ -143,12 +142,12 @@ def _prepare(options: Options, *arrays):
 
 @once
 def _forward(device: torch.device, options: Options):
-    """The jitted forward: (out, rows). A plan that is made while JAX traces holds for one device alone."""
+    """The jitted forward: (out, rows). device: JAX plans during tracing, and the plan holds only for this device."""
 
     def forward(*arrays):
         call, inputs = _prepare(options, *arrays)
         out, lse, excess = attention.attention_forward(call, inputs)
-        if lse is None:  # nothing reads it, but the operator's results must not depend on the plan
+        if lse is None:  # unread, but the operator's results must not depend on the plan
             batch, length, heads = out.shape[:3]
             lse = jnp.zeros((batch, heads, length), jnp.float32)
         if not Tensors(*arrays).has_excess:
@@ -160,7 +159,7 @@ def _forward(device: torch.device, options: Options):
 
 @once
 def _inference(device: torch.device, options: Options):
-    """The jitted forward whose rows nobody reads: (out,). Its kernel writes no lse."""
+    """The jitted forward without rows: (out,). Its kernel writes no lse."""
 
     def inference(*arrays):
         call, inputs = _prepare(options, *arrays)
@@ -170,20 +169,20 @@ def _inference(device: torch.device, options: Options):
 
 
 def wanted_of(needed: Sequence[Any]) -> int:
-    """BackwardArguments.wanted of what tells for each of DIFFERENTIATED whether its gradient is needed."""
+    """BackwardArguments.wanted. needed: for each of DIFFERENTIATED, whether it needs a gradient."""
     return sum(1 << index for index, is_needed in enumerate(needed[: len(DIFFERENTIATED)]) if is_needed)
 
 
 def names_of(wanted: int) -> list[str]:
-    """The names of DIFFERENTIATED in BackwardArguments.wanted."""
+    """The names of DIFFERENTIATED whose bits in BackwardArguments.wanted are 1."""
     return [name for index, name in enumerate(DIFFERENTIATED) if wanted >> index & 1]
 
 
 @once
 def _backward(device: torch.device, options: Options, wanted: int):
-    """The jitted backward: the gradients that are wanted. XLA leaves out what is computed for others alone.
+    """The jitted backward: the wanted gradients. XLA removes computations that only unwanted gradients need.
 
-    It takes the arrays of Tensors, and then out, rows, dout and drows. wanted: as in BackwardArguments.
+    Its arguments are the arrays of Tensors, then out, rows, dout and drows. wanted: as in BackwardArguments.
     """
     names = names_of(wanted)
 
@@ -230,7 +229,7 @@ def _backward_program(*arguments):
 
 
 def _gradients(*arguments):
-    """Gives the function that makes the backward's results of the gradients that were computed."""
+    """Returns the function that makes the backward's results from the computed gradients."""
     call = split(arguments)
     names, dtype, device = names_of(call.backward.wanted), call.tensors.query.dtype, call.device
 
@@ -244,15 +243,13 @@ def _gradients(*arguments):
 
 
 class _Spec(NamedTuple):
-    """A tensor without its values."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 @functools.lru_cache(maxsize=1024)
 def _check(device: torch.device, options: Options, *tensors: _Spec | None) -> None:
-    """Runs JAX's own checks of a call, and nothing else."""
+    """Runs only JAX's own checks of a call."""
     specs = [None if x is None else jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors]
 
     def inputs(*tracers):
@@ -267,7 +264,7 @@ def _fake_forward(*arguments):
     call = split(arguments)
     tensors, options = call.tensors, call.options
     sizes = [size for tensor in tensors if tensor is not None for size in tensor.shape]
-    if all(isinstance(x, int) for x in (*sizes, options.q_offset)):  # symbolic sizes are checked when it runs
+    if all(isinstance(x, int) for x in (*sizes, options.q_offset)):  # symbolic sizes are checked when the call runs
         _check(call.device, options, *(None if x is None else _Spec(tuple(x.shape), x.dtype) for x in tensors))
     batch, length, heads, _ = tensors.query.shape
     out = tensors.query.new_empty((batch, length, heads, tensors.value.shape[-1]))
@@ -288,12 +285,12 @@ def _fake_backward(*arguments):
 
 
 class Attention(torch.autograd.Function):
-    """Attention with its gradient. A `setup_context` of its own would add 20 microseconds to each call."""
+    """Attention with its gradient. A separate `setup_context` would add 20 microseconds to each call."""
 
     @staticmethod
     @torch_internals.unseen_by_dynamo
     def forward(ctx, with_rows, *arguments):
-        """(out, rows), or out alone."""
+        """Returns (out, rows), or only out."""
         out, rows = torch_operator.below_function(forward_op, *arguments)
         ctx.options = arguments[TENSORS:]
         ctx.save_for_backward(*arguments[:TENSORS], out, rows)
@@ -319,7 +316,7 @@ class Attention(torch.autograd.Function):
 
 
 class _Facts(NamedTuple):
-    """The facts of a KnownCall: its options, which of Tensors it has, and whether the Function gives rows."""
+    """The facts of a KnownCall. there: which of Tensors it has. with_rows: whether the Function returns rows."""
 
     options: Options
     there: tuple[bool, ...]
@@ -327,11 +324,11 @@ class _Facts(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors that are there."""
+        """The names of the tensors that the call has."""
         return [name for name, is_there in zip(Tensors._fields, self.there, strict=True) if is_there]
 
     def filled(self, tensors: Sequence[Any]) -> Tensors:
-        """Tensors of those that are there."""
+        """Tensors with the given values, in order, and None for the tensors that the call lacks."""
         given = iter(tensors)
         return Tensors(*(next(given) if there else None for there in self.there))
 
@@ -342,7 +339,7 @@ class KnownAttention(torch.autograd.Function):
     @staticmethod
     @torch_internals.unseen_by_dynamo
     def forward(ctx, call, *tensors):
-        """(out, rows), or out alone."""
+        """Returns (out, rows), or only out."""
         out, rows = call.chain(*tensors)
         ctx.call = call
         ctx.save_for_backward(*tensors, out, rows)
@@ -377,7 +374,7 @@ _WANTED_OF_THREE = wanted_of(_ALL_OF_THREE)
 
 
 def _known_backward(call: KnownCall, statics: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients that are wanted, by the operator. The next call of its kind is known."""
+    """The wanted gradients, by the operator. The next call with these statics is a cached call."""
     wanted, without_dout, without_drows = statics
     count = sum(call.facts.there)
     given, (out, rows, *cotangents) = call.facts.filled(tensors[:count]), tensors[count:]
@@ -406,9 +403,9 @@ def _there(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def known_call(tensors: Tensors, options: Options) -> KnownCall | None:
-    """The call of tensors that were checked and are read as they are; None where its program reads others.
+    """A cached call for checked tensors read in place; None if the program would read copies.
 
-    It gives what Attention does where a gradient is needed, and else what the operator does that serves it.
+    It returns the results of Attention if a gradient is needed, else the results of the call's operator.
     """
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
     with_rows = needs_grad or options.return_lse

@@ -20,8 +20,6 @@ __all__ = ["define_rules"]
 
 
 def _rule(op: Any) -> Callable[..., Any]:
-    """The vmap rule of one of the operators."""
-
     def rule(info, in_dims, *arguments):
         size = info.batch_size
         front = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, in_dims, strict=True)]
@@ -48,9 +46,9 @@ def _rule(op: Any) -> Callable[..., Any]:
 
 
 def _is_a_loop(call: Any, is_mapped: Tensors) -> bool:
-    """Tells whether the mapped calls must run one by one.
+    """Whether the mapped calls must run one by one.
 
-    All entries of a batch share the sinks, and add to one gradient of the sinks or of a shared bias.
+    All entries of a batch have the same sinks. They add to one gradient of the sinks, or of a broadcast bias.
     """
     if is_mapped.sinks:
         return True
@@ -60,7 +58,7 @@ def _is_a_loop(call: Any, is_mapped: Tensors) -> bool:
 
 
 def _one_by_one(op: Any, size: int, front: list[Any], mapped: list[bool]) -> Any:
-    """A loop over the mapped calls, whose results are stacked."""
+    """Runs the mapped calls in a loop and stacks their results."""
     each = [op(*(x[i] if m else x for x, m in zip(front, mapped, strict=True))) for i in range(size)]
     if op is inference_op:
         return torch.stack(each), 0
@@ -69,7 +67,7 @@ def _one_by_one(op: Any, size: int, front: list[Any], mapped: list[bool]) -> Any
 
 
 def _join_as(name: str, x: Any, is_mapped: bool, size: int, batch: int) -> Any:
-    """The tensor of this name for all calls at once, with the mapped axis in the batch."""
+    """The tensor of this name for the joined call, with the mapped axis in the batch."""
     if name in ("bias", "mask"):
         return _join_scores(x, is_mapped, size, batch)
     if name == "q_offset":
@@ -78,7 +76,7 @@ def _join_as(name: str, x: Any, is_mapped: bool, size: int, batch: int) -> Any:
 
 
 def _join(x: Any, is_mapped: bool, size: int) -> Any:
-    """Joins [B, ...] of each call to [size * B, ...]."""
+    """Joins the [B, ...] tensors of the calls to [size * B, ...]."""
     if x is None:
         return None
     x = x if is_mapped else x.expand(size, *x.shape)
@@ -104,7 +102,7 @@ def _join_offset(x: Any, is_mapped: bool, size: int, batch: int) -> Any:
 
 
 def define_rules() -> None:
-    """Tells PyTorch how to map the operators. It may be called once in a process."""
+    """Registers the operators' vmap rules with PyTorch. Call it only once in a process."""
     torch_operator.define_vmap("flash_attention", _rule(forward_op))
     torch_operator.define_vmap("flash_attention_inference", _rule(inference_op))
     torch_operator.define_vmap("flash_attention_backward", _rule(backward_op))

@@ -1,6 +1,7 @@
-"""Masks of floats that are 0 or 1, as Flax makes them. jax_kernels' ops take them, and so do the bridge's.
+"""Masks of floats that are 0 or 1, as Flax makes them. jax_kernels' ops and the bridge's ops accept them.
 
-A float is no bias here. PyTorch's scaled_dot_product_attention, and the bridge's, add a mask of floats to the scores.
+The floats are no bias here. PyTorch's scaled_dot_product_attention, and the bridge's function of the same name, add a
+mask of floats to the scores.
 """
 
 from typing import Any
@@ -15,19 +16,19 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_float(mask: Any) -> bool:
-    """Whether it is a dense mask of floats."""
+    """Whether mask is a dense tensor of floats."""
     if not isinstance(mask, torch.Tensor) or mask.dtype not in _FLOATS:
         return False
     return mask.layout == torch.strided and not mask.is_nested
 
 
 def as_bool(name: str, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(the mask of floats as bool, whether it holds 0 and 1 alone). The second is None where that is known.
+    """(the mask as bool, is_valid: whether the mask has only the values 0 and 1). is_valid is None after a check.
 
-    Values on a CPU are looked at. The host does not wait for those of a GPU, nor can it see those of a graph, or of
-    torch.func: see or_nan.
+    Values on a CPU are checked here. The host does not wait for the values on a GPU, and cannot see the values in a
+    graph or under torch.func: see or_nan.
 
-    Raises ValueError, naming the argument, where a value is neither.
+    Raises ValueError, naming the argument, if a value is neither 0 nor 1.
     """
     mask = mask.detach()
     keep = mask == 1
@@ -45,7 +46,7 @@ def as_bool(name: str, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def or_nan(results: Any, is_valid: torch.Tensor | None) -> Any:
-    """The results, which are NaN, as their gradients are, if a mask holds other values: the host cannot raise."""
+    """The results; if not is_valid, the results and their gradients are NaN, because the host cannot raise."""
     if is_valid is None:
         return results
     if isinstance(results, tuple):

@@ -1,11 +1,11 @@
-"""Calls that come in many forms, of which few are compiled.
+"""Reduces the number of programs that JAX compiles for calls of many forms.
 
-Where the number of keys grows from call to call, as a cache's does, keys are padded to few lengths. Where q_offset has
-many values, it becomes a tensor. A mask or a bias that was expanded is read with an axis of size 1.
+If the number of keys grows from call to call, as in a cache, keys are padded to length buckets. If q_offset has many
+values, it becomes a tensor. A mask or a bias that was expanded is read with an axis of size 1.
 
-JAX compiles a program for each length. A call of few queries without gradients, that was made with several lengths, has
-its keys padded to the next of four lengths in each octave, and kv_lengths that leaves the padding out. What a mask or a
-bias has for the padding is without effect.
+JAX compiles a program for each length. A call of few queries without gradients is padded once it was made with several
+lengths: its keys get the next of four lengths in each octave, and kv_lengths excludes the padding. The padding of a
+mask or a bias has no effect.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch.nn import functional
 __all__ = ["Keys", "padded", "settled", "shrunk"]
 
 _MOST_QUERIES = 16
-_LENGTHS = 3  # so many lengths of one call compile as they are
+_LENGTHS = 3  # from the third length on keys are padded; after three values q_offset becomes a tensor
 _SHORTEST = 128
 _SEEN: dict[Any, set[int]] = {}
 _LOCK = threading.Lock()
@@ -27,7 +27,7 @@ _MOST = 1024
 
 
 class Keys(NamedTuple):
-    """The arguments of a call that have to do with the number of its keys."""
+    """The arguments of a call that depend on the number of its keys."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -38,7 +38,7 @@ class Keys(NamedTuple):
 
 
 def padded(query: torch.Tensor, keys: Keys, others: Any) -> Keys | None:
-    """The arguments with padded keys, or None for a call that is to run as it is. others: what else the call has."""
+    """The arguments with padded keys; None if no padding is needed. others: the rest of the call's key."""
     key, value, bias, mask, kv_lengths, q_offset = keys
     length = key.shape[1]
     if query.shape[1] > _MOST_QUERIES:
@@ -68,7 +68,7 @@ def padded(query: torch.Tensor, keys: Keys, others: Any) -> Keys | None:
 
 
 def bucket(length: int) -> int:
-    """The length that keys are padded to: a multiple of a quarter of the power of two below it."""
+    """The length bucket of a length, at least 128: a multiple of a quarter of the power of two below the length."""
     if length <= _SHORTEST:
         return _SHORTEST
     step = 2 ** (math.ceil(math.log2(length)) - 3)
@@ -76,7 +76,7 @@ def bucket(length: int) -> int:
 
 
 def _grows(query: torch.Tensor, keys: Keys, others: Any) -> bool:
-    """Whether the call was made with several numbers of keys, this one included."""
+    """Whether the call was made with several numbers of keys, including this call's number."""
     first = lambda x: None if x is None else tuple(x.shape[:-1])
     has_offset = isinstance(keys.q_offset, torch.Tensor)
     call = (
@@ -97,10 +97,10 @@ _OFFSETS: dict[Any, set[int]] = {}
 
 
 def settled(call: Any, shrinking: Sequence[str]) -> Any:
-    """The Arguments of an operator of attention, as its program reads them.
+    """The Arguments of an attention operator, in the form that its program reads.
 
     q_offset is a tensor from its fourth value on. shrinking: the names of tensors that may be read with axes of size 1;
-    key and value are so where neither has more than one head's values.
+    key and value are read with one head if each is an expansion of one head.
     """
     tensors, options = call.tensors, call.options
     changed = {name: shrunk(getattr(tensors, name)) for name in ("bias", "mask") if name in shrinking}
@@ -116,7 +116,7 @@ def settled(call: Any, shrinking: Sequence[str]) -> Any:
 
 
 def _has_many(call: Any) -> bool:
-    """Whether the call was made with several numbers for q_offset, this one included."""
+    """Whether the call was made with more than _LENGTHS values of q_offset, including this call's value."""
     key = (
         call.options._replace(q_offset=0),
         call.backward is None,
@@ -136,7 +136,7 @@ def _has_many(call: Any) -> bool:
 
 
 def shrunk(x: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor with one entry of each axis along which all are the same memory."""
+    """The tensor with one entry of each expanded axis (stride 0)."""
     if x is None or 0 not in x.stride():
         return x
     for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):

@@ -1,8 +1,8 @@
 """Decoding on PyTorch's layout: one query of each sequence against keys and values [B, Hkv, S, D] of a growing cache.
 
-JAX compiles a program for each number of keys. So the keys are read with room behind them, for one of few numbers, and
-lengths tell how many count. What stands in the room is without effect. A cache that has such room is read in place.
-In a compiled graph the cache is one of a fixed size, and its mask tells the lengths.
+JAX compiles a program for each number of keys. So the keys are padded to one of a few length buckets, and kv_lengths
+gives the number of valid keys. The padding ("room") has no effect. A cache that already has room is read in place. In a
+compiled graph the cache has a fixed size, and the mask gives the lengths.
 """
 
 import functools
@@ -39,7 +39,7 @@ def attend(
 
     Args:
       query: [B, H, 1, D]. key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
-      mask: bool, bias: float; broadcastable to [B, H, 1, S], with all S keys.
+      mask: bool, bias: float; broadcastable to [B, H, 1, S]; the last axis has size S.
       sinks, scale, softcap: as in flash_attention.
     """
     length = key.shape[2]
@@ -71,10 +71,10 @@ def attend_in_graph(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """attend, in code that torch.compile traces, for all keys that a cache of a fixed size has room for.
+    """attend, in code that torch.compile traces, over the whole capacity of a fixed-size cache.
 
-    The keys behind the last one that the mask leaves to a sequence are not read. So the graph serves every token: how
-    many keys count is in the values of the mask, and no shape or constant of the graph.
+    Keys after the last key that the mask allows for a sequence are not read. The number of valid keys depends only on
+    the mask's values, not on a shape or constant of the graph. So the graph serves every token.
     """
     four = lambda x: None if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape)
     mask, bias = four(mask), four(bias)
@@ -83,7 +83,7 @@ def attend_in_graph(
 
 
 def _ends(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor:
-    """[B * Hkv] int32: behind the last key that a 4-D mask leaves to a sequence; the number of keys without a mask."""
+    """[B * Hkv] int32: 1 + the last key that a 4-D mask allows for a sequence; without a mask, the number of keys."""
     batch, heads, room, _ = key.shape
     if mask is None:
         return torch.full((batch * heads,), room, dtype=torch.int32, device=key.device)
@@ -93,7 +93,7 @@ def _ends(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor:
 
 
 class _Folded(NamedTuple):
-    """The arrays of decode_attention, in which the heads of the keys are part of the batch."""
+    """The arrays of decode_attention, with the key heads folded into the batch."""
 
     query: Any
     key: Any
@@ -108,7 +108,7 @@ def _folded(query, key, value, lengths, mask, bias) -> _Folded:
     kv_heads, room = key.shape[1:3]
 
     def of_scores(x):
-        if x is None or x.shape[1] == 1:  # an entry is that of all heads of a sequence, which stand side by side
+        if x is None or x.shape[1] == 1:  # an entry serves all heads of a sequence; they are adjacent
             return x
         return jnp.broadcast_to(x, (batch, heads, 1, room)).reshape(batch * kv_heads, heads // kv_heads, 1, room)
 
@@ -129,7 +129,7 @@ def _decode(query, key, value, lengths, mask, bias, sinks, *, scale, softcap):
     out, lse = out.reshape(batch, 1, heads, -1), lse.reshape(batch, 1, heads, 1)
     if sinks is None:
         return out
-    # The sinks join the denominator: exp(lse) / (exp(lse) + exp(sinks)) of the weights is left for the keys.
+    # The sinks join the denominator: the keys' weights are multiplied by exp(lse) / (exp(lse) + exp(sinks)).
     left = jax.nn.sigmoid(lse - sinks.astype(jnp.float32)[:, None])
     return jnp.where(lse == -jnp.inf, out, (out * left).astype(out.dtype))
 
@@ -144,9 +144,9 @@ _attend = JaxOp(_decode, is_whole=True)
 
 
 def with_room(x: torch.Tensor) -> torch.Tensor | None:
-    """[B, Hkv, room, D]: the keys or values with what stands behind those of each head in memory.
+    """[B, Hkv, room, D]: the keys or values, with the unused memory after each head.
 
-    None where nothing does, and their number is neither one of the few nor that of a cache which does not grow.
+    None if there is no unused memory, unless the length is a length bucket or the cache does not grow.
     """
     shape, strides = x.shape, x.stride()
     batch, heads, length, width = shape
@@ -158,7 +158,7 @@ def with_room(x: torch.Tensor) -> torch.Tensor | None:
         return None
     if room == length:
         return x if x.is_contiguous() and (room == length_buckets.bucket(length) or _stays(x)) else None
-    whole = x._base  # of a cache with room it is what there is room for, and making a view costs more
+    whole = x._base  # the whole cache, if the cache has room; a new view costs more
     if (
         whole is not None
         and whole.shape == (batch, heads, room, width)
@@ -168,19 +168,19 @@ def with_room(x: torch.Tensor) -> torch.Tensor | None:
     ):
         return whole
     if (x.storage_offset() + batch * heads * of_head) * x.element_size() > x.untyped_storage().nbytes():
-        return None  # the room of the last head would end behind the memory
+        return None  # the room of the last head would end after the storage
     return x.as_strided((batch, heads, room, width), (heads * of_head, of_head, width, 1))
 
 
-_SEEN: dict[int, weakref.ref[torch.Tensor]] = {}  # the keys and values that were last read, by their identity
+_SEEN: dict[int, weakref.ref[torch.Tensor]] = {}  # the keys and values that were last read, by id
 _MOST_SEEN = 1024
 
 
 def _stays(x: torch.Tensor) -> bool:
-    """Whether the very tensor was read before, as that of a cache whose size is fixed is.
+    """Whether this tensor object was read before, as happens with a cache of fixed size.
 
-    A cache that grows by a token has another tensor each time. It may stand where that of another sequence stood, which
-    was as long.
+    A cache that grows by a token has a new tensor each time. The new tensor may have the memory of an earlier sequence
+    of the same length, so tensor objects are compared.
     """
     seen = _SEEN.get(id(x))
     if seen is not None and seen() is x:
@@ -191,7 +191,7 @@ def _stays(x: torch.Tensor) -> bool:
 
 
 def _copied_with_room(x: torch.Tensor) -> torch.Tensor:
-    """with_room in new memory."""
+    """A copy with room, padded to the length bucket."""
     batch, heads, length, width = x.shape
     larger = x.new_empty(batch, heads, length_buckets.bucket(length), width)
     larger.narrow(2, 0, length).copy_(x)
@@ -199,7 +199,7 @@ def _copied_with_room(x: torch.Tensor) -> torch.Tensor:
 
 
 def _lengths(length: int, count: int, device: torch.device) -> torch.Tensor:
-    """The length, count times. A captured CUDA graph has its own: it may outlive what is kept here."""
+    """The length, `count` times. A captured CUDA graph gets its own tensor: it may outlive the kept tensors."""
     if device.type != "cuda":
         return _kept_lengths(length, count, device, 0)
     if torch.cuda.is_current_stream_capturing():
@@ -207,14 +207,14 @@ def _lengths(length: int, count: int, device: torch.device) -> torch.Tensor:
     return _kept_lengths(length, count, device, torch_internals.stream_handle(device.index))
 
 
-@functools.lru_cache(maxsize=4)  # the layers of a model ask for the same ones
+@functools.lru_cache(maxsize=4)  # the layers of a model read the same lengths
 def _kept_lengths(length: int, count: int, device: torch.device, stream: int) -> torch.Tensor:
-    """The lengths for work on this stream, which fills them first."""
+    """The lengths for work on this stream. The stream fills the tensor before the work reads it."""
     return torch.full((count,), length, dtype=torch.int32, device=device)
 
 
 class _Padded(NamedTuple):
-    """A mask or bias that was padded: for which, in which state, and for the work of which stream."""
+    """A padded mask or bias (`result`): the original tensor, its state, and the stream whose work reads the result."""
 
     given: weakref.ref[torch.Tensor]
     version: int
@@ -223,10 +223,10 @@ class _Padded(NamedTuple):
     result: torch.Tensor
 
     def is_of(self, x: torch.Tensor, stream: int) -> bool:
-        """Whether it still is that of x, for work on this stream.
+        """Whether the result is still valid for x, for work on this stream.
 
-        PyTorch does not count what is written through .data or by others, such as NumPy. On the CPU the values are
-        compared, which costs no more than padding. On a GPU such a write is not seen.
+        PyTorch does not count writes through .data or by other libraries, such as NumPy. On the CPU the values are
+        compared, which costs no more than padding. On a GPU these writes are not detected.
         """
         is_same = self.given() is x
         if not is_same or (self.version, self.address, self.stream) != (x._version, x.data_ptr(), stream):
@@ -234,13 +234,13 @@ class _Padded(NamedTuple):
         return x.device.type == "cuda" or torch.equal(_shrunk(x), self.result[..., : x.shape[-1]])
 
 
-_PADDED: dict[tuple[int, int], _Padded] = {}  # by the identity of what was given, and the room
+_PADDED: dict[tuple[int, int], _Padded] = {}  # by the id of the original tensor, and the room
 _LOCK = threading.Lock()
-_MOST_PADDED = 4  # the layers of a model ask for the same ones
+_MOST_PADDED = 4  # the layers of a model read the same mask
 
 
 def _padded(x: torch.Tensor, room: int) -> torch.Tensor:
-    """The mask or bias for all keys that there is room for, with as few entries as it has values."""
+    """Pads a mask or bias to the cache's capacity; broadcast axes keep size 1."""
     if x.shape[-1] == room and x.is_contiguous():
         return x
     stream = 0
@@ -248,7 +248,7 @@ def _padded(x: torch.Tensor, room: int) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
             return _pad(x, room)
         stream = torch_internals.stream_handle(x.device.index)
-    if x.is_inference():  # nobody tells whether it was written to
+    if x.is_inference():  # PyTorch does not count writes to an inference tensor
         return _pad(x, room)
     found, version = _PADDED.get((id(x), room)), x._version
     if found is not None and found.is_of(x, stream):
@@ -267,5 +267,5 @@ def _pad(x: torch.Tensor, room: int) -> torch.Tensor:
 
 
 def _shrunk(x: torch.Tensor) -> torch.Tensor:
-    """The mask or bias with four axes, and as few entries as it has values."""
+    """The mask or bias with four axes; expanded axes get size 1."""
     return length_buckets.shrunk(x.reshape((1,) * (4 - x.ndim) + x.shape))

@@ -37,24 +37,26 @@ def decode_attention(
 ) -> Any:
     """jax_kernels.decode_attention on PyTorch tensors: the newest 1 to 16 tokens against a cache. Forward only.
 
-    Calls run, and may be compiled and captured, as bridge.from_jax says. Under autocast query, key and value are cast
-    to the autocast dtype.
+    bridge.from_jax describes how calls run, compile and are captured. Under autocast query, key and value are cast to
+    the autocast dtype.
 
     Args:
       query: [B, T, H, D], T from 1 to 16, bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; with block_tables [pages, page_size, Hkv, D or Dv].
-      kv_lengths: [B] int32. It is data: a longer sequence in the same cache compiles nothing.
+      kv_lengths: [B] int32. A dynamic value: a longer sequence in the same cache needs no compilation.
       block_tables: [B, max_pages] int32.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend, or floats of 0 and 1, as
-        bridge.flash_attention takes them. Or a masks.Mask. bias: broadcastable to
-        [B, H, T, S], in query's dtype or float32. A tensor that was expanded is read as it was before.
+        bridge.flash_attention takes them. Or a masks.Mask.
+      bias: broadcastable to [B, H, T, S], in query's dtype or float32.
       sinks: [H], bfloat16, float16 or float32.
-      The others are those of jax_kernels.decode_attention.
+      Other arguments: as in jax_kernels.decode_attention.
+
+    An axis of mask or bias that torch.Tensor.expand made is read with size 1.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
 
-    It raises what jax_kernels.decode_attention does, or from_jax where the two differ.
+    Raises the errors of jax_kernels.decode_attention, or from_jax's errors if the two differ.
     """
     call = is_valid = None
     if mask is not None and float_masks.is_float(mask):

@@ -1,6 +1,6 @@
 """PyTorch's BlockMask as a masks.Mask.
 
-The blocks of its lists are kept: in the partial ones the mask_mod says which pairs, in the full ones all are.
+The blocks in its lists are kept. In a partial block the mask_mod selects pairs; in a full block all pairs are kept.
 """
 
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ __all__ = ["Sizes", "is_whole", "mask_in_graph", "mask_of"]
 
 _NAME = "_jax_kernels_masks"
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-_WHOLE = 1 << 30  # the block size of PyTorch's own mask for no mask
-_MOST = 16  # sizes of calls
+_WHOLE = 1 << 30  # the block size of PyTorch's BlockMask for calls without a mask
+_MOST = 16  # Masks that are kept for a BlockMask
 
 
 class Sizes(NamedTuple):
@@ -30,14 +30,14 @@ class Sizes(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """A Mask, and the state of the BlockMask as of when it was made."""
+    """A Mask, and the BlockMask's state when the Mask was made."""
 
     mask: Mask
     state: tuple[Any, ...]
 
 
 class _Kept(dict[Sizes, _Made]):
-    """The Masks that were made of a BlockMask, by sizes. A copy of the BlockMask begins without any.
+    """The Masks that were made of a BlockMask, by sizes. A copy of the BlockMask starts without Masks.
 
     in_graphs: the Masks of graphs of torch.compile, which live as long as the BlockMask.
     """
@@ -51,15 +51,15 @@ class _Kept(dict[Sizes, _Made]):
 
 
 def is_whole(block_mask: Any) -> bool:
-    """Whether it is PyTorch's own BlockMask for calls without one."""
+    """Whether block_mask is PyTorch's BlockMask for calls without a mask."""
     return tuple(block_mask.BLOCK_SIZE) == (_WHOLE, _WHOLE) and block_mask.mask_mod is torchs.noop_mask
 
 
 def mask_of(block_mask: Any, sizes: Sizes) -> Mask:
-    """The Mask of a BlockMask for calls of these sizes. It is made once, and again where a tensor has changed.
+    """The Mask of a BlockMask for calls of these sizes. It is kept, and made again if a tensor has changed.
 
-    Raises ValueError, naming block_mask, for a call that the BlockMask was not made for, and TypeError where its
-    mask_mod has no form in jnp.
+    Raises ValueError, naming block_mask, if the BlockMask was made for other sizes, and TypeError if its mask_mod has
+    no form in jnp.
     """
     kept = vars(block_mask).setdefault(_NAME, _Kept())
     made = kept.get(sizes)
@@ -72,14 +72,14 @@ def mask_of(block_mask: Any, sizes: Sizes) -> Mask:
 
 
 def mask_in_graph(block_mask: Any, sizes: Sizes) -> Mask:
-    """The Mask of a BlockMask, for a graph of torch.compile: the BlockMask holds it."""
+    """The Mask of a BlockMask, for a graph of torch.compile. The BlockMask keeps the Mask alive."""
     mask = mask_of(block_mask, sizes)
     vars(block_mask)[_NAME].in_graphs[id(mask)] = mask
     return mask
 
 
 def _state_of(block_mask: Any) -> tuple[Any, ...]:
-    """The parts of a BlockMask that its Mask is made of, without the values of tensors."""
+    """The parts of a BlockMask that determine its Mask, except the values of tensors."""
     is_there = tuple(getattr(block_mask, name) is not None for name in _LISTS)
     return block_mask.mask_mod, is_there, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
 
@@ -88,7 +88,7 @@ def _make(block_mask: Any, sizes: Sizes) -> Mask:
     mask_mod = block_mask.mask_mod
     if mask_mod is getattr(torchs, "_sliced_mask_mod_error", None):
         raise ValueError(
-            "block_mask: got a part of a BlockMask, want its mask_mod set, as to the mask_mod of the whole"
+            "block_mask: got a part of a BlockMask, want its mask_mod set, for example to the mask_mod of the whole"
         )
     lengths = tuple(map(int, block_mask.seq_lengths))
     if lengths != (sizes.length, sizes.kv_length):
@@ -114,7 +114,7 @@ def _of_lists(block_mask: Any, sizes: Sizes) -> Mask:
 
 
 def _of_function(mask_mod: Any, sizes: Sizes) -> Mask:
-    """masks.from_function of a mask_mod, for as many batch entries and heads as it looks at."""
+    """masks.from_function of a mask_mod. The Mask has an axis for batch, or heads, only if the mask_mod reads it."""
     made, read, _ = score_mods.mask_mod(mask_mod)
     sees_batch, sees_heads = score_mods.looks_at(made, read)
     return masks.from_function(
@@ -139,7 +139,7 @@ def _blocks(block_mask: Any, of_counts: str, of_indices: str, sizes: Sizes) -> t
     is_listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     is_listed, indices = torch.broadcast_tensors(is_listed, indices)
     if bool((is_listed & ((indices < 0) | (indices >= columns))).any()):
-        raise ValueError(f"block_mask: got {of_indices} with a block that is not there, want 0 to {columns - 1}")
+        raise ValueError(f"block_mask: got {of_indices} with a block out of range, want 0 to {columns - 1}")
     blocks = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
     blocks.scatter_(-1, torch.where(is_listed, indices, columns), True)
     return blocks[..., :columns].contiguous()

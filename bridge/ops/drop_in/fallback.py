@@ -1,7 +1,7 @@
 """The calls that PyTorch computes instead of this library, in functions and modules with PyTorch's names.
 
 These are scaled_dot_product_attention, nn.MultiheadAttention and the attention of Hugging Face models. They warn once
-for each reason. Functions with names of their own raise.
+for each reason. Functions with this library's own names raise.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set
 
 __all__ = ["attention", "attention_with_weights", "reason_of", "warn"]
 
-attention = functional.scaled_dot_product_attention  # PyTorch's own, whatever is assigned to that name later
+attention = functional.scaled_dot_product_attention  # PyTorch's own, even if the name is reassigned later
 _MOST_HEAD_DIM = 256
 
 
 def reason_of(query: torch.Tensor, head_dim: int, dropout_p: float = 0.0, name: str = "dropout_p") -> str | None:
-    """The reason why flash_attention cannot serve a call, for a warning; None where it can.
+    """The reason why flash_attention cannot serve a call, for a warning; None if it can.
 
-    head_dim: the larger one of query's and value's. name: the caller's name of dropout_p.
+    head_dim: the larger of query's and value's head_dim. name: the caller's name for dropout_p.
     """
     if dropout_p:
         return f"{name}={dropout_p} drops attention weights, which flash_attention never stores"
@@ -30,7 +30,7 @@ def reason_of(query: torch.Tensor, head_dim: int, dropout_p: float = 0.0, name: 
     if query.device.type not in ("cpu", "cuda", "meta"):
         return f"query is on {query.device}, and flash_attention runs on CPUs and CUDA devices"
     if head_dim > _MOST_HEAD_DIM:
-        return f"head_dim is {head_dim}, and flash_attention's at most {_MOST_HEAD_DIM}"
+        return f"head_dim is {head_dim}, and flash_attention's limit is {_MOST_HEAD_DIM}"
     return None
 
 
@@ -52,7 +52,7 @@ def attention_with_weights(
     dropout_p: float = 0.0,
     head_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the attention [B, H, T, Dv], its weights [B, H, T, S]) in plain PyTorch, with gradients of both.
+    """(attention [B, H, T, Dv], weights [B, H, T, S]) in plain PyTorch, with gradients of attention and weights.
 
     A query that may attend to no key has weights of 0, an output of 0 and gradients of 0. Scores and their softmax are
     computed in float32, or float64 for float64.
@@ -61,13 +61,13 @@ def attention_with_weights(
       query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
       mask: bool, True where a query may attend, and bias: added to the scores; broadcastable to [B, H, T, S].
       sinks, scale, softcap: as in flash_attention.
-      dropout_p: the probability with which weights are dropped. The weights are returned as they are after that.
+      dropout_p: the probability of dropping a weight. The returned weights are the weights after dropout.
       head_mask: multiplies the weights, last; broadcastable to [B, H, T, S], or [H].
     """
     device = query.device.type
     is_cast = device != "meta" and torch.is_autocast_enabled(device)
     query, key, value, bias, _ = as_torch_is_set(query, key, value, bias=bias)
-    if is_cast:  # the products of float32 stay float32
+    if is_cast:  # matmuls of float32 stay float32
         with torch.autocast(device, enabled=False):
             return _attend(query, key, value, mask, bias, sinks, scale, softcap, dropout_p, head_mask)
     return _attend(query, key, value, mask, bias, sinks, scale, softcap, dropout_p, head_mask)

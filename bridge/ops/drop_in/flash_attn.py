@@ -1,7 +1,7 @@
-"""Functions of flash-attn and flash-dmattn by their own names, arguments and meanings, over this library's attention.
+"""flash-attn's and flash-dmattn's functions, with their names, arguments and meanings, run by this library's attention.
 
-They differ from bridge.flash_attention in their alignment: causal masks and windows are bottom-right, so that the last
-query stands at the last key.
+Their alignment differs from bridge.flash_attention: causal masks and windows are bottom-right, so the last query has
+the position of the last key.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ __all__ = [
     "options_of",
 ]
 
-# The arguments of flash-attn's functions by this library's names, for errors.
+# flash-attn's argument names by this library's, for errors.
 _OWN_NAMES = {
     "query": "q",
     "key": "k",
@@ -66,16 +66,16 @@ def flash_attn_func(
     Args:
       q: [B, T, H, D]; k: [B, S, Hkv, D]; v: [B, S, Hkv, D].
       softmax_scale: multiplies the scores; default 1 / sqrt(D).
-      causal, window_size: bottom-right: query i stands at position i + S - T.
+      causal, window_size: bottom-right: query i has position i + S - T.
       softcap: 0 for none; else the scores become softcap * tanh(scores / softcap).
       alibi_slopes: float32 [H] or [B, H]: slope * |position of the query - position of the key| is subtracted from the
-        scores, after softcap. They get no gradient.
+        scores, after softcap. The slopes get no gradient.
       deterministic: False follows torch.use_deterministic_algorithms.
       return_attn_probs: return (out, lse float32 [B, H, T], None). The probabilities are never stored.
 
     Numbers may be Python's, NumPy's or tensors without axes; window_size may be a tensor of two integers.
 
-    Raises NotImplementedError for dropout_p above 0, and what bridge.flash_attention raises.
+    Raises NotImplementedError for dropout_p above 0, and the errors of bridge.flash_attention.
     """
     options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     offset = _offset(q, k, ("q", "k"))
@@ -112,24 +112,26 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Any:
-    """flash_attn.flash_attn_varlen_func by bridge.flash_attention: sequences of several lengths, one after another.
+    """flash_attn.flash_attn_varlen_func by bridge.flash_attention: packed sequences of several lengths.
 
-    Where one tensor is both cu_seqlens, or neither causal nor a window nor alibi_slopes is asked for, the sequences run
-    as they stand, by segment_ids. Else queries and keys may be aligned in another way in each sequence, and they are
-    copied to a batch of max_seqlen_q queries and max_seqlen_k keys.
+    If both cu_seqlens are one tensor, or if the call has no causal, window or alibi_slopes, the packed sequences run
+    in place, with segment_ids. Otherwise the alignment of queries and keys may differ from sequence to sequence:
+    queries and keys are copied to a batch of max_seqlen_q queries and max_seqlen_k keys.
 
     Args:
       q: [total_q, H, D]; k: [total_k, Hkv, D]; v: [total_k, Hkv, D].
-      cu_seqlens_q, cu_seqlens_k: int32 [B + 1]: where each sequence begins, and the last one ends.
-      max_seqlen_q, max_seqlen_k: the longest sequence. Where cu_seqlens are on a GPU this is the caller's word, as in
-        flash-attn: with a smaller number the results are wrong.
+      cu_seqlens_q, cu_seqlens_k: int32 [B + 1]: the start of each sequence, then the end of the last.
+      max_seqlen_q, max_seqlen_k: length of the longest sequence. With cu_seqlens on a GPU it is not checked, as in
+        flash-attn: a smaller number gives wrong results.
       alibi_slopes: [H] or, with sequences copied to a batch, [B, H].
       return_attn_probs: return (out, lse float32 [H, total_q], None).
-      The others are those of flash_attn_func. Tokens after the last sequence, and of a sequence
-      without keys, get 0 and an lse of -inf. There may be no token, and no sequence.
+      Other arguments: as in flash_attn_func.
+
+    Tokens after the last sequence, and queries of a sequence without keys, get out 0 and lse -inf. There may be zero
+    tokens and zero sequences.
 
     Raises NotImplementedError for dropout_p above 0 and for block_table (see bridge.decode_attention), ValueError for a
-    max_seqlen below the longest sequence on a CPU, and what bridge.flash_attention raises.
+    max_seqlen below the longest sequence on a CPU, and the errors of bridge.flash_attention.
     """
     if dtensors.are_in(q, k, v):
         given = {"q": q, "k": k, "v": v, "alibi_slopes": alibi_slopes}
@@ -150,7 +152,7 @@ def flash_attn_varlen_func(
             raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}, want torch.int32 [sequences + 1]")
     max_seqlen_q = _checked_longest("q", cu_seqlens_q, max_seqlen_q)
     max_seqlen_k = _checked_longest("k", cu_seqlens_k, max_seqlen_k)
-    if len(cu_seqlens_q) == 1:  # no sequence, whose slopes might matter
+    if len(cu_seqlens_q) == 1:  # without sequences the slopes have no effect
         cu_seqlens_k, alibi_slopes = cu_seqlens_q, None
     is_aligned = cu_seqlens_q is cu_seqlens_k or not (causal or alibi_slopes is not None or options["window"])
     if is_aligned and (alibi_slopes is None or alibi_slopes.ndim == 1):
@@ -252,17 +254,17 @@ def flash_dmattn_func(
       query: [B, T, H, D]; key: [B, S, Hkv, D]; value: [B, S, Hkv, D].
       attn_mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend.
       attn_bias: likewise, in query's dtype or float32, added to the scores; it has a gradient.
-      is_causal: bottom-right: query i stands at position i + S - T. None is False.
+      is_causal: bottom-right: query i has position i + S - T. None is False.
       mask, bias: this library's names for attn_mask and attn_bias. A mask may also be a masks.Mask.
 
-    Raises NotImplementedError for return_attn_probs, TypeError where an argument is given by both of its names, and
-    the errors of bridge.dynamic_mask_attention.
+    Raises NotImplementedError for return_attn_probs, TypeError if an argument is given by two names, and the errors of
+    bridge.dynamic_mask_attention.
     """
     if return_attn_probs:
         raise NotImplementedError("return_attn_probs: got True, want False: attention weights are never stored")
     for name, x, own, other in (("attn_mask", attn_mask, "mask", mask), ("attn_bias", attn_bias, "bias", bias)):
         if x is not None and other is not None:
-            raise TypeError(f"{name}: got it beside {own}, which is the same argument; want one of them")
+            raise TypeError(f"{name}: got it together with {own}, which is the same argument; want one of them")
     options: dict[str, Any] = {"scale": scale, "is_causal": False if is_causal is None else is_causal}
     options |= {"softcap": softcap or None, "deterministic": deterministic or None, "q_offset": _offset(query, key)}
     names = {name: f"attn_{name}" for name, x in (("mask", attn_mask), ("bias", attn_bias)) if x is not None}
@@ -278,7 +280,7 @@ def flash_dmattn_func(
 
 
 def _of_heads(bias: Any, query: torch.Tensor) -> Any:
-    """A bias of the heads of the keys for each head of the queries."""
+    """Repeats a bias with one entry per key head for each query head."""
     is_of_keys = isinstance(bias, torch.Tensor) and bias.ndim == 4 and bias.shape[1] not in (0, 1, query.shape[2])
     return bias.repeat_interleave(query.shape[2] // bias.shape[1], dim=1) if is_of_keys else bias
 
@@ -286,7 +288,7 @@ def _of_heads(bias: Any, query: torch.Tensor) -> Any:
 def options_of(
     dropout_p: float, softmax_scale: Any, causal: bool, window_size: Any, softcap: float, deterministic: bool
 ) -> dict[str, Any]:
-    """The arguments of flash-attn's functions by the names that bridge.flash_attention has for them."""
+    """flash-attn's arguments by bridge.flash_attention's names."""
     if not isinstance(window_size, tuple):
         window_size = plain_of("window_size", window_size)
     if dropout_p:
@@ -304,7 +306,7 @@ def options_of(
 
 
 def _offset(query: Any, key: Any, names: tuple[str, str] = ("query", "key")) -> int:
-    """The position of query 0 where the last query is at the last key."""
+    """The position of query 0 under bottom-right alignment."""
     for name, x in zip(names, (query, key), strict=True):
         check_tensor(name, x, query)
         if x.ndim != 4:
@@ -313,7 +315,7 @@ def _offset(query: Any, key: Any, names: tuple[str, str] = ("query", "key")) -> 
 
 
 def _check_packed(name: str, x: Any, parts: int, want: str | None = None) -> None:
-    """want: the axes of packed sequences; None for a batch."""
+    """want: the axes of a tensor of packed sequences; None for a batch."""
     check_tensor(name, x, x)
     axes = 5 if want is None else 4
     if x.ndim != axes or x.shape[axes - 3] != parts:
@@ -322,7 +324,7 @@ def _check_packed(name: str, x: Any, parts: int, want: str | None = None) -> Non
 
 
 def _checked_longest(name: str, starts: torch.Tensor, given: Any) -> int:
-    """max_seqlen as an int. Raises where a sequence is known to be longer. The host waits for no GPU."""
+    """max_seqlen as an int. Raises if a sequence on a CPU is longer. The host never waits for a GPU."""
     if torch.compiler.is_compiling():
         return given
     given = plain_of(f"max_seqlen_{name}", given)
@@ -348,7 +350,7 @@ def _pair(results: Any, with_lse: bool) -> tuple[Any, Any]:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, offset: Any, options: dict[str, Any], with_lse: bool
 ) -> Any:
-    """flash_attention with the slopes of ALiBi, where there are any. Errors have flash-attn's names of arguments."""
+    """flash_attention, with ALiBi slopes if there are any. Errors have flash-attn's argument names."""
     try:
         if slopes is None:
             return flash_attention(q, k, v, q_offset=offset, return_lse=with_lse, **options)
@@ -388,7 +390,7 @@ def _with_alibi(
     softcap: float | None = None,
     **options: Any,
 ) -> Any:
-    """Attention whose scores are capped, and lose slopes[b, h] for each position between query and key."""
+    """Attention on softcapped scores minus slopes[b, h] * |query position - key position|."""
     check_softcap(softcap)
 
     def score_mod(score, b, h, q_idx, kv_idx):
@@ -409,14 +411,14 @@ def check_slopes(slopes: Any, q: torch.Tensor) -> None:
 
 
 def _numbers(starts: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The number [1, tokens] of each token's sequence, -1 after the last."""
+    """The index [1, tokens] of each token's sequence, -1 after the last sequence."""
     positions = torch.arange(tokens, device=starts.device, dtype=torch.int32)
     found = torch.searchsorted(starts[1:].contiguous(), positions, right=True).to(torch.int32)
     return torch.where(found < len(starts) - 1, found, -1)[None]
 
 
 class _Places(NamedTuple):
-    """The places of packed tokens in a batch. lengths: int32 [B]. index: the token at [B, longest], clamped."""
+    """Converts packed tokens to a batch and back. lengths: int32 [B]. starts: int32 [B + 1]. longest: batch rows."""
 
     lengths: torch.Tensor
     starts: torch.Tensor
@@ -427,14 +429,14 @@ class _Places(NamedTuple):
         return cls(lengths=starts.diff(), starts=starts, longest=max(int(longest), 1))
 
     def apart(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, longest, ...] of [tokens, ...]. What stands behind a sequence is any token."""
+        """[tokens, ...] to [B, longest, ...]. The padding after a sequence holds arbitrary tokens."""
         if len(x) == 0:  # an index needs a token
             x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
         index = self.starts[:-1, None] + torch.arange(self.longest, device=x.device, dtype=torch.int32)
         return x[index.clamp(max=x.shape[0] - 1)]
 
     def joined(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        """[tokens, ...] of [B, longest, ...], 0 for tokens after the last sequence."""
+        """[B, longest, ...] to [tokens, ...], 0 for tokens after the last sequence."""
         numbers = _numbers(self.starts, tokens)[0]
         positions = torch.arange(tokens, device=x.device, dtype=torch.int32) - self.starts[:-1][numbers.clamp(min=0)]
         found = x[numbers.clamp(min=0), positions.clamp(max=self.longest - 1)]

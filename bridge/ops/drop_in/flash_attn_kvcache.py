@@ -1,4 +1,4 @@
-"""flash-attn's attention to a cache of keys and values, which writes the new ones to the cache first."""
+"""flash-attn's attention to a KV cache, after writing new keys and values to the cache."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -49,36 +49,37 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """flash_attn.flash_attn_with_kvcache by bridge.decode_attention and bridge.flash_attention. Forward only.
 
-    With k and v it writes them to k_cache and v_cache in place, behind the cache_seqlens keys of each sequence, and
-    attends to all of them. One query, and up to 16 causal ones, run by decode_attention, which reads the cache in
-    place; other calls run by flash_attention, which reads pages, and rows of cache_batch_idx, from a copy.
+    k and v are written to k_cache and v_cache in place, after the cache_seqlens keys of each sequence. The queries
+    attend to the old and the new keys. Calls with one query, or with up to 16 causal queries, run by decode_attention,
+    which reads the cache in place. Other calls run by flash_attention, which reads a copy of pages, and of the rows of
+    cache_batch_idx.
 
     Args:
       q: [B, T, H, D].
       k_cache: [cache rows, S, Hkv, D], or with block_table [pages, page_size, Hkv, D]; v_cache: likewise. Without
         cache_batch_idx, sequence b has row b.
       k, v: the new keys and values [B, N, Hkv, D], or None.
-      rotary_cos, rotary_sin: [positions, R / 2], R at most D: rotary embedding of the first R features of k at the
-        positions that it is written to, and of q: at the same first position and the next ones, or, without causal and
-        window_size, all at the first. Only with k and v.
-      cache_seqlens: how many keys each sequence has in the cache, without the new ones: an int, or integers, int32 [B].
-        None is S, without k and v.
-      cache_batch_idx: int32 [B], the cache row of each sequence. Where two are equal, either k is kept. Not with
+      rotary_cos, rotary_sin: [positions, R / 2], R at most D: rotary embedding of the first R features of k and q. k
+        has the positions to which it is written. q starts at the same position; without causal and window_size, all
+        queries have this first position. Only with k and v.
+      cache_seqlens: the number of keys that each sequence has in the cache, without the new keys: an int, or integers,
+        int32 [B]. None is S; only without k and v.
+      cache_batch_idx: int32 [B], the cache row of each sequence. If two rows are equal, either k is kept. Not with
         block_table.
-      cache_leftpad: int32 [B], the first key of each sequence in the cache; None is 0. The cache is copied.
-      block_table: int32 [B, pages of a sequence], the numbers of each sequence's pages, in order.
+      cache_leftpad: int32 [B], the index of each sequence's first key in the cache; None is 0. The cache is copied.
+      block_table: int32 [B, pages of a sequence], the page indices of each sequence, in order.
       softmax_scale, softcap, alibi_slopes: as in flash_attn_func.
-      causal, window_size: bottom-right: the last query is at the last key.
-      rotary_interleaved: rotate the features 0 and 1, 2 and 3, ...; False: 0 and R / 2, 1 and R / 2 + 1, ...
-      num_splits: an int. It has no effect: decode_attention splits the keys where that is faster.
+      causal, window_size: bottom-right: the last query has the position of the last key.
+      rotary_interleaved: rotate the feature pairs (0, 1), (2, 3), ...; False: (0, R / 2), (1, R / 2 + 1), ...
+      num_splits: an int. It has no effect: decode_attention splits the keys if that is faster.
       return_softmax_lse: return (out, lse float32 [B, H, T]).
 
     Returns:
       out [B, T, H, D]. A query without a key has out = 0 and lse = -inf.
 
     Raises:
-      TypeError, ValueError: an argument is wrong, naming it. Lengths and indices are checked on a CPU; the host does
-        not wait for a GPU's.
+      TypeError, ValueError: an argument is wrong; the error names it. Lengths and indices are checked on a CPU only:
+        the host does not wait for a GPU.
       NotImplementedError: a tensor requires a gradient, under torch.enable_grad.
     """
     dtensors.refuse("flash_attn_with_kvcache", q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
@@ -117,7 +118,7 @@ def flash_attn_with_kvcache(
 def _attend(
     q: torch.Tensor, cache: "_Cache", lengths: torch.Tensor, slopes: Any, options: dict[str, Any], with_lse: bool
 ) -> Any:
-    """The attention to the first `lengths` keys of the cache."""
+    """Attends to the first `lengths` keys of the cache."""
     length = q.shape[1]
     if 0 < length <= MOST_QUERIES and (length == 1 or options["is_causal"]):
         key, value, tables = cache.in_place()
@@ -140,7 +141,7 @@ def _attend(
 class _Cache:
     """The keys and values of `batch` sequences: [rows, S, Hkv, D], or with a table [pages, page_size, Hkv, D].
 
-    rows: int32 [batch], the row of each sequence; None for the first ones, in order. table: int32 [batch, pages].
+    rows: int32 [batch], the row of each sequence; None: sequence b has row b. table: int32 [batch, pages].
     """
 
     key: torch.Tensor
@@ -151,11 +152,11 @@ class _Cache:
 
     @property
     def capacity(self) -> int:
-        """The keys that a sequence has room for."""
+        """The number of keys that a sequence has room for."""
         return self.key.shape[1] if self.table is None else self.table.shape[1] * self.key.shape[1]
 
     def write(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Writes new keys and values [batch, N, Hkv, D] behind the lengths."""
+        """Writes new keys and values [batch, N, Hkv, D] after the first `lengths` keys."""
         positions = lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
         if self.table is not None:
             size = self.key.shape[1]
@@ -168,7 +169,7 @@ class _Cache:
         self.value[at] = v
 
     def in_place(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(key, value, block_tables) of decode_attention, which takes pages of some sizes alone."""
+        """(key, value, block_tables) for decode_attention; copies if the page size is not supported."""
         tables, size = self.table, self.key.shape[1]
         if tables is None and self.rows is None:
             return self.key[: self.batch], self.value[: self.batch], None
@@ -179,16 +180,16 @@ class _Cache:
         return self.key, self.value, tables
 
     def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value [batch, S, Hkv, D]: a copy, unless the sequences have the first rows."""
+        """(key, value), each [batch, S, Hkv, D]: copies, unless sequence b has row b."""
         if self.table is not None:
-            pages = self.table.long().clamp(0, max(self.key.shape[0] - 1, 0))  # pages past a length may have any number
+            pages = self.table.long().clamp(0, max(self.key.shape[0] - 1, 0))  # pages past a length may have any index
             return self.key[pages].flatten(1, 2), self.value[pages].flatten(1, 2)
         if self.rows is not None:
             return self.key[self.rows.long()], self.value[self.rows.long()]
         return self.key[: self.batch], self.value[: self.batch]
 
     def without_padding(self, leftpad: torch.Tensor) -> "_Cache":
-        """A copy in which each sequence begins at its key number `leftpad`."""
+        """A copy without the first `leftpad` keys of each sequence."""
         key, value = self.whole()
         index = leftpad.long()[:, None] + torch.arange(self.capacity, device=key.device)
         at = torch.arange(self.batch, device=key.device)[:, None], index.clamp(0, self.capacity - 1)
@@ -203,7 +204,7 @@ class _Rotary(NamedTuple):
     is_interleaved: bool
 
     def rotated(self, x: torch.Tensor, first: torch.Tensor, *, is_moving: bool = True) -> torch.Tensor:
-        """x [B, T, heads, D], whose token i is at position first[b] + i, or all at first[b]."""
+        """Rotates x [B, T, heads, D]. Token i has position first[b] + i; if not is_moving, first[b]."""
         steps = torch.arange(x.shape[1], device=x.device) * is_moving
         positions = first.long()[:, None] + steps
         cos, sin = (table[positions][:, :, None].float() for table in (self.cos, self.sin))
@@ -246,12 +247,12 @@ def _check_int32(name: str, x: Any, q: torch.Tensor, shape: tuple[int | None, ..
 
 
 def _are_known(x: torch.Tensor) -> bool:
-    """Whether the host may look at the values."""
+    """Whether the host may read the values."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.is_plain_call()
 
 
 def _check_within(name: str, x: torch.Tensor, most: int, of: str) -> None:
-    """Raises ValueError where a known index is out of range."""
+    """Raises ValueError if a known index is out of range."""
     if _are_known(x) and x.numel() and not 0 <= int(x.min()) <= int(x.max()) < most:
         raise ValueError(f"{name}: got {int(x.min())} to {int(x.max())}, want indices of {of}, 0 to {most - 1}")
 
@@ -278,7 +279,7 @@ def _checked_cache(q: Any, k_cache: Any, v_cache: Any, rows: Any, table: Any) ->
     batch = q.shape[0]
     if is_paged:
         if rows is not None:
-            raise ValueError("cache_batch_idx: got one with block_table, want None: a table tells a sequence's pages")
+            raise ValueError("cache_batch_idx: got one with block_table, want None: a table lists a sequence's pages")
         _check_int32("block_table", table, q, (batch, None))
     elif rows is not None:
         _check_int32("cache_batch_idx", rows, q, (batch,))
@@ -309,7 +310,7 @@ def _lengths(given: Any, q: torch.Tensor, cache: _Cache, *, has_new: bool) -> to
 
 
 def _check_pages(cache: _Cache, lengths: torch.Tensor, new: int) -> None:
-    """Raises ValueError where known lengths, with new tokens, are out of the cache, or their pages are."""
+    """Raises ValueError if known lengths, with new tokens, exceed the cache, or a page index is out of range."""
     if not _are_known(lengths) or not lengths.numel():
         return
     low, high = int(lengths.min()), int(lengths.max())
@@ -324,7 +325,7 @@ def _check_pages(cache: _Cache, lengths: torch.Tensor, new: int) -> None:
 def _checked_new(
     q: torch.Tensor, k: Any, v: Any, cache: _Cache, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v in the cache's dtype, which they have unless autocast is on."""
+    """k and v in the cache's dtype. They must already have this dtype unless autocast is on."""
     if v is None:
         raise ValueError("v: got None with k, want the new values")
     found = []
@@ -343,7 +344,7 @@ def _checked_new(
 def _checked_rotary(
     q: torch.Tensor, cos: Any, sin: Any, is_interleaved: bool, lengths: torch.Tensor, count: int
 ) -> _Rotary:
-    """count: the positions from each length on that are read."""
+    """count: the number of positions that are read, starting at each length."""
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if x is None:
             raise ValueError(f"{name}: got None, want both of rotary_cos and rotary_sin, or neither")

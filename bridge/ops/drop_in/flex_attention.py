@@ -23,7 +23,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_HEAD_DIM = 256
 _LAYOUT = "want 4 axes [batch, heads, length, head_dim]"
 _OPTIONS = {*getattr(getattr(torchs, "FlexKernelOptions", None), "__annotations__", ()), "FORCE_USE_FLEX_ATTENTION"}
-_torchs = torchs.flex_attention  # as it was before anybody assigned this one to it
+_torchs = torchs.flex_attention  # PyTorch's own, even if the name is reassigned later
 
 
 def flex_attention(
@@ -47,32 +47,32 @@ def flex_attention(
         out = bridge.flash_attention(q, k, v, score_mod=score_mod, mask=mask, scale=scale).transpose(1, 2)
 
     PyTorch's own function runs instead, with a warning the first time, for float64, a head_dim above 256, max_scores,
-    devices that are neither a CPU nor a CUDA one, and for a function that has no form in jnp. On a CPU PyTorch's has no
-    gradients: there a call that wants them raises the error that says why.
+    devices other than CPUs and CUDA devices, and for a function that has no form in jnp. On a CPU PyTorch's function
+    has no gradients: a call that needs gradients there raises the error that says why.
 
     Args:
       query: [B, H, T, D]; key: [B or 1, Hkv, S, D]; value: [B or 1, Hkv, S, Dv]; bfloat16, float16 or float32.
-      score_mod: a function (score, batch, head, q_idx, kv_idx) of scalars in torch's elementwise operations. Tensors
-        that it reads have today's values in each call, and gradients.
-      block_mask: a BlockMask, whose lists and mask_mod count as they do in PyTorch's kernels: pairs outside the listed
-        blocks are masked out, the mask_mod decides in the partial blocks, and full blocks are kept whole. It is made
-        for the call's lengths, and its lists broadcast to B and H. A masks.Mask of them is kept with it, and made again
-        where a list, or a tensor that the mask_mod reads, has changed. Or a masks.Mask.
+      score_mod: a function (score, batch, head, q_idx, kv_idx) of scalars in torch's elementwise operations. Each call
+        reads the current values of the tensors that the function uses, and these tensors get gradients.
+      block_mask: a BlockMask, with the meaning that it has in PyTorch's kernels: pairs outside the listed blocks are
+        masked out, the mask_mod decides in partial blocks, and all pairs of full blocks are kept. It must be made for
+        the call's lengths; its lists broadcast to B and H. The BlockMask keeps a masks.Mask of itself, which is made
+        again if a list, or a tensor that the mask_mod reads, has changed. Or a masks.Mask.
       scale: multiplies the scores; default 1 / sqrt(D).
-      enable_gqa: allow fewer key and value heads than query heads, which they divide.
+      enable_gqa: allow fewer key and value heads than query heads; their number divides the number of query heads.
       return_lse: return (out, lse). return_aux: an AuxRequest; return (out, AuxOutput).
-      kernel_options: FlexKernelOptions. They choose among PyTorch's kernels, and change nothing here.
+      kernel_options: FlexKernelOptions. They choose among PyTorch's kernels, and have no effect here.
 
-    In a graph of torch.compile a BlockMask is a constant that was made outside. A graph whose mask_mod reads a tensor
-    that has changed since raises ValueError.
+    In a graph of torch.compile a BlockMask is a constant that was made outside the graph. The graph raises ValueError
+    if a tensor that the mask_mod reads has changed since then.
 
     Returns:
       out [B, H, T, Dv] in query's dtype. lse is float32 [B, H, T], the natural logarithm, -inf for a query without
       keys, whose out is 0; it has a gradient.
 
     Raises:
-      TypeError: an argument has a type, or a dtype, that is not taken.
-      ValueError: shapes do not fit together, a tensor is nested, or a name in kernel_options is not known.
+      TypeError: an argument has an unsupported type or dtype.
+      ValueError: shapes do not fit together, a tensor is nested, or a name in kernel_options is unknown.
       Errors of flash_attention, too: its gradient cannot be differentiated again.
     """
     _check(query, key, value, block_mask, enable_gqa, kernel_options)
@@ -102,7 +102,7 @@ def flex_attention(
 def _attended(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, *, scale, has_lse
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse). lse is None unless it is asked for."""
+    """(out, lse). lse is None unless has_lse."""
     batch, heads, length, _ = query.shape
     if key.shape[0] != batch:
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
@@ -127,13 +127,13 @@ def _attended(
 
 @torch.compiler.assume_constant_result
 def _made(number: int, *sizes: int) -> int:
-    """The id of the Mask of the BlockMask with that id, which holds it."""
+    """The id of the Mask of the BlockMask whose id is `number`. The BlockMask keeps the Mask alive."""
     block_mask = ctypes.cast(number, ctypes.py_object).value
     return id(block_masks.mask_in_graph(block_mask, block_masks.Sizes(*sizes)))
 
 
 def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool, kernel_options: Any) -> None:
-    """Raises, naming the argument, for types, layouts and shapes that flex_attention does not take."""
+    """Raises, naming the argument, for types, layouts and shapes that flex_attention does not accept."""
     check_tensors(query=query, key=key, value=value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_dense(name, x)
@@ -149,7 +149,7 @@ def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool, 
             f"key: got batch {key.shape[0]}, want query's {query.shape[0]}, or 1 with a block_mask for that batch"
         )
     if block_mask is not None and not isinstance(block_mask, torchs.BlockMask | Mask):
-        want = "want a torch.nn.attention.flex_attention.BlockMask, as of create_block_mask, or a masks.Mask"
+        want = "want a torch.nn.attention.flex_attention.BlockMask, as from create_block_mask, or a masks.Mask"
         raise TypeError(f"block_mask: got {type(block_mask).__name__}, {want}")
     if isinstance(block_mask, torchs.BlockMask) and block_mask.kv_num_blocks.device != query.device:
         raise ValueError(
@@ -161,7 +161,7 @@ def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool, 
 
 
 def _why_torchs(query: torch.Tensor, value: torch.Tensor, return_aux: Any) -> str | None:
-    """The reason why PyTorch's own function runs; None where flash_attention serves the call."""
+    """The reason why PyTorch's own function runs; None if flash_attention serves the call."""
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else query.dtype
     if kind not in ("cpu", "cuda", "meta"):
@@ -169,9 +169,9 @@ def _why_torchs(query: torch.Tensor, value: torch.Tensor, return_aux: Any) -> st
     if dtype not in _DTYPES:
         return f"query is {query.dtype}, and flash_attention takes bfloat16, float16 and float32"
     if max(query.shape[-1], value.shape[-1]) > _MOST_HEAD_DIM:
-        return f"head_dim is {max(query.shape[-1], value.shape[-1])}, and flash_attention's at most {_MOST_HEAD_DIM}"
+        return f"head_dim is {max(query.shape[-1], value.shape[-1])}, and flash_attention's limit is {_MOST_HEAD_DIM}"
     if return_aux is not None and return_aux.max_scores:
-        return "return_aux asks for max_scores, which flash_attention does not give"
+        return "return_aux asks for max_scores, which flash_attention does not return"
     return None
 
 

@@ -1,9 +1,9 @@
-"""flash_attention on PyTorch's layout [B, H, T, D], with as few copies as the tensors' memory allows.
+"""flash_attention on PyTorch's layout [B, H, T, D], without copies where the tensors' memory allows.
 
-| memory | what is read |
+| memory | read as |
 |---|---|
-| [B, T, H, D], seen as [B, H, T, D] by a transpose | as it is |
-| [B, H, T, D], of as many key heads as query heads, or of one query | as [B * H, T, 1, D]: heads join the batch |
+| [B, T, H, D], seen as [B, H, T, D] by a transpose | [B, T, H, D], in place |
+| [B, H, T, D] with Hkv = H, or with T = 1 | [B * Hkv, T, H / Hkv, D], in place: heads join the batch |
 | else | a copy in flash_attention's layout |
 """
 
@@ -26,9 +26,9 @@ def attend(
     bias: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """flash_attention of [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv]: [B, H, T, Dv], or a transposed view of it.
+    """flash_attention of [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv]. Returns [B, H, T, Dv], maybe transposed.
 
-    options: those of flash_attention that are the same for all batch entries and heads, and no return_lse.
+    options: options of flash_attention that are the same for all batch entries and heads, without return_lse.
     """
     scores = [x for x in (mask, bias) if x is not None]
     if not _folds(query, key, value) or not all(_score_folds(x, query) for x in scores):
@@ -37,14 +37,14 @@ def attend(
     batch, heads, length, _ = query.shape
     kv_heads = key.shape[1]
     mask, bias = (None if x is None else _score_folded(x, query, kv_heads) for x in (mask, bias))
-    query = query.reshape(batch * kv_heads, length, heads // kv_heads, query.shape[-1])  # either size is 1
+    query = query.reshape(batch * kv_heads, length, heads // kv_heads, query.shape[-1])  # T or H / Hkv is 1
     key, value = (x.flatten(0, 1).unsqueeze(2) for x in (key, value))
     out = flash_attention(query, key, value, mask=mask, bias=bias, **options)
     return out.reshape(batch, heads, length, out.shape[-1])
 
 
 def _folds(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Tells whether heads can become batch entries without a copy, where a transpose would need one."""
+    """Whether heads can become batch entries without a copy, and a transpose would need a copy."""
     if query.shape[1] != key.shape[1] and query.shape[2] != 1:
         return False
     given = (query, key, value)
@@ -54,7 +54,7 @@ def _folds(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _score_folds(x: torch.Tensor, query: torch.Tensor) -> bool:
-    """Tells whether a mask or bias can follow the heads into the batch without becoming larger than a few rows."""
+    """Whether a mask or bias can follow the heads into the batch without growing beyond a few rows."""
     shape = (1,) * (4 - x.ndim) + tuple(x.shape)
     return shape[:2] in ((1, 1), tuple(query.shape[:2])) or shape[2] == 1
 

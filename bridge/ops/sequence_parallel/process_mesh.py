@@ -1,6 +1,6 @@
 """JAX and PyTorch in one process for each device: JAX's processes are the ranks of torch.distributed.
 
-A tensor of each process is, without a copy, its part of a jax.Array over the devices of a process group.
+A process's tensor becomes, without a copy, its shard of a jax.Array over the devices of a process group.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ def initialize_distributed(*, timeout: float = 300.0) -> None:
     """Starts JAX's distributed runtime with the ranks of torch.distributed as its processes, one device each.
 
     Call it once in each process, after torch.distributed.init_process_group and torch.cuda.set_device, and before
-    anything else uses JAX. On GPUs JAX then sees the current CUDA device alone. On CPUs its collectives are Gloo's.
+    anything else uses JAX. On GPUs JAX then sees only the current CUDA device. On CPUs JAX uses Gloo's collectives.
 
     Args:
       timeout: seconds to wait for the other processes.
 
     Raises:
-      RuntimeError: torch.distributed is not initialized, or JAX has started its backends already; JAX's own, where a
-        process does not come within the timeout.
+      RuntimeError: torch.distributed is not initialized, or JAX has started its backends already. JAX raises its own
+        error if a process does not join within the timeout.
       ValueError: timeout is not positive.
     """
     if not timeout > 0:
@@ -70,15 +70,15 @@ def _free_address() -> str:
 
 
 class Ring(NamedTuple):
-    """The devices of a process group. mesh: of one axis, AXIS. rank: this process's place on it."""
+    """The devices of a process group. mesh: a mesh with one axis, AXIS. rank: this process's index on the axis."""
 
     mesh: jax.sharding.Mesh
     rank: int
 
     def whole(self, tensors: Sequence[torch.Tensor], axes: Sequence[int | None]) -> tuple[list[jax.Array], Any]:
-        """Arrays over the group of which the tensors are this process's parts, and what owns the memory.
+        """(arrays over the group whose shards in this process are the tensors, the owners of the memory).
 
-        axes: the axis along which each is shared out; None for one that is the same in all processes.
+        axes: for each array, the axis along which it is sharded; None if all processes have the same array.
         """
         parts, owners = dlpack.import_tensors(tensors, tensors[0].device)
         arrays: list[jax.Array] = []
@@ -92,12 +92,12 @@ class Ring(NamedTuple):
         return arrays, owners
 
     def own(self, arrays: Sequence[jax.Array], device: torch.device) -> list[torch.Tensor]:
-        """This process's parts of arrays, as new tensors."""
+        """This process's shards of arrays, as new tensors."""
         return dlpack.export_arrays([array.addressable_data(0) for array in arrays], device)
 
 
 def ring_of(group: Any) -> Ring:
-    """The Ring of a process group; None is all processes. Raises RuntimeError where JAX does not know the processes."""
+    """The Ring of a process group; None is all processes. Raises RuntimeError if JAX does not know the processes."""
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
     count = dist.get_world_size()
@@ -108,7 +108,7 @@ def ring_of(group: Any) -> Ring:
         )
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
-        raise ValueError(f"group: got ranks {ranks}, of which this process, rank {dist.get_rank()}, is none")
+        raise ValueError(f"group: got ranks {ranks}, want a group with this process's rank {dist.get_rank()}")
     return Ring(mesh=_mesh(ranks), rank=ranks.index(dist.get_rank()))
 
 

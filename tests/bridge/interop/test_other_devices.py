@@ -53,7 +53,7 @@ def test_a_wrong_shape_of_meta_tensors_is_told():
 
 def test_an_amd_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    with pytest.raises(RuntimeError, match=r"cuda:7, which is an AMD GPU's in this build of PyTorch \(6.4\)"):
+    with pytest.raises(RuntimeError, match=r"cuda:7, which is an AMD GPU in this build of PyTorch \(6.4\)"):
         dlpack.jax_device(torch.device("cuda", 7))
 
 

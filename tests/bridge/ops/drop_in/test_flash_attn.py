@@ -162,7 +162,7 @@ def test_two_names_of_a_mask(make_qkv, reference):
     want, _ = reference(*inputs, mask=mask)
     torch.testing.assert_close(of_mask.double(), want, atol=3e-6, rtol=0)
     for name, x in (("mask", mask), ("bias", bias)):
-        with pytest.raises(TypeError, match=rf"^attn_{name}: got it beside {name}, which is the same argument"):
+        with pytest.raises(TypeError, match=rf"^attn_{name}: got it together with {name}, which is the"):
             bridge.flash_dmattn_func(*inputs, **{name: x, f"attn_{name}": x})
 
 

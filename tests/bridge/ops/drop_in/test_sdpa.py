@@ -212,7 +212,7 @@ def test_a_scale_that_is_differentiated_raises():
 
 FALLBACKS = {
     "dropout": ({"dropout_p": 0.5}, torch.float32, 8, "dropout_p=0.5 drops attention weights"),
-    "wide heads": ({"is_causal": True}, torch.float32, 264, "head_dim is 264, and flash_attention's at most 256"),
+    "wide heads": ({"is_causal": True}, torch.float32, 264, "head_dim is 264, and flash_attention's limit is 256"),
     "float64": ({}, torch.float64, 8, "query is float64, and flash_attention computes in float32"),
 }
 
