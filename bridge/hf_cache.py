@@ -46,7 +46,7 @@ class GrowingLayer(DynamicLayer):
         total = length + new.shape[2]
         room = self._rooms.get(name)
         if room is None or not _is_front(x, room, length) or room.shape[2] < total or not _is_writable(room):
-            room = new.new_empty(*new.shape[:2], length_buckets.bucket(total + _AHEAD), new.shape[3])
+            room = new.new_empty(*new.shape[:2], length_buckets.bucket_length(total + _AHEAD), new.shape[3])
             if length:
                 room[:, :, :length].copy_(x)
             self._rooms[name] = room

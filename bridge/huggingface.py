@@ -139,7 +139,7 @@ def attention(
     reason = _reason(query, value, dropout, asks_for_weights, others.get("head_mask"))
     if reason is None and length == 1 and _is_decoding(query, key, value, attention_mask, position_bias, s_aux):
         mask, bias = _mask_and_bias(attention_mask, position_bias, is_shrunk=False)
-        attend = cached_decoding.attend_in_graph if torch.compiler.is_compiling() else cached_decoding.attend
+        attend = cached_decoding.attend_in_graph if torch.compiler.is_compiling() else cached_decoding.decode_cache
         return attend(query, key, value, mask=mask, bias=bias, sinks=s_aux, **options), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and length > 1 and causal:
@@ -285,7 +285,7 @@ def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *o
 
         if mask is None or not all(has_static_value(size) for size in key.shape):
             return False
-    elif type(query) is not torch.Tensor or not torch_internals.is_plain_call():
+    elif type(query) is not torch.Tensor or not torch_internals.is_plain_eager():
         return False
     if any(x is not None and x.shape[-1] != key.shape[2] for x in (mask, bias)):
         return False

@@ -106,8 +106,8 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
         tensors = [given[index] for index in found]
         if is_traced:
             compiled = functools.partial(_compiled, builder)
-            return _dlpack.read_by(lambda *arrays: of(compiled, arrays), tensors, device)
-        return of(builder, _dlpack.copied(tensors, device))
+            return _dlpack.call_on_tensors(lambda *arrays: of(compiled, arrays), tensors, device)
+        return of(builder, _dlpack.copy_to_jax(tensors, device))
 
     return torch.compiler.disable(build, reason="jax_kernels: a Mask is no constant that torch.compile takes")
 
@@ -191,4 +191,4 @@ def pooled_scores(query: Any, key: Any, block_size: int | tuple[int, int]) -> An
     return (_pooled_scores if is_tensor else _masks.pooled_scores)(query, key, _plain_of("block_size", block_size))
 
 
-_private.untraced_by_dynamo("jax", "jax_kernels.masks")
+_private.break_graph("jax", "jax_kernels.masks")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from jax_kernels.bridge.interop import fork
-from jax_kernels.bridge.jax_functions.argument_checks import kind_of
+from jax_kernels.bridge.jax_functions.argument_checks import type_name
 from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention
 from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention
 from jax_kernels.bridge.nn.multihead_dilated_attention import MultiheadDilatedAttention
@@ -97,11 +97,11 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, A
     """
     fork.refuse()
     if not isinstance(source, torch.nn.Module | Mapping):
-        raise TypeError(f"source: got {kind_of(source)}, want a torch.nn.Module or its state dict")
+        raise TypeError(f"source: got {type_name(source)}, want a torch.nn.Module or its state dict")
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
     for name, x in state.items():
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"source: got {kind_of(x)} for {name}, want a torch.Tensor")
+            raise TypeError(f"source: got {type_name(x)} for {name}, want a torch.Tensor")
     for name in state:
         if name.rpartition(".")[2] == "weight_values":
             raise ValueError(
@@ -151,13 +151,13 @@ def from_flax(parameters: Mapping[Any, Any], names: str = "bridge") -> dict[str,
     if names not in ("bridge", "llama"):
         raise ValueError(f"names: got {names!r}, want 'bridge' or 'llama'")
     if not isinstance(parameters, Mapping):
-        raise TypeError(f"parameters: got {kind_of(parameters)}, want nested dicts of arrays")
+        raise TypeError(f"parameters: got {type_name(parameters)}, want nested dicts of arrays")
     state = {}
     for path, x in _leaves(parameters):
         name, is_kernel = _torch_name(path)
         array = np.asarray(x)
         if array.dtype != _BF16 and array.dtype.kind not in "biufc":
-            raise TypeError(f"parameters: got {kind_of(x)} for {'.'.join(path)}, want an array of numbers")
+            raise TypeError(f"parameters: got {type_name(x)} for {'.'.join(path)}, want an array of numbers")
         if array.ndim > (2 if is_kernel or name.endswith("embed.weight") else 1):
             raise ValueError(
                 f"parameters: got {'.'.join(path)} of shape {array.shape}, which no model of jax_kernels.models has"

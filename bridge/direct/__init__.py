@@ -6,9 +6,8 @@ and later calls launch it through the CUDA driver.
 | file | content |
 |---|---|
 | chain.py | the parts of a chain |
-| target.py | compiles a JAX function for a GPU |
+| compile.py | compiles a JAX function for a GPU |
 | executable.py | reads the chain from the executable |
 | records.py | reads the file formats of an executable |
-| driver.py | the CUDA driver, and Mosaic's compiler |
 | launcher.py | loads and launches a chain |
 """

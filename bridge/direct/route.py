@@ -99,7 +99,7 @@ def launch(
 ) -> list[torch.Tensor] | None:
     """The results of a jitted JAX function on tensors of one GPU by the direct route; None if it has no chain.
 
-    operands: the Operands whose Masks are the function's first argument, or None if the function takes no Masks.
+    operands: the CallMasks whose Masks are the function's first argument, or None if the function takes no Masks.
     """
     chain = find(function, tensors, operands)
     if chain is None:

@@ -3,7 +3,7 @@
 In: JAX reads the tensor's own memory, once the work queued on PyTorch's current stream has run. Tensors that JAX cannot
 read in place (strided, lazily conjugated or negated, badly aligned) are copied first.
 
-Out: PyTorch owns every output. A program writes its results to PyTorch tensors where it can (in_place.py). Otherwise
+Out: PyTorch owns every output. A program writes its results to PyTorch tensors where it can (donated_outputs.py). Otherwise
 JAX's memory is copied to a new tensor on PyTorch's current stream, after JAX's work and without waiting on the host.
 The memory is given back to JAX once the copy has run. A tensor over JAX's own memory would not be safe: when the tensor
 dies, JAX reuses the memory at once, though another stream may still read it, and `Tensor.record_stream` does not reach
@@ -29,14 +29,15 @@ import torch
 from jax._src import core
 
 from jax_kernels.bridge.interop import torch_internals
-from jax_kernels.bridge.interop.dlpack_capsule import Lender
-from jax_kernels.bridge.interop.keep_alive import Held
+from jax_kernels.bridge.interop.dlpack_capsule import CapsuleFactory
+from jax_kernels.bridge.interop.keep_alive import StreamKeepAlive
 
 __all__ = [
     "after_current_stream",
+    "call_on_tensors",
     "check_dense",
     "check_dtype",
-    "copied",
+    "copy_to_jax",
     "current_gpu",
     "export_arrays",
     "has_private",
@@ -48,7 +49,6 @@ __all__ = [
     "jax_dtype",
     "lender",
     "outside_of_traces",
-    "read_by",
     "readable",
     "refuse_capture",
     "torch_dtype",
@@ -223,12 +223,12 @@ def is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[jax.Array]:
+def copy_to_jax(tensors: Sequence[torch.Tensor], device: torch.device) -> list[jax.Array]:
     """Copies of the tensors that JAX owns; the caller may keep them. Never waits for the GPU on the host."""
-    return read_by(lambda *arrays: [jnp.copy(array) for array in arrays], tensors, device)
+    return call_on_tensors(lambda *arrays: [jnp.copy(array) for array in arrays], tensors, device)
 
 
-def read_by(function: Callable[..., Any], tensors: Sequence[torch.Tensor], device: torch.device) -> Any:
+def call_on_tensors(function: Callable[..., Any], tensors: Sequence[torch.Tensor], device: torch.device) -> Any:
     """The results of a JAX function of the tensors: a pytree of arrays. No array may use the tensors' memory.
 
     Later work of PyTorch's current stream waits until JAX has read the tensors.
@@ -298,10 +298,10 @@ def has_private() -> bool:
     return _PRIVATE is not None
 
 
-def lender(device: torch.device) -> Lender:
-    """The Lender of a device. It needs jaxlib's own DLPack functions."""
+def lender(device: torch.device) -> CapsuleFactory:
+    """The CapsuleFactory of a device. It needs jaxlib's own DLPack functions."""
     assert _PRIVATE is not None
-    return Lender(_PRIVATE.to_array, jax_device(device), _DLPACK_DEVICE[device.type])
+    return CapsuleFactory(_PRIVATE.to_array, jax_device(device), _DLPACK_DEVICE[device.type])
 
 
 def wait_for(array: jax.Array, device: torch.device) -> None:
@@ -379,7 +379,7 @@ def _view(array: jax.Array, stream: int | None) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=stream))  # type: ignore[call-arg]
 
 
-_HELD = Held()
+_HELD = StreamKeepAlive()
 
 
 def held_bytes(device: torch.device) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 
-__all__ = ["Lender"]
+__all__ = ["CapsuleFactory"]
 
 _NAME = b"dltensor"
 _POINTER = 8
@@ -46,14 +46,14 @@ def _functions() -> _Functions:
     return _Functions(capsule=capsule, pointer=pointer, malloc=malloc, copy=copy, free=free)
 
 
-class _Form(NamedTuple):
+class _TensorHeader(NamedTuple):
     """A DLManagedTensor without the data's address. shape: the sizes to which it points."""
 
     rest: bytes
     shape: Any
 
 
-def _form_of(tensor: torch.Tensor) -> _Form:
+def _form_of(tensor: torch.Tensor) -> _TensorHeader:
     """The form of a contiguous tensor, with the device and dtype that PyTorch writes.
 
     The deleter is C's free; it frees only the struct.
@@ -64,10 +64,10 @@ def _form_of(tensor: torch.Tensor) -> _Form:
     shape = (ctypes.c_int64 * max(1, tensor.dim()))(*tensor.shape)
     strides, offset, context = 0, 0, 0  # no strides: row-major
     numbers = (ctypes.addressof(shape), strides, offset, context, functions.free)
-    return _Form(head[_POINTER:] + b"".join(x.to_bytes(_POINTER, "little") for x in numbers), shape)
+    return _TensorHeader(head[_POINTER:] + b"".join(x.to_bytes(_POINTER, "little") for x in numbers), shape)
 
 
-class Lender:
+class CapsuleFactory:
     """Makes arrays on one JAX device over contiguous tensors that are not empty.
 
     to_array: jaxlib's function from a DLPack capsule to an array.
@@ -78,7 +78,7 @@ class Lender:
         self._to_array = to_array
         self._device = device
         self._code = code
-        self._forms: dict[Any, _Form] = {}
+        self._forms: dict[Any, _TensorHeader] = {}
         self._kept: dict[Any, jax.Array] = {}
 
     def over(self, tensor: torch.Tensor, stream: int | None = None) -> jax.Array:

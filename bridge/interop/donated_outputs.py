@@ -17,16 +17,16 @@ import torch
 
 from jax_kernels.bridge.interop import dlpack, torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
-from jax_kernels.bridge.interop.dlpack_capsule import Lender
-from jax_kernels.bridge.interop.keep_alive import while_others_capture
-from jax_kernels.bridge.interop.planning_device import planning_for
+from jax_kernels.bridge.interop.dlpack_capsule import CapsuleFactory
+from jax_kernels.bridge.interop.keep_alive import relaxed_capture
+from jax_kernels.bridge.interop.planning_device import planning_on
 
-__all__ = ["Arguments", "forget", "run"]
+__all__ = ["FlatArguments", "forget", "run"]
 
 _MOST = 1024
 
 
-class Arguments(NamedTuple):
+class FlatArguments(NamedTuple):
     """The arguments of a function. masks: (first argument,) or (). tensors: the tensor arguments that are not None.
 
     absent: for each argument after `masks`, whether it is None. structure: a key that is equal if the Masks have equal
@@ -52,7 +52,7 @@ class _Result(NamedTuple):
     dtype: torch.dtype
 
 
-class _Program:
+class _DonatingJit:
     """A jitted function that writes its results in place.
 
     results: forms of the results by key of the arguments; None if JAX does not write in place.
@@ -67,13 +67,13 @@ class _Program:
         self.results: dict[Any, tuple[_Result, ...] | None] = {}
         self._function = function
 
-    def forms(self, key: Any, arguments: Arguments) -> tuple[_Result, ...] | None:
+    def forms(self, key: Any, arguments: FlatArguments) -> tuple[_Result, ...] | None:
         """Finds the results' forms for new arguments; None if JAX cannot write in place. key: the arguments' key."""
         forms = self.results[key] = self._traced(arguments)
         drop_oldest(self.results, _MOST)
         return forms
 
-    def _traced(self, arguments: Arguments) -> tuple[_Result, ...] | None:
+    def _traced(self, arguments: FlatArguments) -> tuple[_Result, ...] | None:
         if not all(x.numel() for x in arguments.tensors):
             return None
         abstract = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in arguments.tensors]
@@ -87,7 +87,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(reversed(shape[1:]), lambda x, y: x * y, initial=1))[::-1] if shape else ()
 
 
-_PROGRAMS: dict[Callable[..., Any], _Program] = {}
+_PROGRAMS: dict[Callable[..., Any], _DonatingJit] = {}
 
 
 def forget() -> None:
@@ -95,15 +95,15 @@ def forget() -> None:
     _PROGRAMS.clear()
 
 
-def _program(function: Callable[..., Any]) -> _Program:
+def _program(function: Callable[..., Any]) -> _DonatingJit:
     program = _PROGRAMS.get(function)
     if program is None:
-        program = _PROGRAMS[function] = _Program(function)
+        program = _PROGRAMS[function] = _DonatingJit(function)
         drop_oldest(_PROGRAMS, _MOST)
     return program
 
 
-def run(function: Callable[..., Any], arguments: Arguments, device: torch.device) -> list[torch.Tensor] | None:
+def run(function: Callable[..., Any], arguments: FlatArguments, device: torch.device) -> list[torch.Tensor] | None:
     """The results of a jitted function. None if JAX does not write them in place: then the caller runs it otherwise.
 
     Never waits for a GPU on the host.
@@ -117,7 +117,7 @@ def run(function: Callable[..., Any], arguments: Arguments, device: torch.device
     if forms is None:
         if key in program.results:
             return None
-        with planning_for(device):
+        with planning_on(device):
             forms = program.forms(key, arguments)
         if forms is None:
             return None
@@ -140,7 +140,9 @@ class _Written(NamedTuple):
     is_in_place: bool
 
 
-def _written(program: _Program, forms: tuple[_Result, ...], arguments: Arguments, device: torch.device) -> _Written:
+def _written(
+    program: _DonatingJit, forms: tuple[_Result, ...], arguments: FlatArguments, device: torch.device
+) -> _Written:
     """Runs the program on the current device."""
     lender = _lender(device)
     read = [dlpack.readable(x) for x in arguments.tensors]
@@ -149,14 +151,14 @@ def _written(program: _Program, forms: tuple[_Result, ...], arguments: Arguments
         # Only the first array waits for PyTorch's stream: JAX waits for every array before the program begins.
         first = lender.over(results[0], dlpack.after_current_stream(device))
         targets = [first, *[lender.over(x) for x in results[1:]]]
-        with planning_for(device):
+        with planning_on(device):
             arrays = program.jitted(targets, *arguments.placed([lender.kept(x) for x in read]))
         if not all(x.unsafe_buffer_pointer() == y.data_ptr() for x, y in zip(arrays, results, strict=True)):
             return _Written(dlpack.export_arrays(arrays, device, read), is_in_place=False)
         # All arrays are results of one program: JAX records its end once.
         dlpack.wait_for(arrays[0], device)
     except BaseException:
-        _settle(device)
+        _synchronize(device)
         raise
     return _Written(results, is_in_place=True)
 
@@ -167,13 +169,13 @@ def _empty(form: _Result, device: torch.device) -> torch.Tensor:
     return torch.empty(form.shape, dtype=form.dtype)
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     """Waits until JAX uses no tensor: after an error has left the call, nothing else keeps the lent tensors alive."""
     if device.type == "cuda":
-        with contextlib.suppress(Exception), while_others_capture():
+        with contextlib.suppress(Exception), relaxed_capture():
             torch.cuda.synchronize(device)
 
 
 @functools.cache
-def _lender(device: torch.device) -> Lender:
+def _lender(device: torch.device) -> CapsuleFactory:
     return dlpack.lender(device)

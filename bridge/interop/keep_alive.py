@@ -20,14 +20,14 @@ import torch
 
 from jax_kernels.bridge.interop import cuda_driver
 
-__all__ = ["Held", "while_others_capture"]
+__all__ = ["StreamKeepAlive", "relaxed_capture"]
 
 _IDLE_SECONDS = 0.05
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 @contextlib.contextmanager
-def while_others_capture() -> Iterator[None]:
+def relaxed_capture() -> Iterator[None]:
     """Allows this thread, inside the block, CUDA calls that would end a CUDA graph's capture in another thread."""
     try:
         exchange: Any = cuda_driver.driver().cuThreadExchangeStreamCaptureMode  # type: ignore[attr-defined]
@@ -51,7 +51,7 @@ class _Entry(NamedTuple):
     size: int
 
 
-class Held:
+class StreamKeepAlive:
     """A queue of entries for each stream, in the stream's order.
 
     If more than a sixteenth of the GPU's memory is held, because the host runs far ahead, the host waits for the oldest
@@ -73,7 +73,7 @@ class Held:
         index = stream.device_index
         entry = _Entry(copied=copied, memory=memory, read=read, size=sum(tensor.nbytes for tensor in memory))
         released: list[_Entry] = []  # freed after the lock is released: freeing runs JAX's code
-        with self._lock, while_others_capture():
+        with self._lock, relaxed_capture():
             self._calls += 1
             queue = self._queues.setdefault((index, stream.cuda_stream), collections.deque())
             queue.append(entry)
@@ -98,7 +98,7 @@ class Held:
     def release(self) -> None:
         """Releases all entries whose events have passed."""
         released: list[_Entry] = []
-        with self._lock, while_others_capture():
+        with self._lock, relaxed_capture():
             for index in {index for index, _ in self._queues}:
                 self._pop_passed(released, index)
 
@@ -132,7 +132,7 @@ class Held:
         return [weakref.ref(tensor) for entry in entries for tensor in entry.read]
 
 
-def _watch(reference: "weakref.ref[Held]", is_needed: threading.Event) -> None:
+def _watch(reference: "weakref.ref[StreamKeepAlive]", is_needed: threading.Event) -> None:
     """Releases entries whose events have passed, if no call has come for a while."""
     calls = -1
     while True:

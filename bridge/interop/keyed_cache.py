@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 
-__all__ = ["clear", "fresh_name", "once"]
+__all__ = ["clear", "memoize", "unique_name"]
 
 
 _MOST = 1024  # values per function
@@ -52,7 +52,7 @@ class _Once:
 _ALL: list[_Once] = []
 
 
-def once(make: Callable[..., Any]) -> _Once:
+def memoize(make: Callable[..., Any]) -> _Once:
     """Decorates a function so that it computes a value once per key, with a least-recently-used cache."""
     made = _Once(make)
     _ALL.append(made)
@@ -69,7 +69,7 @@ _NUMBERS = itertools.count(1)
 _PROCESS = secrets.token_hex(8)
 
 
-def fresh_name(stem: str) -> str:
+def unique_name(stem: str) -> str:
     """A new name that begins with the stem. No other call returns it, in this process, a forked one or another."""
     return f"{stem}_{next(_NUMBERS)}_{_PROCESS}"
 

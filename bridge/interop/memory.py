@@ -9,7 +9,7 @@ import jax
 import torch
 from jax._src import xla_bridge
 
-__all__ = ["MemoryReport", "leave_memory_to_torch", "memory_report", "with_room"]
+__all__ = ["MemoryReport", "leave_memory_to_torch", "memory_report", "retry_on_oom"]
 
 # A user who set one of these has decided how the memory is divided.
 _SETTINGS = (
@@ -99,7 +99,7 @@ def memory_report(device: torch.device | str | int | None = None) -> MemoryRepor
     )
 
 
-def with_room(device: torch.device, call: Callable[[], Any]) -> Any:
+def retry_on_oom(device: torch.device, call: Callable[[], Any]) -> Any:
     """Returns call(). If JAX is out of memory on a GPU, empties PyTorch's cache and calls once more.
 
     Raises torch.cuda.OutOfMemoryError, with a memory_report, if the second call fails too.

@@ -9,7 +9,7 @@ import torch
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack, fork
 
-__all__ = ["planning_for"]
+__all__ = ["planning_on"]
 
 
 @functools.cache
@@ -18,7 +18,7 @@ def _device_info(device: torch.device) -> Any:
 
 
 class _Planning:
-    """The context manager of planning_for, as a class because a generator is slower."""
+    """The context manager of planning_on, as a class because a generator is slower."""
 
     __slots__ = ("_outside", "_target")
 
@@ -35,7 +35,7 @@ class _Planning:
         self._outside.__exit__(*error)
 
 
-def planning_for(device: torch.device) -> contextlib.AbstractContextManager[None]:
+def planning_on(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Makes JAX plan for this device, not its default device, inside the block, and outside of enclosing traces.
 
     For the meta device JAX plans for its default device. Raises RuntimeError in a forked process.

@@ -1,7 +1,7 @@
 """PyTorch's private symbols that make calls faster, each with a fallback for versions that lack the symbol.
 
 Other private symbols of the bridge: JAX's in dlpack.py and memory.py, XLA's formats in direct/executable.py and
-direct/target.py.
+direct/compile.py.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ from jax_kernels.bridge.interop.import_hooks import when_imported
 
 __all__ = [
     "Check",
+    "add_batch_dim",
     "as_in_dual_level",
     "batch_of",
+    "break_graph",
     "empty_on_gpu",
-    "guard",
-    "hint",
-    "into_batch",
     "is_batched",
     "is_forward_mode",
     "is_in_batch",
-    "is_plain_call",
-    "out_of_batch",
+    "is_plain_eager",
+    "remove_batch_dim",
+    "size_hint",
+    "skip_dynamo",
     "stream_handle",
-    "unseen_by_dynamo",
-    "untraced_by_dynamo",
+    "tensor_guard",
     "without_modes",
 ]
 
@@ -85,7 +85,7 @@ def is_forward_mode() -> bool:
     return any(x.key() == functorch.TransformType.Jvp for x in functorch.get_interpreter_stack() or ())
 
 
-def is_plain_call() -> bool:
+def is_plain_eager() -> bool:
     """Whether the call runs without compilers, torch.jit.trace, torch.func and forward-mode differentiation."""
     return not (
         torch.compiler.is_compiling()
@@ -109,7 +109,7 @@ def as_in_dual_level() -> Iterator[None]:
         _GRAPH.is_in_dual_level = before
 
 
-def unseen_by_dynamo(function: Any) -> Any:
+def skip_dynamo(function: Any) -> Any:
     """Keeps torch.compile from rewriting the frames of a function and of all its callees. Returns the function.
 
     torch.compile also intercepts the frames that a backward runs, and JAX's frames fail then. The function is as fast
@@ -126,7 +126,7 @@ def unseen_by_dynamo(function: Any) -> Any:
     return function
 
 
-def hint(size: Any) -> int | None:
+def size_hint(size: Any) -> int | None:
     """The example value of a size in a trace, without making the size a constant; None if it has no example value."""
     if not isinstance(size, torch.SymInt):
         return size
@@ -172,23 +172,23 @@ def _innermost(x: torch.Tensor) -> Batch:
     found = Batch(0, 0)
     for level in range(1, _MOST_LEVELS + 1):
         if size := _size_of_batch(x, level):
-            found, x = Batch(level, size), out_of_batch(x, level)
+            found, x = Batch(level, size), remove_batch_dim(x, level)
             if not is_batched(x):
                 break
     return found
 
 
-def out_of_batch(x: torch.Tensor, level: int) -> torch.Tensor:
+def remove_batch_dim(x: torch.Tensor, level: int) -> torch.Tensor:
     """Unwraps the batch of this level: its entries become the first axis."""
     return torch._remove_batch_dim(x, level, 0, 0)
 
 
-def into_batch(x: torch.Tensor, dim: int | None, level: int) -> torch.Tensor:
+def add_batch_dim(x: torch.Tensor, dim: int | None, level: int) -> torch.Tensor:
     """Wraps axis `dim` as the batch of this level. dim None returns x, which all entries share."""
     return x if dim is None else torch._add_batch_dim(x, dim, level)
 
 
-def untraced_by_dynamo(*packages: str) -> None:
+def break_graph(*packages: str) -> None:
     """Makes torch.compile break its graph at calls of these packages' functions."""
 
     def add_all() -> None:
@@ -214,7 +214,7 @@ def without_modes() -> Iterator[bool]:
         yield True
 
 
-def guard(tensors: Sequence[torch.Tensor]) -> Check | None:
+def tensor_guard(tensors: Sequence[torch.Tensor]) -> Check | None:
     """A check that compares the tensors and dispatcher state of a later call with this call. None if it cannot be made.
 
     The check compares type, dtype, device, shape, strides and requires_grad of each tensor, and the state of the

@@ -1,17 +1,8 @@
 """from_jax: a JAX function as a PyTorch function, with its gradient.
 
-A call consists of constants and tensors. A plan is made once for each set of constants: the structure of the arguments,
-their shapes and dtypes, and the arguments that need a gradient. One operator for the forward, and one for the backward,
-take the plan's name and the tensors.
-
-| file | content |
-|---|---|
-| plans.py | requests and plans, and their names |
-| planning.py | traces a function, and makes the plan |
-| plan_ops.py | the operators that run a plan, and their derivatives |
-| plan_vmap.py | torch.func.vmap of these operators |
-| tangents.py | plans of forward-mode derivatives |
-| any_shape.py | the operators of graphs for many shapes |
+A call consists of constants and tensors. A program is made once for each set of constants: the structure of the
+arguments, their shapes and dtypes, and the arguments that need a gradient. One operator for the forward, and one for
+the backward, take the program's name and the tensors.
 """
 
 import ctypes
@@ -29,23 +20,23 @@ from jax_kernels.bridge.interop.plain_numbers import is_constant, plain_options
 from jax_kernels.bridge.jax_functions import dynamic_shapes, flops, vmap
 from jax_kernels.bridge.jax_functions.argument_names import leaf_names
 from jax_kernels.bridge.jax_functions.mask_operands import (
-    NONE,
-    KeptOperands,
+    NO_MASKS,
+    CallMasks,
     MaskSignature,
-    Operands,
-    kept_operands,
-    may_be_known,
-    operands_of,
+    WeakCallMasks,
+    are_immutable,
+    register_masks,
+    register_weak,
 )
-from jax_kernels.bridge.jax_functions.program_operators import Call, KnownPlan, PlanFacts, call_op
-from jax_kernels.bridge.jax_functions.programs import Request, Signature, register
-from jax_kernels.bridge.jax_functions.pytree import SINGLE, MaskOfId, flatten, rebuild
-from jax_kernels.bridge.jax_functions.tracing import plan_for
+from jax_kernels.bridge.jax_functions.program_operators import CachedFunction, CallFunction, ProgramInfo, call_op
+from jax_kernels.bridge.jax_functions.programs import ProgramKey, TensorSpec, register
+from jax_kernels.bridge.jax_functions.pytree import LEAF, MaskById, flatten, unflatten
+from jax_kernels.bridge.jax_functions.tracing import program_for
 from jax_kernels.bridge.operators import execute, plan_query, torch_operator
-from jax_kernels.bridge.operators.call_cache import Known, KnownCall, same_tensors
+from jax_kernels.bridge.operators.call_cache import CachedCall, CallCache, same_tensors
 from jax_kernels.masks import Mask
 
-__all__ = ["JaxOp", "Seen", "from_jax", "seen", "seen_by_name"]
+__all__ = ["CallKey", "JaxOp", "call_key", "call_key_by_name", "from_jax"]
 
 _CONFIG = jax.config
 
@@ -109,11 +100,11 @@ class _FromJax:
             return self._op.serve(None, *args, **kwargs)
         seen = None
         if not kwargs:
-            seen = Seen(len(args), args)
+            seen = CallKey(len(args), args)
             if (known := self._op.find(seen)) is not None:
                 return known(args)
         if seen is None or not all(isinstance(x, torch.Tensor) for x in args):
-            seen = seen_by_name(args, kwargs)
+            seen = call_key_by_name(args, kwargs)
             if (known := self._op.find(seen)) is not None:
                 return known(seen.tensors)
         return self._op.serve(seen, *args, **kwargs)
@@ -131,18 +122,18 @@ class _FromJax:
         return f"from_jax({self.__wrapped__!r})"  # type: ignore[attr-defined]
 
 
-class Seen(NamedTuple):
+class CallKey(NamedTuple):
     """The key of a cached call. statics: arguments that are no tensors (a Mask by id), and which are tensors."""
 
     statics: Any
     tensors: Sequence[Any]
 
 
-def seen(arguments: Sequence[Any], options: Sequence[Any]) -> Seen:
+def call_key(arguments: Sequence[Any], options: Sequence[Any]) -> CallKey:
     """The key of a call with arguments that may be tensors, and options that are no tensors."""
     statics = [None if isinstance(x, torch.Tensor) else (type(x), x) for x in arguments]
     kinds = map(type, options)  # 1, 1.0 and True are equal
-    return Seen((*options, *kinds, *statics), [x for x in arguments if isinstance(x, torch.Tensor)])
+    return CallKey((*options, *kinds, *statics), [x for x in arguments if isinstance(x, torch.Tensor)])
 
 
 def _is_int(x: Any) -> bool:
@@ -152,7 +143,7 @@ def _is_int(x: Any) -> bool:
 _EXACT = (bool, int, str, type(None))  # two values are the same constant if types and values are equal
 
 
-def seen_by_name(args: Sequence[Any], kwargs: dict[str, Any], *settings: Any) -> Seen:
+def call_key_by_name(args: Sequence[Any], kwargs: dict[str, Any], *settings: Any) -> CallKey:
     """The key of a call with any arguments. settings: other values that the call depends on.
 
     The tensors are in the order of `flatten`. The statics are equal if the structures are equal, and hold the ids of
@@ -175,14 +166,14 @@ def seen_by_name(args: Sequence[Any], kwargs: dict[str, Any], *settings: Any) ->
             statics.append((name, kind, x))
         else:
             return _seen_in_trees(args, kwargs, settings)
-    return Seen(tuple(statics), tensors)
+    return CallKey(tuple(statics), tensors)
 
 
-def _seen_in_trees(args: Sequence[Any], kwargs: dict[str, Any], settings: Sequence[Any]) -> Seen:
+def _seen_in_trees(args: Sequence[Any], kwargs: dict[str, Any], settings: Sequence[Any]) -> CallKey:
     tensors: list[Any] = []
     masks: list[Mask] = []
     structure = flatten((tuple(args), kwargs), tensors, masks)
-    return Seen((structure, *settings, *map(id, masks)), tensors)
+    return CallKey((structure, *settings, *map(id, masks)), tensors)
 
 
 class JaxOp:
@@ -194,7 +185,7 @@ class JaxOp:
         """
         self._function = function
         self._name = name = register(function)
-        self._known = Known()
+        self._known = CallCache()
         self._is_whole = is_whole
         self._numbers: tuple[str, ...] = getattr(function, "plain_numbers", ())
 
@@ -204,16 +195,16 @@ class JaxOp:
             structure = flatten((args, kwargs), tensors, None)
             _check_dense(function, structure, tensors)
             flat = _flat_call(dynamic_shapes.name_of(name, structure), tensors)
-            return rebuild(flat.structure, iter(flat.results))
+            return unflatten(flat.structure, iter(flat.results))
 
         self._in_graph = torch.compiler.allow_in_graph(in_graph) if is_whole else in_graph
 
-    def find(self, seen: Seen) -> KnownCall | None:
+    def find(self, seen: CallKey) -> CachedCall | None:
         """The cached call of this key, or None. Not for code that torch.compile traces."""
         config = _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision  # _config(), without a call
         return self._known.find((seen.statics, config), seen.tensors)
 
-    def serve(self, seen: Seen | None, *args: Any, **kwargs: Any) -> Any:
+    def serve(self, seen: CallKey | None, *args: Any, **kwargs: Any) -> Any:
         """The function's results. seen: key to cache the call, if its tensors are the arguments' tensors."""
         if self._is_whole and torch.compiler.is_compiling():
             return self._in_graph(*args, **kwargs)
@@ -226,21 +217,21 @@ class JaxOp:
         structure = flatten((args, kwargs), tensors, masks)
         _check_dense(self._function, structure, tensors)
         if tensors and not torch.compiler.is_compiling():
-            plan_query.answer(self._function, tensors[0].device, *args, **kwargs)
+            plan_query.raise_plan_if_asked(self._function, tensors[0].device, *args, **kwargs)
         if masks and torch.compiler.is_compiling():
             return _traced_call(self._name, structure, tensors, masks)
         if masks:
             results = _with_masks(self._name, structure, tensors, masks)
         else:
-            results = _run(self._name, structure, tensors, NONE, None)
-        is_seen = seen is not None and torch_internals.is_plain_call() and same_tensors(tensors, seen.tensors)
-        if seen is not None and is_seen and (not masks or may_be_known(masks)):
+            results = _run(self._name, structure, tensors, NO_MASKS, None)
+        is_seen = seen is not None and torch_internals.is_plain_eager() and same_tensors(tensors, seen.tensors)
+        if seen is not None and is_seen and (not masks or are_immutable(masks)):
 
-            def make() -> KnownCall:
-                operands = kept_operands(masks, tensors[0].device) if masks else NONE
+            def make() -> CachedCall:
+                operands = register_weak(masks, tensors[0].device) if masks else NO_MASKS
                 signatures = tuple(_signature(x) for x in tensors)
                 signature = operands.signature if masks else None
-                request = Request(self._name, structure, signatures, signature, jax.config.jax_enable_x64)
+                request = ProgramKey(self._name, structure, signatures, signature, jax.config.jax_enable_x64)
                 return _known_call(request, tensors, operands)
 
             self._known.learn((seen.statics, _config()), tensors, make, masks)
@@ -262,20 +253,22 @@ def _config() -> tuple[Any, ...]:
     return _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision
 
 
-def _known_call(request: Request, tensors: Sequence[torch.Tensor], operands: Operands | KeptOperands) -> KnownCall:
+def _known_call(
+    request: ProgramKey, tensors: Sequence[torch.Tensor], operands: CallMasks | WeakCallMasks
+) -> CachedCall:
     grad = torch.is_grad_enabled()
-    plan = plan_for(request, tuple(grad and x.requires_grad for x in tensors))
-    chain = execute.chain_for(plan.forward, tensors, operands)
-    is_single = plan.outputs == SINGLE
-    finish = operator.itemgetter(0) if is_single else lambda results: rebuild(plan.outputs, iter(results))
-    return KnownCall(chain, finish, KnownPlan if plan.has_gradient else None, PlanFacts(plan, operands))
+    program = program_for(request, tuple(grad and x.requires_grad for x in tensors))
+    chain = execute.launcher_for(program.forward, tensors, operands)
+    is_single = program.outputs == LEAF
+    finish = operator.itemgetter(0) if is_single else lambda results: unflatten(program.outputs, iter(results))
+    return CachedCall(chain, finish, CachedFunction if program.has_gradient else None, ProgramInfo(program, operands))
 
 
 def _run(
     name: str,
     structure: Any,
     tensors: list[torch.Tensor],
-    operands: Operands | KeptOperands,
+    operands: CallMasks | WeakCallMasks,
     masks: MaskSignature | None,
 ) -> Any:
     """The results of the function. masks: the signature of the operands."""
@@ -283,27 +276,29 @@ def _run(
         recipe = _recipe(name, structure)
         call = _call_of_duals if _is_in_dual_level() else _call_in_graph
         results = call(recipe, *tensors)
-        return rebuild(_outputs(recipe), iter(results))
+        return unflatten(_outputs(recipe), iter(results))
     signatures = tuple(_signature(x) for x in tensors)
-    if not torch_internals.is_plain_call():
-        plan = plan_for(Request(name, structure, signatures, masks, jax.config.jax_enable_x64), (False,) * len(tensors))
-        return rebuild(plan.outputs, iter(call_op(tensors, plan.name, operands.name)))
+    if not torch_internals.is_plain_eager():
+        program = program_for(
+            ProgramKey(name, structure, signatures, masks, jax.config.jax_enable_x64), (False,) * len(tensors)
+        )
+        return unflatten(program.outputs, iter(call_op(tensors, program.name, operands.name)))
     grad = torch.is_grad_enabled()
     needs = tuple(grad and x.requires_grad for x in tensors)
-    plan = plan_for(Request(name, structure, signatures, masks, jax.config.jax_enable_x64), needs)
-    if plan.has_gradient:
-        results = Call.apply(plan, operands, *tensors)
+    program = program_for(ProgramKey(name, structure, signatures, masks, jax.config.jax_enable_x64), needs)
+    if program.has_gradient:
+        results = CallFunction.apply(program, operands, *tensors)
     else:
-        results = torch_operator.below_autograd(call_op, tensors, plan.name, operands.name)
-    return rebuild(plan.outputs, iter(results))
+        results = torch_operator.below_autograd(call_op, tensors, program.name, operands.name)
+    return unflatten(program.outputs, iter(results))
 
 
 def _with_masks(name: str, structure: Any, tensors: list[torch.Tensor], masks: list[Mask]) -> Any:
     if not tensors:
-        return _run(name, structure, tensors, NONE, NONE.signature)
+        return _run(name, structure, tensors, NO_MASKS, NO_MASKS.signature)
     first, *_ = tensors
     is_recorded = torch._C._get_tracing_state() is not None  # by torch.jit.trace, whose program outlives the call
-    operands = (kept_operands if is_recorded else operands_of)(masks, first.device)
+    operands = (register_weak if is_recorded else register_masks)(masks, first.device)
     return _run(name, structure, tensors, operands, operands.signature)
 
 
@@ -320,7 +315,7 @@ def _flat_call(recipe: str, tensors: list[torch.Tensor]) -> dynamic_shapes.Flat:
         return flat
     function, structure, _ = dynamic_shapes.find(recipe)
     traced = _traced(function, structure, tuple(_signature(x) for x in tensors))
-    return dynamic_shapes.Flat(call_op(tensors, traced.plan, traced.operands), traced.outputs)
+    return dynamic_shapes.Flat(call_op(tensors, traced.program, traced.operands), traced.outputs)
 
 
 _OUTPUTS: dict[str, Any] = {}  # by recipe: the structure of the results of the call being traced
@@ -347,10 +342,10 @@ def _call_of_duals(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, .
 
 
 @torch.compiler.allow_in_graph
-def _op_of_duals(plan: str, operands: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The operator of a plan, as one node of a graph, for tensors that may have tangents."""
+def _op_of_duals(program: str, operands: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The operator of a program, as one node of a graph, for tensors that may have tangents."""
     with torch_internals.as_in_dual_level():
-        return tuple(call_op(list(tensors), plan, operands))
+        return tuple(call_op(list(tensors), program, operands))
 
 
 def _results_of(recipe: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -366,38 +361,38 @@ def _outputs(recipe: str) -> Any:
     return _OUTPUTS[recipe]
 
 
-def _traced_call(name: str, structure: Any, tensors: list[torch.Tensor], masks: Sequence[Mask | MaskOfId]) -> Any:
+def _traced_call(name: str, structure: Any, tensors: list[torch.Tensor], masks: Sequence[Mask | MaskById]) -> Any:
     """A call in a graph of torch.compile. It serves only the Masks that it was traced with."""
     # torch.compile cannot make a frozen dataclass a constant. It can for the id, and then checks for the same object.
-    ids = [mask.number if isinstance(mask, MaskOfId) else id(mask) for mask in masks]
+    ids = [mask.number if isinstance(mask, MaskById) else id(mask) for mask in masks]
     traced = _traced(name, structure, tuple(_signature(x) for x in tensors), *ids)
     if _is_in_dual_level():
-        return rebuild(traced.outputs, iter(_op_of_duals(traced.plan, traced.operands, *tensors)))
-    return rebuild(traced.outputs, iter(call_op(tensors, traced.plan, traced.operands)))
+        return unflatten(traced.outputs, iter(_op_of_duals(traced.program, traced.operands, *tensors)))
+    return unflatten(traced.outputs, iter(call_op(tensors, traced.program, traced.operands)))
 
 
-def _signature(tensor: torch.Tensor) -> Signature:
+def _signature(tensor: torch.Tensor) -> TensorSpec:
     # index() makes a constant of a symbolic size: JAX compiles for each shape.
     shape = tuple(operator.index(size) for size in tensor.shape)
-    return Signature(shape, tensor.dtype, tensor.device, tensor.layout)
+    return TensorSpec(shape, tensor.dtype, tensor.device, tensor.layout)
 
 
 class _Traced(NamedTuple):
-    """A plan without a gradient, in constants for torch.compile. outputs: structure. operands: name of the Masks."""
+    """A program without a gradient, in constants for torch.compile. outputs: structure. operands: name of the Masks."""
 
-    plan: str
+    program: str
     outputs: Any
     operands: str
 
 
 @torch.compiler.assume_constant_result
-def _traced(name: str, structure: Any, signatures: tuple[Signature, ...], *ids: int) -> _Traced:
+def _traced(name: str, structure: Any, signatures: tuple[TensorSpec, ...], *ids: int) -> _Traced:
     """ids: ids of the Masks. The traced function keeps the Masks alive."""
-    operands: Any = NONE
+    operands: Any = NO_MASKS
     masks: list[Mask] = [ctypes.cast(number, ctypes.py_object).value for number in ids]
     if masks and signatures:
         first, *_ = signatures
-        operands = kept_operands(masks, first.device)
-    request = Request(name, structure, signatures, operands.signature if masks else None, jax.config.jax_enable_x64)
-    plan = plan_for(request, (False,) * len(signatures))
-    return _Traced(plan.name, plan.outputs, operands.name)
+        operands = register_weak(masks, first.device)
+    request = ProgramKey(name, structure, signatures, operands.signature if masks else None, jax.config.jax_enable_x64)
+    program = program_for(request, (False,) * len(signatures))
+    return _Traced(program.name, program.outputs, operands.name)

@@ -15,7 +15,7 @@ __all__ = [
     "check_precision",
     "check_scales",
     "check_tensors",
-    "kind_of",
+    "type_name",
     "way_out",
 ]
 
@@ -24,14 +24,14 @@ def check_tensors(**tensors: Any) -> None:
     """Raises TypeError for an argument that is no torch.Tensor, such as a NumPy or JAX array."""
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor{way_out(x)}")
+            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor{way_out(x)}")
 
 
 def check_optional_tensors(**tensors: Any) -> None:
     """As check_tensors, but None is allowed."""
     for name, x in tensors.items():
         if not (x is None or isinstance(x, torch.Tensor)):
-            raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor or None{way_out(x)}")
+            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor or None{way_out(x)}")
 
 
 def check_scales(**scales: Any) -> None:
@@ -40,7 +40,7 @@ def check_scales(**scales: Any) -> None:
         if x is None or isinstance(x, torch.Tensor | int | float | np.generic):
             continue
         if not isinstance(x, np.ndarray | jax.Array) or x.ndim:
-            raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor, a number or None{way_out(x)}")
+            raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor, a number or None{way_out(x)}")
 
 
 def check_activation(activation: Any, *, is_optional: bool = True) -> None:
@@ -61,7 +61,7 @@ def check_precision(precision: Any, wanted: tuple[str, ...] = PRECISIONS) -> Non
         raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, wanted))} or None")
 
 
-def kind_of(x: Any) -> str:
+def type_name(x: Any) -> str:
     """The type of an argument, for an error."""
     return f"{type(x).__module__}.{type(x).__qualname__}"
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax_kernels.bridge.jax_functions.pytree import SINGLE, rebuild
+from jax_kernels.bridge.jax_functions.pytree import LEAF, unflatten
 
 __all__ = ["constants", "leaf_names", "rename"]
 
@@ -15,7 +15,7 @@ def leaf_names(function: Callable[..., Any], structure: Any) -> list[str]:
 
     structure: structure of the call's (args, kwargs).
     """
-    return [name for name, part in _named_parts(function, structure) if part == SINGLE]
+    return [name for name, part in _named_parts(function, structure) if part == LEAF]
 
 
 def constants(function: Callable[..., Any], structure: Any) -> Iterator[tuple[str, Any]]:
@@ -34,7 +34,7 @@ def _named_parts(function: Callable[..., Any], structure: Any) -> Iterator[tuple
     for name, part in zip(_positional(function, len(given)), given, strict=True):
         yield from _parts(name, part)
     for key, part in zip(keys, values, strict=True):
-        yield from _parts(str(rebuild(key, iter(()))), part)
+        yield from _parts(str(unflatten(key, iter(()))), part)
 
 
 def _positional(function: Callable[..., Any], count: int) -> list[str]:
@@ -58,7 +58,7 @@ def _parts(name: str, structure: Any) -> Iterator[tuple[str, Any]]:
     if kind in ("dict", "ordered dict"):
         keys, children = parts
         for key, child in zip(keys, children, strict=True):
-            yield from _parts(f"{name}[{rebuild(key, iter(()))!r}]", child)
+            yield from _parts(f"{name}[{unflatten(key, iter(()))!r}]", child)
     elif kind in ("list", "tuple"):
         (children,) = parts
         for index, child in enumerate(children):

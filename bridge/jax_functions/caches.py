@@ -37,7 +37,7 @@ def cache_info() -> CacheInfo:
     """The sizes of the bridge's caches."""
     return CacheInfo(
         functions=len(programs.FUNCTIONS),
-        plans=len(programs.PLANS),
+        plans=len(programs.PROGRAMS),
         chains=route.count(),
         known_calls=call_cache.count(),
         recipes=dynamic_shapes.count(),
@@ -53,7 +53,7 @@ def clear_cache() -> None:
     Kernels in captured CUDA graphs stay loaded. Waits for the GPUs whose kernels it unloads.
     """
     call_cache.clear()
-    execute.forget()
+    execute.clear()
     keyed_cache.clear()
     programs.clear()
     dynamic_shapes.clear()

@@ -1,9 +1,9 @@
 """Calls of from_jax's functions in graphs for many shapes.
 
-The operators `call` and `call_backward` take a plan, which holds for one set of shapes. `call_any` and
-`call_any_backward` take a recipe: the call without shapes. They look up the plan for the tensors' shapes when they run.
-A recipe is a text that describes the whole call, so nothing is kept for a graph. Only a recipe with constants other
-than numbers and texts is kept.
+The operators `call` and `call_backward` take a program, which holds for one set of shapes. `call_any` and
+`call_any_backward` take a recipe: the call without shapes. They look up the program for the tensors' shapes when they
+run. A recipe is a text that describes the whole call, so nothing is kept for a graph. Only a recipe with constants
+other than numbers and texts is kept.
 
 PyTorch must know each result's size as an expression of the tensors' sizes. Trials find the expressions: JAX gives the
 results' sizes for a few sets of sizes. JAX may refuse a set, because a tensor's size must equal a parameter's size.
@@ -22,24 +22,24 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
-from jax_kernels.bridge.interop.keyed_cache import fresh_name, once
-from jax_kernels.bridge.jax_functions.mask_operands import NONE
-from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, Plan, Request, Signature, stem_of
-from jax_kernels.bridge.jax_functions.tracing import cotangents_of, outputs_of, plan_for
+from jax_kernels.bridge.interop.keyed_cache import memoize, unique_name
+from jax_kernels.bridge.jax_functions.mask_operands import NO_MASKS
+from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, Program, ProgramKey, TensorSpec, display_name
+from jax_kernels.bridge.jax_functions.tracing import cotangents_of, outputs_of, program_for
 from jax_kernels.bridge.operators import torch_operator
 
 __all__ = ["Flat", "call", "clear", "count", "find", "is_any_shape", "name_of"]
 
 
-class Recipe(NamedTuple):
+class DynamicCall(NamedTuple):
     """A call without values and shapes. function: its name. structure: the arguments' structure, with constants."""
 
     function: str
     structure: Any
     x64: bool
 
-    def request(self, signatures: Sequence[Signature]) -> Request:
-        return Request(self.function, self.structure, tuple(signatures), None, self.x64)
+    def request(self, signatures: Sequence[TensorSpec]) -> ProgramKey:
+        return ProgramKey(self.function, self.structure, tuple(signatures), None, self.x64)
 
 
 class _Result(NamedTuple):
@@ -60,12 +60,12 @@ class _Results(NamedTuple):
 
 
 _MOST = 1024  # recipes that are kept
-_KEPT: dict[str, Recipe] = {}  # recipes that have no text, the last used at the end
+_KEPT: dict[str, DynamicCall] = {}  # recipes that have no text, the last used at the end
 _LOCK = threading.Lock()
 _PLAIN: dict[str, type] = {kind.__name__: kind for kind in (str, bool, int, type(None))}
 
 
-def _name_of(recipe: Recipe) -> str:
+def _name_of(recipe: DynamicCall) -> str:
     """The text of a recipe, or the name by which `find` finds a recipe that has no text."""
     try:
         structure = json.dumps(recipe.structure, default=_type_name)
@@ -80,9 +80,9 @@ def _type_name(x: Any) -> dict[str, str]:
     return {"type": x.__name__}
 
 
-@once
-def _kept_name(recipe: Recipe) -> str:
-    name = fresh_name(recipe.function)
+@memoize
+def _kept_name(recipe: DynamicCall) -> str:
+    name = unique_name(recipe.function)
     with _LOCK:
         _KEPT[name] = recipe
         while len(_KEPT) > _MOST:
@@ -90,7 +90,7 @@ def _kept_name(recipe: Recipe) -> str:
     return name
 
 
-def find(name: str) -> Recipe:
+def find(name: str) -> DynamicCall:
     """The recipe of a name. Raises RuntimeError if another process made the recipe, or if it was dropped."""
     if " " in name:
         return _read(name)
@@ -107,14 +107,14 @@ def find(name: str) -> Recipe:
 
 
 @functools.lru_cache(maxsize=_MOST)
-def _read(name: str) -> Recipe:
+def _read(name: str) -> DynamicCall:
     """The recipe of a text. Raises RuntimeError if another process made the text."""
     function, x64, structure = name.split(" ", 2)
     if function not in FUNCTIONS:
         raise RuntimeError(
             f"{function}: a graph that calls a from_jax function runs only in the process that traced it"
         )
-    return Recipe(function, _as_tuples(json.loads(structure, object_hook=lambda x: _PLAIN[x["type"]])), x64 == "1")
+    return DynamicCall(function, _as_tuples(json.loads(structure, object_hook=lambda x: _PLAIN[x["type"]])), x64 == "1")
 
 
 def _as_tuples(x: Any) -> Any:
@@ -123,7 +123,7 @@ def _as_tuples(x: Any) -> Any:
 
 def _label(name: str) -> str:
     """The recipe's function, for error messages."""
-    return f"from_jax of {stem_of(name.split(' ', 1)[0] if ' ' in name else find(name).function)}"
+    return f"from_jax of {display_name(name.split(' ', 1)[0] if ' ' in name else find(name).function)}"
 
 
 def clear() -> None:
@@ -131,8 +131,8 @@ def clear() -> None:
     with _LOCK:
         _KEPT.clear()
     _read.cache_clear()
-    _tried.cache_clear()
-    _pins.cache_clear()
+    _infer_sizes.cache_clear()
+    _sizes_to_specialize.cache_clear()
 
 
 def count() -> int:
@@ -154,7 +154,7 @@ class Flat(NamedTuple):
 
 def name_of(function: str, structure: Any) -> str:
     """The name of a call's recipe. structure: structure of the call's arguments."""
-    return _name_of(Recipe(function, structure, jax.config.jax_enable_x64))
+    return _name_of(DynamicCall(function, structure, jax.config.jax_enable_x64))
 
 
 def call(name: str, tensors: list[torch.Tensor]) -> Flat | None:
@@ -177,22 +177,22 @@ def _results_of(name: str, tensors: Sequence[torch.Tensor]) -> _Results | None:
     described = _sizes_of(tensors)
     if described is None:
         return None
-    pins = _pins(name, described)
+    pins = _sizes_to_specialize(name, described)
     if not pins:
-        return None if pins is None else _tried(name, described)
+        return None if pins is None else _infer_sizes(name, described)
     for x in tensors:
         for size in x.shape:
             if _described(size) in pins:
                 int(size)
     pinned = _sizes_of(tensors)
-    return None if pinned is None else _tried(name, pinned)
+    return None if pinned is None else _infer_sizes(name, pinned)
 
 
 def _sizes_of(tensors: Sequence[torch.Tensor]) -> tuple[_Sizes, ...] | None:
     """The tensors' sizes; None if a size has no value in the trace."""
     found = []
     for x in tensors:
-        hints = [torch_internals.hint(size) for size in x.shape]
+        hints = [torch_internals.size_hint(size) for size in x.shape]
         if None in hints:
             return None
         sizes = tuple(map(_described, x.shape))
@@ -201,7 +201,7 @@ def _sizes_of(tensors: Sequence[torch.Tensor]) -> tuple[_Sizes, ...] | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _pins(name: str, tensors: tuple[_Sizes, ...]) -> tuple[str, ...] | None:
+def _sizes_to_specialize(name: str, tensors: tuple[_Sizes, ...]) -> tuple[str, ...] | None:
     """The expressions that must become constants for the trials to succeed; None if all of them would.
 
     torch.compile(dynamic=True) gives a tensor's last axis a symbol, though a parameter's equal size is a constant.
@@ -214,7 +214,7 @@ def _pins(name: str, tensors: tuple[_Sizes, ...]) -> tuple[str, ...] | None:
     for pins in dict.fromkeys(every):
         if pins and len(pins) == len(hints):
             continue
-        if _tried(name, tuple(_pinned(x, pins) for x in tensors)) is not None:
+        if _infer_sizes(name, tuple(_pinned(x, pins) for x in tensors)) is not None:
             return pins
     return None
 
@@ -237,24 +237,24 @@ def _described(size: Any) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-class _Trial(NamedTuple):
-    """The shapes of the tensors in a trial, and JAX's plan for these shapes."""
+class _Probe(NamedTuple):
+    """The shapes of the tensors in a trial, and JAX's program for these shapes."""
 
     shapes: list[tuple[int, ...]]
-    plan: Plan
+    program: Program
 
 
-def _trial(recipe: Recipe, tensors: Sequence[_Sizes], values: dict[str, int]) -> _Trial:
+def _trial(recipe: DynamicCall, tensors: Sequence[_Sizes], values: dict[str, int]) -> _Probe:
     """Plans the recipe with these values of the expressions."""
     shapes, signatures = [], []
     for x in tensors:
         shapes.append(tuple(values[size] if isinstance(size, str) else size for size in x.sizes))
-        signatures.append(Signature(shapes[-1], x.dtype, x.device, torch.strided))
-    return _Trial(shapes, plan_for(recipe.request(signatures), (False,) * len(tensors)))
+        signatures.append(TensorSpec(shapes[-1], x.dtype, x.device, torch.strided))
+    return _Probe(shapes, program_for(recipe.request(signatures), (False,) * len(tensors)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
+def _infer_sizes(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
     """The results by trials: a result has the size of a tensor's axis if the sizes are equal in two trials.
 
     The second trial multiplies each expression by its own factor. JAX may refuse these sizes because some must be
@@ -271,7 +271,7 @@ def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
     if second is None:
         return None
     results = []
-    for one, other in zip(first.plan.results, second.plan.results, strict=True):
+    for one, other in zip(first.program.results, second.program.results, strict=True):
         sizes = [_size(tensors, first, second, pair) for pair in zip(one.shape, other.shape, strict=True)]
         if None in sizes:
             return None
@@ -280,12 +280,12 @@ def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
     third = _first_trial(recipe, tensors, [distinct, alike])
     if third is not None:
         want = [_shape(result.sizes, third.shapes) for result in results]
-        if [tuple(x.shape) for x in third.plan.results] != want:
+        if [tuple(x.shape) for x in third.program.results] != want:
             return None
-    return _Results(tuple(results), first.plan.outputs)
+    return _Results(tuple(results), first.program.outputs)
 
 
-def _first_trial(recipe: Recipe, tensors: Sequence[_Sizes], every: Sequence[dict[str, int]]) -> _Trial | None:
+def _first_trial(recipe: DynamicCall, tensors: Sequence[_Sizes], every: Sequence[dict[str, int]]) -> _Probe | None:
     """The first trial that JAX accepts; None if JAX refuses all."""
     for values in every:
         try:
@@ -301,7 +301,7 @@ def _shape(sizes: Sequence[Any], shapes: Sequence[Sequence[Any]]) -> tuple[Any, 
 
 
 def _size(
-    tensors: Sequence[_Sizes], first: _Trial, second: _Trial, sizes: tuple[int, int]
+    tensors: Sequence[_Sizes], first: _Probe, second: _Probe, sizes: tuple[int, int]
 ) -> int | tuple[int, int] | None:
     """The constant, or the (tensor, axis), that has these sizes in the two trials; None if none matches."""
     if sizes[0] == sizes[1]:
@@ -313,26 +313,26 @@ def _size(
     return None
 
 
-def _signatures(tensors: Sequence[torch.Tensor]) -> list[Signature]:
-    return [Signature(tuple(x.shape), x.dtype, x.device, x.layout) for x in tensors]
+def _signatures(tensors: Sequence[torch.Tensor]) -> list[TensorSpec]:
+    return [TensorSpec(tuple(x.shape), x.dtype, x.device, x.layout) for x in tensors]
 
 
 def _program(tensors, recipe, sizes=""):
-    plan = plan_for(find(recipe).request(_signatures(tensors)), (False,) * len(tensors))
+    program = program_for(find(recipe).request(_signatures(tensors)), (False,) * len(tensors))
     if sizes:
         shapes = [x.shape for x in tensors]
         want = [_shape(result, shapes) for result in json.loads(sizes)]
-        got = [tuple(x.shape) for x in plan.results]
+        got = [tuple(x.shape) for x in program.results]
         if got != want:
             raise RuntimeError(
                 f"{_label(recipe)}: its results have shapes {got}, but this graph for many shapes has {want}: it takes "
                 "each size of a result for a constant or the size of a tensor; compile it with dynamic=False"
             )
-    return torch_operator.Program(plan.forward, tensors, NONE)
+    return torch_operator.JaxCall(program.forward, tensors, NO_MASKS)
 
 
-@once
-def _backward(request: Request, wanted: int):
+@memoize
+def _backward(request: ProgramKey, wanted: int):
     """The jitted function of (*tensors, *cotangents) that returns the gradients. wanted: a bit for each gradient."""
     outputs, _ = outputs_of(request)
     count = len(request.signatures)
@@ -356,7 +356,7 @@ def _backward(request: Request, wanted: int):
 
 def _backward_program(tensors, cotangents, wanted, recipe):
     function = _backward(find(recipe).request(_signatures(tensors)), wanted)
-    return torch_operator.Program(function, (*tensors, *cotangents), NONE)
+    return torch_operator.JaxCall(function, (*tensors, *cotangents), NO_MASKS)
 
 
 def _fake(tensors, recipe, sizes=""):
@@ -377,9 +377,9 @@ class AnyCall(torch.autograd.Function):
     """A call with its gradient."""
 
     @staticmethod
-    @torch_internals.unseen_by_dynamo
+    @torch_internals.skip_dynamo
     def forward(ctx, recipe, sizes, *tensors):
-        results = torch_operator.below_function(call_any_op, list(tensors), recipe, sizes)
+        results = torch_operator.inside_function(call_any_op, list(tensors), recipe, sizes)
         ctx.recipe = recipe
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -387,7 +387,7 @@ class AnyCall(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch_internals.unseen_by_dynamo
+    @torch_internals.skip_dynamo
     def backward(ctx, *cotangents):
         _, _, *needed = ctx.needs_input_grad
         if all(x is None for x in cotangents):
@@ -406,14 +406,14 @@ def _differentiate_backward(tensors, cotangents, wanted, recipe):
     count = len(tensors)
 
     def again(*arrays):
-        return torch_operator.below_function(
+        return torch_operator.inside_function(
             backward_any_op, list(arrays[:count]), list(arrays[count:]), wanted, recipe
         )
 
     return list(torch_operator.refuse_gradient(_label(recipe), again, (*tensors, *cotangents)))
 
 
-call_any_op = torch_operator.define(
+call_any_op = torch_operator.define_operator(
     "call_any",
     "(Tensor[] tensors, str recipe, str sizes='') -> Tensor[]",
     program=_program,
@@ -422,7 +422,7 @@ call_any_op = torch_operator.define(
     differentiate=lambda tensors, recipe, sizes="": list(torch_operator.apply(AnyCall, recipe, sizes, *tensors)),
     label=lambda tensors, recipe, sizes="": _label(recipe),
 )
-backward_any_op = torch_operator.define(
+backward_any_op = torch_operator.define_operator(
     "call_any_backward",
     "(Tensor[] tensors, Tensor?[] cotangents, int wanted, str recipe) -> Tensor[]",
     program=_backward_program,
@@ -432,5 +432,5 @@ backward_any_op = torch_operator.define(
     label=lambda tensors, cotangents, wanted, recipe: _label(recipe),
 )
 
-torch_operator.define_vmap("call_any", torch_operator.one_by_one(lambda: call_any_op))
-torch_operator.define_vmap("call_any_backward", torch_operator.one_by_one(lambda: backward_any_op))
+torch_operator.define_vmap("call_any", torch_operator.loop_vmap(lambda: call_any_op))
+torch_operator.define_vmap("call_any_backward", torch_operator.loop_vmap(lambda: backward_any_op))

@@ -16,7 +16,7 @@ from jax._src import core
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack
 from jax_kernels.bridge.interop.import_hooks import when_imported
-from jax_kernels.bridge.jax_functions.programs import find_plan
+from jax_kernels.bridge.jax_functions.programs import find_program
 from jax_kernels.bridge.jax_functions.tracing import mask_specs, outputs_of
 
 __all__ = ["define_formulas"]
@@ -39,12 +39,12 @@ def _backward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_plan(name: str, with_gradient: bool) -> int:
-    """The operations of a plan's matmuls in plain JAX: forward, or forward and backward."""
-    plan = find_plan(name)
-    outputs, _ = outputs_of(plan.request)
-    specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in plan.request.signatures]
-    moving = [index for index, needed in enumerate(plan.needs) if needed]
+def _of_program(name: str, with_gradient: bool) -> int:
+    """The operations of a program's matmuls in plain JAX: forward, or forward and backward."""
+    program = find_program(name)
+    outputs, _ = outputs_of(program.request)
+    specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in program.request.signatures]
+    moving = [index for index, needed in enumerate(program.needs) if needed]
 
     def both(masks: Any, *leaves: Any) -> Any:
         def moved(*values: Any) -> Any:
@@ -58,7 +58,7 @@ def _of_plan(name: str, with_gradient: bool) -> int:
 
     with dlpack.outside_of_traces(), dispatch.on_device(dispatch.device_info(jax.devices("cpu")[0])):
         try:
-            traced = jax.make_jaxpr(both if with_gradient else outputs)(mask_specs(plan.request.masks), *specs)
+            traced = jax.make_jaxpr(both if with_gradient else outputs)(mask_specs(program.request.masks), *specs)
         except NotImplementedError:  # the call names an implementation other than plain JAX
             return 0
     return _products(traced.jaxpr)
@@ -77,12 +77,12 @@ def _products(jaxpr: Any) -> int:
     return total
 
 
-def _call(tensors: Any, plan: str, *_: Any, **__: Any) -> int:
-    return _of_plan(plan, False)
+def _call(tensors: Any, program: str, *_: Any, **__: Any) -> int:
+    return _of_program(program, False)
 
 
-def _call_backward(stored: Any, cotangents: Any, plan: str, *_: Any, **__: Any) -> int:
-    return _of_plan(plan, True) - _of_plan(plan, False)
+def _call_backward(stored: Any, cotangents: Any, program: str, *_: Any, **__: Any) -> int:
+    return _of_program(program, True) - _of_program(program, False)
 
 
 _FORMULAS = {

@@ -1,7 +1,7 @@
 """Plans of forward-mode derivatives of from_jax's functions: calls of a function that jax.jvp makes.
 
-torch.func.vmap maps these plans like all plans, so jacfwd works. Functions that use an op with only a reverse-mode
-gradient (jax.custom_vjp), or an op of this library, have no such plan.
+torch.func.vmap maps these programs like all programs, so jacfwd works. Functions that use an op with only a
+reverse-mode gradient (jax.custom_vjp), or an op of this library, have no such program.
 """
 
 from collections.abc import Callable
@@ -11,22 +11,22 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jax_kernels.bridge.interop.keyed_cache import once
-from jax_kernels.bridge.jax_functions.programs import Map, Plan, Request, register_tangents, stem_of
-from jax_kernels.bridge.jax_functions.pytree import MASK, SINGLE
-from jax_kernels.bridge.jax_functions.tracing import make_plan, outputs_of
+from jax_kernels.bridge.interop.keyed_cache import memoize
+from jax_kernels.bridge.jax_functions.programs import Program, ProgramKey, VmapLevel, display_name, register_tangents
+from jax_kernels.bridge.jax_functions.pytree import LEAF, MASK
+from jax_kernels.bridge.jax_functions.tracing import build_program, outputs_of
 from jax_kernels.bridge.operators import torch_operator
 from jax_kernels.tracing.derivatives import linear_p
 
-__all__ = ["pushed"]
+__all__ = ["jvp_program"]
 
 # Primitives in the tangents of a jax.custom_vjp, which has no rule, and of this library's ops. JAX could compute the
 # tangents of an op's "xla" implementation, but a call must not depend on its implementation.
 _REVERSE_ALONE = "custom_lin", linear_p.name
 
 
-def pushed(request: Request, moving: tuple[bool, ...]) -> Plan:
-    """The plan that computes the tangents of a request's floating-point and complex results.
+def jvp_program(request: ProgramKey, moving: tuple[bool, ...]) -> Program:
+    """The program that computes the tangents of a request's floating-point and complex results.
 
     Its tensors are the request's tensors, then the tangents of the tensors that are `moving`. Raises
     NotImplementedError if the function has only reverse-mode derivatives.
@@ -35,10 +35,10 @@ def pushed(request: Request, moving: tuple[bool, ...]) -> Plan:
     function = _function(request.function, request.structure, request.maps, moving, of_masks)
     tangents = tuple(x for x, is_moving in zip(request.signatures, moving, strict=True) if is_moving)
     signatures = *request.signatures, *tangents
-    leaves = ("tuple", (*[SINGLE] * len(signatures), *[MASK] * of_masks))
+    leaves = ("tuple", (*[LEAF] * len(signatures), *[MASK] * of_masks))
     structure = ("tuple", (leaves, ("dict", (), ())))
-    own = Request(function.name, structure, signatures, request.masks, request.x64)
-    return make_plan(own, (False,) * len(signatures))
+    own = ProgramKey(function.name, structure, signatures, request.masks, request.x64)
+    return build_program(own, (False,) * len(signatures))
 
 
 class _Named(NamedTuple):
@@ -46,13 +46,15 @@ class _Named(NamedTuple):
     function: Callable[..., Any]
 
 
-@once
-def _function(function: str, structure: Any, maps: tuple[Map, ...], moving: tuple[bool, ...], of_masks: int) -> _Named:
+@memoize
+def _function(
+    function: str, structure: Any, maps: tuple[VmapLevel, ...], moving: tuple[bool, ...], of_masks: int
+) -> _Named:
     """The function that takes a request's leaves, the tangents of the moving leaves, and its Masks."""
-    outputs, _ = outputs_of(Request(function, structure, (), None, False, maps))
+    outputs, _ = outputs_of(ProgramKey(function, structure, (), None, False, maps))
     places = [at for at, is_moving in enumerate(moving) if is_moving]
     count = len(moving)
-    label = f"from_jax of {stem_of(function)}"
+    label = f"from_jax of {display_name(function)}"
 
     def tangents(*given):
         leaves, given = list(given[:count]), given[count:]
@@ -74,7 +76,7 @@ def _function(function: str, structure: Any, maps: tuple[Map, ...], moving: tupl
             torch_operator.refuse_tangent(label)
         return push(*directions)
 
-    tangents.__name__ = stem_of(function)
+    tangents.__name__ = display_name(function)
     return _Named(register_tangents(tangents), tangents)
 
 

@@ -16,12 +16,21 @@ import jax
 import torch
 
 from jax_kernels.bridge.interop import dlpack, fork
-from jax_kernels.bridge.interop.keyed_cache import fresh_name
+from jax_kernels.bridge.interop.keyed_cache import unique_name
 from jax_kernels.bridge.operators import torch_operator
 from jax_kernels.bridge.translate import mask_sources
 from jax_kernels.masks import Mask, checks
 
-__all__ = ["NONE", "MaskSignature", "Operands", "found", "kept_operands", "may_be_known", "on_device", "operands_of"]
+__all__ = [
+    "NO_MASKS",
+    "CallMasks",
+    "MaskSignature",
+    "are_immutable",
+    "masks_by_name",
+    "on_device",
+    "register_masks",
+    "register_weak",
+]
 
 
 class ArraySignature(NamedTuple):
@@ -71,7 +80,7 @@ class _OfMasks:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Operands(_OfMasks):
+class CallMasks(_OfMasks):
     """The Masks of a call. Look-ups succeed while this object is alive. Without Masks the name is ""."""
 
     name: str
@@ -87,7 +96,7 @@ class Operands(_OfMasks):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class KeptOperands(_OfMasks):
+class WeakCallMasks(_OfMasks):
     """The Masks of repeated calls: cached calls, and calls in a graph of torch.compile.
 
     Look-ups succeed while all of the Masks are alive.
@@ -114,7 +123,7 @@ class KeptOperands(_OfMasks):
             mask_sources.check(self.held)
 
     @functools.cached_property
-    def _facts(self) -> list["_Facts"]:
+    def _facts(self) -> list["_MaskInfo"]:
         return [_facts_of(mask) for mask in self.masks]
 
     def tensors(self, device: torch.device) -> list[torch.Tensor] | None:
@@ -127,9 +136,9 @@ class KeptOperands(_OfMasks):
         return all(reference() is mask for reference, mask in zip(self.references, masks, strict=True))
 
 
-NONE = Operands("", ())
-_FOUND: weakref.WeakValueDictionary[str, Operands] = weakref.WeakValueDictionary()
-_KEPT: dict[str, KeptOperands] = {}
+NO_MASKS = CallMasks("", ())
+_FOUND: weakref.WeakValueDictionary[str, CallMasks] = weakref.WeakValueDictionary()
+_KEPT: dict[str, WeakCallMasks] = {}
 # Mask -> device -> copy. Equal Masks hold identical array objects, which never change.
 _MOVED: weakref.WeakKeyDictionary[Mask, dict[jax.Device, Mask]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()  # guards _FOUND and _MOVED
@@ -145,7 +154,7 @@ class _Copy:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class _Facts:
+class _MaskInfo:
     """The constant parts of a Mask, kept while it is alive. reference: its callback drops them."""
 
     reference: weakref.ref[Mask]
@@ -154,16 +163,16 @@ class _Facts:
     copies: dict[torch.device, _Copy]
 
 
-_FACTS: dict[int, _Facts] = {}
+_FACTS: dict[int, _MaskInfo] = {}
 _CAPTURED: dict[int, _Copy] = {}  # keep-alive: a captured graph may read these copies at any time
 
 
-def _facts_of(mask: Mask) -> _Facts:
+def _facts_of(mask: Mask) -> _MaskInfo:
     facts = _FACTS.get(id(mask))
     if facts is None or facts.reference() is not mask:
         leaves, structure = jax.tree.flatten(mask)
         number = id(mask)
-        _FACTS[number] = facts = _Facts(
+        _FACTS[number] = facts = _MaskInfo(
             reference=weakref.ref(mask, lambda _: _FACTS.pop(number, None)),
             structure=structure,
             arrays=tuple(ArraySignature(x.shape, x.dtype, x.weak_type) for x in leaves),
@@ -172,7 +181,7 @@ def _facts_of(mask: Mask) -> _Facts:
     return facts
 
 
-def _tensors_of(every: Iterable[_Facts], device: torch.device) -> list[torch.Tensor] | None:
+def _tensors_of(every: Iterable[_MaskInfo], device: torch.device) -> list[torch.Tensor] | None:
     """_OfMasks.tensors, for the facts of Masks on this device."""
     tensors: list[torch.Tensor] = []
     for facts in every:
@@ -184,7 +193,7 @@ def _tensors_of(every: Iterable[_Facts], device: torch.device) -> list[torch.Ten
     return tensors
 
 
-def _read(facts: _Facts, device: torch.device) -> list[torch.Tensor] | None:
+def _read(facts: _MaskInfo, device: torch.device) -> list[torch.Tensor] | None:
     """The arrays of a Mask, for work on PyTorch's current stream."""
     is_capturing = dlpack.is_capturing(device)
     stream = torch.cuda.current_stream(device)
@@ -210,42 +219,42 @@ def _read(facts: _Facts, device: torch.device) -> list[torch.Tensor] | None:
     return found.tensors
 
 
-def may_be_known(masks: Sequence[Mask]) -> bool:
+def are_immutable(masks: Sequence[Mask]) -> bool:
     """Whether a call with these Masks may be cached: all their arrays are jax.Arrays, which do not change."""
     return all(isinstance(x, jax.Array) for mask in masks for x in jax.tree.leaves(mask))
 
 
-def operands_of(masks: Sequence[Mask], device: torch.device) -> Operands:
+def register_masks(masks: Sequence[Mask], device: torch.device) -> CallMasks:
     """Registers the masks, with their arrays on the device, under a new name."""
     mask_sources.check(masks)
-    operands = Operands(fresh_name("masks"), tuple(on_device(mask, device) for mask in masks))
+    operands = CallMasks(unique_name("masks"), tuple(on_device(mask, device) for mask in masks))
     with _LOCK:
         _FOUND[operands.name] = operands
     return operands
 
 
-def kept_operands(masks: Sequence[Mask], device: torch.device) -> KeptOperands:
+def register_weak(masks: Sequence[Mask], device: torch.device) -> WeakCallMasks:
     """The operands of Masks in repeated calls. A graph of torch.compile holds their name as a constant."""
     mask_sources.check(masks)
     with _LOCK:
         for kept in list(_KEPT.values()):
             if kept.is_of(masks, device):
                 return kept
-        name = fresh_name("masks")
+        name = unique_name("masks")
         drop = functools.partial(_drop, _KEPT, name)
         references = tuple(weakref.ref(mask, drop) for mask in masks)
-        _KEPT[name] = KeptOperands(name=name, device=device, references=references)
+        _KEPT[name] = WeakCallMasks(name=name, device=device, references=references)
         return _KEPT[name]
 
 
-def _drop(kept: dict[str, KeptOperands], name: str, _: Any) -> None:
+def _drop(kept: dict[str, WeakCallMasks], name: str, _: Any) -> None:
     kept.pop(name, None)
 
 
-def found(name: str) -> Operands | KeptOperands:
+def masks_by_name(name: str) -> CallMasks | WeakCallMasks:
     """The operands of this name. Raises RuntimeError if they or their Masks are gone."""
     if not name:
-        return NONE
+        return NO_MASKS
     operands = _FOUND.get(name) or _KEPT.get(name)
     if operands is None:
         raise RuntimeError(
@@ -287,4 +296,4 @@ def _leaf(device: torch.device, x: Any) -> jax.Array:
         return jax.device_put(checks.array("mask", x, "arrays"), dlpack.jax_device(device))
     dlpack.check_dtype("mask", x.dtype)
     with torch._C._DisableFuncTorch():
-        return dlpack.copied([torch_operator.unwrapped("mask", x).to(device)], device)[0]
+        return dlpack.copy_to_jax([torch_operator.unwrapped("mask", x).to(device)], device)[0]

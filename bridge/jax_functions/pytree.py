@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from jax_kernels.bridge.jax_functions.argument_checks import kind_of, way_out
+from jax_kernels.bridge.jax_functions.argument_checks import type_name, way_out
 from jax_kernels.bridge.translate import function_identity
 from jax_kernels.masks import Mask
 
-__all__ = ["MASK", "SINGLE", "Leaf", "MaskOfId", "flatten", "rebuild"]
+__all__ = ["LEAF", "MASK", "Leaf", "MaskById", "flatten", "unflatten"]
 
 _LEAF, _MASK = ("leaf",), ("mask",)
-SINGLE, MASK = _LEAF, _MASK  # the structures of one leaf, and of a Mask
+LEAF, MASK = _LEAF, _MASK  # the structures of one leaf, and of a Mask
 _NO_MASKS: Iterator[Mask] = iter(())
 
 
-class MaskOfId(NamedTuple):
+class MaskById(NamedTuple):
     """The id of a Mask, for code that torch.compile traces, which cannot make a new Mask a constant."""
 
     number: int
@@ -50,7 +50,7 @@ def flatten(tree: Any, leaves: list[Any], masks: list[Any] | None, leaf_type: An
         name = "ordered dict" if isinstance(tree, collections.OrderedDict) else "dict"
         return (name, keys, tuple(flatten(tree[key], leaves, masks, leaf_type) for key in tree))
     if isinstance(tree, tuple | list):
-        if masks is not None and type(tree) is MaskOfId:
+        if masks is not None and type(tree) is MaskById:
             masks.append(tree)
             return _MASK
         kind = type(tree) if hasattr(tree, "_fields") else "list" if isinstance(tree, list) else "tuple"
@@ -77,9 +77,9 @@ def _constant(value: Any) -> tuple[Any, ...]:
     if isinstance(value, np.generic):
         return ("numpy", value.dtype, value.tobytes())
     if kind is types.FunctionType and not torch.compiler.is_compiling():
-        value = function_identity.first_of(value)
+        value = function_identity.canonical_function(value)
     if hint := way_out(value):
-        raise TypeError(f"got {kind_of(value)} among the arguments, want a torch.Tensor{hint}")
+        raise TypeError(f"got {type_name(value)} among the arguments, want a torch.Tensor{hint}")
     return ("constant", kind, value, _parts(value))
 
 
@@ -107,7 +107,7 @@ def _part(whole: Any, value: Any) -> Any:
     return _constant(value)
 
 
-def rebuild(structure: tuple[Any, ...], leaves: Iterator[Any], masks: Iterator[Mask] = _NO_MASKS) -> Any:
+def unflatten(structure: tuple[Any, ...], leaves: Iterator[Any], masks: Iterator[Mask] = _NO_MASKS) -> Any:
     """The inverse of flatten. leaves, masks: in flatten's order."""
     kind, *parts = structure
     if kind == "leaf":
@@ -129,11 +129,11 @@ def rebuild(structure: tuple[Any, ...], leaves: Iterator[Any], masks: Iterator[M
         return next(masks)
     if kind in ("dict", "ordered dict"):
         names, children = parts
-        keys = [rebuild(key, leaves) for key in names]
-        items = [(key, rebuild(item, leaves, masks)) for key, item in zip(keys, children, strict=True)]
+        keys = [unflatten(key, leaves) for key in names]
+        items = [(key, unflatten(item, leaves, masks)) for key, item in zip(keys, children, strict=True)]
         return dict(items) if kind == "dict" else collections.OrderedDict(items)
     (children,) = parts
-    items = [rebuild(item, leaves, masks) for item in children]
+    items = [unflatten(item, leaves, masks) for item in children]
     if kind == "list":
         return items
     return tuple(items) if kind == "tuple" else kind(*items)

@@ -1,4 +1,4 @@
-"""Makes the plan of a request: traces the JAX function, and finds the values that its backward reads."""
+"""Makes the program of a request: traces the JAX function, and finds the values that its backward reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,59 +9,59 @@ import numpy as np
 import torch
 
 from jax_kernels.bridge.interop import dlpack, planning_device
-from jax_kernels.bridge.interop.keyed_cache import once
-from jax_kernels.bridge.jax_functions.argument_checks import kind_of
+from jax_kernels.bridge.interop.keyed_cache import memoize
+from jax_kernels.bridge.jax_functions.argument_checks import type_name
 from jax_kernels.bridge.jax_functions.argument_names import constants, leaf_names
 from jax_kernels.bridge.jax_functions.mask_operands import MaskSignature
 from jax_kernels.bridge.jax_functions.programs import (
-    Info,
-    Plan,
-    Request,
-    Residual,
+    Program,
+    ProgramKey,
+    ResidualSource,
+    ResultSpec,
     find_function,
-    keep,
-    keep_if_traced,
     new_name,
+    pin_if_traced,
+    store,
 )
-from jax_kernels.bridge.jax_functions.pytree import Leaf, flatten, rebuild
+from jax_kernels.bridge.jax_functions.pytree import Leaf, flatten, unflatten
 
-__all__ = ["cotangents_of", "make_plan", "mapped_axes", "mask_specs", "outputs_of", "plan_for"]
+__all__ = ["build_program", "cotangents_of", "mapped_axes", "mask_specs", "outputs_of", "program_for"]
 
 
-def plan_for(request: Request, needs: tuple[bool, ...]) -> Plan:
-    """make_plan, with an error message for constants that are not hashable."""
+def program_for(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
+    """build_program, with an error message for constants that are not hashable."""
     try:
         hash(request)
     except TypeError as error:
         _refuse_unhashable(request)
         raise TypeError(f"got an argument that is neither a tensor nor hashable: {error}") from error
-    return make_plan(request, needs)
+    return build_program(request, needs)
 
 
-def _refuse_unhashable(request: Request) -> None:
+def _refuse_unhashable(request: ProgramKey) -> None:
     """Raises TypeError, naming the argument, for a constant of a call that is not hashable."""
     for name, value in constants(find_function(request.function), request.structure):
         try:
             hash(value)
         except TypeError as error:
-            raise TypeError(f"{name}: got {kind_of(value)}, want a torch.Tensor or a hashable constant") from error
+            raise TypeError(f"{name}: got {type_name(value)}, want a torch.Tensor or a hashable constant") from error
 
 
-def make_plan(request: Request, needs: tuple[bool, ...]) -> Plan:
-    """The plan of a request, made once per process. needs: whether each tensor has a gradient."""
-    plan: Plan = _made(request, needs)
-    keep_if_traced(plan.name)
-    return plan
+def build_program(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
+    """The program of a request, made once per process. needs: whether each tensor has a gradient."""
+    program: Program = _made(request, needs)
+    pin_if_traced(program.name)
+    return program
 
 
-@once
-def _made(request: Request, needs: tuple[bool, ...]) -> Plan:
+@memoize
+def _made(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
     name = new_name(request)
     function = find_function(request.function)  # the recipe keeps it alive
-    return keep(name, lambda: _planned(name, request, needs, function))
+    return store(name, lambda: _planned(name, request, needs, function))
 
 
-def _planned(name: str, request: Request, needs: tuple[bool, ...], function: Callable[..., Any]) -> Plan:
+def _planned(name: str, request: ProgramKey, needs: tuple[bool, ...], function: Callable[..., Any]) -> Program:
     signatures = request.signatures
     device = _check(request, function)
     outputs, structures = outputs_of(request)
@@ -78,7 +78,7 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...], function: Cal
 
         return jax.vjp(moved, *(leaves[index] for index in moving))
 
-    with planning_device.planning_for(device):
+    with planning_device.planning_on(device):
         if moving:
             traced = jax.jit(with_pullback).trace(specs_of_masks, *specs)
             out_infos, pullback = traced.out_info
@@ -87,7 +87,7 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...], function: Cal
     count = len(out_infos)
     residual_infos, tree = jax.tree.flatten(pullback)
     sources = _sources(traced.jaxpr.jaxpr, len(jax.tree.leaves(specs_of_masks)), count) if moving else []
-    extra = [index for index, source in enumerate(sources) if source == Residual("extra", index)]
+    extra = [index for index, source in enumerate(sources) if source == ResidualSource("extra", index)]
     inputs_read = sorted({source.position for source in sources if source.place == "input"})
     outputs_read = sorted({source.position for source in sources if source.place == "output"})
 
@@ -101,10 +101,10 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...], function: Cal
     def backward(masks, *arrays):
         stored = iter(arrays)
         places = {
-            **{Residual("mask", index): array for index, array in enumerate(jax.tree.leaves(masks))},
-            **{Residual("input", index): next(stored) for index in inputs_read},
-            **{Residual("output", index): next(stored) for index in outputs_read},
-            **{Residual("extra", index): next(stored) for index in extra},
+            **{ResidualSource("mask", index): array for index, array in enumerate(jax.tree.leaves(masks))},
+            **{ResidualSource("input", index): next(stored) for index in inputs_read},
+            **{ResidualSource("output", index): next(stored) for index in outputs_read},
+            **{ResidualSource("extra", index): next(stored) for index in extra},
         }
         pullback = jax.tree.unflatten(tree, [places[source] for source in sources])
         gradients = pullback(cotangents_of(out_infos, stored))
@@ -112,7 +112,7 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...], function: Cal
 
     residuals = [residual_infos[index] for index in extra]
     *_, output_structure = structures
-    return Plan(
+    return Program(
         name=name,
         request=request,
         needs=needs,
@@ -120,7 +120,7 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...], function: Cal
         count=count,
         fixed=tuple(i for i, info in enumerate(out_infos) if not jnp.issubdtype(info.dtype, jnp.inexact)),
         results=_infos("output", out_infos) + _infos("residual", residuals),
-        grads=tuple(Info(signatures[index].shape, signatures[index].dtype) for index in moving),
+        grads=tuple(ResultSpec(signatures[index].shape, signatures[index].dtype) for index in moving),
         inputs_read=tuple(inputs_read),
         outputs_read=tuple(outputs_read),
         forward=jax.jit(forward, keep_unused=True),
@@ -128,7 +128,7 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...], function: Cal
     )
 
 
-def _check(request: Request, function: Callable[..., Any]) -> torch.device:
+def _check(request: ProgramKey, function: Callable[..., Any]) -> torch.device:
     """The device of all tensors. Raises the errors that from_jax documents, with the argument's name."""
     if not request.signatures:
         raise ValueError("got no tensor among the arguments, want at least one: the function runs on its device")
@@ -145,14 +145,14 @@ def _check(request: Request, function: Callable[..., Any]) -> torch.device:
     return first.device
 
 
-def outputs_of(request: Request) -> tuple[Callable[..., tuple[jax.Array, ...]], list[Any]]:
+def outputs_of(request: ProgramKey) -> tuple[Callable[..., tuple[jax.Array, ...]], list[Any]]:
     """(a function from Masks and arrays to the outputs, a list to which each of its traces adds their structure)."""
     function = find_function(request.function)
     structures: list[Any] = []
 
     def outputs(masks, *leaves):
         def each(*leaves):
-            args, kwargs = rebuild(request.structure, iter(leaves), iter(masks))
+            args, kwargs = unflatten(request.structure, iter(leaves), iter(masks))
             results: list[Any] = []
             structures.append(flatten(function(*args, **kwargs), results, None, Leaf))
             return tuple(jnp.asarray(result) for result in results)
@@ -172,27 +172,27 @@ def mask_specs(signature: MaskSignature | None) -> Any:
     return jax.tree.unflatten(signature.structure, arrays)
 
 
-def _infos(what: str, arrays: Any) -> tuple[Info, ...]:
+def _infos(what: str, arrays: Any) -> tuple[ResultSpec, ...]:
     """PyTorch's shapes and dtypes of JAX's arrays. Raises TypeError, naming `what`, for a dtype that PyTorch lacks."""
-    return tuple(Info(x.shape, dlpack.torch_dtype(what, x.dtype)) for x in arrays)
+    return tuple(ResultSpec(x.shape, dlpack.torch_dtype(what, x.dtype)) for x in arrays)
 
 
-def _sources(jaxpr: Any, mask_count: int, count: int) -> list[Residual]:
+def _sources(jaxpr: Any, mask_count: int, count: int) -> list[ResidualSource]:
     """The source of each residual, so that no array is kept twice.
 
     mask_count: the number of inputs that are arrays of Masks. count: the number of results that are outputs.
     """
-    known: dict[Any, Residual] = {}
+    known: dict[Any, ResidualSource] = {}
     for index, variable in enumerate(jaxpr.invars):
         is_mask = index < mask_count
-        source = Residual("mask", index) if is_mask else Residual("input", index - mask_count)
+        source = ResidualSource("mask", index) if is_mask else ResidualSource("input", index - mask_count)
         known.setdefault(variable, source)
     for index, variable in enumerate(jaxpr.outvars[:count]):
         if not hasattr(variable, "val"):  # a literal has `val`, and cannot be a dict's key
-            known.setdefault(variable, Residual("output", index))
+            known.setdefault(variable, ResidualSource("output", index))
     sources = []
     for index, variable in enumerate(jaxpr.outvars[count:]):
-        fresh = Residual("extra", index)
+        fresh = ResidualSource("extra", index)
         sources.append(fresh if hasattr(variable, "val") else known.setdefault(variable, fresh))
     return sources
 

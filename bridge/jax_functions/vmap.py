@@ -1,4 +1,4 @@
-"""torch.func.vmap of from_jax's operators: plans that run many calls at once."""
+"""torch.func.vmap of from_jax's operators: programs that run many calls at once."""
 
 import dataclasses
 import operator
@@ -7,66 +7,66 @@ from typing import Any
 
 import jax
 
-from jax_kernels.bridge.interop.keyed_cache import once
+from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.jax_functions.program_operators import backward_op, call_op
 from jax_kernels.bridge.jax_functions.programs import (
-    Info,
-    Map,
-    Plan,
-    find_plan,
-    finder,
-    keep,
-    keep_if_traced,
+    Program,
+    ResultSpec,
+    VmapLevel,
+    find_program,
     new_name,
+    pin_if_traced,
+    rebuilder,
+    store,
 )
-from jax_kernels.bridge.jax_functions.tracing import make_plan, mapped_axes
+from jax_kernels.bridge.jax_functions.tracing import build_program, mapped_axes
 from jax_kernels.bridge.operators import torch_operator
 
 __all__ = ["define_rules"]
 
 
-@once
-def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> Plan:
-    """The plan that runs `size` calls of another plan at once.
+@memoize
+def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
+    """The program that runs `size` calls of another program at once.
 
-    mapped: whether each tensor has a leading axis of calls. If the other plan keeps residuals, this plan keeps them for
-    each call, and has the other plan's backward, for one call.
+    mapped: whether each tensor has a leading axis of calls. If the other program keeps residuals, this program keeps
+    them for each call, and has the other program's backward, for one call.
     """
-    plan = find_plan(name)
-    signatures = zip(plan.request.signatures, mapped, strict=True)
-    request = plan.request._replace(
+    program = find_program(name)
+    signatures = zip(program.request.signatures, mapped, strict=True)
+    request = program.request._replace(
         signatures=tuple(x._replace(shape=(size, *x.shape)) if is_mapped else x for x, is_mapped in signatures),
-        maps=(*plan.request.maps, Map(size, mapped)),
+        maps=(*program.request.maps, VmapLevel(size, mapped)),
     )
-    if not plan.has_gradient:
-        return make_plan(request, plan.needs)
-    own, base = new_name(request), finder(name)
+    if not program.has_gradient:
+        return build_program(request, program.needs)
+    own, base = new_name(request), rebuilder(name)
 
-    def make() -> Plan:
-        plan = base()
-        results, forward = _in_parallel(size, plan.results), _vmap(plan.forward, size, mapped)
-        return dataclasses.replace(plan, name=own, request=request, results=results, forward=forward)
+    def make() -> Program:
+        program = base()
+        results, forward = _in_parallel(size, program.results), _vmap(program.forward, size, mapped)
+        return dataclasses.replace(program, name=own, request=request, results=results, forward=forward)
 
-    return keep(own, make)
+    return store(own, make)
 
 
-@once
-def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> Plan:
-    """The plan that runs `size` backwards of another plan at once.
+@memoize
+def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
+    """The program that runs `size` backwards of another program at once.
 
     mapped: whether each stored tensor, and then each cotangent, has a leading axis of calls.
     """
-    own, base = new_name(find_plan(name).request), finder(name)
+    own, base = new_name(find_program(name).request), rebuilder(name)
 
-    def make() -> Plan:
-        plan = base()
-        grads, backward = _in_parallel(size, plan.grads), _vmap(plan.backward, size, mapped)
-        return dataclasses.replace(plan, name=own, grads=grads, backward=backward)
+    def make() -> Program:
+        program = base()
+        grads, backward = _in_parallel(size, program.grads), _vmap(program.backward, size, mapped)
+        return dataclasses.replace(program, name=own, grads=grads, backward=backward)
 
-    return keep(own, make)
+    return store(own, make)
 
 
-def _in_parallel(size: int, infos: tuple[Info, ...]) -> tuple[Info, ...]:
+def _in_parallel(size: int, infos: tuple[ResultSpec, ...]) -> tuple[ResultSpec, ...]:
     return tuple(info._replace(shape=(size, *info.shape)) for info in infos)
 
 
@@ -75,20 +75,20 @@ def _vmap(function: Callable[..., Any], size: int, mapped: tuple[bool, ...]) -> 
     return jax.jit(jax.vmap(function, (None, *mapped_axes(mapped)), axis_size=size), keep_unused=True)
 
 
-def _call_rule(info, in_dims, tensors, plan, operands=""):
+def _call_rule(info, in_dims, tensors, program, operands=""):
     """torch.func.vmap of a call, as jax.vmap of its function."""
     dims, *_ = in_dims
     front, mapped = _in_front(tensors, dims)
-    own = _mapped_call(plan, operator.index(info.batch_size), mapped)
-    keep_if_traced(own.name)
+    own = _mapped_call(program, operator.index(info.batch_size), mapped)
+    pin_if_traced(own.name)
     return call_op(front, own.name, operands), 0
 
 
-def _backward_rule(info, in_dims, stored, cotangents, plan, operands=""):
+def _backward_rule(info, in_dims, stored, cotangents, program, operands=""):
     stored_dims, cotangent_dims, *_ = in_dims
     front, mapped = _in_front((*stored, *cotangents), (*stored_dims, *cotangent_dims))
-    own = _mapped_backward(plan, operator.index(info.batch_size), mapped)
-    keep_if_traced(own.name)
+    own = _mapped_backward(program, operator.index(info.batch_size), mapped)
+    pin_if_traced(own.name)
     return backward_op(front[: len(stored)], front[len(stored) :], own.name, operands), 0
 
 

@@ -287,7 +287,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
 
     def _plan(self, implementation: str | None) -> Any:
         x = jax.ShapeDtypeStruct(self._shape(), dlpack.jax_dtype(self.dtype))
-        with planning_device.planning_for(self.device):
+        with planning_device.planning_on(self.device):
             return explain(ops.dilated_attention, x, x, x, implementation=implementation, **self.pattern)
 
     def _time_backends(self) -> dict[str, float]:

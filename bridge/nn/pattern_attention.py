@@ -11,7 +11,7 @@ import torch
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
-from jax_kernels.bridge.jax_functions.pytree import MaskOfId
+from jax_kernels.bridge.jax_functions.pytree import MaskById
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.attention.compile_attention import CompiledAttention, compile_attention
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
@@ -79,7 +79,7 @@ class FlexAttention(torch.nn.Module):
         if torch.compiler.is_compiling():
             mask, implementation = _made(self._number, *_sizes_of(query, key), query.device)
             # torch.compile can inspect a string that it formatted itself, but not a string that it was given.
-            return attend_in_graph(query, key, value, MaskOfId(mask + 0), implementation=f"{implementation}")
+            return attend_in_graph(query, key, value, MaskById(mask + 0), implementation=f"{implementation}")
         return self.compiled(query, key)(query, key, value)
 
     __prepare_scriptable__ = symbolic_trace.no_script

@@ -75,7 +75,7 @@ _PATTERN = {
 _DEFAULTS |= _PATTERN | {"layer_norm": False, "gamma": None}
 
 
-class LinearOf8Bits(PlainLinear):
+class FP8Linear(PlainLinear):
     """PlainLinear with an 8-bit matmul."""
 
     def __init__(self, in_features: int, out_features: int, shape: Any) -> None:
@@ -89,7 +89,7 @@ class LinearOf8Bits(PlainLinear):
 def _linear(in_features: int, out_features: int, shape: Any) -> PlainLinear:
     """A linear layer of a block. With precision "fp8" its matmul has 8 bits."""
     if shape.precision == "fp8":
-        return LinearOf8Bits(in_features, out_features, shape)
+        return FP8Linear(in_features, out_features, shape)
     return PlainLinear(in_features, out_features, shape.param_dtype)
 
 

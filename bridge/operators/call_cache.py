@@ -19,7 +19,7 @@ from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.translate import mask_sources
 
-__all__ = ["Known", "KnownCall", "clear", "count", "same_tensors"]
+__all__ = ["CachedCall", "CallCache", "clear", "count", "same_tensors"]
 
 _MOST = 512  # calls of an op
 _TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -31,7 +31,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _functions_looking_on = torch._C._len_torch_function_stack
 
 
-class KnownCall:
+class CachedCall:
     """A cached call. Calling it with the tensors returns the call's results.
 
     chain: a LoadedChain, or a similar callable, that runs the call. is_direct, has_grad: whether the direct route, and
@@ -59,7 +59,7 @@ class KnownCall:
         self.finish = finish
         self.function = function
         self.facts = facts
-        self.backwards = None if function is None else Known()
+        self.backwards = None if function is None else CallCache()
         self.references: list[Any] = []
         self.statics: Any = None
         self.check: Callable[..., bool] = _never
@@ -74,18 +74,18 @@ def _never(*tensors: Any) -> bool:
     return False
 
 
-class Known:
+class CallCache:
     """The cached calls of an op, at most _MOST. The last call is checked first."""
 
     __slots__ = ("__weakref__", "_calls", "_last", "_nothing")
 
     def __init__(self) -> None:
-        self._nothing = KnownCall(None, _never)  # type: ignore[arg-type]
+        self._nothing = CachedCall(None, _never)  # type: ignore[arg-type]
         self._last = self._nothing
-        self._calls: dict[Any, KnownCall] = {}
+        self._calls: dict[Any, CachedCall] = {}
         _ALL.add(self)
 
-    def find(self, statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
+    def find(self, statics: Any, tensors: Sequence[Any]) -> CachedCall | None:
         """The cached call for these tensors, or None. Not for code that torch.compile traces."""
         call = self._last
         try:
@@ -109,7 +109,7 @@ class Known:
             return None
         return None if _is_transforming() and torch_internals.is_forward_mode() else call
 
-    def _search(self, statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
+    def _search(self, statics: Any, tensors: Sequence[Any]) -> CachedCall | None:
         if not self._calls:
             return None
         call = self._calls.get(_key(statics, tensors))
@@ -122,7 +122,7 @@ class Known:
         self,
         statics: Any,
         tensors: Sequence[torch.Tensor],
-        make: Callable[[], KnownCall | None],
+        make: Callable[[], CachedCall | None],
         masks: Sequence[Any] = (),
     ) -> None:
         """Caches a call, unless its tensors cannot be checked, or are not read in place.
@@ -139,7 +139,7 @@ class Known:
         call = None if key is None else make()
         if call is None:
             return
-        check = torch_internals.guard(tensors)
+        check = torch_internals.tensor_guard(tensors)
         if check is None:
             return
         call.statics = statics
@@ -165,7 +165,7 @@ class Known:
         return len(self._calls)
 
 
-def _forget(reference: "weakref.ref[Known]", key: Any, _: Any) -> None:
+def _forget(reference: "weakref.ref[CallCache]", key: Any, _: Any) -> None:
     known = reference()
     if known is not None:
         known.forget(key)
@@ -176,7 +176,7 @@ def same_tensors(read: Sequence[Any], given: Sequence[Any]) -> bool:
     return len(read) == len(given) and all(map(operator.is_, read, given))
 
 
-_ALL: weakref.WeakSet[Known] = weakref.WeakSet()
+_ALL: weakref.WeakSet[CallCache] = weakref.WeakSet()
 
 
 def clear() -> None:

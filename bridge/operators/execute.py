@@ -8,18 +8,18 @@ import torch
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.interop import dlpack, donated_outputs, memory
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
-from jax_kernels.bridge.interop.planning_device import planning_for
-from jax_kernels.bridge.operators.call_cache import Known, KnownCall
+from jax_kernels.bridge.interop.planning_device import planning_on
+from jax_kernels.bridge.operators.call_cache import CachedCall, CallCache
 
-__all__ = ["chain_for", "forget", "run"]
+__all__ = ["clear", "execute", "launcher_for"]
 
 
-def run(
+def execute(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
 ) -> list[torch.Tensor]:
     """Calls a jitted JAX function, which returns a flat sequence of arrays, on tensors of one device.
 
-    operands: the Operands whose Masks are the function's first argument, or None if the function takes no Masks.
+    operands: the CallMasks whose Masks are the function's first argument, or None if the function takes no Masks.
 
     On a GPU the direct route launches the kernels if the function has a launch chain. Otherwise the DLPack route runs
     the function, and raises RuntimeError while a CUDA graph is being captured: JAX queues its work on a separate
@@ -40,20 +40,20 @@ def _through_jax(
     dlpack.refuse_capture(device)
     masks = () if operands is None else (operands.masks,)
     structure = None if operands is None else operands.signature
-    arguments = donated_outputs.Arguments(masks, given, tuple([x is None for x in tensors]), structure)
+    arguments = donated_outputs.FlatArguments(masks, given, tuple([x is None for x in tensors]), structure)
 
     def call() -> list[torch.Tensor]:
         if device.type == "cuda" and (found := donated_outputs.run(function, arguments, device)) is not None:
             return found
         arrays, owners = dlpack.import_tensors(given, device, is_one_call=True)
-        with planning_for(device):
+        with planning_on(device):
             results = function(*arguments.placed(arrays))
         return dlpack.export_arrays(results, device, owners)
 
-    return memory.with_room(device, call)
+    return memory.retry_on_oom(device, call)
 
 
-class _ThroughJax:
+class _JaxLauncher:
     """A function with the call signature of a chain that runs by the DLPack route."""
 
     __slots__ = ("_function", "_operands", "_places")
@@ -67,23 +67,23 @@ class _ThroughJax:
         return _through_jax(self._function, self._places, tensors, self._operands)
 
 
-def chain_for(
+def launcher_for(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
 ) -> Callable[..., list[torch.Tensor]]:
     """A callable that takes the non-None tensors: the function's chain, or the function by the DLPack route."""
-    chain, other = route.find(function, tensors, operands), _ThroughJax(function, tensors, operands)
+    chain, other = route.find(function, tensors, operands), _JaxLauncher(function, tensors, operands)
     device = next(x.device for x in tensors if x is not None)
     if chain is None or operands is None or not operands.masks or device.type != "cuda":
         return chain or other
-    return _UnderMasks(chain, other, operands, device)
+    return _MaskedChain(chain, other, operands, device)
 
 
-class _UnderMasks:
+class _MaskedChain:
     """A chain whose first inputs are the arrays of Masks."""
 
     __slots__ = ("_chain", "_device", "_operands", "_other")
 
-    def __init__(self, chain: Any, other: _ThroughJax, operands: Any, device: torch.device) -> None:
+    def __init__(self, chain: Any, other: _JaxLauncher, operands: Any, device: torch.device) -> None:
         self._chain = chain
         self._other = other
         self._operands = operands
@@ -94,7 +94,7 @@ class _UnderMasks:
         return self._other(*tensors) if masks is None else self._chain(*masks, *tensors)
 
 
-_KNOWN: dict[Any, Known] = {}  # by function
+_KNOWN: dict[Any, CallCache] = {}  # by function
 _MOST = 1024
 
 
@@ -106,7 +106,7 @@ def _launched(
         return route.launch(function, tensors, operands)
     known = _KNOWN.get(function)
     if known is None:
-        known = _KNOWN[function] = Known()
+        known = _KNOWN[function] = CallCache()
         drop_oldest(_KNOWN, _MOST)
     statics = tuple(x is None for x in tensors)
     if (call := known.find(statics, given)) is not None:
@@ -117,11 +117,11 @@ def _launched(
     return results
 
 
-def _call_of(chain: Any) -> KnownCall | None:
-    return None if chain is None else KnownCall(chain, lambda results: results)
+def _call_of(chain: Any) -> CachedCall | None:
+    return None if chain is None else CachedCall(chain, lambda results: results)
 
 
-def forget() -> None:
+def clear() -> None:
     """Drops all cached calls and their programs."""
     _KNOWN.clear()
     donated_outputs.forget()

@@ -1,4 +1,4 @@
-"""Plans of the bridge's ops: inside `asking`, an op does not run, but raises an Answer with its plan.
+"""Plans of the bridge's ops: inside `planning_only`, an op does not run, but raises an PlanFound with its plan.
 
 The plan is made from the arguments that the op gives to JAX, after autocast and PyTorch's settings.
 """
@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack, planning_device
 
-__all__ = ["Answer", "answer", "asking"]
+__all__ = ["PlanFound", "planning_only", "raise_plan_if_asked"]
 
 _ASKING: contextvars.ContextVar[bool] = contextvars.ContextVar("jax_kernels_asking", default=False)
 
 
-class Answer(Exception):
+class PlanFound(Exception):
     """Carries the plan of a call."""
 
     def __init__(self, plan: dispatch.Plan) -> None:
@@ -28,7 +28,7 @@ class Answer(Exception):
         self.plan = plan
 
 
-class _NothingIsKnown(TorchFunctionMode):
+class _BypassCache(TorchFunctionMode):
     """A mode without effect. No cached call is launched under a mode."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -36,25 +36,25 @@ class _NothingIsKnown(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def asking() -> Iterator[None]:
-    """Makes the ops that this thread calls raise Answer inside the block."""
+def planning_only() -> Iterator[None]:
+    """Makes the ops that this thread calls raise PlanFound inside the block."""
     token = _ASKING.set(True)
     try:
-        with _NothingIsKnown():
+        with _BypassCache():
             yield
     finally:
         _ASKING.reset(token)
 
 
-def answer(function: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> None:
-    """Inside `asking`, raises Answer with the plan of a function of jax_kernels; else does nothing.
+def raise_plan_if_asked(function: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> None:
+    """Inside `planning_only`, raises PlanFound with the plan of a function of jax_kernels; else does nothing.
 
     args, kwargs: the function's arguments, with tensors for arrays. Raises TypeError if the function has no plan.
     """
     if _ASKING.get():
         args, kwargs = jax.tree.map(_without_values, (args, kwargs))
-        with planning_device.planning_for(device):
-            raise Answer(dispatch.explain(function, *args, **kwargs))
+        with planning_device.planning_on(device):
+            raise PlanFound(dispatch.explain(function, *args, **kwargs))
 
 
 def _without_values(x: Any) -> Any:

@@ -16,18 +16,18 @@ from torch.autograd import forward_ad
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.operators import execute
-from jax_kernels.bridge.operators.call_cache import Known, KnownCall, same_tensors
+from jax_kernels.bridge.operators.call_cache import CachedCall, CallCache, same_tensors
 
 __all__ = [
-    "Program",
+    "JaxCall",
     "apply",
     "below_autograd",
-    "below_function",
     "call_in_backward",
-    "define",
+    "define_operator",
     "define_vmap",
     "has_tangent",
-    "one_by_one",
+    "inside_function",
+    "loop_vmap",
     "refuse_gradient",
     "refuse_second_gradient",
     "refuse_tangent",
@@ -39,7 +39,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 _TENSOR = torch.Tensor
 
 
-class Program(NamedTuple):
+class JaxCall(NamedTuple):
     """A call of an operator, as the arguments of running.run."""
 
     function: Callable[..., Any]
@@ -47,10 +47,10 @@ class Program(NamedTuple):
     operands: Any = None
 
 
-def define(
+def define_operator(
     name: str,
     schema: str,
-    program: Callable[..., Program],
+    program: Callable[..., JaxCall],
     finish: Callable[..., Callable[[list[torch.Tensor]], Any]],
     fake: Callable[..., Any],
     differentiate: Callable[..., Any],
@@ -62,7 +62,7 @@ def define(
     Each function takes the operator's arguments. program: returns the Program; its tensors are the operator's tensors,
     in order. finish: returns a function that makes the operator's results from the program's list, and holds no tensor.
     fake: returns empty results of the right shapes. differentiate: returns the results if they need a gradient; it
-    calls the operator with below_function. label: returns the name for the error that refuses tensors with tangents of
+    calls the operator with inside_function. label: returns the name for the error that refuses tensors with tangents of
     forward-mode differentiation. push: returns the results of tensors with tangents, with their tangents; None if the
     operator refuses tangents.
 
@@ -70,16 +70,16 @@ def define(
     these calls.
     """
 
-    @torch_internals.unseen_by_dynamo
+    @torch_internals.skip_dynamo
     def kernel(*arguments: Any) -> Any:
-        return finish(*arguments)(execute.run(*program(*arguments)))
+        return finish(*arguments)(execute.execute(*program(*arguments)))
 
-    def known_call(*arguments: Any) -> KnownCall | None:
+    def known_call(*arguments: Any) -> CachedCall | None:
         function, tensors, operands = program(*arguments)
         read = [x for x in tensors if x is not None]
         if (operands is not None and operands.masks) or not same_tensors(read, _seen(arguments).tensors):
             return None
-        return KnownCall(execute.chain_for(function, tensors, operands), finish(*arguments))
+        return CachedCall(execute.launcher_for(function, tensors, operands), finish(*arguments))
 
     operator, direct = (
         _defined(full, schema, tags, kernel, known_call, fake, differentiate, label, push)
@@ -94,7 +94,7 @@ def _defined(
     schema: str,
     tags: Sequence[torch.Tag],
     kernel: Callable[..., Any],
-    known_call: Callable[..., KnownCall | None],
+    known_call: Callable[..., CachedCall | None],
     fake: Callable[..., Any],
     differentiate: Callable[..., Any],
     label: Callable[..., str],
@@ -106,9 +106,9 @@ def _defined(
     torch.library.register_fake(f"jax_kernels::{name}", fake, lib=_LIBRARY)
     operator = getattr(torch.ops.jax_kernels, name).default
 
-    known = Known()
+    known = CallCache()
 
-    @torch_internals.unseen_by_dynamo
+    @torch_internals.skip_dynamo
     def autograd(*arguments: Any) -> Any:
         seen = _seen(arguments)
         if (call := known.find(*seen)) is not None:
@@ -119,7 +119,7 @@ def _defined(
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*flat):
             return differentiate(*arguments)
         results = below_autograd(operator, *arguments)
-        if torch_internals.is_plain_call():
+        if torch_internals.is_plain_eager():
             known.learn(*seen, lambda: known_call(*arguments))
         return results
 
@@ -166,13 +166,13 @@ class _Direct(NamedTuple):
     """The variant of an operator for programs that are launched directly."""
 
     operator: Any
-    program: Callable[..., Program]
+    program: Callable[..., JaxCall]
 
 
 _DIRECT: dict[Any, _Direct] = {}
 
 
-def _in_a_graph(operator: Any, arguments: Sequence[Any]) -> Any:
+def _capturable(operator: Any, arguments: Sequence[Any]) -> Any:
     """The operator. In a graph that torch.compile traces, its direct variant if the call has a launch chain.
 
     The search for the launch chain compiles the call's kernels.
@@ -209,11 +209,11 @@ class _Info(NamedTuple):
     randomness: str = "error"
 
 
-@torch_internals.unseen_by_dynamo
+@torch_internals.skip_dynamo
 def _with_batches(rule: Callable[..., Any], *arguments: Any) -> Any:
     """An operator's results, by its vmap rule, for tensors that PyTorch's autograd has batched."""
     level, size = torch_internals.batch_of(_flat(arguments))
-    apart = lambda x: torch_internals.out_of_batch(x, level) if torch_internals.is_in_batch(x, level) else None
+    apart = lambda x: torch_internals.remove_batch_dim(x, level) if torch_internals.is_in_batch(x, level) else None
     front = [[apart(y) for y in x] if isinstance(x, list | tuple) else apart(x) for x in arguments]
     dim = lambda x: None if x is None else 0
     in_dims = tuple([dim(y) for y in x] if isinstance(x, list) else dim(x) for x in front)
@@ -224,12 +224,12 @@ def _with_batches(rule: Callable[..., Any], *arguments: Any) -> Any:
     ]
     results, dims = rule(_Info(size), in_dims, *given)
     if isinstance(results, torch.Tensor):
-        return torch_internals.into_batch(results, dims, level)
+        return torch_internals.add_batch_dim(results, dims, level)
     each = dims if isinstance(dims, list | tuple) else (dims,) * len(results)
-    return type(results)(torch_internals.into_batch(x, at, level) for x, at in zip(results, each, strict=True))
+    return type(results)(torch_internals.add_batch_dim(x, at, level) for x, at in zip(results, each, strict=True))
 
 
-def one_by_one(operator: Callable[[], Any]) -> Callable[..., Any]:
+def loop_vmap(operator: Callable[[], Any]) -> Callable[..., Any]:
     """A vmap rule that calls the operator for each batch entry, and stacks the results."""
 
     def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
@@ -248,12 +248,12 @@ def one_by_one(operator: Callable[[], Any]) -> Callable[..., Any]:
 def below_autograd(operator: Any, *arguments: Any) -> Any:
     """The operator's results, without a gradient."""
     if torch._C._len_torch_dispatch_stack():
-        operator = _in_a_graph(operator, arguments)
+        operator = _capturable(operator, arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
 
 
-def below_function(operator: Any, *arguments: Any) -> Any:
+def inside_function(operator: Any, *arguments: Any) -> Any:
     """The operator's results inside a Function's forward, where PyTorch has switched gradients off.
 
     Gradients are off only for the Function's own level: other levels of torch.func may differentiate the operator.
@@ -314,7 +314,7 @@ class _Last(torch.autograd.Function):
     """Runs a function; its gradient raises."""
 
     @staticmethod
-    @torch_internals.unseen_by_dynamo
+    @torch_internals.skip_dynamo
     def forward(ctx, name, function, *tensors):
         ctx.name = name
         return tuple(function(*tensors))

@@ -28,9 +28,9 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch.Plan:
     if not callable(op):
         raise TypeError(f"op: got {type(op).__name__}, want a function of jax_kernels.bridge")
     try:
-        with plan_query.asking():
+        with plan_query.planning_only():
             op(*args, **kwargs)
-    except plan_query.Answer as found:
+    except plan_query.PlanFound as found:
         return found.plan
     raise TypeError(f"op: got {op!r}, which calls no op of jax_kernels.bridge, want one (bridge.flash_attention, ...)")
 

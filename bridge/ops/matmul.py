@@ -7,14 +7,14 @@ import torch
 
 from jax_kernels.bridge.interop import dtensors
 from jax_kernels.bridge.interop.plain_numbers import in_float32, plain_arguments
-from jax_kernels.bridge.jax_functions.api import JaxOp, Seen, seen
+from jax_kernels.bridge.jax_functions.api import CallKey, JaxOp, call_key
 from jax_kernels.bridge.jax_functions.argument_checks import (
     check_activation,
     check_optional_tensors,
     check_precision,
     check_scales,
     check_tensors,
-    kind_of,
+    type_name,
 )
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops import symbolic_trace
@@ -254,9 +254,9 @@ def _on_shards(op: Callable[..., Any], tensors: dict[str, Any], options: dict[st
     return dtensors.on_shards(op, tensors, roles, (out,), options)
 
 
-def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> Seen:
+def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> CallKey:
     """The key of a cached call: its arguments, its options, and PyTorch's float32 matmul precision."""
-    return seen(arguments, (*options, torch.get_float32_matmul_precision()))
+    return call_key(arguments, (*options, torch.get_float32_matmul_precision()))
 
 
 def _parts(w: Any) -> tuple[Any, ...]:
@@ -268,7 +268,7 @@ def _check_weights(**weights: Any) -> None:
     """Raises TypeError for weights that are neither a tensor nor a QuantizedTensor."""
     for name, w in weights.items():
         if not isinstance(w, torch.Tensor | QuantizedTensor):
-            raise TypeError(f"{name}: got {kind_of(w)}, want a torch.Tensor or a bridge.QuantizedTensor")
+            raise TypeError(f"{name}: got {type_name(w)}, want a torch.Tensor or a bridge.QuantizedTensor")
 
 
 def _argument(name: str, w: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from jax_kernels.bridge.interop import dtensors, torch_internals
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
-from jax_kernels.bridge.jax_functions.api import JaxOp, from_jax, seen
+from jax_kernels.bridge.jax_functions.api import JaxOp, call_key, from_jax
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.ops.normalization import normalization
@@ -69,7 +69,7 @@ def layer_norm(
     """
     call = None
     if quantize is None and not torch.compiler.is_compiling():
-        call = seen((x, scale, bias, residual), (eps, scale_offset, implementation))
+        call = call_key((x, scale, bias, residual), (eps, scale_offset, implementation))
         if (known := _layer_norm.find(call)) is not None:
             return known(call.tensors)
     check_tensors(x=x)
@@ -117,7 +117,7 @@ def rms_norm(
     """
     call = None
     if quantize is None and not torch.compiler.is_compiling():
-        call = seen((x, scale, residual), (eps, scale_offset, implementation))
+        call = call_key((x, scale, residual), (eps, scale_offset, implementation))
         if (known := _rms_norm.find(call)) is not None:
             return known(call.tensors)
     check_tensors(x=x)

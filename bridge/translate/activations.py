@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
-from jax_kernels.bridge.interop.keyed_cache import fresh_name
+from jax_kernels.bridge.interop.keyed_cache import unique_name
 from jax_kernels.bridge.translate import function_identity, score_mods, torch_to_jnp
 
 __all__ = ["is_kept", "name_of", "with_functions"]
@@ -50,13 +50,15 @@ def name_of(activation: Any) -> str | None:
         raise TypeError(f"activation: got {type(activation).__name__}, which has no hash, {_WANT}") from None
     if own is not None:
         return own
-    if score_mods.apart(activation, "activation") is not None:
+    if score_mods.split_tensors(activation, "activation") is not None:
         raise TypeError(f"activation: got {_text(activation)}, which reads a torch.Tensor, {_WANT}")
-    first = function_identity.first_of(activation) if isinstance(activation, types.FunctionType) else activation
+    first = (
+        function_identity.canonical_function(activation) if isinstance(activation, types.FunctionType) else activation
+    )
     key = _key(first)
     name = _NAMES.get(key)
     if name is None or name not in _FUNCTIONS:
-        name = fresh_name("activation")
+        name = unique_name("activation")
         _FUNCTIONS[name], _NAMES[key] = first, name
         drop_oldest(_FUNCTIONS, _MOST)
         drop_oldest(_NAMES, _MOST)
@@ -80,7 +82,7 @@ def is_kept(activation: Any) -> bool:
 
 
 def _is_first(function: Any) -> bool:
-    return _FUNCTIONS.get(_NAMES.get(_key(function_identity.first_of(function)), "")) is function
+    return _FUNCTIONS.get(_NAMES.get(_key(function_identity.canonical_function(function)), "")) is function
 
 
 def with_functions(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,10 +109,10 @@ def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
         jax.eval_shape(function, x)
         return function
     except Exception as error:
-        of_arrays, reason = torch_to_jnp.in_jnp(function, is_elementwise=True), error
+        of_arrays, reason = torch_to_jnp.to_jnp(function, is_elementwise=True), error
     try:
         jax.eval_shape(of_arrays, x)
-    except torch_to_jnp.NoFormError as error:
+    except torch_to_jnp.UnsupportedTorchOpError as error:
         raise TypeError(f"activation: {_text(function)} {error}; {_WANT}") from error
     except Exception:
         kind = type(reason).__name__

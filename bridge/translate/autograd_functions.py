@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge.translate.torch_shapes import NoFormError
+from jax_kernels.bridge.translate.torch_shapes import UnsupportedTorchOpError
 
 __all__ = ["check"]
 
@@ -22,14 +22,14 @@ _AGREES: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def check() -> None:
-    """Raises NoFormError inside the forward of a Function whose backward is not the derivative of its forward."""
+    """Raises UnsupportedTorchOpError in the forward of a Function whose backward is not the forward's derivative."""
     frame: Any = sys._getframe(1)
     for _ in range(_DEEPEST):
         if frame is None:
             return
         if frame.f_code.co_name == "forward" and (function := _of_forward(frame.f_code)) is not None:
             if not _agrees(function, frame):
-                raise NoFormError(
+                raise UnsupportedTorchOpError(
                     f"applies the torch.autograd.Function {function.__name__}, whose backward is not the derivative of "
                     "its forward as JAX takes it"
                 )
@@ -71,11 +71,13 @@ def _arguments(function: Any, frame: Any) -> list[Any]:
 
 def _is_derivative(function: Any, args: list[Any]) -> bool:
     """Whether the backward equals the numerical slopes of the forward, at a few values of each tensor."""
-    from jax_kernels.bridge.translate.torch_to_jnp import Value
+    from jax_kernels.bridge.translate.torch_to_jnp import TracedTensor
 
     with torch._C.DisableTorchFunction(), torch.enable_grad():
-        for place in (i for i, x in enumerate(args) if isinstance(x, Value)):
-            given: list[Any] = [torch.tensor(0.4, dtype=torch.float64) if isinstance(x, Value) else x for x in args]
+        for place in (i for i, x in enumerate(args) if isinstance(x, TracedTensor)):
+            given: list[Any] = [
+                torch.tensor(0.4, dtype=torch.float64) if isinstance(x, TracedTensor) else x for x in args
+            ]
             x = given[place] = torch.tensor(_NUMBERS, dtype=torch.float64, requires_grad=True)
             (slopes,) = torch.autograd.grad(function.apply(*given).sum(), x)
             step = 1e-5

@@ -117,7 +117,7 @@ class Standin:
     def twins_key(self, known: Callable[[Any], Any]) -> Any:
         """A key that is equal for objects if the attributes that the function reads are equal."""
         if self._is_looked_at or not self.is_whole:  # it reads itself or a property
-            raise function_identity.UnknownError
+            raise function_identity.UncomparableFunctionError
         self._is_looked_at = True
         try:
             parts = [(name, known(x.__func__ if self._is_own(x) else x)) for name, x in self._read.items()]

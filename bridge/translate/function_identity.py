@@ -20,7 +20,7 @@ import torch
 
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 
-__all__ = ["Place", "UnknownError", "first_of", "key_of", "names_of"]
+__all__ = ["Place", "UncomparableFunctionError", "canonical_function", "function_key", "names_of"]
 
 _MOST = 1024
 _FIRST: dict[Any, types.FunctionType] = {}
@@ -31,7 +31,7 @@ _LIBRARIES = ("jax", "jaxlib", "numpy", "math", "operator", "functools", "builti
 _DYNAMIC = {"globals", "eval", "exec", "vars", "__import__"}  # code with these names may read any value
 
 
-class UnknownError(Exception):
+class UncomparableFunctionError(Exception):
     """Raised for a function that reads a value which cannot be compared."""
 
 
@@ -41,11 +41,11 @@ class Place(NamedTuple):
     number: int
 
 
-def first_of(function: Any) -> Any:
+def canonical_function(function: Any) -> Any:
     """The first known twin of a function, or the function itself if it is the first."""
     try:
-        key = key_of(function)
-    except UnknownError:
+        key = function_key(function)
+    except UncomparableFunctionError:
         _SEEN.setdefault(function, None)
         return function
     first = _FIRST.get(key)
@@ -64,8 +64,8 @@ def _copy(function: types.FunctionType) -> types.FunctionType:
     return copy
 
 
-def key_of(function: Any, *, is_copy: bool = False) -> Any:
-    """The key that all twins of a function share. Raises UnknownError if the function has no twins.
+def function_key(function: Any, *, is_copy: bool = False) -> Any:
+    """The key that all twins of a function share. Raises UncomparableFunctionError if the function has no twins.
 
     is_copy: whether the function is a copy by captures.copied. No other code changes the lists, dicts and objects of
     such a copy.
@@ -76,16 +76,16 @@ def key_of(function: Any, *, is_copy: bool = False) -> Any:
 def _key(function: Any, outer: tuple[Any, ...] = (), is_copy: bool = False) -> Any:
     """The key that all twins of a function share. outer: the functions whose keys are being computed."""
     if function.__dict__ or function in outer:
-        raise UnknownError
+        raise UncomparableFunctionError
     outer = *outer, function
     try:
         closed = tuple(cell.cell_contents for cell in function.__closure__ or ())
     except ValueError:  # an empty cell
-        raise UnknownError from None
+        raise UncomparableFunctionError from None
     own = function.__globals__
     every = names_of(function.__code__)
     if not _DYNAMIC.isdisjoint(every):
-        raise UnknownError
+        raise UncomparableFunctionError
     names = [name for name in every if name in own]
     return (
         *(function.__code__, function.__module__, function.__qualname__),
@@ -104,7 +104,7 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
 
 
 def _known(value: Any, outer: tuple[Any, ...], is_copy: bool = False) -> Any:
-    """The key of a value. Values with equal keys are equal. Raises UnknownError if the value has no key."""
+    """The key of a value; equal keys mean equal values. Raises UncomparableFunctionError if there is none."""
     kind = type(value)
     if is_copy and (found := _known_copy(value, outer)) is not None:
         return found
@@ -131,7 +131,7 @@ def _known(value: Any, outer: tuple[Any, ...], is_copy: bool = False) -> Any:
         return kind, id(value)
     if kind is types.FunctionType:
         return _key(value, outer, is_copy)
-    raise UnknownError
+    raise UncomparableFunctionError
 
 
 def _known_copy(value: Any, outer: tuple[Any, ...]) -> Any:

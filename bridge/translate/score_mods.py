@@ -17,12 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from jax_kernels.bridge.interop import dlpack, torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
-from jax_kernels.bridge.interop.keyed_cache import fresh_name
+from jax_kernels.bridge.interop.keyed_cache import unique_name
 from jax_kernels.bridge.translate import captures, function_identity, torch_to_jnp
 from jax_kernels.bridge.translate.captures import Path
 from jax_kernels.masks.arrays import reads
 
-__all__ = ["RefusedError", "apart", "apart_in_graph", "filled", "in_jnp", "looks_at", "mask_mod", "read"]
+__all__ = ["RefusedError", "apart_in_graph", "bind_tensors", "looks_at", "mask_mod", "read", "split_tensors", "to_jnp"]
 
 _WANT = (
     "want an elementwise function of scalars in torch's elementwise operations, or in jnp code, as in "
@@ -34,7 +34,7 @@ _NAMES: dict[Any, str] = {}  # key of twins -> name
 _OF_FUNCTION: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
 
 
-def apart(function: Any, argument: str = "score_mod") -> tuple[str, tuple[Path, ...]] | None:
+def split_tensors(function: Any, argument: str = "score_mod") -> tuple[str, tuple[Path, ...]] | None:
     """(the name of the function's skeleton, the paths of its tensors from its root); None if it reads no tensors.
 
     A skeleton is the function without its tensors. Twins share a skeleton. Raises TypeError, naming the tensor, for a
@@ -59,8 +59,8 @@ def apart(function: Any, argument: str = "score_mod") -> tuple[str, tuple[Path, 
     if not paths:
         return None
     try:
-        key = function_identity.key_of(bare, is_copy=True)
-    except (function_identity.UnknownError, TypeError):
+        key = function_identity.function_key(bare, is_copy=True)
+    except (function_identity.UncomparableFunctionError, TypeError):
         name, of_paths = _of_function(function)
         if name not in _SKELETONS or of_paths != paths:
             name = _kept(bare)
@@ -83,7 +83,7 @@ def _of_function(function: Any) -> tuple[Any, Any]:
 @torch.compiler.assume_constant_result
 def apart_in_graph(function: Any) -> tuple[str, tuple[Path, ...]] | None:
     """apart, for code that torch.compile traces."""
-    return apart(function)
+    return split_tensors(function)
 
 
 def _check(argument: str, function: Any, x: torch.Tensor, path: Path) -> None:
@@ -124,7 +124,7 @@ def read(argument: str, function: Any, paths: Sequence[Path]) -> tuple[list[torc
         if x.dtype != torch.int64:
             continue
         tensors[index] = narrow = x.to(torch.int32)
-        if x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.is_plain_call():
+        if x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.is_plain_eager():
             _check_values(argument, root, path, x, narrow)
         elif x.device.type != "meta":
             is_valid = (narrow == x).all()
@@ -148,18 +148,18 @@ def _check_values(argument: str, function: Any, path: Path, x: torch.Tensor, nar
 
 def _kept(function: Any) -> str:
     """Stores a new skeleton. Returns its name."""
-    name = fresh_name("score_mod")
+    name = unique_name("score_mod")
     _SKELETONS[name] = function
     drop_oldest(_SKELETONS, _MOST)
     return name
 
 
-def filled(skeleton: str, arrays: Any, argument: str = "score_mod") -> Callable[..., Any]:
+def bind_tensors(skeleton: str, arrays: Any, argument: str = "score_mod") -> Callable[..., Any]:
     """The skeleton's function in jnp. It reads the arrays instead of its tensors.
 
     Raises TypeError, naming the function, if it has no form in jnp.
     """
-    values = [torch_to_jnp.Value(x, is_read=True) for x in arrays]
+    values = [torch_to_jnp.TracedTensor(x, is_read=True) for x in arrays]
     fill = lambda x, path: values[x.number] if isinstance(x, function_identity.Place) else x
     named = _named(argument, captures.copied(_SKELETONS[skeleton], fill))
     if argument == "score_mod":
@@ -175,7 +175,7 @@ def filled(skeleton: str, arrays: Any, argument: str = "score_mod") -> Callable[
     return named
 
 
-def in_jnp(function: Any, name: str = "score_mod") -> Any:
+def to_jnp(function: Any, name: str = "score_mod") -> Any:
     """A score_mod in jnp: the function itself, or its jnp form if it is in torch operations and reads no tensors.
 
     Raises TypeError, naming the function, if it uses torch and has no form in jnp.
@@ -203,7 +203,7 @@ def mask_mod(function: Any, arrays: Sequence[Any] = ()) -> tuple[Any, list[torch
     if not callable(function):
         return function, [], ()
     indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-    found = apart(function, "function")
+    found = split_tensors(function, "function")
     if found is not None:
         skeleton, paths = found
         tensors, are_valid = read("function", function, paths)
@@ -258,7 +258,7 @@ class _OfIndices:
 
     def __call__(self, b: Any, h: Any, q: Any, k: Any, *arrays: Any) -> Any:
         if isinstance(self.function, str):
-            function = filled(self.function, arrays[: self.count], "function")
+            function = bind_tensors(self.function, arrays[: self.count], "function")
         else:
             function = _named("function", self.function)
         return _of_each(lambda *indices: function(*indices, *arrays[self.count :]), b, h, q, k)
@@ -294,7 +294,7 @@ def looks_at(function: Any, arrays: Sequence[Any]) -> tuple[bool, bool]:
 
 
 class RefusedError(TypeError):
-    """Raised by in_jnp, filled and mask_mod for a function without a form in jnp."""
+    """Raised by to_jnp, filled and mask_mod for a function without a form in jnp."""
 
 
 def _traces(function: Callable[..., Any]) -> bool:
@@ -312,13 +312,13 @@ def _trace(function: Callable[..., Any]) -> None:
 
 def _named(name: str, function: Any) -> Callable[..., Any]:
     """The function in jnp. It raises RefusedError, with its name, for an operation without a form."""
-    inner = torch_to_jnp.in_jnp(function)
+    inner = torch_to_jnp.to_jnp(function)
     own = _qualname(function)
 
     def of_arrays(*args: Any) -> Any:
         try:
             return inner(*args)
-        except torch_to_jnp.NoFormError as error:
+        except torch_to_jnp.UnsupportedTorchOpError as error:
             raise RefusedError(f"{name}: {own} {error}; {_WANT}") from error
 
     return of_arrays

@@ -10,10 +10,10 @@ from jax import lax
 
 from jax_kernels.bridge.interop import dlpack
 
-__all__ = ["DTYPES", "SHAPES", "TORCHS", "NoFormError", "dtype_of"]
+__all__ = ["DTYPES", "SHAPES", "TORCHS", "UnsupportedTorchOpError", "dtype_of"]
 
 
-class NoFormError(TypeError):
+class UnsupportedTorchOpError(TypeError):
     """Raised for a function in torch operations that uses an operation without a form in jnp."""
 
 
@@ -27,9 +27,9 @@ TORCHS = {
 
 
 def dtype_of(dtype: Any) -> Any:
-    """JAX's dtype for torch's. Integers have at most 32 bits. Raises NoFormError."""
+    """JAX's dtype for torch's. Integers have at most 32 bits. Raises UnsupportedTorchOpError."""
     if not isinstance(dtype, torch.dtype) or dtype not in (torch.int64, *TORCHS.values()):
-        raise NoFormError(f"converts to {dtype!r}, want torch.float32, a 16-bit dtype, an int or a bool")
+        raise UnsupportedTorchOpError(f"converts to {dtype!r}, want torch.float32, a 16-bit dtype, an int or a bool")
     return dlpack.jax_dtype(torch.int32 if dtype == torch.int64 else dtype)
 
 
@@ -41,7 +41,7 @@ def _to(x: Any, *args: Any, dtype: Any = None, device: Any = None, copy: Any = N
         elif hasattr(given, "dtype") and hasattr(given, "shape"):
             return x.astype(given.dtype)
         elif not isinstance(given, str | torch.device | int | bool | None):
-            raise NoFormError(f"converts to {given!r}, want a torch.dtype, a device or a tensor")
+            raise UnsupportedTorchOpError(f"converts to {given!r}, want a torch.dtype, a device or a tensor")
     return x if dtype is None else x.astype(dtype_of(dtype))
 
 
@@ -58,10 +58,10 @@ _MADE = ("device", "layout", "pin_memory", "memory_format")  # options that chan
 
 def _checked(options: dict[str, Any]) -> None:
     if options.get("requires_grad"):
-        raise NoFormError("makes a tensor with requires_grad=True, want a tensor that the function reads")
+        raise UnsupportedTorchOpError("makes a tensor with requires_grad=True, want a tensor that the function reads")
     for name in options:
         if name not in (*_MADE, "requires_grad"):
-            raise NoFormError(f"makes a tensor with {name}, which has no form in jnp here")
+            raise UnsupportedTorchOpError(f"makes a tensor with {name}, which has no form in jnp here")
 
 
 def _like(number: Any) -> Callable[..., Any]:
@@ -149,13 +149,13 @@ def _product(function: Callable[..., Any]) -> Callable[..., Any]:
 def _dot(x: Any, y: Any) -> Any:
     """The dot product as a sum of elementwise products, which a kernel's program may contain."""
     if x.ndim != 1 or y.ndim != 1:
-        raise NoFormError(f"calls torch.dot of shapes {x.shape} and {y.shape}, want two vectors")
+        raise UnsupportedTorchOpError(f"calls torch.dot of shapes {x.shape} and {y.shape}, want two vectors")
     return jnp.sum(x * y)
 
 
 def _view(x: Any, *shape: Any) -> Any:
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
-        raise NoFormError("views a tensor as another dtype, which has no form in jnp here")
+        raise UnsupportedTorchOpError("views a tensor as another dtype, which has no form in jnp here")
     return x.reshape(_sizes(shape))
 
 
@@ -195,7 +195,7 @@ def _take(x: Any, index: Any) -> Any:
 
 def _embedding(x: Any, weight: Any, **options: Any) -> Any:
     if any(options.values()):
-        raise NoFormError("calls torch's embedding with options, want weight[index]")
+        raise UnsupportedTorchOpError("calls torch's embedding with options, want weight[index]")
     return weight[x]
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy import special
 
-from jax_kernels.bridge.translate.torch_shapes import DTYPES, SHAPES, NoFormError
+from jax_kernels.bridge.translate.torch_shapes import DTYPES, SHAPES, UnsupportedTorchOpError
 
 __all__ = ["CASTS", "FORMS", "IN_PLACE", "RANDOM", "VIEWS", "binary"]
 
@@ -80,7 +80,7 @@ def _is_number(x: Any) -> bool:
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     """clamp. At a numeric bound the gradient of x is 0, as in torch; at a tensor's bound it is halved."""
     if min is None and max is None:
-        raise NoFormError("calls torch.clamp without a bound, want min or max")
+        raise UnsupportedTorchOpError("calls torch.clamp without a bound, want min or max")
     if min is not None:
         x = jnp.where(x <= min, min, x) if _is_number(min) else jnp.maximum(x, min)
     if max is None:
@@ -106,7 +106,7 @@ def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "trunc":
         whole = _is_whole(x) and _is_whole(y)
         return lax.div(*jnp.broadcast_arrays(*_promoted(x, y))) if whole else jnp.trunc(jnp.true_divide(x, y))
-    raise NoFormError(f"rounding_mode: got {rounding_mode!r}, want None, 'floor' or 'trunc'")
+    raise UnsupportedTorchOpError(f"rounding_mode: got {rounding_mode!r}, want None, 'floor' or 'trunc'")
 
 
 def _promoted(x: Any, y: Any) -> tuple[Any, Any]:
@@ -221,7 +221,7 @@ def _extreme(of_two: Form, of_all: Form) -> Form:
 
     def extreme(x: Any, y: Any = None) -> Any:
         if isinstance(y, int):
-            raise NoFormError("calls max or min along an axis, want amax or amin")
+            raise UnsupportedTorchOpError("calls max or min along an axis, want amax or amin")
         return of_all(x) if y is None else of_two(x, y)
 
     return extreme

@@ -1,7 +1,7 @@
 """Runs a score_mod or a mask's function, written in torch operations, on arrays that JAX traces.
 
-A Value wraps such an array. PyTorch's operators, tensor methods and functions take Values and return Values: each
-operation runs its jnp form, which torch_table lists.
+A TracedTensor wraps such an array. PyTorch's operators, tensor methods and functions take TracedTensors and return
+TracedTensors: each operation runs its jnp form, which torch_table lists.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from jax_kernels.bridge.interop import dlpack
 from jax_kernels.bridge.translate import autograd_functions
-from jax_kernels.bridge.translate.torch_shapes import SHAPES, TORCHS, NoFormError, dtype_of
+from jax_kernels.bridge.translate.torch_shapes import SHAPES, TORCHS, UnsupportedTorchOpError, dtype_of
 from jax_kernels.bridge.translate.torch_table import CASTS, FORMS, IN_PLACE, RANDOM, VIEWS
 
-__all__ = ["NoFormError", "Value", "in_jnp"]
+__all__ = ["TracedTensor", "UnsupportedTorchOpError", "to_jnp"]
 
 _OPERATORS = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")},
@@ -33,8 +33,8 @@ _OPERATORS_OF_LIBRARIES = {"approx::tanh": "tanh"}  # attention-gym's name for t
 _WANT_TENSORS = "want it as a variable of its own, as in `bias = module.bias` before the function"
 
 
-class _MissingError(NoFormError, AttributeError):
-    """A Value lacks an attribute that a tensor may have."""
+class _MissingError(UnsupportedTorchOpError, AttributeError):
+    """A TracedTensor lacks an attribute that a tensor may have."""
 
 
 class _State(threading.local):
@@ -47,14 +47,14 @@ class _State(threading.local):
 _STATE = _State()
 
 
-class Value:
+class TracedTensor:
     """A JAX array in code that is written for torch.Tensors.
 
-    is_shared: whether another Value may be a view of the same tensor. is_read: whether it is a tensor that the function
-    reads. In-place operations on a shared or a read Value raise NoFormError.
+    is_shared: whether another TracedTensor may be a view of the same tensor. is_read: whether it is a tensor that the
+    function reads. In-place operations on a shared or a read TracedTensor raise UnsupportedTorchOpError.
     """
 
-    __array_ufunc__ = None  # NumPy's scalars leave operators to Value
+    __array_ufunc__ = None  # NumPy's scalars leave operators to TracedTensor
     __hash__ = object.__hash__
 
     def __init__(self, array: Any, *, is_read: bool = False) -> None:
@@ -96,15 +96,15 @@ class Value:
         return torch.strided
 
     @property
-    def T(self) -> "Value":
+    def T(self) -> "TracedTensor":
         return _called("t", (self,), {})
 
     @property
-    def mT(self) -> "Value":
+    def mT(self) -> "TracedTensor":
         return _called("transpose", (self, -2, -1), {})
 
     @property
-    def data(self) -> "Value":
+    def data(self) -> "TracedTensor":
         return _called("detach", (self,), {})
 
     requires_grad = is_cuda = is_nested = is_sparse = is_quantized = False
@@ -135,22 +135,22 @@ class Value:
     def is_contiguous(self, *_: Any, **__: Any) -> bool:
         return True
 
-    def __getitem__(self, index: Any) -> "Value":
+    def __getitem__(self, index: Any) -> "TracedTensor":
         return _called("__getitem__", (self, index), {})
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        raise NoFormError("assigns to a part of a tensor, want a new tensor, as from torch.where")
+        raise UnsupportedTorchOpError("assigns to a part of a tensor, want a new tensor, as from torch.where")
 
-    def __neg__(self) -> "Value":
+    def __neg__(self) -> "TracedTensor":
         return _called("neg", (self,), {})
 
-    def __pos__(self) -> "Value":
+    def __pos__(self) -> "TracedTensor":
         return self
 
-    def __abs__(self) -> "Value":
+    def __abs__(self) -> "TracedTensor":
         return _called("abs", (self,), {})
 
-    def __invert__(self) -> "Value":
+    def __invert__(self) -> "TracedTensor":
         return _called("bitwise_not", (self,), {})
 
     def __len__(self) -> int:
@@ -158,16 +158,18 @@ class Value:
             self._has_no_value()
         return len(self.array)
 
-    def __iter__(self) -> Iterator["Value"]:
+    def __iter__(self) -> Iterator["TracedTensor"]:
         if not self.array.ndim:
             self._has_no_value()
         return iter(_called("unbind", (self,), {}))
 
     def _has_no_value(self, *_: Any) -> Any:
-        raise NoFormError("asks for the value of a score or an index, as in `if`; want torch.where(condition, x, y)")
+        raise UnsupportedTorchOpError(
+            "asks for the value of a score or an index, as in `if`; want torch.where(condition, x, y)"
+        )
 
     def __index__(self) -> int:
-        raise NoFormError(
+        raise UnsupportedTorchOpError(
             "asks for the value of a score or an index, as to look up a list, a NumPy array or a slice; want a look-up "
             "in a torch.Tensor, as in table[q_idx]"
         )
@@ -175,7 +177,7 @@ class Value:
     __bool__ = __int__ = __float__ = __complex__ = item = tolist = numpy = _has_no_value
 
 
-def _method(name: str, value: Value, /, *args: Any, is_in_place: bool = False, **kwargs: Any) -> Any:
+def _method(name: str, value: TracedTensor, /, *args: Any, is_in_place: bool = False, **kwargs: Any) -> Any:
     if name == "where":  # x.where(condition, y)
         condition, other = (*args, *kwargs.values())
         result = _called("where", (condition, value, other), {})
@@ -184,13 +186,13 @@ def _method(name: str, value: Value, /, *args: Any, is_in_place: bool = False, *
     return _assigned(name, value, result) if is_in_place else result
 
 
-def _assigned(name: str, value: Value, result: Value) -> Value:
-    """Assigns a method's result to the value, as an in-place method does. Raises NoFormError."""
+def _assigned(name: str, value: TracedTensor, result: TracedTensor) -> TracedTensor:
+    """Assigns a method's result to the value, as an in-place method does. Raises UnsupportedTorchOpError."""
     if value.is_shared or value.is_read:
         whose = "that the function reads" if value.is_read else "that shares memory with another"
-        raise NoFormError(f"changes a tensor {whose} in place, by {name}; want a new one")
+        raise UnsupportedTorchOpError(f"changes a tensor {whose} in place, by {name}; want a new one")
     if not torch.can_cast(result.dtype, value.dtype) or result.shape != value.shape:
-        raise NoFormError(
+        raise UnsupportedTorchOpError(
             f"changes a tensor of {value.dtype} {tuple(value.shape)} in place to {result.dtype} {tuple(result.shape)}, "
             f"by {name}; want a new one"
         )
@@ -198,25 +200,27 @@ def _assigned(name: str, value: Value, result: Value) -> Value:
     return value
 
 
-def _operate(name: str, function: Callable[[Any, Any], Any], *, swaps: bool = False) -> Callable[[Value, Any], Value]:
-    def operate(self: Value, other: Any) -> Value:
+def _operate(
+    name: str, function: Callable[[Any, Any], Any], *, swaps: bool = False
+) -> Callable[[TracedTensor, Any], TracedTensor]:
+    def operate(self: TracedTensor, other: Any) -> TracedTensor:
         pair = (self, other)[:: -1 if swaps else 1]
         return _result(name, function, pair, {})
 
     return operate
 
 
-def _operate_in_place(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Value, Any], Value]:
+def _operate_in_place(name: str, function: Callable[[Any, Any], Any]) -> Callable[[TracedTensor, Any], TracedTensor]:
     return lambda self, other: _assigned(name, self, _result(name, function, (self, other), {}))
 
 
 for _own, _function in _OPERATORS.items():
-    setattr(Value, f"__{_own}__", _operate(f"__{_own}__", _function))
-    setattr(Value, f"__r{_own}__", _operate(f"__r{_own}__", _function, swaps=True))
+    setattr(TracedTensor, f"__{_own}__", _operate(f"__{_own}__", _function))
+    setattr(TracedTensor, f"__r{_own}__", _operate(f"__r{_own}__", _function, swaps=True))
     if _own != "matmul":
-        setattr(Value, f"__i{_own}__", _operate_in_place(f"__i{_own}__", _function))
+        setattr(TracedTensor, f"__i{_own}__", _operate_in_place(f"__i{_own}__", _function))
 for _own in _COMPARISONS:
-    setattr(Value, f"__{_own}__", _operate(f"__{_own}__", getattr(operator, _own)))
+    setattr(TracedTensor, f"__{_own}__", _operate(f"__{_own}__", getattr(operator, _own)))
 
 
 def _name_of(function: Any) -> str:
@@ -242,11 +246,11 @@ def _called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     form = FORMS.get(own)
     if form is None:
         why = ", as its values are random" if name in RANDOM else ""
-        raise NoFormError(f"uses torch's {name}, which has no form in jnp here{why}")
+        raise UnsupportedTorchOpError(f"uses torch's {name}, which has no form in jnp here{why}")
     if own in _STATE.refused:
-        raise NoFormError(f"uses torch's {name}, {_STATE.refused[own]}")
+        raise UnsupportedTorchOpError(f"uses torch's {name}, {_STATE.refused[own]}")
     if kwargs.get("out") is not None:
-        raise NoFormError(f"gives torch.{name} an `out`, want its result")
+        raise UnsupportedTorchOpError(f"gives torch.{name} an `out`, want its result")
     given = {key: x for key, x in kwargs.items() if key != "out"}
     is_in_place = own != name
     if own in IN_PLACE:
@@ -258,9 +262,9 @@ def _called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = _result(name, form, args, given)
     if is_in_place:
         return _assigned(name, first, result)
-    if own in CASTS and isinstance(first, Value) and result.dtype == first.dtype:
+    if own in CASTS and isinstance(first, TracedTensor) and result.dtype == first.dtype:
         return first
-    if own in VIEWS and isinstance(first, Value):
+    if own in VIEWS and isinstance(first, TracedTensor):
         first.is_shared = True
         for x in result if isinstance(result, tuple) else (result,):
             x.is_shared, x.is_read = True, first.is_read
@@ -268,48 +272,60 @@ def _called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _result(name: str, form: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The Value, or tuple of Values, that a form returns. Raises NoFormError with the function's name if it fails."""
+    """The TracedTensor, or tuple of TracedTensors, that a form returns.
+
+    Raises UnsupportedTorchOpError with the function's name if the form fails.
+    """
     arrays = [_array(x) for x in args]
     given = {key: _array(x) for key, x in kwargs.items()}
     given = {"y" if key == "other" else "x" if key in ("input", "self") else key: x for key, x in given.items()}
     try:
         result = form(*arrays, **given)
-    except NoFormError:
+    except UnsupportedTorchOpError:
         raise
     except Exception as error:
         shown = f"torch.{name}" if not name.startswith("__") else name
         reason = str(error).split("\n")[0]
-        raise NoFormError(f"calls {shown} in a way that has no form in jnp here ({reason})") from error
+        raise UnsupportedTorchOpError(f"calls {shown} in a way that has no form in jnp here ({reason})") from error
     if result is NotImplemented:
-        raise NoFormError(f"calls {name} with {type(args[-1]).__name__}, which has no form in jnp here")
+        raise UnsupportedTorchOpError(f"calls {name} with {type(args[-1]).__name__}, which has no form in jnp here")
     if isinstance(result, tuple):
-        return tuple(map(Value, result))
-    return Value(jnp.asarray(result))
+        return tuple(map(TracedTensor, result))
+    return TracedTensor(jnp.asarray(result))
 
 
 def _array(x: Any) -> Any:
-    """Unwraps a Value, also in tuples and lists. Raises NoFormError for tensors, and for slices at a Value."""
-    if isinstance(x, Value):
+    """Unwraps a TracedTensor, also in tuples and lists.
+
+    Raises UnsupportedTorchOpError for tensors, and for slices at a TracedTensor.
+    """
+    if isinstance(x, TracedTensor):
         return x.array
     if isinstance(x, tuple | list):
         return tuple(map(_array, x))
-    if isinstance(x, slice) and any(isinstance(part, Value) for part in (x.start, x.stop, x.step)):
-        raise NoFormError("slices a tensor at a score or an index, want the look-up of one entry, as in table[q_idx]")
+    if isinstance(x, slice) and any(isinstance(part, TracedTensor) for part in (x.start, x.stop, x.step)):
+        raise UnsupportedTorchOpError(
+            "slices a tensor at a score or an index, want the look-up of one entry, as in table[q_idx]"
+        )
     if isinstance(x, torch.Tensor):
-        raise NoFormError(f"reads a torch.Tensor of shape {tuple(x.shape)} through an object; {_WANT_TENSORS}")
+        raise UnsupportedTorchOpError(
+            f"reads a torch.Tensor of shape {tuple(x.shape)} through an object; {_WANT_TENSORS}"
+        )
     return x
 
 
 class _Constants(TorchFunctionMode):
-    """A mode inside which new tensors are Values."""
+    """A mode inside which new tensors are TracedTensors."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = _name_of(function)
-        if any(issubclass(kind, Value) for kind in types) or _holds(Value, args, kwargs):
+        if any(issubclass(kind, TracedTensor) for kind in types) or _holds(TracedTensor, args, kwargs):
             return _called(name, args, kwargs)
         if name in RANDOM:
-            raise NoFormError(f"uses torch's {name}, which has no form in jnp here, as its values are random")
+            raise UnsupportedTorchOpError(
+                f"uses torch's {name}, which has no form in jnp here, as its values are random"
+            )
         made = function(*args, **kwargs)
         is_constant = isinstance(made, torch.Tensor) and not _holds(torch.Tensor, args, kwargs)
         return _constant(name, made) if is_constant else made
@@ -322,15 +338,15 @@ def _holds(kind: type, args: Any, kwargs: dict[str, Any]) -> bool:
     )
 
 
-def _constant(name: str, made: torch.Tensor) -> Value:
-    """The Value of a tensor that the function creates from numbers."""
+def _constant(name: str, made: torch.Tensor) -> TracedTensor:
+    """The TracedTensor of a tensor that the function creates from numbers."""
     if made.requires_grad:
-        raise NoFormError("makes a tensor with requires_grad=True, want a tensor that the function reads")
+        raise UnsupportedTorchOpError("makes a tensor with requires_grad=True, want a tensor that the function reads")
     dtype = torch.float32 if made.dtype == torch.float64 else made.dtype
     try:
-        return Value(jnp.asarray(made.tolist(), dtype_of(dtype)))
+        return TracedTensor(jnp.asarray(made.tolist(), dtype_of(dtype)))
     except OverflowError as error:
-        raise NoFormError(f"makes a tensor by torch.{name} with integers beyond int32 ({error})") from error
+        raise UnsupportedTorchOpError(f"makes a tensor by torch.{name} with integers beyond int32 ({error})") from error
 
 
 @contextlib.contextmanager
@@ -347,16 +363,17 @@ _MIXES = dict.fromkeys(
 )
 
 
-def in_jnp(function: Callable[..., Any], *, is_elementwise: bool = False) -> Callable[..., Any]:
-    """Turns a function of tensors, in torch operations, into a function of arrays. It raises NoFormError.
+def to_jnp(function: Callable[..., Any], *, is_elementwise: bool = False) -> Callable[..., Any]:
+    """Turns a function of tensors, in torch operations, into a function of arrays. It raises UnsupportedTorchOpError.
 
-    is_elementwise: whether the caller passes arrays instead of scalars. Reductions and look-ups then raise NoFormError.
+    is_elementwise: whether the caller passes arrays instead of scalars. Reductions and look-ups then raise
+    UnsupportedTorchOpError.
     """
 
     @functools.wraps(function, updated=())
     def of_arrays(*args: Any) -> Any:
         with _Constants(), _refusing(_MIXES if is_elementwise else {}):
-            result = function(*map(Value, args))
+            result = function(*map(TracedTensor, args))
         if isinstance(result, bool | int | float):
             return jnp.asarray(result)
         return _array(result)

@@ -122,7 +122,7 @@ def test_a_cache_with_room():
     got, _ = huggingface.attention(torch.nn.Module(), query, keys, values, None)
     want_out = bridge.flash_attention(*(x.transpose(1, 2) for x in (query, want, wanted)))
     torch.testing.assert_close(got, want_out, atol=3e-6, rtol=0)
-    assert cached_decoding.with_room(keys).data_ptr() == first
+    assert cached_decoding.view_with_capacity(keys).data_ptr() == first
     cache.layers[0].crop(-20)
     more = new(3)
     keys, _ = cache.update(more, more, 0)
@@ -142,7 +142,7 @@ def test_a_cache_with_room():
 
 def test_rooms_behind_keys():
     whole = torch.arange(2.0 * 3 * 128 * 4).reshape(2, 3, 128, 4)
-    room = cached_decoding.with_room(whole[:, :, :100])
+    room = cached_decoding.view_with_capacity(whole[:, :, :100])
     assert torch.equal(room, whole)
     for x in (
         whole[:, :, :100].contiguous(),  # no room, and 100 is not one of the few numbers
@@ -151,19 +151,19 @@ def test_rooms_behind_keys():
         whole[..., :2][:, :, :100],
         whole.transpose(1, 2),
     ):
-        assert cached_decoding.with_room(x) is None
-    assert cached_decoding.with_room(whole) is whole
+        assert cached_decoding.view_with_capacity(x) is None
+    assert cached_decoding.view_with_capacity(whole) is whole
     fixed = torch.zeros(1, 2, 100, 4)  # a cache of a fixed size is read in place from the second time on
-    assert cached_decoding.with_room(fixed) is None
-    assert cached_decoding.with_room(fixed) is fixed
+    assert cached_decoding.view_with_capacity(fixed) is None
+    assert cached_decoding.view_with_capacity(fixed) is fixed
     for length in (99, 100):  # another tensor at the same address, as that of a later sequence may be
         grown = fixed.view(-1)[: 2 * length * 4].view(1, 2, length, 4)
         assert grown.data_ptr() == fixed.data_ptr()
-        assert cached_decoding.with_room(grown) is None
-    assert cached_decoding.with_room(fixed) is fixed
+        assert cached_decoding.view_with_capacity(grown) is None
+    assert cached_decoding.view_with_capacity(fixed) is fixed
     owner = whole.clone()
-    assert cached_decoding.with_room(owner[:, :, :100]) is owner  # PyTorch keeps what it is a view of
-    assert cached_decoding.with_room(owner[:, :, 28:]) is None  # not its front
+    assert cached_decoding.view_with_capacity(owner[:, :, :100]) is owner  # PyTorch keeps what it is a view of
+    assert cached_decoding.view_with_capacity(owner[:, :, 28:]) is None  # not its front
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad], ids=["inference", "no_grad"])
@@ -260,7 +260,7 @@ def test_a_token_decodes_under_masks_and_biases(name, reference):
     if "mask" in options:
         options["mask"] = torch.rand(options["mask"], generator=generator) < 0.5
     for _ in range(2):
-        got = cached_decoding.attend(query, key, value, **options)
+        got = cached_decoding.decode_cache(query, key, value, **options)
         want, _ = reference(*(x.transpose(1, 2) for x in (query, key, value)), **options)
         torch.testing.assert_close(got, want.float(), atol=3e-6, rtol=0)
         for part in ("mask", "bias"):
@@ -290,9 +290,9 @@ def test_padded_prompts_decode_by_split_keys(monkeypatch):
     _, ours = both("llama")
     tokens, mask, _ = tokens_and_mask("left")
     calls, padded = [], []
-    attend, pad = cached_decoding.attend, cached_decoding._pad
+    attend, pad = cached_decoding.decode_cache, cached_decoding._pad
     monkeypatch.setattr(
-        cached_decoding, "attend", lambda *x, **given: calls.append(given["mask"]) or attend(*x, **given)
+        cached_decoding, "decode_cache", lambda *x, **given: calls.append(given["mask"]) or attend(*x, **given)
     )
     monkeypatch.setattr(cached_decoding, "_pad", lambda x, room: padded.append(x) or pad(x, room))
     ours.generate(tokens, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)

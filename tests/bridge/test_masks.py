@@ -53,8 +53,8 @@ def check(out, inputs, **arguments):
 @pytest.fixture
 def plans():
     """Counts the plans that from_jax has made since the start of the test."""
-    before = len(kept.PLANS)
-    return lambda: len(kept.PLANS) - before
+    before = len(kept.PROGRAMS)
+    return lambda: len(kept.PROGRAMS) - before
 
 
 @pytest.mark.parametrize("case", of(0))
@@ -67,7 +67,7 @@ def test_masks_of_one_structure_share_a_program(case, make_qkv, plans):
         check(out, inputs, mask=mask)
         seen.append(out.detach())
     assert plans() == 1
-    plan = kept.PLANS[list(kept.PLANS)[-1]]
+    plan = kept.PROGRAMS[list(kept.PROGRAMS)[-1]]
     assert plan.forward._cache_size() == plan.backward._cache_size() == 1
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
@@ -211,7 +211,7 @@ def test_errors(make_qkv):
     with pytest.raises(ValueError, match=r"^segments: got q_ids of shape \(1, 7\), want \[batch, 24\]"):
         bridge.flash_attention(*inputs, mask=masks.segments(np.zeros(7, np.int32)))
     with pytest.raises(RuntimeError, match=r"^mask: a graph that calls a function with a Mask runs only in the proc"):
-        mask_operands.found("lost")
+        mask_operands.masks_by_name("lost")
 
 
 def test_a_compiled_attention_can_be_copied_and_pickled(make_qkv):

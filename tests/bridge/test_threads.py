@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge, masks
-from jax_kernels.bridge.interop.keyed_cache import fresh_name, once
+from jax_kernels.bridge.interop.keyed_cache import memoize, unique_name
 from jax_kernels.bridge.jax_functions import programs as module
 
 pytestmark = pytest.mark.timeout(300)
@@ -58,13 +58,13 @@ def test_one_plan_for_one_key():
         return jnp.sin(x)
 
     sine = bridge.from_jax(slow)
-    before = len(module.PLANS)
+    before = len(module.PROGRAMS)
     together(*[lambda: sine(torch.ones(3))] * 4)
-    assert len(module.PLANS) == before + 1
+    assert len(module.PROGRAMS) == before + 1
     torch.func.vmap(sine)(torch.ones(2, 3))
-    before = len(module.PLANS)
+    before = len(module.PROGRAMS)
     together(*[lambda: torch.func.vmap(sine)(torch.ones(5, 3))] * 4)
-    assert len(module.PLANS) == before + 1
+    assert len(module.PROGRAMS) == before + 1
 
 
 def test_functions_of_one_name_made_in_threads_stay_apart():
@@ -83,7 +83,7 @@ def test_functions_of_one_name_made_in_threads_stay_apart():
 def test_once_makes_a_value_once_and_names_are_given_once():
     made = []
 
-    @once
+    @memoize
     def make(key):
         time.sleep(0.02)
         made.append(key)
@@ -97,7 +97,7 @@ def test_once_makes_a_value_once_and_names_are_given_once():
         with pytest.raises(ValueError, match="bad"):
             make("bad")
     assert made == [1, "bad", "bad"]
-    names = together(*[lambda: [fresh_name("x") for _ in range(500)]] * 4)
+    names = together(*[lambda: [unique_name("x") for _ in range(500)]] * 4)
     assert len(set(itertools.chain(*names))) == 2000
 
 

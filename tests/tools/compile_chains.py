@@ -56,7 +56,7 @@ def attention(kind: str, *, length: int = 512, head_dim: int = 128, has_drows: b
     x = spec(2, length, 4, head_dim)
     if kind == "backward":
         backward = flash_attention_operator._backward.__wrapped__(
-            CPU, of_call, flash_attention_operator.wanted_of([True] * 3)
+            CPU, of_call, flash_attention_operator.gradient_bits([True] * 3)
         )
         rows = spec(2, 4, length, dtype="float32")
         function = lambda q, k, v, out, rows, dout, drows=None: backward(q, k, v, *others, out, rows, dout, drows)

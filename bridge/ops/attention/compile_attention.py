@@ -67,7 +67,7 @@ class CompiledAttention:
         elif self._passed is None or not _holds(self._passed, query, key, value):
             self._check(query, key, value)
             if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in (query, key, value)):
-                self._passed = torch_internals.guard((query, key, value))
+                self._passed = torch_internals.tensor_guard((query, key, value))
         mask = self.prepared_mask
         return flash_attention(query, key, value, mask=mask, implementation=self.plan.implementation)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge.interop import dtensors
-from jax_kernels.bridge.jax_functions.api import JaxOp, seen
+from jax_kernels.bridge.jax_functions.api import JaxOp, call_key
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.ops.dilated import dilated_attention as ops
 
@@ -64,7 +64,7 @@ def dilated_attention(
             *(type(is_causal), type(stop_gradient_weights), type(return_lse), type(scale), type(deterministic)),
             *(deterministic, precision, implementation, torch.are_deterministic_algorithms_enabled()),
         )
-        call = seen((query, key, value, segment_ids), options)
+        call = call_key((query, key, value, segment_ids), options)
         if (known := _attend.find(call)) is not None:
             return known(call.tensors)
     if dtensors.are_in(query, key, value):  # a head's tokens depend on the head's index: no sharded heads

@@ -8,9 +8,9 @@ import torch
 from jax_kernels.bridge.interop import dtensors, torch_internals
 from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_options
 from jax_kernels.bridge.jax_functions import flops
-from jax_kernels.bridge.jax_functions.api import Seen
+from jax_kernels.bridge.jax_functions.api import CallKey
 from jax_kernels.bridge.operators import plan_query, torch_operator
-from jax_kernels.bridge.operators.call_cache import Known, same_tensors
+from jax_kernels.bridge.operators.call_cache import CallCache, same_tensors
 from jax_kernels.bridge.ops.attention import flash_attention_vmap, float_masks, length_buckets, masked_attention
 from jax_kernels.bridge.ops.attention.argument_aliases import renamed
 from jax_kernels.bridge.ops.attention.attention_checks import (
@@ -29,7 +29,7 @@ from jax_kernels.bridge.ops.attention.flash_attention_operator import (
     inference_op,
     known_call,
 )
-from jax_kernels.bridge.ops.attention.length_buckets import Keys
+from jax_kernels.bridge.ops.attention.length_buckets import KeyArrays
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import flash_attention as attention
 
@@ -39,7 +39,7 @@ flash_attention_vmap.define_rules()
 flops.define_formulas("flash_attention", "flash_attention_inference", "flash_attention_backward")
 
 
-class _Given(NamedTuple):
+class FlashArguments(NamedTuple):
     """The arguments of flash_attention, unchanged."""
 
     query: Any
@@ -140,7 +140,7 @@ def flash_attention(
         lacks the device, or the process was forked from a process in which JAX was running.
     """
     if other_names:
-        named = _Given(
+        named = FlashArguments(
             *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
             *(scale, softcap, return_lse, deterministic, precision, implementation),
         )._asdict()
@@ -174,14 +174,14 @@ def flash_attention(
         known = masked_attention.find(statics, present) if by_function else _KNOWN.find(statics, present)
         if known is not None:
             return known(present)
-    given = _Given(
+    given = FlashArguments(
         *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
         *(scale, softcap, return_lse, deterministic, precision, implementation),
     )
     return _call(given, statics, present)
 
 
-_KNOWN = Known()
+_KNOWN = CallCache()
 
 
 def _kinds(window: Any) -> Any:
@@ -215,12 +215,12 @@ def _in_graph(*given: Any) -> Any:
 
     torch.compile does not trace this function: each name that it sees adds to its checks before every call.
     """
-    named = _Given(*given)
+    named = FlashArguments(*given)
     constants = {name: constant(x) for name, x in named._asdict().items() if name != "q_offset"}
     return _call(named._replace(**constants), None, (), is_traced=True)
 
 
-def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: bool = False) -> Any:
+def _call(given: FlashArguments, statics: Any, present: Sequence[Any], *, is_traced: bool = False) -> Any:
     """Runs a call: with a Mask or a score_mod by from_jax, else by flash_attention's own operators.
 
     statics, present: the key by which the call is cached. is_traced: whether the call is part of a compiled graph.
@@ -237,11 +237,11 @@ def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: boo
         results = _call(given, None, (), is_traced=True) if is_traced else flash_attention(**given._asdict())
         return float_masks.or_nan(results, is_valid)
     if given.score_mod is not None or isinstance(given.mask, Mask):
-        return masked_attention.attend(
+        return masked_attention.masked_attention(
             given.query,
             given.key,
             given.value,
-            None if statics is None else Seen(statics, present),
+            None if statics is None else CallKey(statics, present),
             bias=given.bias,
             sinks=given.sinks,
             mask=given.mask,
@@ -284,7 +284,7 @@ def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: boo
     )
     if statics is not None:
         arrays = {"query": query, "key": key, "value": value, "bias": bias, "deterministic": deterministic}
-        plan_query.answer(attention.flash_attention, query.device, **given._asdict() | arrays)
+        plan_query.raise_plan_if_asked(attention.flash_attention, query.device, **given._asdict() | arrays)
     left, right = window_sides(given.window)
     has_offset_tensor = isinstance(given.q_offset, torch.Tensor)
     tensors = Tensors(
@@ -311,21 +311,26 @@ def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: boo
         precision=given.precision,
         implementation=given.implementation,
     )
-    if statics is not None and (keys := _padded(tensors, options)) is not None:
+    if statics is not None and (keys := _bucketed(tensors, options)) is not None:
         return flash_attention(query, sinks=given.sinks, window=given.window, **keys._asdict(), **_kept(options))
     results = _run(tensors, options, is_traced=is_traced)
     read = [x for x in tensors if x is not None]
-    if statics is not None and torch_internals.is_plain_call() and same_tensors(read, present):
+    if statics is not None and torch_internals.is_plain_eager() and same_tensors(read, present):
         _KNOWN.learn(statics, present, lambda: known_call(tensors, options))
     return results
 
 
-def _padded(tensors: Tensors, options: Options) -> Keys | None:
+def _bucketed(tensors: Tensors, options: Options) -> KeyArrays | None:
     """The padded keys of a call whose number of keys grows from call to call; None if no padding is needed."""
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
-    if needs_grad or tensors.q_segment_ids is not None or options.implementation or not torch_internals.is_plain_call():
+    if (
+        needs_grad
+        or tensors.q_segment_ids is not None
+        or options.implementation
+        or not torch_internals.is_plain_eager()
+    ):
         return None
-    keys = Keys(
+    keys = KeyArrays(
         key=tensors.key,
         value=tensors.value,
         bias=tensors.bias,
@@ -333,7 +338,7 @@ def _padded(tensors: Tensors, options: Options) -> Keys | None:
         kv_lengths=tensors.kv_lengths,
         q_offset=options.q_offset if tensors.q_offset is None else tensors.q_offset,
     )
-    return length_buckets.padded(tensors.query, keys, (options._replace(q_offset=0), tensors.sinks is None))
+    return length_buckets.pad_to_bucket(tensors.query, keys, (options._replace(q_offset=0), tensors.sinks is None))
 
 
 def _kept(options: Options) -> dict[str, Any]:
@@ -346,7 +351,7 @@ def _run(tensors: Tensors, options: Options, *, is_traced: bool) -> Any:
     """Runs a call that has been checked: out, or (out, lse)."""
     arguments = (*tensors, *options)
     operator = forward_op if options.return_lse else inference_op
-    if is_traced or not torch_internals.is_plain_call():
+    if is_traced or not torch_internals.is_plain_eager():
         results = operator(*arguments)
     elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated):
         results = Attention.apply(options.return_lse, *arguments)

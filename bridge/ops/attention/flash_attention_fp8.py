@@ -7,7 +7,7 @@ import torch
 
 from jax_kernels import quantization
 from jax_kernels.bridge.interop.plain_numbers import in_float32, plain_of
-from jax_kernels.bridge.jax_functions.api import JaxOp, from_jax, seen
+from jax_kernels.bridge.jax_functions.api import JaxOp, call_key, from_jax
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_scales, check_tensors
 from jax_kernels.ops.attention import flash_attention_fp8 as ops
 
@@ -69,7 +69,7 @@ def flash_attention_fp8(
     call = None
     if not torch.compiler.is_compiling():
         options = is_causal, scale, return_lse, implementation
-        call = seen((query, key, value, q_scale, k_scale, v_scale, q_offset, kv_lengths), options)
+        call = call_key((query, key, value, q_scale, k_scale, v_scale, q_offset, kv_lengths), options)
         if (known := _attend.find(call)) is not None:
             return known(call.tensors)
     check_tensors(query=query, key=key, value=value)

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels.bridge.interop import dlpack, planning_device, torch_internals
-from jax_kernels.bridge.interop.keyed_cache import once
+from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.operators import execute, torch_operator
-from jax_kernels.bridge.operators.call_cache import KnownCall, same_tensors
+from jax_kernels.bridge.operators.call_cache import CachedCall, same_tensors
 from jax_kernels.bridge.ops.attention import length_buckets
 from jax_kernels.inputs.attention import AttentionResult
 from jax_kernels.ops.attention import vjp as attention
@@ -37,11 +37,11 @@ __all__ = [
     "Tensors",
     "backward_op",
     "forward_op",
+    "gradient_bits",
     "inference_op",
     "known_call",
     "names_of",
     "split",
-    "wanted_of",
 ]
 
 DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
@@ -140,7 +140,7 @@ def _prepare(options: Options, *arrays):
     return prepare(**statics | arguments, window=window, segment_ids=segment_ids)
 
 
-@once
+@memoize
 def _forward(device: torch.device, options: Options):
     """The jitted forward: (out, rows). device: JAX plans during tracing, and the plan holds only for this device."""
 
@@ -157,7 +157,7 @@ def _forward(device: torch.device, options: Options):
     return jax.jit(forward, keep_unused=True)
 
 
-@once
+@memoize
 def _inference(device: torch.device, options: Options):
     """The jitted forward without rows: (out,). Its kernel writes no lse."""
 
@@ -168,7 +168,7 @@ def _inference(device: torch.device, options: Options):
     return jax.jit(inference, keep_unused=True)
 
 
-def wanted_of(needed: Sequence[Any]) -> int:
+def gradient_bits(needed: Sequence[Any]) -> int:
     """BackwardArguments.wanted. needed: for each of DIFFERENTIATED, whether it needs a gradient."""
     return sum(1 << index for index, is_needed in enumerate(needed[: len(DIFFERENTIATED)]) if is_needed)
 
@@ -178,7 +178,7 @@ def names_of(wanted: int) -> list[str]:
     return [name for index, name in enumerate(DIFFERENTIATED) if wanted >> index & 1]
 
 
-@once
+@memoize
 def _backward(device: torch.device, options: Options, wanted: int):
     """The jitted backward: the wanted gradients. XLA removes computations that only unwanted gradients need.
 
@@ -211,21 +211,21 @@ def _backward(device: torch.device, options: Options, wanted: int):
 
 
 def _forward_program(*arguments):
-    call = length_buckets.settled(split(arguments), ("bias", "mask", "key", "value"))
-    return torch_operator.Program(_forward(call.device, call.options), call.tensors)
+    call = length_buckets.canonicalized(split(arguments), ("bias", "mask", "key", "value"))
+    return torch_operator.JaxCall(_forward(call.device, call.options), call.tensors)
 
 
 def _inference_program(*arguments):
-    call = length_buckets.settled(split(arguments), ("bias", "mask", "key", "value"))
-    return torch_operator.Program(_inference(call.device, call.options), call.tensors)
+    call = length_buckets.canonicalized(split(arguments), ("bias", "mask", "key", "value"))
+    return torch_operator.JaxCall(_inference(call.device, call.options), call.tensors)
 
 
 def _backward_program(*arguments):
     call = split(arguments)
     names = names_of(call.backward.wanted)
-    call = length_buckets.settled(call, [name for name in ("bias", "mask", "key", "value") if name not in names])
+    call = length_buckets.canonicalized(call, [name for name in ("bias", "mask", "key", "value") if name not in names])
     wanted, *arrays = call.backward
-    return torch_operator.Program(_backward(call.device, call.options, wanted), (*call.tensors, *arrays))
+    return torch_operator.JaxCall(_backward(call.device, call.options, wanted), (*call.tensors, *arrays))
 
 
 def _gradients(*arguments):
@@ -256,7 +256,7 @@ def _check(device: torch.device, options: Options, *tensors: _Spec | None) -> No
         _, checked = _prepare(options, *tracers)
         return checked
 
-    with planning_device.planning_for(device):
+    with planning_device.planning_on(device):
         jax.eval_shape(inputs, *specs)
 
 
@@ -288,24 +288,24 @@ class Attention(torch.autograd.Function):
     """Attention with its gradient. A separate `setup_context` would add 20 microseconds to each call."""
 
     @staticmethod
-    @torch_internals.unseen_by_dynamo
+    @torch_internals.skip_dynamo
     def forward(ctx, with_rows, *arguments):
         """Returns (out, rows), or only out."""
-        out, rows = torch_operator.below_function(forward_op, *arguments)
+        out, rows = torch_operator.inside_function(forward_op, *arguments)
         ctx.options = arguments[TENSORS:]
         ctx.save_for_backward(*arguments[:TENSORS], out, rows)
         ctx.set_materialize_grads(False)
         return (out, rows) if with_rows else out
 
     @staticmethod
-    @torch_internals.unseen_by_dynamo
+    @torch_internals.skip_dynamo
     def backward(ctx, dout, drows=None):
         if dout is None and drows is None:
             return (None,) * (1 + ALL)
         *tensors, out, rows = ctx.saved_tensors
         _, *needed = ctx.needs_input_grad
         differentiated = needed[: len(DIFFERENTIATED)]
-        extra = BackwardArguments(wanted=wanted_of(differentiated), out=out, rows=rows, dout=dout, drows=drows)
+        extra = BackwardArguments(wanted=gradient_bits(differentiated), out=out, rows=rows, dout=dout, drows=drows)
         gradients = torch_operator.call_in_backward(backward_op, *tensors, *ctx.options, *extra)
         found = (x if is_needed else None for x, is_needed in zip(gradients, differentiated, strict=True))
         return (None, *found, *(None,) * (ALL - len(DIFFERENTIATED)))
@@ -316,7 +316,7 @@ class Attention(torch.autograd.Function):
 
 
 class _Facts(NamedTuple):
-    """The facts of a KnownCall. there: which of Tensors it has. with_rows: whether the Function returns rows."""
+    """The facts of a CachedCall. there: which of Tensors it has. with_rows: whether the Function returns rows."""
 
     options: Options
     there: tuple[bool, ...]
@@ -333,11 +333,11 @@ class _Facts(NamedTuple):
         return Tensors(*(next(given) if there else None for there in self.there))
 
 
-class KnownAttention(torch.autograd.Function):
-    """A KnownCall with its gradient."""
+class CachedAttention(torch.autograd.Function):
+    """A CachedCall with its gradient."""
 
     @staticmethod
-    @torch_internals.unseen_by_dynamo
+    @torch_internals.skip_dynamo
     def forward(ctx, call, *tensors):
         """Returns (out, rows), or only out."""
         out, rows = call.chain(*tensors)
@@ -347,7 +347,7 @@ class KnownAttention(torch.autograd.Function):
         return (out, rows) if call.facts.with_rows else out
 
     @staticmethod
-    @torch_internals.unseen_by_dynamo
+    @torch_internals.skip_dynamo
     def backward(ctx, dout, drows=None):
         call = ctx.call
         _, *needed = ctx.needs_input_grad
@@ -355,7 +355,7 @@ class KnownAttention(torch.autograd.Function):
             return (None,) * (1 + len(needed))
         given = [x.contiguous() for x in (dout, drows) if x is not None]
         tensors = [*ctx.saved_tensors, *given]
-        wanted = _WANTED_OF_THREE if needed == _ALL_OF_THREE else wanted_of(call.facts.filled(needed))
+        wanted = _WANTED_OF_THREE if needed == _ALL_OF_THREE else gradient_bits(call.facts.filled(needed))
         statics = wanted, dout is None, drows is None
         known = call.backwards.find(statics, tensors)
         gradients = _known_backward(call, statics, tensors) if known is None else known(tensors)
@@ -370,10 +370,10 @@ class KnownAttention(torch.autograd.Function):
 
 
 _ALL_OF_THREE = [True, True, True]
-_WANTED_OF_THREE = wanted_of(_ALL_OF_THREE)
+_WANTED_OF_THREE = gradient_bits(_ALL_OF_THREE)
 
 
-def _known_backward(call: KnownCall, statics: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _known_backward(call: CachedCall, statics: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The wanted gradients, by the operator. The next call with these statics is a cached call."""
     wanted, without_dout, without_drows = statics
     count = sum(call.facts.there)
@@ -382,13 +382,13 @@ def _known_backward(call: KnownCall, statics: Any, tensors: Sequence[torch.Tenso
     dout, drows = (None if without else next(left) for without in (without_dout, without_drows))
     extra = BackwardArguments(wanted=wanted, out=out, rows=rows, dout=dout, drows=drows)
     gradients = torch_operator.call_in_backward(backward_op, *given, *call.facts.options, *extra)
-    if torch_internals.is_plain_call() and not torch.is_grad_enabled() and call.backwards is not None:
+    if torch_internals.is_plain_eager() and not torch.is_grad_enabled() and call.backwards is not None:
 
         def make():
             program = _backward_program(*given, *call.facts.options, *extra)
-            if not same_tensors(_there(program.tensors), tensors):
+            if not same_tensors(_present(program.tensors), tensors):
                 return None
-            return KnownCall(execute.chain_for(*program), _same)
+            return CachedCall(execute.launcher_for(*program), _same)
 
         call.backwards.learn(statics, tensors, make)
     return [x for index, x in enumerate(gradients) if wanted >> index & 1]
@@ -398,11 +398,11 @@ def _same(results: Any) -> Any:
     return results
 
 
-def _there(tensors: Sequence[Any]) -> list[torch.Tensor]:
+def _present(tensors: Sequence[Any]) -> list[torch.Tensor]:
     return [x for x in tensors if x is not None]
 
 
-def known_call(tensors: Tensors, options: Options) -> KnownCall | None:
+def known_call(tensors: Tensors, options: Options) -> CachedCall | None:
     """A cached call for checked tensors read in place; None if the program would read copies.
 
     It returns the results of Attention if a gradient is needed, else the results of the call's operator.
@@ -410,16 +410,16 @@ def known_call(tensors: Tensors, options: Options) -> KnownCall | None:
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
     with_rows = needs_grad or options.return_lse
     program = (_forward_program if with_rows else _inference_program)(*tensors, *options)
-    if not same_tensors(_there(program.tensors), _there(tensors)):
+    if not same_tensors(_present(program.tensors), _present(tensors)):
         return None
-    chain = execute.chain_for(*program)
+    chain = execute.launcher_for(*program)
     facts = _Facts(options=options, there=tuple(x is not None for x in tensors), with_rows=options.return_lse)
     finish: Callable[[Any], Any] = _same
     if not options.return_lse and not needs_grad:
         finish = operator.itemgetter(0)
     elif options.return_lse:
         finish = _without_excess if tensors.has_excess else tuple
-    return KnownCall(chain, finish, KnownAttention if needs_grad else None, facts)
+    return CachedCall(chain, finish, CachedAttention if needs_grad else None, facts)
 
 
 def _without_excess(results: Any) -> Any:
@@ -428,7 +428,7 @@ def _without_excess(results: Any) -> Any:
 
 
 def _differentiate_backward(*arguments):
-    again = lambda *arguments: torch_operator.below_function(backward_op, *arguments)
+    again = lambda *arguments: torch_operator.inside_function(backward_op, *arguments)
     return torch_operator.refuse_gradient("flash_attention", again, arguments)
 
 
@@ -443,7 +443,7 @@ _ARGUMENTS = (
     "bool return_lse, bool? deterministic, str? precision, str? implementation"
 )
 
-forward_op = torch_operator.define(
+forward_op = torch_operator.define_operator(
     "flash_attention",
     f"({_ARGUMENTS}) -> (Tensor, Tensor)",
     program=_forward_program,
@@ -452,7 +452,7 @@ forward_op = torch_operator.define(
     differentiate=lambda *arguments: torch_operator.apply(Attention, True, *arguments),
     label=_label,
 )
-inference_op = torch_operator.define(
+inference_op = torch_operator.define_operator(
     "flash_attention_inference",
     f"({_ARGUMENTS}) -> Tensor",
     program=_inference_program,
@@ -461,7 +461,7 @@ inference_op = torch_operator.define(
     differentiate=lambda *arguments: torch_operator.apply(Attention, False, *arguments),
     label=_label,
 )
-backward_op = torch_operator.define(
+backward_op = torch_operator.define_operator(
     "flash_attention_backward",
     f"({_ARGUMENTS}, int wanted, Tensor out, Tensor rows, Tensor? dout, Tensor? drows) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",

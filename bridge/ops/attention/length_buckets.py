@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-__all__ = ["Keys", "padded", "settled", "shrunk"]
+__all__ = ["KeyArrays", "canonicalized", "pad_to_bucket", "without_expanded_axes"]
 
 _MOST_QUERIES = 16
 _LENGTHS = 3  # from the third length on keys are padded; after three values q_offset becomes a tensor
@@ -26,7 +26,7 @@ _LOCK = threading.Lock()
 _MOST = 1024
 
 
-class Keys(NamedTuple):
+class KeyArrays(NamedTuple):
     """The arguments of a call that depend on the number of its keys."""
 
     key: torch.Tensor
@@ -37,15 +37,15 @@ class Keys(NamedTuple):
     q_offset: Any
 
 
-def padded(query: torch.Tensor, keys: Keys, others: Any) -> Keys | None:
+def pad_to_bucket(query: torch.Tensor, keys: KeyArrays, others: Any) -> KeyArrays | None:
     """The arguments with padded keys; None if no padding is needed. others: the rest of the call's key."""
     key, value, bias, mask, kv_lengths, q_offset = keys
     length = key.shape[1]
     if query.shape[1] > _MOST_QUERIES:
         return None
-    size = bucket(length)
+    size = bucket_length(length)
     is_padded = size == length and kv_lengths is not None and isinstance(q_offset, torch.Tensor)
-    if is_padded or not _grows(query, keys, others):
+    if is_padded or not _has_growing_length(query, keys, others):
         return None
     if kv_lengths is None:
         kv_lengths = torch.full((query.shape[0],), length, dtype=torch.int32, device=query.device)
@@ -57,7 +57,7 @@ def padded(query: torch.Tensor, keys: Keys, others: Any) -> Keys | None:
     columns: Callable[[Any], Any] = lambda x: (
         x if x is None or x.shape[-1] != length or length == 1 else functional.pad(x, (0, size - length))
     )
-    return Keys(
+    return KeyArrays(
         key=rows(key),
         value=rows(value),
         bias=columns(bias),
@@ -67,7 +67,7 @@ def padded(query: torch.Tensor, keys: Keys, others: Any) -> Keys | None:
     )
 
 
-def bucket(length: int) -> int:
+def bucket_length(length: int) -> int:
     """The length bucket of a length, at least 128: a multiple of a quarter of the power of two below the length."""
     if length <= _SHORTEST:
         return _SHORTEST
@@ -75,7 +75,7 @@ def bucket(length: int) -> int:
     return -(-length // step) * step
 
 
-def _grows(query: torch.Tensor, keys: Keys, others: Any) -> bool:
+def _has_growing_length(query: torch.Tensor, keys: KeyArrays, others: Any) -> bool:
     """Whether the call was made with several numbers of keys, including this call's number."""
     first = lambda x: None if x is None else tuple(x.shape[:-1])
     has_offset = isinstance(keys.q_offset, torch.Tensor)
@@ -96,14 +96,14 @@ def _grows(query: torch.Tensor, keys: Keys, others: Any) -> bool:
 _OFFSETS: dict[Any, set[int]] = {}
 
 
-def settled(call: Any, shrinking: Sequence[str]) -> Any:
+def canonicalized(call: Any, shrinking: Sequence[str]) -> Any:
     """The Arguments of an attention operator, in the form that its program reads.
 
     q_offset is a tensor from its fourth value on. shrinking: the names of tensors that may be read with axes of size 1;
     key and value are read with one head if each is an expansion of one head.
     """
     tensors, options = call.tensors, call.options
-    changed = {name: shrunk(getattr(tensors, name)) for name in ("bias", "mask") if name in shrinking}
+    changed = {name: without_expanded_axes(getattr(tensors, name)) for name in ("bias", "mask") if name in shrinking}
     if "key" in shrinking and "value" in shrinking and _is_one_head(tensors.key) and _is_one_head(tensors.value):
         changed |= {name: getattr(tensors, name).narrow(2, 0, 1) for name in ("key", "value")}
     changed = {name: x for name, x in changed.items() if x is not getattr(tensors, name)}
@@ -135,7 +135,7 @@ def _has_many(call: Any) -> bool:
         return len(seen) > _LENGTHS
 
 
-def shrunk(x: torch.Tensor | None) -> torch.Tensor | None:
+def without_expanded_axes(x: torch.Tensor | None) -> torch.Tensor | None:
     """The tensor with one entry of each expanded axis (stride 0)."""
     if x is None or 0 not in x.stride():
         return x

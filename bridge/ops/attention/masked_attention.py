@@ -10,9 +10,9 @@ import torch
 
 from jax_kernels.bridge.interop import dtensors, torch_internals
 from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_options
-from jax_kernels.bridge.jax_functions.api import JaxOp, Seen, seen_by_name
-from jax_kernels.bridge.jax_functions.pytree import MaskOfId
-from jax_kernels.bridge.operators.call_cache import KnownCall
+from jax_kernels.bridge.jax_functions.api import CallKey, JaxOp, call_key_by_name
+from jax_kernels.bridge.jax_functions.pytree import MaskById
+from jax_kernels.bridge.operators.call_cache import CachedCall
 from jax_kernels.bridge.ops.attention import float_masks, length_buckets
 from jax_kernels.bridge.ops.attention.argument_aliases import OTHER_NAMES, renamed
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
@@ -22,10 +22,10 @@ from jax_kernels.ops.attention import block_sparse_attention as block_sparse
 from jax_kernels.ops.attention import dynamic_mask_attention as dynamic_mask
 from jax_kernels.ops.attention import flash_attention as attention
 
-__all__ = ["attend", "attend_in_graph", "block_sparse_attention", "dynamic_mask_attention", "find"]
+__all__ = ["attend_in_graph", "block_sparse_attention", "dynamic_mask_attention", "find", "masked_attention"]
 
 
-class _WithScoreMods:
+class ScoreModOp:
     """An op whose score_mod may be in torch operations.
 
     skeleton, read: instead of a score_mod that reads tensors, its skeleton's name, and the tensors.
@@ -48,13 +48,13 @@ class _WithScoreMods:
 def _in_jnp(score_mod: Any = None, skeleton: str | None = None, read: Any = (), **others: Any) -> dict[str, Any]:
     """The arguments of an op, with the score_mod converted to jnp."""
     if skeleton is not None:
-        return others | {"score_mod": score_mods.filled(skeleton, read)}
-    return others if score_mod is None else others | {"score_mod": score_mods.in_jnp(score_mod)}
+        return others | {"score_mod": score_mods.bind_tensors(skeleton, read)}
+    return others if score_mod is None else others | {"score_mod": score_mods.to_jnp(score_mod)}
 
 
-_flash = JaxOp(_WithScoreMods(attention.flash_attention))
-_block_sparse = JaxOp(_WithScoreMods(block_sparse.block_sparse_attention))
-_dynamic_mask = JaxOp(_WithScoreMods(dynamic_mask.dynamic_mask_attention))
+_flash = JaxOp(ScoreModOp(attention.flash_attention))
+_block_sparse = JaxOp(ScoreModOp(block_sparse.block_sparse_attention))
+_dynamic_mask = JaxOp(ScoreModOp(dynamic_mask.dynamic_mask_attention))
 
 
 class _Apart(NamedTuple):
@@ -64,12 +64,12 @@ class _Apart(NamedTuple):
     are known to fit.
     """
 
-    seen: Seen | None
+    seen: CallKey | None
     arguments: dict[str, Any]
     is_valid: Any = None
 
 
-def _apart(seen: Seen | None, arguments: dict[str, Any]) -> _Apart:
+def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
     """Separates the tensors that score_mod reads from a call.
 
     The call is not cached if its score_mod reads tensors or is created anew for each call.
@@ -79,7 +79,7 @@ def _apart(seen: Seen | None, arguments: dict[str, Any]) -> _Apart:
     if root is None:
         return _Apart(seen, arguments)
     is_traced = torch.compiler.is_compiling()
-    found = score_mods.apart_in_graph(score_mod) if is_traced else score_mods.apart(score_mod)
+    found = score_mods.apart_in_graph(score_mod) if is_traced else score_mods.split_tensors(score_mod)
     if found is not None:
         skeleton, paths = found
         read, is_valid = score_mods.read("score_mod", score_mod, paths)
@@ -87,12 +87,14 @@ def _apart(seen: Seen | None, arguments: dict[str, Any]) -> _Apart:
         return _Apart(None, arguments | {"score_mod": None, "skeleton": f"{skeleton}", "read": read}, is_valid)
     if is_traced:
         return _Apart(None, arguments)
-    is_new = isinstance(score_mod, types.FunctionType) and function_identity.first_of(score_mod) is not score_mod
+    is_new = (
+        isinstance(score_mod, types.FunctionType) and function_identity.canonical_function(score_mod) is not score_mod
+    )
     return _Apart(None if is_new else seen, arguments)
 
 
-def attend(
-    query: Any, key: Any, value: Any, seen: Seen | None, *, bias: Any, sinks: Any, mask: Any, **arguments: Any
+def masked_attention(
+    query: Any, key: Any, value: Any, seen: CallKey | None, *, bias: Any, sinks: Any, mask: Any, **arguments: Any
 ) -> Any:
     """bridge.flash_attention with a Mask or a score_mod. A score_mod and the structure of a Mask are constants.
 
@@ -100,21 +102,21 @@ def attend(
     """
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments | {"sinks": sinks})
     del arguments["sinks"]
-    call = _apart(seen, arguments)
+    call = _split_closure(seen, arguments)
     results = _flash.serve(call.seen, query, key, value, bias=bias, sinks=sinks, mask=mask, **call.arguments)
     return float_masks.or_nan(results, call.is_valid)
 
 
-def attend_in_graph(query: Any, key: Any, value: Any, mask: MaskOfId, **arguments: Any) -> Any:
+def attend_in_graph(query: Any, key: Any, value: Any, mask: MaskById, **arguments: Any) -> Any:
     """bridge.flash_attention with a Mask, in code that torch.compile traces. The caller keeps the Mask alive."""
     (query, key, value, _), arguments = _prepared(query, key, value, None, None, arguments)
-    call = _apart(None, arguments)
+    call = _split_closure(None, arguments)
     return float_masks.or_nan(_flash.serve(None, query, key, value, mask=mask, **call.arguments), call.is_valid)
 
 
-def find(statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
+def find(statics: Any, tensors: Sequence[Any]) -> CachedCall | None:
     """The cached call of `attend` with this key. Do not call it in code that torch.compile traces."""
-    return _flash.find(Seen(statics, tensors))
+    return _flash.find(CallKey(statics, tensors))
 
 
 def block_sparse_attention(
@@ -144,7 +146,7 @@ def block_sparse_attention(
     call = None
     if not torch.compiler.is_compiling():
         options = {"block_size": block_size, **arguments}
-        call = seen_by_name((query, key, value, block_mask), options, torch.are_deterministic_algorithms_enabled())
+        call = call_key_by_name((query, key, value, block_mask), options, torch.are_deterministic_algorithms_enabled())
         if (known := _block_sparse.find(call)) is not None:
             return known(call.tensors)
     if any(name in arguments for name in OTHER_NAMES):
@@ -165,7 +167,7 @@ def block_sparse_attention(
     (query, key, value, bias), arguments = _prepared(query, key, value, None, arguments.get("bias"), arguments)
     if "bias" in arguments:
         arguments = arguments | {"bias": bias}
-    apart = _apart(call, arguments)
+    apart = _split_closure(call, arguments)
     results = _block_sparse.serve(apart.seen, query, key, value, block_mask, block_size=block_size, **apart.arguments)
     return float_masks.or_nan(results, apart.is_valid)
 
@@ -196,7 +198,7 @@ def dynamic_mask_attention(
     call = None
     if not torch.compiler.is_compiling():
         settings = torch.are_deterministic_algorithms_enabled()
-        call = seen_by_name((query, key, value, mask, bias), arguments, settings)
+        call = call_key_by_name((query, key, value, mask, bias), arguments, settings)
         if (known := _dynamic_mask.find(call)) is not None:
             return known(call.tensors)
     if any(name in arguments for name in OTHER_NAMES):
@@ -212,9 +214,9 @@ def dynamic_mask_attention(
         keep, is_valid = float_masks.as_bool("mask", mask)
         return float_masks.or_nan(dynamic_mask_attention(query, key, value, keep, bias, **arguments), is_valid)
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
-    if isinstance(mask, torch.Tensor) and torch_internals.is_plain_call():
-        mask = length_buckets.shrunk(mask)
-    apart = _apart(call, arguments)
+    if isinstance(mask, torch.Tensor) and torch_internals.is_plain_eager():
+        mask = length_buckets.without_expanded_axes(mask)
+    apart = _split_closure(call, arguments)
     results = _dynamic_mask.serve(apart.seen, query, key, value, mask, bias, **apart.arguments)
     return float_masks.or_nan(results, apart.is_valid)
 

@@ -82,5 +82,5 @@ def here(device: torch.device | None) -> Iterator[torch.device | None]:
     if device is None:
         yield None
         return
-    with planning_device.planning_for(device), jax.default_device(dlpack.jax_device(device)):
+    with planning_device.planning_on(device), jax.default_device(dlpack.jax_device(device)):
         yield device

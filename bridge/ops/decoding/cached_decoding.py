@@ -17,14 +17,14 @@ import torch
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
-from jax_kernels.bridge.jax_functions.api import JaxOp, seen
+from jax_kernels.bridge.jax_functions.api import JaxOp, call_key
 from jax_kernels.bridge.ops.attention import length_buckets
 from jax_kernels.ops.attention import decode_attention as ops
 
-__all__ = ["attend", "attend_in_graph", "with_room"]
+__all__ = ["attend_in_graph", "decode_cache", "view_with_capacity"]
 
 
-def attend(
+def decode_cache(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -43,7 +43,7 @@ def attend(
       sinks, scale, softcap: as in flash_attention.
     """
     length = key.shape[2]
-    roomy_key, roomy_value = with_room(key), with_room(value)
+    roomy_key, roomy_value = view_with_capacity(key), view_with_capacity(value)
     if roomy_key is None or roomy_value is None or roomy_key.shape[2] != roomy_value.shape[2]:
         roomy_key, roomy_value = _copied_with_room(key), _copied_with_room(value)
     room = roomy_key.shape[2]
@@ -52,7 +52,7 @@ def attend(
         mask = _padded(mask, room)
     if bias is not None:
         bias = _padded(bias, room)
-    call = seen((query, roomy_key, roomy_value, lengths, mask, bias, sinks), (scale, softcap))
+    call = call_key((query, roomy_key, roomy_value, lengths, mask, bias, sinks), (scale, softcap))
     if (known := _attend.find(call)) is not None:
         return known(call.tensors)
     return _attend.serve(
@@ -143,7 +143,7 @@ _decode.plan = _plan  # type: ignore[attr-defined]
 _attend = JaxOp(_decode, is_whole=True)
 
 
-def with_room(x: torch.Tensor) -> torch.Tensor | None:
+def view_with_capacity(x: torch.Tensor) -> torch.Tensor | None:
     """[B, Hkv, room, D]: the keys or values, with the unused memory after each head.
 
     None if there is no unused memory, unless the length is a length bucket or the cache does not grow.
@@ -157,7 +157,7 @@ def with_room(x: torch.Tensor) -> torch.Tensor | None:
     if batch > 1 and of_batch != heads * of_head:
         return None
     if room == length:
-        return x if x.is_contiguous() and (room == length_buckets.bucket(length) or _stays(x)) else None
+        return x if x.is_contiguous() and (room == length_buckets.bucket_length(length) or _is_fixed_size(x)) else None
     whole = x._base  # the whole cache, if the cache has room; a new view costs more
     if (
         whole is not None
@@ -176,7 +176,7 @@ _SEEN: dict[int, weakref.ref[torch.Tensor]] = {}  # the keys and values that wer
 _MOST_SEEN = 1024
 
 
-def _stays(x: torch.Tensor) -> bool:
+def _is_fixed_size(x: torch.Tensor) -> bool:
     """Whether this tensor object was read before, as happens with a cache of fixed size.
 
     A cache that grows by a token has a new tensor each time. The new tensor may have the memory of an earlier sequence
@@ -193,7 +193,7 @@ def _stays(x: torch.Tensor) -> bool:
 def _copied_with_room(x: torch.Tensor) -> torch.Tensor:
     """A copy with room, padded to the length bucket."""
     batch, heads, length, width = x.shape
-    larger = x.new_empty(batch, heads, length_buckets.bucket(length), width)
+    larger = x.new_empty(batch, heads, length_buckets.bucket_length(length), width)
     larger.narrow(2, 0, length).copy_(x)
     return larger
 
@@ -268,4 +268,4 @@ def _pad(x: torch.Tensor, room: int) -> torch.Tensor:
 
 def _shrunk(x: torch.Tensor) -> torch.Tensor:
     """The mask or bias with four axes; expanded axes get size 1."""
-    return length_buckets.shrunk(x.reshape((1,) * (4 - x.ndim) + x.shape))
+    return length_buckets.without_expanded_axes(x.reshape((1,) * (4 - x.ndim) + x.shape))

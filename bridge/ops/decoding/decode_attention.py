@@ -6,7 +6,7 @@ import torch
 
 from jax_kernels.bridge.interop import dtensors
 from jax_kernels.bridge.interop.plain_numbers import plain_options
-from jax_kernels.bridge.jax_functions.api import JaxOp, seen
+from jax_kernels.bridge.jax_functions.api import JaxOp, call_key
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors
 from jax_kernels.bridge.ops.attention import float_masks, length_buckets
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
@@ -66,7 +66,7 @@ def decode_attention(
         of_sides = tuple(map(type, sides)) if isinstance(sides, tuple) else type(sides)
         kinds = of_sides, type(softcap), type(scale), type(return_lse)
         options = *kinds, sides, softcap, scale, return_lse, implementation
-        call = seen((query, key, value, kv_lengths, block_tables, mask, bias, sinks), options)
+        call = call_key((query, key, value, kv_lengths, block_tables, mask, bias, sinks), options)
         if (known := _attend.find(call)) is not None:
             results = known(call.tensors)
             return results if is_valid is None else float_masks.or_nan(results, is_valid)
@@ -90,8 +90,8 @@ def decode_attention(
         value,
         kv_lengths=kv_lengths,
         block_tables=block_tables,
-        mask=mask if is_object else length_buckets.shrunk(mask),
-        bias=length_buckets.shrunk(bias),
+        mask=mask if is_object else length_buckets.without_expanded_axes(mask),
+        bias=length_buckets.without_expanded_axes(bias),
         window=window,
         softcap=softcap,
         sinks=sinks,

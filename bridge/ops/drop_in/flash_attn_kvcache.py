@@ -248,7 +248,7 @@ def _check_int32(name: str, x: Any, q: torch.Tensor, shape: tuple[int | None, ..
 
 def _are_known(x: torch.Tensor) -> bool:
     """Whether the host may read the values."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.is_plain_call()
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.is_plain_eager()
 
 
 def _check_within(name: str, x: torch.Tensor, most: int, of: str) -> None:

@@ -9,7 +9,7 @@ from torch.nn.attention import flex_attention as torchs
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.warn_once import warn_once
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
-from jax_kernels.bridge.jax_functions.pytree import MaskOfId
+from jax_kernels.bridge.jax_functions.pytree import MaskById
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
 from jax_kernels.bridge.ops.attention.masked_attention import attend_in_graph
@@ -115,7 +115,7 @@ def _attended(
     if isinstance(block_mask, torchs.BlockMask):
         sizes = block_masks.Sizes(*map(int, (batch, heads, length, key.shape[2])))
         if torch.compiler.is_compiling():
-            mask = MaskOfId(_made(id(block_mask), *sizes) + 0)
+            mask = MaskById(_made(id(block_mask), *sizes) + 0)
             results = attend_in_graph(q, k, v, mask, **options)
         else:
             results = flash_attention(q, k, v, mask=block_masks.mask_of(block_mask, sizes), **options)

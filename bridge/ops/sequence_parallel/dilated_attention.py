@@ -7,8 +7,8 @@ import torch
 
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
-from jax_kernels.bridge.ops.sequence_parallel.operator import SharedOp
-from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, ring_of
+from jax_kernels.bridge.ops.sequence_parallel.operator import SequenceParallelOperator
+from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, process_mesh
 from jax_kernels.ops.dilated import dilated_attention as ops
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.sharded_segments import Shards
@@ -76,7 +76,7 @@ def sequence_parallel_dilated_attention(
         "precision": precision,
         "implementation": implementation,
     }
-    out, lse = _OP(ring_of(group), options, query, key, value, segment_ids, None)
+    out, lse = _OP(process_mesh(group), options, query, key, value, segment_ids, None)
     return (out, lse) if return_lse else out
 
 
@@ -96,4 +96,4 @@ def _known(query, key, value, segment_ids, sinks, bias, out, lse, **options):
     return dilated_vjp.with_results(call, arrays, out, lse)
 
 
-_OP = SharedOp(label="sequence_parallel_dilated_attention", attend=_attend, known=_known)
+_OP = SequenceParallelOperator(label="sequence_parallel_dilated_attention", attend=_attend, known=_known)

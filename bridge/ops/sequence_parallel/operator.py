@@ -9,15 +9,15 @@ import jax
 import torch
 
 from jax_kernels.bridge.interop import dlpack
-from jax_kernels.bridge.interop.keyed_cache import once
+from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.operators import torch_operator
-from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, Ring
+from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, ProcessMesh
 
-__all__ = ["SharedOp"]
+__all__ = ["SequenceParallelOperator"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SharedOp:
+class SequenceParallelOperator:
     """An attention op on a process's shards, inside jax.shard_map over AXIS.
 
     label: its name in messages. attend(query, key, value, segment_ids, sinks, bias, **options) returns (out, lse).
@@ -29,7 +29,9 @@ class SharedOp:
     attend: Callable[..., Any]
     known: Callable[..., Any]
 
-    def __call__(self, ring: Ring, options: dict[str, Any], query, key, value, segment_ids, sinks, bias=None) -> Any:
+    def __call__(
+        self, ring: ProcessMesh, options: dict[str, Any], query, key, value, segment_ids, sinks, bias=None
+    ) -> Any:
         """(out, lse) on the processes of a ring. options: hashable."""
         call = _Call(self, ring, tuple(options.items()))
         return _Attend.apply(call, query, key, value, segment_ids, sinks, bias)
@@ -37,8 +39,8 @@ class SharedOp:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    op: SharedOp
-    ring: Ring
+    op: SequenceParallelOperator
+    ring: ProcessMesh
     options: tuple[tuple[str, Any], ...]
 
 
@@ -87,7 +89,7 @@ class _Gradients(torch.autograd.Function):
 _AXES = 1, 1, 1, 1, None, 2, 1, 2, 1, 2
 
 
-def _run(ring: Ring, program: Any, tensors: Any) -> list[torch.Tensor]:
+def _run(ring: ProcessMesh, program: Any, tensors: Any) -> list[torch.Tensor]:
     """Runs a program on this process's tensors. Some may be None."""
     device = tensors[0].device
     dlpack.refuse_capture(device)
@@ -100,14 +102,14 @@ def _run(ring: Ring, program: Any, tensors: Any) -> list[torch.Tensor]:
     return found
 
 
-@once
-def _forward(op: SharedOp, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
+@memoize
+def _forward(op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
     """The jitted function from (query, key, value, segment_ids, sinks, bias) to (out, lse)."""
     return _shared(functools.partial(op.attend, **dict(options)), mesh, (1, 2))
 
 
-@once
-def _backward(op: SharedOp, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
+@memoize
+def _backward(op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
     """The jitted function from the forward's inputs, results and cotangents to the gradients.
 
     The gradients: query, key, value, sinks and bias.

@@ -17,7 +17,7 @@ from jax._src import distributed, xla_bridge
 
 from jax_kernels.bridge.interop import dlpack
 
-__all__ = ["Ring", "initialize_distributed", "ring_of"]
+__all__ = ["ProcessMesh", "initialize_distributed", "process_mesh"]
 
 AXIS = "sequence"
 
@@ -69,7 +69,7 @@ def _free_address() -> str:
         return f"{host}:{opened.getsockname()[1]}"
 
 
-class Ring(NamedTuple):
+class ProcessMesh(NamedTuple):
     """The devices of a process group. mesh: a mesh with one axis, AXIS. rank: this process's index on the axis."""
 
     mesh: jax.sharding.Mesh
@@ -96,7 +96,7 @@ class Ring(NamedTuple):
         return dlpack.export_arrays([array.addressable_data(0) for array in arrays], device)
 
 
-def ring_of(group: Any) -> Ring:
+def process_mesh(group: Any) -> ProcessMesh:
     """The Ring of a process group; None is all processes. Raises RuntimeError if JAX does not know the processes."""
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
@@ -109,7 +109,7 @@ def ring_of(group: Any) -> Ring:
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     if dist.get_rank() not in ranks:
         raise ValueError(f"group: got ranks {ranks}, want a group with this process's rank {dist.get_rank()}")
-    return Ring(mesh=_mesh(ranks), rank=ranks.index(dist.get_rank()))
+    return ProcessMesh(mesh=_mesh(ranks), rank=ranks.index(dist.get_rank()))
 
 
 @functools.cache

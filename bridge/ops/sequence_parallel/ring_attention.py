@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs, check_statics
-from jax_kernels.bridge.ops.sequence_parallel.operator import SharedOp
-from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, ring_of
-from jax_kernels.bridge.translate.score_mods import in_jnp
+from jax_kernels.bridge.ops.sequence_parallel.operator import SequenceParallelOperator
+from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, process_mesh
+from jax_kernels.bridge.translate.score_mods import to_jnp
 from jax_kernels.masks import Mask
 from jax_kernels.ops.ring import ring_attention as ops
 from jax_kernels.ops.ring import shard_sequence as orders
@@ -89,7 +89,7 @@ def ring_attention(
         "strategy": strategy,
         "sends_ahead": sends_ahead,
         "mask": mask,
-        "score_mod": None if score_mod is None else in_jnp(score_mod),
+        "score_mod": None if score_mod is None else to_jnp(score_mod),
         "is_causal": is_causal,
         "window": tuple(window) if isinstance(window, list) else window,
         "scale": scale,
@@ -98,7 +98,7 @@ def ring_attention(
         "precision": precision,
         "implementation": implementation,
     }
-    out, lse = _OP(ring_of(group), options, query, key, value, segment_ids, sinks, bias)
+    out, lse = _OP(process_mesh(group), options, query, key, value, segment_ids, sinks, bias)
     return (out, lse) if return_lse else out
 
 
@@ -113,7 +113,7 @@ def _known(query, key, value, segment_ids, sinks, bias, out, lse, **options):
     return ops.with_results(call, arrays, out, lse)
 
 
-_OP = SharedOp(label="ring_attention", attend=_attend, known=_known)
+_OP = SequenceParallelOperator(label="ring_attention", attend=_attend, known=_known)
 
 
 @plain_arguments

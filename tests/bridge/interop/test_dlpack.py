@@ -183,7 +183,7 @@ def held(monkeypatch):
     Event.made = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(held_memory, "_memory_to_hold", lambda index: 1000)
-    return held_memory.Held()
+    return held_memory.StreamKeepAlive()
 
 
 def sizes(held):
@@ -251,7 +251,7 @@ def test_another_threads_capture_is_not_ended(monkeypatch):
 
     fake = types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
     monkeypatch.setattr(cuda_driver, "driver", lambda: fake)
-    with held_memory.while_others_capture():
+    with held_memory.relaxed_capture():
         assert modes == [2]
     assert modes == [2, 0]
 

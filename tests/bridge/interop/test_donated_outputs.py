@@ -40,7 +40,7 @@ def programs(monkeypatch):
 
 
 def run(function, *tensors):
-    arguments = donated_outputs.Arguments((), tensors, (False,) * len(tensors))
+    arguments = donated_outputs.FlatArguments((), tensors, (False,) * len(tensors))
     device = tensors[0].device
     return donated_outputs.run(function, arguments, device)
 
@@ -111,9 +111,9 @@ FORMS = {
 @pytest.mark.filterwarnings("error")  # JAX warns where a result cannot lie in the memory that it is given
 def test_xla_writes_each_result_to_an_argument(case):
     function, want = FORMS[case]
-    program = donated_outputs._Program(jax.jit(function, keep_unused=True))
+    program = donated_outputs._DonatingJit(jax.jit(function, keep_unused=True))
     x = torch.ones(8, 16)
-    forms = program.forms("key", donated_outputs.Arguments((), [x], (False,)))
+    forms = program.forms("key", donated_outputs.FlatArguments((), [x], (False,)))
     assert (forms and [form.shape for form in forms]) == want
     if forms is not None:
         assert all(torch.empty(form.shape).stride() == form.strides for form in forms)
@@ -145,7 +145,7 @@ def test_it_needs_jaxlibs_own_functions(programs, monkeypatch):
 
 def test_an_error_leaves_when_jax_is_done(programs, monkeypatch):
     settled = []
-    monkeypatch.setattr(donated_outputs, "_settle", settled.append)
+    monkeypatch.setattr(donated_outputs, "_synchronize", settled.append)
 
     def fail(*given):
         raise KeyboardInterrupt
@@ -170,7 +170,7 @@ def test_which_argument_is_there_is_part_of_the_kind(programs):
     function = jax.jit(lambda x, y: [x + 1] if y is None else [jnp.concatenate([y, y])])
     tensor = torch.arange(3.0)
     found = [
-        donated_outputs.run(function, donated_outputs.Arguments((), [tensor], absent), CPU)
+        donated_outputs.run(function, donated_outputs.FlatArguments((), [tensor], absent), CPU)
         for absent in ((False, True), (True, False))
     ]
     assert [[x.tolist() for x in results] for results in found] == [[[1, 2, 3]], [[0, 1, 2, 0, 1, 2]]]
@@ -187,7 +187,7 @@ def test_the_kinds_of_a_program_are_bounded(programs, monkeypatch):
 
 def test_programs_are_forgotten():
     donated_outputs._program(jax.jit(lambda x: [x]))
-    execute.forget()
+    execute.clear()
     assert not donated_outputs._PROGRAMS
 
 

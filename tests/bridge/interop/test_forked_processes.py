@@ -61,19 +61,19 @@ for name, function in CALLS.items():
             print("numbers", name, got)
 
 # A forked process has the plans of its parent, and gives other names.
-from jax_kernels.bridge.jax_functions.programs import PLANS
-from jax_kernels.bridge.interop.keyed_cache import fresh_name, once
-made = once(lambda key: os.getpid())
+from jax_kernels.bridge.jax_functions.programs import PROGRAMS
+from jax_kernels.bridge.interop.keyed_cache import memoize, unique_name
+made = memoize(lambda key: os.getpid())
 before = made(1)
 reader, writer = os.pipe()
 if os.fork() == 0:
-    names = {fresh_name("x") for _ in range(100)}
-    os.write(writer, f"{len(PLANS)} {made(1)} {made(2) == os.getpid()} {' '.join(names)}".encode())
+    names = {unique_name("x") for _ in range(100)}
+    os.write(writer, f"{len(PROGRAMS)} {made(1)} {made(2) == os.getpid()} {' '.join(names)}".encode())
     os._exit(0)
 os.wait()
 count, kept, is_own, *names = os.read(reader, 100_000).decode().split()
-assert int(count) == len(PLANS) and int(kept) == before and is_own == "True"
-assert not set(names) & {fresh_name("x") for _ in range(200)}
+assert int(count) == len(PROGRAMS) and int(kept) == before and is_own == "True"
+assert not set(names) & {unique_name("x") for _ in range(200)}
 print("forked")
 """
 

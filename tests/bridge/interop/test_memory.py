@@ -130,17 +130,17 @@ FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes."
 
 def test_pytorch_gives_memory_back_where_jax_finds_none(gpu):
     device = torch.device("cuda", 0)
-    assert memory.with_room(device, failing()) == 7
+    assert memory.retry_on_oom(device, failing()) == 7
     assert not gpu
-    assert memory.with_room(device, failing(FULL)) == 7
+    assert memory.retry_on_oom(device, failing(FULL)) == 7
     assert gpu == [True]
     with pytest.raises(torch.cuda.OutOfMemoryError, match=r"JAX is out of memory: RESOURCE(.|\n)*JAX: 3.00 GiB"):
-        memory.with_room(device, failing(FULL, FULL))
+        memory.retry_on_oom(device, failing(FULL, FULL))
     assert gpu == [True, True]
 
 
 @pytest.mark.parametrize(("place", "message"), [("cuda:0", "INTERNAL: x"), ("cpu", FULL)])
 def test_other_errors_are_raised_at_once(gpu, place, message):
     with pytest.raises(jax.errors.JaxRuntimeError, match=message.split()[0]):
-        memory.with_room(torch.device(place), failing(message))
+        memory.retry_on_oom(torch.device(place), failing(message))
     assert not gpu

@@ -14,10 +14,10 @@ CPU = torch.device("cpu")
 def test_the_target_ends_with_the_block(monkeypatch):
     monkeypatch.setattr(planning_device, "_device_info", lambda device: dispatch.device_info("h200"))
     before = dispatch.target_device()
-    with planning_device.planning_for(CPU):
+    with planning_device.planning_on(CPU):
         assert dispatch.target_device() == dispatch.device_info("h200") != before
     assert dispatch.target_device() == before
-    with pytest.raises(ZeroDivisionError), planning_device.planning_for(CPU):
+    with pytest.raises(ZeroDivisionError), planning_device.planning_on(CPU):
         _ = 1 / 0
     assert dispatch.target_device() == before
 
@@ -27,7 +27,7 @@ def test_nothing_of_outside_is_traced():
     seen = []
 
     def function(x):
-        with planning_device.planning_for(CPU):
+        with planning_device.planning_on(CPU):
             seen.append(core.trace_state_clean())
         seen.append(core.trace_state_clean())
         return x + 1
@@ -38,5 +38,5 @@ def test_nothing_of_outside_is_traced():
 
 def test_a_meta_tensor_has_jaxs_default_device():
     before = dispatch.target_device()
-    with planning_device.planning_for(torch.device("meta")):
+    with planning_device.planning_on(torch.device("meta")):
         assert dispatch.target_device() == before

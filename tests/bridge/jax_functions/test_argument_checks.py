@@ -50,7 +50,7 @@ CALLS = {
 WRONG = {
     "numpy": (np.ones((4, 8), np.float32), "numpy.ndarray"),
     "jax": (jnp.ones((4, 8)), "jaxlib._jax.ArrayImpl"),
-    "quantized": (quantize(jnp.ones((8, 4)), "int4"), "jax_kernels.quantization.QuantizedArray"),
+    "quantized": (quantize(jnp.ones((8, 4)), "int4"), "jax_kernels.quantization.arrays.QuantizedArray"),
     "list": ([1.0], "builtins.list"),
 }
 

@@ -43,12 +43,12 @@ def test_old_recipes_are_dropped_but_for_graphs(monkeypatch):
     by_mask = bridge.from_jax(lambda x, mask: x * mask.to_dense(3, 3)[0, 0, 1])
     masked = torch.compile(lambda x: by_mask(x, mask), backend="aot_eager", fullgraph=True)
     compiled(values), masked(values)
-    of_graphs = len(programs._OF_GRAPHS)
+    of_graphs = len(programs._PINNED)
     for _ in range(2):
         for size in range(4, 12):
             square(torch.ones(size, requires_grad=True)).sum().backward()
         assert bridge.cache_info().plan_recipes == 4 + of_graphs > graphs + 4
-        for forget in (module.clear, call_cache.clear, execute.forget):
+        for forget in (module.clear, call_cache.clear, execute.clear):
             forget()
         gc.collect()
         alive = [plan for plan in programs._ALIVE.values() if plan.request.function == square._op._name]
@@ -78,7 +78,7 @@ def test_functions_of_tangents_go_with_their_plans():
 def test_a_value_that_was_forgotten_is_made_again(monkeypatch):
     monkeypatch.setattr(module, "_MOST", 3)
     made = []
-    double = module.once(lambda x: made.append(x) or 2 * x)
+    double = module.memoize(lambda x: made.append(x) or 2 * x)
     module._ALL.remove(double)
     assert [double(x) for x in (1, 2, 3, 4, 4, 3)] == [2, 4, 6, 8, 8, 6]
     assert made == [1, 2, 3, 4]

@@ -11,7 +11,7 @@ import torch
 
 from jax_kernels import bridge
 from jax_kernels.bridge.jax_functions import programs as module
-from jax_kernels.bridge.jax_functions.pytree import flatten, rebuild
+from jax_kernels.bridge.jax_functions.pytree import flatten, unflatten
 
 
 class Mode(enum.IntEnum):
@@ -73,10 +73,10 @@ def test_each_constant_is_seen_as_it_was_given(group):
         assert len(seen) > before, constant
         assert repr(seen[-1]) == repr(constant)
         assert type(seen[-1]) is type(constant)
-    count, plans = len(seen), len(module.PLANS)
+    count, plans = len(seen), len(module.PROGRAMS)
     for constant in constants:
         function(torch.ones(2), constant)
-    assert (len(seen), len(module.PLANS)) == (count, plans)
+    assert (len(seen), len(module.PROGRAMS)) == (count, plans)
 
 
 def test_a_nan_made_anew_is_the_same_constant():
@@ -84,7 +84,7 @@ def test_a_nan_made_anew_is_the_same_constant():
     function = bridge.from_jax(lambda x, c: x * c[0])
     for _ in range(3):
         assert function(torch.ones(2), [float("nan")]).isnan().all()
-        plans.append(len(module.PLANS))
+        plans.append(len(module.PROGRAMS))
     assert plans[0] == plans[2]
 
 
@@ -107,7 +107,7 @@ def test_containers_keep_their_gradients():
 def test_rebuild_is_the_inverse_of_flatten():
     tree = {"a": [1, (2.5, None)], 3: {"x": torch.ones(1), "y": (-0.0, "s", np.float32(2))}, None: 1j}
     leaves = []
-    again = rebuild(flatten(tree, leaves, None), iter(leaves))
+    again = unflatten(flatten(tree, leaves, None), iter(leaves))
     assert repr(again) == repr(tree)
 
 

@@ -283,14 +283,14 @@ def test_an_operator_knows_its_calls(direct, monkeypatch):
         found.append(function)
         return direct.find(function, tensors, operands)(*(x for x in tensors if x is not None))
 
-    own = execute.run
+    own = execute.execute
 
     def run(function, tensors, operands=None):
         results = execute._launched(function, tensors, [x for x in tensors if x is not None], operands)
         return own(function, tensors, operands) if results is None else results
 
     monkeypatch.setattr(route, "launch", launch)
-    monkeypatch.setattr(execute, "run", run)
+    monkeypatch.setattr(execute, "execute", run)
     compiled = torch.compile(lambda *x: bridge.flash_attention(*x).sin(), backend="aot_eager", fullgraph=True)
     counts = []
     for _ in range(4):  # while it compiles, PyTorch's state is another one than in later calls
@@ -299,7 +299,7 @@ def test_an_operator_knows_its_calls(direct, monkeypatch):
         counts.append(len(found))
     assert counts[0] >= 2
     assert counts[1] == counts[3]
-    execute.forget()
+    execute.clear()
 
 
 @pytest.mark.parametrize("is_direct", [True, False])

@@ -130,16 +130,16 @@ def test_an_exported_program_with_a_mask_trains():
 def test_masks_of_graphs_have_one_name_as_long_as_they_live():
     mask, before = masks.block_sparse(torch.ones(3, 3, dtype=torch.bool), 8), len(mask_operands._KEPT)
     device = torch.device("cpu")
-    names = {mask_operands.kept_operands([mask], device).name for _ in range(3)}
+    names = {mask_operands.register_weak([mask], device).name for _ in range(3)}
     assert len(mask_operands._KEPT) == before + 1
     (name,) = names
-    assert mask_operands.found(name).masks == (mask,)
-    assert mask_operands.kept_operands([mask, mask], device).name != name
+    assert mask_operands.masks_by_name(name).masks == (mask,)
+    assert mask_operands.register_weak([mask, mask], device).name != name
     del mask
     gc.collect()
     assert len(mask_operands._KEPT) == before
     with pytest.raises(RuntimeError, match="only while the Mask is alive"):
-        mask_operands.found(name)
+        mask_operands.masks_by_name(name)
 
 
 @pytest.mark.parametrize("name", ["flash_attention", "rms_norm"])

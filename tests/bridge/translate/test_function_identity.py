@@ -71,13 +71,16 @@ def test_twins(name):
     make = SAME[name]
     first, second = make(), make()
     assert first is not second
-    assert function_identity.first_of(first) is function_identity.first_of(second)
+    assert function_identity.canonical_function(first) is function_identity.canonical_function(second)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_what_may_differ_without_showing(name):
     first, second = DIFFERENT[name](), DIFFERENT[name]()
-    assert (function_identity.first_of(first), function_identity.first_of(second)) == (first, second)
+    assert (function_identity.canonical_function(first), function_identity.canonical_function(second)) == (
+        first,
+        second,
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,26 +96,26 @@ def test_what_may_differ_without_showing(name):
     ],
 )
 def test_others_are_no_twins(first, second):
-    assert function_identity.first_of(first) is not function_identity.first_of(second)
+    assert function_identity.canonical_function(first) is not function_identity.canonical_function(second)
 
 
 def test_a_global_that_changes(monkeypatch):
     make = SAME["a global number"]
-    first = function_identity.first_of(make())
+    first = function_identity.canonical_function(make())
     monkeypatch.setitem(globals(), "FACTOR", 5.0)
-    assert function_identity.first_of(make()) is not first
+    assert function_identity.canonical_function(make()) is not first
 
 
 def test_a_lambda_for_each_call_adds_one_plan():
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 16, 2, 8, generator=generator) for _ in range(3))
     attend = lambda factor: bridge.flash_attention(query, key, value, score_mod=lambda s, b, h, i, j: s * factor)
-    before, results = len(programs.PLANS), [attend(1.5) for _ in range(4)]
-    assert len(programs.PLANS) == before + 1
+    before, results = len(programs.PROGRAMS), [attend(1.5) for _ in range(4)]
+    assert len(programs.PROGRAMS) == before + 1
     for result in results:
         torch.testing.assert_close(result, bridge.flash_attention(query * 1.5, key, value))
     torch.testing.assert_close(attend(2.5), bridge.flash_attention(query * 2.5, key, value))
-    assert len(programs.PLANS) == before + 2
+    assert len(programs.PROGRAMS) == before + 2
 
 
 def test_a_first_function_that_changed_stands_for_no_new_twins(monkeypatch):

@@ -163,7 +163,7 @@ def test_gradients_at_bounds():
     for function in (lambda x: torch.clamp(x, -1.0, 1.0), torch.abs, functional.relu, functional.softplus):
         x = torch.tensor([-30.0, -1.0, 0.0, 1.0, 30.0], requires_grad=True)
         (want,) = torch.autograd.grad(function(x).sum(), x)
-        traced = bridge.from_jax(torch_to_jnp.in_jnp(function))
+        traced = bridge.from_jax(torch_to_jnp.to_jnp(function))
         (got,) = torch.autograd.grad(traced(x).sum(), x)
         torch.testing.assert_close(got, want)
 

@@ -21,7 +21,7 @@ class Chain:
         self.calls += 1
         arrays, owners = dlpack.import_tensors(tensors, tensors[0].device)
         given = iter(arrays)
-        with planning_device.planning_for(tensors[0].device):
+        with planning_device.planning_on(tensors[0].device):
             masks = () if self.operands is None else (self.operands.masks,)
             results = self.function(*masks, *(next(given) if there else None for there in self.there))
         exported = dlpack.export_arrays(results, tensors[0].device)

@@ -220,7 +220,7 @@ def test_module_backend_follows_the_parameters(monkeypatch):
     make = lambda **options: bridge.nn.MultiheadDilatedAttention(128, 2, *PATTERN.values(), **options)
     module, timed, named = make(), make(benchmark_backends=True), make(attention_backend="xla")
     targets = importlib.import_module("jax_kernels.bridge.nn.multihead_dilated_attention").planning_device
-    monkeypatch.setattr(targets, "planning_for", lambda device: on_device("H200"))
+    monkeypatch.setattr(targets, "planning_on", lambda device: on_device("H200"))
     assert [x.attention_backend for x in (module, timed, named)] == ["triton", "xla", "xla"]
     for x in (module, timed, named):
         x.bfloat16()

@@ -76,10 +76,10 @@ def test_what_stays_as_it_is(monkeypatch):
 
 def test_lengths_that_keys_are_padded_to():
     for length in range(1, 5000):
-        size = length_buckets.bucket(length)
+        size = length_buckets.bucket_length(length)
         assert length <= size <= max(128, 1.26 * length)
-        assert length_buckets.bucket(size) == size
-    assert len({length_buckets.bucket(length) for length in range(1, 65_537)}) == 1 + 9 * 4
+        assert length_buckets.bucket_length(size) == size
+    assert len({length_buckets.bucket_length(length) for length in range(1, 65_537)}) == 1 + 9 * 4
 
 
 @pytest.fixture

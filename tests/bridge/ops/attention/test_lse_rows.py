@@ -33,7 +33,7 @@ def test_backward_takes_the_forwards_rows(case, gpu):
     given = {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in GIVEN[case].items()}
     tensors = Tensors(**empty | dict.fromkeys(("query", "key", "value"), array) | given)
     differentiated = [x for x in tensors.differentiated if x is not None]
-    wanted = flash_attention_operator.wanted_of([x is not None for x in tensors.differentiated])
+    wanted = flash_attention_operator.gradient_bits([x is not None for x in tensors.differentiated])
     device = torch.device("cpu")
     # Not the functions that are kept for a device: these are planned for a GPU.
     forward = flash_attention_operator._forward.__wrapped__(device, OPTIONS)
