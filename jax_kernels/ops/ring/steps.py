@@ -379,7 +379,7 @@ def _chosen(layout: Layout, x: Any, chunk: Any, axis: int = 1) -> Any:
 
 
 def _joined(layout: Layout, pairs: list[Chunks], field: str, x: jax.Array, axis: int = 1) -> jax.Array:
-    """The chunks that `field` of the pairs names, joined along the batch."""
+    """The chunks that the pairs name in `field`, joined along the batch."""
     return jnp.concatenate([_chosen(layout, x, getattr(pair, field), axis) for pair in pairs])
 
 
