@@ -281,7 +281,7 @@ BAD = {
     "two_masks": (
         lambda *x: block_sparse_attention(*x, np.ones((1, 1), bool), mask=masks.causal()),
         TypeError,
-        "mask: block_sparse_attention has block_mask in its place",
+        "mask: block_sparse_attention takes block_mask instead",
     ),
     "unknown": (
         lambda *x: block_sparse_attention(*x, np.ones((1, 1), bool), causal=True),
