@@ -161,8 +161,8 @@ def test_which_implementation(mask, as_lists):
             passed_over = dict(plan.passed_over)
             assert plan.implementation == "xla"
             assert passed_over["mosaic_gpu"].startswith("it takes a bias with a value for each key")
-            assert all(passed_over[name].startswith("it supports only Masks built from") for name in ("triton", "cudnn"))
-            with pytest.raises(NotImplementedError, match="'triton' cannot serve this flash_attention: of Mask"):
+            assert all(passed_over[name].startswith("it supports only Masks") for name in ("triton", "cudnn"))
+            with pytest.raises(NotImplementedError, match=r"'triton' cannot serve .*: it supports only Masks"):
                 explain(flash_attention, query, query, query, mask=mask, implementation="triton")
 
 
