@@ -102,7 +102,7 @@ def not_for_triton(activation: Any) -> str | None:
     if has_constants(program):
         return "its activation closes over arrays"
     unknown = sorted(set(primitives(program.jaxpr.eqns)) - TRITON_ELEMENTWISE)
-    return f"it cannot compute its activation's {', '.join(unknown)}" if unknown else None
+    return f"it cannot compute {', '.join(unknown)}, which its activation uses" if unknown else None
 
 
 def not_for_mosaic(activation: Any) -> str | None:

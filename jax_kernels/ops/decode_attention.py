@@ -139,7 +139,7 @@ def decode_attention(
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
-      that attends to no key has out = 0 and lse = -inf (with sinks, the sink).
+      that attends to no key has out = 0 and lse = -inf; with sinks, lse is the sink.
 
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
@@ -202,7 +202,6 @@ def _check(
     return_lse,
     implementation,
 ) -> tuple[DecodeRequest, _Arrays]:
-    """(request, arrays) of a call."""
     query, key, value = (
         checks.checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )

@@ -196,7 +196,6 @@ def prepare(
 def _check(
     *, x, scale, residual, eps, scale_offset, implementation, op, quantize=None, bias=None
 ) -> tuple[NormRequest, NormInputs]:
-    """(request, arrays) of a call."""
     x = checks.checked_array("x", x)
     if x.dtype not in checks.DTYPES:
         raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16 or float32")

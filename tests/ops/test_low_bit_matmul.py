@@ -110,7 +110,7 @@ BAD = {
     "depth": (lambda: matmul(X[:, :255], quantize(W, "int4")), "w: got shape (256, 4), want [K, N] with x's K = 255"),
     "stacked": (lambda: matmul(X, quantize(W[None], "int4")), "w: got shape (1, 256, 4), want [K, N]"),
     "scale": (lambda: matmul(X, quantize(W, "int4"), w_scale=1.0), "got one with low-bit weights"),
-    "precision": (lambda: matmul(X, quantize(W, "int4"), precision="fp8"), "precision: got 'fp8' with weights of few"),
+    "precision": (lambda: matmul(X, quantize(W, "int4"), precision="fp8"), "precision: got 'fp8' with low-bit weights"),
     "gated": (lambda: gated_matmul(X, quantize(W, "int4"), quantize(W, "int8")), "w_up: got (LowBit(format='int8'"),
 }
 
@@ -127,7 +127,7 @@ def test_what_the_kernels_do_not_serve():
     for implementation, x, reason in (
         ("mosaic_gpu", X, "with low-bit weights it needs N in multiples of 64"),
         ("mosaic_gpu", jnp.ones((65, 256), jnp.bfloat16), "it takes 1 to 64 rows of x"),
-        ("triton", X.astype(jnp.float32), "which precision='tf32' asks for"),
+        ("triton", X.astype(jnp.float32), "which needs precision='tf32'"),
     ):
         with on_device("H200"), pytest.raises(NotImplementedError, match=reason):
             explain(matmul, x, quantized, implementation=implementation)

@@ -149,8 +149,8 @@ def flash_attention(
         integers that fit int32.
       kv_lengths: [B] integers: the number of keys of each batch entry, clipped to 0 ... S. Values of key and value past
         the length have no effect, not even NaN. (Keys that a mask, a window or is_causal leaves out must be finite.)
-      q_offset: position of query 0: an int within 2**30 of 0, or integers, a scalar array or [B], clipped to it. 0
-        aligns the causal mask top-left, as jax.nn and PyTorch do; S - T bottom-right, as flash-attn does.
+      q_offset: position of query 0: an int within 2**30 of 0, or integers, a scalar array or [B], clipped to this
+        range. 0 aligns the causal mask top-left, as jax.nn and PyTorch do; S - T bottom-right, as flash-attn does.
       score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any jnp code of scalars: query @ key * scale in
         float32, and int32 indices (q_idx: the query's row in this call, without q_offset). Excludes softcap. Where a
         pair is masked out, the gradients of its closed-over arrays may get a NaN, as through jnp.where.
@@ -167,7 +167,7 @@ def flash_attention(
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
-      without a key has out = 0 and lse = -inf (with sinks, the sink), and passes no gradient but the sink's.
+      without a key has out = 0 and lse = -inf; with sinks, lse is the sink, and only the sink gets a gradient.
 
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.

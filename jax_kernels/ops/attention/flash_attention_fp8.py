@@ -147,7 +147,6 @@ class _Arrays(NamedTuple):
 def _check(
     *, query, key, value, q_scale, k_scale, v_scale, is_causal, scale, q_offset, kv_lengths, return_lse, implementation
 ) -> tuple[Fp8Request, _Arrays]:
-    """(request, arrays) of a call."""
     query, key, value = (
         checks.checked_array(name, x, DTYPES) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -218,7 +217,7 @@ def _factors(request: Fp8Request, q_scale, k_scale, v_scale, scale: float) -> ja
 
 
 def _of_scores(q_scale: Any, k_scale: Any, scale: float) -> Any:
-    """q_scale * k_scale * scale, smallest times largest first: overflows float32 only if the product does."""
+    """q_scale * k_scale * scale, smallest times largest first: leaves float32's range only if the full product does."""
     low, high = jnp.minimum(q_scale, k_scale), jnp.maximum(q_scale, k_scale)
     between = jnp.clip(jnp.float32(scale), low, high)
     return (jnp.minimum(low, scale) * jnp.maximum(high, scale)) * between

@@ -393,7 +393,7 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
     shards: the devices of a sharded sequence, whose tokens on this device are in the arrays; or None.
     """
     checked = _check(**keywords)
-    query, scale = with_positive_scale(checked.inputs.query, checked.arguments["scale"])  # before the custom_vjp
+    query, scale = with_positive_scale(checked.inputs.query, checked.arguments["scale"])  # outside the custom_vjp
     recipe = _Recipe(
         pattern=checked.pattern,
         merge=tuple(checked.merge.items()),

@@ -18,7 +18,7 @@ __all__ = ["launches_of"]
 
 
 def launches_of(call: BranchCall, request: AttentionRequest, block_q: int) -> tuple[BranchCall, ...]:
-    """Splits the call into the calls that take the least time. Estimates the forward, to which the backward scales.
+    """Splits the call into the calls that take the least time, by estimates of the forward. The backward scales alike.
 
     request: of the whole call. block_q: the queries of a tile.
     """

@@ -16,7 +16,7 @@ from jax_kernels.hilbert import hilbert_order
 
 __all__ = ["ROW_MULTIPLE", "Deal", "Shards", "Span", "classes_of", "dealt_out"]
 
-ROW_MULTIPLE = 8  # of the tensor memory accelerator's tiles
+ROW_MULTIPLE = 8  # tiles of the tensor memory accelerator have a multiple of this many rows
 
 
 @dataclasses.dataclass(frozen=True)

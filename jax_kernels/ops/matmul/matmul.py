@@ -209,7 +209,6 @@ def check_gated(
 def _check_gated_low_bit(
     w_gate: Any, w_up: Any, gate_scale: Any, up_scale: Any, arguments: dict[str, Any]
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:
-    """check_gated, for low-bit weights."""
     kinds = [
         (w.layout, w.shape, str(w.scale.dtype)) if low_bit.layout_of(w) is not None else getattr(w, "dtype", type(w))
         for w in (w_gate, w_up)
@@ -298,7 +297,6 @@ def _checked_low_bit(
     x: Any, w: QuantizedArray, bias: Any, activation: Any, residual: Any, transpose_w: bool, out_dtype: Any,
     precision: Any,
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:  # fmt: skip
-    """check, for low-bit weights."""
     x = checks.checked_array("x", x)
     if x.dtype not in checks.DTYPES:
         raise TypeError(f"x: got dtype {x.dtype} with low-bit weights, want bfloat16, float16 or float32")

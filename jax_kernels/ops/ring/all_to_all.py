@@ -82,7 +82,6 @@ def _own_bias(call: RingCall, bias: jax.Array, exchange: Exchange) -> jax.Array:
 
 
 def _own_sinks(call: RingCall, arrays: RingArrays) -> jax.Array | None:
-    """The sinks of the device's heads."""
     if arrays.sinks is None:
         return None
     own = arrays.sinks.shape[1] // call.layout.devices

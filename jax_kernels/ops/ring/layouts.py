@@ -233,7 +233,7 @@ class Layout:
     def whole(self, step: int, index: Any) -> Whole | None:
         """The one call of a step; None if the step needs more than one call. index: as in pairs.
 
-        Under a causal mask without a window, in each step but the first, a query sees all keys of a chunk or no key.
+        Under a causal mask without a window, in each step but the first, a query sees all keys or no key of a chunk.
         """
         is_causal, window = self.window(step)
         if self.left is None and self.right is None:

@@ -71,7 +71,7 @@ def ring_attention(
 
         tokens = shard_sequence's order of all tokens, of which a device has [T]
         gather = lambda x: all_gather(x, axis_name, axis=1, tiled=True)[:, argsort(tokens)]
-        ids = gather(segment_ids)  # and a bias of the rows of all devices, in the order of their tokens
+        ids = gather(segment_ids)  # likewise a bias, along its rows
         out = flash_attention(*map(gather, (query, key, value)), segment_ids=ids, mask=mask, ...)[:, mine]
 
     Keys and values travel round the ring of devices. Each step merges its (out, lse) in float32 with the (out, lse) of
@@ -201,7 +201,7 @@ def prepare(
         if sends_ahead != int(sends_ahead) or sends_ahead < 1:
             raise ValueError(f"sends_ahead: got {sends_ahead}, want an int of 1 or more, or None")
         if strategy not in ("ring", "auto"):
-            raise ValueError(f"sends_ahead: got {sends_ahead} with strategy={strategy!r}, want None: it is a ring's")
+            raise ValueError(f"sends_ahead: got {sends_ahead} with strategy={strategy!r}, want None: it is for rings")
     left, right = request.window or (-1, -1)
     limits: Any = None if left < 0 else left, 0 if request.is_causal else None if right < 0 else right
     if mask is not None:

@@ -200,7 +200,7 @@ BAD = {
     "traced": (
         lambda: jax.jit(lambda x: compile_attention(masks.segments(x), 40, 16)(*arrays()))(jnp.zeros(40, jnp.int32)),
         TypeError,
-        "pattern: got a Mask of traced arrays, want known ones",
+        "pattern: got a Mask of traced arrays, want known arrays",
     ),
     "unhashable": (
         lambda: compile_attention("longformer", 40, 16, window=([8],)),
