@@ -1,4 +1,4 @@
-"""The activations that have names, as elementwise functions that kernels can compute, too."""
+"""The named activations, as elementwise functions that kernels can also compute."""
 
 import functools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def tanh(x: jax.Array) -> jax.Array:
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """x Φ(x), with the error function to 1.5e-7."""
+    """x Φ(x), with the error function accurate to 1.5e-7."""
     size = jnp.abs(x) * 0.7071067811865476
     tail = 0.5 * elementwise.erf_polynomial(size) * jnp.exp(-size * size)  # 1 - Φ(|x|)
     return x * jnp.where(x >= 0, 1.0 - tail, tail)
@@ -85,28 +85,28 @@ _DERIVATIVES = {
 
 @functools.lru_cache(maxsize=MOST_CALLS)
 def derivative_of(activation: Any) -> Callable[[jax.Array], jax.Array]:
-    """The derivative of an activation, or of none. Mosaic cannot compute what jax.vjp makes of those with names."""
+    """The derivative of an activation, or of None. Mosaic cannot compute jax.vjp of the named activations."""
     if activation in _DERIVATIVES:
         return _DERIVATIVES[activation]
     return lambda x: jax.vjp(lambda x: activation(x).astype(jnp.float32), x)[1](jnp.ones_like(x))[0]
 
 
 def not_for_triton(activation: Any) -> str | None:
-    """Why a Triton kernel cannot compute an activation, a function of float32 numbers or None."""
+    """The reason why a Triton kernel cannot compute an activation (a function of float32, or None), or None."""
     if activation is None or activation in (*ACTIVATIONS.values(), *_DERIVATIVES.values()):
         return None
     try:
         program = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct((), jnp.float32))
     except Exception as error:
-        return f"its activation raised {type(error).__name__} when traced for a number"
+        return f"its activation raised {type(error).__name__} when traced for a scalar"
     if has_constants(program):
         return "its activation closes over arrays"
     unknown = sorted(set(primitives(program.jaxpr.eqns)) - TRITON_ELEMENTWISE)
-    return f"of its activation it cannot compute {', '.join(unknown)}" if unknown else None
+    return f"it cannot compute {', '.join(unknown)}, which its activation uses" if unknown else None
 
 
 def not_for_mosaic(activation: Any) -> str | None:
-    """Why a Mosaic kernel cannot compute an activation, a function of float32 numbers or None."""
+    """The reason why a Mosaic kernel cannot compute an activation (a function of float32, or None), or None."""
     if activation is None or activation in (*ACTIVATIONS.values(), *_DERIVATIVES.values()):
         return None
     return elementwise.why_not(activation)

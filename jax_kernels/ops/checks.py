@@ -1,4 +1,4 @@
-"""Checks of the arguments that several ops have. Each error names the argument, what it got and what it wants."""
+"""Checks of arguments that several ops have. An error names the argument, the given value and the wanted values."""
 
 import math
 from typing import Any
@@ -12,10 +12,10 @@ from jax_kernels.plain_numbers import plain, plain_of
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 MAX_HEAD_DIM = 256
-# The sizes of a request of attention without which there is no pair of a query and a key.
+# The sizes of an attention request: if any of them is 0, there is no pair of a query and a key.
 SIZES = ("batch", "q_length", "kv_length", "heads")
 HEADS = "[batch, length, heads, head_dim]"
-# A position, and the limit of a window, stay below these: their sums fit an int32.
+# Positions are within FARTHEST of 0, and window limits below WIDEST, so that their sums fit int32.
 FARTHEST = mask_checks.FARTHEST
 WIDEST = 1 << 29
 
@@ -40,13 +40,13 @@ def check_shapes(query: Any, key: Any, value: Any, dtypes: tuple[Any, ...] = DTY
 
 
 def check_groups(heads: int, kv_heads: int) -> None:
-    """That each head of keys serves equally many heads of queries. A query without heads has a key with any number."""
+    """Checks that key heads serve equally many query heads. Without query heads, any number of key heads is valid."""
     if heads if kv_heads == 0 else heads % kv_heads:
         raise ValueError(f"key: got {kv_heads} heads, want a divisor of query's {heads} heads")
 
 
 def check_heads(name: str, x: Any, dtype: Any, axes: str = HEADS, dtypes: tuple[Any, ...] = DTYPES) -> None:
-    """That query, key or value is an array of heads, in query's dtype, which is one of `dtypes`."""
+    """Checks that query, key or value is an array of heads in query's dtype, which is one of `dtypes`."""
     if x.ndim != 4:
         raise ValueError(f"{name}: got shape {x.shape}, want 4 axes {axes}")
     if x.dtype not in dtypes:
@@ -58,7 +58,7 @@ def check_heads(name: str, x: Any, dtype: Any, axes: str = HEADS, dtypes: tuple[
 
 
 def checked_array(name: str, x: Any, dtypes: tuple[Any, ...] = DTYPES) -> Any:
-    """A jax.Array, or a ShapeDtypeStruct. A NumPy array becomes one if its dtype is one of `dtypes`."""
+    """A jax.Array or a ShapeDtypeStruct. A NumPy array is converted if its dtype is one of `dtypes`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     if isinstance(x, np.ndarray | np.generic) and x.dtype not in dtypes:
@@ -75,12 +75,12 @@ def reshaped(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def converted(x: Any, dtype: Any) -> Any:
-    """x in this dtype, an array or a spec."""
+    """x in this dtype. x: an array or a spec."""
     return reshaped(x, x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
 def spread(x: Any, shape: tuple[int, ...]) -> Any:
-    """x broadcast to a shape, an array or a spec."""
+    """x broadcast to a shape. x: an array or a spec."""
     return reshaped(x, shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.broadcast_to(x, shape)
 
 
@@ -105,7 +105,7 @@ def check_implementation(implementation: Any) -> None:
 
 
 def check_names(**names: Any) -> None:
-    """Raises TypeError for what is neither a name nor None."""
+    """Raises TypeError for a value that is neither a name nor None."""
     for name, x in names.items():
         if x is not None and not isinstance(x, str):
             raise TypeError(f"{name}: got {type(x).__name__}, want a name or None")
@@ -118,7 +118,10 @@ def check_flags(**flags: Any) -> None:
 
 
 def with_positive_scale(query: jax.Array, scale: float | None) -> tuple[jax.Array, float]:
-    """A query and a scale (None: 1 / sqrt(D)) of the same scores; kernels take the maximum before they scale."""
+    """(query, scale) with the same scores and scale > 0, since kernels take the maximum before they scale.
+
+    scale: None is 1 / sqrt(D).
+    """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if scale > 0:
         return query, scale
@@ -126,7 +129,7 @@ def with_positive_scale(query: jax.Array, scale: float | None) -> tuple[jax.Arra
 
 
 def checked_window(window: Any, is_causal: bool) -> tuple[bool, tuple[int, int] | None]:
-    """(is_causal, window) as AttentionOptions holds them: a right side of 0 is is_causal."""
+    """(is_causal, window) as in AttentionOptions: a right side of 0 becomes is_causal."""
     window = plain_of("window", window)
     if window is None:
         return is_causal, None
@@ -144,7 +147,7 @@ def checked_window(window: Any, is_causal: bool) -> tuple[bool, tuple[int, int] 
 
 
 def broadcastable(name: str, x: Any, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """x's shape with four axes, each of length 1 or that of `shape`."""
+    """x's shape with four axes, each of length 1 or equal to `shape`."""
     full = (1,) * (4 - x.ndim) + tuple(x.shape)
     if x.ndim > 4 or any(got not in (1, wanted) for got, wanted in zip(full, shape, strict=True)):
         raise ValueError(f"{name}: got shape {x.shape}, want a shape broadcastable to [B, H, T, S] = {shape}")
@@ -178,9 +181,9 @@ def checked_integers(name: str, x: Any, want: str, within: tuple[int, int] = mas
 
 
 def ranked_over(axis_name: Any, segment_ids: Any) -> Any:
-    """The ids of a shard [B, T] as int32 in which ids of all shards compare as they do here; see masks.checks.ids.
+    """The ids of a shard [B, T] as int32 ranks that are comparable between all shards; see masks.checks.ids.
 
-    Other arguments stay as they are, for the op's own checks.
+    Other arguments are returned unchanged, for the op's own checks.
     """
     if not isinstance(segment_ids, jax.core.Tracer) or segment_ids.ndim != 2:
         return segment_ids
@@ -205,7 +208,7 @@ def checked_offset(q_offset: Any, batch: int) -> tuple[int | None, Any]:
         if not -FARTHEST < q_offset < FARTHEST:
             raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
         return int(q_offset), None
-    # Arrays are kept within FARTHEST, where positions do not wrap: further away, a query sees all of the keys or none.
+    # Arrays are clipped to FARTHEST, so that positions do not wrap: beyond it, a query sees all of the keys or no key.
     q_offset = checked_integers("q_offset", q_offset, "an int or an int32 array", (-FARTHEST, FARTHEST))
     if q_offset.shape not in ((), (batch,)):
         raise ValueError(f"q_offset: got shape {q_offset.shape}, want an int, a scalar or [batch] = ({batch},)")

@@ -1,9 +1,9 @@
-"""The machinery that every op shares: a checked request becomes a plan, and the planned call runs under jit and vmap.
+"""The base of every op: a checked request becomes a plan, and the planned call runs under jit and vmap.
 
 An op is a public function and a `PlannedOp`. To write one:
 
 1. a frozen dataclass derived from dispatch.Request: the call without its arrays. Its SIZES name the lengths of axes:
-   where one is 0, dispatch takes "xla", whose code has to serve empty arrays;
+   if one of them is 0, dispatch takes "xla", whose code has to support empty arrays;
 2. `check(...)`, which takes the function's arguments by name, raises for bad input, and returns (request, arrays);
 3. a table of `Implementation`s, whose kernels are wrapped by `kernel`;
 4. `OP = PlannedOp(name, table, order)`, `@OP.explained_by(check)` above the function, and in it
@@ -40,16 +40,17 @@ __all__ = [
     "with_batch",
 ]
 
-# Calls whose functions are kept, the last used: a call holds its caller's functions, and the arrays of their closures.
+# The number of last used calls whose functions are cached: a call holds its caller's functions and their closed-over
+# arrays.
 MOST_CALLS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """The blocks of an op's kernels, and how many streaming multiprocessors a persistent kernel fills.
+    """The blocks of an op's kernels, and the number of SMs that a persistent kernel fills.
 
-    array_gradients: blocks of the kernels that compute the gradients of a bias, or of the arrays of a score_mod, where
-    the backward does not.
+    array_gradients: blocks of the kernels for the gradients of a bias, or of the arrays of a score_mod, if the backward
+    does not compute them.
     """
 
     forward: Any
@@ -61,9 +62,9 @@ class Blocks:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class PlannedCall:
-    """The static half of a planned call: everything but the arrays. It is hashable, so that it can key a jit cache.
+    """The static half of a planned call: everything except the arrays. It is hashable, so it can key a jit cache.
 
-    config: the Blocks, None for an implementation without any. options: the op's own, hashable.
+    config: the Blocks, None for an implementation without blocks. options: the op's own, hashable.
     """
 
     implementation: str
@@ -74,23 +75,23 @@ class PlannedCall:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedOp:
-    """An op: its name in messages, its implementations by name, and order(request), their names, fastest first."""
+    """An op: its name in messages, its implementations by name, and order(request): their names, fastest first."""
 
     name: str
     implementations: Mapping[str, Implementation]
     order: Callable[[Any], Sequence[str]]
 
     def plan(self, request: Request, implementation: str | None = None) -> Plan:
-        """The plan for a request. Raises as dispatch.choose does."""
+        """The plan for a request. Raises the errors of dispatch.choose."""
         return dispatch.choose(request, self.implementations, self.order, implementation)
 
     def call(self, request: Request, options: Any, implementation: str | None = None) -> PlannedCall:
-        """The planned call for a request, on this process's setting of the interpreter."""
+        """The planned call for a request, with this process's setting of the interpreter."""
         plan = self.plan(request, implementation)
         return PlannedCall(plan.implementation, plan.config, options, dispatch.interpreting())
 
     def explained_by(self, check: Callable[..., tuple[Any, ...]]) -> Callable[[Any], Any]:
-        """A decorator that gives a public function the `plan` which jax_kernels.explain asks for.
+        """A decorator that gives a public function its `plan`, for jax_kernels.explain.
 
         check: takes the function's arguments by name, and returns the request first.
         """
@@ -110,8 +111,8 @@ class PlannedOp:
 def jitted_in_eager_shard_map[Function: Callable[..., Any]](function: Function) -> Function:
     """A decorator for a function of a static call and arrays that has a custom_vjp.
 
-    In a shard_map that nothing traces JAX has no such function with symbolic zeros, and its error for forward-mode
-    derivatives is another one. There it runs under jit.
+    In an untraced (eager) shard_map, JAX does not support a custom_vjp with symbolic zeros, and its error for forward
+    mode has another text. In this case the function runs under jit.
     """
     jitted = jax.jit(function, static_argnums=0)
 
@@ -124,13 +125,13 @@ def jitted_in_eager_shard_map[Function: Callable[..., Any]](function: Function) 
 
 
 def _is_of_eager_shard_map(x: Any) -> bool:
-    while hasattr(x, "primal"):  # of an array that is differentiated
+    while hasattr(x, "primal"):  # an array under differentiation
         x = x.primal
     return type(x).__name__ == "ShardMapTracer"
 
 
 def named_arguments(op: str, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by name, with the function's defaults. Raises TypeError as the call itself would."""
+    """The arguments of a call by name, with the function's defaults. Raises TypeError like the call itself."""
     signature = inspect.signature(function)
     positional = [name for name, x in signature.parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
     if len(args) > len(positional):
@@ -145,12 +146,13 @@ def named_arguments(op: str, function: Callable[..., Any], args: Any, kwargs: An
 
 
 def kernel(function: Callable[..., Any], direction: str = "forward", *, once: bool = False) -> Callable[..., Any]:
-    """A kernel's function, which is given the blocks of its direction and core_count out of a call's Blocks.
+    """A kernel's function, which gets the blocks of its direction and core_count from a call's Blocks.
 
-    once: a program traces and lowers equal calls once. JAX numbers the kernels of a program, so that the same kernel
-    would be compiled again under another name. The function then takes (arrays, options, *arrays) and its blocks.
+    once: a program traces and lowers equal calls once. Otherwise the same kernel would be compiled again under another
+    name, because JAX numbers the kernels of a program. The function then takes (arrays, options, *arrays) and its
+    blocks.
 
-    Pallas has no derivative of such kernels: NotImplementedError tells so.
+    Pallas has no derivative of such kernels: they raise NotImplementedError with the reason.
     """
     if once:
         function = jax.jit(function, static_argnums=1, static_argnames=("config", "core_count", "interpret"))
@@ -165,9 +167,9 @@ def kernel(function: Callable[..., Any], direction: str = "forward", *, once: bo
 
 
 def join_batch(size: int, x: jax.Array, has_axis: bool, length: int | None = None) -> jax.Array:
-    """An array of `size` calls under a vmap, [size, batch, ...] or [batch, ...], as one of [size * batch, ...].
+    """Merges an array of `size` calls under a vmap, [size, batch, ...] or [batch, ...], into [size * batch, ...].
 
-    length: the batch's length, where x may have 1 for it.
+    length: the batch's length, if x may have length 1 instead.
     """
     x = x if has_axis else x[None]
     length = x.shape[1] if length is None else length
@@ -191,7 +193,7 @@ def no_calls(function: Callable[..., Any], mapped: Any, arrays: Any) -> tuple[An
 
 
 def with_batch(size: int, x: jax.Array, has_axis: bool) -> jax.Array:
-    """An array of `size` calls under a vmap, [size, ...] or [...], as [size, ...]."""
+    """Broadcasts an array of `size` calls under a vmap, [size, ...] or [...], to [size, ...]."""
     return x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
 
 
@@ -206,11 +208,11 @@ def batched(
     join: Callable[[int, Any, Any], Any] = _join_all,
     share: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
 ) -> Callable[..., Any]:
-    """The forward of a call's implementation as a function of its arrays, with a vmap that joins its axis to the batch.
+    """The forward of a call's implementation as a function of its arrays, with a vmap that is merged into the batch.
 
-    join(size, batched, arrays): the arrays of one call in place of `size`; by default the first axis of each array is
-    the batch. None stands for an array that the call lacks. share: makes of the kernel's function one whose work
-    devices share out, see ops.partitioning; plain JAX code needs none.
+    join(size, batched, arrays): merges the arrays of `size` calls into the arrays of one call; by default the first
+    axis of each array is the batch. An array that the call lacks is None. share: wraps a kernel's function to shard its
+    work over devices, see ops.partitioning; plain JAX code is not wrapped.
     """
     forward = op.implementations[call.implementation].forward
 

@@ -1,4 +1,4 @@
-"""Why an implementation cannot serve a request on its device: what the ops' implementation tables share."""
+"""Reasons why an implementation cannot serve a request on its device, for the implementation tables of all ops."""
 
 from jax_kernels.dispatch import Request, interpreting
 from jax_kernels.pallas.mosaic import interpreter
@@ -7,7 +7,7 @@ OUT_OF_REACH = "Pallas' Triton does not reach all of an array of 2 to 4 GiB whos
 
 
 def no_gpu(request: Request) -> str | None:
-    """For a kernel, which a GPU runs, or Pallas' interpreter."""
+    """The reason for a kernel that needs a GPU or Pallas' interpreter, or None."""
     if request.device.compute_capability is not None or interpreting():
         return None
     return f"it needs an NVIDIA GPU, and this runs on {request.device.name} (JAX_KERNELS_INTERPRET=1 interprets it)"
@@ -21,7 +21,7 @@ def not_hopper(request: Request) -> str | None:
 
 
 def below(request: Request, capability: tuple[int, int]) -> str | None:
-    """For what needs at least this compute capability."""
+    """The reason for an implementation that needs at least this compute capability, or None."""
     got = request.device.compute_capability
     if got is None or got >= capability:
         return None
@@ -30,7 +30,7 @@ def below(request: Request, capability: tuple[int, int]) -> str | None:
 
 
 def no_mosaic(request: Request) -> str | None:
-    """For a Mosaic kernel: no_gpu, and that JAX's interpreter as it comes cannot run it."""
+    """The reason for a Mosaic kernel, or None: no_gpu, or JAX's unmodified interpreter, which cannot run the kernel."""
     if request.device.compute_capability is None and interpreting() and not interpreter.INTERPRETED:
         return "JAX's interpreter of Mosaic lacks wgmma with register operands (the tests add it)"
     return no_gpu(request)

@@ -134,7 +134,7 @@ def test_explain_of_products(run, op, options):
     assert (code, err) == (0, "")
     assert out.startswith(f"{op}: mosaic_gpu (asked for by name)\n  blocks: ")
     if options:
-        assert_one_line(run(*arguments, "a100"), "precision: NVIDIA A100-SXM4-80GB has no products of 8 bits; Ada")
+        assert_one_line(run(*arguments, "a100"), "precision: NVIDIA A100-SXM4-80GB has no 8-bit matmuls; Ada")
 
 
 @pytest.mark.parametrize(

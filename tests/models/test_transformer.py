@@ -326,7 +326,7 @@ def test_8_bits_are_emulated_on_request():
         program = lambda **options: jax.eval_shape(model(**eight | options), tokens())
         assert program(**xla).shape == (BATCH, LENGTH, CONFIG.vocab_size)
         for name in names[1:]:
-            with pytest.raises(NotImplementedError, match=r"A100.* has no products of 8 bits"):
+            with pytest.raises(NotImplementedError, match=r"A100.* has no 8-bit matmuls"):
                 program(**xla | {name: None})
 
 

@@ -136,7 +136,7 @@ def test_plans(sizes):
         named = explain(flash_attention, *given, implementation="mosaic_gpu")
         assert (named.implementation, named.config) == ("xla", None)
         assert named.why.endswith("is 0, which leaves 'mosaic_gpu' nothing to compute")
-        with pytest.raises(NotImplementedError, match="wgmma products take bfloat16"):
+        with pytest.raises(NotImplementedError, match="wgmma instructions take bfloat16"):
             explain(flash_attention, *arrays(sizes), implementation="mosaic_gpu")
 
 

@@ -169,7 +169,7 @@ def test_explain_shows_why():
 
 
 def test_the_segments_of_dilated_attention_hang_on_the_length():
-    with pytest.raises(ValueError, match="query: got the symbolic length b, want an int, which tells the segments"):
+    with pytest.raises(ValueError, match="query: got the symbolic length b, want an int: segments depend on it"):
         jax.export.export(jax.jit(dilated))(*structs(["2, b, 2, 8"]))
 
 

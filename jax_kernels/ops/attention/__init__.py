@@ -1,1 +1,1 @@
-"""flash_attention, and the ops that are made of it."""
+"""flash_attention, and the ops that are built on it."""

@@ -1,4 +1,4 @@
-"""By what the blocks of a mask's bool array are counted."""
+"""The function that counts the blocks of a mask's bool array."""
 
 import functools
 
@@ -11,12 +11,12 @@ from jax_kernels.pallas.attention.passes import block_counts as block_counts_pas
 
 
 def counts(keep: jax.Array, block_q: int, block_kv: int) -> jax.Array:
-    """masks.lists.block_sums, by a kernel where it is planned and compiled for a GPU that has Triton."""
+    """masks.lists.block_sums; by a kernel if the call is planned and compiled for a GPU with Triton."""
     capability = target_device().compute_capability
     has_triton = capability is not None and capability >= (8, 0) and not interpreting()
     if not has_triton or not block_counts_pass.takes(keep.shape, block_q, block_kv):
         return block_sums(keep, block_q, block_kv)
-    # A machine with a GPU may run this on its CPU.
+    # A machine with a GPU may still run this call on its CPU.
     kernel = functools.partial(block_counts_pass.counts, block_q=block_q, block_kv=block_kv, interpret=False)
     otherwise = functools.partial(block_sums, block_q=block_q, block_kv=block_kv)
     with jax.enable_x64(False):

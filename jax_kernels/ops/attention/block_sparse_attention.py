@@ -34,11 +34,12 @@ def block_sparse_attention(
     Args:
       query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv]. As flash_attention takes them.
       block_mask: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns], True for a block
-        that is attended to; rows = ceil(T / block_size), columns = ceil(S / block_size). Floats are taken, and refused,
-        as flash_attention's mask is. Or a masks.Mask, such as masks.top_k_blocks gives, which has its own block size.
-      block_size: an int, or (queries, keys); None is 128. On Hopper, multiples of 128 are visited as they are; of
-        smaller ones, those that share a block of 128 are visited together.
-      arguments: all others of flash_attention, such as is_causal, which masks out what a block holds of later keys.
+        that is attended to; rows = ceil(T / block_size), columns = ceil(S / block_size). Floats are accepted and
+        rejected like flash_attention's mask. Or a masks.Mask, such as the result of masks.top_k_blocks, which has its
+        own block size.
+      block_size: an int, or (queries, keys); None is 128. On Hopper, blocks of multiples of 128 are visited one by one.
+        Smaller blocks that lie in the same block of 128 are visited together.
+      arguments: all other arguments of flash_attention, such as is_causal, which masks a block's later keys.
 
     Returns and raises: as flash_attention. A query without any key has out = 0 and lse = -inf.
 
@@ -65,20 +66,20 @@ block_sparse_attention.plan = _plan  # type: ignore[attr-defined]
 def _mask(block_mask: Any, block_size: Any, arguments: dict[str, Any], query: Any, key: Any) -> masks.Mask:
     if "mask" in arguments:
         raise TypeError(
-            "mask: block_sparse_attention has block_mask in its place; compose masks, and pass a Mask there"
+            "mask: block_sparse_attention takes block_mask instead; compose masks, and pass the Mask as block_mask"
         )
     if isinstance(block_mask, masks.Mask) and block_size is not None:
         raise ValueError(f"block_size: got {block_size} with a Mask, want None: a Mask has its own")
     mask = block_mask
     if not isinstance(block_mask, masks.Mask):
         mask = named_block_sparse("block_mask", block_mask, 128 if block_size is None else block_size)
-    if all(len(getattr(x, "shape", ())) == 4 for x in (query, key)):  # else flash_attention says what is wrong
+    if all(len(getattr(x, "shape", ())) == 4 for x in (query, key)):  # else flash_attention raises the error
         _check_sizes(block_mask, mask, query, key)
     return mask
 
 
 def _check_sizes(block_mask: Any, mask: Any, query: Any, key: Any) -> None:
-    """Raises unless the blocks cover the queries and keys. A Mask's own are left to flash_attention."""
+    """Raises unless the blocks cover the queries and keys. flash_attention checks the blocks of a Mask."""
     batch, q_length, heads, _ = query.shape
     if mask.batch not in (1, batch) or mask.heads not in (1, heads):
         raise ValueError(

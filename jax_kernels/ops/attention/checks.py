@@ -1,4 +1,4 @@
-"""The checks of flash_attention: an error names the argument, what it got and what it wants."""
+"""The checks of flash_attention. An error names the argument, the value that it got and the values that it wants."""
 
 import os
 from typing import Any
@@ -25,7 +25,7 @@ def check(
     q_offset=0, score_mod=None, sinks=None, scale=None, softcap=None, return_lse=False, deterministic=None,
     precision=None, implementation=None, **unknown,
 ) -> tuple[AttentionRequest, AttentionInputs]:  # fmt: skip
-    """The request behind a call and its arrays in the kernels' form; raises what flash_attention documents."""
+    """(request, arrays in the kernels' form) of a call. Raises the errors that flash_attention documents."""
     for name in unknown:
         raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
     query, key, value = (
@@ -112,7 +112,7 @@ def check(
 
 
 def _traced(score_mod: Any, *, has_pairs: bool) -> ScoreMod | None:
-    """The score_mod of a call. Without a pair it may be None, where an array that it looks up has no entry."""
+    """The traced score_mod. None if there are no pairs and the trace fails on a look-up in an empty array."""
     try:
         return trace(score_mod)
     except TypeError as error:
@@ -122,7 +122,7 @@ def _traced(score_mod: Any, *, has_pairs: bool) -> ScoreMod | None:
 
 
 def _without_pairs(inputs: AttentionInputs) -> AttentionInputs:
-    """The arrays that have an effect in a call without a pair of a query and a key; the others have gradients of 0."""
+    """The arrays that have an effect in a call without pairs of a query and a key; all others have gradients of 0."""
     return AttentionInputs(*inputs[:3], sinks=inputs.sinks, q_offset=inputs.q_offset)
 
 
@@ -144,7 +144,7 @@ def checked_mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
         return checks.reshaped(mask, full, bool)
     mask, is_mask = mask_checks.boolean("mask", mask)
     if is_mask is not None:
-        raise TypeError("mask: got floats that are traced, want bool: write `mask != 0`; an additive one is a bias")
+        raise TypeError("mask: got floats that are traced, want bool: write `mask != 0`; an additive mask is a bias")
     return checks.reshaped(mask, full, bool)
 
 

@@ -1,4 +1,4 @@
-"""compile_attention: attention of one shape under one pattern, with its plan, its density and its measured speed."""
+"""compile_attention: attention of one shape under one pattern, with its plan, density and measured speed."""
 
 import dataclasses
 import functools
@@ -23,14 +23,14 @@ from jax_kernels.plain_numbers import plain_of
 __all__ = ["CompiledAttention", "Speedup", "compile_attention"]
 
 CACHED = 64
-# The queries, and the keys, of the blocks that `density` counts.
+# The number of queries, and of keys, in the blocks that `density` counts.
 BLOCK = 128
-# Of work that is queued for one reading of a clock.
+# The seconds of work that is queued between two readings of the clock.
 SECONDS = 0.02
 
 
 class Speedup(NamedTuple):
-    """speedup: dense_milliseconds / milliseconds, medians of one call. device: the name of what ran them."""
+    """speedup: dense_milliseconds / milliseconds, medians of one call. device: the name of the device that ran them."""
 
     speedup: float
     milliseconds: float
@@ -62,9 +62,9 @@ class CompiledAttention:
     query [B, seq_len, num_heads, head_dim], key and value [B, kv_len, num_kv_heads, head_dim], in dtype; any B.
     Raises ValueError or TypeError for arrays of another shape or dtype.
 
-    mask: the masks.Mask. prepared_mask: the same with its lists, made for the batch that it was planned for, and
-    multiples of that. specs: jax.ShapeDtypeStructs of query, key and value, by name. plan: the Plan that it runs by.
-    density: the share of blocks of 128 queries and 128 keys that hold a pair which the mask keeps.
+    mask: the masks.Mask. prepared_mask: the mask with its lists, made for the planned batch and multiples of it.
+    specs: jax.ShapeDtypeStructs of query, key and value, by name. plan: the Plan of its calls. density: the fraction of
+    blocks of 128 queries and 128 keys that hold a pair which the mask keeps.
     """
 
     def __init__(self, mask: masks.Mask, shape: _Shape, plan: dispatch.Plan):
@@ -80,7 +80,7 @@ class CompiledAttention:
         return self._attend(self.prepared_mask, *self._checked(query, key, value))
 
     def plan_of_call(self, query: Any, key: Any, value: Any) -> dispatch.Plan:
-        """The plan, for jax_kernels.explain. Raises what a call would."""
+        """The plan, for jax_kernels.explain. Raises the errors of a call."""
         self._checked(query, key, value)
         return self.plan
 
@@ -97,11 +97,11 @@ class CompiledAttention:
         return checked
 
     def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> Speedup:
-        """How many times faster it is than flash_attention without a mask, both run now, in turns, on JAX's device.
+        """The speedup over flash_attention without a mask. Both run now, in turns, on JAX's device.
 
-        The inputs are normal random numbers of the batch that compile_attention was given. Time is that of a host
-        clock around a queue of calls, whose results are waited for; compiling is not in it. backward: with the
-        gradients of query, key and value.
+        The inputs are normal random numbers, with compile_attention's batch. The time is measured by a host clock
+        around a queue of calls, until their results are ready, without compilation. backward: includes the gradients of
+        query, key and value.
         """
         rounds = checks.integer("rounds", rounds, 1)
         keys = jax.random.split(jax.random.key(0), 4)
@@ -131,7 +131,7 @@ class CompiledAttention:
 
 
 def _seconds(run: Callable[[], Any], calls: int, *, warm: int = 1) -> float:
-    """The seconds of one call. warm: calls before the clock starts."""
+    """The seconds per call. warm: the number of calls before the clock starts."""
     for _ in range(warm):
         jax.block_until_ready(run())
     start = time.perf_counter()
@@ -154,10 +154,10 @@ def compile_attention(
     implementation: str | None = None,
     **options: Any,
 ) -> CompiledAttention:
-    """Attention under a pattern, planned once and kept: the same arguments on the same device give the same object.
+    """Attention under a pattern, planned once and cached: equal arguments on the same device return the same object.
 
-    Its mask is prepared here, so that calls of this batch, or a multiple of it, make no lists of blocks, forward or
-    backward. Equivalent to the following JAX code::
+    The mask is prepared here, so that calls with this batch, or a multiple of it, compute no lists of blocks, forward
+    or backward. Equivalent to the following JAX code::
 
         mask = masks.preset(pattern, **options)  # or the Mask itself
         mask = prepare_mask(mask, query, key, value)
@@ -165,25 +165,26 @@ def compile_attention(
 
     Args:
       pattern: the name of a preset ("causal", "sliding_window", "longformer", "bigbird", ...: see masks.preset), or a
-        masks.Mask. One that is made of an array is given as a Mask: "block_sparse" as masks.block_sparse(...).
-      seq_len, kv_len: how many queries, and keys (None: as many), from 0 on.
+        masks.Mask. A pattern from an array is passed as a Mask: "block_sparse" as masks.block_sparse(...).
+      seq_len, kv_len: the number of queries and of keys, from 0 on. kv_len: None is seq_len.
       head_dim: of query, key and value, up to 256.
-      batch: what plan, lists of blocks and measured_speedup are for; a call may have another, whose lists are made in
-        the call where it is no multiple, or the mask tells batch entries apart. 0 counts as 1.
-      num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
+      batch: for plan, lists of blocks and measured_speedup. A call may have another batch; it computes lists of its own
+        if its batch is not a multiple, or the mask differs between batch entries. 0 counts as 1.
+      num_heads, num_kv_heads: the number of query heads, and of key and value heads, a divisor. None is num_heads.
       dtype: bfloat16, float16 or float32.
       implementation: as in flash_attention.
-      options: those of the preset, no arrays; q_length and kv_length are seq_len and kv_len where a preset has them.
+      options: of the preset, without arrays; q_length and kv_length, if the preset has them, are seq_len and kv_len.
 
-    The last 64 are kept; compile_attention.cache_info() and cache_clear() are those of functools.lru_cache. A Mask
-    with arrays is the same only if these are.
+    The last 64 objects are kept; compile_attention.cache_info() and cache_clear() are the methods of
+    functools.lru_cache. A Mask with arrays is the same only if its arrays are the same objects.
 
     Raises:
-      ValueError, TypeError, NotImplementedError: an argument, an option or a shape that is not taken, naming it.
+      ValueError, TypeError, NotImplementedError: an argument, an option or a shape is not supported; the message names
+        it.
     """
     seq_len = checks.integer("seq_len", seq_len, 0)
     shape = _Shape(
-        batch=max(checks.integer("batch", batch, 0), 1),  # an empty batch is served whatever the plan is
+        batch=max(checks.integer("batch", batch, 0), 1),  # an empty batch works with any plan
         seq_len=seq_len,
         kv_len=seq_len if kv_len is None else checks.integer("kv_len", kv_len, 0),
         num_heads=checks.integer("num_heads", num_heads, 0),
@@ -196,17 +197,17 @@ def compile_attention(
     if not isinstance(pattern, str | masks.Mask):
         raise TypeError(f"pattern: got {type(pattern).__name__}, want the name of a preset or a masks.Mask")
     if isinstance(pattern, masks.Mask) and options:
-        raise TypeError(f"options: got {', '.join(options)} with a Mask, want none: they are a preset's")
+        raise TypeError(f"options: got {', '.join(options)} with a Mask, want none: only presets have options")
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(pattern)):
-        raise TypeError("pattern: got a Mask of traced arrays, want known ones; flash_attention takes these as mask")
+        raise TypeError("pattern: got a Mask of traced arrays, want known arrays; flash_attention takes traced masks")
     options = {name: plain_of(name, option) for name, option in options.items()}
     for name, option in options.items():
         if not _is_constant(option):
             got = repr(option) if isinstance(option, tuple) else type(option).__name__
-            raise TypeError(f"{name}: got {got}, want a constant; of an array, pass a masks.Mask")
+            raise TypeError(f"{name}: got {got}, want a constant; for an array, pass a masks.Mask")
     device = dispatch.target_device()
     kinds = tuple(type(options[name]) for name in sorted(options))  # 1 and True are equal
-    with jax.ensure_compile_time_eval():  # what is kept must not belong to a trace
+    with jax.ensure_compile_time_eval():  # the cached object must not belong to a trace
         return _compiled(
             *(pattern, tuple((name, options[name]) for name in sorted(options)), kinds, shape, implementation, device),
             dispatch.interpreting(),
@@ -223,7 +224,7 @@ def _is_constant(x: Any) -> bool:
 
 def _dtype(x: Any) -> Any:
     try:
-        dtype = None if x is None else jnp.dtype(x)  # of None, NumPy makes float64
+        dtype = None if x is None else jnp.dtype(x)  # NumPy reads None as float64
     except TypeError:
         dtype = None
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -241,7 +242,7 @@ def _compiled(
     device: DeviceInfo,
     interpreting: bool,
 ) -> CompiledAttention:
-    """kinds: the types of the options. device and interpreting: the plan depends on them, too."""
+    """kinds: the types of the options. The plan also depends on device and interpreting."""
     if isinstance(pattern, masks.Mask):
         mask = pattern.unprepared
     else:

@@ -1,4 +1,4 @@
-"""decode_attention: a few new queries per sequence against a long cache of keys and values, contiguous or in pages."""
+"""decode_attention: a few new queries per sequence with a long cache of keys and values, contiguous or in pages."""
 
 import dataclasses
 import functools
@@ -34,11 +34,11 @@ SMALLEST_PAGE = 16
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRequest(Request):
-    """A decode_attention call without its arrays. kv_length: the keys that a sequence has room for.
+    """A decode_attention call without its arrays. kv_length: the capacity of a sequence, in keys.
 
-    window: (left, 0), or None. page_size: None where the keys of a sequence are contiguous. has_mask: a bool array, or
-    a Mask, which becomes one. mask_size: its elements; 0 without one. pages: of the whole cache, None where it has
-    none.
+    window: (left, 0), or None. page_size: None if the keys of a sequence are contiguous. has_mask: a bool array, or
+    a Mask, which becomes an array. mask_size: its number of elements; 0 without a mask. pages: of the whole cache, or
+    None.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = (*checks.SIZES, "pages")
@@ -63,7 +63,7 @@ class DecodeRequest(Request):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOptions:
-    """The numbers of a call that its kernels are traced with. left: the window's, -1 for none."""
+    """The numbers of a call that are constants of its kernels. left: the window's left side, -1 for no limit."""
 
     scale: float
     softcap: float | None
@@ -104,47 +104,48 @@ def decode_attention(
         lse = logaddexp(logsumexp(scores, axis=-1), sinks[:, None])
         out = jnp.einsum("bhts,bshd->bthd", exp(scores - lse[..., None]), value)
 
-    The queries of the heads that share a head of key read it together, once. Where there are fewer sequences and heads
-    than multiprocessors, the keys of a sequence are cut into splits, whose results are merged by their log-sum-exp.
-    What the cache holds past a length is without effect, be it NaN. Only "xla" makes a copy of the cache.
+    Query heads that share a key head read it together, once. If there are fewer sequences and heads than SMs, the keys
+    of a sequence are cut into splits, whose results are merged by their log-sum-exp. Values of the cache past a length
+    have no effect, not even NaN. Only "xla" copies the cache.
 
     The batch, the queries, the heads, the keys, the pages and the pages of a sequence may be 0, as in flash_attention.
 
     Args:
-      query: [B, T, H, D], bfloat16, float16 or float32 ("xla" alone); T up to 16, D up to 256.
-      key: [B, S, Hkv, D] in query's dtype, Hkv dividing H; the T new tokens' keys stand in it already. With
+      query: [B, T, H, D], bfloat16, float16 or float32 (only "xla"); T up to 16, D up to 256.
+      key: [B, S, Hkv, D] in query's dtype, Hkv dividing H; it already contains the T new tokens' keys. With
         block_tables: [pages, page_size, Hkv, D], page_size a power of two from 16 on.
       value: [B, S, Hkv, Dv] in query's dtype, Dv up to 256; with block_tables [pages, page_size, Hkv, Dv].
-      kv_lengths: [B] int32, how many keys of each sequence count, the T new ones included; below 0 it counts as 0 and
-        above S as S. None: all S of them. Query i of a sequence of length L stands at position L - T + i and attends
-        to the keys up to that position; where it is below 0, to none.
-      block_tables: [B, max_pages] int32, the numbers of each sequence's pages, in order. Those past its length are
-        never looked at; all others are pages, also where a window leaves them out. It needs kv_lengths; S is
-        max_pages * page_size.
+      kv_lengths: [B] int32, the number of keys of each sequence, including the T new keys; below 0 it counts as 0 and
+        above S as S. None: S for all. Query i of a sequence of length L has position L - T + i and attends to the keys
+        up to this position; if it is below 0, to no key.
+      block_tables: [B, max_pages] int32, the indices of each sequence's pages, in order. Entries past the sequence's
+        length are never read. All other entries are valid pages, even if a window leaves them out. Needs kv_lengths; S
+        is max_pages * page_size.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend; floats of 0 and 1 are taken too, unless
-        JAX traces them. Its first axis may be any divisor n of B: each entry is then that of B / n sequences, one after
-        another, as where the heads of the keys are part of the batch. Or a masks.Mask, for which a query stands at its
-        position: it becomes an array first. Keys that a mask leaves out are still read: what leaves out whole stretches
-        is better said by kv_lengths and window.
-      bias: broadcastable to [B, H, T, S] as mask is, in query's dtype or float32, added to the scores after softcap.
-        -inf leaves a key out. One of [1, H, 1, S] is that of ALiBi.
+        JAX traces them. Its first axis may be any divisor n of B: each entry is then for B / n consecutive sequences,
+        e.g. if the key heads are part of the batch. Or a masks.Mask, which is first converted to an array, with the
+        queries at their positions. Keys that a mask leaves out are still read: to leave out long ranges of keys, use
+        kv_lengths and window.
+      bias: broadcastable to [B, H, T, S] like mask, in query's dtype or float32, added to the scores after softcap.
+        -inf leaves a key out. A bias [1, H, 1, S] is ALiBi's.
       window: (left, right), or an int for both: a query at position p attends to keys from p - left on. -1 or None is
         no limit. The right side has no effect: no query attends to keys after its own. At most 2**29.
       softcap: a number above 0: the scores become softcap * tanh(scores / softcap).
-      sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else. -inf is
-        no sink.
+      sinks: [H], bfloat16, float16 or float32: logits that are added only to the softmax's denominator. -inf is no
+        sink.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
-      return_lse: also return the log-sum-exp of the scores, and of the sink.
-      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
+      return_lse: also return the log-sum-exp of the scores, including the sink.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that supports the call.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
-      that attends to no key has out = 0 and lse = -inf (with sinks, the sink).
+      that attends to no key has out = 0 and lse = -inf; with sinks, lse is the sink.
 
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call, and why; or it is differentiated.
+      NotImplementedError: a named implementation cannot serve this call (the message has the reason), or a gradient is
+        taken.
 
     Source: Dao et al., "Flash-Decoding for long-context inference" (2023); Kwon et al., "Efficient Memory Management
     for Large Language Model Serving with PagedAttention" (2023), arXiv:2309.06180.
@@ -173,7 +174,7 @@ def decode_attention(
 
 
 class _Arrays(NamedTuple):
-    """The arrays of a call, in the kernels' form and order. Those from block_tables on may be None."""
+    """The arrays of a call, in the kernels' form and order. block_tables and all later fields may be None."""
 
     query: Any
     key: Any
@@ -201,7 +202,6 @@ def _check(
     return_lse,
     implementation,
 ) -> tuple[DecodeRequest, _Arrays]:
-    """The request behind a call, and its arrays."""
     query, key, value = (
         checks.checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -219,7 +219,7 @@ def _check(
         block_tables = _tables(block_tables, batch)
         capacity, page_size = block_tables.shape[1] * key.shape[1], key.shape[1]
         if kv_lengths is None:
-            raise ValueError("kv_lengths: got None with block_tables, want [batch] int32: how many keys count")
+            raise ValueError("kv_lengths: got None with block_tables, want [batch] int32: the number of keys of each")
     kv_lengths = checks.checked_lengths(kv_lengths, batch)
     scores = lambda x: (_entries_of(x, batch), heads, q_length, capacity)
     mask = _keys_of(checked_mask(mask, scores(mask)), kv_lengths, q_length, capacity)
@@ -263,13 +263,13 @@ def _check(
 
 
 def _entries_of(x: Any, batch: int) -> int:
-    """The entries of a mask or bias along the batch, where each is that of several sequences; else the batch."""
+    """The batch size of a mask or bias: n if each of its n entries is for several sequences; else the batch."""
     shape: tuple[int, ...] = () if x is None or isinstance(x, Mask) else getattr(x, "shape", ())
     return shape[0] if batch and len(shape) == 4 and shape[0] not in (0, 1) and batch % shape[0] == 0 else batch
 
 
 def _keys_of(x: Any, kv_lengths: Any, q_length: int, capacity: int) -> Any:
-    """A mask or bias as an array [B or 1, H or 1, T or 1, S]; None for None. A Mask's queries end at the lengths."""
+    """A mask or bias as an array [B or 1, H or 1, T or 1, S], or None. A Mask's last query has the last position."""
     if isinstance(x, Mask):
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in (*jax.tree.leaves(x), kv_lengths)):
             return jax.ShapeDtypeStruct((x.batch, x.heads, q_length, capacity), bool)
@@ -322,7 +322,7 @@ def _supports_mosaic(request: DecodeRequest) -> str | None:
     if reason := unsupported.not_hopper(request):
         return reason
     if request.dtype == "float32":
-        return "its wgmma products take bfloat16 and float16, not float32"
+        return "its wgmma instructions take bfloat16 and float16, not float32"
     if request.head_dim % 64 or request.v_head_dim % 64:
         return "its head_dims are multiples of 64: it would have to copy the cache to pad it"
     if request.has_mask or request.has_bias:
@@ -343,7 +343,7 @@ def _supports_triton(request: DecodeRequest) -> str | None:
 
 
 def _of_options(forward):
-    """A kernel, which takes the options by name."""
+    """A kernel that takes the options by name."""
 
     def run(*arrays, options: DecodeOptions, **rest):
         return forward(*arrays, scale=options.scale, softcap=options.softcap, left=options.left, **rest)
@@ -381,7 +381,7 @@ def _decode(call: PlannedCall, arrays: _Arrays):
 
 
 def _shared(function: Any) -> Any:
-    """A kernel's function, whose work devices share out under jit. Pages are not shared out, but their heads are."""
+    """A kernel's function, with its work sharded under jit. Pages are not sharded, but their heads are."""
 
     def run(*arrays: Any) -> Any:
         if not is_partitioned():
@@ -419,23 +419,23 @@ def _shared(function: Any) -> Any:
 
 
 def _repeated(x: Any, batch: int) -> Any:
-    """A mask or bias that vmap joined, each of whose entries is that of several sequences, with one for each."""
+    """A mask or bias with entries for several sequences each, as under vmap, repeated to one entry per sequence."""
     return x if x is None or x.shape[0] in (1, batch) else jnp.repeat(x, batch // x.shape[0], axis=0)
 
 
 @_decode.defjvp
 def _no_gradient(call, primals, tangents):
-    raise NotImplementedError("decode_attention: it has no gradient, want flash_attention where one is needed")
+    raise NotImplementedError("decode_attention: it has no gradient, want flash_attention for gradients")
 
 
 def _join(size: int, mapped: Any, arrays: Any) -> _Arrays:
-    """The arrays of calls under a vmap as those of one. A cache of pages that the calls share stays one."""
+    """Merges the arrays of calls under a vmap into the arrays of one call. Shared pages stay as they are."""
     mapped, arrays = _Arrays(*mapped), _Arrays(*arrays)
     join = lambda name: None if (x := getattr(arrays, name)) is None else join_batch(size, x, getattr(mapped, name))
     joined = {name: join(name) for name in _Arrays._fields if name not in ("key", "value")}
     if arrays.block_tables is not None and not (mapped.key or mapped.value):
         return _Arrays(key=arrays.key, value=arrays.value, **joined)
-    if arrays.block_tables is not None:  # each of the calls has pages of its own
+    if arrays.block_tables is not None:  # each call has pages of its own
         pages, tables = arrays.key.shape[1 if mapped.key else 0], arrays.block_tables
         tables = tables if mapped.block_tables else jnp.broadcast_to(tables, (size, *tables.shape))
         tables = tables + (jnp.arange(size, dtype=jnp.int32) * pages)[:, None, None]

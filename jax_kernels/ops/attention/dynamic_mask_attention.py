@@ -1,4 +1,4 @@
-"""dynamic_mask_attention: flash_attention under a mask and a bias that may have the heads of keys."""
+"""dynamic_mask_attention: flash_attention under a mask and a bias, which may have one entry per key head."""
 
 from typing import Any
 
@@ -37,19 +37,20 @@ def dynamic_mask_attention(
         of_heads = lambda x: repeat(x, H // Hkv, axis=1) if x.shape[1] == Hkv else x
         flash_attention(query, key, value, mask=of_heads(mask), bias=of_heads(bias), **arguments)
 
-    An array [B, Hkv, T, S] is not repeated in memory: each head of keys becomes a batch entry of its own, for which
-    query, key and value are copied. On Hopper, blocks of which the mask keeps nothing are neither loaded nor scheduled,
-    nor is their part of the bias, and forward those of which it keeps all are not masked.
+    An array [B, Hkv, T, S] is not repeated in memory: each key head becomes a batch entry of its own, for which query,
+    key and value are copied. On Hopper, blocks without a pair are neither loaded nor scheduled, nor is their part of
+    the bias. In the forward, full blocks are not masked.
 
     Args:
       query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv]. As flash_attention takes them.
       mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend.
-        Floats are taken, and refused, as flash_attention's mask is. Or a masks.Mask, such as masks.top_k gives; one
-        that has Hkv heads is a dense one. What the mask was made from gets no gradient through it.
+        Floats are accepted and rejected like flash_attention's mask. Or a masks.Mask, such as the result of
+        masks.top_k; a Mask with Hkv heads must be dense. No gradient passes through the mask to the arrays from which
+        it was made.
       bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32; -inf masks out. Its gradient
-        has its shape and dtype, and is summed in float32 over the axes that it is broadcast over.
-      arguments: all others of flash_attention. is_causal is aligned top-left; q_offset=S - T aligns it bottom-right,
-        as flash-dmattn does.
+        has its shape and dtype, and is summed in float32 over its broadcast axes.
+      arguments: all other arguments of flash_attention. is_causal is aligned top-left; q_offset=S - T aligns it
+        bottom-right, as in flash-dmattn.
 
     Returns and raises: as flash_attention. A query that may attend to no key has out = 0 and passes no gradient.
 
@@ -89,16 +90,16 @@ def _attention(query: Any, key: Any, value: Any, mask: Any, bias: Any, **argumen
 def keys_of_largest_bias(
     bias: jax.Array, keys_to_keep: int, among: Mask, *, num_heads: int, q_length: int, q_offset: Any = 0
 ) -> Mask:
-    """For dynamic_mask_attention: of the keys that `among` leaves a query, the keys_to_keep with the largest bias.
+    """For dynamic_mask_attention: keeps, of each query's keys in `among`, the keys_to_keep keys of the largest bias.
 
-    bias: [B, Hkv, 1 or T, S]. among: of one head or Hkv. num_heads: query's. q_offset: as in flash_attention.
+    bias: [B, Hkv, 1 or T, S]. among: of 1 or Hkv heads. num_heads: query's. q_offset: as in flash_attention.
     """
     kv_length = bias.shape[3]
     if kv_length > keys_to_keep:
         return masks.top_k(bias, keys_to_keep, among=among, q_length=q_length, q_offset=q_offset)
     if among.heads in (1, num_heads):
         return among
-    # Only as an array may a mask have the heads of the keys.
+    # Only a mask that is an array may have the heads of the keys.
     return Dense(among.to_dense(q_length, kv_length, q_offset=q_offset), among.is_valid)
 
 
@@ -122,14 +123,14 @@ dynamic_mask_attention.plan = _plan  # type: ignore[attr-defined]
 
 
 def _checked(query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[Any, ...]:
-    """The same, mask and bias with four axes, of which the second is 1, H or Hkv; a Mask has 1 or H heads."""
+    """The arguments, with mask and bias of four axes: the second has 1, H or Hkv entries. A Mask has 1 or H heads."""
     query, key, value = (checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     check_shapes(query, key, value)
     (batch, q_length, heads), (kv_length, kv_heads) = query.shape[:3], key.shape[1:3]
     if isinstance(mask, Mask) and mask.heads not in (1, heads):
         mask = mask.unprepared
         if not isinstance(mask, DenseMask):
-            want = f"1 or query's {heads}, or a dense one of key's {kv_heads}"
+            want = f"1 or query's {heads}, or a dense Mask of key's {kv_heads}"
             raise ValueError(f"mask: got a Mask of {mask.heads} heads, want {want}")
         mask = mask.array
     elif not isinstance(mask, Mask | jax.ShapeDtypeStruct):
@@ -155,7 +156,7 @@ def _with_four_axes(name: str, x: Any, shape: tuple[int, int, int, int], kv_head
 
 
 def _is_mapped(query: Any, key: Any, mask: Any, bias: Any) -> bool:
-    """Whether each head of keys is a call of its own: where a mask or a bias would be large if it were repeated."""
+    """Whether each key head is a call of its own: if a mask or a bias would be large when repeated."""
     if key.shape[2] == query.shape[2] or 0 in query.shape or (isinstance(mask, Mask) and mask.heads > 1):
         return False
     large = lambda x: x.shape[:2] == (query.shape[0], key.shape[2]) and x.shape[1] != 1 and x.shape[2] != 1
@@ -163,7 +164,7 @@ def _is_mapped(query: Any, key: Any, mask: Any, bias: Any) -> bool:
 
 
 def _repeated(x: Any, heads: int) -> Any:
-    """A mask or bias for each head of query."""
+    """A mask or bias, repeated for each query head."""
     if x is None or isinstance(x, Mask) or x.shape[1] in (1, heads):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -172,7 +173,7 @@ def _repeated(x: Any, heads: int) -> Any:
 
 
 def _by_kv_head(x: Any, kv_heads: int, axis: int) -> tuple[Any, int | None]:
-    """(x with its axis of heads as one of key's heads and one of the heads that share it, where the first stands)."""
+    """(x with its axis of heads split into key heads and query heads per key head, the index of the first of these)."""
     if x is None or isinstance(x, Mask) or x.shape[axis] == 1 < kv_heads:
         return x, None
     shape = (*x.shape[:axis], kv_heads, x.shape[axis] // kv_heads, *x.shape[axis + 1 :])

@@ -1,4 +1,4 @@
-"""flash_attention. checks.py says what it takes, table.py what runs it, vjp.py its gradient and its vmap."""
+"""flash_attention. Its checks are in checks.py, its implementations in table.py, its gradient and vmap in vjp.py."""
 
 from typing import Any, Literal, overload
 
@@ -127,50 +127,53 @@ def flash_attention(
         lse = logaddexp(logsumexp(scores, axis=-1), sinks[:, None])
         out = jnp.einsum("bhts,bshd->bthd", exp(scores - lse[..., None]), value)
 
-    The gradients are those of query, key, value, bias, sinks and the arrays that score_mod closes over.
-    docs/implementations.md says what each implementation takes, skips and computes. Each of B, T, S and H may be 0:
-    plain JAX then gives the result, also where a kernel is named. Numbers and flags may be Python's, NumPy's, or arrays
-    without axes whose values are known when tracing.
+    The gradients are of query, key, value, bias, sinks and the arrays that score_mod closes over.
+    docs/implementations.md lists the arguments, the skipped blocks and the arithmetic of each implementation. Each of
+    B, T, S and H may be 0: plain JAX then computes the result, also if a kernel is named. Numbers and flags may be
+    Python's, NumPy's, or arrays without axes whose values are known when tracing.
 
     Args:
-      query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T. float32 must hold its products with key.
+      query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T. Its dot products with key must fit float32.
       key: [B, S, Hkv, D] in query's dtype; Hkv divides H (grouped-query and multi-query attention).
-      value: [B, S, Hkv, Dv] in query's dtype; Dv up to 256. float32 must hold its sum by weights of 1 at most.
+      value: [B, S, Hkv, Dv] in query's dtype; Dv up to 256. Its sums with weights of at most 1 must fit float32.
       bias: broadcastable to [B, H, T, S], in query's dtype or float32; -inf masks out. A query whose keys are all
-        masked by a finite number, such as finfo(float32).min, attends to those of its highest score, as in PyTorch.
+        masked by a finite value, such as finfo(float32).min, attends to the keys of its highest score, as in PyTorch.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend; or a masks.Mask. Floats of 0 and 1 are
-        taken too. Other floats raise ValueError where they are known; traced, they make results and gradients NaN.
+        taken too. Other known floats raise ValueError; other traced floats make results and gradients NaN.
       is_causal: keep key j for query i where q_offset + i >= j.
       window: (left, right), or an int for both: keep key j for query i where q_offset + i - left <= j and
         j <= q_offset + i + right. -1 or None is no limit on that side. At most 2**29. With is_causal, right is 0.
       segment_ids: int32 [B, T] where T == S, or a (query, key) pair [B, T], [B, S]: packed sequences. A query attends
-        to the keys that have its id. An id below 0 attends to nothing and is not attended to; all arrays must be
-        finite there. Other integers are taken too: traced ones, and known ones that int32 holds.
-      kv_lengths: [B] integers: how many keys of each batch entry count, kept to 0 ... S. What key and value hold past
-        them is without effect, be it NaN. (What a mask, a window or is_causal leaves out must be finite.)
-      q_offset: position of query 0: an int within 2**30 of 0, or integers, a scalar array or [B], kept to that. 0
-        aligns the causal mask top-left, as jax.nn and PyTorch do; S - T bottom-right, as flash-attn does.
+        to the keys that have its id. A query with an id below 0 attends to no key, and no query attends to a key with
+        an id below 0; all arrays must be finite there. Other integers are taken too: traced integers, and known
+        integers that fit int32.
+      kv_lengths: [B] integers: the number of keys of each batch entry, clipped to 0 ... S. Values of key and value past
+        the length have no effect, not even NaN. (Keys that a mask, a window or is_causal leaves out must be finite.)
+      q_offset: position of query 0: an int within 2**30 of 0, or integers, a scalar array or [B], clipped to this
+        range. 0 aligns the causal mask top-left, as jax.nn and PyTorch do; S - T bottom-right, as flash-attn does.
       score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any jnp code of scalars: query @ key * scale in
-        float32, and int32 indices (q_idx: the query's row in this call, without q_offset). softcap is not taken beside
-        it. Where a pair is masked out, the arrays that it closes over may get a NaN, as through jnp.where.
-      sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator alone. -inf is no sink.
+        float32, and int32 indices (q_idx: the query's row in this call, without q_offset). Excludes softcap. Where a
+        pair is masked out, the gradients of its closed-over arrays may get a NaN, as through jnp.where.
+      sinks: [H], bfloat16, float16 or float32: logits that are added only to the softmax's denominator. -inf is no
+        sink.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
       softcap: a number above 0: the scores become softcap * tanh(scores / softcap).
-      return_lse: also return the log-sum-exp of the scores, and of the sink. Gradients through it are exact.
+      return_lse: also return the log-sum-exp of the scores, including the sink. Gradients through it are exact.
       deterministic: True for the same bits on every run; False lets the backward add in arrival order, which
-        is faster on some GPUs; None follows XLA's --xla_gpu_deterministic_ops. The forward always is.
+        is faster on some GPUs; None follows XLA's --xla_gpu_deterministic_ops. The forward is always deterministic.
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
-      implementation: "mosaic_gpu", "triton", "cudnn" or "xla", which alone has forward mode (jax.jvp) and second
-        derivatives; None picks the fastest that can serve.
+      implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; only "xla" has forward mode (jax.jvp) and second
+        derivatives. None picks the fastest implementation that supports the call.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
-      without a key has out = 0 and lse = -inf (with sinks, the sink), and passes no gradient but the sink's.
+      without a key has out = 0 and lse = -inf; with sinks, lse is the sink, and only the sink gets a gradient.
 
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call, and why; or kernels have no such derivative.
+      NotImplementedError: a named implementation cannot serve this call (the message has the reason), or its kernels
+        lack a derivative.
 
     Sources: Dao (2023), arXiv:2307.08691; Shah et al. (2024), arXiv:2407.08608; score_mod: Dong et al. (2024),
     arXiv:2412.05496; sinks: Xiao et al. (2023), arXiv:2309.17453.
@@ -202,7 +205,7 @@ def flash_attention(
 
 
 def _check(*, mask, **arguments):
-    """check for a plan alone: a Mask may have jax.ShapeDtypeStructs for its arrays, as jax.eval_shape gives it."""
+    """check, only for plans: the arrays of a Mask may be jax.ShapeDtypeStructs, as jax.eval_shape returns them."""
 
     def checked(mask):
         mask, _ = with_validity("mask", mask)
@@ -221,7 +224,7 @@ OP.explained_by(_check)(flash_attention)
 
 
 def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionCall, AttentionInputs]:
-    """Checks the arguments of flash_attention and plans the call: what attention_forward takes."""
+    """Checks the arguments of flash_attention and plans the call. Returns the arguments of attention_forward."""
     request, inputs = check(implementation=implementation, scale=scale, **arguments)
     plan = OP.plan(request, implementation)
     inputs = vary_alike(inputs)

@@ -30,7 +30,7 @@ DTYPES = (jnp.dtype(jnp.float8_e4m3fn),)
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Request(Request):
-    """A flash_attention_fp8 call without its arrays. q_offset: None where it is an array."""
+    """A flash_attention_fp8 call without its arrays. q_offset: None for an array."""
 
     SIZES: ClassVar[tuple[str, ...]] = checks.SIZES
 
@@ -64,7 +64,7 @@ def flash_attention_fp8(
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Any:
-    """Attention of 8-bit arrays, whose products take half the time of 16-bit ones. Forward only.
+    """Attention of 8-bit arrays, whose matmuls take half the time of 16-bit matmuls. Forward only.
 
     Equivalent to the following JAX code (with key, value and their scales repeated for grouped heads)::
 
@@ -76,25 +76,24 @@ def flash_attention_fp8(
         value = value.astype(float32) * v_scale[:, None, :, None]
         out = jnp.einsum("bhts,bshd->bthd", exp(scores - lse[..., None]), value).astype(bfloat16)
 
-    `quantize_fp8(x, axis=(1, 3))` gives 8-bit arrays and such scales. "xla" computes in float32. "mosaic_gpu" rounds
-    the softmax's numerators to e4m3 too, a relative error of 2**-4 at most in each, about 2.5 % of out where many keys
-    count; and the tensor cores add up products of 8 bits with some 14 bits. B, T, S and H may be 0, as in
-    flash_attention.
+    `quantize_fp8(x, axis=(1, 3))` returns 8-bit arrays and their scales. "xla" computes in float32. "mosaic_gpu" also
+    rounds the softmax's numerators to e4m3, with a relative error of at most 2**-4 each, about 2.5 % of out if many
+    keys count. The tensor cores add 8-bit products with about 14 bits. B, T, S and H may be 0, as in flash_attention.
 
     Args:
       query: [B, T, H, D], float8_e4m3fn. D up to 256.
       key: [B, S, Hkv, D], float8_e4m3fn, Hkv dividing H.
       value: [B, S, Hkv, Dv], float8_e4m3fn, Dv up to 256.
-      q_scale: [B, H] float32, or a number: what to multiply query by. Positive; None is 1.
-      k_scale, v_scale: [B, Hkv] float32, or a number: likewise of key and value. In an array, a scale that is not
+      q_scale: [B, H] float32, or a number: the factor of query. Positive; None is 1.
+      k_scale, v_scale: [B, Hkv] float32, or a number: the factors of key and value. A scale in an array that is not
         positive makes its head's out NaN.
       is_causal: query i, at position q_offset + i, attends to the keys up to that position.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
       q_offset: an int, or int32 [B] or scalar: the position of query 0.
-      kv_lengths: [B] int32, how many keys of each sequence count; below 0 it counts as 0 and above S as S. What stands
-        past a length is without effect, be it NaN.
+      kv_lengths: [B] int32, the number of keys of each sequence; below 0 it counts as 0 and above S as S. Values past a
+        length have no effect, not even NaN.
       return_lse: also return the log-sum-exp of the scores.
-      implementation: "mosaic_gpu" or "xla"; None picks the fastest that can serve.
+      implementation: "mosaic_gpu" or "xla"; None picks the fastest that supports the call.
 
     Returns:
       out [B, T, H, Dv] bfloat16; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query that
@@ -103,8 +102,8 @@ def flash_attention_fp8(
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call, and why; or a gradient is taken. (Forward mode
-        is a TypeError of JAX's.)
+      NotImplementedError: a named implementation cannot serve this call (the message has the reason), or a gradient is
+        taken. (Forward mode raises JAX's TypeError.)
 
     Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024),
     arXiv:2407.08608.
@@ -124,7 +123,7 @@ def flash_attention_fp8(
         implementation=implementation,
     )
     query, scale = checks.with_positive_scale(arrays.query, scale)
-    # The factors hold the scale: with those of query and key it differs from head to head.
+    # The factors hold the scale: combined with the scales of query and key it differs from head to head.
     options = AttentionOptions(scale=1.0, is_causal=request.is_causal, q_offset=request.q_offset)
     factors = _factors(request, arrays.q_scale, arrays.k_scale, arrays.v_scale, scale)
     call = OP.call(request, options, implementation)
@@ -133,7 +132,7 @@ def flash_attention_fp8(
 
 
 class _Arrays(NamedTuple):
-    """The checked arrays of a call. The scales may be numbers; q_offset is None where it is an int."""
+    """The checked arrays of a call. The scales may be numbers; q_offset is None for an int."""
 
     query: Any
     key: Any
@@ -148,7 +147,6 @@ class _Arrays(NamedTuple):
 def _check(
     *, query, key, value, q_scale, k_scale, v_scale, is_causal, scale, q_offset, kv_lengths, return_lse, implementation
 ) -> tuple[Fp8Request, _Arrays]:
-    """The request behind a call, and its arrays."""
     query, key, value = (
         checks.checked_array(name, x, DTYPES) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -207,7 +205,7 @@ def _scale(name: str, x: Any, shape: tuple[int, int]) -> Any:
 
 
 def _factors(request: Fp8Request, q_scale, k_scale, v_scale, scale: float) -> jax.Array:
-    """[B, H, 2] float32: what to multiply scores by, and the output; NaN where a scale is not positive."""
+    """[B, H, 2] float32: the factors of the scores and of the output; NaN if a scale is not positive."""
     shape = request.batch, request.heads
     group = request.heads // max(request.kv_heads, 1)
     wide = lambda x: jnp.repeat(x, group, axis=1) if jnp.ndim(x) == 2 else x
@@ -219,7 +217,7 @@ def _factors(request: Fp8Request, q_scale, k_scale, v_scale, scale: float) -> ja
 
 
 def _of_scores(q_scale: Any, k_scale: Any, scale: float) -> Any:
-    """q_scale * k_scale * scale: the smallest times the largest first, which leaves float32's range only if all do."""
+    """q_scale * k_scale * scale, smallest times largest first: leaves float32's range only if the full product does."""
     low, high = jnp.minimum(q_scale, k_scale), jnp.maximum(q_scale, k_scale)
     between = jnp.clip(jnp.float32(scale), low, high)
     return (jnp.minimum(low, scale) * jnp.maximum(high, scale)) * between
@@ -240,7 +238,7 @@ def _supports_mosaic(request: Fp8Request) -> str | None:
 
 
 def _of_arrays(forward):
-    """A forward of AttentionInputs as one of the arrays that `_attention` takes."""
+    """A forward of AttentionInputs, as a function of the arrays of `_attention`."""
 
     def run(query, key, value, factors, q_offset, kv_lengths, *, options, **rest):
         inputs = AttentionInputs(query, key, value, kv_lengths=kv_lengths, q_offset=q_offset)
@@ -269,7 +267,7 @@ OP = PlannedOp("flash_attention_fp8", IMPLEMENTATIONS, _order)
 OP.explained_by(_check)(flash_attention_fp8)
 
 
-# Not a custom_jvp: JAX could not take the kernel's counter of tiles, a reference, out of that.
+# Not a custom_jvp: JAX could not handle the kernel's tile counter in one, because the counter is a reference.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: PlannedCall, arrays: tuple[Any, ...]):
     """(out, lse). arrays: query, key, value, factors, q_offset, kv_lengths; the last two may be None."""
@@ -277,7 +275,7 @@ def _attention(call: PlannedCall, arrays: tuple[Any, ...]):
 
 
 def _shared(function: Any) -> Any:
-    """The kernel's function, whose work devices share out under jit."""
+    """The kernel's function, with its work sharded over devices under jit."""
 
     def run(*arrays: Any) -> Any:
         if not is_partitioned():
@@ -298,7 +296,7 @@ def _shared(function: Any) -> Any:
 
 def _no_gradient(*_):
     raise NotImplementedError(
-        "flash_attention_fp8: it has no gradient, want flash_attention of 16-bit arrays where one is needed"
+        "flash_attention_fp8: it has no gradient, want flash_attention of 16-bit arrays for gradients"
     )
 
 

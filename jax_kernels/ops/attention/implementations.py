@@ -1,4 +1,4 @@
-"""The implementations of flash_attention, and which requests each of them serves."""
+"""The implementations of flash_attention, and the requests that each of them supports."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from jax_kernels.score_mod.trace import moving
 class AttentionRequest(Request):
     """A flash_attention call without its arrays. is_causal, window and q_offset: as in AttentionOptions.
 
-    has_lists: whether lists of blocks say which keys a query has: those of a prepared mask, or of a Mask object.
+    has_lists: whether lists of blocks give the keys of each query: from a prepared mask, or from a Mask object.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = checks.SIZES
@@ -56,7 +56,7 @@ class AttentionRequest(Request):
     has_segment_ids: bool
     has_kv_lengths: bool
     has_score_mod: bool
-    # Why a kernel of Triton, and of Mosaic, cannot inline the score_mod.
+    # The reason why a Triton kernel, and a Mosaic kernel, cannot inline the score_mod.
     not_in_tiles: str | None
     not_in_mosaic_tiles: str | None
     q_offset: int | None
@@ -74,14 +74,14 @@ class AttentionRequest(Request):
 
     @property
     def bias_tile_bits(self) -> int:
-        """The bits that a bias has for every query and key; 0 without one, and for a bias that all queries share."""
+        """The bits of a bias for every query and key; 0 without a bias, and for a bias that all queries share."""
         if self.bias_shape is None or self.bias_shape[2] == 1:
             return 0
         return 32 if self.bias_dtype == "float32" else 16
 
     @property
     def dense_bits(self) -> int:
-        """The bits that a kernel reads for every query and key: 1 for a mask alone, 0 without a bias and a mask."""
+        """The bits that a kernel reads for every query and key: 1 for a mask without bias, 0 without both."""
         if self.bias_tile_bits == 32:
             return 32
         mask_shape = None if self.has_lists else self.mask_shape
@@ -137,10 +137,10 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
     if reason := unsupported.no_gpu(request) or unsupported.not_hopper(request):
         return reason
     if request.bits != 16:
-        return "its wgmma products take bfloat16 and float16 here, not float32"
+        return "its wgmma instructions take bfloat16 and float16 here, not float32"
     bias = request.bias_shape
     if bias is not None and bias[3] == 1:
-        return f"it takes a bias with a number for each key, not of shape {bias}"
+        return f"it takes a bias with a value for each key, not of shape {bias}"
     if request.has_score_mod and (reason := _score_mod_by_mosaic(request)):
         return reason
     if request.dense_bits == 32 and max(request.head_dim, request.v_head_dim) > 128:
@@ -208,7 +208,7 @@ def _window_by_cudnn(request: AttentionRequest) -> str | None:
     if request.window is None:
         return None
     if not request.is_causal:
-        return "its window has a left side alone, under a causal mask"
+        return "its window has only a left side, under a causal mask"
     if request.head_dim > _SPECIAL_BY_CUDNN:
         return f"with a window its head_dim is at most {_SPECIAL_BY_CUDNN}"
     if request.has_kv_lengths or request.has_mask or request.bias_shape is not None:
@@ -229,14 +229,14 @@ def _bias_by_cudnn(request: AttentionRequest) -> str | None:
         return f"it takes a bias in query's dtype {request.dtype}, not {request.bias_dtype}"
     want = (1, request.heads, request.q_length, request.kv_length)
     if request.bias_shape != want:
-        return f"it has a gradient for a bias of shape [1, H, T, S] = {want} alone, not {request.bias_shape}"
+        return f"it has a gradient only for a bias of shape [1, H, T, S] = {want}, not {request.bias_shape}"
     return None
 
 
 def _without_mask_objects(supports):
     def supports_arrays(request: AttentionRequest) -> str | None:
         if request.has_mask_object:
-            return "of Mask objects it serves causal, window, segments, prefix and dense ones joined by &, no others"
+            return "it supports only Masks built from causal, sliding_window, segments, prefix and dense with &"
         return supports(request)
 
     return supports_arrays
@@ -247,12 +247,12 @@ def _cudnn(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, con
     query, key, value, mask, bias, kv_lengths = (
         getattr(inputs, name) for name in ("query", "key", "value", "mask", "bias", "kv_lengths")
     )
-    dead = None  # where a query has no key: cuDNN would average over all values
+    dead = None  # queries without a key, for which cuDNN would average over all values
     if kv_lengths is not None:
         key, value, *_ = reference.without_ignored(inputs)[1:]
         dead = (kv_lengths <= 0)[:, None, None, None]
         kv_lengths = jnp.clip(kv_lengths, 1, key.shape[1])
-    if bias is not None:  # an infinity of its own would be a NaN in a row that has nothing else
+    if bias is not None:  # a row of only -inf would give NaN
         finite = bias != -jnp.inf
         bias = jnp.where(finite, bias, 0)
         mask = finite if mask is None else mask & finite
@@ -291,7 +291,7 @@ def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, exces
 
 
 def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, excess=None, out=None, dlse=None):
-    """results: lse, delta and dout. out, dlse: in place of delta, where takes_results says so."""
+    """results: lse, delta and dout. out, dlse: given instead of delta if takes_results allows it."""
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
     by_kernel = kernel(backward_sm90.attention_backward, "backward")
     gradients = by_kernel(*arguments, dquery=dquery, excess=excess, out=out, dlse=dlse, **statics)
@@ -304,8 +304,8 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
             dbias = of_bias(as_in_lse, options, *results, excess=excess, **statics)
             gradients = gradients._replace(bias=dbias.astype(inputs.bias.dtype))
     if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
-        # Passes more: by Triton two, one of which the arrays may not need, and XLA leaves it out then. What Triton does
-        # not take, masks among it, is summed over the live blocks.
+        # These are extra passes. Triton has two; XLA removes one if the arrays do not need it. Cases that Triton does
+        # not support, such as masks, are summed over the live blocks.
         if inputs.mask is None and why_not(inputs.score_mod) is None:
             by_triton = kernel(backward_triton.attention_backward, "array_gradients")
             of_arrays = by_triton(*arguments, excess=excess, **statics).score_mod
@@ -317,7 +317,7 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
 
 
 def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:
-    """The lists that a PreparedMask carries for calls of this plan: those that "mosaic_gpu" reads."""
+    """The lists that a PreparedMask carries for calls of this plan: the lists that "mosaic_gpu" reads."""
     if plan.implementation != "mosaic_gpu" or inputs.mask is None:
         return ()
     widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
@@ -329,12 +329,12 @@ def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOption
 
 
 def takes_results(implementation: str, inputs: AttentionInputs, options: AttentionOptions, out, config: Blocks) -> bool:
-    """Whether a backward takes the forward's out and the cotangent of lse in place of delta."""
+    """Whether a backward takes the forward's out and the cotangent of lse instead of delta."""
     return implementation == "mosaic_gpu" and backward_sm90.makes_rows(inputs, options, out, config=config.backward)
 
 
-# By those that can serve several calls at once, which have query, key and value alone, and differ in their lengths and
-# in which heads they take: lists of inputs and of options in, a list of results out.
+# The implementations that can run several calls in one launch. The calls have only query, key and value, and may differ
+# in lengths and in the heads that they take. Arguments: lists of inputs and options; result: a list of results.
 FORWARD_TOGETHER = {"mosaic_gpu": kernel(forward_sm90.attention_forward_together, "forward")}
 
 count_arrays_by(block_counts.counts)

@@ -1,4 +1,4 @@
-"""The axes of an attention's arrays that the devices of a mesh may share out: the batch and the heads."""
+"""The axes of an attention's arrays that a mesh may shard: the batch and the heads."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,22 +15,22 @@ from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, Shares, is_pa
 __all__ = ["BATCH", "HEADS", "by_heads", "shared_attention"]
 
 WARNING = (
-    "query: its tokens are shared out over devices, which are gathered on each of them; use ring_attention inside "
+    "query: its tokens are sharded over devices, and each device gathers all of them; use ring_attention inside "
     "jax.shard_map"
 )
 BATCH, HEADS = "batch", "heads"
 
 
 def by_heads(heads: int, kv_heads: int) -> tuple[Axis, Axis | None]:
-    """The axes of the queries' heads and of the keys'. One head of keys for all is not shared out."""
+    """(axis of the query heads, axis of the key heads). A single key head is not sharded."""
     return (Axis(HEADS), None) if kv_heads == 1 else (Axis(HEADS, heads // kv_heads), Axis(HEADS))
 
 
 def shared_attention(function: Callable[..., Any], options: AttentionOptions) -> Callable[..., Any]:
-    """A kernel's function of AttentionInputs, and arrays of out or lse, whose work devices share out under jit."""
+    """A kernel's function of AttentionInputs and arrays of out or lse, with its work sharded over devices under jit."""
 
     def run(inputs: AttentionInputs, *rest: Any) -> Any:
-        if not is_partitioned() or (len(rest) > 3 and rest[3] is not None):  # a sum in which the kernel goes on
+        if not is_partitioned() or (len(rest) > 3 and rest[3] is not None):  # a dquery to which the kernel adds
             return function(inputs, *rest)
         fields = _fields(inputs)
         of_rest = [fields["lse"] if x.ndim == 3 else fields["query"] for x in jax.tree.leaves(rest)]
@@ -70,7 +70,7 @@ def _fields(inputs: AttentionInputs) -> dict[str, ArrayAxes]:
 
 
 def _lengths(inputs: AttentionInputs, options: AttentionOptions) -> dict[str, int]:
-    """The lengths of the axes that may be shared out: not one whose index a score_mod or a function mask looks at."""
+    """The lengths of the axes that may be sharded. An axis whose index a score_mod or function mask reads has 1."""
     kv_heads = inputs.key.shape[2]
     found = {BATCH: inputs.query.shape[0], HEADS: inputs.query.shape[2] if kv_heads == 1 else kv_heads}
     reads = set() if inputs.score_mod is None else _read(inputs.score_mod)
@@ -101,18 +101,18 @@ def _of_results(result: Any, fields: Mapping[str, ArrayAxes]) -> list[ArrayAxes]
 
 
 def _named(axes: ArrayAxes | None, shape: tuple[int, ...]) -> ArrayAxes:
-    """The axes, but None for those of length 1, which are broadcast."""
+    """The axes, with None for an axis of length 1, which is broadcast."""
     axes = (None,) * len(shape) if axes is None else axes
     return tuple(None if size == 1 else axis for axis, size in zip(axes, shape, strict=True))
 
 
 def _parts(mask: Mask) -> list[Any]:
-    """The masks that a mask is composed of, and the arrays that place them, in the order of its leaves."""
+    """The masks that a mask is composed of, and the arrays of their offsets, in the order of the mask's leaves."""
     return jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Mask) and not isinstance(x, _Composite))
 
 
 def _of_mask(mask: Any, shape: tuple[int, ...], axes: ArrayAxes) -> ArrayAxes:
-    """The axes of a mask's array, which has the batch first, and with three axes or more, the heads."""
+    """The axes of a mask's array: the batch, then, if it has at least three axes, the heads."""
     if not isinstance(mask, Mask) or isinstance(mask, Function) or math.prod(shape) == 1:
         return (None,) * len(shape)
     batch = axes[0] if mask.batch > 1 else None
@@ -121,7 +121,7 @@ def _of_mask(mask: Any, shape: tuple[int, ...], axes: ArrayAxes) -> ArrayAxes:
 
 
 def _read(score_mod: Any) -> set[str]:
-    """The indices, of the batch entry and of the head, that a score_mod looks at."""
+    """The indices (batch entry, head) that a score_mod reads."""
     program = score_mod.program
     used = {id(x) for equation in program.eqns for x in equation.invars} | set(map(id, program.outvars))
     batch, head = program.invars[-4:-2]

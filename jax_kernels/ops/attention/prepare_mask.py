@@ -17,7 +17,7 @@ from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["prepare_mask"]
 
-# What limits keys by arrays, and the mask that says the same.
+# The arguments that limit keys by arrays, with the equivalent masks.
 _ARRAYS = {"segment_ids": "masks.segments(...)", "kv_lengths": "masks.prefix(...)"}
 
 
@@ -29,35 +29,41 @@ def prepare_mask(
     value: jax.Array | jax.ShapeDtypeStruct | None = None,
     **arguments: Any,
 ) -> PreparedMask:
-    """The mask with its lists of blocks, which attention then reads instead of making them in each call.
+    """The mask with its lists of blocks, which attention then reads instead of computing them in each call.
 
-    Equivalent to the following JAX code, but for the time that later calls take::
+    Equivalent to the following JAX code, except for the time that later calls take::
 
         prepared = mask
 
-    It is a Mask, for the mask of flash_attention and of all that takes one, and a pytree of the mask's arrays and those
-    of its lists: pass it through jit, scan, shard_map, and to all layers and steps, not closed over, where it would be
-    constants of the program. Both directions read the lists in calls like the one that it was prepared for: with its
-    lengths and heads, and its is_causal, window, q_offset and implementation; with a batch of as many entries or, where
-    the mask is the same for all, a multiple of that; with deterministic=True only if it was prepared so. In any other
-    call, and in one with segment_ids, kv_lengths or a traced q_offset, it is the mask that it was made from, as it is
-    where no lists are used: in "xla", and for a mask that says no more than is_causal, window and the like. Beside a
-    bias the blocks are others: it is then to be prepared with one. `&`, `|` and `~` give ordinary masks.
+    The result is a Mask, for the mask argument of flash_attention and all other ops. It is a pytree of the mask's
+    arrays and of its lists. Pass it as an argument through jit, scan and shard_map, and to all layers and steps. If it
+    were closed over, its arrays would be constants of the program.
 
-    Outside of jit, the lists are as long as the longest one, and there are bits for the blocks that the mask keeps in
-    part, rounded up by at most an eighth; another mask may then have lists of other shapes, for which jit compiles
-    anew. Under jit, as jax.jit(prepare_mask), the shapes depend on the structure of the mask alone.
+    Forward and backward read the lists in calls like the prepared call, i.e. with
+
+    - its lengths and heads, and its is_causal, window, q_offset and implementation;
+    - its batch size, or a multiple of it if the mask is the same for all batch entries;
+    - deterministic=True only if it was prepared with deterministic=True;
+    - a bias only if it was prepared with a bias, since the blocks differ.
+
+    In all other calls it acts as the original mask, also in a call with segment_ids, kv_lengths or a traced q_offset.
+    It also does so where no lists are used: in "xla", and for a mask that is equivalent to is_causal, window and the
+    like. `&`, `|` and `~` return ordinary masks.
+
+    Outside of jit, all lists have the length of the longest list. Bits of the partial blocks are stored too, rounded up
+    by at most an eighth. Another mask may then have lists of other shapes, for which jit compiles again. Under jit, as
+    jax.jit(prepare_mask), the shapes depend only on the structure of the mask.
 
     Args:
       mask: a masks.Mask.
-      query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv], or None for key's shape. Of these, only the
-        shapes and dtypes count. Inside shard_map, attention sees the shapes of one device's part.
-      arguments: all others of flash_attention, as in the calls to come, without segment_ids and kv_lengths: compose
-        masks.segments and masks.prefix into the mask. q_offset: an int.
+      query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv], or None for key's shape. Only shapes and dtypes
+        are used. Inside shard_map, attention sees the shapes of one device's shard.
+      arguments: all other arguments of flash_attention, as in the later calls, except segment_ids and kv_lengths:
+        compose masks.segments and masks.prefix into the mask instead. q_offset: an int.
 
     Raises:
-      TypeError: mask is no Mask, or q_offset no int; and what flash_attention raises for these arguments.
-      ValueError: an argument limits keys by an array; and what flash_attention raises for these arguments.
+      TypeError: mask is not a Mask, or q_offset is not an int; and the errors of flash_attention for these arguments.
+      ValueError: an argument limits keys by an array; and the errors of flash_attention for these arguments.
     """
     if not isinstance(mask, Mask):
         raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask; masks.dense makes one of an array")
@@ -72,9 +78,9 @@ def prepare_mask(
     arguments["q_offset"] = offset
     mask, value = mask.unprepared, key if value is None else value
     request, inputs = check(query, key, value, mask=mask, **arguments)
-    request = dataclasses.replace(request, has_lists=inputs.mask is not None)  # of an array, too
+    request = dataclasses.replace(request, has_lists=inputs.mask is not None)  # also for a mask's array
     if inputs.mask is not None and not isinstance(inputs.mask, Mask):
-        inputs = inputs._replace(mask=dense_part(mask))  # its blocks may be found without the array
+        inputs = inputs._replace(mask=dense_part(mask))  # its blocks may be computed without the array
     plan = OP.plan(request, arguments.get("implementation"))
     options = AttentionOptions(
         scale=1.0,

@@ -1,4 +1,4 @@
-"""Masks of traced floats: whether they hold 0 and 1 alone, and what a call gives if they do not."""
+"""Masks of traced floats: a call gives NaN if they hold other values than 0 and 1."""
 
 from typing import Any
 
@@ -11,9 +11,9 @@ __all__ = ["mask_or_nan", "with_validity"]
 
 
 def with_validity(name: str, mask: Any) -> tuple[Any, Any]:
-    """(the mask, whether it is one): the second is a traced bool where the mask is, or holds, floats that are traced.
+    """(mask, is_valid). is_valid: a traced bool if the mask is or holds traced floats: whether all are 0 or 1.
 
-    It is None where that is known, or left to other checks. Traced floats come back as bool, True where they are 1.
+    It is None if this is known, or left to other checks. Traced floats are returned as bool, True for 1.
     """
     if isinstance(mask, Mask):
         return mask, mask.is_valid
@@ -22,7 +22,7 @@ def with_validity(name: str, mask: Any) -> tuple[Any, Any]:
 
 
 def mask_or_nan(results: Any, is_valid: Any) -> Any:
-    """The results and their gradients, which are NaN if is_valid is False. is_valid: that of with_validity."""
+    """The results and their gradients; NaN if is_valid is False. is_valid: from with_validity."""
     if is_valid is None:
         return results
     factor = jnp.where(jnp.all(is_valid), 1, jnp.nan)

@@ -47,7 +47,7 @@ RESIDUALS = "flash_attention_out", "flash_attention_lse"  # names for policies o
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class AttentionCall(PlannedCall):
-    """A PlannedCall whose options are AttentionOptions, and whose out has out_dtype."""
+    """A PlannedCall with AttentionOptions and the dtype of out."""
 
     out_dtype: str
 
@@ -58,15 +58,15 @@ def with_options(call: AttentionCall, **options: Any) -> AttentionCall:
 
 
 def vary_alike(inputs):
-    """Inside shard_map, every array as varying over the mesh axes that any of them varies over.
+    """Inside shard_map, makes every array vary over all mesh axes over which any of them varies.
 
-    Its transpose sums the gradient of an array that was the same on all devices.
+    The transpose sums the gradient of an array that was equal on all devices.
     """
     return as_varying(inputs, varying_axes(inputs))
 
 
 def run(call: AttentionCall, inputs: AttentionInputs):
-    """(out, lse) of a prepared call, differentiable. lse is None without has_lse of its options."""
+    """(out, lse) of a prepared call, differentiable. lse is None if its options have has_lse=False."""
     if call.implementation == "xla":
         return _plain(call, inputs)
     inputs = in_reverse_mode(inputs, REVERSE_MODE)
@@ -86,7 +86,7 @@ def _attention(call, inputs):
 
 @under_defaults
 def _attention_fwd(call, primals):
-    """(result, the arrays that _attention_bwd needs)."""
+    """(result, residuals for _attention_bwd)."""
     inputs = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
     perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree, is_leaf=_is_primal))
     wanted = {f"{name}_gradient": perturbed(getattr(primals, name)) for name in ("bias", "score_mod")}
@@ -129,13 +129,13 @@ def _plain(call, inputs):
 
 
 def _input_gradients(call, inputs, result, dout, dlse) -> AttentionInputs:
-    """attention_backward, in the places of the inputs."""
+    """attention_backward, with its gradients in the fields of the inputs."""
     gradients = attention_backward(call, inputs, result, dout, dlse)
     return AttentionInputs(**dict.fromkeys(AttentionInputs._fields) | gradients._asdict())
 
 
 def with_results(call: AttentionCall, inputs: AttentionInputs, out: jax.Array, lse: jax.Array):
-    """The results of a prepared call without a bias or a score_mod, known already: for their gradients."""
+    """Returns out and lse, the results of a prepared call without bias and score_mod, with their gradients."""
     if call.implementation == "xla":
         return _plain_with_results(call, inputs, out, lse)
     return _with_results(call, in_reverse_mode(inputs, REVERSE_MODE), out, lse)
@@ -167,7 +167,7 @@ _plain_with_results = in_both_modes(
 
 
 def attention_forward(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-    """The result of the call's implementation, as its kernels give it. vmap adds to the batch.
+    """The result of the call's implementation, as its kernels return it. A vmap is merged into the batch.
 
     With "xla" it is differentiable.
     """
@@ -177,8 +177,8 @@ def attention_forward(call: AttentionCall, inputs: AttentionInputs) -> Attention
 def attention_forward_together(
     calls: Sequence[AttentionCall], inputs: Sequence[AttentionInputs]
 ) -> list[AttentionResult]:
-    """attention_forward of several calls. Those that can share a launch do."""
-    groups: dict[Any, list[int]] = {}  # by what a launch has once
+    """attention_forward of several calls. Calls that can share a launch do so."""
+    groups: dict[Any, list[int]] = {}  # by the properties that a launch has only once
     for i, (call, of_call) in enumerate(zip(calls, inputs, strict=True)):
         alike: Any = i
         if call.implementation in implementations.FORWARD_TOGETHER and all(x is None for x in of_call[3:]):
@@ -197,7 +197,7 @@ def attention_forward_together(
 
 @functools.lru_cache(maxsize=MOST_CALLS)
 def _batched_together(calls: tuple[AttentionCall, ...]):
-    """attention_forward_together of calls that share a launch, with a vmap that joins its axis to each one's batch."""
+    """attention_forward_together of calls that share a launch, with a vmap that is merged into the batch of each."""
 
     @jax.custom_batching.custom_vmap
     def forward(inputs):
@@ -222,7 +222,7 @@ def attention_backward(
     call: AttentionCall, inputs: AttentionInputs, result: AttentionResult, dout, dlse
 ) -> AttentionGradients:
     """The gradients, from the result of attention_forward and the cotangents of out and lse (dlse may be None)."""
-    if result.lse is None:  # of "cudnn", which JAX differentiates
+    if result.lse is None:  # "cudnn" is differentiated by JAX
         return _batched(_backward, call)(inputs, None, None, dout)
     excess = result.excess
     if inputs.sinks is None and implementations.takes_results(
@@ -233,14 +233,14 @@ def attention_backward(
     gradients = attention_gradients(call, inputs, lse, delta, dout, excess=excess)
     if inputs.sinks is None:
         return gradients
-    share = jnp.exp(inputs.sinks[..., None] - lse - (0 if excess is None else excess))  # the sink's, of a softmax
+    share = jnp.exp(inputs.sinks[..., None] - lse - (0 if excess is None else excess))  # the sink's probability
     return gradients._replace(sinks=-jnp.sum(share * delta, axis=(0, 2))[None])
 
 
 def attention_gradients(call: AttentionCall, inputs: AttentionInputs, lse, delta, dout, dquery=None, excess=None):
-    """The gradients but that of the sinks, from what row_terms gives, and with a bias the forward's excess.
+    """All gradients except dsinks, from row_terms' (lse, delta), and with a bias from the forward's excess.
 
-    dquery: to add to, for "mosaic_gpu" alone.
+    dquery: an array to which query's gradient is added, only for "mosaic_gpu".
     """
     run = functools.partial(_plain_backward, call) if call.implementation == "xla" else _batched(_backward, call)
     return run(inputs, lse, delta, dout, dquery, excess)
@@ -253,10 +253,8 @@ def _forward(call, inputs):
 
 
 def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None, out=None, dlse=None):
-    """out, dlse: in place of delta, where table.takes_results says so of one call. A vmap has joined others to it."""
-    if out is not None and not implementations.takes_results(
-        call.implementation, inputs, call.options, out, call.config
-    ):
+    """out, dlse: given instead of delta if implementations.takes_results allowed it. A vmap has changed the batch since."""
+    if out is not None and not implementations.takes_results(call.implementation, inputs, call.options, out, call.config):
         lse, delta = row_terms(out, lse, dout, dlse)
         out = dlse = None
     backward = implementations.IMPLEMENTATIONS[call.implementation].backward
@@ -265,7 +263,7 @@ def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None, out=None
         given = {name: x for name, x in given.items() if x is not None}
         statics = {"config": call.config, "interpret": call.interpret}
         return backward(inputs, call.options, lse, delta, dout, **given, **statics)
-    # Differentiated by JAX: the forward runs once more.
+    # JAX differentiates the forward, which runs once more.
     wanted = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
     if not call.options.bias_gradient:
         del wanted["bias"]
@@ -273,18 +271,18 @@ def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None, out=None
     return AttentionGradients(**jax.vjp(forward, wanted)[1](dout)[0])
 
 
-# The arrays whose batch may be 1 where query's is not.
+# The arrays whose batch may be 1 for any batch of query.
 _SHARED = ("mask", "bias", "sinks")
 
 
 @functools.lru_cache(maxsize=MOST_CALLS)
 def _batched(function, call):
-    """`function(call, ...)`, whose arrays' first axis is the batch, with a vmap that joins its axis to that batch."""
+    """`function(call, ...)` of arrays whose first axis is the batch, with a vmap that is merged into this batch."""
     plain: Any = functools.partial(function, call)
     if call.implementation in ("mosaic_gpu", "triton"):
         plain = shared_attention(plain, call.options)
     if implementations.IMPLEMENTATIONS[call.implementation].backward is None:
-        return plain  # JAX differentiates it, which a custom vmap would not let through
+        return plain  # JAX differentiates it, which a custom_vmap prevents
     wrapped = jax.custom_batching.custom_vmap(plain)
 
     @wrapped.def_vmap
@@ -299,7 +297,7 @@ def _batched(function, call):
             return None if x is None else join_batch(size, x, has_axis, length)
 
         bias, with_gradient = inputs.bias, function is _backward and call.options.bias_gradient
-        # Each of the mapped calls has a gradient of its own, of a bias that its batch entries may share.
+        # Each mapped call has its own gradient of a bias that its batch entries may share.
         sum_bias = with_gradient and bias is not None and length != 1 and bias.shape[int(batched[0].bias)] == 1
         if sum_bias:
             inputs = inputs._replace(bias=bias.astype(jnp.float32))
@@ -329,7 +327,7 @@ def _has_own_lists(inputs: AttentionInputs, batched: AttentionInputs) -> bool:
 
 
 def _one_by_one(function, batched, arguments):
-    """A vmap by a loop, for what tells batch entries apart: a Mask, or a score_mod."""
+    """A vmap by a loop, for a Mask or a score_mod that differs between batch entries."""
     leaves, structure = jax.tree.leaves(arguments), jax.tree.structure(arguments)
     has_axis = jax.tree.leaves(batched)
 

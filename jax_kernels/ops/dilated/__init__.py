@@ -1,1 +1,1 @@
-"""Dilated attention: its views of the arrays, its launches, and how branches become one result."""
+"""Dilated attention: its views of the arrays, its launches, and the merge of its branches."""

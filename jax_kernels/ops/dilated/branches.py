@@ -1,12 +1,12 @@
-"""The branches of dilated attention as views of its arrays: which rows and heads an attention call gets, and back.
+"""The branches of dilated attention as views of its arrays: the rows and heads of each attention call, and back.
 
-A piece is a run of equal segments of one branch. Its tokens, reshaped to [B * segments, rows, rate, heads, D], hold
-in column `phase` what one residue class takes, so a head is a strided slice. Where a piece covers the sequence and its
-rate divides its segments, that reshape is the array of a call, of which a kernel reads the heads that take part
-(BranchCall.is_strided). Else the rows are gathered. Reshapes, static slices, concatenations and selects do that, which
-XLA fuses, unless an order permutes the tokens. Where several devices share a segment, a piece has this device's tokens
-of it, and the keys of its classes travel round the ring of these devices. Where segments begin or end within a device,
-a piece has all of its tokens of the branch, and numbers tell which of them are in one segment.
+A piece is a run of equal segments of one branch. Its tokens, reshaped to [B * segments, rows, rate, heads, D], have one
+residue class in each column `phase`, so a head is a strided slice. If a piece covers the sequence and its rate divides
+its segments, this reshape is the array of a call, and a kernel reads the heads that take part (BranchCall.is_strided).
+Otherwise the rows are gathered by reshapes, static slices, concatenations and selects, which XLA fuses unless an order
+permutes the tokens. If several devices share a segment, a piece has this device's tokens of the segment, and the keys
+of its classes travel round the ring of these devices. If segments begin or end within a device, a piece has all the
+device's tokens of the branch, and numbers mark the tokens of each segment.
 """
 
 import dataclasses
@@ -43,13 +43,13 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Equal segments side by side.
+    """Equal segments next to each other.
 
-    branch: its index. start: the first token. segments: how many; length: of each; rate: their dilation.
-    offsets: the residue class that each query head takes, -1 for a head that the branch does not serve; None where
-    every head takes all classes. order: as in dilated_attention. span: of one segment that several devices share: its
-    devices; length is what one of them has of it, and a multiple of the rate. deal: of segments that begin and end
-    anywhere on the devices of a span: the piece has one segment, all tokens of a device.
+    branch: its index. start: the first token. segments: their number; length: of each; rate: their dilation.
+    offsets: the residue class that each query head takes, -1 for a head that the branch does not serve; None if every
+    head takes all classes. order: as in dilated_attention. span: the devices of one segment that several devices share;
+    length is then one device's part of the segment, and a multiple of the rate. deal: set if segments begin and end
+    anywhere on the devices of a span: the piece then has one segment, all tokens of a device.
     """
 
     branch: int
@@ -64,7 +64,7 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """The places of a class. Where some classes lack a token in the last one, there are more of those."""
+        """The rows of a class. If some classes lack a token in the last row, rounded up to ROW_MULTIPLE."""
         if self.is_dealt_out:
             return self._dealt_out[0].shape[1] // self.rate
         rows, rest = divmod(self.length, self.rate)
@@ -72,31 +72,31 @@ class Piece:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """The first query head that is served, and the one after the last."""
+        """(first query head that is served, end)."""
         assert self.offsets is not None
         served = [head for head, offset in enumerate(self.offsets) if offset >= 0]
         return served[0], served[-1] + 1
 
     @property
     def boundaries(self) -> list[int]:
-        """The query heads at which the class changes, and both ends."""
+        """The query heads at which the class changes, with the first head and the end."""
         assert self.offsets is not None
         first, end = self.heads
         return [first, *(h for h in range(first + 1, end) if self.offsets[h] != self.offsets[h - 1]), end]
 
     @property
     def is_ordered(self) -> bool:
-        """Whether a table tells which class a token is in."""
+        """Whether the class of a token comes from a table."""
         return self.deal is not None or (self.order is not None and self.rate > 1)
 
     @property
     def is_dealt_out(self) -> bool:
-        """Whether devices have different numbers of a class's tokens."""
+        """Whether devices have different numbers of tokens of a class."""
         return self.span is not None and self.is_ordered
 
     @property
     def has_gaps(self) -> bool:
-        """Whether a place without a token is before one that has one."""
+        """Whether an entry without a token may precede an entry with a token."""
         return self.is_dealt_out and self.rows * self.rate != self.length
 
     @property
@@ -116,13 +116,13 @@ class Piece:
         return Table(jnp.asarray(tokens), jnp.asarray(invert_order(tokens)))
 
     def arranged(self, x: jax.Array, fill: float) -> jax.Array:
-        """[segments, length, ...], in an order in which each class has its own, ascending, at every rate-th place."""
+        """[segments, length, ...], reordered: the tokens of a class, ascending, are at every rate-th index."""
         if self.has_gaps:
             return x.at[:, self.table.tokens].get(mode="fill", fill_value=fill)
         return _permuted(x, self.table.tokens) if self.is_ordered else x
 
     def in_sequence(self, x: jax.Array) -> jax.Array:
-        """The inverse of arranged, of what may be longer."""
+        """The inverse of arranged, for an x that may have padding at its end."""
         return _permuted(x, self.table.places) if self.is_ordered else x[:, : self.length]
 
 
@@ -130,7 +130,7 @@ class Piece:
 def _arrangement(length: int, rate: int) -> np.ndarray:
     tokens = np.empty(length, np.int32)
     for phase, taken in enumerate(_hilbert_classes(length, rate)):
-        # Ascending: that keeps the causal mask a triangle, and the set of tokens is what matters.
+        # Ascending order keeps the causal mask a triangle. The result depends only on the set of tokens.
         tokens[phase::rate] = taken
     return tokens
 
@@ -156,9 +156,9 @@ def pieces_of(
     is_causal: bool = False,
     shards: Shards | None = None,
 ) -> list[Piece]:
-    """The pieces of all branches, each branch's in the order of its tokens.
+    """The pieces of all branches; the pieces of a branch are in the order of its tokens.
 
-    branches: (segment length, rate). shards: where they have `length` tokens each.
+    branches: (segment length, rate). shards: the devices of a sharded sequence, with `length` tokens each; or None.
     """
     total = length if shards is None else length * shards.devices
     if layout == "partition":
@@ -175,7 +175,7 @@ def pieces_of(
         size = min(size, total)
         count, rest = divmod(total, size)
         of_branch = [Piece(index, 0, count, size, rate, offsets, order)]
-        # Nobody takes the last tokens, perhaps; but those of a device stay together.
+        # If no head takes the last tokens, they need no piece. A sharded sequence keeps a device's tokens together.
         if rest and (shards is not None or any(0 <= offset < rest for offset in offsets)):
             of_branch.append(Piece(index, count * size, 1, rest, rate, offsets, order))
         pieces += of_branch if shards is None else [_on_device(of_branch, length, shards, is_causal)]
@@ -183,7 +183,7 @@ def pieces_of(
 
 
 def of_heads(pieces: Sequence[Piece], first: int, end: int) -> list[Piece]:
-    """The pieces of the query heads first ... end - 1 alone, of those branches that serve one of them."""
+    """The pieces of query heads first ... end - 1, of the branches that serve any of these heads."""
     found = []
     for piece in pieces:
         offsets = None if piece.offsets is None else piece.offsets[first:end]
@@ -193,7 +193,7 @@ def of_heads(pieces: Sequence[Piece], first: int, end: int) -> list[Piece]:
 
 
 def _partition(length: int, branches: Sequence[tuple[int, int]], order: str | None) -> list[Piece]:
-    """The pieces of segments that cut a sequence one after another."""
+    """The pieces of segments that cut a sequence one after another, for layout="partition"."""
     pieces: list[Piece] = []
     start = 0
     for size, rate in (*branches, (length, 1)):
@@ -210,7 +210,7 @@ def _partition(length: int, branches: Sequence[tuple[int, int]], order: str | No
 
 
 def _on_device(whole: Sequence[Piece], length: int, shards: Shards, is_causal: bool) -> Piece:
-    """A branch's pieces of the whole sequence as the one of each device, which has `length` tokens."""
+    """Turns a branch's pieces of the whole sequence into one piece for each device, with `length` tokens."""
     first, *others = whole
     if not others and shards.fits(first.length, first.rate, length):
         size = min(first.length, length)
@@ -225,10 +225,10 @@ def _on_device(whole: Sequence[Piece], length: int, shards: Shards, is_causal: b
 class BranchCall:
     """Pieces that one attention call serves, in batch entries of one shape.
 
-    rows: queries, and keys, of an entry. heads, kv_heads: of an entry. is_masked: whether it needs segment ids, for
-    the caller's, or for the rows that some classes lack where causality does not hide them. span: the devices whose
-    keys each entry meets, all of as many rows, where it is not this one alone. is_strided: the call takes some heads
-    of a view of the whole arrays, of its one piece.
+    rows: queries, and keys, of an entry. heads, kv_heads: of an entry. is_masked: whether it needs segment ids: for the
+    caller's ids, or for rows that some classes lack, if causality does not hide them. span: the devices whose keys each
+    entry attends to, with equally many rows on each; None if only this device's. is_strided: the call takes some heads
+    of a view of the whole arrays, and has one piece.
     """
 
     pieces: tuple[Piece, ...]
@@ -243,7 +243,7 @@ class BranchCall:
         return sum(_entries(piece, batch, num_heads, self.heads) for piece in self.pieces)
 
     def head_view(self, num_heads: int, array_heads: int) -> HeadView | None:
-        """The heads of a strided call among those of arrays_of, query's or key's; None where it takes them all.
+        """The heads of a strided call within the heads of its view of query or key; None if it takes all heads.
 
         num_heads: of query. array_heads: of query or key.
         """
@@ -265,7 +265,7 @@ class BranchCall:
 def calls_of(
     pieces: list[Piece], num_heads: int, kv_heads: int, *, is_causal: bool, has_segment_ids: bool
 ) -> tuple[BranchCall, ...]:
-    """The pieces by the shape of their batch entries."""
+    """Groups the pieces by the shape of their batch entries."""
     calls: dict[tuple[int, int, int, bool, Span | None], list[Piece]] = {}
     for piece in pieces:
         is_masked = has_segment_ids or piece.has_gaps or piece.deal is not None
@@ -282,7 +282,7 @@ def calls_of(
 
 
 def split_strided(call: BranchCall, length: int, group: int) -> tuple[BranchCall, ...]:
-    """The call, with its pieces that views can serve in strided calls of their own. group: query heads per key head."""
+    """Moves each piece that a view can serve into a strided call of its own. group: query heads per key head."""
     if call.is_masked:
         return (call,)
     strided = [piece for piece in call.pieces if _is_strided(piece, length, group)]
@@ -294,15 +294,15 @@ def split_strided(call: BranchCall, length: int, group: int) -> tuple[BranchCall
 def _is_strided(piece: Piece, length: int, group: int) -> bool:
     is_whole = piece.start == 0 and piece.segments * piece.length == length
     has_tiles = piece.length % piece.rate == 0 and piece.rows % ROW_MULTIPLE == 0
-    # Else the parts of key heads do not start where these do.
+    # Otherwise the query heads would start in the middle of a key head.
     is_aligned = piece.offsets is None or piece.heads[0] % group == 0
     return is_whole and has_tiles and is_aligned and not piece.is_ordered and piece.span is None
 
 
 def compact_rows(calls: Sequence[BranchCall], batch: int, num_heads: int, array_heads: int) -> Compact:
-    """The places of tokens in the results of calls, for an array of so many heads, query's or key's.
+    """The map from tokens to the rows of the calls' results, for an array with array_heads heads, query's or key's.
 
-    Of a head whose tokens are several of an entry's heads there are as many Rows.
+    If the tokens of a head are in several heads of an entry, there is one Rows for each of them.
     """
     group, rows = num_heads // array_heads, []
     tables: dict[Any, Table] = {}
@@ -330,7 +330,7 @@ def compact_rows(calls: Sequence[BranchCall], batch: int, num_heads: int, array_
 
 
 def _shared(piece: Piece, group: int) -> int:
-    """How many neighbouring query heads have both key head and class in common, everywhere in the piece."""
+    """The number of neighbouring query heads that have the same key head and class, everywhere in the piece."""
     return group if piece.offsets is None else math.gcd(group, *piece.boundaries)
 
 
@@ -360,7 +360,7 @@ def _permuted(x: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def arrays_of(x: jax.Array, call: BranchCall, num_heads: int) -> jax.Array:
-    """[B, T, heads, ...] -> what a call reads: gathered rows, or a view [entries, rows, rate * heads, ...]."""
+    """[B, T, heads, ...] -> a call's array: gathered rows, or a view [entries, rows, rate * heads, ...]."""
     if not call.is_strided:
         return gather_rows(x, call, num_heads)
     (piece,) = call.pieces
@@ -387,7 +387,7 @@ def _gathered(x: jax.Array, piece: Piece, group: int, call: BranchCall) -> jax.A
 
 
 def _runs(picks: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
-    """(class, (first head, end)) of neighbouring heads that are picked from one class, in order."""
+    """(class, (first head, end)) of each run of neighbouring heads of one class, in order."""
     runs: list[tuple[int, tuple[int, int]]] = []
     for phase, head in picks:
         if runs and runs[-1][0] == phase and runs[-1][1][1] == head:
@@ -398,7 +398,7 @@ def _runs(picks: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
 
 
 def gather_ids(ids: jax.Array | None, call: BranchCall, batch: int, length: int) -> jax.Array:
-    """int32 [B, T], or None where all are alike -> [entries, rows]; rows without a token have -1."""
+    """int32 [B, T], or None if all ids are equal -> [entries, rows]; rows without a token have -1."""
     parts = []
     for piece in call.pieces:
         if piece.deal is not None and piece.span is not None:
@@ -417,8 +417,8 @@ def scatter(
 ) -> list[tuple[Piece, jax.Array]]:
     """The inverse of gather_rows: for each piece [B, its tokens, out_heads, ...] in float32.
 
-    out_heads: query's heads, or key's: then what entries have for one key head is added up. `fill` stands where a head
-    takes no part.
+    out_heads: query's heads, or key's: then the values that entries have for one key head are added. fill: the value
+    of heads that take no part.
     """
     group = num_heads // out_heads
     shared = 1 if group == 1 else call.heads // call.kv_heads
@@ -448,7 +448,7 @@ def _scattered(x: jax.Array, piece: Piece, batch: int, group: int, shared: int, 
 
 
 def merge_rows(parts: list[tuple[Piece, jax.Array]], length: int, fill: float = 0) -> list[jax.Array]:
-    """For each branch [B, T, ...], from what scatter gave for its pieces. `fill` stands where no piece reaches."""
+    """[B, T, ...] for each branch, from the results of scatter for its pieces. fill: the value outside of pieces."""
     branches: dict[int, list[tuple[Piece, jax.Array]]] = {}
     for piece, x in parts:
         branches.setdefault(piece.branch, []).append((piece, x))

@@ -1,4 +1,4 @@
-"""dilated_attention: what it takes, and its plan. Its views are in dilated_views, what it computes in dilated_vjp."""
+"""dilated_attention: its checks and its plan. Its views are in views, its forward and backward in vjp."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -54,10 +54,10 @@ def dilated_attention(
     precision: str | None = None,
     implementation: str | None = None,
 ) -> Any:
-    """Self-attention within segments, of every rate-th token, by several branches of (segment length, rate).
+    """Self-attention of every rate-th token within segments, by several branches of (segment length, rate).
 
-    Equivalent to the following JAX code, where branch i gives head h the tokens whose place in their segment is
-    offset(i, h) modulo its rate::
+    Equivalent to the following JAX code, where branch i gives head h the tokens whose position in their segment is
+    offset(i, h) modulo the branch's rate::
 
         def branch(i):
             tokens, length, rate = arange(T), segment_lengths[i], dilation_rates[i]
@@ -72,54 +72,56 @@ def dilated_attention(
         out = (weights.swapaxes(2, 3)[..., None] * outs).sum(0)
         lse = logsumexp(lses, axis=0)
 
-    B, T and H may be 0: the results and the gradients are empty, or 0.
+    B, T and H may be 0: the results and the gradients are then empty, or 0.
 
-    Under jit on a mesh with Auto axes, kernels share out the batch and the heads. The program then has kernels for each
-    part of the heads whose tokens are not like another's; a device runs those of its part. "xla" gathers heads.
+    Under jit on a mesh with Auto axes, the kernels are sharded over batch and heads. If the shards of the heads take
+    different tokens, the program has kernels for each of these shards, and a device runs the kernels of its shard.
+    "xla" gathers heads.
 
-    It takes memory for one attention over the tokens that the branches take: no mask, nothing of T x T. What the
-    backward keeps are query, key, value, out and lse.
+    It takes memory for one attention over the tokens that the branches take: no mask and no T x T array. The backward
+    keeps query, key, value, out and lse.
 
-    "mosaic_gpu" (Hopper) can read a branch in place where
+    "mosaic_gpu" (Hopper) can read a branch in place if
 
-    - D and Dv are equal, 64, 128 or 256, there are no segment_ids, and deterministic is not asked for;
-    - its segments divide T or are no shorter, and its rate divides them into classes of a multiple of 8 tokens;
-    - order is None, or its rate 1;
+    - D and Dv are equal and 64, 128 or 256, there are no segment_ids, and deterministic is not set;
+    - its segment length divides T or is at least T, and its rate divides the segments into classes of a multiple of 8
+      tokens;
+    - order is None, or its rate is 1;
     - with heads="groups", its first query head is the first of a key head;
-    - with layout="partition", segments cover the sequence in equal lengths at one rate.
+    - with layout="partition", segments of one length and one rate cover the sequence.
 
-    It does, short ones in one launch; but where gradients are taken not with branches so short that one launch of their
-    backward is faster by more than their copies cost. All other branches, and all of other implementations, are
-    gathered first, which copies what they take. Gathered branches whose segments hold equally many tokens, as in
-    LongNet, run as one attention, if they serve equally many heads and their classes part the query heads of a key head
-    alike. With segment_ids, or where without is_causal the rate does not divide the segments, their classes must have
-    equally many heads, too.
+    Without gradients it reads these branches in place, short branches in one launch. With gradients it gathers some
+    branches, namely if they are so short that one launch of their backward saves more time than their copies cost. All
+    other branches, and all branches of other implementations, are gathered first, which copies their tokens. Gathered
+    branches whose segments hold equally many tokens, as in LongNet, run as one attention, if they serve equally many
+    heads and their classes divide the query heads of a key head in the same way. Their classes must also have equally
+    many heads if there are segment_ids, or if is_causal is False and the rate does not divide the segments.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T.
       key: [B, T, Hkv, D] in query's dtype; Hkv divides H. A query head's tokens count for its key head too.
       value: [B, T, Hkv, Dv] in query's dtype; Dv up to 256.
-      segment_lengths: of each branch, from 1 on. Neither need they divide T nor be below it.
+      segment_lengths: of each branch, at least 1. A length may exceed T, and need not divide T.
       dilation_rates: of each branch, from 1 to its segment length.
-      is_causal: a token attends to itself and to earlier tokens only, whatever the order.
+      is_causal: a token attends only to itself and to earlier tokens, for any order.
       heads: "all": every head runs every branch, with the offset h // ceil(H / rate) for head h. "groups": branch i
-        serves the i-th group of heads alone, with the offset i % rate; where the branches do not divide the heads,
-        the first groups have one head more.
-      combine: "lse": a token's outputs are weighted by the softmax of the branches' log-sum-exps, a branch that does
-        not have the token weighing nothing. "mean": they are added, and divided by the number of branches. A token
-        of a head that no branch has gets out = 0 and lse = -inf.
+        serves only the i-th group of heads, with the offset i % rate; if the branches do not divide the heads, the
+        first groups have one more head.
+      combine: "lse": a token's outputs are weighted by the softmax of the branches' log-sum-exps; a branch without the
+        token has weight 0. "mean": the outputs are added and divided by the number of branches. A token of a head that
+        is in no branch gets out = 0 and lse = -inf.
       layout: "overlap": each branch cuts the whole sequence into segments of its length. "partition":
         segment_lengths cut the sequence one after another, and in segment i every residue class modulo
         dilation_rates[i] attends within itself, for all heads, so that each token is in one class; tokens past the
-        sum of the lengths form a last segment at rate 1. Then heads, combine and stop_gradient_weights have nothing
-        to choose and must be left alone.
-      order: None, or "hilbert": a token's place in its segment is the one that hilbert_order visits it at. At rate 1
-        that changes nothing.
+        sum of the lengths form a last segment at rate 1. heads, combine and stop_gradient_weights then have no effect
+        and must keep their defaults.
+      order: None, or "hilbert": a token's position in its segment is its index in hilbert_order. Has no effect at
+        rate 1.
       stop_gradient_weights: pass no gradient through the weights of "lse".
       return_lse: also return the log-sum-exp over all branches. Gradients through it are exact.
-      segment_ids: int32 [B, T]: packed sequences. A token attends to those with its id; one below 0 to nothing; what
-        the arrays hold there must be finite. Other integers are taken as in flash_attention.
-      scale, deterministic, precision, implementation: as in flash_attention; "cudnn" serves no branch.
+      segment_ids: int32 [B, T]: packed sequences. A token attends to tokens with its id. A token with an id below 0
+        attends to no token, but its values must be finite. Other integers are taken as in flash_attention.
+      scale, deterministic, precision, implementation: as in flash_attention; "cudnn" supports no branch.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log.
@@ -127,7 +129,7 @@ def dilated_attention(
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call, and why.
+      NotImplementedError: a named implementation cannot serve this call; the message has the reason.
 
     Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486.
     """
@@ -156,11 +158,11 @@ def dilated_attention(
 
 @dataclasses.dataclass(frozen=True)
 class DilatedPlan(dispatch.Plan):
-    """The plan of the attention with most work, and all of them in `branches`.
+    """The plan of the attention with most work, and the plans of all attentions in `branches`.
 
     branches: (segment length, rate, plan) of each run of equal segments; a shorter last segment is a run of its own.
-    in_place, in_place_differentiated: of each of them, whether it is read where it is, or its rows are gathered:
-    without gradients, and where these are taken.
+    in_place, in_place_differentiated: whether each run is read in place (else its rows are gathered): in a call without
+    gradients, and in a call with gradients.
     """
 
     branches: tuple[tuple[int, int, dispatch.Plan], ...] = ()
@@ -209,7 +211,7 @@ dilated_attention.plan = _plan  # type: ignore[attr-defined]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """The branches of a checked call. The fields are arguments, or as in pieces_of."""
+    """The branches of a checked call. The fields are arguments of dilated_attention or of pieces_of."""
 
     request: AttentionRequest
     branches: tuple[tuple[int, int], ...]
@@ -220,7 +222,7 @@ class _Pattern:
     shards: Shards | None
 
     def calls(self, index: int = 0, count: int = 1) -> tuple[BranchCall, ...]:
-        """The attention calls of part `index` of the heads, which `count` devices share out. None without a pair."""
+        """The attention calls of shard `index` of the heads, which are sharded over `count` devices. May be empty."""
         request = self.request
         if 0 in (request.batch, request.q_length, request.heads):
             return ()
@@ -242,13 +244,13 @@ class _Pattern:
         )
 
     def of_part(self, count: int) -> AttentionRequest:
-        """The request of a device's heads. One head of keys for all is on each device."""
+        """The request of a device's heads. If all query heads have one key head, it is on each device."""
         request = self.request
         return dataclasses.replace(request, heads=request.heads // count, kv_heads=max(request.kv_heads // count, 1))
 
 
 class _Checked(NamedTuple):
-    """A checked call: the request of the whole and its arrays, its branches, and how they become one.
+    """A checked call: the request and arrays of the whole call, its branches, and the options of their merge.
 
     merge: fields of DilatedCall. arguments: of flash_attention, the same for every call.
     """
@@ -265,12 +267,12 @@ def _check(
     layout="overlap", order=None, stop_gradient_weights=False, return_lse=False, segment_ids=None, scale=None,
     deterministic=None, precision=None, implementation=None, shards: Shards | None = None,
 ) -> _Checked:  # fmt: skip
-    """Raises what dilated_attention documents for bad input."""
+    """Raises the errors that dilated_attention documents for bad input."""
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 array [B, T]: queries and keys are the same tokens")
     known = ", ".join(repr(name) for name in IMPLEMENTATIONS if name != "cudnn")
     if implementation == "cudnn":
-        reason = f"it serves no branch, whose log-sum-exp has a gradient; want one of {known}"
+        reason = f"it serves no branch: a branch's log-sum-exp has a gradient; want one of {known}"
         raise NotImplementedError(f"implementation='cudnn' cannot serve this dilated_attention: {reason}")
     if isinstance(implementation, str) and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is not known for dilated_attention; want one of {known}")
@@ -279,7 +281,7 @@ def _check(
         precision=precision, implementation=implementation,
     )  # fmt: skip
     if jax.export.is_symbolic_dim(request.q_length):
-        raise ValueError(f"query: got the symbolic length {request.q_length}, want an int, which tells the segments")
+        raise ValueError(f"query: got the symbolic length {request.q_length}, want an int: segments depend on it")
     if request.kv_length != request.q_length:
         raise ValueError(f"key: got length {request.kv_length}, want query's length {request.q_length}")
     if segment_ids is not None:
@@ -291,8 +293,8 @@ def _check(
     )
     if heads == "groups" and 0 < request.heads < len(branches):
         raise ValueError(
-            f"heads: got 'groups' with {len(branches)} segment_lengths for {request.heads} heads, want a head at least "
-            "for each of them"
+            f"heads: got 'groups' with {len(branches)} segment_lengths for {request.heads} heads, want at least one "
+            "head for each of them"
         )
     pattern = _Pattern(
         request=request,
@@ -331,7 +333,7 @@ def check_pattern(
     *,
     stop_gradient_weights: Any = False,
 ) -> tuple[tuple[int, int], ...]:
-    """The branches, (segment length, rate); raises what dilated_attention documents for what its arrays do not tell."""
+    """(segment length, rate) of each branch. Raises dilated_attention's errors for arguments other than its arrays."""
     segment_lengths = plain_of("segment_lengths", segment_lengths)
     dilation_rates = plain_of("dilation_rates", dilation_rates)
     stop_gradient_weights = plain(stop_gradient_weights)
@@ -372,7 +374,7 @@ def check_pattern(
 
 
 def _specs(request: AttentionRequest, views: BranchCall) -> dict[str, Any]:
-    """The arrays of one attention, without their values."""
+    """The shapes and dtypes of one attention's arrays."""
     entries = views.entries(request.batch, request.heads)
     spec = lambda *shape, dtype=request.dtype: jax.ShapeDtypeStruct((entries, *shape), jnp.dtype(dtype))
     specs: dict[str, Any] = {
@@ -386,12 +388,12 @@ def _specs(request: AttentionRequest, views: BranchCall) -> dict[str, Any]:
 
 
 def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
-    """Checks a call of dilated_attention and plans it: what dilated_vjp.run takes.
+    """Checks and plans a call of dilated_attention. Returns the arguments of dilated_vjp.run.
 
-    shards: of a sequence that devices share, whose tokens on this one the arrays have.
+    shards: the devices of a sharded sequence, whose tokens on this device are in the arrays; or None.
     """
     checked = _check(**keywords)
-    query, scale = with_positive_scale(checked.inputs.query, checked.arguments["scale"])  # before what has a gradient
+    query, scale = with_positive_scale(checked.inputs.query, checked.arguments["scale"])  # outside the custom_vjp
     recipe = _Recipe(
         pattern=checked.pattern,
         merge=tuple(checked.merge.items()),
@@ -408,9 +410,9 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Recipe:
-    """How a checked call is planned. merge: fields of DilatedCall; arguments: of flash_attention, by name.
+    """The data from which a checked call is planned. merge: fields of DilatedCall. arguments: of flash_attention.
 
-    implementation: of all attentions; None for that of the arguments.
+    implementation: of all attentions; None for the implementation in `arguments`.
     """
 
     pattern: _Pattern
@@ -419,7 +421,7 @@ class _Recipe:
     implementation: str | None = None
 
     def call(self, index: int = 0, count: int = 1) -> DilatedCall:
-        """The planned call of part `index` of the heads, which `count` devices share out."""
+        """The planned call of shard `index` of the heads, which are sharded over `count` devices."""
         request, merge, arguments = self.pattern.of_part(count), dict(self.merge), dict(self.arguments)
         if self.implementation is not None:
             arguments["implementation"] = self.implementation
@@ -430,7 +432,7 @@ class _Recipe:
         for views in self.pattern.calls(index, count):
             with dispatch.on_device(request.device):
                 planned = jax.eval_shape(plan, _specs(request, views))
-            # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
+            # The Hopper kernel's blocks leave no shared memory for a float32 out, so it rounds partial outs once.
             if is_merged and planned.implementation != "mosaic_gpu":
                 planned = dataclasses.replace(planned, out_dtype="float32")
             for found, parts in zip((attentions, differentiated), _parts(views, planned, request), strict=True):
@@ -442,7 +444,7 @@ class _Recipe:
 def _parts(
     views: BranchCall, planned: AttentionCall | dispatch.Plan, request: AttentionRequest
 ) -> tuple[tuple[BranchCall, ...], tuple[BranchCall, ...]]:
-    """The calls that a call runs as, without gradients, where those that are read in place share a launch, and with."""
+    """(the calls without gradients, where pieces that need no copy run in one launch; the calls with gradients)."""
     if not _reads_views(planned, request):
         return (views,), (views,)
     in_place = dilated_views.split_strided(views, request.q_length, request.heads // request.kv_heads)
@@ -450,7 +452,7 @@ def _parts(
 
 
 def _reads_views(planned: AttentionCall | dispatch.Plan, request: AttentionRequest) -> bool:
-    """Whether an attention can take heads of an array, which its kernels then read as they stand, unpadded."""
+    """Whether an attention can take some heads of an array. Its kernels then read the array in place, unpadded."""
     whole = request.head_dim == request.v_head_dim and request.head_dim in (64, 128, 256)
     return planned.implementation == "mosaic_gpu" and whole and not request.deterministic
 

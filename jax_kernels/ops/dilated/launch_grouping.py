@@ -1,8 +1,9 @@
-"""Which pieces of a dilated attention with gradients are read in place, and which are gathered for one launch.
+"""Decides which pieces of a differentiated dilated attention are read in place and which are gathered for one launch.
 
-A view saves the copy of a piece, but backward takes a launch of its own, which has a start, and an end at which few
-tiles are left: what one adds to dquery is what the next one adds to. Small pieces are therefore gathered into one
-launch, if that is estimated to take less. Forward, pieces that are read in place share a launch.
+A view saves the copy of a piece. But in the backward each view has a launch of its own, because each launch adds to the
+dquery of the launch before it. A launch has a start-up time, and at its end few tiles are left. Small pieces are
+therefore gathered into one launch if that is estimated to take less time. In the forward, pieces that are read in place
+run in one launch.
 """
 
 import dataclasses
@@ -17,9 +18,9 @@ __all__ = ["launches_of"]
 
 
 def launches_of(call: BranchCall, request: AttentionRequest, block_q: int) -> tuple[BranchCall, ...]:
-    """The call as the calls that take the least time, as if a forward's, which scales as a backward's does.
+    """Splits the call into the calls that take the least time, by estimates of the forward. The backward scales alike.
 
-    request: of the whole. block_q: the queries of a tile.
+    request: of the whole call. block_q: the queries of a tile.
     """
     parts = dilated_views.split_strided(call, request.q_length, request.heads // request.kv_heads)
     if request.device.memory_bandwidth is None:
@@ -30,7 +31,7 @@ def launches_of(call: BranchCall, request: AttentionRequest, block_q: int) -> tu
 
 
 def _joined(call: BranchCall, parts: Sequence[BranchCall], joined: Sequence[BranchCall]) -> tuple[BranchCall, ...]:
-    """The parts, but with `joined` gathered, beside what is gathered anyway."""
+    """The parts, with `joined` gathered in addition to the pieces that are gathered anyway."""
     strided = [part for part in parts if part.is_strided and part not in joined]
     in_place = [piece for part in strided for piece in part.pieces]
     others = tuple(piece for piece in call.pieces if piece not in in_place)
@@ -49,7 +50,7 @@ def _seconds(calls: Sequence[BranchCall], request: AttentionRequest, block_q: in
 
 
 def _gathered_bytes(call: BranchCall, request: AttentionRequest) -> int:
-    """Query, key and value, read and written."""
+    """The bytes that gathering query, key and value reads and writes."""
     rows = call.rows * call.heads + 2 * call.rows * call.kv_heads
     return 2 * _entries(call, request) * rows * request.head_dim * request.bits // 8
 
@@ -57,7 +58,7 @@ def _gathered_bytes(call: BranchCall, request: AttentionRequest) -> int:
 def _flops(call: BranchCall, request: AttentionRequest, block_q: int) -> float:
     q_blocks = -(-call.rows // block_q)
     tiles = _entries(call, request) * call.heads * q_blocks
-    share = (q_blocks + 1) / (2 * q_blocks) if request.is_causal else 1  # of the keys, that a tile has on average
+    share = (q_blocks + 1) / (2 * q_blocks) if request.is_causal else 1  # mean fraction of the keys that a tile has
     return 4 * tiles * block_q * share * call.rows * request.head_dim
 
 

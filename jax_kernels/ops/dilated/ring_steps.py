@@ -1,7 +1,6 @@
 """Attention of a segment that several devices share: its keys travel round the ring of these devices.
 
-In the step of shift s a device has the keys of the device that is s places before it in the segment, or, for the first
-s devices, behind it.
+In the step of shift s, device i of the segment's n devices has the keys of device (i - s) mod n.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ __all__ = ["forward", "gradients"]
 
 
 def forward(span: Span, planned: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-    """The result over the keys of all devices. inputs: this device's rows. out has planned.out_dtype."""
+    """The result over the keys of all devices. inputs: this device's rows. out has the dtype planned.out_dtype."""
     total, visitors = None, Visitors(Pair((inputs.key, inputs.value)), inputs.kv_segment_ids)
     upcoming: Any = Visitors(Pair.of(inputs.key, inputs.value), inputs.kv_segment_ids)
     for number, onward in zip(span.shifts, span.moves, strict=True):
@@ -30,7 +29,7 @@ def forward(span: Span, planned: AttentionCall, inputs: AttentionInputs) -> Atte
         call, of_step = _step(span, number, planned, inputs, visitors)
         is_rounded = is_last and planned.out_dtype == str(inputs.query.dtype)
         total = forward_onto(call, with_norms(call, of_step, visitors.pair), total, is_last=is_rounded)
-        # Else XLA may join work on the next keys to work on these, which then waits for both.
+        # Without the barrier XLA may fuse work on the next keys with work on these keys, which then waits for both.
         total, visitors = lax.optimization_barrier((total, upcoming))
         upcoming = visitors
     assert total is not None
@@ -42,11 +41,11 @@ def gradients(
 ) -> AttentionGradients:
     """The float32 gradients of this device's query, key and value.
 
-    so_far: as attention_gradients' dquery, of which that of query is the sum with this one, over the scale. The
-    gradients of keys and values follow these round the ring, one step behind.
+    so_far: None, or as dquery of attention_gradients: query's gradient, divided by the scale, is added to it. The
+    gradients of keys and values follow the keys and values round the ring, one step behind.
     """
     planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
-    # Opaque: else XLA keeps the keys that arrived in the forward, of all devices.
+    # The barrier keeps XLA from saving the keys that arrived in the forward, which are the keys of all devices.
     inputs, rows = lax.optimization_barrier((inputs, rows))
     visitors = Visitors(Pair((inputs.key, inputs.value)), inputs.kv_segment_ids)
     upcoming: Any = Visitors(Pair.of(inputs.key, inputs.value), inputs.kv_segment_ids)
@@ -78,7 +77,7 @@ def _step(
 ) -> tuple[AttentionCall, AttentionInputs]:
     """The call of the step of a shift, and its arrays.
 
-    Under a causal mask a device's rows see all keys of the devices before it, and none of those behind it.
+    Under a causal mask, a device's rows see all keys of earlier devices and no keys of later devices.
     """
     key, value, kv_ids = visitors.pair.key, visitors.pair.value, visitors.segment_ids
     inputs = inputs._replace(key=key, value=value, kv_segment_ids=kv_ids)

@@ -1,4 +1,4 @@
-"""sequence_parallel_dilated_attention: dilated attention of a sequence whose tokens are shared out among devices."""
+"""sequence_parallel_dilated_attention: dilated attention of a sequence whose tokens are sharded over devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,35 +48,35 @@ def sequence_parallel_dilated_attention(
         out = dilated_attention(*map(gather, (query, key, value)), segment_ids=gather(segment_ids), ...)
         out = out[:, i * T : (i + 1) * T]
 
-    Any segments and rates that dilated_attention takes work on any number of devices. The fastest are those of which
+    It takes any segments and rates that dilated_attention takes, on any number of devices. The fastest segments are
 
-    - the length divides T: they need no communication;
-    - or the length is T times a divisor of the number of devices, and the rate divides T. Their keys and values that
-      take part, one in `rate`, travel round the ring of the segment's devices.
+    - segments whose length divides T: they need no communication;
+    - segments whose length is T times a divisor of the number of devices, at a rate that divides T. The keys and values
+      that take part, one in `rate`, travel round the ring of the segment's devices.
 
-    Other segments begin or end within a device, or their classes have different numbers of tokens on the devices. So
-    have those of "partition", unless all have one such length and rate. Here a device takes all of its tokens of the
-    branch as one run, and numbers tell which are in one segment. Keys travel as far as the next device that shares a
-    segment. A run of T tokens has up to T * T / rate**2 scores for each head and device that sends keys ("partition":
-    T * T, its tokens sorted by class), where kernels skip only blocks without a pair of one segment. It takes rows in
-    multiples of 8, as many for each device and class as the largest has, and tables of int32 for all of the segment's
-    tokens. Where segment_ids are given as well, those of all devices are gathered, in int32 [B, all tokens].
+    All other segments begin or end within a device, or their classes have different numbers of tokens on the devices.
+    So do the segments of "partition", unless all have one such length and rate. A device then takes all its tokens of
+    the branch as one run, and numbers mark the tokens of each segment. Keys travel as far as the last device that
+    shares a segment. A run of T tokens has up to T * T / rate**2 scores for each head and each device that sends keys
+    ("partition": T * T, with tokens sorted by class), and kernels skip only the blocks without a pair of one segment.
+    Rows come in multiples of 8, for each device and class as many as the largest class has. int32 tables cover all of
+    the segment's tokens. With segment_ids, the ids of all devices are gathered in addition, int32 [B, all tokens].
 
-    segment_ids travel with the keys. In the backward keys travel again, with their float32 gradients. A device holds
-    those of two devices at a time, so that, beside ids and tables, memory is linear in its own tokens. The backward
-    keeps a device's query, key, value, segment_ids, out and lse.
+    segment_ids travel with the keys. In the backward, keys travel again, with their float32 gradients. A device holds
+    the keys and gradients of two devices at a time. So, except for ids and tables, memory is linear in its own tokens.
+    The backward keeps a device's query, key, value, segment_ids, out and lse.
 
-    Pallas kernels ("mosaic_gpu", "triton") run in a jax.shard_map with check_vma=False alone.
+    Pallas kernels ("mosaic_gpu", "triton") run only in a jax.shard_map with check_vma=False.
 
-    With order="hilbert" devices of a longer segment may have different numbers of its tokens that take part: then each
-    sends as many rows as the one with most of them, up to a multiple of 8.
+    With order="hilbert", the devices of a longer segment may have different numbers of tokens that take part. Each
+    device then sends as many rows as the largest number, rounded up to a multiple of 8.
 
     Args:
       query: [B, T, H, D]. key: [B, T, Hkv, D]. value: [B, T, Hkv, Dv]: a device's tokens; else as in dilated_attention.
-      axis_name: of the mesh axis over which the sequence is sharded, in the order of its tokens.
+      axis_name: the mesh axis over which the sequence is sharded, in the order of its tokens.
       segment_lengths, dilation_rates: of each branch, as in dilated_attention of the whole sequence.
-      segment_ids: int32 [B, T], of a device's tokens: packed sequences, whose ids are those of the whole sequence.
-        Traced integers that int32 may not hold cost an all-gather of the ids.
+      segment_ids: int32 [B, T], of a device's tokens: packed sequences; the ids hold for the whole sequence.
+        Traced integers that may not fit int32 cost an all-gather of the ids.
       is_causal, heads, combine, layout, order, stop_gradient_weights, return_lse, scale, deterministic, precision,
         implementation: as in dilated_attention.
 
@@ -84,7 +84,7 @@ def sequence_parallel_dilated_attention(
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as dilated_attention; ValueError where axis_name is not an axis of a
+      TypeError, ValueError, NotImplementedError: as dilated_attention. ValueError if axis_name is not an axis of a
         jax.shard_map around the call.
 
     Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486, section 3.

@@ -1,4 +1,4 @@
-"""Dilated attention's segments that several devices share, each of which has some of their tokens."""
+"""Dilated attention's segments that several devices share: each device has some of their tokens."""
 
 import dataclasses
 import functools
@@ -16,14 +16,14 @@ from jax_kernels.hilbert import hilbert_order
 
 __all__ = ["ROW_MULTIPLE", "Deal", "Shards", "Span", "classes_of", "dealt_out"]
 
-ROW_MULTIPLE = 8  # of the tensor memory accelerator's tiles
+ROW_MULTIPLE = 8  # tiles of the tensor memory accelerator have a multiple of this many rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The devices of a segment: `devices` neighbours of the `everyone` along a mesh axis.
+    """The devices of a segment: `devices` neighbours out of `everyone` along a mesh axis.
 
-    shifts: from 0 on, how many places round their ring the keys travel to the devices that attend to them.
+    shifts: the distances round the ring, from 0 on, over which keys travel to the devices that attend to them.
     """
 
     axis_name: str
@@ -33,22 +33,22 @@ class Span:
 
     @property
     def moves(self) -> tuple[int | None, ...]:
-        """How many places the keys travel on after each shift; None after the last."""
+        """The number of devices by which the keys move on after each shift; None after the last shift."""
         return *(later - shift for shift, later in itertools.pairwise(self.shifts)), None
 
     @property
     def index(self) -> jax.Array:
-        """This device's, within its segment."""
+        """This device's index within its segment."""
         return lax.axis_index(self.axis_name) % self.devices
 
     def shifted(self, tree: Any, by: int) -> Any:
-        """The arrays of the device `by` places before this one, round the ring of the segment's devices."""
+        """The arrays of the device that is `by` devices before this one, round the ring of the segment's devices."""
         n = self.devices
         there = [(first + i, first + (i + by) % n) for first in range(0, self.everyone, n) for i in range(n)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), tree)
 
     def mine(self, table: np.ndarray) -> jax.Array:
-        """This device's line of a table with one for each device of a segment."""
+        """This device's row of a table with one row for each device of a segment."""
         return jnp.asarray(table)[self.index]
 
 
@@ -56,9 +56,10 @@ class Span:
 class Deal:
     """Segments that begin and end anywhere on `devices` neighbours, which have `length` tokens each.
 
-    runs: (how many, length of each, rate) of equal segments side by side, which make up all tokens of the devices.
-    order: as in dilated_attention. is_by_class: whether a head takes one class of each segment, so that the classes lie
-    apart, all at the rate of the first run. Else a head takes all tokens, which lie beside those of their class.
+    runs: (number, length, rate) of equal segments next to each other, which together are all tokens of the devices.
+    order: as in dilated_attention. is_by_class: whether a head takes one class of each segment: the classes are then
+    stored apart, all at the rate of the first run. Else a head takes all tokens, and the tokens of a class are stored
+    next to each other.
     """
 
     length: int
@@ -76,9 +77,9 @@ class Deal:
         return _tables(self)
 
     def shifts(self, *, is_causal: bool) -> tuple[int, ...]:
-        """Span.shifts: the distances round the ring of devices that have tokens of one segment.
+        """Span.shifts: the distances round the ring between devices that have tokens of one segment.
 
-        is_causal: no device needs keys of the devices behind it.
+        is_causal: no device needs keys of the devices after it.
         """
         reach = start = 0
         for count, size, _ in self.runs:
@@ -89,10 +90,10 @@ class Deal:
         return tuple(sorted({*range(reach + 1), *behind}))
 
     def joined(self, span: Span, ids: jax.Array | None, batch: int) -> jax.Array:
-        """int32 [B, length]: equal where the segments (of whole tokens, their classes) are, and the caller's `ids`.
+        """int32 [B, length], equal for tokens of this span with the same group (see Tables) and the same caller's id.
 
-        ids: [B, length], whose own numbers may be any. Those of all devices are gathered, so that each device gives one
-        pair of a segment and an id the same number: its place among the pairs in order. -1 for ids below 0.
+        ids: [B, length], any int32, or None. The ids of all devices are gathered, so that each device gives a pair of
+        group and id the same number: its rank among the sorted pairs. The result is -1 for ids below 0.
         """
         groups = span.mine(self.tables.groups)
         if ids is None:
@@ -112,9 +113,9 @@ class Deal:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tables:
-    """A Deal in numbers, int32, a line for each device. at, places: as dealt_out gives them.
+    """The int32 tables of a Deal, with one row for each device. at, places: as dealt_out returns them.
 
-    groups: [devices, tokens], the number of each token's segment; where classes do not lie apart, of its class.
+    groups: [devices, tokens], the number of each token's segment; if classes are not stored apart, of its class.
     """
 
     at: np.ndarray
@@ -124,22 +125,22 @@ class Tables:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """A mesh axis along which devices have as many neighbouring tokens each."""
+    """A mesh axis along which each device has the same number of neighbouring tokens."""
 
     axis_name: str
     devices: int
 
     def fits(self, size: int, rate: int, length: int) -> bool:
-        """Whether segments of this size are a device's own or those of whole devices, in equally many rows a class.
+        """Whether segments of this size lie within a device, or cover whole devices with equally many rows per class.
 
-        length: a device's tokens. A segment is no longer than all of them.
+        length: a device's tokens. size: at most the tokens of all devices.
         """
         if size <= length:
             return length % size == 0
         return size % length == 0 and self.devices % (size // length) == 0 and length % rate == 0
 
     def span(self, size: int, length: int) -> Span | None:
-        """The Span of segments that fit; None where a device has them whole. length: a device's tokens."""
+        """The Span of segments that fit; None if each segment is on one device. length: a device's tokens."""
         count = size // length
         return Span(self.axis_name, count, self.devices, tuple(range(count))) if size > length else None
 
@@ -183,14 +184,15 @@ def _tables(deal: Deal) -> Tables:
 
 
 def dealt_out(classes: Sequence[np.ndarray], devices: int, multiple: int) -> tuple[np.ndarray, np.ndarray]:
-    """An arrangement of the tokens of some devices, as each of them has its own.
+    """Arranges the tokens of some devices by class. Each device keeps its own tokens.
 
-    classes: the tokens of each, ascending; together 0 ... T - 1. Every device gets the classes of its own tokens, each
-    at every rate-th place, in as many rows as the largest of them has: of `multiple` of them, unless there is no gap.
+    classes: the tokens of each class, ascending; together 0 ... T - 1. Every device puts the tokens of a class at every
+    rate-th index. All devices and classes have the same number of rows: the size of the largest class of any device,
+    rounded up to `multiple` unless all rows are filled.
 
     Returns:
-      int32 [devices, rows * rate], the device's token at each place, or its number of tokens where none is; and int32
-      [devices, its tokens], the place of each of them.
+      int32 [devices, rows * rate], the device's token at each index, or the number of its tokens at an empty index; and
+      int32 [devices, its tokens], the index of each token.
     """
     rate, length = len(classes), sum(map(len, classes)) // devices
     counts = np.array([np.bincount(taken // length, minlength=devices) for taken in classes])

@@ -1,4 +1,4 @@
-"""The forward and backward of a planned dilated attention: its attentions, and their results as one."""
+"""The forward and backward of a planned dilated attention: its attentions, and the merge of their results."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ REVERSE_MODE = no_forward_mode("dilated_attention")
 Parts = list[tuple[Piece, jax.Array]]
 
 WARNING = (
-    "query: its tokens are shared out over devices, which are gathered on each of them; use "
+    "query: its tokens are sharded over devices, and each device gathers all of them; use "
     "sequence_parallel_dilated_attention inside jax.shard_map"
 )
 
@@ -46,13 +46,13 @@ WARNING = (
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class DilatedCall:
-    """A planned call without its arrays: its attentions, and how what they give becomes one.
+    """A planned call without its arrays: its attentions, and the options of their merge.
 
-    All attentions have one implementation; without a token or a head there are none. differentiated: the attentions of
-    a call with gradients, in which views share a launch by copies alone, forward too. is_alone: no token of a head is
-    in two branches. merged_backward: the gradient of every branch follows from out and lse of the whole. sums_dquery:
-    each attention adds query's gradient to float32 numbers, without the scale. of_heads(index, count): the call of part
-    `index` of the heads, which `count` devices share out.
+    All attentions have one implementation; a call without a token or a head has no attentions. differentiated: the
+    attentions of a call with gradients, in which views run in one launch only as copies, also in the forward. is_alone:
+    no token of a head is in two branches. merged_backward: the gradient of every branch follows from the merged out and
+    lse. sums_dquery: each attention adds query's gradient, divided by the scale, to a float32 array. of_heads(index,
+    count): the call of shard `index` of the heads, which are sharded over `count` devices.
     """
 
     attentions: tuple[tuple[BranchCall, AttentionCall], ...]
@@ -71,7 +71,7 @@ class DilatedCall:
 
     @property
     def share(self) -> float:
-        """The number that "mean" multiplies a branch by."""
+        """The factor of a branch under "mean"."""
         return 1 / self.branches if self.is_mean else 1.0
 
     @property
@@ -80,7 +80,7 @@ class DilatedCall:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether dilated_rows gathers rows, and puts together what the attentions give."""
+        """Whether the kernels of dilated_rows gather rows and merge the attentions' results."""
         return all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions)
 
     @property
@@ -90,15 +90,15 @@ class DilatedCall:
 
     @property
     def has_spans(self) -> bool:
-        """Whether devices share segments."""
+        """Whether any segment is shared by several devices."""
         return any(views.span is not None for views, _ in self.attentions)
 
 
 def _shared(function: Any, call: DilatedCall, *statics: Any) -> Any:
-    """function(call, *statics, arrays) as a function of the arrays, whose batch and heads devices share out under jit.
+    """function(call, *statics, arrays) as a function of the arrays. Under jit, batch and heads are sharded.
 
-    Which tokens a head takes is part of the program. So each part of the heads has a program of its own, and a device
-    runs that of its own part, unless all are alike.
+    The tokens that a head takes are part of the program. So, unless all shards of the heads are alike, each shard has a
+    program of its own, and a device runs the program of its shard.
     """
     plain = functools.partial(function, call, *statics)
     if not is_partitioned() or not call.attentions or not call.by_kernels or call.has_spans or call.of_heads is None:
@@ -130,7 +130,7 @@ def _shared(function: Any, call: DilatedCall, *statics: Any) -> Any:
     return wrapped
 
 
-# Whose axes the arrays have that _forward and _backward take, and what they give, by how many that are.
+# The axes (see _axes) of the arguments of _forward and _backward, and of their results, by the number of results.
 _ARGUMENTS = "query", "key", "key", "ids", "query", "lse", "query", "lse"
 _RESULTS = {2: ("query", "lse"), 3: ("query", "key", "key")}
 
@@ -155,7 +155,7 @@ def _inputs(call: DilatedCall, views: BranchCall, query, key, value, ids) -> Att
 
 
 def _read(call: DilatedCall, views: BranchCall, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
-    """Arrays [B, T, heads, D] as an attention reads them."""
+    """Arrays [B, T, heads, D] in the form that an attention reads: views, or gathered rows."""
     if views.is_strided or not call.by_kernels:
         return [dilated_views.arrays_of(x, views, num_heads) for x in arrays]
     read: dict[int, jax.Array] = {}
@@ -172,7 +172,7 @@ def _read(call: DilatedCall, views: BranchCall, num_heads: int, *arrays: jax.Arr
 
 
 def _forward(call: DilatedCall, is_differentiated: bool, arrays):
-    """(out, lse), by the call's attentions, or those of it differentiated."""
+    """(out, lse). is_differentiated: use the attentions of a call with gradients."""
     attentions = call.differentiated if is_differentiated else call.attentions
     query = arrays[0]
     batch, length, heads, _ = query.shape
@@ -215,7 +215,7 @@ def _merge(call: DilatedCall, out_parts: Parts, lse_parts: Parts, like):
     if not call.is_alone:
         dead = jnp.isneginf(lse)
         highest = jax.lax.stop_gradient(jnp.where(dead, 0, lse))
-        total = jnp.where(dead, 1, _sum([jnp.exp(x - highest) for x in lses]))  # of 0 log's derivative is infinite
+        total = jnp.where(dead, 1, _sum([jnp.exp(x - highest) for x in lses]))  # log(0) has an infinite derivative
         lse = jnp.where(dead, -jnp.inf, jnp.log(total) + highest)
         if not call.is_mean:
             finite = jnp.where(jnp.isneginf(lse), 0, lse)
@@ -254,7 +254,7 @@ def _backward(call: DilatedCall, arrays):
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
     heads = out.shape[2]
     terms = _row_terms(call, out, lse, dout, dlse) if call.merged_backward else None
-    # What calls that read views add to, one after the other.
+    # The array to which calls that read views add, one after the other.
     dquery = jnp.zeros(query.shape, jnp.float32) if _sums_whole(call, query) else None
     parts: dict[str, list[Any]] = {"query": [], "key": [], "value": []}
     for views, planned in call.differentiated:
@@ -285,7 +285,7 @@ def _backward(call: DilatedCall, arrays):
 
 
 def _sums_whole(call: DilatedCall, query: jax.Array) -> bool:
-    """Whether calls that read views add to one array shaped as query: where own ones would take no less memory."""
+    """Whether calls that read views add to one array of query's shape: if arrays of their own took no less memory."""
     batch, _, heads, head_dim = query.shape
     strided = [views for views, _ in call.differentiated if views.is_strided]
     taken = sum(views.entries(batch, heads) * views.rows * views.heads for views in strided)
@@ -293,7 +293,7 @@ def _sums_whole(call: DilatedCall, query: jax.Array) -> bool:
 
 
 def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float = 1.0):
-    """factor times the sum of what each attention gave for an array (or None), and of `whole`: the array's gradient."""
+    """An array's gradient: factor times the sum of the attentions' parts (or None) and of `whole`."""
     batch, length, array_heads, _ = like.shape
     calls = [views for (views, _), part in zip(call.differentiated, parts, strict=True) if part is not None]
     parts = [part for part in parts if part is not None]
@@ -312,9 +312,9 @@ def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float
 
 
 def _row_terms(call: DilatedCall, out, lse, dout, dlse):
-    """(lse, delta) [B, T, H] of one softmax over all that the branches see.
+    """(lse, delta) [B, T, H] of one softmax over all keys of all branches.
 
-    With them every branch has P = exp(score - lse) and dS = P * (dP - delta), where P has the branch's share in it.
+    Every branch then has P = exp(score - lse) and dS = P * (dP - delta), where P includes the branch's share.
     """
     lse, delta = row_terms(out, lse, dout, dlse)
     lse, delta = lse.swapaxes(1, 2), delta.swapaxes(1, 2)
@@ -324,9 +324,9 @@ def _row_terms(call: DilatedCall, out, lse, dout, dlse):
 def _branch_terms(
     call: DilatedCall, views: BranchCall, planned: AttentionCall, inputs: AttentionInputs, lse, dout, dlse
 ):
-    """(lse, delta) [entries, heads, rows] of one attention, which runs once more, as _row_terms gives them.
+    """(lse, delta) [entries, heads, rows] of one attention, as in _row_terms. Runs the attention's forward once more.
 
-    P has the branch's weight in it, so that lse is that of the whole, or with "mean" its own one and the share.
+    P includes the branch's weight. So lse is the merged lse; with "mean", the branch's own lse minus log(share).
     """
     rows = lambda x: dilated_views.gather_rows(x, views, dout.shape[2])
     lse_of_rows = rows(lse.swapaxes(1, 2)).swapaxes(1, 2)
@@ -350,7 +350,7 @@ _plain = in_both_modes(
 
 
 def with_results(call: DilatedCall, arrays: Any, out: jax.Array, lse: jax.Array):
-    """The results of run with return_lse, known already: for their gradient with respect to the arrays."""
+    """Returns out and lse, which are the results of run with return_lse, with their gradients."""
     if call.by_xla:
         return _plain_with_results(call, arrays, out, lse)
     return _with_results(call, in_reverse_mode(arrays, REVERSE_MODE), out, lse)
@@ -365,5 +365,5 @@ _with_results = jax.custom_vjp(_of_results[0], nondiff_argnums=(0,))
 _with_results.defvjp(*_of_results[1:])
 _plain_with_results = in_both_modes(*_of_results, plain=lambda call, arrays, out, lse: _forward(call, True, arrays))
 
-# One compilation where the caller has none: the views and the merge are many small operations.
+# Jitted for callers without jit: the views and the merge are many small operations.
 run = jax.jit(_dilated, static_argnums=0)

@@ -1,1 +1,1 @@
-"""The op matmul: its checks, its table of implementations, its gradients, and products of 8 bits."""
+"""The op matmul: its checks, its table of implementations, its gradients, and 8-bit matmuls."""

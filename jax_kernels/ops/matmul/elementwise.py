@@ -1,4 +1,4 @@
-"""Whether a caller's function is elementwise: whether each number that it gives comes of one number alone."""
+"""Checks whether a caller's function is elementwise: each value of its result depends on one value of its argument."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from jax_kernels.score_mod.axes import called, constants_of
 
 __all__ = ["check_elementwise"]
 
-# Those that give numbers another shape join none, and nothing here takes a number back out of a larger array.
+# Primitives that only reshape or repeat join no values, since no primitive here selects values from a larger array.
 _ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
     "bessel_i1e", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
@@ -25,25 +25,25 @@ _ELEMENTWISE = {
     "rem", "reshape", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
     "sign", "sin", "sinh", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
 }  # fmt: skip
-# The caller's own code, into which JAX does not look.
+# Primitives with the caller's own code, which JAX does not trace.
 _OPAQUE = {"debug_callback", "debug_print", "ffi_call", "io_callback", "pallas_call", "pure_callback"}
 
-# The kinds of arrays, by their numbers.
-_ONE = "one"  # all the same
-_PLACED = "placed"  # different ones, which do not depend on the function's argument
-_MOVING = "moving"  # each depends on one number of the function's argument
+# The kinds of arrays, by their values.
+_ONE = "one"  # all values are equal
+_PLACED = "placed"  # different values that do not depend on the function's argument
+_MOVING = "moving"  # each value depends on one value of the function's argument
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Program:
-    """A program of JAX: its code, and the arrays that it closes over."""
+    """A JAX program: its code, and the arrays that it closes over."""
 
     code: Any
     constants: Sequence[Any]
 
     @classmethod
     def of(cls, jaxpr: Any) -> "_Program":
-        """jaxpr: a Jaxpr or a ClosedJaxpr; in newer versions of JAX they are one."""
+        """jaxpr: a Jaxpr or a ClosedJaxpr; in newer versions of JAX these are one class."""
         return cls(code=getattr(jaxpr, "jaxpr", jaxpr), constants=getattr(jaxpr, "consts", ()))
 
     def called_by(self, equation: Any) -> "list[_Program]":
@@ -51,7 +51,7 @@ class _Program:
         return [_Program.of(x) for x in called(equation)]
 
     def literals(self) -> Iterator[Any]:
-        """The numbers that stand in it and in the programs in it."""
+        """The scalar literals in it and in its inner programs."""
         for equation in self.code.eqns:
             yield from (x.val for x in equation.invars if hasattr(x, "val") and np.ndim(x.val) == 0)
             for inner in self.called_by(equation):
@@ -59,30 +59,30 @@ class _Program:
 
 
 def check_elementwise(activation: Callable[[Any], Any]) -> None:
-    """Raises TypeError or ValueError for a function whose numbers do not each come of one number alone."""
+    """Raises TypeError or ValueError for a function that is not elementwise."""
     traced = _traced(activation, (2, 3))
     got = [(x.shape, str(x.dtype)) for x in traced.out_avals]
     if len(got) != 1 or got[0][0] != (2, 3) or not got[0][1].startswith(("float", "bfloat")):
-        raise ValueError(f"activation: of float32 numbers [2, 3] it gives {got}, want as many floats")
+        raise ValueError(f"activation: it returned {got} for a float32 argument [2, 3], want floats of its shape")
     program = _Program.of(traced)
     if any(isinstance(x, jax.core.Tracer) for x in constants_of(traced)):
-        raise ValueError("activation: it closes over an array that JAX traces, want numbers or arrays that are known")
+        raise ValueError("activation: it closes over an array that JAX traces, want numbers or known arrays")
     if joins := sorted(_joins(program, [_MOVING])[0]):
-        raise ValueError(f"activation: it has {', '.join(joins)}, want a function of each number alone")
+        raise ValueError(f"activation: it has {', '.join(joins)}, want an elementwise function")
     numbers = program.literals(), _Program.of(_traced(activation, (4, 6))).literals()
     if any(x != y and not (x != x and y != y) for x, y in itertools.zip_longest(*numbers)):
-        raise ValueError("activation: it depends on its argument's shape, want a function of each number alone")
+        raise ValueError("activation: it depends on its argument's shape, want an elementwise function")
 
 
 def _traced(activation: Callable[[Any], Any], shape: tuple[int, ...]) -> Any:
     try:
         return jax.make_jaxpr(activation)(jax.ShapeDtypeStruct(shape, jnp.float32))
     except Exception as error:
-        raise TypeError(f"activation: it raised {type(error).__name__} for float32 numbers: {error}") from error
+        raise TypeError(f"activation: it raised {type(error).__name__} for a float32 argument: {error}") from error
 
 
 def _joins(program: _Program, arguments: Sequence[str]) -> tuple[set[str], list[str]]:
-    """(the primitives that join numbers, or tell their places apart; the kinds of the results)."""
+    """(the primitives that join values or depend on their positions, the kinds of the results)."""
     found: set[str] = set()
     constants = [_ONE if np.size(x) == 1 else _PLACED for x in program.constants]
     code = program.code
@@ -96,7 +96,7 @@ def _joins(program: _Program, arguments: Sequence[str]) -> tuple[set[str], list[
 
 
 def _joins_of(program: _Program, equation: Any, given: list[str]) -> tuple[set[str], list[str]]:
-    """_joins, of one equation. given: the kinds of its arguments."""
+    """_joins, for one equation. given: the kinds of its arguments."""
     name, sizes = equation.primitive.name, [x.aval.size for x in equation.outvars]
     moving = [_MOVING] * len(sizes)
     if _MOVING not in given:
@@ -106,7 +106,7 @@ def _joins_of(program: _Program, equation: Any, given: list[str]) -> tuple[set[s
         return set(), moving
     if called := program.called_by(equation):
         return set().union(*(_joins(x, _arguments(equation, x.code, given))[0] for x in called)), moving
-    if name == "gather":  # by numbers, of a table
+    if name == "gather":  # from a table, by indices
         return (set() if given[0] != _MOVING else {name}), moving
     if name in _ELEMENTWISE:
         return ({f"{name} with an array"} if _PLACED in given else set()), moving
@@ -124,9 +124,9 @@ def _arguments(equation: Any, code: Any, given: list[str]) -> list[str]:
         return given
     kinds = []
     for kind, outer, inner in zip(given, equation.invars, code.invars, strict=True):
-        if kind == _PLACED and inner.aval.size == 1:  # a step's number of an array
+        if kind == _PLACED and inner.aval.size == 1:  # one step's value of an array
             kind = _ONE
-        elif kind == _ONE and outer.aval.size > 1:  # it may be carried on, and move from the first step on
+        elif kind == _ONE and outer.aval.size > 1:  # a carry, which may depend on the argument from the first step on
             kind = _MOVING
         kinds.append(kind)
     return kinds

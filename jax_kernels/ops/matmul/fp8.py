@@ -1,8 +1,8 @@
-"""Products of 8 bits: how their operands are quantised, in the forward and in the backward.
+"""8-bit matmuls: the quantisation of their operands, in the forward and in the backward.
 
-The forward's operands are e4m3. The backward's are the cotangent in e5m2, which has more range, and x and w in e4m3.
-The tensor cores take 8-bit operands only with the axis that is summed over last, so that w and, for dw, both operands
-are transposed where they are quantised.
+The forward's operands are e4m3. The backward's operands are the cotangent in e5m2, which has more range, and x and w in
+e4m3. The tensor cores take 8-bit operands only with the summed axis last. So w is transposed during quantisation, and
+for dw so are the two operands.
 """
 
 import dataclasses
@@ -43,21 +43,21 @@ from jax_kernels.tracing.promotion import under_defaults
 __all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "run"]
 
 DTYPES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
-NEEDS = (8, 9)  # the first compute capability with products of 8 bits
+NEEDS = (8, 9)  # the first compute capability with 8-bit matmuls
 
 
 def as_arrays(name: str, x: Any, scale: Any, axis: int) -> tuple[Any, Any, str | None]:
-    """The values and the scale of an operand that may be a QuantizedArray, and how the scales of that lie.
+    """(values, scale, scaling) of an operand. scaling: the scaling of a QuantizedArray; None for another operand.
 
-    axis: the operand's axis that is summed over, of its last two. Raises ValueError.
+    axis: the operand's summed axis, -1 or -2. Raises ValueError.
     """
     if not isinstance(x, QuantizedArray):
         return x, scale, None
     if scale is not None:
-        raise ValueError(f"{name}_scale: got one beside a QuantizedArray, which has its own; want None")
+        raise ValueError(f"{name}_scale: got one with a QuantizedArray, which has its own scale; want None")
     if x.scaling == "row" and x.axis != axis:
         raise ValueError(
-            f"{name}: got scales of rows along axis {x.axis}, want them along axis {axis}, which is summed"
+            f"{name}: got scales of rows along axis {x.axis}, want scales along axis {axis}, the summed axis"
         )
     if x.scaling == "block" and x.ndim != 2:
         raise ValueError(f"{name}: got shape {x.shape} with scales of blocks, want two axes")
@@ -65,12 +65,12 @@ def as_arrays(name: str, x: Any, scale: Any, axis: int) -> tuple[Any, Any, str |
 
 
 def check_device(device: Any, implementation: str | None) -> None:
-    """Raises NotImplementedError on a GPU without products of 8 bits, unless an implementation is named."""
+    """Raises NotImplementedError on a GPU without 8-bit matmuls, unless an implementation is named."""
     capability = device.compute_capability
     if implementation is None and capability is not None and capability < NEEDS:
         raise NotImplementedError(
-            f"precision: {device.name} has no products of 8 bits; Ada (L4, L40S, RTX 40), Hopper (H100, H200) and "
-            "Blackwell GPUs have. implementation='xla' emulates them"
+            f"precision: {device.name} has no 8-bit matmuls; Ada (L4, L40S, RTX 40), Hopper (H100, H200) and "
+            "Blackwell GPUs have them. implementation='xla' emulates them"
         )
 
 
@@ -79,8 +79,8 @@ def checked_scales(
 ) -> dict[str, Any]:
     """x_scale, w_scale and scaling by name.
 
-    Arrays of 8 bits have scales, 1 where none is given, whose shapes tell the scaling. Those of 16 or 32 bits that are
-    still to be quantised have None, or scales that were found before.
+    8-bit arrays have scales, by default 1, and the shapes of the scales determine the scaling. Arrays of 16 or 32 bits,
+    which are still to be quantised, have None or scales from earlier steps.
     """
     is_quantized = x.dtype in DTYPES
     if scaling is None:
@@ -102,21 +102,21 @@ def checked_scales(
 
 
 def _scaling_of(x: Any, x_scale: Any, w_scale: Any) -> str:
-    """The scaling that the shapes of scales tell; w's are the clearer ones, as w has two axes. Raises ValueError."""
+    """The scaling, from the shapes of the scales. w's shape is less ambiguous, as w has two axes. Raises ValueError."""
     of_x, of_w = (tuple(getattr(scale, "shape", ())) for scale in (x_scale, w_scale))
     if of_w or not of_x:
         return ("tensor", "row", "block")[min(len(of_w), 2)]
     rows = tuple(x.shape[:-1])
     blocks = scale_shape((math.prod(rows), x.shape[-1]), "block")
     if of_x == rows == blocks:
-        raise ValueError(f"scaling: got None with x_scale {of_x}, which rows and blocks have; want 'row' or 'block'")
+        raise ValueError(f"scaling: got None with x_scale {of_x}, a shape of rows and of blocks; want 'row' or 'block'")
     return "block" if of_x == blocks or (of_x != rows and len(of_x) == 2) else "row"
 
 
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     """The planned call on x [..., K], differentiable unless x and w have 8 bits: out [..., N].
 
-    Rows of blocks are counted through all outer axes, and some of these are merged, see scale_blocks.
+    Blocks of rows are counted through all outer axes, and some of these axes are merged, see scale_blocks.
     """
     if call.options.scaling != "block":
         return _planned(call, inputs)
@@ -139,7 +139,7 @@ def _out(call, inputs):
 
 
 def _run(call: PlannedCall, inputs: MatmulInputs, *, saves: bool) -> MatmulResult:
-    """The forward, of which `saves` asks for what the backward of an epilogue reads."""
+    """The forward. saves: whether to keep the values that the backward of an epilogue reads."""
     options = dataclasses.replace(call.options, transpose_w=True, saves_preactivation=saves)
     x = _operand(inputs.x, inputs.x_scale, options.scaling)
     w = _summed_last(inputs.w, inputs.w_scale, call.options)
@@ -151,7 +151,7 @@ def _run(call: PlannedCall, inputs: MatmulInputs, *, saves: bool) -> MatmulResul
 
 
 def _operand(x: Any, scale: Any, scaling: Any) -> QuantizedArray:
-    """An operand whose last axis is summed over. Arrays of 8 bits are taken as they are."""
+    """An operand with the summed axis last. 8-bit arrays are used without further rounding."""
     if x.dtype in DTYPES:
         return QuantizedArray(values=x, scale=scale, scaling=scaling)
     return _of_rows(x, scale, scaling, "e4m3")
@@ -173,7 +173,7 @@ def _forward(call, inputs):
     saves = call.options.activation is not None or inputs.w_up is not None
     x, x_of_columns = both_ways(call, inputs.x, inputs.x_scale)
     result = _run(call, inputs._replace(x=x.values, x_scale=x.scale), saves=saves)
-    token = lambda y: None if y is None else y.dtype.type(0)  # tells that there was one, and its dtype
+    token = lambda y: None if y is None else y.dtype.type(0)  # shows that the array existed, and its dtype
     kept = inputs._replace(x=token(inputs.x), x_scale=None, bias=token(inputs.bias), residual=token(inputs.residual))
     return result.out, (kept, x_of_columns, result._replace(out=None))
 
@@ -185,7 +185,7 @@ def _backward(call, residuals, dout):
     dz, dup = (None if y is None else y.astype(dout.dtype) for y in (dz, dup))
     dbias = None
     if inputs.bias is not None:
-        dz = lax.optimization_barrier(dz)  # else XLA writes dz in float32, for the sum, and reads it again
+        dz = lax.optimization_barrier(dz)  # without it XLA writes dz in float32 for the sum and reads it again
         dbias = sum_of_rows(dz).astype(inputs.bias.dtype)
     gradients = functools.partial(_product_gradients, call, x_of_columns)
     dx, dw = gradients(inputs.w, inputs.w_scale, dz, inputs.x.dtype if dup is None else jnp.float32)
@@ -208,7 +208,7 @@ def _product_gradients(
 
 
 def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
-    """The weights as [K, N], summed over N. scale: None, or that of the forward; those of rows serve K alone."""
+    """The weights as [K, N], summed over N. scale: None, or the forward's; row scales are only valid along K."""
     if options.scaling == "row":
         scale = None
     elif options.scaling == "block" and scale is not None and options.transpose_w:
@@ -219,9 +219,9 @@ def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
 def both_ways(
     call: PlannedCall, x: jax.Array, scale: Any = None, format: str = "e4m3"
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """x [..., N] and its transpose [N, ...], quantised for matmuls that sum over N and over the others.
+    """x [..., N] and its transpose [N, ...], quantised for matmuls that sum over N and over the other axes.
 
-    One kernel on a GPU whose kernels the call has. scale: None, or x's. Scales of rows serve x alone.
+    Uses one kernel on GPUs if the call runs by kernels. scale: None, or x's scale. Row scales are only used for x.
     """
     scaling, of_transpose = call.options.scaling, scale
     if not _has_kernel(call, x, scale):
@@ -244,14 +244,14 @@ def both_ways(
 
 
 def _of_rows(x: jax.Array, scale: Any, scaling: Any, format: str) -> QuantizedArray:
-    """x [..., N]. Blocks are of rows through all outer axes, which have them as boxes."""
+    """x [..., N], quantised. Blocks are of rows through all outer axes, which form the boxes of scale_blocks."""
     if scaling != "block":
         return quantize(x, format, scaling=scaling, scale=scale)
     return quantize_blocks(x, format, (*sizes_of(x.shape[:-1]), BLOCK), scale)
 
 
 def _of_columns(x: jax.Array, scale: Any, scaling: str | None, format: str) -> QuantizedArray:
-    """The transpose [N, ...] of x [..., N]. Rows of it have scales of their own."""
+    """The transpose [N, ...] of x [..., N], quantised. Its rows have scales of their own."""
     if scaling == "row":
         return quantize_columns(x, format)
     if scaling != "block":
@@ -261,14 +261,14 @@ def _of_columns(x: jax.Array, scale: Any, scaling: str | None, format: str) -> Q
 
 
 def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:
-    """Whether one kernel rounds x both ways: from Hopper on, whose conversions round float32 to 8 bits at once."""
+    """Whether one kernel rounds x and its transpose: from Hopper on, which converts float32 directly to 8 bits."""
     if call.implementation == "xla" or 0 in x.shape or (call.options.scaling == "block" and scale is not None):
         return False
-    return reaches(x.size, itemsize=1)  # of the values that the kernel stores
+    return reaches(x.size, itemsize=1)  # the size of the values that the kernel stores
 
 
 def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """The call in float32, of the numbers that 8 bits have; its derivatives are as if rounding changed nothing."""
+    """The call in float32 on the rounded values. Its derivatives treat rounding as the identity."""
 
     def rounded(x: Any, of: QuantizedArray) -> Any:
         x = x.astype(jnp.float32)
@@ -303,7 +303,7 @@ _rounded_backward = with_plain_derivative(
 
 
 def _straight_gradients(call: PlannedCall, inputs: MatmulInputs, dout: jax.Array) -> tuple[MatmulInputs]:
-    """The gradients of _straight_through; the scales have none."""
+    """The gradients of _straight_through. Scales have no gradients."""
     (found,) = jax.vjp(functools.partial(_straight_through, call), inputs)[1](dout)
     return (found._replace(x_scale=None, w_scale=None, w_up_scale=None),)
 
@@ -322,7 +322,7 @@ _plain = in_both_modes(
 
 
 def _product(call: PlannedCall, x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> jax.Array:
-    """x @ wᵀ by the call's implementation where it serves their shapes, else by XLA."""
+    """x @ wᵀ by the call's implementation if it supports their shapes, else by XLA."""
     options = MatmulOptions(out_dtype=str(jnp.dtype(out_dtype)), transpose_w=True, scaling=call.options.scaling)
     inputs = MatmulInputs(x=x.values, w=w.values, x_scale=x.scale, w_scale=w.scale)
     request = request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x.values))

@@ -1,4 +1,4 @@
-"""The planned matmul with its gradients, which are products of the same kind."""
+"""The planned matmul with its gradients, which are matmuls of the same kind."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
 
 
 def reverse_mode(inputs: MatmulInputs) -> MatmulInputs:
-    """The inputs of kernels, which have no derivative in forward mode."""
+    """The inputs of kernels, which have no forward-mode derivative."""
     return in_reverse_mode(inputs, no_forward_mode("gated_matmul" if inputs.is_gated else "matmul"))
 
 
@@ -50,7 +50,7 @@ def _forward(call, inputs):
     result = batched(dataclasses.replace(call, options=dataclasses.replace(call.options, saves_preactivation=saves)))(
         inputs
     )
-    residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # tells that there was one
+    residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # shows that the residual existed
     return result.out, (inputs._replace(residual=residual), result._replace(out=None))
 
 
@@ -64,7 +64,7 @@ def _backward(call, residuals, dout):
     scaled = _Scaled.of(dz, dup, dout.dtype, inputs.x.dtype)
     dz, dup = scaled.dz, scaled.dup
     if inputs.bias is not None and dbias is None:
-        dz = lax.optimization_barrier(dz)  # else XLA writes dz in float32, for the sum, and reads it again
+        dz = lax.optimization_barrier(dz)  # without it XLA writes dz in float32 for the sum and reads it again
         dbias = sum_of_rows(dz).astype(inputs.bias.dtype)
     dx = scaled.back(
         functools.partial(product, call, dz, inputs.w, x_up=dup, w_up=inputs.w_up),
@@ -78,10 +78,10 @@ def _backward(call, residuals, dout):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scaled:
-    """Cotangents in x's dtype for products, over `scale`; None is 1.
+    """Cotangents in x's dtype for matmuls, divided by `scale`; None is 1.
 
-    Float16 lacks numbers that the float32 cotangents of a float32 out may have. A power of two brings the largest to
-    2**14.
+    Float16 has too little range for the float32 cotangents of a float32 out. The scale is a power of two that brings
+    the largest value to 2**14.
     """
 
     dz: jax.Array
@@ -102,14 +102,14 @@ class _Scaled:
         return cls(dz=rounded[0], dup=None if dup is None else rounded[1], scale=scale, dtype=dtype)
 
     def back(self, of_out_dtype: Callable[..., jax.Array], **options: Any) -> jax.Array:
-        """The product, a function with out_dtype, times the scale; in x's dtype."""
+        """The matmul, a function of out_dtype, times the scale; in x's dtype."""
         if self.scale is None:
             return of_out_dtype(**options)
         return (of_out_dtype(out_dtype="float32", **options) * self.scale).astype(self.dtype)
 
 
 def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -> tuple[Any, Any]:
-    """The gradients of x @ w + bias, and of x @ w_up, None without one; float32."""
+    """The float32 gradients of x @ w + bias and of x @ w_up (None without w_up)."""
     if saved.preactivation is None:
         return dout, None
     z = in_range(saved.preactivation.astype(jnp.float32), saved.preactivation.dtype)
@@ -122,7 +122,7 @@ def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -
 
 
 def sum_of_rows(dz: jax.Array) -> jax.Array:
-    """The sum over all axes but the last, in float32."""
+    """The sum over all axes except the last, in float32."""
     return dz.sum(axis=tuple(range(dz.ndim - 1)), dtype=jnp.float32)
 
 
@@ -147,7 +147,7 @@ def product(
     transpose_w: bool = False,
     out_dtype: str | None = None,
 ) -> jax.Array:
-    """A product of the backward, x @ w + x_up @ w_up."""
+    """A matmul of the backward: x @ w + x_up @ w_up."""
     options = MatmulOptions(
         out_dtype=out_dtype or str(x.dtype),
         precision=call.options.precision,
@@ -159,14 +159,14 @@ def product(
 
 
 def further(call: PlannedCall, inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
-    """Another product of a call, by its implementation where that serves the shapes, else by XLA."""
+    """Another matmul of a call, by the call's implementation if it supports the shapes, else by XLA."""
     request = request_of(options, inputs.x.dtype, options.sizes(inputs), dispatch.target_device(inputs.x))
     serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
     return batched(OP.call(request, options, call.implementation if serves else "xla"))(inputs)
 
 
 def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
-    """The call's implementation, with a vmap that adds an axis to M where all calls share w and bias."""
+    """The call's implementation, with a vmap that adds an axis to M if all calls share w and bias."""
     return functools.partial(_run, call) if call.implementation == "xla" else _batched(call)
 
 
@@ -177,7 +177,7 @@ def _run(call: PlannedCall, inputs: MatmulInputs) -> MatmulResult:
 
 @functools.lru_cache(maxsize=MOST_CALLS)
 def _batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
-    """batched, of kernels."""
+    """batched, for kernels."""
     run = functools.partial(_run, call)
     wrapped = jax.custom_batching.custom_vmap(
         shared_matmul(_of_any_sizes(call, by_rows(run, call.options)), call.options)
@@ -202,7 +202,7 @@ def _batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
 
 
 def _of_any_sizes(call: PlannedCall, function: Any) -> Any:
-    """The function, by XLA for a shard whose sizes the implementation does not serve."""
+    """The function, but by XLA for a shard of sizes that the implementation does not support."""
 
     def run(inputs: MatmulInputs) -> MatmulResult:
         if not is_partitioned():

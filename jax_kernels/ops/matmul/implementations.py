@@ -29,10 +29,10 @@ BY_ROWS = "x", "x_up", "residual", "preactivation", "up"  # the arrays [M, ...]
 
 @dataclasses.dataclass(frozen=True)
 class MatmulRequest(Request):
-    """A product [m, k] @ [k, n] without its arrays, or two of a gated unit.
+    """A matmul [m, k] @ [k, n] without its arrays, or the two matmuls of a gated unit.
 
-    shapes: those of x, w and out, as a kernel takes them. scaling: of 8-bit products, see MatmulInputs; else None.
-    low_bit: the layout of weights of few bits, whose shape is that of their bytes; else None. is_gated: two products.
+    shapes: of x, w and out, as a kernel takes them. scaling: of an 8-bit matmul, see MatmulInputs; else None. low_bit:
+    the layout of low-bit weights, whose shape is the shape of their bytes; else None. is_gated: two matmuls.
     """
 
     m: int
@@ -51,7 +51,7 @@ class MatmulRequest(Request):
 
 
 def request_of(options: MatmulOptions, dtype: Any, sizes: tuple[int, int, int], device: Any) -> MatmulRequest:
-    """The request of a product of x in `dtype`. A kernel of 8 bits is given w as [n, k]."""
+    """The request of a matmul of x in `dtype`. An 8-bit kernel takes w as [n, k]."""
     m, n, k = sizes
     transpose_w = options.transpose_w or options.scaling is not None
     of_x, of_w = (k, m) if options.transpose_x else (m, k), (n, k) if transpose_w else (k, n)
@@ -81,35 +81,35 @@ def _supports_mosaic(request: MatmulRequest) -> str | None:
     if request.low_bit is not None:
         return _low_bit_reason(request, request.low_bit) or unsupported.no_mosaic(request)
     if request.dtype == "float32" and request.scaling is None:
-        return "its wgmma products take bfloat16, float16 and 8 bits here, not float32"
+        return "its wgmma instructions take bfloat16, float16 and 8 bits here, not float32"
     if reason := not_for_mosaic(request.activation) or not_for_mosaic(request.derivative):
         return reason
     if request.scaling is not None and (request.k % 128 or not request.k):
-        return "its products of 8 bits need K by 128"
+        return "its 8-bit matmuls need K in multiples of 128"
     if 0 in (request.m, request.n, request.k) or any(rows % 8 or columns % 64 for rows, columns in request.shapes):
-        return "it needs rows by 8 and columns by 64 in x, w and out"
+        return "it needs rows in multiples of 8 and columns in multiples of 64 in x, w and out"
     return unsupported.no_mosaic(request)
 
 
 def _low_bit_reason(request: MatmulRequest, layout: LowBit) -> str | None:
-    """Why the Hopper kernel does not take a product with weights of few bits; None where it does."""
+    """The reason why the Hopper kernel does not take a matmul with low-bit weights, or None."""
     if request.dtype == "float32":
-        return "beside weights of few bits it takes x in bfloat16 and float16, not in float32"
+        return "with low-bit weights it takes x in bfloat16 and float16, not in float32"
     if request.activation is not None and (reason := not_for_triton(request.activation)):
         return reason
     most = low_bit_sm90.MOST_ROWS // (2 if request.is_gated else 1)
     if not 0 < request.m <= most:
-        return f"beside weights of few bits it takes up to {most} rows of x, and at least one"
+        return f"with low-bit weights it takes 1 to {most} rows of x"
     if not request.n or request.n % low_bit_sm90.COLUMNS:
-        return f"it needs N by {low_bit_sm90.COLUMNS} beside weights of few bits"
+        return f"with low-bit weights it needs N in multiples of {low_bit_sm90.COLUMNS}"
     if not request.k or request.k != layout.padded(request.k) or layout.bytes_of(request.k) % low_bit_sm90.STEP_BYTES:
         by = low_bit_sm90.STEP_BYTES * (2 if layout.is_packed else 1)
-        return f"it needs K by {by} beside weights in {layout.format}"
+        return f"it needs K in multiples of {by} with weights in {layout.format}"
     return None
 
 
 def _sizes(request: MatmulRequest) -> list[int]:
-    """The bytes of a number of x, w and out, as a kernel takes them."""
+    """The bytes of a value of x, w and out, as a kernel takes them."""
     if request.scaling is not None:
         return [1, 1, jnp.dtype(request.out_dtype).itemsize]
     if request.low_bit is not None:
@@ -121,9 +121,9 @@ def _supports_triton(request: MatmulRequest) -> str | None:
     if reason := unsupported.below(request, (8, 0)):
         return reason
     if request.scaling is not None:
-        return "it has no products of 8 bits"
+        return "it has no 8-bit matmuls"
     if request.precision == "fp32":
-        return "its products of float32 are tf32 ones, which precision='tf32' asks for"
+        return "its float32 matmuls use tf32, which needs precision='tf32'"
     if 0 in (request.m, request.n, request.k):
         return "a size is 0"
     sizes = zip(request.shapes, _sizes(request), strict=True)

@@ -1,4 +1,4 @@
-"""Products with weights of few bits: their arguments, and the gradients of what goes beside the weights."""
+"""Matmuls with low-bit weights: their arguments, and the gradients of all arrays except the weights."""
 
 import dataclasses
 from typing import Any
@@ -18,12 +18,12 @@ __all__ = ["checked_stored", "layout_of", "planned"]
 
 
 def layout_of(w: Any) -> LowBit | None:
-    """The layout of an operand that is weights of few bits; None of others."""
+    """The layout of low-bit weights; None for another operand."""
     return w.layout if isinstance(w, QuantizedArray) else None
 
 
 def checked_stored(name: str, w: QuantizedArray, transpose_w: bool, depth: int) -> tuple[Any, Any]:
-    """The stored values of weights [N, K or its bytes], and their scales. Raises TypeError or ValueError."""
+    """(stored values [N, K or its bytes], scales) of weights. Raises TypeError or ValueError."""
     layout = w.layout
     assert layout is not None
     if layout.format not in FORMATS:
@@ -39,7 +39,7 @@ def checked_stored(name: str, w: QuantizedArray, transpose_w: bool, depth: int) 
     if w.values.dtype != layout.dtype or w.values.shape[1] != layout.bytes_of(depth):
         got, shape = f"{w.values.dtype}{list(w.values.shape)}", [columns, layout.bytes_of(depth)]
         raise ValueError(f"{name}: got values {got}, want {jnp.dtype(layout.dtype)}{shape}")
-    dtypes = (jnp.float8_e8m0fnu, jnp.uint8) if layout.is_mx else (jnp.float32, jnp.bfloat16)  # uint8: of PyTorch
+    dtypes = (jnp.float8_e8m0fnu, jnp.uint8) if layout.is_mx else (jnp.float32, jnp.bfloat16)  # uint8: from PyTorch
     if w.scale.dtype not in dtypes or w.scale.shape != layout.scale_shape(depth, columns):
         got, names = f"{w.scale.dtype}{list(w.scale.shape)}", " or ".join(str(jnp.dtype(dtype)) for dtype in dtypes)
         raise ValueError(f"{name}: got scale {got}, want {names}{list(layout.scale_shape(depth, columns))}")
@@ -48,7 +48,7 @@ def checked_stored(name: str, w: QuantizedArray, transpose_w: bool, depth: int) 
 
 @jitted_in_eager_shard_map
 def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """The planned call on x [..., K], differentiable in all but the weights and their scales: out [..., N]."""
+    """The planned call on x [..., K]: out [..., N]. Differentiable, except in the weights and their scales."""
     return _plain(call, inputs) if call.implementation == "xla" else _by_kernels(call, gradients.reverse_mode(inputs))
 
 
@@ -62,13 +62,13 @@ def _forward(call, inputs):
         leaf = getattr(inputs, name)
         if leaf is not None and leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact):
             raise NotImplementedError(
-                f"matmul: {name} of weights of few bits has no gradient, want it closed over, or behind stop_gradient"
+                f"matmul: {name} of low-bit weights has no gradient, want it closed over, or behind stop_gradient"
             )
     inputs = jax.tree.map(lambda leaf: leaf.value, inputs, is_leaf=lambda x: hasattr(x, "perturbed"))
     saves = call.options.activation is not None or inputs.w_up is not None
     options = dataclasses.replace(call.options, saves_preactivation=saves)
     result = gradients.batched(dataclasses.replace(call, options=options))(inputs)
-    residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # tells that there was one
+    residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # shows that the residual existed
     return result.out, (inputs._replace(residual=residual), result._replace(out=None))
 
 
@@ -90,7 +90,7 @@ def _backward(call, residuals, dout):
 
 
 def _dx(call: PlannedCall, inputs: MatmulInputs, w: Any, scale: Any, dz: Any, *, summed: bool) -> jax.Array:
-    """dz wᵀ, of weights in x's dtype. summed: it is added to another one, and is float32."""
+    """dz wᵀ, with weights in x's dtype. summed: whether the result is a float32 summand."""
     dtype = inputs.x.dtype
     wide = jnp.float32 if dtype == jnp.float16 else dtype  # float16 lacks the range of the scales
     w = dequantized(w, scale, call.options.low_bit, inputs.x.shape[-1]).astype(wide)

@@ -1,4 +1,4 @@
-"""matmul and gated_matmul: a product of matrices, or two, with their epilogue."""
+"""matmul and gated_matmul: one matmul, or two, with an epilogue."""
 
 import contextlib
 import dataclasses
@@ -49,46 +49,46 @@ def matmul(
     scaling: str | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The product of x and w, with a bias, an activation and a residual in the same pass.
+    """The matmul of x and w, with a bias, an activation and a residual in the same pass.
 
-    Equivalent to the following JAX code, in float32 from the product on::
+    Equivalent to the following JAX code, in float32 after the matmul::
 
         out = x @ (w.T if transpose_w else w)
         out = out + bias
         out = activation(out)
         out = (out + residual).astype(out_dtype)
 
-    With precision="fp8" the products are of 8 bits: x and w are rounded to e4m3 and, where gradients are taken, the
-    cotangent to e5m2, each with float32 scales. Arrays of 8 bits are taken as they are, times their scales.
+    With precision="fp8" it is an 8-bit matmul: x and w are rounded to e4m3 and, for gradients, the cotangent to e5m2,
+    each with float32 scales. 8-bit arrays are multiplied by their scales without further rounding.
 
-    w may also be weights of few bits, quantize(w, "int4") and others, beside x of 16 or 32 bits, which stays as it is.
-    They have no gradients: those of x and the rest are right, and asking for others raises.
+    w may also be low-bit weights, such as quantize(w, "int4"), with x of 16 or 32 bits, which is not rounded. The
+    weights have no gradients, and asking for them raises. The gradients of x and of the other arrays are correct.
 
-    Gradients are products of the same kind, as if rounding to 8 bits changed nothing; the scales have none. With an
-    activation, the forward of a call that is differentiated also saves x @ w + bias, in out_dtype; the activation's
-    derivative is taken there.
+    Gradients are matmuls of the same kind, and treat rounding to 8 bits as the identity; scales have no gradients. With
+    an activation, the forward of a differentiated call also saves x @ w + bias, in out_dtype, and the backward takes
+    the activation's derivative at this value.
 
     Args:
       x: [..., K], bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; or a QuantizedArray.
-      w: [K, N] in x's dtype; [N, K] with transpose_w. Where x has 8 bits, any dtype of 8 bits, or a QuantizedArray.
-        Of few bits, a QuantizedArray that is quantized along K: axis=-2, and with transpose_w -1.
-      bias: [N], in x's dtype or float32. Where x has 8 bits, in any dtype of more.
-      activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh"; or an elementwise function in jnp,
-        which is given float32. It may not close over arrays that are traced.
+      w: [K, N] in x's dtype; [N, K] with transpose_w. If x has 8 bits: any 8-bit dtype, or a QuantizedArray. Low-bit
+        weights: a QuantizedArray that is quantized along K: axis=-2, and with transpose_w axis=-1.
+      bias: [N], in x's dtype or float32. If x has 8 bits, in any wider dtype.
+      activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh"; or an elementwise jnp function of
+        float32. It may not close over traced arrays.
       residual: [..., N] in out_dtype, added last.
-      x_scale, w_scale: float32, of 8-bit products: what the 8-bit numbers are to be multiplied by. For arrays that are
-        still to be rounded None finds scales from their largest numbers; others are scales that were found before
-        ("delayed scaling"), beyond whose range numbers saturate. For arrays of 8 bits None is 1.
-      transpose_w: whether w is [N, K], as torch.nn.Linear has it.
-      out_dtype: bfloat16, float16 or float32; None is x's dtype, as it was given, or bfloat16 where that has 8 bits.
-      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". For all, "fp8", "bf16" or "fp16": x
-        and w are rounded to it first. None is the products of x's dtype.
-      scaling: of 8-bit products, which numbers share a scale. "tensor": all, scales []. "row": the rows of x and the
-        columns of w, x_scale [...] and w_scale [N]. "block": 128 x 128 numbers, x_scale [ceil(M / 128), ceil(K / 128)]
-        with M the product of x's axes but the last, and w_scale [ceil(K / 128), ceil(N / 128)], transposed with
-        transpose_w. None: what the given scales' shapes tell, or "tensor".
-      implementation: "mosaic_gpu", "triton" or "xla" (cuBLAS on a GPU); None picks the fastest that can serve. "xla"
-        alone has derivatives in forward mode (jax.jvp) and second derivatives.
+      x_scale, w_scale: float32, of 8-bit matmuls: the factors of the 8-bit values. For arrays that are still to be
+        rounded, None computes scales from their largest values; given scales are scales from earlier steps ("delayed
+        scaling"), and values beyond their range saturate. For 8-bit arrays None is 1.
+      transpose_w: whether w is [N, K], as in torch.nn.Linear.
+      out_dtype: bfloat16, float16 or float32; None is the dtype of the given x, or bfloat16 if it has 8 bits.
+      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". For all inputs, "fp8", "bf16" or
+        "fp16": x and w are first rounded to it. None is x's dtype.
+      scaling: of 8-bit matmuls, the values that share a scale. "tensor": all values, scales []. "row": the rows of x
+        and the columns of w, x_scale [...] and w_scale [N]. "block": 128 x 128 values, x_scale [ceil(M / 128),
+        ceil(K / 128)] with M the product of x's axes except the last, and w_scale [ceil(K / 128), ceil(N / 128)],
+        transposed with transpose_w. None: follows from the given scales' shapes, or "tensor".
+      implementation: "mosaic_gpu", "triton" or "xla" (cuBLAS on a GPU); None picks the fastest that supports the call.
+        Only "xla" has derivatives in forward mode (jax.jvp) and second derivatives.
 
     Returns:
       out [..., N] in out_dtype.
@@ -96,8 +96,8 @@ def matmul(
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call, and why; the GPU has no products of 8 bits,
-        and no implementation is named; or a gradient of arrays of 8 bits is taken.
+      NotImplementedError: a named implementation cannot serve this call (the message has the reason); the GPU has no
+        8-bit matmuls, and no implementation is named; or a gradient of 8-bit arrays is taken.
 
     Source of the 8-bit formats: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
     """
@@ -139,12 +139,12 @@ def gated_matmul(
 ) -> jax.Array:
     """The gated unit activation(x @ w_gate) * (x @ w_up), in one pass over x.
 
-    Equivalent to the following JAX code, in float32 from the products on::
+    Equivalent to the following JAX code, in float32 after the matmuls::
 
         gate, up = (x @ (w.T if transpose_w else w) for w in (w_gate, w_up))
         out = (activation(gate) * up + residual).astype(out_dtype)
 
-    The forward of a call that is differentiated also saves both products, in out_dtype.
+    The forward of a differentiated call also saves the results of the two matmuls, in out_dtype.
 
     Args:
       x, activation, residual, x_scale, transpose_w, out_dtype, precision, scaling, implementation: as in matmul.
@@ -179,7 +179,7 @@ def gated_matmul(
 def check_gated(
     *, x, w_gate, w_up, activation="silu", w_gate_scale=None, w_up_scale=None, transpose_w=False, **arguments
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:
-    """As check, of a gated unit."""
+    """check, for a gated unit."""
     arguments |= {"x": x, "activation": activation, "transpose_w": transpose_w}
     if low_bit.layout_of(w_gate) is not None or low_bit.layout_of(w_up) is not None:
         return _check_gated_low_bit(w_gate, w_up, w_gate_scale, w_up_scale, arguments)
@@ -202,14 +202,13 @@ def check_gated(
             _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
         inputs = inputs._replace(w_up_scale=of_second.w_scale)
     elif inputs.w_scale is not None:
-        inputs = inputs._replace(w_up_scale=inputs.w_scale)  # 8 bits without scales
+        inputs = inputs._replace(w_up_scale=inputs.w_scale)  # 8-bit arrays without scales
     return dataclasses.replace(request, op="gated_matmul", is_gated=True), inputs._replace(w_up=w_up), options
 
 
 def _check_gated_low_bit(
     w_gate: Any, w_up: Any, gate_scale: Any, up_scale: Any, arguments: dict[str, Any]
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:
-    """check_gated, of weights of few bits."""
     kinds = [
         (w.layout, w.shape, str(w.scale.dtype)) if low_bit.layout_of(w) is not None else getattr(w, "dtype", type(w))
         for w in (w_gate, w_up)
@@ -226,7 +225,7 @@ def _check_gated_low_bit(
 
 @contextlib.contextmanager
 def _told_as(name: str) -> Iterator[None]:
-    """Errors about w name this argument in its place."""
+    """Errors about w name this argument instead of w."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -235,7 +234,7 @@ def _told_as(name: str) -> Iterator[None]:
 
 
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """The planned call, differentiable. x and residual may have any axes before the last."""
+    """The planned call, differentiable. x and residual may have any axes before the last axis."""
     inputs = as_varying(inputs, varying_axes(inputs))
     if call.options.low_bit is not None:
         return low_bit.planned(call, inputs)
@@ -246,7 +245,7 @@ def check(
     *, x, w, bias=None, activation=None, residual=None, x_scale=None, w_scale=None, transpose_w=False, out_dtype=None,
     precision=None, scaling=None, implementation=None,
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:  # fmt: skip
-    """The request behind a call, its arrays and its options."""
+    """(request, arrays, options) of a call."""
     checks.check_flags(transpose_w=transpose_w)
     checks.check_names(precision=precision, scaling=scaling, implementation=implementation)
     if low_bit.layout_of(w) is not None:
@@ -287,25 +286,24 @@ def check(
 
 
 def _check_no_scales(x: Any, x_scale: Any, w_scale: Any, scaling: Any) -> None:
-    """Raises TypeError or ValueError. Weights of few bits have their own scales, and x is not quantised."""
+    """Raises TypeError or ValueError. Low-bit weights have their own scales, and x is not quantised."""
     if isinstance(x, QuantizedArray):
-        raise TypeError("x: got a QuantizedArray with weights of few bits, want bfloat16, float16 or float32")
+        raise TypeError("x: got a QuantizedArray with low-bit weights, want bfloat16, float16 or float32")
     if not (x_scale is None and w_scale is None and scaling is None):
-        raise ValueError("x_scale, w_scale, scaling: got one with weights of few bits, which have their own; want None")
+        raise ValueError("x_scale, w_scale, scaling: got one with low-bit weights, which have their own; want None")
 
 
 def _checked_low_bit(
     x: Any, w: QuantizedArray, bias: Any, activation: Any, residual: Any, transpose_w: bool, out_dtype: Any,
     precision: Any,
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:  # fmt: skip
-    """check, of weights of few bits."""
     x = checks.checked_array("x", x)
     if x.dtype not in checks.DTYPES:
-        raise TypeError(f"x: got dtype {x.dtype} with weights of few bits, want bfloat16, float16 or float32")
+        raise TypeError(f"x: got dtype {x.dtype} with low-bit weights, want bfloat16, float16 or float32")
     if x.ndim == 0:
         raise ValueError("x: got shape (), want [..., K]")
     if precision == "fp8":
-        raise ValueError("precision: got 'fp8' with weights of few bits, want another or None")
+        raise ValueError("precision: got 'fp8' with low-bit weights, want another precision or None")
     given = x.dtype
     x, _, precision = _rounded(x, None, precision)
     precision = _checked_precision(precision, x.dtype)
@@ -313,7 +311,7 @@ def _checked_low_bit(
     out_dtype = given if out_dtype is None else _out_dtype(out_dtype)
     options = MatmulOptions(
         out_dtype=str(out_dtype),
-        transpose_w=True,  # as the values lie
+        transpose_w=True,  # the layout of the stored values
         activation=checked_activation(activation),
         precision=precision,
         low_bit=w.layout,
@@ -331,7 +329,7 @@ def _checked_low_bit(
 
 
 def _rounded(x: Any, w: Any, precision: str | None) -> tuple[Any, Any, str | None]:
-    """x and w in the dtype that precision names, and the precision of their products. w may be of few bits."""
+    """(x and w rounded to the dtype that precision names, the precision of their matmul). w may be low-bit weights."""
     if precision not in ROUNDED:
         return x, w, precision
     dtype = ROUNDED[precision]
@@ -357,7 +355,7 @@ def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
 
 
 def _checked_precision(precision: str | None, dtype: Any) -> str | None:
-    """The precision, which is a choice for float32 alone, but for "fp8"."""
+    """The precision. Inputs other than float32 have no choice but "fp8"."""
     if precision not in (None, "fp32", "tf32", "fp8"):
         raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, PRECISIONS))} or None")
     if dtype in fp8.DTYPES or precision == "fp8":
@@ -372,7 +370,7 @@ def _checked_precision(precision: str | None, dtype: Any) -> str | None:
 
 
 def _one_of(scaling: str | None, of_x: str | None, of_w: str | None) -> str | None:
-    """The scaling of a call whose operands may have their own."""
+    """The scaling of a call, from the argument and from the operands, which may have their own."""
     found = {x for x in (scaling, of_x, of_w) if x is not None}
     if len(found) > 1:
         raise ValueError(f"scaling: got {scaling!r} with x's {of_x!r} and w's {of_w!r}, want one for all")
@@ -412,7 +410,7 @@ def _out_dtype(dtype: Any) -> Any:
 
 
 def checked_activation(activation: Any) -> Callable[[Any], Any] | None:
-    """The function of an activation's name, or a function as it is. Raises TypeError or ValueError."""
+    """The function of an activation, given by name or as a function. Raises TypeError or ValueError."""
     if activation is None:
         return None
     if callable(activation):

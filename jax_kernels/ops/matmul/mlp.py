@@ -1,4 +1,4 @@
-"""The op mlp: a feed-forward block. Its backward has the activation's derivative in the epilogue of a product."""
+"""The op mlp: a feed-forward block. Its backward takes the activation's derivative in the epilogue of a matmul."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,15 +22,15 @@ from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["MLP", "PRECISIONS", "RESIDUALS", "check", "mlp"]
 
-RESIDUALS = "mlp_gate", "mlp_up"  # names for policies of jax.checkpoint: the first products, before the activation
+RESIDUALS = "mlp_gate", "mlp_up"  # names for policies of jax.checkpoint: results before the activation
 
-PRECISIONS = (None, "fp32", "tf32")  # those of gated_matmul and matmul that mlp has, too
+PRECISIONS = (None, "fp32", "tf32")  # the precisions of matmul that mlp supports
 
 MLP = PlannedOp("mlp", GATED.implementations, GATED.order)
 
 
 class MlpInputs(NamedTuple):
-    """The arrays of a call. first: of the products with w_up and w_gate. down: [H, N], or [N, H] with transpose_w."""
+    """The arrays of a call. first: of the matmuls with w_up and w_gate. down: [H, N], or [N, H] with transpose_w."""
 
     first: MatmulInputs
     down: Any
@@ -57,15 +57,15 @@ def mlp(
 ) -> jax.Array:
     """The feed-forward block of a transformer, with or without a gate.
 
-    Equivalent to the following JAX code, in float32 from each product on, hidden in x's dtype::
+    Equivalent to the following JAX code, in float32 after each matmul, hidden in x's dtype::
 
         w_up, w_down, w_gate = (w.T if transpose_w else w for w in (w_up, w_down, w_gate))
         hidden = activation(x @ w_gate) * (x @ w_up)       # or, without w_gate, activation(x @ w_up + bias_up)
         out = hidden @ w_down + bias_down + residual
 
-    The forward of a call that is differentiated keeps the products with w_gate and w_up in x's dtype, and drops hidden.
-    The backward computes hidden again, and the activation's derivative, in the epilogue of the product of out's
-    cotangent and w_down, so that hidden's cotangent never reaches device memory.
+    The forward of a differentiated call keeps the results of the matmuls with w_gate and w_up in x's dtype, and drops
+    hidden. The backward computes hidden again, with the activation's derivative, in the epilogue of the matmul of out's
+    cotangent with w_down. So hidden's cotangent never reaches device memory.
 
     Args:
       x: [..., K], bfloat16, float16 or float32.
@@ -74,7 +74,7 @@ def mlp(
       bias_up: [H] in x's dtype or float32; None with w_gate. bias_down: [N], likewise.
       activation, implementation: as in matmul. precision: for float32 inputs, "fp32" or "tf32", as in matmul.
       residual: [..., N] in x's dtype, added last.
-      transpose_w: all weights are [outputs, inputs], as torch.nn.Linear's are.
+      transpose_w: all weights are [outputs, inputs], as in torch.nn.Linear.
 
     Returns:
       out [..., N] in x's dtype.
@@ -82,7 +82,8 @@ def mlp(
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve the first products, and why. The others fall to "xla".
+      NotImplementedError: a named implementation cannot serve the first matmuls (the message has the reason). Later
+        matmuls that it does not support use "xla".
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202.
     """
@@ -106,7 +107,7 @@ def check(
     *, x, w_up, w_down, w_gate=None, bias_up=None, bias_down=None, activation="silu", residual=None,
     transpose_w=False, precision=None, implementation=None,
 ) -> tuple[MatmulRequest, MlpInputs, MatmulOptions]:  # fmt: skip
-    """The request of the products with w_up and w_gate, the arrays, and the options of these products."""
+    """(request of the matmuls with w_up and w_gate, arrays, options of these matmuls)."""
     checks.check_flags(transpose_w=transpose_w)
     if precision == "fp8":
         raise ValueError("precision: got 'fp8', want 'fp32', 'tf32' or None; gated_matmul and matmul take 'fp8'")
@@ -136,13 +137,13 @@ def check(
 
 
 def _sizes(x: Any, weights: dict[str, Any], transpose_w: bool) -> tuple[int, int]:
-    """(H, N). Raises TypeError or ValueError for weights that do not fit x and one another."""
+    """(H, N). Raises TypeError or ValueError for weights that do not fit x and each other."""
     found: dict[str, tuple[int, int]] = {}
     for name, w in weights.items():
         if name == "w_gate" and w is None:
             continue
         if isinstance(w, QuantizedArray):
-            raise TypeError(f"{name}: got a QuantizedArray, want an array; gated_matmul and matmul take both")
+            raise TypeError(f"{name}: got a QuantizedArray, want an array; gated_matmul and matmul take this too")
         w = checks.checked_array(name, w)
         if w.dtype != x.dtype:
             raise TypeError(f"{name}: got dtype {w.dtype}, want x's dtype {x.dtype}")
@@ -154,7 +155,7 @@ def _sizes(x: Any, weights: dict[str, Any], transpose_w: bool) -> tuple[int, int
         want = (hidden, outer) if name == "w_down" else (depth, hidden)
         if (inner, outer) != want:
             want = want[::-1] if transpose_w else want
-            raise ValueError(f"{name}: got shape {weights[name].shape}, want {want} beside x's {x.shape} and w_up")
+            raise ValueError(f"{name}: got shape {weights[name].shape}, want {want} with x's {x.shape} and w_up")
     return hidden, found["w_down"][1]
 
 
@@ -185,7 +186,7 @@ def _forward(call, inputs):
         up=None if result.up is None else checkpoint_name(result.up, RESIDUALS[1]),
     )
     out = _down(call, inputs, result.out)
-    residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # tells that there was one
+    residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # shows that the residual existed
     return out, (inputs._replace(residual=residual), saved)
 
 
@@ -212,7 +213,7 @@ def _backward(call, residuals, dout):
 
 
 def _cotangents(call: PlannedCall, inputs: MlpInputs, saved: MatmulResult, dout: jax.Array) -> MatmulResult:
-    """The cotangents of the first products, and hidden, by one product."""
+    """The cotangents of the first matmuls' results, and hidden, from one matmul."""
     derivative = derivative_of(call.options.activation)
     options = dataclasses.replace(call.options, transpose_w=not call.options.transpose_w, derivative=derivative)
     given = MatmulInputs(x=dout, w=inputs.down, preactivation=saved.preactivation, up=saved.up)

@@ -46,7 +46,7 @@ def shared_matmul(function: Callable[[MatmulInputs], MatmulResult], options: Mat
     """A kernel's function, which the devices of a mesh run on their shards under jit.
 
     Devices that shard K sum their matmuls, each in the call's out_dtype. A matmul with an epilogue, which belongs
-    behind the sum, does not shard K. Where 128 x 128 values have a scale, devices hold whole blocks.
+    after the sum, does not shard K. If blocks of 128 x 128 values have a scale, devices hold whole blocks.
     """
 
     def run(inputs: MatmulInputs) -> MatmulResult:
@@ -64,7 +64,7 @@ def shared_matmul(function: Callable[[MatmulInputs], MatmulResult], options: Mat
 
 
 def both_ways_of_outer(function: Callable[..., Any], scaling: str) -> Callable[..., Any]:
-    """The kernel of x [M, N] and its factors, or None, that rounds x and its transpose, for an x [..., N].
+    """The kernel that rounds x [M, N] and its transpose, given factors or None, as a function of x [..., N].
 
     The transpose is [N, ...]. Under jit the devices of a mesh run it on their shards.
     """
@@ -80,7 +80,7 @@ def both_ways_of_outer(function: Callable[..., Any], scaling: str) -> Callable[.
         return BothWays(found.values.reshape(x.shape), found.transposed.reshape(columns, *outer), scale)
 
     def run(x: jax.Array, factors: Any) -> BothWays:
-        if x.size <= jax.device_count():  # the kernel takes one row's and one column's factors for those of a tensor
+        if x.size <= jax.device_count():  # for the kernel, factors of one row or column look like a tensor's
             return of_rows(x, factors)
         rows, (columns,) = _axes(ROWS, x.shape[:-1], scaling), _axes(COLUMNS, x.shape[-1:], scaling)
         of_factors: list[ArrayAxes] = [rows, (columns,)] if scaling == "row" else [(), ()]
@@ -96,19 +96,19 @@ def both_ways_of_outer(function: Callable[..., Any], scaling: str) -> Callable[.
 
 
 def _axes(name: str, lengths: tuple[int, ...], scaling: str | None) -> tuple[Axis, ...]:
-    """M's, N's or K's axes. Where blocks have scales the devices hold whole ones."""
+    """The axes of M, N or K. If blocks have scales, devices hold whole blocks."""
     sizes = sizes_of(lengths) if scaling == "block" else (1,) * len(lengths)
     return tuple(Axis(f"{name}{i}", size) for i, size in enumerate(sizes))
 
 
 def _whole(axes: tuple[Axis, ...], lengths: tuple[int, ...]) -> dict[str, int]:
-    """The lengths of the axes, in blocks, without those that have a part of one."""
+    """The lengths of the axes, in blocks, without the axes that contain a partial block."""
     every = zip(axes, lengths, strict=True)
     return {axis.name: length // axis.group for axis, length in every if length % axis.group == 0}
 
 
 def _axes_of(inputs: MatmulInputs, options: MatmulOptions) -> tuple[tuple[Axis, ...], ...]:
-    """M's axes, N's one, and K's."""
+    """(axes of M, axis of N, axes of K)."""
     (m, k), (_, n, _) = options.axes(inputs), options.sizes(inputs)
     return tuple(_axes(name, of, options.scaling) for name, of in ((ROWS, m), (COLUMNS, (n,)), (DEPTH, k)))
 
@@ -121,7 +121,7 @@ def _fields(inputs: MatmulInputs, options: MatmulOptions) -> dict[str, ArrayAxes
     of_w_scale: ArrayAxes = columns
     if options.scaling == "block":
         of_x_scale, of_w_scale = (tuple(Axis(axis.name) for axis in axes if axis) for axes in (of_x, of_w))
-    if options.low_bit is not None:  # stored values, whose scales lie as their layout has them
+    if options.low_bit is not None:  # stored values; the scales follow their layout
         of_w, of_w_scale = (None, None), (None, None)
     found = {"x": of_x, "x_up": of_x, "w": of_w, "w_up": of_w, "bias": columns, "x_scale": of_x_scale}
     found |= {"w_scale": of_w_scale, "w_up_scale": of_w_scale}

@@ -39,7 +39,7 @@ __all__ = ["IMPLEMENTATIONS", "NormRequest", "layer_norm", "prepare", "rms_norm"
 class NormRequest(Request):
     """A call of layer_norm or rms_norm without its arrays.
 
-    rows: how many rows of `columns` numbers x has. quantize: the format of out, None for x's dtype.
+    rows: the number of rows of x, with `columns` values each. quantize: the format of out, None for x's dtype.
     """
 
     rows: int
@@ -62,7 +62,7 @@ def layer_norm(
     quantize: str | None = None,
     implementation: str | None = None,
 ) -> Any:
-    """Layer normalisation over the last axis, with an addition before it where there is a residual.
+    """Layer normalisation over the last axis, after the addition of an optional residual.
 
     Equivalent to the following JAX code, with statistics in float32::
 
@@ -72,9 +72,9 @@ def layer_norm(
         out = (x - mean) / jnp.sqrt(variance + eps) * (scale + scale_offset) + bias
         out = out if residual is None else (out, x)
 
-    The variance is that of the differences from the mean, so that it is right where the mean is much larger. The
+    The variance is computed from the differences from the mean, so that it is accurate if the mean is much larger. The
     Triton forward reads x once from device memory. The Triton backward reads x and the gradient of out once, and twice
-    where N is above 8192. It sums the gradients of scale and bias in float32.
+    if N is above 8192. It sums the gradients of scale and bias in float32.
 
     Args:
       x: [..., N], bfloat16, float16 or float32.
@@ -82,20 +82,20 @@ def layer_norm(
       residual: like x, added to it, rounded to x's dtype.
       eps: added to the variance; 0 or more.
       scale_offset: added to scale.
-      quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass. The numbers are those of
-        quantize(out, quantize, scaling="row") with out in float32: each row has a scale, its largest magnitude before
-        any rounding over the format's largest number. None leaves out in x's dtype.
-      implementation: "triton", "mosaic_gpu" or "xla"; None picks the fastest that can serve.
+      quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass. The result equals
+        quantize(out, quantize, scaling="row") with out in float32: each row has a scale, namely its largest magnitude
+        before any rounding divided by the format's largest value. None leaves out in x's dtype.
+      implementation: "triton", "mosaic_gpu" or "xla"; None picks the fastest that supports the call.
 
     Returns:
-      out, like x; with a residual, (out, x + residual). With quantize out is a QuantizedArray with scaling="row" and
-      axis=-1, which matmul takes as it is. Rows with a NaN or an infinity become NaN there.
+      out, like x; with a residual, (out, x + residual). With quantize, out is a QuantizedArray with scaling="row" and
+      axis=-1, which matmul takes directly. Its rows with a NaN or an infinity become NaN.
 
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call, and why; or a call with quantize is
-        differentiated.
+      NotImplementedError: a named implementation cannot serve this call (the message has the reason), or a call with
+        quantize is differentiated.
 
     Source: Ba et al., "Layer Normalization" (2016), arXiv:1607.06450.
     """
@@ -126,7 +126,7 @@ def rms_norm(
     quantize: str | None = None,
     implementation: str | None = None,
 ) -> Any:
-    """Normalisation by the root mean square of the last axis, with an addition before it where there is a residual.
+    """Normalisation by the root mean square of the last axis, after the addition of an optional residual.
 
     Equivalent to the following JAX code, in float32::
 
@@ -139,19 +139,19 @@ def rms_norm(
       scale: [N], in x's dtype or float32. None leaves it out.
       residual: like x, added to it, rounded to x's dtype.
       eps: added to the mean square; 0 or more.
-      scale_offset: added to scale: 1.0 for weights that are stored as their difference from 1, as Gemma's are.
+      scale_offset: added to scale: 1.0 for weights that are stored as differences from 1, such as Gemma's.
       quantize: as in layer_norm.
-      implementation: "triton", "mosaic_gpu" or "xla"; None picks the fastest that can serve.
+      implementation: "triton", "mosaic_gpu" or "xla"; None picks the fastest that supports the call.
 
     Returns:
-      out, like x; with a residual, (out, x + residual). With quantize out is a QuantizedArray with scaling="row" and
-      axis=-1, which matmul takes as it is. Rows with a NaN or an infinity become NaN there.
+      out, like x; with a residual, (out, x + residual). With quantize, out is a QuantizedArray with scaling="row" and
+      axis=-1, which matmul takes directly. Its rows with a NaN or an infinity become NaN.
 
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call, and why; or a call with quantize is
-        differentiated.
+      NotImplementedError: a named implementation cannot serve this call (the message has the reason), or a call with
+        quantize is differentiated.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
     """
@@ -196,7 +196,6 @@ def prepare(
 def _check(
     *, x, scale, residual, eps, scale_offset, implementation, op, quantize=None, bias=None
 ) -> tuple[NormRequest, NormInputs]:
-    """The request behind a call, and its arrays."""
     x = checks.checked_array("x", x)
     if x.dtype not in checks.DTYPES:
         raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16 or float32")
@@ -259,7 +258,7 @@ def _supports_mosaic(request: NormRequest) -> str | None:
     if request.rows == 0:
         return "there are no rows"
     if request.quantize is not None:
-        return "it has no quantized output, and Triton's kernel has"
+        return "it has no quantized output; Triton's kernel has one"
     if request.dtype == "float32":
         return "its rings in shared memory are for rows of bfloat16 and float16, not of float32"
     if row_warps_of(request.columns, 1) is None and not _is_clustered(request):
@@ -271,13 +270,13 @@ def _supports_mosaic(request: NormRequest) -> str | None:
 
 
 def _is_clustered(request: NormRequest) -> bool:
-    """Whether the block spec shares such a row out among the CTAs of a cluster, and gives its backward to Triton."""
+    """Whether the block spec splits such a row over the CTAs of a cluster, and takes Triton's backward."""
     row, _ = block_specs.norm_row(request.device.compute_capability, "mosaic_gpu", columns=request.columns)
     return cluster_of(request.columns, row.forward) > 1 and isinstance(row.backward, NormBackwardTriton)
 
 
 def _mosaic_backward(*arrays: Any, config: Any, **statics: Any) -> NormGradients:
-    """The kernel that the blocks are of. Rows that do not fit a multiprocessor have Triton's."""
+    """The kernel of the block spec. Rows that do not fit on an SM use Triton's kernel."""
     is_triton = isinstance(config, NormBackwardTriton)
     run = backward_triton.norm_backward if is_triton else backward_sm90.norm_backward
     return run(*arrays, config=config, **statics)
@@ -289,7 +288,7 @@ def _config(implementation: str, request: NormRequest) -> tuple[Blocks, str]:
 
 
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel's function with a vmap, which is a loop: Pallas has none for Mosaic kernels."""
+    """A kernel's function with a vmap that loops, since Pallas has no vmap for Mosaic kernels."""
 
     def run(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
         call = lambda inputs, *arrays: function(inputs, options, *arrays, **statics)
@@ -299,7 +298,7 @@ def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward with a vmap that adds an outer axis to x if all calls share scale and bias, and else loops."""
+    """A forward with a vmap that adds an outer axis to x if all calls share scale and bias; otherwise it loops."""
 
     def run(inputs: NormInputs, options: NormOptions, **statics: Any) -> NormResult:
         call = jax.custom_batching.custom_vmap(lambda inputs: function(inputs, options, **statics))
@@ -326,7 +325,7 @@ def _by_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_rows(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The tree with change(x) for each array that has x's outer axes: for all but scale and bias."""
+    """The tree with change(x) for each array with x's outer axes, i.e. all arrays except scale and bias."""
     if not isinstance(tree, NormInputs | NormGradients):
         return jax.tree.map(change, tree)
     changed = jax.tree.map(change, tree._replace(scale=None, bias=None))
@@ -334,7 +333,7 @@ def _of_rows(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel's function, which takes rows, for arrays of any outer axes."""
+    """A kernel's function of rows, as a function of arrays with any outer axes."""
 
     def run(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
         outer = inputs.x.shape[:-1]
@@ -352,7 +351,7 @@ def _shared(
     """A kernel's function with its vmap, for arrays of any outer axes, which the devices of a mesh shard under jit.
 
     Merged outer axes would be gathered: rows of several sharded axes have no sharding of their own.
-    has_vmap: whether the function has a vmap of its own, for where no devices share it out.
+    has_vmap: whether the function has a vmap of its own, for calls that are not partitioned.
     """
     by_rows = _by_rows(function)
     alone = by_rows if has_vmap else with_vmap(by_rows)
@@ -420,7 +419,7 @@ OPS["rms_norm"].explained_by(functools.partial(_check, op="rms_norm"))(rms_norm)
 
 
 def run(call: PlannedCall, inputs: NormInputs) -> Any:
-    """out, or (out, total), of a prepared call; differentiable, but for a quantized out."""
+    """out, or (out, total), of a prepared call; differentiable unless out is quantized."""
     out: Any
     if call.options.quantize is None:
         out, total = _norm(call, inputs)
@@ -451,7 +450,7 @@ def _forward(call: PlannedCall, inputs: NormInputs) -> NormResult:
 @under_defaults
 def _norm_fwd(call, inputs):
     result = _forward(call, inputs)
-    if result.total is not None:  # of x and residual the backward reads the sum alone
+    if result.total is not None:  # the backward reads only the sum of x and residual
         inputs = inputs._replace(x=result.total, residual=None)
     return (result.out, result.total), (inputs, result._replace(out=None, total=None), result.total is not None)
 
@@ -483,7 +482,7 @@ def _quantized_norm(call: PlannedCall, inputs: NormInputs):
 def _quantized_norm_fwd(call, inputs):
     raise NotImplementedError(
         f"quantize: got {call.options.quantize!r} in a call that is differentiated, want None: an output of 8 bits has "
-        "no gradient. For gradients norm without it, and multiply by matmul(..., precision='fp8')"
+        "no gradient. For gradients, normalise without quantize and use matmul(..., precision='fp8')"
     )
 
 

@@ -1,1 +1,1 @@
-"""Attention of sequences that several devices share, round a ring."""
+"""Ring attention of a sequence that is sharded over several devices."""

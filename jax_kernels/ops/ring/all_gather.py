@@ -1,7 +1,7 @@
-"""Attention of a shared sequence by one all-gather of its keys and values: no step has to wait for another.
+"""Attention of a sharded sequence by one all-gather of its keys and values: no step waits for another step.
 
-It takes memory for all keys and values on each device, and is for sequences so short that a ring's steps are shorter
-than what it costs to start them.
+It takes memory for all keys and values on each device. It is for sequences so short that a ring's step takes less time
+than its launch.
 """
 
 import functools
@@ -21,10 +21,9 @@ __all__ = ["all_gather_attention"]
 
 
 def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a device's queries.
+    """(out, lse) of a device's queries, differentiable.
 
-    JAX differentiates it: a device rounds its gradients of all keys and values to their dtype, and the sums over the
-    devices are float32.
+    Each device rounds its gradients of all keys and values to their dtype. The sums over devices are float32.
     """
     layout, axis_name = call.layout, call.axis_name
     if layout.name == "striped":
@@ -61,7 +60,7 @@ def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array,
 
 
 def _in_order(to: tuple[str, Layout], x: jax.Array) -> tuple[jax.Array, ...]:
-    """An array's tokens of all devices, in their order, once for each chunk of queries."""
+    """The tokens of all devices in sequence order, repeated for each chunk of queries."""
     axis_name, layout = to
     return (layout.in_order(lax.all_gather(x, axis_name, axis=1, tiled=True)),) * layout.chunks
 

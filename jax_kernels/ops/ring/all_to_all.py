@@ -1,4 +1,4 @@
-"""Attention of a shared sequence by heads: each device gets all tokens of some heads (Ulysses)."""
+"""Attention of a sharded sequence by heads: each device gets all tokens of some heads (Ulysses)."""
 
 import dataclasses
 from typing import Any
@@ -17,19 +17,19 @@ from jax_kernels.score_mod.restriction import placed
 
 __all__ = ["OF_HEADS", "all_to_all_attention"]
 
-# Names for policies of jax.checkpoint: all tokens of a device's heads.
+# Names for policies of jax.checkpoint. The arrays have all tokens of a device's heads.
 OF_HEADS = "ring_attention_query", "ring_attention_key", "ring_attention_value"
 
 
 def all_to_all_attention(
     call: RingCall, arrays: RingArrays, results: tuple[jax.Array, jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a device's queries; JAX differentiates it.
+    """(out, lse) of a device's queries, differentiable.
 
-    results: (out, lse) where they are known already, for their gradients with respect to the arrays.
+    results: (out, lse) if they are known already; the call then only adds their gradients with respect to the arrays.
 
     Raises:
-      ValueError: the devices do not divide the heads.
+      ValueError: the number of devices does not divide the heads.
     """
     layout, name = call.layout, call.axis_name
     for of, x in (("query", arrays.query), ("key", arrays.key)):
@@ -39,8 +39,8 @@ def all_to_all_attention(
             )
 
     exchange = Exchange(layout=layout, axis_name=name, by_permutes=layout.devices <= call.permutes_up_to)
-    of_rows = dataclasses.replace(exchange, heads=1, tokens=2)  # such as lse
-    # Queries and keys together: a model's projection of the values can run beside their exchange.
+    of_rows = dataclasses.replace(exchange, heads=1, tokens=2)  # for lse and bias
+    # Queries and keys are exchanged together, so that a model's projection of the values can run at the same time.
     tensors = *exchange.to_heads(arrays.query, arrays.key), *exchange.to_heads(arrays.value)
     query, key, value = (checkpoint_name(x, kept) for x, kept in zip(tensors, OF_HEADS, strict=True))
     arguments: dict[str, Any] = layout.limits | dict(call.options)
@@ -60,7 +60,7 @@ def all_to_all_attention(
     else:
         out, lse = *exchange.to_heads(results[0]), *of_rows.to_heads(results[1])
         out, lse = vjp.with_results(*prepare(**arguments), out, lse)
-    # Kept, so that what comes after the attention has it in its backward without a further exchange.
+    # A policy that keeps this result spares the layers after the attention a second exchange in their backward.
     return checkpoint_name(exchange.to_tokens(out), RESIDUALS[0]), of_rows.to_tokens(lse)
 
 
@@ -71,7 +71,7 @@ def _all_ids(call: RingCall, arrays: RingArrays) -> jax.Array | None:
 
 
 def _own_bias(call: RingCall, bias: jax.Array, exchange: Exchange) -> jax.Array:
-    """That of the device's heads and all queries, from that of all heads and the device's queries."""
+    """The bias of the device's heads and all queries, from the bias of all heads and the device's queries."""
     has_heads, has_rows = (size > 1 for size in bias.shape[1:3])
     if has_rows and has_heads:
         return exchange.to_heads(bias)[0]
@@ -82,7 +82,6 @@ def _own_bias(call: RingCall, bias: jax.Array, exchange: Exchange) -> jax.Array:
 
 
 def _own_sinks(call: RingCall, arrays: RingArrays) -> jax.Array | None:
-    """Those of the device's heads."""
     if arrays.sinks is None:
         return None
     own = arrays.sinks.shape[1] // call.layout.devices

@@ -1,8 +1,9 @@
-"""Attention of a shared sequence under a window: a device gets the keys that its window reaches, and no others.
+"""Attention of a sharded sequence under a window: a device gets only the keys that its window reaches.
 
 The halo of a device is the keys of its neighbours that the window reaches. The halo travels while the device's queries
-meet the device's own keys. Then a second call takes the queries that see the halo, and merges its results with those of
-the first. The backward begins with the halo: its gradients travel back while those of the own keys are made.
+attend to the device's own keys. Then a second call takes the queries that see the halo, and merges its results with the
+results of the first call. The backward begins with the halo: the halo's gradients travel back while the gradients of
+the own keys are computed.
 """
 
 import dataclasses
@@ -20,11 +21,11 @@ from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, forward_onto, gradi
 
 __all__ = ["forward", "gradients", "reason_against"]
 
-TILE = 128  # tokens, of which a halo is a multiple where it can be: the kernels take whole blocks of keys
+TILE = 128  # tokens; halos are rounded up to a multiple of it if they can be: kernels take whole blocks of keys
 
 
 def reason_against(layout: Layout) -> str | None:
-    """Why the tokens of this layout cannot be served, or None."""
+    """The reason why "halo" does not support this layout, or None."""
     if layout.name == "striped":
         return "layout: got 'striped' with strategy='halo', want 'zigzag' or 'contiguous'"
     sides = layout.left, layout.right
@@ -38,10 +39,10 @@ def reason_against(layout: Layout) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Side:
-    """The halos on one side of the device's chunks: `count` tokens before the first of each, or behind the last.
+    """The halos on one side of the device's chunks: `count` tokens before the start of each chunk, or after its end.
 
-    reach: of the window on this side. index: of the device, a traced number. Arrays of chunks are batches, [B * chunks,
-    tokens, ...].
+    reach: the window's limit on this side. index: of the device, a traced number. Chunks are batched: arrays are
+    [B * chunks, tokens, ...].
     """
 
     call: RingCall
@@ -65,26 +66,27 @@ class Side:
 
     @property
     def offsets(self) -> jax.Array:
-        """How far the first query in `rows` of each chunk is behind the halo's first key: int32 [chunks].
+        """The distance from the halo's first key to the first query in `rows`, for each chunk: int32 [chunks].
 
-        Where the sequence ends, so that the halo is zeros, it is too far for them to meet.
+        At an end of the sequence the halo is zeros. The distance is then larger than the window, so that no query of
+        the chunk sees the halo.
         """
         is_inner, is_not_last = self.index > 0, self.index < self.call.layout.devices - 1
         if self.call.layout.chunks == 1:
             goes_on = [is_inner if self.is_before else is_not_last]
         else:
             goes_on = [is_inner, True] if self.is_before else [True, is_inner]
-        # Of twice as far, the nearest query and key are count + 1 from each other, which is more than the reach.
+        # At twice the distance, the nearest query and key are count + 1 apart, which is more than the reach.
         distances = jnp.where(jnp.stack(goes_on), self.count, 2 * self.count)
         return distances if self.is_before else -distances
 
     @property
     def _arrivals(self) -> tuple[int, int]:
-        """The chunk of a zigzag whose halo comes from the device before, and the other one."""
+        """(the zigzag chunk whose halo comes from the previous device, the other chunk)."""
         return (0, 1) if self.is_before else (1, 0)
 
     def exchanged(self, edges: Visitors) -> Visitors:
-        """The halo of each chunk, from the edge of each of this device's chunks."""
+        """The halo of each chunk of this device. edges: the edge of each chunk of this device."""
         if self.call.layout.chunks == 1:
             return self._sent(edges, 1 if self.is_before else -1)
         of_chunks, (one, other) = self._apart(edges), self._arrivals
@@ -94,7 +96,7 @@ class Side:
         return self._together([found[one], found[other]])
 
     def given_back(self, pair: Pair) -> Pair:
-        """The gradients of the edges of this device's chunks, from those of the halos that it has: the transpose."""
+        """The transpose of `exchanged`: from the gradients of this device's halos, the gradients of its edges."""
         if self.call.layout.chunks == 1:
             return self._sent(pair, -1 if self.is_before else 1)
         of_chunks, (one, other) = self._apart(pair), self._arrivals
@@ -107,12 +109,12 @@ class Side:
         return self._together([found[one], found[other]])
 
     def _on_last(self, tree: Any, others: Any) -> Any:
-        """The first arrays on the last device, the second ones on the others."""
+        """Returns `tree` on the last device, `others` on all other devices."""
         is_last = self.index == self.call.layout.devices - 1
         return jax.tree.map(lambda x, y: jnp.where(is_last, x, y), tree, others)
 
     def _sent(self, tree: Any, by: int) -> Any:
-        """The arrays of the device `by` places before this one; zeros where there is none."""
+        """The arrays of the device that is `by` devices before this one; zeros if there is no such device."""
         devices = self.call.layout.devices
         there = [(i, i + by) for i in range(devices) if 0 <= i + by < devices]
         send = lambda tree: jax.tree.map(lambda x: lax.ppermute(x, self.call.axis_name, there), tree)
@@ -121,7 +123,7 @@ class Side:
         return sent if isinstance(tree, Pair) else Visitors(sent, send(tree.segment_ids))
 
     def _apart(self, tree: Any) -> list[Any]:
-        """The trees of both chunks."""
+        """(the tree of the first chunk, the tree of the second)."""
         return [jax.tree.map(lambda x, i=i: x.reshape(-1, 2, *x.shape[1:])[:, i], tree) for i in range(2)]
 
     def _together(self, trees: list[Any]) -> Any:
@@ -133,7 +135,7 @@ def _as_two(pair: Pair) -> Pair:
 
 
 def _sides(call: RingCall) -> list[Side]:
-    if call.layout.devices == 1:  # whose tokens are one chunk
+    if call.layout.devices == 1:  # its tokens are one chunk
         return []
     index, reaches = call.index, (call.layout.left, call.layout.right)
     return [
@@ -144,7 +146,7 @@ def _sides(call: RingCall) -> list[Side]:
 
 
 def _in_chunks(layout: Layout, x: Any, axis: int = 1) -> Any:
-    """The chunks of an array's tokens as a batch: with axis=1 of [B, T, ...], with axis=2 of [B, H, T]."""
+    """The chunks of an array's tokens as a batch. axis=1: the array is [B, T, ...]. axis=2: it is [B, H, T]."""
     if x is None:
         return None
     x = x.reshape(*x.shape[:axis], layout.chunks, layout.chunk, *x.shape[axis + 1 :])
@@ -159,7 +161,7 @@ def _whole(layout: Layout, x: jax.Array, axis: int = 1) -> jax.Array:
 
 
 def _replaced(x: jax.Array, rows: slice, part: jax.Array, axis: int = 1) -> jax.Array:
-    """x with other rows at its start or at its end."""
+    """x with its first or last rows replaced by `part`."""
     size = x.shape[axis] - part.shape[axis]
     if rows.start == 0:
         rest = lax.slice_in_dim(x, part.shape[axis], None, axis=axis)
@@ -175,7 +177,7 @@ def _own(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, Visitors]:
 
 
 def _prepared(call: RingCall, query: Any, q_ids: Any, of_keys: Visitors, offsets: Any, sinks: Any = None) -> Any:
-    """The planned call of some queries of each chunk, and its arrays."""
+    """(planned call of some queries of each chunk, its arrays)."""
     batch = query.shape[0] // call.layout.chunks
     return prepare(
         query=query,
@@ -191,7 +193,7 @@ def _prepared(call: RingCall, query: Any, q_ids: Any, of_keys: Visitors, offsets
 
 
 def _of_side(call: RingCall, side: Side, query: jax.Array, own: Visitors, halo: Visitors) -> tuple[Any, Any]:
-    """The planned call of the queries that see a halo, and its arrays."""
+    """(planned call of the queries that see a halo, its arrays)."""
     ids = own.segment_ids
     return _prepared(call, query[:, side.rows], None if ids is None else ids[:, side.rows], halo, side.offsets)
 
@@ -201,7 +203,7 @@ def _halos(call: RingCall, own: Visitors) -> list[Visitors]:
 
 
 def forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, list[Visitors]]:
-    """(out, lse) of a device's queries, and the halos, for `gradients`."""
+    """(out, lse, halos) of a device's queries. `gradients` takes the halos."""
     sides, (query, own) = _sides(call), _own(call, arrays)
     halos = _halos(call, own)
     sinks = None if arrays.sinks is None else arrays.sinks[0]
@@ -218,7 +220,7 @@ def forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, l
 def gradients(
     call: RingCall, arrays: RingArrays, rows: Rows, halos: list[Visitors] | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The float32 gradients of query, over the scale, and of key and value. halos: None where they are not known."""
+    """The gradients of query (divided by the scale), key and value, all float32. halos: None if not kept."""
     layout, sides, (query, own) = call.layout, _sides(call), _own(call, arrays)
     halos = _halos(call, own) if halos is None else halos
     lse, delta, dout = (_in_chunks(layout, x, axis) for x, axis in ((rows.lse, 2), (rows.delta, 2), (rows.dout, 1)))
@@ -242,6 +244,6 @@ def gradients(
 
 
 def _padded(x: jax.Array, rows: slice, part: jax.Array) -> jax.Array:
-    """The part as rows of an array of zeros like x."""
+    """An array of zeros like x, with `part` as its rows."""
     rest = x.shape[1] - part.shape[1]
     return jnp.pad(part, [(0, 0), (0, rest) if rows.start == 0 else (rest, 0), (0, 0), (0, 0)])

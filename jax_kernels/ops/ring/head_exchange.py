@@ -1,4 +1,4 @@
-"""Exchanges among the devices of a ring: some tokens of all heads for all tokens of some heads, and back."""
+"""Exchanges between the devices of a ring: some tokens of all heads become all tokens of some heads, and back."""
 
 import dataclasses
 import functools
@@ -22,8 +22,8 @@ __all__ = ["Exchange"]
 class Exchange:
     """The exchanges of arrays that have an axis `heads` and an axis `tokens`.
 
-    by_permutes: whether each pair of devices permutes what it exchanges, in place of one all-to-all. What a device
-    keeps is not copied then: XLA reads it where it stands, in the pass that sorts the tokens.
+    by_permutes: whether each pair of devices exchanges its part by permutes, instead of one all-to-all. The part that a
+    device keeps is then not copied: XLA reads it in place, in the pass that sorts the tokens.
     """
 
     layout: Layout
@@ -33,9 +33,9 @@ class Exchange:
     tokens: int = 1
 
     def to_heads(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """All tokens, in their order, of the device's heads; from all heads of the device's tokens.
+        """From all heads of the device's tokens: all tokens, in sequence order, of the device's heads.
 
-        Permutes send the arrays together, which may differ in their heads alone.
+        Permutes send the arrays together. The arrays may differ only in their number of heads.
         """
         if self.by_permutes:
             return _to_heads(self, arrays)
@@ -50,9 +50,9 @@ class Exchange:
         return lax.all_to_all(x, self.axis_name, split_axis=self.tokens, concat_axis=self.heads, tiled=True)
 
     def arrivals(self, part: Callable[[Any], jax.Array]) -> list[jax.Array]:
-        """The parts that others send to this device: that of the device before it, of the one before that, and so on.
+        """The parts that other devices send to this device: first from the device before it, then the one before that.
 
-        part: what this device sends to one with an index, a traced number.
+        part: takes a device index, a traced number, and returns the part that this device sends there.
         """
         devices = self.layout.devices
         sent = [part(lax.rem(self.index + by, jnp.int32(devices))) for by in range(1, devices)]
@@ -88,32 +88,32 @@ def _sent_to_tokens(exchange: Exchange, x: jax.Array) -> jax.Array:
         chunk = lambda number, device: lax.dynamic_slice_in_dim(x, layout.first(number, device), layout.chunk, axis)
         part = lambda device: jnp.concatenate([chunk(number, device) for number in range(2)], axis)
     out = _in_order_of_devices([part(exchange.index), *exchange.arrivals(part)], exchange.index, exchange.heads)
-    # Else XLA joins this to what comes after it, such as a rotation of the gradients of keys, whose halves it keeps in
-    # float32.
+    # Without the barrier XLA fuses the concatenation with its consumer, e.g. a rotation of the keys' gradients, and
+    # keeps the rotation's halves in float32.
     return lax.optimization_barrier(out)
 
 
 def _sorted_tokens(exchange: Exchange, arrivals: Sequence[jax.Array]) -> jax.Array:
-    """The tokens that each device had, as `arrivals` has them, in their order."""
+    """The tokens of all devices in sequence order. arrivals: this device's own part, then Exchange.arrivals."""
     layout, axis, index = exchange.layout, exchange.tokens, exchange.index
     if layout.name != "zigzag":
         return layout.in_order(_in_order_of_devices(arrivals, index, axis), axis)
-    # The first chunks of the devices come one after the other, then the second chunks, the last device's first.
+    # Sequence order: the devices' first chunks in order, then their second chunks, starting with the last device.
     firsts, lasts = zip(*(jnp.split(arrived, 2, axis) for arrived in arrivals), strict=True)
     before = _around(lasts, lax.rem(index + 1, jnp.int32(layout.devices)), axis)
     return jnp.concatenate([_in_order_of_devices(firsts, index, axis), before], axis)
 
 
 def _in_order_of_devices(arrivals: Sequence[jax.Array], index: Any, axis: int) -> jax.Array:
-    """The parts of device 0, of device 1, and so on, joined. arrivals: this device's own, then Exchange.arrivals."""
+    """The parts of device 0, of device 1, and so on, joined. arrivals: this device's part, then Exchange.arrivals."""
     devices = len(arrivals)
     return _around([arrivals[0], *reversed(arrivals[1:])], lax.rem(devices - index, jnp.int32(devices)), axis)
 
 
 def _around(pieces: Sequence[jax.Array], first: Any, axis: int) -> jax.Array:
-    """The pieces from number `first`, a traced number, to the last one, and then those before it.
+    """The pieces from index `first`, a traced number, to the last, followed by the pieces before `first`.
 
-    XLA makes no array of the pieces: it reads each number of the slice out of the piece that has it.
+    XLA does not materialise the concatenation: it reads each value of the slice from the piece that has it.
     """
     size = pieces[0].shape[axis]
     twice = jnp.concatenate([*pieces, *pieces[:-1]], axis)

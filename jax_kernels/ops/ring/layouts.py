@@ -1,7 +1,7 @@
-"""How the tokens of a sequence are shared out among the devices of a ring, and what a step of the ring computes.
+"""Layouts of a ring: the tokens that each device holds, and the attention calls of each step.
 
-In step s a device with index i has the keys of the device i - s, which lies `distance` = s devices before it, or, where
-i < s, n - s devices behind it.
+In step s, the device with index i holds the keys of device (i - s) mod n. This source device is s devices before it,
+or, if i < s, n - s devices after it.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ LAYOUTS = ("zigzag", "striped", "contiguous")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """A call of a step: chunk `query` of the device's queries, and chunk `key` of the keys that it has.
+    """An attention call of a step: chunk `query` of the device's queries with chunk `key` of its visiting keys.
 
-    A chunk is an int, or a traced index. q_offset: of the call, or None where no limit holds between the two.
+    A chunk is an int or a traced index. q_offset: of the call; None if no causal or window limit applies.
     """
 
     query: Any
@@ -36,10 +36,10 @@ class Chunks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A step that is one call of all of the device's queries and all of the keys that it has.
+    """A step that is one call of all the device's queries with all its visiting keys.
 
-    q_offset: of the call, an int or traced. reach: (first, end), two traced numbers: the queries from `first` on see
-    the keys below `end`, the others none; None where no such limit holds. is_causal, window: of the call.
+    q_offset: of the call, an int or traced. reach: (first, end), two traced numbers: queries from `first` on see the
+    keys below `end`, earlier queries see no key. None without such a limit. is_causal, window: of the call.
     """
 
     q_offset: Any = 0
@@ -50,11 +50,11 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The tokens of `devices` devices, `length` of each.
+    """The tokens of `devices` devices, `length` on each.
 
-    "contiguous": device i has the tokens from i * length on. "striped": every devices-th from i on. "zigzag": of 2 *
-    devices chunks those number i and 2 * devices - 1 - i, which gives all devices equal work under a causal mask.
-    left, right: of a window, None for no limit; a causal mask is right = 0.
+    "contiguous": device i has the tokens from i * length on. "striped": device i has every devices-th token from i on.
+    "zigzag": the sequence has 2 * devices chunks, and device i has chunks i and 2 * devices - 1 - i. All devices then
+    have equal work under a causal mask. left, right: limits of a window, or None; a causal mask has right = 0.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        """How many a device's tokens have; those of a chunk are neighbours, or equally far from each other."""
+        """The number of chunks of a device. The tokens of a chunk are equally far apart."""
         return 2 if self.name == "zigzag" else 1
 
     @property
@@ -79,14 +79,14 @@ class Layout:
         return self.length // self.chunks
 
     def tokens(self, device: int) -> np.ndarray:
-        """The tokens of a device, in its order."""
+        """The tokens of a device, in the device's order."""
         if self.name == "striped":
             return np.arange(device, self.devices * self.length, self.devices)
         firsts = (device, 2 * self.devices - 1 - device) if self.name == "zigzag" else (device,)
         return np.concatenate([np.arange(self.chunk) + first * self.chunk for first in firsts])
 
     def in_order(self, x: Any, axis: int = 1, *, back: bool = False) -> Any:
-        """An array whose `axis` has the tokens of all devices, one device after the other: in their order; or back."""
+        """Puts `axis`, which has the tokens device by device, in sequence order; with back=True, the inverse."""
         if self.name == "contiguous":
             return x
         if self.name == "striped":
@@ -105,25 +105,25 @@ class Layout:
 
     @property
     def stride(self) -> int:
-        """How far the tokens of a chunk are from each other."""
+        """The distance between two neighbouring tokens of a chunk."""
         return self.devices if self.name == "striped" else 1
 
     def firsts(self, device: Any) -> Any:
-        """The first token of each chunk of a device, a traced number: int32 [chunks]."""
+        """The first token of each chunk of a device: int32 [chunks]. device: a traced number."""
         if self.name == "striped":
             return jnp.stack([device])
         return jnp.stack([self.first(chunk, device) for chunk in range(self.chunks)])
 
     def places(self, device: Any) -> Any:
-        """The places of a device's tokens, in its order: int32 [length]. device: a traced number."""
+        """The positions of a device's tokens, in the device's order: int32 [length]. device: a traced number."""
         return (self.firsts(device)[:, None] + self.stride * jnp.arange(self.chunk, dtype=jnp.int32)).reshape(-1)
 
     def source(self, step: int, index: Any) -> Any:
-        """The device whose keys the device `index`, a traced number, has in a step."""
+        """The device whose keys visit the device `index` (a traced number) in a step."""
         return lax.rem(index - step + self.devices, jnp.int32(self.devices))
 
     def placed(self, mask: Mask | None, step: int, index: Any) -> Placed:
-        """The mask of a step, from one of the whole sequence, with the layout's limits. index: as in pairs."""
+        """The mask of a step, with the layout's limits. mask: of the whole sequence. index: as in pairs."""
         return Placed(
             joined_band(sliding_window(None, None) if mask is None else mask, self.left, self.right),
             self.firsts(index),
@@ -134,7 +134,7 @@ class Layout:
         )
 
     def placed_among_all(self, mask: Mask, first: Any) -> Placed:
-        """The mask of a chunk of queries, from place `first` on, and all keys in their order."""
+        """The mask of the chunk of queries that starts at position `first`, for all keys in sequence order."""
         length = self.devices * self.length
         return Placed(
             joined_band(mask, self.left, self.right),
@@ -144,7 +144,7 @@ class Layout:
         )
 
     def placed_score_mod(self, mod: ScoreMod, step: int, index: Any) -> ScoreMod:
-        """The score_mod of a step, from one of the whole sequence. index: as in pairs."""
+        """The score_mod of a step, from the score_mod of the whole sequence. index: as in pairs."""
         count = self.chunks
         numbers = [x for device in (index, self.source(step, index)) for x in self.firsts(device)]
 
@@ -155,14 +155,14 @@ class Layout:
         return placed(mod, places, tuple(numbers))
 
     def keys_of(self, x: Any, device: Any) -> Any:
-        """The keys of a device, a traced number, along the last axis of an array, which has all keys in their order."""
+        """Selects a device's keys along the last axis of x, which has all keys in order. device: a traced number."""
         if self.name == "striped":
             return lax.dynamic_index_in_dim(self._stripes(x), device, -1, keepdims=False)
         parts = [lax.dynamic_slice_in_dim(x, first, self.chunk, -1) for first in self.firsts(device)]
         return jnp.concatenate(parts, -1)
 
     def with_keys(self, x: Any, part: Any, device: Any) -> Any:
-        """The array x, in which those that keys_of gives are `part`."""
+        """The array x with `part` written at the keys that keys_of selects."""
         if self.name == "striped":
             return lax.dynamic_update_index_in_dim(self._stripes(x), part, device, -1).reshape(x.shape)
         for first, of_chunk in zip(self.firsts(device), jnp.split(part, self.chunks, -1), strict=True):
@@ -173,7 +173,7 @@ class Layout:
         return x.reshape(*x.shape[:-1], self.length, self.devices)
 
     def dead_steps(self, mask: Mask) -> tuple[int, ...]:
-        """The steps in which, as is known while tracing, a mask keeps no pair on any device."""
+        """The steps in which the mask keeps no pair on any device, as far as is known while tracing."""
 
         def is_dead(device: int, source: int) -> bool:
             return all(keeps_none(mask, q, k) for q in self.ranges(device) for k in self.ranges(source))
@@ -182,7 +182,7 @@ class Layout:
         return tuple(s for s in steps if all(is_dead(device, (device - s) % self.devices) for device in devices))
 
     def first(self, chunk: int, device: Any) -> Any:
-        """The first token of a chunk of a device, an int or a traced number. The layout is not striped."""
+        """The first token of a chunk of a device. device: an int or a traced number. The layout is not striped."""
         place = device if chunk == 0 else 2 * self.devices - 1 - device
         return place * self.chunk
 
@@ -198,11 +198,11 @@ class Layout:
         return True
 
     def _spans(self, device: int) -> list[tuple[int, int]]:
-        """The first and the last token of each chunk of a device."""
+        """(first token, last token) of each chunk of a device."""
         return [(int(x[0]), int(x[-1])) for x in np.split(self.tokens(device), self.chunks)]
 
     def _touch(self, q: tuple[int, int], k: tuple[int, int]) -> bool:
-        """Whether any query of a chunk is within the limits of any key of another."""
+        """Whether any query of chunk q is within the limits of any key of chunk k."""
         behind = self.right is None or k[0] - q[1] <= self.right
         return behind and (self.left is None or q[0] - k[1] <= self.left)
 
@@ -220,20 +220,20 @@ class Layout:
         return False, (-1 if left is None else left, -1 if right is None else right)
 
     def _of_stripes(self, step: int) -> tuple[int | None, int | None]:
-        """The limits in steps of a stripe: query r and key c are (r - c) * devices + step apart, in the first case."""
+        """The limits in strides: row r and column c are (r - c) * devices + step tokens apart if index >= source."""
         left = None if self.left is None else (self.left - step) // self.devices
         right = None if self.right is None else (self.right + step) // self.devices
         return left, right
 
     def _shift(self, step: int) -> int:
-        """How far stripes have to be shifted for both limits to be 0 or more."""
+        """The offset of striped rows that makes both limits 0 or more."""
         left, right = self._of_stripes(step)
         return -left if left is not None and left < 0 else min(0, right or 0)
 
     def whole(self, step: int, index: Any) -> Whole | None:
-        """The one call of a step, None where it needs more than one; index: as in pairs.
+        """The one call of a step; None if the step needs more than one call. index: as in pairs.
 
-        Under a causal mask alone, each step but the first leaves every query either all keys of its chunks or none.
+        Under a causal mask without a window, in each step but the first, a query sees all keys or no key of a chunk.
         """
         is_causal, window = self.window(step)
         if self.left is None and self.right is None:
@@ -247,7 +247,8 @@ class Layout:
             is_later = index > source
             if self.name == "contiguous":
                 return Whole(reach=(0, jnp.where(is_later, self.length, 0)))
-            # The later device's queries all see the first keys; of the earlier one's only the last see any, and all.
+            # All queries of the later device see the first chunk of keys. On the earlier device only the last chunk of
+            # queries sees keys, and it sees all of them.
             return Whole(reach=(jnp.where(is_later, 0, self.chunk), jnp.where(is_later, self.chunk, self.length)))
         if self.name == "contiguous":
             q_offset = 0 if step == 0 else (index - source) * self.chunk
@@ -255,7 +256,7 @@ class Layout:
         return None
 
     def pairs(self, step: int, index: Any) -> list[Chunks]:
-        """The calls of a step on the device `index`, a traced number; all have the same sizes."""
+        """The calls of a step on the device `index`, a traced number. All calls have the same sizes."""
         source = self.source(step, index)
         no_limit = self.left is None and self.right is None
         if self.name == "striped":
@@ -269,8 +270,8 @@ class Layout:
             return [Chunks(query=q, key=k, q_offset=offset(q, k)) for q in range(2) for k in range(2)]
         if step == 0:
             return [Chunks(query=q, key=k, q_offset=offset(q, k)) for q, k in ((0, 0), (1, 1), (1, 0))]
-        # Of a causal mask two of the four calls are dead: the last chunk sees the first keys, and either the first
-        # chunk does so, too, or the last one sees the last keys.
+        # A causal mask leaves two of the four calls without a pair. The last chunk of queries sees the first chunk of
+        # keys. In addition, the first chunk of queries sees the first chunk of keys, or the last sees the last.
         both = jnp.where(index > source, 0, 1)
         near = jnp.abs(index - source) * self.chunk
         is_full = self.left is None
@@ -281,7 +282,7 @@ class Layout:
 
 
 def axis_size(axis_name: Any) -> int:
-    """The devices along a mesh axis. Raises TypeError, or ValueError outside of a jax.shard_map with that axis."""
+    """The number of devices along a mesh axis. Raises TypeError; ValueError outside a jax.shard_map with that axis."""
     if not isinstance(axis_name, str):
         raise TypeError(f"axis_name: got {type(axis_name).__name__}, want the name of a mesh axis")
     try:
@@ -291,5 +292,5 @@ def axis_size(axis_name: Any) -> int:
 
 
 def not_an_axis(axis_name: str) -> ValueError:
-    """The error of a name that is no axis of a jax.shard_map."""
+    """The error for a name that is not an axis of a jax.shard_map."""
     return ValueError(f"axis_name: got {axis_name!r}, want an axis of the jax.shard_map around this call")

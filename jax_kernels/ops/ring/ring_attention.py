@@ -1,4 +1,4 @@
-"""ring_attention: exact attention inside jax.shard_map, of a sequence whose tokens are shared out among devices."""
+"""ring_attention: exact attention inside jax.shard_map, of a sequence whose tokens are sharded over devices."""
 
 import dataclasses
 import functools
@@ -65,58 +65,59 @@ def ring_attention(
     precision: str | None = None,
     implementation: str | None = None,
 ) -> Any:
-    """flash_attention inside jax.shard_map, where each device of a mesh axis has some tokens of the sequence.
+    """flash_attention inside jax.shard_map, where each device of a mesh axis holds some tokens of the sequence.
 
     Equivalent to the following JAX code, without the gathered arrays::
 
         tokens = shard_sequence's order of all tokens, of which a device has [T]
         gather = lambda x: all_gather(x, axis_name, axis=1, tiled=True)[:, argsort(tokens)]
-        ids = gather(segment_ids)  # and a bias of the rows of all devices, in the order of their tokens
+        ids = gather(segment_ids)  # likewise a bias, along its rows
         out = flash_attention(*map(gather, (query, key, value)), segment_ids=ids, mask=mask, ...)[:, mine]
 
-    Keys and values travel round the ring of the devices. Each step merges its (out, lse) in float32 with those of the
-    steps before. In the backward keys, values and their float32 gradients travel. Sends run beside the kernels. Steps
-    that a window or a mask makes empty on all devices are left out, and their keys do not stop there. shard_sequence
-    brings an array into a layout.
+    Keys and values travel round the ring of devices. Each step merges its (out, lse) in float32 with the (out, lse) of
+    the earlier steps. In the backward, keys, values and their float32 gradients travel. The sends overlap the kernels.
+    A step that a window or a mask leaves without a pair on all devices is skipped, and no keys are sent for it.
+    shard_sequence puts an array into a layout.
 
-    All partial results are float32, but the gradient of query with deterministic=True on "mosaic_gpu": there each step
-    rounds its own.
+    All partial results are float32, with one exception: with deterministic=True on "mosaic_gpu", each step rounds its
+    gradient of query.
 
     The forward keeps query, key, value, out and lse. out and lse have the names "ring_attention_out" and
-    "ring_attention_lse" for the policies of jax.checkpoint. With "all_to_all" and "all_gather" they have those of
-    flash_attention, and with "all_to_all" the query, key and value of a device's heads have "ring_attention_query",
+    "ring_attention_lse" for the policies of jax.checkpoint. With "all_to_all" and "all_gather" they have the names of
+    flash_attention. With "all_to_all", the query, key and value of a device's heads have "ring_attention_query",
     "ring_attention_key" and "ring_attention_value".
 
     Args:
       query: [B, T, H, D]. key: [B, T, Hkv, D]. value: [B, T, Hkv, Dv]: a device's tokens; else as in flash_attention.
-      axis_name: of the mesh axis over which the tokens are shared out.
-      layout: "zigzag" (device i of n has the chunks i and 2 n - 1 - i of 2 n; T is even), "striped" (every n-th token
-        from i on) or "contiguous". None is "zigzag", as in shard_sequence; where the order of the tokens changes
-        nothing, without is_causal, a window, a mask, a bias and a score_mod, "contiguous". Under a causal mask the
-        first two give all devices equal work.
-      strategy: "ring", as above. "halo": under a window each device gets those keys and values of its neighbours that
-        the window reaches. The window may reach one run of tokens on both sides: a run is all of a device's tokens with
-        "contiguous", half of them with "zigzag"; "striped" has none. "halo" takes no mask, score_mod and bias.
-        "all_to_all": each device gets all tokens of some heads (Ulysses); the number of devices divides H and Hkv.
-        "all_gather": each device gets all keys and values, which takes memory for them ("zigzag" and "contiguous"
-        alone). "auto" goes by the block specs of the GPU: "halo" where it can be and sends_ahead is None, else "ring".
-        Where the devices divide the heads and sends_ahead is None, a call that is differentiated takes "all_to_all",
-        but under a window of at most a quarter of a run "halo".
-      sends_ahead: how many steps before its own a ring sends a step's keys and values, 1 or more. Each step more takes
-        memory for those of one more device, and gives a send that much more time. None goes by the block specs: 1.
-        Other strategies take None alone.
-      mask: a masks.Mask of the whole sequence, the same on all devices: of its S queries and keys in their order. Each
-        step visits the live blocks of its part. Steps are left out where the mask's structure, or the cells of a
-        block_sparse that are known while tracing, tell that they are empty. "auto" takes the ring for a mask with a
-        dense array or a function. An array of the mask, such as that of masks.dense, is whole on each device.
-      is_causal, window, softcap, sinks, scale: as in flash_attention, by the tokens' places in the whole sequence.
-      score_mod: as in flash_attention; q_idx and kv_idx are the tokens' places in the whole sequence. The gradients of
-        the arrays that it closes over are those of the device's queries: without check_vma add them up (psum).
-      bias: as in flash_attention, [B or 1, H or 1, T or 1, S or 1]: rows for the device's queries, in the layout's
-        order, and columns for all S keys in their own order, as shard_sequence(bias, ..., axis=2) gives it. "auto"
-        takes the ring.
+      axis_name: the name of the mesh axis over which the tokens are sharded.
+      layout: "zigzag" (the sequence has 2 n chunks and device i of n has chunks i and 2 n - 1 - i; T is even),
+        "striped" (every n-th token from i on) or "contiguous". Under a causal mask the first two give all devices equal
+        work. None is "zigzag", as in shard_sequence; but "contiguous" if the order of the tokens has no effect, i.e.
+        without is_causal, window, mask, bias and score_mod.
+      strategy: "ring": as above. "halo": under a window, each device gets only the keys and values of its neighbours
+        that the window reaches. On both sides, the window may reach at most one run of tokens. A run is all of a
+        device's tokens with "contiguous", half of them with "zigzag"; "striped" has none. "halo" takes no mask,
+        score_mod or bias. "all_to_all": each device gets all tokens of some heads (Ulysses); the number of devices
+        divides H and Hkv. "all_gather": each device gets all keys and values, and needs memory for them; only with
+        "zigzag" and "contiguous". "auto" follows the block specs of the GPU: "halo" if it supports the call and
+        sends_ahead is None, else "ring". Differentiated calls use "all_to_all" if the number of devices divides the
+        heads and sends_ahead is None; with a window of at most a quarter of a run they use "halo".
+      sends_ahead: the number of steps, 1 or more, by which a ring sends keys and values ahead of their step. Each
+        further step takes memory for the keys and values of one more device, and gives a send the time of one more
+        step. None follows the block specs: 1. Other strategies take only None.
+      mask: a masks.Mask of the whole sequence: of its S queries and keys in sequence order, the same on all devices.
+        Each step visits the live blocks of its part. A step is skipped if it is known to be empty from the mask's
+        structure, or from the cells of a block_sparse that are known while tracing. "auto" uses the ring for a mask
+        with a dense array or a function. An array of the mask, such as the array of masks.dense, is whole on each
+        device.
+      is_causal, window, softcap, sinks, scale: as in flash_attention, by the tokens' positions in the whole sequence.
+      score_mod: as in flash_attention; q_idx and kv_idx are positions in the whole sequence. The gradients of its
+        closed-over arrays cover only the device's queries: without check_vma, sum them over the devices (psum).
+      bias: as in flash_attention, [B or 1, H or 1, T or 1, S or 1]: rows for the device's queries in the layout's
+        order, columns for all S keys in sequence order; shard_sequence(bias, ..., axis=2) returns this form. "auto"
+        uses the ring.
       segment_ids: int32 [B, T], of a device's tokens: packed sequences. An id below 0 marks padding. Other
-        integers are taken as in flash_attention; traced ones that int32 may not hold cost an all-gather of the ids.
+        integers are taken as in flash_attention; traced ids that may not fit int32 cost an all-gather of the ids.
       return_lse, deterministic, precision, implementation: as in flash_attention.
 
     Returns:
@@ -124,8 +125,8 @@ def ring_attention(
       differentiable. B, T and H may be 0: then both are empty, and nothing is sent.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as flash_attention; ValueError where axis_name is not an axis of a
-        jax.shard_map around the call, or the devices do not divide the heads.
+      TypeError, ValueError, NotImplementedError: as flash_attention. ValueError if axis_name is not an axis of a
+        jax.shard_map around the call, or the number of devices does not divide the heads.
 
     Sources: Liu et al., "Ring Attention with Blockwise Transformers" (2023), arXiv:2310.01889; Brandon et al., "Striped
     Attention" (2023), arXiv:2311.09431; Jacobs et al., "DeepSpeed Ulysses" (2023), arXiv:2309.14509.
@@ -174,9 +175,9 @@ def prepare(
     bias: jax.Array | None = None,
     **arguments: Any,
 ) -> tuple[RingCall, RingArrays]:
-    """Checks the arguments of ring_attention: what attention_of takes. arguments: those that only `check` needs."""
+    """Checks the arguments of ring_attention; returns the arguments of attention_of. arguments: passed to `check`."""
     devices = axis_size(axis_name)
-    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:  # such as that of a vmap, along which none varies
+    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:  # e.g. a vmap's axis, along which no array varies
         raise not_an_axis(axis_name)
     options = {
         "softcap": softcap,
@@ -200,7 +201,7 @@ def prepare(
         if sends_ahead != int(sends_ahead) or sends_ahead < 1:
             raise ValueError(f"sends_ahead: got {sends_ahead}, want an int of 1 or more, or None")
         if strategy not in ("ring", "auto"):
-            raise ValueError(f"sends_ahead: got {sends_ahead} with strategy={strategy!r}, want None: it is a ring's")
+            raise ValueError(f"sends_ahead: got {sends_ahead} with strategy={strategy!r}, want None: it is for rings")
     left, right = request.window or (-1, -1)
     limits: Any = None if left < 0 else left, 0 if request.is_causal else None if right < 0 else right
     if mask is not None:
@@ -243,11 +244,12 @@ def prepare(
 
 
 def _strategies(strategy: str, row: RingRow, layout: Layout, arrays: RingArrays, *, is_free: bool) -> tuple[str, str]:
-    """The strategies of a call, and of one that is differentiated. is_free: whether "auto" may take another strategy
-    than a ring, of which alone it is told how far ahead it sends.
+    """(strategy of a call, strategy of the call under differentiation).
+
+    is_free: whether "auto" may take another strategy than a ring, which is the only strategy with a sends_ahead.
 
     Raises:
-      ValueError: the strategy is "halo", which does not serve the call.
+      ValueError: the strategy is "halo", and it does not support the call.
     """
     against_halo = _reason_against_halo(layout, arrays)
     if strategy == "halo" and against_halo is not None:
@@ -277,7 +279,7 @@ def _is_empty(arrays: RingArrays) -> bool:
 
 
 def _empty_results(arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a call without a token or a head. They are empty, and so nothing has a gradient."""
+    """(out, lse) of a call without a token or a head. They are empty, so nothing has a gradient."""
     batch, length, heads, _ = arrays.query.shape
     out = jnp.zeros((batch, length, heads, arrays.value.shape[-1]), arrays.query.dtype)
     return as_varying((out, jnp.zeros((batch, heads, length), jnp.float32)), varying_axes(arrays))
@@ -292,7 +294,7 @@ def _attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array
 
 
 def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """attention_of, whose results are known already: for their gradients with respect to the arrays."""
+    """Returns out and lse, which are attention_of's results, with their gradients with respect to the arrays."""
     if _is_empty(arrays):
         return _empty_results(arrays)
     if call.differentiated == "all_gather" or arrays.bias is not None or arrays.score_mod is not None:
@@ -313,7 +315,7 @@ def _of_strategy(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Arr
 
 
 def _of_either(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    """The results of call.strategy, or where they are differentiated those of call.differentiated."""
+    """The results of call.strategy; under differentiation, the results of call.differentiated."""
     return _plain_of_either(call, arrays) if call.by_xla else _by_kernels_of_either(call, arrays)
 
 
@@ -339,7 +341,7 @@ _plain_of_either = in_both_modes(
 
 
 def _checked_mask(mask: Any, devices: int, request: Any) -> Mask:
-    """The mask; raises where it is none of the whole sequence."""
+    """The mask; raises if it is not a mask of the whole sequence."""
     if not isinstance(mask, Mask):
         raise TypeError(
             f"mask: got {type(mask).__name__}, want a masks.Mask of the whole sequence, or None; masks.dense makes one "
@@ -350,7 +352,7 @@ def _checked_mask(mask: Any, devices: int, request: Any) -> Mask:
 
 
 def _without_segments(mask: Mask | None, layout: Layout, index: Any, batch: int) -> tuple[Mask | None, Any]:
-    """(the mask without its packed sequences, the ids of the device's tokens), where one part of it is such."""
+    """(the mask without its packed sequences, the ids of the device's tokens); (mask, None) if it has none."""
     parts: tuple[Mask, ...] = () if mask is None else mask.masks if isinstance(mask, And) else (mask,)
     for part in parts:
         if isinstance(part, Segments) and part.q_ids is part.kv_ids:
@@ -361,7 +363,7 @@ def _without_segments(mask: Mask | None, layout: Layout, index: Any, batch: int)
 
 
 def _reason_against_halo(layout: Layout, arrays: RingArrays) -> str | None:
-    """Why strategy="halo" does not serve a call, or None."""
+    """The reason why strategy="halo" does not support a call, or None."""
     for name in ("mask", "score_mod", "bias"):
         if getattr(arrays, name) is not None:
             return f"{name}: got one with strategy='halo', want None, or another strategy"
@@ -369,7 +371,7 @@ def _reason_against_halo(layout: Layout, arrays: RingArrays) -> str | None:
 
 
 def _may_be_by_heads(mask: Mask | None) -> bool:
-    """Whether "auto" may give each device some heads: of masks that only pairs tell, a ring looks at fewer pairs."""
+    """Whether "auto" may shard the heads. For a mask that is known only pair by pair, a ring looks at fewer pairs."""
     if mask is None:
         return True
     try:
@@ -381,11 +383,11 @@ def _may_be_by_heads(mask: Mask | None) -> bool:
 def layout_of(
     name: str | None, devices: int, length: int, left: int | None, right: int | None, *, is_free: bool
 ) -> Layout:
-    """The checked layout; length: a device's tokens. is_free: whether the order of the tokens changes nothing."""
+    """The checked layout. length: a device's tokens. is_free: whether the order of the tokens has no effect."""
     name = ("contiguous" if is_free else "zigzag") if name is None else name
     if name not in LAYOUTS:
         raise ValueError(f"layout: got {name!r}, want one of {', '.join(map(repr, LAYOUTS))}, or None")
     if name == "zigzag" and length % 2:
         raise ValueError(f"query: got {length} tokens on each device with layout='zigzag', want an even number")
-    # One device has all tokens, in their order.
+    # One device has all tokens in sequence order.
     return Layout(name="contiguous" if devices == 1 else name, devices=devices, length=length, left=left, right=right)

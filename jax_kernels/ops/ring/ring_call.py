@@ -1,4 +1,4 @@
-"""A call of ring_attention: its arrays, and what is known of it while tracing."""
+"""A call of ring_attention: its arrays and its static half."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -13,10 +13,10 @@ __all__ = ["RingArrays", "RingCall"]
 
 
 class RingArrays(NamedTuple):
-    """A device's arrays. None where there is none.
+    """A device's arrays; None for an argument that was not given.
 
-    segment_ids: [B, T]. sinks: [1, H] float32. Of the whole sequence: mask, a Mask; score_mod, a ScoreMod. bias:
-    [B or 1, H or 1, T or 1, S or 1], of the device's queries and all keys in their order.
+    segment_ids: [B, T]. sinks: [1, H] float32. mask (a Mask) and score_mod (a ScoreMod) are of the whole sequence.
+    bias: [B or 1, H or 1, T or 1, S or 1], rows for the device's queries, columns for all keys in sequence order.
     """
 
     query: Any
@@ -34,10 +34,10 @@ class RingArrays(NamedTuple):
 class RingCall:
     """The static half of a call.
 
-    strategy: "ring", "halo", "all_to_all" or "all_gather". differentiated: the same, of a call that is differentiated.
-    sends_ahead: as in ring_attention. permutes_up_to: so many devices exchange heads by permutes, more by all-to-alls.
-    dead: the steps that the mask makes empty on all devices. by_xla: whether JAX can differentiate the steps. options:
-    of flash_attention, by name.
+    strategy: "ring", "halo", "all_to_all" or "all_gather". differentiated: the strategy under differentiation.
+    sends_ahead: as in ring_attention. permutes_up_to: the largest number of devices that exchange heads by permutes;
+    more devices use all-to-alls. dead: the steps that the mask leaves without a pair on all devices. by_xla: whether
+    JAX can differentiate the steps. options: of flash_attention, by name.
     """
 
     layout: Layout
@@ -51,7 +51,7 @@ class RingCall:
     options: tuple[tuple[str, Any], ...]
 
     def shifted(self, tree: Any, by: int) -> Any:
-        """The arrays of the device `by` places before this one."""
+        """The arrays of the device that is `by` devices before this one."""
         devices = self.layout.devices
         if by % devices == 0:
             return tree
@@ -59,7 +59,7 @@ class RingCall:
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), tree)
 
     def sent(self, at: int, visitors: Any) -> list[Any]:
-        """The visitors that are sent beside step number `at` of `steps`, in order, from those that it computes with."""
+        """The visitors to send during step number `at` of `steps`, in order. visitors: the arrays of that step."""
         numbers = self.steps
         last = min(at + self.sends_ahead, len(numbers) - 1)
         first = 1 if at == 0 else at + self.sends_ahead
@@ -67,7 +67,7 @@ class RingCall:
 
     @property
     def steps(self) -> list[int]:
-        """The steps in which any device has something to do. In the first, step 0, each has its own keys."""
+        """The steps in which any device has work, in order. In the first, step 0, each device has its own keys."""
         is_dead = lambda step: step in self.dead or self.layout.is_dead(step)
         return [step for step in range(self.layout.devices) if step == 0 or not is_dead(step)]
 

@@ -1,4 +1,4 @@
-"""shard_sequence and unshard_sequence: arrays to a layout of ring_attention, and back."""
+"""shard_sequence and unshard_sequence: put arrays into a layout of ring_attention, and back."""
 
 from typing import Any
 
@@ -13,33 +13,33 @@ __all__ = ["order_of", "shard_sequence", "unshard_sequence"]
 
 
 def shard_sequence(x: Any, mesh: Mesh, axis_name: str, *, layout: str = "zigzag", axis: int = 1) -> Any:
-    """An array with its tokens in the order of a layout, shared out among the devices of a mesh axis.
+    """An array with its tokens in the order of a layout, sharded over a mesh axis.
 
     Equivalent to device_put(x[:, order], NamedSharding(mesh, P(None, axis_name))), where order has the tokens of device
-    0, then those of device 1, and so on; see ring_attention for the layouts. It may be called under jit. Where x lies
-    on the mesh already, its other axes stay shared out as they are.
+    0, then the tokens of device 1, and so on. ring_attention documents the layouts. May be called under jit. If x is
+    already on the mesh, its other axes keep their sharding.
 
     Args:
-      x: an array, or a tree of arrays, with the tokens along `axis`: a multiple of the devices, and with "zigzag" of
-        twice as many. JAX holds NumPy's int64 in int32, unless jax_enable_x64 is set.
+      x: an array, or a tree of arrays, with the tokens along `axis`. Their number is a multiple of the number of
+        devices, with "zigzag" of twice that number. JAX holds NumPy's int64 as int32 unless jax_enable_x64 is set.
       mesh: a jax.sharding.Mesh. axis_name: one of its axes.
       layout: "zigzag", "striped" or "contiguous".
-      axis: of the tokens.
+      axis: the axis of the tokens.
 
     Returns:
       The same shapes.
 
     Raises:
-      TypeError: x has a leaf that is no array, or mesh is none.
-      ValueError: the mesh lacks the axis, the layout is unknown, the devices do not divide the tokens, or JAX has no
-        dtype for an integer of a NumPy array.
+      TypeError: x has a leaf that is not an array, or mesh is not a mesh.
+      ValueError: the mesh lacks the axis, the layout is unknown, the devices do not divide the tokens, or an integer of
+        a NumPy array fits no dtype of JAX.
     """
     axis, order = plain(axis), lambda length: _order(mesh, axis_name, layout, length)
     return jax.tree.map(lambda x: _placed(x, order(_tokens(x, axis)), mesh, axis_name, axis), x)
 
 
 def unshard_sequence(x: Any, mesh: Mesh, axis_name: str, *, layout: str = "zigzag", axis: int = 1) -> Any:
-    """The inverse of shard_sequence: the tokens in their order, still shared out. Arguments and errors are the same."""
+    """The inverse of shard_sequence: tokens in sequence order, still sharded. Same arguments and errors."""
     axis, order = plain(axis), lambda length: np.argsort(_order(mesh, axis_name, layout, length))
     return jax.tree.map(lambda x: _placed(x, order(_tokens(x, axis)), mesh, axis_name, axis), x)
 
@@ -68,7 +68,7 @@ def _order(mesh: Mesh, axis_name: str, layout: str, length: int) -> np.ndarray:
 
 
 def order_of(devices: int, layout: str, length: int) -> np.ndarray:
-    """The tokens of device 0, then those of device 1, and so on, of `length`; raises what shard_sequence documents."""
+    """The tokens of device 0, then of device 1, and so on. length: all tokens. Raises the errors of shard_sequence."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}, want one of {', '.join(map(repr, LAYOUTS))}")
     multiple = devices * (2 if layout == "zigzag" else 1)
@@ -83,14 +83,14 @@ def order_of(devices: int, layout: str, length: int) -> np.ndarray:
 
 def _placed(x: Any, order: np.ndarray, mesh: Mesh, axis_name: str, axis: int) -> Any:
     known: Any = x
-    while hasattr(known, "primal"):  # of an array that is differentiated
+    while hasattr(known, "primal"):  # an array under differentiation
         known = known.primal
     is_traced, kind = isinstance(known, jax.core.Tracer), mesh.axis_types[mesh.axis_names.index(axis_name)]
     before = _spec_on(mesh, known)
     if not np.array_equal(order, np.arange(len(order))):
         x = _taken(x, order, axis % x.ndim)
     if is_traced and kind == AxisType.Auto:
-        # XLA alone knows how it shares out the other axes, and device_put would tell it nothing.
+        # Only XLA knows the sharding of the other axes, and device_put would not give it to XLA.
         spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
         spec[axis] = axis_name
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
@@ -100,7 +100,7 @@ def _placed(x: Any, order: np.ndarray, mesh: Mesh, axis_name: str, axis: int) ->
 
 
 def _spec_on(mesh: Mesh, x: Any) -> list[Any]:
-    """How the axes of an array are shared out on the mesh: not at all where it lies elsewhere."""
+    """The entries of an array's PartitionSpec on the mesh; all None if the array is not on this mesh."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     spec: Any = ()
     if isinstance(sharding, NamedSharding) and sharding.mesh.shape == mesh.shape:
@@ -111,14 +111,14 @@ def _spec_on(mesh: Mesh, x: Any) -> list[Any]:
 
 
 def _without(axis_name: str, names: Any) -> Any:
-    """An entry of a PartitionSpec without an axis, which a spec may have once."""
+    """An entry of a PartitionSpec without an axis name, which a spec may contain only once."""
     if isinstance(names, tuple):
         return tuple(name for name in names if name != axis_name) or None
     return None if names == axis_name else names
 
 
 def _taken(x: Any, order: np.ndarray, axis: int) -> Any:
-    """jnp.take along an axis, which may be shared out on Explicit axes: the result then is, too."""
+    """jnp.take along an axis that may be sharded on Explicit axes. The result keeps the sharding."""
     sharding = jax.typeof(x).sharding
     if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
         return jax.numpy.take(x, order, axis=axis)

@@ -1,8 +1,8 @@
-"""The attention of one step of a ring: a device's queries, and the keys and values that it has in this step.
+"""The attention of one step of a ring: a device's queries with the visiting keys and values.
 
-A step is one call of the attention kernels wherever its limits allow. On "mosaic_gpu" such a call starts from the
-float32 (out, lse) of the steps before, adds query's gradient to that of the steps before, and gives those of key and
-value in float32: between two steps nothing is read or written but by the kernels.
+A step is one call of the attention kernels if its limits allow it. On "mosaic_gpu" this call starts from the float32
+(out, lse) of the earlier steps, adds query's gradient to the gradient of the earlier steps, and writes the gradients of
+key and value in float32. Between two steps, only the kernels read or write results.
 """
 
 import dataclasses
@@ -34,10 +34,11 @@ __all__ = [
 
 
 class Pair(NamedTuple):
-    """Keys and values, or their gradients, [B, T, Hkv, D] each: as one array [2, B, T, Hkv, D] where they are alike.
+    """Keys and values, or their gradients, [B, T, Hkv, D] each; as one array [2, B, T, Hkv, D] if the shapes are equal.
 
-    Of several collectives XLA hides one at a time behind a kernel. A kernel reads a half of the one array in place. The
-    halves have an axis of their own: along the batch's, devices that share out the batch would have to exchange them.
+    XLA hides only one collective at a time behind a kernel, so that one array is better than two. A kernel reads its
+    half of the array in place. The halves have an axis of their own: if they were halves of the batch axis, devices
+    that shard the batch would have to exchange them.
     """
 
     arrays: tuple[jax.Array, ...]
@@ -48,7 +49,7 @@ class Pair(NamedTuple):
             return cls((key, value))
         if _has_auto_axis():
             return cls((jnp.stack([key, value]),))
-        # A kernel writes the gradients of both as one array [2 B, T, Hkv, D], which this leaves where it stands.
+        # A kernel writes both gradients as one array [2 B, T, Hkv, D]. This reshape does not copy it.
         return cls((jnp.concatenate([key, value]).reshape(2, *key.shape),))
 
     @property
@@ -61,7 +62,7 @@ class Pair(NamedTuple):
 
 
 def _has_auto_axis() -> bool:
-    """Whether the shard_map around the call leaves an axis of its mesh to XLA."""
+    """Whether the shard_map around the call leaves an axis of its mesh to XLA's partitioner."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     return any(kind == AxisType.Auto and size > 1 for kind, size in kinds)
@@ -75,9 +76,9 @@ class Visitors(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The numbers that a backward has for each query. lse, delta: [B, H, T], from row_terms. dout: like out.
+    """The values that a backward reads for each query. lse, delta: [B, H, T], from row_terms. dout: like out.
 
-    excess: like lse, of a call with a bias or a score_mod: what the exact log-sum-exp is more.
+    excess: like lse: the exact log-sum-exp minus lse, for a call with a bias or a score_mod.
     """
 
     lse: Any
@@ -93,19 +94,19 @@ def weight(lse: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def log_sum(one: jax.Array, other: jax.Array) -> jax.Array:
-    """jnp.logaddexp, whose derivative is 0 where both are -inf."""
+    """jnp.logaddexp, but with derivative 0 where both arguments are -inf."""
     is_dead = jnp.isneginf(jnp.maximum(one, other))
     return jnp.where(is_dead, -jnp.inf, jnp.logaddexp(*(jnp.where(is_dead, 0, x) for x in (one, other))))
 
 
 def merged(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
-    """The (out, lse) of the keys of both."""
+    """Merges two (out, lse) of the same queries and different keys."""
     lse = log_sum(one[1], other[1])
     return one[0] * weight(one[1], lse) + other[0] * weight(other[1], lse), lse
 
 
 def merged_exactly(one: Any, other: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """merged of (out, lse, excess): beside far scores an lse has no digits for its log."""
+    """Merges two (out, lse, excess). An lse of far scores has no digits left for its log; excess holds the rest."""
     highest = jnp.maximum(one[1], other[1])
     is_dead = jnp.isneginf(highest)
     highest = jnp.where(is_dead, 0, highest)
@@ -119,7 +120,7 @@ def merged_exactly(one: Any, other: Any) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionInputs:
-    """The inputs of a step with the norms of its keys, which are read where they stand in the one array of a pair."""
+    """The inputs of a step with the norms of its keys, which are read in place from the pair's one array."""
     if planned.implementation != "mosaic_gpu" or len(pair.arrays) == 2 or is_partitioned() or inputs.mask is not None:
         return inputs
     (array,) = pair.arrays
@@ -128,9 +129,9 @@ def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionIn
 
 
 def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: bool) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) over the keys of a planned call and those of `total`, an (out, lse) of the same queries, or None.
+    """(out, lse) over the keys of a planned call and of `total`, which is an (out, lse) of the same queries, or None.
 
-    lse is float32, and so is out, but where is_last is True it may have query's dtype.
+    lse and out are float32, except that out may have query's dtype if is_last is True.
     """
     if planned.implementation != "mosaic_gpu":
         planned = dataclasses.replace(planned, out_dtype="float32")
@@ -138,7 +139,7 @@ def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: 
         return (out, lse) if total is None else merged(total, (out, lse))
     joins = total is not None and inputs.value.shape[-1] <= WIDEST_JOINED
     is_rounded = is_last and (joins or total is None)
-    # What sends the next keys has some of the multiprocessors for a while, and a reach makes some tiles short.
+    # The send of the next keys occupies some SMs for a while, and a reach makes some tiles short. Hence dynamic tiles.
     blocks = dataclasses.replace(planned.config, forward=dataclasses.replace(planned.config.forward, dynamic=True))
     dtype = str(inputs.query.dtype) if is_rounded else "float32"
     planned = dataclasses.replace(planned, out_dtype=dtype, config=blocks)
@@ -151,7 +152,7 @@ def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: 
 def gradients_onto(
     planned: Any, inputs: AttentionInputs, rows: Rows, dquery: jax.Array, scale: float
 ) -> tuple[jax.Array, Pair]:
-    """The float32 gradients of query, over the scale and with those in dquery, and of key and value.
+    """(query's gradient divided by the scale and added to dquery, gradients of key and value), all float32.
 
     planned: with the option float32_gradients.
     """
@@ -163,9 +164,9 @@ def gradients_onto(
 
 
 def _goes_on(planned: Any) -> bool:
-    """Whether the backward's kernel adds query's gradient to that of the steps before.
+    """Whether the backward's kernel adds query's gradient to the gradient of the earlier steps.
 
-    Where XLA shares out its work, such a kernel would have whole arrays on each device.
+    If XLA partitions the call, such a kernel would have whole arrays on each device.
     """
     is_alone = not planned.options.deterministic and not is_partitioned()
     return planned.implementation == "mosaic_gpu" and is_alone
@@ -173,10 +174,10 @@ def _goes_on(planned: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """Step number `number` of a ring on the device `index`, a traced number.
+    """Step `number` of a ring on the device `index`, a traced number.
 
-    query: [B, T, H, D]. None where there is none: q_ids [B, T]; of the whole sequence mask and score_mod; bias
-    [B or 1, H or 1, T or 1, S or 1], against all keys in their order. options: of flash_attention, by name.
+    query: [B, T, H, D]. The following are None if absent. q_ids: [B, T]. mask, score_mod: of the whole sequence. bias:
+    [B or 1, H or 1, T or 1, S or 1], columns for all keys in sequence order. options: of flash_attention, by name.
     """
 
     layout: Layout
@@ -191,14 +192,14 @@ class Step:
 
     @property
     def has_far_scores(self) -> bool:
-        """Whether results are (out, lse, excess), and gradients those of `all_gradients`."""
+        """Whether results are (out, lse, excess) and gradients come from `all_gradients`."""
         return self.score_mod is not None or self.bias is not None
 
     def forward(self, visitors: Visitors, total: Any, *, is_last: bool) -> tuple[jax.Array, ...]:
-        """(out, lse) over the keys of this step and of the steps before, whose (out, lse) is `total`, or None.
+        """(out, lse) over the keys of this step and of the earlier steps. total: (out, lse) of these, or None.
 
-        lse is float32, and so is out, but where is_last is True it may have query's dtype. With a bias or a score_mod
-        it is (out, lse, excess).
+        lse and out are float32, except that out may have query's dtype if is_last is True. With a bias or a score_mod,
+        total and the result are (out, lse, excess).
         """
         if self.has_far_scores:
             planned, inputs = self._general_call(visitors)
@@ -216,9 +217,9 @@ class Step:
     def gradients(
         self, visitors: Visitors, rows: Rows, dquery: jax.Array, heads: HeadView | None = None
     ) -> tuple[jax.Array, Pair]:
-        """The float32 gradients of query, over the scale and with those of the steps before, and of key and value.
+        """(query's gradient divided by the scale and added to dquery, gradients of key and value), all float32.
 
-        heads: the key heads that are taken, with all of their queries; only `in_parts` says when some may be.
+        heads: a range of key heads, computed with all their query heads. Only ranges from `in_parts` are allowed.
         """
         scale = self.options["scale"]
         whole = self._whole_call(visitors)
@@ -237,17 +238,17 @@ class Step:
         return gradients_onto(planned, inputs, Rows(lse, delta, rows.dout), dquery, scale)
 
     def all_gradients(self, visitors: Visitors, rows: Rows) -> AttentionGradients:
-        """The gradients of this step alone, with a bias or a score_mod. Those of query, key and value are float32."""
+        """The gradients of this step only, with a bias or a score_mod. Query, key and value have float32 gradients."""
         planned, inputs = self._general_call(visitors)
         planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
         return attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, excess=rows.excess)
 
     def in_parts(self, visitors: Visitors, share: float) -> list[HeadView]:
-        """The key heads in two parts, where `gradients` takes them apart; else an empty list.
+        """The key heads in two parts, if `gradients` can compute them separately; else an empty list.
 
-        share: how much of the heads the first part has, as nearly as whole heads can.
+        share: the fraction of the heads in the first part, rounded to whole heads.
         """
-        if self.mask is not None and self.mask.heads > 1:  # its lists are of all heads
+        if self.mask is not None and self.mask.heads > 1:  # the mask's lists are for all heads
             return []
         whole, kv_heads = self._whole_call(visitors), visitors.pair.key.shape[2]
         if whole is None or not _goes_on(whole[0]) or kv_heads < 2:
@@ -256,7 +257,7 @@ class Step:
         return [_some_heads(0, first), _some_heads(first, kv_heads - first)]
 
     def _whole_call(self, visitors: Visitors) -> tuple[Any, Any] | None:
-        """The planned call of all queries and keys, and its arrays; None where the step needs more than one."""
+        """(planned call of all queries and keys, its arrays); None if the step needs more than one call."""
         if self.mask is not None:
             return self._general_call(visitors)
         whole = self.layout.whole(self.number, self.index)
@@ -273,7 +274,7 @@ class Step:
         return planned, inputs._replace(reach=jnp.broadcast_to(reach, (self.query.shape[0], 2)))
 
     def _general_call(self, visitors: Visitors) -> tuple[Any, Any]:
-        """The planned call of all queries and keys under any mask, score_mod and bias, and its arrays."""
+        """(planned call of all queries and keys, its arrays), under any mask, score_mod and bias."""
         whole, mask, given = self.layout.whole(self.number, self.index), None, {}
         if self.mask is not None or whole is None or whole.reach is not None:
             whole, mask = Whole(), self.layout.placed(self.mask, self.number, self.index)
@@ -300,7 +301,7 @@ class Step:
         )
 
     def _pairs(self, visitors: Visitors) -> tuple[list[Chunks], Any, Any]:
-        """The step's pairs of chunks, and their call, whose batch they are, with its arrays."""
+        """(the step's pairs of chunks, the planned call that batches them, its arrays)."""
         layout, pairs = self.layout, self.layout.pairs(self.number, self.index)
         join = lambda x, field: None if x is None else _joined(layout, pairs, field, x)
         whole, batch = Whole(), self.query.shape[0]
@@ -315,7 +316,7 @@ class Step:
         return pairs, *self._prepared(join(self.query, "query"), of_keys, join(self.q_ids, "query"), whole)
 
     def _forward_of_pairs(self, visitors: Visitors) -> tuple[jax.Array, jax.Array]:
-        """The float32 (out, lse) of this step alone."""
+        """The float32 (out, lse) of this step only."""
         layout = self.layout
         pairs, planned, inputs = self._pairs(visitors)
         out, lse, *_ = attention_forward(dataclasses.replace(planned, out_dtype="float32"), inputs)
@@ -331,7 +332,7 @@ class Step:
         return jnp.concatenate([x[0] for x in of_chunk], 1), jnp.concatenate([x[1] for x in of_chunk], 2)
 
     def _gradients_of_pairs(self, visitors: Visitors, rows: Rows) -> tuple[Any, ...]:
-        """The float32 gradients of query, key and value of this step alone."""
+        """The float32 gradients of query, key and value of this step only."""
         layout = self.layout
         pairs, planned, inputs = self._pairs(visitors)
         planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
@@ -343,8 +344,8 @@ class Step:
         )
 
 
-CHUNK = 128  # tokens, of which a chunk is a multiple for the Hopper kernels to take some chunks of an array in place
-# Above this head_dim the Hopper kernel has no registers for the result of the steps before.
+CHUNK = 128  # tokens; the Hopper kernels take chunks of an array in place if their length is a multiple of it
+# Above this head_dim the Hopper kernel has no registers for the result of the earlier steps.
 WIDEST_JOINED = 128
 
 
@@ -353,11 +354,11 @@ def _some_heads(first: int, count: int) -> HeadView:
 
 
 def _of_reach(blocks: Any, chunk: int, heads: int) -> Any:
-    """The blocks of the Hopper kernels for a step under a reach. heads: of queries, of all batch entries.
+    """The block spec of the Hopper kernels for a step under a reach. heads: query heads times batch entries.
 
-    A chunk has whole blocks: three warpgroups have 192 queries, two 128. One of a device's two chunks of queries may
-    meet no key. So many heads run together that the blocks of the other chunk fill the multiprocessors about twice:
-    with fewer heads a step took 1.15 to 1.3 times as long.
+    A chunk is divided into whole blocks: three warpgroups take 192 queries, two take 128. One of a device's two chunks
+    of queries may see no key. Enough heads run together that the blocks of the other chunk fill the SMs about twice.
+    With fewer heads a step took 1.15 to 1.3 times as long.
     """
     forward, backward = blocks.forward, blocks.backward
     if chunk % forward.block_q:
@@ -370,7 +371,7 @@ def _of_reach(blocks: Any, chunk: int, heads: int) -> Any:
 
 
 def _chosen(layout: Layout, x: Any, chunk: Any, axis: int = 1) -> Any:
-    """A chunk of an array's tokens. chunk: an int, or a traced number that is 0 or 1."""
+    """A chunk of an array's tokens. chunk: an int, or a traced number of 0 or 1."""
     if layout.chunks == 1:
         return x
     chunks = jnp.split(x, layout.chunks, axis)
@@ -378,12 +379,12 @@ def _chosen(layout: Layout, x: Any, chunk: Any, axis: int = 1) -> Any:
 
 
 def _joined(layout: Layout, pairs: list[Chunks], field: str, x: jax.Array, axis: int = 1) -> jax.Array:
-    """The chunks of an array's tokens that the pairs name in a field, as a batch."""
+    """The chunks that the pairs name in `field`, joined along the batch."""
     return jnp.concatenate([_chosen(layout, x, getattr(pair, field), axis) for pair in pairs])
 
 
 def _of_chunks(layout: Layout, places: list[Any], x: jax.Array) -> jax.Array:
-    """[B, T, ...] of what the pairs gave, [pairs * B, chunk, ...], for the chunks at `places`: sums of each chunk's."""
+    """Sums the pairs' results x [pairs * B, chunk, ...] by chunk: [B, T, ...]. places: the chunk of each pair."""
     sums: list[Any] = [jnp.float32(0)] * layout.chunks
     for at, part in zip(places, jnp.split(x, len(places)), strict=True):
         for chunk in range(layout.chunks):

@@ -1,4 +1,4 @@
-"""The ring of ring_attention: its steps, forward and backward, and what travels between them."""
+"""The ring of ring_attention: its steps, forward and backward, and the arrays that travel between them."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def _results(call, arrays):
 
 
 def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, Any, Any]:
-    """(out, lse, excess, halos) of all keys, and the sinks. excess: as in Rows. halos: those of halo.forward."""
+    """(out, lse, excess, halos), over all keys and the sinks. excess: as in Rows. halos: from halo.forward."""
     halos: Any = None
     more: Any = ()
     if call.strategy == "halo":
@@ -48,12 +48,12 @@ def _of_steps(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, ...]:
     total: Any = None
     visitors: Any = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
     sendable: Any = Visitors(Pair.of(arrays.key, arrays.value), arrays.segment_ids)
-    coming: list[Any] = []  # the visitors of the steps after this one, as far as they are sent
+    coming: list[Any] = []  # the visitors of later steps that are already sent
     for at, number in enumerate(numbers):
         coming += call.sent(at, sendable)
         step, is_last = call.step(number, arrays), at == len(numbers) - 1 and arrays.sinks is None
         total = step.forward(visitors, total, is_last=is_last)
-        # Else XLA joins work on the next keys to work on these, which then waits for both.
+        # Without the barrier XLA fuses work on the next keys with work on these keys, which then waits for both.
         total, visitors = lax.optimization_barrier((total, coming.pop(0) if coming else None))
         sendable = visitors
     out, lse, *more = total
@@ -80,7 +80,7 @@ def _vjp_backward(call: RingCall, residuals: Any, cotangents: Any):
 
 
 def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array):
-    """The results of run, known already: for their gradients. There is neither a bias nor a score_mod."""
+    """Returns out and lse, which are run's results, with their gradients. Takes neither a bias nor a score_mod."""
     if call.by_xla:
         return _plain_with_results(call, arrays, out, lse)
     return _with_results(call, in_reverse_mode(arrays, REVERSE_MODE), out, lse)
@@ -122,7 +122,7 @@ def gradients(
 ) -> RingArrays:
     """The gradients of the arrays, from the results and their cotangents (dlse may be None).
 
-    excess: as in Rows. halos: those of halo.forward, where they are known.
+    excess: as in Rows. halos: from halo.forward, or None if not kept.
     """
     terms = row_terms(out, lse, dout, dlse)
     rows, dmod, dbias = Rows(lse=terms[0], delta=terms[1], dout=dout, excess=excess), None, None
@@ -154,15 +154,16 @@ _plain = in_both_modes(_results, _vjp_forward, _vjp_backward)
 
 
 def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The float32 gradients of query, over the scale, and of key and value.
+    """The gradients of query (divided by the scale), key and value, all float32.
 
-    The gradients of keys and values follow these round the ring, one step behind, and come home at the end. XLA hides
-    one collective at a time behind a kernel. So a step takes a part of the heads while the next keys arrive, and the
-    rest while the gradients travel. Of the device's own keys, the rest is left for the way home. The parts are as large
-    as what is sent beside them: keys in their dtype, gradients in float32.
+    The gradients of keys and values follow the keys and values round the ring, one step behind, and return to their
+    device at the end. XLA hides one collective at a time behind a kernel. So a step computes some heads while the next
+    keys arrive, and the other heads while the gradients travel. For the device's own keys, the other heads are computed
+    while the gradients return. The two groups of heads are proportional to the bytes that are sent at the same time:
+    keys in their dtype, gradients in float32.
     """
     _, *numbers = call.steps
-    # Opaque: else XLA keeps the keys that arrived in the forward, of all devices.
+    # The barrier keeps XLA from saving the keys that arrived in the forward, which are the keys of all devices.
     (query, key, value, ids), rows = lax.optimization_barrier((arrays[:4], rows))
     arrays = arrays._replace(query=query, key=key, value=value, segment_ids=ids)
     mine = Visitors(Pair((key, value)), ids)
@@ -205,9 +206,9 @@ def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Arra
 
 
 def _all_gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[Any, ...]:
-    """_gradients, and those of score_mod and bias, where there is one of these: a step is one call of all heads."""
+    """_gradients plus the gradients of score_mod and bias, for a call with either. A step is one call of all heads."""
     mod, bias = arrays.score_mod, arrays.bias
-    # Opaque: as in _gradients.
+    # The barrier is as in _gradients.
     (query, key, value, ids), rows = lax.optimization_barrier((arrays[:4], rows))
     arrays = arrays._replace(query=query, key=key, value=value, segment_ids=ids)
     numbers, visitors = call.steps, Visitors(Pair((key, value)), ids)
@@ -249,5 +250,5 @@ def _all_gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[Any,
 
 
 def _joined(parts: list[Pair]) -> Pair:
-    """The gradients of all heads, from those of some heads each."""
+    """The gradients of all heads, from parts with some of the heads."""
     return jax.tree.map(lambda *of_heads: jnp.concatenate(of_heads, axis=-2), *parts) if len(parts) > 1 else parts[0]

@@ -1,7 +1,7 @@
-"""Ops on a mesh with Explicit axes, where the types of arrays tell how devices share them out.
+"""Ops on a mesh with Explicit axes, where the type of an array includes its sharding.
 
-Plain JAX code with Explicit axes has to say how each of its results is shared out. An op knows that for its own results
-alone: inside it the axes are Auto, and XLA places the arrays between.
+Plain JAX code with Explicit axes has to give the sharding of each of its results. An op knows only the shardings of its
+own results. Inside the op the axes are Auto, and XLA shards the intermediate arrays.
 """
 
 import dataclasses
@@ -24,10 +24,13 @@ from jax_kernels.tracing.manual_axes import as_varying
 
 __all__ = ["as_attention", "as_product", "as_rows", "with_explicit_axes"]
 
-_NO_SECOND = f"{NO_SECOND}. In a jax.shard_map with Explicit axes beside Manual ones no op has them: make those Auto"
+_NO_SECOND = (
+    f"{NO_SECOND}. In a jax.shard_map with Explicit and Manual axes no op has second derivatives: make Explicit axes "
+    "Auto"
+)
 _NO_FORWARD_MODE = (
-    "no forward mode (jax.jvp, jax.linearize, jax.jacfwd) in a jax.shard_map with Explicit axes beside Manual ones: "
-    "make those Auto, with implementation='xla'"
+    "no forward mode (jax.jvp, jax.linearize, jax.jacfwd) in a jax.shard_map with Explicit and Manual axes: "
+    "make Explicit axes Auto, with implementation='xla'"
 )
 
 
@@ -36,7 +39,7 @@ def with_explicit_axes[Function: Callable[..., Any]](
 ) -> Callable[[Function], Function]:
     """A decorator of an op. results(arguments by name): the PartitionSpec of each of its results, as a tree's prefix.
 
-    It may raise for arrays that the op cannot take as they are shared out.
+    results may raise for arrays whose sharding the op does not support.
     """
 
     def decorate(function: Function) -> Function:
@@ -69,7 +72,7 @@ def with_explicit_axes[Function: Callable[..., Any]](
 class _Kept:
     """The arrays that a backward keeps: the leaves of jax.vjp's function, on Explicit axes.
 
-    structure: of that function. moving: the places of the arrays that are differentiated, and specs, these arrays'.
+    structure: of this function. moving: the indices of the differentiated arrays; specs: their PartitionSpecs.
     """
 
     leaves: list[Any]
@@ -79,11 +82,12 @@ class _Kept:
 
 
 def _beside_manual_axes(function: Callable[[list[Any]], Any], arrays: list[Any], specs: Callable[[Any], Any]) -> Any:
-    """function(arrays) on Auto axes, in a jax.shard_map that has Manual axes and Explicit ones.
+    """function(arrays) on Auto axes, in a jax.shard_map that has both Manual and Explicit axes.
 
-    There JAX cannot transpose auto_axes: what a derivative keeps goes from one shard_map to another, which takes arrays
-    of Auto axes for arrays of Explicit ones. Here a custom_vjp keeps them on Explicit axes. Its forward is no
-    custom_vjp itself, in which a policy of jax.checkpoint would find no names. So there are no second derivatives.
+    In such a shard_map JAX cannot transpose auto_axes: the arrays that a derivative keeps go from one shard_map to
+    another, which mistakes arrays on Auto axes for arrays on Explicit axes. Here a custom_vjp keeps them on Explicit
+    axes. Its forward is not a custom_vjp itself, because a policy of jax.checkpoint would find no names in one. So
+    there are no second derivatives.
 
     specs(results): their PartitionSpecs, as a tree's prefix.
     """
@@ -136,9 +140,10 @@ def _beside_manual_axes(function: Callable[[list[Any]], Any], arrays: list[Any],
 
 
 def _nearest(x: Any, known: list[tuple[Any, PartitionSpec]]) -> PartitionSpec:
-    """How to share out an array that a backward keeps: as one of its shape, else as the first one's leading axes.
+    """The PartitionSpec for an array that a backward keeps: of a known array of its shape, else from leading axes.
 
-    Any answer is right, but where it is not how XLA has shared out the array, devices exchange it.
+    Without a known array of its shape, it is sharded like the leading axes that it shares with the first known array.
+    Any result is correct, but if XLA has sharded the array in another way, devices exchange it.
     """
     for of, spec in known:
         if of.shape == x.shape:
@@ -146,17 +151,17 @@ def _nearest(x: Any, known: list[tuple[Any, PartitionSpec]]) -> PartitionSpec:
     first, spec = known[0]
     pairs = zip(x.shape, first.shape, strict=False)
     alike = len(list(itertools.takewhile(lambda sizes: sizes[0] == sizes[1], pairs)))
-    if alike == 0 and x.shape[1:] == first.shape[:-1]:  # the transpose that a matmul of 8 bits keeps
+    if alike == 0 and x.shape[1:] == first.shape[:-1]:  # the transpose that an 8-bit matmul keeps
         return PartitionSpec(None, *spec[:-1])
     if alike == 0 and min(x.ndim, first.ndim) > 1:
-        # Rows, or a batch that other axes were joined to.
+        # The first axis is all rows, or a batch into which other axes were merged.
         joins_batch = x.ndim == first.ndim and x.shape[0] % max(first.shape[0], 1) == 0
         alike = int(x.shape[0] == math.prod(first.shape[:-1]) or joins_batch)
     return PartitionSpec(*spec[:alike])
 
 
 def _replaced(items: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """The items, with others at these places."""
+    """The items, with `others` at the indices `places`."""
     replaced = list(items)
     for i, x in zip(places, others, strict=True):
         replaced[i] = x
@@ -168,14 +173,14 @@ def _is_zero(x: Any) -> bool:
 
 
 def _zeros(aval: Any) -> Any:
-    """A cotangent that JAX leaves out. Integers have that of dtype float0."""
+    """The zeros for a symbolic zero cotangent. The cotangent of integers has dtype float0."""
     if aval.dtype == jax.dtypes.float0:
         return np.zeros(aval.shape, aval.dtype)
     return as_varying(jnp.zeros(aval.shape, aval.dtype), aval.manual_axis_type.varying)
 
 
 def _spec(x: Any) -> tuple[Any, ...]:
-    """The mesh axes that shard each axis of an array; None where it has no Explicit axes."""
+    """The mesh axes that shard each axis of an array; None for an array without Explicit axes."""
     if isinstance(x, QuantizedArray) and x.layout is None:
         return _spec(x.values)
     if not isinstance(x, jax.Array) or explicit_mesh(x) is None:
@@ -185,33 +190,33 @@ def _spec(x: Any) -> tuple[Any, ...]:
 
 
 def as_attention(arguments: dict[str, Any]) -> Any:
-    """The specs of an attention's out, and of its lse where it is asked for: query's batch and heads.
+    """The specs of an attention's out, and of its lse if the call returns it: query's batch and heads.
 
-    Raises ValueError where the devices share out tokens, or cut heads of queries and of keys differently.
+    Raises ValueError if the devices shard tokens.
     """
     (batch, tokens, heads, _), of_key = (_spec(arguments[name]) for name in ("query", "key"))
     for name, axes in (("query", tokens), ("key", of_key[1])):
         if axes is not None:
             raise ValueError(
-                f"{name}: got tokens that are shared out over {axes!r}, want a whole sequence on each device; use "
-                "ring_attention inside jax.shard_map for a sequence that devices share"
+                f"{name}: got tokens that are sharded over {axes!r}, want a whole sequence on each device; use "
+                "ring_attention inside jax.shard_map for a sharded sequence"
             )
     out = PartitionSpec(batch, None, heads, None)
-    others = arguments.get("arguments", arguments)  # of flash_attention, which dynamic_mask_attention passes on
+    others = arguments.get("arguments", arguments)  # dynamic_mask_attention's arguments for flash_attention
     return (out, PartitionSpec(batch, heads, None)) if others.get("return_lse") else out
 
 
 def as_rows(arguments: dict[str, Any]) -> Any:
-    """The specs of a normalisation's results: x's, but for the last axis."""
+    """The specs of a normalisation's results: x's spec without the last axis."""
     rows = _spec(arguments["x"])[:-1]
     out: Any = PartitionSpec(*rows, None)
     if arguments.get("quantize") is not None:
-        out = PartitionSpec(*rows)  # also that of the scales, which have no last axis
+        out = PartitionSpec(*rows)  # also for the scales, which have no last axis
     return out
 
 
 def as_product(arguments: dict[str, Any]) -> Any:
-    """The spec of a matmul's result: x's rows, and w's columns where these have other mesh axes."""
+    """The spec of a matmul's result: x's rows, and w's columns unless they use a mesh axis of the rows."""
     rows = _spec(arguments["x"])[:-1]
     name = next(name for name in ("w", "w_down", "w_gate") if name in arguments)
     of_w = _spec(arguments[name])

@@ -1,8 +1,8 @@
-"""Kernels under jit over several devices: each device runs them on its part of the arrays.
+"""Kernels under jit over several devices: each device runs them on its shard of the arrays.
 
-XLA knows nothing of a kernel: it would gather its arrays on every device, and every device would do all the work. Here
-a kernel's function gets a rule for the Shardy partitioner. The axes of its arrays have names, and those of one name may
-be shared out together. A result that lacks a name is summed over the devices that share that axis.
+XLA cannot partition a kernel by itself: it would gather the kernel's arrays on every device, and every device would do
+all the work. Here a kernel's function gets a rule for the Shardy partitioner. The axes of its arrays have names, and
+axes of one name are sharded together. A result without a name is summed over the devices that shard this name.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["ArrayAxes", "Axis", "ByIndex", "Shares", "is_partitioned", "partitioned"]
 
-# The custom calls of kernels, which jax.export takes on demand: their text may change with JAX, and is not kept here.
+# The custom calls of kernels. jax.export refuses them by default, since their text may change with JAX. It is not kept.
 KERNEL_CALLS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "mosaic_gpu_v2")
 
 _INSIDE_PARTITIONED = contextvars.ContextVar("inside_partitioned", default=False)
@@ -35,7 +35,7 @@ _INSIDE_PARTITIONED = contextvars.ContextVar("inside_partitioned", default=False
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis of an array. group: its length is so many times that of the axes of this name without a group."""
+    """An axis of an array. group: the ratio of its length to the length of the axes of this name without a group."""
 
     name: str
     group: int = 1
@@ -50,9 +50,10 @@ ArrayAxes = tuple[Axis | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ByIndex:
-    """A function whose part of an axis hangs on which one it is: that of device `index` of `count`.
+    """A function whose shard depends on the shard's index along an axis.
 
-    name: of the axis. key(index, count): hashable; parts of equal keys are one program. run(key, *args): the part.
+    name: of the axis. key(index, count): hashable, for shard `index` of `count`; shards of equal keys are one program.
+    run(key, *args): computes the shard.
     """
 
     name: str
@@ -62,12 +63,12 @@ class ByIndex:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shares:
-    """The axes of a function's arrays. An axis that is None is never shared out.
+    """The axes of a function's arrays. An axis that is None is never sharded.
 
-    arguments: of each leaf of the arguments, in order. results(tree): of each leaf of what the function returns.
-    lengths: of the axes by name, which the devices have to divide; other names are not shared out.
-    warning: for the user whose first array is shared out along an axis that is None; "" for none.
-    by_index: for parts along an axis that are not alike.
+    arguments: of each leaf of the arguments, in order. results(tree): of each leaf of the function's results.
+    lengths: of the axes by name; the devices have to divide them. Axes of other names are not sharded.
+    warning: for a user whose first array is sharded along an axis that is None; "" for no warning.
+    by_index: for an axis whose shards are computed by different programs.
     """
 
     arguments: Sequence[ArrayAxes]
@@ -88,7 +89,7 @@ class Shares:
         return SdyShardingRule(tuple(map(mapping, self.arguments)), tuple(map(mapping, results)), **groups)
 
     def spread(self, shardings: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-        """The mesh axes along which the axes of each name are shared out; the first array that has any decides."""
+        """The mesh axes that shard the axes of each name. The first sharded array with a name decides."""
         found: dict[str, tuple[str, ...]] = {}
         for place, (sharding, axes) in enumerate(zip(shardings, self.arguments, strict=True)):
             for axis, mesh_axes in zip(axes, _mesh_axes(sharding, len(axes)), strict=True):
@@ -109,10 +110,10 @@ def _mesh_axes(sharding: Any, count: int) -> Iterator[tuple[str, ...]]:
 
 
 def _inside_shard_map(context: AbstractMesh, shapes: Sequence[Any]) -> tuple[Mesh, list[NamedSharding]]:
-    """The mesh of a shard_map, and the shardings along its one axis that XLA shares out.
+    """The mesh of a shard_map, and the shardings along the one mesh axis that XLA partitions.
 
-    There XLA partitions for the devices along that axis alone, and JAX does not name it. Sums are over the whole mesh's
-    axes, which only its shape tells apart: the order of the devices has no part in it.
+    Inside a shard_map, XLA partitions only over the devices along this axis, and JAX does not name it. Sums are over
+    axes of the whole mesh, for which only the mesh's shape matters: the order of the devices has no effect.
     """
     devices = np.array(sorted(shapes[0].sharding.device_set, key=lambda device: device.id))
     mesh = Mesh(devices.reshape(context.axis_sizes), context.axis_names)
@@ -124,16 +125,16 @@ def _inside_shard_map(context: AbstractMesh, shapes: Sequence[Any]) -> tuple[Mes
 
 
 def _shared_axes(mesh: AbstractMesh) -> list[str]:
-    """The axes along which XLA shares out arrays."""
+    """The mesh axes over which XLA shards arrays."""
     every = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return [name for name, size, kind in every if kind == AxisType.Auto and size > 1]
 
 
 def is_partitioned() -> bool:
-    """Whether a kernel that is traced now may be shared out by XLA.
+    """Whether XLA may partition a kernel that is traced now.
 
-    There are several devices, and all axes of the mesh are Auto. Or a shard_map leaves one such axis to XLA: of several
-    XLA would not tell a kernel's rule which is which.
+    There are several devices, and all axes of the mesh are Auto. Or a shard_map leaves exactly one Auto axis to XLA:
+    with several, XLA would not tell the kernel's rule which axis is which.
     """
     if jax.device_count() == 1 or _INSIDE_PARTITIONED.get():
         return False
@@ -155,11 +156,11 @@ def _inside_partitioned() -> Iterator[None]:
 def partitioned(
     function: Callable[..., Any], shares: Shares, key: Hashable = None, *, has_rules: bool = False
 ) -> Callable[..., Any]:
-    """The function of arrays, with a rule by which the devices of a mesh share out its work under jit.
+    """The function of arrays, with a rule that shards its work over the devices of a mesh under jit.
 
-    key: all that makes the function what it is. Functions of one key are lowered once for arrays of the same shapes;
-    one without a key is lowered for its own calls alone. has_rules: kernels in the function have rules of their own,
-    which a device's part has no use for.
+    key: identifies the function. Functions of one key are lowered once for arrays of the same shapes; a function
+    without a key is lowered only for its own calls. has_rules: kernels in the function have rules of their own, which
+    are left out of a device's program.
     """
     is_compiled = not dispatch.interpreting()
 
@@ -168,7 +169,7 @@ def partitioned(
             return _partitioned_whole(function, shares, key, args)
         leaves, tree = jax.tree.flatten(args)
         found: list[Any] = []  # the structure of the results, and their axes
-        own: dict[Any, dict[Any, Any]] = {}  # programs by part, of a function without a key
+        own: dict[Any, dict[Any, Any]] = {}  # the programs of a function without a key, by shard
         context = jax.sharding.get_abstract_mesh()
 
         def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,9 +217,9 @@ def partitioned(
 
 
 def _partitioned_whole(function: Callable[..., Any], shares: Shares, key: Hashable, args: tuple[Any, ...]) -> Any:
-    """partitioned of a function whose kernels have rules, which are left out of it.
+    """partitioned, for a function whose kernels have rules of their own. The rules are left out.
 
-    It may have constants, such as tables, which custom_partitioning does not take. They become arguments.
+    The function may have constants, such as tables. They become arguments, since custom_partitioning takes none.
     """
 
     def trace(*args: Any) -> tuple[ClosedJaxpr, Any]:
@@ -234,7 +235,7 @@ def _partitioned_whole(function: Callable[..., Any], shares: Shares, key: Hashab
         assert [x.aval for x in closed.jaxpr.constvars] == [jax.typeof(x) for x in constants]
         return jax.tree.unflatten(results, jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*jax.tree.leaves(args)))
 
-    def part_of_constants(part: Any, *given: Any) -> Any:  # which may have other ones
+    def part_of_constants(part: Any, *given: Any) -> Any:  # a shard may have other constants
         *args, _ = given
         assert shares.by_index is not None
         with _inside_partitioned():
@@ -250,9 +251,9 @@ def _partitioned_whole(function: Callable[..., Any], shares: Shares, key: Hashab
 def _switched(
     by_index: ByIndex, over: tuple[str, ...], count: int, lowered: Callable[..., Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """The function of a device's leaves that computes its own part, as its index along the mesh axes `over` tells.
+    """The function of a device's leaves that computes the device's shard, by its index along the mesh axes `over`.
 
-    lowered(function of a part, its key): as on each device.
+    lowered(function of a shard, its key): the function as each device runs it.
     """
     keys = [by_index.key(index, count) for index in range(count)]
     several = list(dict.fromkeys(keys))
@@ -268,24 +269,24 @@ def _switched(
 
 
 def _summed(function: Callable[..., Any], over: Sequence[tuple[str, ...]], *leaves: Any) -> tuple[Any, ...]:
-    """The function's results on a device, each summed in float32 over some mesh axes, and rounded once."""
+    """The function's results on a device, each summed in float32 over its mesh axes in `over`, and rounded once."""
 
     def total(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         if not axes:
             return x
-        wide = x.dtype if lax.axis_size(axes) == 2 else jnp.float32  # one addition is rounded once anyway
+        wide = x.dtype if lax.axis_size(axes) == 2 else jnp.float32  # a sum of two values is rounded once anyway
         return lax.psum(x.astype(wide), axes).astype(x.dtype)
 
-    mesh = jax.sharding.get_abstract_mesh()  # of whoever compiles; the device's own arrays have no part in it
+    mesh = jax.sharding.get_abstract_mesh()  # of the compiling process; unrelated to the device's own arrays
     auto = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
     with jax.sharding.use_abstract_mesh(auto):
         return tuple(total(x, axes) for x, axes in zip(function(*leaves), over, strict=True))
 
 
 def _lowered_anew(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function for what partition returns: JAX lowers the refs of a kernel inside custom_partitioning alone.
+    """The function in a form that partition may return: JAX lowers a kernel's refs only inside custom_partitioning.
 
-    Its constants, which custom_partitioning does not take, become arguments.
+    The function's constants, which custom_partitioning does not take, become arguments.
     """
 
     def run(*leaves: Any) -> Any:
@@ -302,18 +303,19 @@ def _lowered_anew(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _programs_of(key: Hashable, tree: Any) -> dict[Any, Any]:
-    """The programs of functions of one key, by what they were lowered for."""
+    """The programs of all functions with one key, by the target and shapes for which they were lowered."""
     return {}
 
 
 def _lowered_once(function: Callable[..., Any], target: tuple[str, int], programs: dict[Any, Any], *leaves: Any) -> Any:
-    """The function's results, by a program that is lowered once for all calls on arrays of the same shapes.
+    """The function's results, from a program that is lowered once for all calls on arrays of the same shapes.
 
-    XLA asks for a device's part of every call anew: for each kernel of a model, in each block. Mosaic numbers what JAX
-    lowers, so that each answer would have kernels of its own, and XLA would compile all of them.
+    XLA asks for a device's shard of every call separately: for each kernel of a model, in each block. Mosaic numbers
+    the kernels that JAX lowers. So each answer would have kernels of its own, and XLA would compile all of them.
 
-    target: the platform, and how many devices the mesh has: under jax.set_mesh a program is for that many. There JAX
-    would also place scalars on the mesh, for which a device's program has no use and XLA no call. They have an axis.
+    target: (platform, number of devices in the mesh). Under jax.set_mesh, a program is for this number of devices. JAX
+    would then also put scalars on the mesh. A device's program has no use for this, and XLA has no call for it. So
+    scalars get an axis.
     """
     platform, _ = target
     device = jax.sharding.get_abstract_mesh().abstract_device

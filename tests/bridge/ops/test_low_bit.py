@@ -270,8 +270,8 @@ def test_bad_weights():
     x, w = random(4, 64), bridge.quantize(random(64, 8), "int4")
     for given, error, text in (
         ({"transpose_w": True}, ValueError, "w: got weights quantized along axis -2, want axis -1"),
-        ({"w_scale": 1.0}, ValueError, "x_scale, w_scale, scaling: got one with weights of few bits"),
-        ({"precision": "fp8"}, ValueError, "precision: got 'fp8' with weights of few bits"),
+        ({"w_scale": 1.0}, ValueError, "x_scale, w_scale, scaling: got one with low-bit weights"),
+        ({"precision": "fp8"}, ValueError, "precision: got 'fp8' with low-bit weights"),
     ):
         with pytest.raises(error, match=re.escape(text)):
             bridge.matmul(x, w, **given)

@@ -148,7 +148,7 @@ def test_gradients_by_the_input_and_optimizers():
     for path, x in nnx.to_flat_state(nnx.state(model, QuantizedWeight)):
         np.testing.assert_array_equal(x[...], before[path])
     of_weights = nnx.grad(lambda model: model(TOKENS).mean(), argnums=nnx.DiffState(0, QuantizedWeight))
-    with pytest.raises(NotImplementedError, match="of weights of few bits has no gradient"):
+    with pytest.raises(NotImplementedError, match="of low-bit weights has no gradient"):
         of_weights(models.quantize_weights(transformer(), "mxfp8"))
 
 

@@ -181,7 +181,7 @@ BAD = {
     "array": (
         lambda: compile_attention("block_sparse", 40, 16, blocks=np.ones((1, 1), bool), block_size=40),
         TypeError,
-        "blocks: got ndarray, want a constant; of an array, pass a masks.Mask",
+        "blocks: got ndarray, want a constant; for an array, pass a masks.Mask",
     ),
     "seq_len": (lambda: compile_attention("causal", -1, 16), ValueError, "seq_len: got -1, want an int of at least 0"),
     "heads": (
@@ -200,12 +200,12 @@ BAD = {
     "traced": (
         lambda: jax.jit(lambda x: compile_attention(masks.segments(x), 40, 16)(*arrays()))(jnp.zeros(40, jnp.int32)),
         TypeError,
-        "pattern: got a Mask of traced arrays, want known ones",
+        "pattern: got a Mask of traced arrays, want known arrays",
     ),
     "unhashable": (
         lambda: compile_attention("longformer", 40, 16, window=([8],)),
         TypeError,
-        "window: got ([8],), want a constant; of an array, pass a masks.Mask",
+        "window: got ([8],), want a constant; for an array, pass a masks.Mask",
     ),
     "shape": (
         lambda: compile_attention("causal", 41, 16, **SHAPE)(*arrays()),

@@ -179,7 +179,7 @@ BAD = {
     "mask_object": (
         (masks.block_sparse(np.ones((HKV, 1, 1), bool), 32),),
         ValueError,
-        "mask: got a Mask of 3 heads, want 1 or query's 6, or a dense one of key's 3",
+        "mask: got a Mask of 3 heads, want 1 or query's 6, or a dense Mask of key's 3",
     ),
     "bias_type": ((np.ones((T, S), bool), [0.0]), TypeError, "bias: got list, want an array"),
     "bias_shape": (

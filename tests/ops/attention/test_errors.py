@@ -231,7 +231,7 @@ NOT_SERVED = [
     (
         "mosaic_gpu",
         {"bias": jax.ShapeDtypeStruct((64, 1), jnp.bfloat16)},
-        "it takes a bias with a number for each key, not of shape (1, 1, 64, 1)",
+        "it takes a bias with a value for each key, not of shape (1, 1, 64, 1)",
     ),
     (
         "mosaic_gpu",
@@ -243,7 +243,7 @@ NOT_SERVED = [
     ("cudnn", {"segment_ids": jax.ShapeDtypeStruct((2, 64), jnp.int32)}, "it does not take segment_ids"),
     ("cudnn", {"softcap": 3}, "it does not take a softcap"),
     ("cudnn", {"sinks": jax.ShapeDtypeStruct((4,), jnp.bfloat16)}, "it does not take sinks"),
-    ("cudnn", {"window": 4}, "its window has a left side alone, under a causal mask"),
+    ("cudnn", {"window": 4}, "its window has only a left side, under a causal mask"),
     ("cudnn", {"window": 4, "is_causal": True, "kv_lengths": LENGTHS}, "it does not take a window with kv_lengths"),
     ("cudnn", {"window": (4, 0), "bias": BIAS}, "it does not take a window with kv_lengths, a dense mask or a bias"),
     (
@@ -259,7 +259,7 @@ NOT_SERVED = [
     (
         "cudnn",
         {"bias": jax.ShapeDtypeStruct((2, 4, 64, 64), jnp.bfloat16)},
-        "it has a gradient for a bias of shape [1, H, T, S] = (1, 4, 64, 64) alone, not (2, 4, 64, 64)",
+        "it has a gradient only for a bias of shape [1, H, T, S] = (1, 4, 64, 64), not (2, 4, 64, 64)",
     ),
     (
         "cudnn",

@@ -278,7 +278,7 @@ BAD = {
     "implementation": (
         lambda: prepared_on_hopper(implementation="triton"),
         NotImplementedError,
-        "'triton' cannot serve this flash_attention: of Mask objects",
+        "'triton' cannot serve this flash_attention: it supports only Masks",
     ),
 }
 

@@ -36,7 +36,7 @@ TAKEN = {
     "narrow": lambda z: jnp.tanh(z.astype(jnp.bfloat16)),
 }
 REFUSED = {
-    "softmax": (jax.nn.softmax, "it has reduce_max, reduce_sum, want a function of each number alone"),
+    "softmax": (jax.nn.softmax, "it has reduce_max, reduce_sum, want an elementwise function"),
     "rolled": (lambda z: jnp.roll(z, 1, 0), "it has concatenate, slice"),
     "reversed": (lambda z: z[::-1], "it has rev"),
     "first": (lambda z: z - z[:, :1], "it has slice"),

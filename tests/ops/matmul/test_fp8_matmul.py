@@ -233,7 +233,7 @@ ERRORS = {
             jnp.zeros((1, 4, 512), jnp.float8_e4m3fn), jnp.zeros((512, 8), jnp.float8_e4m3fn), x_scale=jnp.ones((1, 4))
         ),
         ValueError,
-        "scaling: got None with x_scale (1, 4), which rows and blocks have; want 'row' or 'block'",
+        "scaling: got None with x_scale (1, 4), a shape of rows and of blocks; want 'row' or 'block'",
     ),
     "scale_dtype": (
         lambda: matmul(X8, W8, x_scale=jnp.ones(len(X8), jnp.bfloat16), scaling="row"),
@@ -249,7 +249,7 @@ ERRORS = {
     "two_scales": (
         lambda: matmul(quantize(X), W8, x_scale=1.0),
         ValueError,
-        "x_scale: got one beside a QuantizedArray",
+        "x_scale: got one with a QuantizedArray",
     ),
     "two_scalings": (
         lambda: matmul(quantize(X, scaling="row"), quantize(W, scaling="block")),
@@ -291,7 +291,7 @@ def test_a_gpu_without_products_of_8_bits():
 def test_what_the_hopper_kernel_does_not_serve(sizes):
     m, n, k = sizes
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n)))
-    with on_device("H200"), pytest.raises(NotImplementedError, match=r"it needs rows by 8|need K by 128"):
+    with on_device("H200"), pytest.raises(NotImplementedError, match=r"rows in multiples of 8|K in multiples of 128"):
         explain(matmul, x, w, precision="fp8", implementation="mosaic_gpu")
 
 

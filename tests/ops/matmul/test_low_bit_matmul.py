@@ -98,9 +98,9 @@ def test_vmap(monkeypatch):
 
 def test_gradients_of_weights_are_refused():
     quantized = quantize(W, "int4")
-    with pytest.raises(NotImplementedError, match="w_scale of weights of few bits has no gradient"):
+    with pytest.raises(NotImplementedError, match="w_scale of low-bit weights has no gradient"):
         jax.grad(lambda w: matmul(X, w).sum().astype(jnp.float32), allow_int=True)(quantized)
-    with pytest.raises(NotImplementedError, match="w of weights of few bits has no gradient"):
+    with pytest.raises(NotImplementedError, match="w of low-bit weights has no gradient"):
         jax.grad(lambda w: matmul(X, w).sum().astype(jnp.float32))(quantize(W, "mxfp8"))
     assert jax.grad(lambda x: matmul(x, quantized).sum().astype(jnp.float32))(X).shape == X.shape
 
@@ -109,8 +109,8 @@ BAD = {
     "axis": (lambda: matmul(X, quantize(W.T, "int4", axis=-1)), "w: got weights quantized along axis -1, want axis -2"),
     "depth": (lambda: matmul(X[:, :255], quantize(W, "int4")), "w: got shape (256, 4), want [K, N] with x's K = 255"),
     "stacked": (lambda: matmul(X, quantize(W[None], "int4")), "w: got shape (1, 256, 4), want [K, N]"),
-    "scale": (lambda: matmul(X, quantize(W, "int4"), w_scale=1.0), "got one with weights of few bits"),
-    "precision": (lambda: matmul(X, quantize(W, "int4"), precision="fp8"), "precision: got 'fp8' with weights of few"),
+    "scale": (lambda: matmul(X, quantize(W, "int4"), w_scale=1.0), "got one with low-bit weights"),
+    "precision": (lambda: matmul(X, quantize(W, "int4"), precision="fp8"), "precision: got 'fp8' with low-bit weights"),
     "gated": (lambda: gated_matmul(X, quantize(W, "int4"), quantize(W, "int8")), "w_up: got (LowBit(format='int8'"),
 }
 
@@ -125,9 +125,9 @@ def test_bad_input(name):
 def test_what_the_kernels_do_not_serve():
     quantized = quantize(W, "int4")
     for implementation, x, reason in (
-        ("mosaic_gpu", X, "it needs N by 64 beside weights of few bits"),
-        ("mosaic_gpu", jnp.ones((65, 256), jnp.bfloat16), "it takes up to 64 rows of x"),
-        ("triton", X.astype(jnp.float32), "which precision='tf32' asks for"),
+        ("mosaic_gpu", X, "with low-bit weights it needs N in multiples of 64"),
+        ("mosaic_gpu", jnp.ones((65, 256), jnp.bfloat16), "it takes 1 to 64 rows of x"),
+        ("triton", X.astype(jnp.float32), "which needs precision='tf32'"),
     ):
         with on_device("H200"), pytest.raises(NotImplementedError, match=reason):
             explain(matmul, x, quantized, implementation=implementation)

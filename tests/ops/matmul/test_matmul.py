@@ -225,18 +225,18 @@ BAD = {
     "sum_as_activation": (
         lambda: matmul(X, W, activation=jnp.sum),
         ValueError,
-        "activation: of float32 numbers [2, 3] it gives [((), 'float32')]",
+        "activation: it returned [((), 'float32')] for a float32 argument [2, 3]",
     ),
     "softmax_as_activation": (
         lambda: matmul(X, W, activation=jax.nn.softmax),
         ValueError,
-        "activation: it has reduce_max, reduce_sum, want a function of each number alone",
+        "activation: it has reduce_max, reduce_sum, want an elementwise function",
     ),
-    "row_as_activation": (lambda: matmul(X, W, activation=lambda z: z[0]), ValueError, "it gives [((3,), 'float32')]"),
+    "row_as_activation": (lambda: matmul(X, W, activation=lambda z: z[0]), ValueError, "returned [((3,), 'float32')]"),
     "largest_as_activation": (
         lambda: matmul(X, W, activation=jax.jit(lambda z: z / z.max(axis=0))),
         ValueError,
-        "activation: it has reduce_max, want a function of each number alone",
+        "activation: it has reduce_max, want an elementwise function",
     ),
     "broken_activation": (
         lambda: matmul(X, W, activation=lambda z: 1 / 0),
@@ -273,11 +273,11 @@ def test_bad_input(name):
 
 
 REASONS = {
-    "activation": ({"activation": lambda z: jnp.floor(z)}, "of its activation it cannot compute floor"),
+    "activation": ({"activation": lambda z: jnp.floor(z)}, "it cannot compute floor"),
     "jitted": ({"activation": jax.jit(lambda z: z * NUMBER)}, "its activation closes over arrays"),
-    "columns": ({"w": (512, 1000)}, "it needs rows by 8 and columns by 64 in x, w and out"),
-    "rows": ({"x": (1001, 512)}, "it needs rows by 8 and columns by 64 in x, w and out"),
-    "dtype": ({"dtype": "float32"}, "its wgmma products take bfloat16, float16 and 8 bits here, not float32"),
+    "columns": ({"w": (512, 1000)}, "it needs rows in multiples of 8 and columns in multiples of 64 in x, w and out"),
+    "rows": ({"x": (1001, 512)}, "it needs rows in multiples of 8 and columns in multiples of 64 in x, w and out"),
+    "dtype": ({"dtype": "float32"}, "its wgmma instructions take bfloat16, float16 and 8 bits here, not float32"),
 }
 
 
@@ -292,11 +292,11 @@ def test_what_the_hopper_kernel_does_not_serve(name):
 
 
 NOT_FOR_TRITON = {
-    "float32": ({"dtype": "float32"}, "its products of float32 are tf32 ones, which precision='tf32' asks for"),
+    "float32": ({"dtype": "float32"}, "its float32 matmuls use tf32, which needs precision='tf32'"),
     "empty": ({"x": (0, 512)}, "a size is 0"),
     "arrays": ({"activation": lambda z: z * TABLE[0]}, "its activation closes over arrays"),
     "arrays_of_a_jitted_function": ({"activation": jax.jit(lambda z: z * NUMBER)}, "its activation closes over arrays"),
-    "erf": ({"activation": lambda z: jax.scipy.special.erf(z)}, "of its activation it cannot compute erf"),
+    "erf": ({"activation": lambda z: jax.scipy.special.erf(z)}, "it cannot compute erf, which its activation uses"),
     "old": ({"device": "V100"}, "it needs compute capability 8.0"),
 }
 TABLE, NUMBER = jnp.arange(1.0, 9.0), jnp.float32(2)

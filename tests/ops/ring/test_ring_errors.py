@@ -60,7 +60,7 @@ BAD = {
     "half_ahead": (lambda: ring_of(sends_ahead=1.5), "sends_ahead: got 1.5, want an int of 1 or more, or None"),
     "ahead_halo": (
         lambda: of_two(sends_ahead=2),
-        "sends_ahead: got 2 with strategy='halo', want None: it is a ring's",
+        "sends_ahead: got 2 with strategy='halo', want None: it is for rings",
     ),
     "striped": (
         lambda: of_two(strategy="all_gather", layout="striped"),

@@ -167,10 +167,10 @@ def run_errors():
     x = jax.device_put(x, jax.NamedSharding(mesh, BATCH))
     for op in (lambda x: flash_attention(x, x, x), lambda x: rms_norm(x, implementation="xla")):
         shared = in_shard_map(op, WHOLE, False)
-        with pytest.raises(NotImplementedError, match=r"(attention|norm): no forward mode .* make those Auto"):
+        with pytest.raises(NotImplementedError, match=r"(attention|norm): no forward mode .* make Explicit axes Auto"):
             jax.jit(lambda x, f=shared: jax.jvp(f, (x,), (x,)))(x)
         slope = jax.grad(functools.partial(loss, shared))
-        with pytest.raises(NotImplementedError, match=r"gradients of gradients: .* make those Auto"):
+        with pytest.raises(NotImplementedError, match=r"gradients of gradients: .* make Explicit axes Auto"):
             jax.jit(jax.grad(functools.partial(loss, slope)))(x)
     return 0.0
 

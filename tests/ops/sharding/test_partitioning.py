@@ -370,7 +370,7 @@ def test_shared_tokens_are_an_error_on_explicit_axes():
     x = jax.device_put(jnp.ones((1, 8, 2, 8)), NamedSharding(mesh, P(None, "sequence")))
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match=r"tokens that are shared out over 'sequence'.*ring_attention"),
+        pytest.raises(ValueError, match=r"tokens that are sharded over 'sequence'.*ring_attention"),
     ):
         flash_attention(x, x, x)
 

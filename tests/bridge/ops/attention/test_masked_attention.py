@@ -154,7 +154,7 @@ ERRORS = [
     (
         lambda: bridge.block_sparse_attention(ZEROS, ZEROS, ZEROS, BLOCKS, mask=BLOCKS),
         TypeError,
-        "^mask: block_sparse_attention has block_mask in its place",
+        "^mask: block_sparse_attention takes block_mask instead",
     ),
     (
         lambda: bridge.dynamic_mask_attention(ZEROS, ZEROS, ZEROS, ZEROS.int()),
