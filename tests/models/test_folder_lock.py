@@ -72,7 +72,7 @@ def test_trainers_of_one_process_write_one_after_the_other(tmp_path):
     first.save()
     first.close()
     # Steps that the first wrote since the second was made count.
-    with pytest.raises(ValueError, match="folder: got a checkpoint of step 2 beside a state of step 2"):
+    with pytest.raises(ValueError, match="folder: got a checkpoint of step 2 with a state of step 2"):
         second.save()
     second.restore(1, remove_later=True)
     second.fit([BATCH] * 2, 2, save_every=1)
@@ -201,7 +201,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, bad):
     one.fit([BATCH], 1, save_every=1)
     one.train(BATCH)
     one.state["params"]["final_norm"]["scale"][...] = one.state["params"]["final_norm"]["scale"][...].at[3].set(bad)
-    message = r"step 2: got parameters that are not finite, .+ \(final_norm.scale\), want finite ones, as of a smaller "
+    message = r"step 2: got parameters that are not finite, .+ \(final_norm.scale\), want finite values: try a smaller "
     for end in (one.save, one.check_finite):
         with pytest.raises(FloatingPointError, match=message + "learning rate; the newest checkpoint is of step 1"):
             end()
