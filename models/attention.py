@@ -423,7 +423,7 @@ def _parameter_dtypes() -> tuple[str, ...]:
 
 
 def as_mask(mask: jax.Array | masks.Mask, q_length: int, kv_length: int) -> masks.Mask:
-    """A call's mask as a Mask. Raises TypeError or ValueError, naming `mask`, for an array of the wrong dtype or shape."""
+    """A call's mask as a Mask. Raises TypeError or ValueError, naming `mask`, for an array of wrong dtype or shape."""
     if isinstance(mask, masks.Mask):
         return mask
     dense = named_dense("mask", mask)

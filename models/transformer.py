@@ -235,8 +235,8 @@ class Transformer(nnx.Module):
         """Logits of the next token at every position.
 
         Args:
-          tokens: integers [B, T], from 0 to vocab_size - 1. With a cache these are the next T tokens. Padding, marked by
-            segment_ids below 0, may have any token id.
+          tokens: integers [B, T], from 0 to vocab_size - 1. With a cache these are the next T tokens. Padding (where
+            segment_ids are below 0) may have any token id.
           embeddings: [B, T, model_dim], the output of embed_tokens, instead of tokens: for gradients of the input.
           segment_ids: integers [B, T], the ids of packed documents. Neighbouring documents have different ids. A token
             attends only within its document, and positions start at 0 in each document. An id below 0 marks padding.
@@ -426,7 +426,7 @@ class Transformer(nnx.Module):
         x = self._constrained(x.astype(self.config.dtype))
         target = dispatch.target_device(x), dispatch.interpreting()
         if jax.tree.leaves(nnx.state(self.layers, AmaxHistory)):
-            raise NotImplementedError("layers: got a module of fp8_scaling='delayed', want none: blocks lose its history")
+            raise NotImplementedError("layers: got a module of fp8_scaling='delayed': a block would lose its history")
         graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
 
         def block(state: Any, x: jax.Array, documents: Packed | None = None, which: int = 0) -> jax.Array:
@@ -436,8 +436,8 @@ class Transformer(nnx.Module):
         stages = self.rules.mesh_axes("stage", len(states), jax.sharding.get_abstract_mesh())
         if (stages or self.config.scan_layers) and any(other != graphdefs[0] for other in graphdefs):
             raise ValueError(
-                "layers: got blocks that differ, such as one that quantize_weights skipped, with scan_layers or stages, "
-                "want blocks of one kind"
+                "layers: got blocks that differ, such as one that quantize_weights skipped, with scan_layers or "
+                "stages, want blocks of one kind"
             )
         if stages:
             x = self._pipelined(block, _stacked(states, x.dtype), x, documents, stages[0])

@@ -151,7 +151,7 @@ class AttentionForwardTriton:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardTriton:
-    """Blocks of the two passes: dkv owns a block of keys and loops over queries; dq owns queries and loops over keys."""
+    """Blocks of two passes: dkv owns a block of keys and loops over queries, dq owns queries and loops over keys."""
 
     block_q_dkv: int
     block_kv_dkv: int
@@ -207,7 +207,7 @@ class RingRow:
     """The strategy of strategy="auto" in ring_attention. The first row that matches is used.
 
     strategy, sends_ahead: as in ring_attention. A call that "halo" does not support uses "ring".
-    differentiated: the strategy of differentiated calls if the number of devices divides the heads; None for `strategy`.
+    differentiated: the strategy of differentiated calls, if the devices divide the heads; None for `strategy`.
     halo_share: differentiated calls keep "halo" if the window is at most this share of a run of tokens.
     permutes_up_to: up to this many devices exchange heads by permutes, more devices by all-to-alls, in all strategies
       that exchange heads.
