@@ -316,9 +316,7 @@ def _of_mlp(path: tuple[str, ...], mlp: GatedMLP, kept: _Skipped, options: dict[
     if not (gate or up or down):
         return None
     if not (gate and up):
-        raise ValueError(
-            f"skip: got names of a part of {'.'.join(path)}, want names of all of it or of down_proj only"
-        )
+        raise ValueError(f"skip: got names of a part of {'.'.join(path)}, want names of all of it or of down_proj only")
     for name in ("gate_proj", "up_proj", "down_proj"):
         _check_linear(".".join((*path, name)), getattr(mlp, name))
     return lambda: QuantizedGatedMLP.from_mlp(mlp, quantize_down=down, **options)

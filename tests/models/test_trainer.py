@@ -258,7 +258,7 @@ def test_batches_of_another_kind_are_named():
             "batches: got 1 of them, want one for each of the 3 steps",
         ),
         (lambda: trainer.fit(iter([]), 1), TypeError, "batches: got list_iterator, want TokenBatches, a list, or"),
-        (lambda: trainer.fit(batches(), 1.5), TypeError, r"steps: got 1\.5, want an int: the steps in all"),
+        (lambda: trainer.fit(batches(), 1.5), TypeError, r"steps: got 1\.5, want an int: the total number of steps"),
         (lambda: trainer.fit(batches(), -1), ValueError, "steps: got -1, want 0 or more"),
         (lambda: trainer.fit(batches(), 1, on_step=3), TypeError, "on_step: got 3, want a function of .step, found."),
         (lambda: trainer.fit(batches(), 1, save_every=1), ValueError, "folder: got None, want a folder for check"),
