@@ -33,7 +33,7 @@ __all__ = [
 
 
 class NotWritten(OSError):
-    """A checkpoint cannot be written, such as on a full disk. The text names the newest whole one."""
+    """A checkpoint cannot be written, such as on a full disk. The text names the newest whole checkpoint."""
 
 
 def file_in_the_way(folder: Path) -> Path | None:

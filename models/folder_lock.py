@@ -32,8 +32,8 @@ class FolderLock:
     """The right to write a folder, which only one run has at a time.
 
     The lock is an operating system lock on the file .lock in the folder. The operating system releases it when the
-    process ends, in any way. The file .lock.json names the holder. With several processes of jax.distributed, process 0
-    holds the lock for all processes; all processes call take.
+    process ends, even if it is killed. The file .lock.json names the holder. With several processes of jax.distributed,
+    process 0 holds the lock for all processes; all processes call take.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -54,7 +54,7 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def within_documents(targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """The targets [B, T], the next tokens, with -1 if the next token is in another document or an id is below 0.
+    """Next-token targets [B, T], with -1 where the next token is in another document or the id is below 0.
 
     The last target does not change, because the document of its token is not known.
     """

@@ -254,7 +254,7 @@ def quantize_weights(
       TypeError: model is not an nnx.Module, or is itself a Linear or a GatedMLP; skip is a string; or a module is of
         another subclass of nnx.Linear.
       ValueError: an option is wrong, a module has an option that QuantizedLinear lacks, a name in skip matches no
-        module, skip names only a part of gate_proj and up_proj, or there is no module to replace.
+        module, skip names a part of a GatedMLP other than down_proj, or there is no module to replace.
     """
     _check_format(format)
     if not isinstance(model, nnx.Module) or isinstance(model, nnx.Linear | GatedMLP):

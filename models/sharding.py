@@ -350,7 +350,7 @@ def share_sequence(
 ) -> jax.Array:
     """Calls an attention in shard_map on arrays [B, T, heads, head_dim]: each device calls it on its shards.
 
-    The batch and the tokens are sharded. The heads are sharded if heads_alike and if the mask has one head.
+    The batch and the tokens are sharded. The heads are sharded only with heads_alike and if the mask has one head.
 
     segment_ids: [B, T], the attention's fourth argument. mask: of the whole sequence, the attention's argument `mask`.
 

@@ -252,11 +252,12 @@ class Trainer:
         save_every: saves after every save_every steps and after the last step. run: as in save. on_step(step, found):
         called after each step with the result of `train`.
 
-        On SIGTERM the current step finishes. Then, if there is a folder, a checkpoint is saved for any save_every, and
-        SystemExit is raised with the status 143. With several processes of jax.distributed, the process that gets
-        SIGTERM notifies the others; all save and end after the next step that all of them can reach, if it is among
-        `steps`. In a single process `fit` installs a handler of SIGTERM while it runs. It does not if the caller
-        handles or ignores SIGTERM, or in a thread other than the main thread, where Python has no handlers.
+        On SIGTERM the current step finishes. Then, if there is a folder, a checkpoint is saved, even without
+        save_every, and SystemExit is raised with the status 143. With several processes of jax.distributed, the process
+        that gets SIGTERM notifies the others; all save and end after the next step that all of them can reach, if
+        `steps` includes that step. In a single process `fit` installs a handler of SIGTERM while it runs. It does not
+        if the caller handles or ignores SIGTERM, or in a thread other than the main thread, where Python has no
+        handlers.
 
         With save_every, `fit` takes the folder's lock before the first step, as save does. If `fit` raises, it releases
         the lock.
@@ -351,7 +352,7 @@ class Trainer:
             writes it: see lock_folder.
           TypeError: `run` is not a mapping of JSON values.
           FloatingPointError: a parameter is not finite. The earlier checkpoints stay.
-          OSError: the checkpoint cannot be written, such as on a full disk. The text names the newest whole one.
+          OSError: the checkpoint cannot be written, such as on a full disk. The text names the newest whole checkpoint.
         """
         import orbax.checkpoint as ocp
 

@@ -169,8 +169,8 @@ class MatmulLowBitTriton:
     """Blocks of the Triton matmul of low-bit weights.
 
     block_k: values of the inner dimension in a step; fewer if the inner dimension is not a multiple of block_k.
-    programs: the number of programs per SM. If there are fewer work tiles, several programs split a tile's inner
-    dimension; None to never split. A gated unit has half of the columns, of w and of w_up.
+    programs: the number of programs per SM. If there are fewer work tiles than programs, several programs split a
+    tile's inner dimension; None to never split. A gated unit has half of the columns, of w and of w_up.
     """
 
     block_m: int

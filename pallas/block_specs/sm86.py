@@ -1,7 +1,7 @@
 """Block specs of Ampere's desktop and professional GPUs (RTX 30, A40, A10): 99 KiB of shared memory per block.
 
-Their tensor cores have half to a quarter of sm_80's rate, so that small blocks suffice. No row spills. No row is
-measured yet.
+Their tensor cores have half to a quarter of sm_80's rate, so that small blocks keep them busy. No row spills. No
+row is measured yet.
 """
 
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulRow, MatmulTriton

@@ -112,9 +112,9 @@ class AttentionBackwardSm90:
     # If every block of keys attends to every query, the key blocks' loops start this many query blocks apart, which
     # spreads the additions to dq.
     rotate: int = 0
-    # Heads that run at the same time, so that long and short key blocks of causal calls mix. Holds up to
-    # heads_together_up_to queries; longer calls have fewer heads, because the dquery of all these heads must fit the L2
-    # cache.
+    # Heads that run at the same time, so that long and short key blocks of causal calls mix. The number is for calls of
+    # up to heads_together_up_to queries. Longer calls run fewer heads together, because the dquery of all these heads
+    # must fit the L2 cache.
     heads_together: int = 1
     heads_together_up_to: int = dataclasses.field(default=8192, repr=False)
     # dvalue's wgmma is issued after dP's, and dS is computed while it runs.

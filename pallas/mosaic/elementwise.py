@@ -64,7 +64,7 @@ def silu(x: Any) -> Any:
 
 
 def _gelu_tanh(x: Any) -> Any:
-    """gelu_tanh in five instructions per value and one tanh. The form above has eight and one tanh."""
+    """gelu_tanh in five instructions and one tanh per value. The form above takes eight."""
     half = 0.5 * x
     return half + half * jnp.tanh(x * (0.7978845608028654 + 0.035677408136300125 * (x * x)))
 
@@ -106,7 +106,7 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
 
 
 def why_not(function: Callable[[Any], Any] | None) -> str | None:
-    """The reason why a Mosaic kernel cannot compute a function of float32 values; None if it can, or without one."""
+    """The reason why a Mosaic kernel cannot compute a function of float32 values; None if it can."""
     if function is None:
         return None
     try:

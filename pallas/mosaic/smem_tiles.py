@@ -85,7 +85,7 @@ class SmemTiles:
 
 
 def has_odd_length(*arrays: jax.Array) -> bool:
-    """Whether the length of an array [B, length, ...] is no multiple of the 8 rows of a swizzle atom."""
+    """Whether the length of an array [B, length, ...] is not a multiple of the 8 rows of a swizzle atom."""
     return any(x.shape[1] % 8 != 0 for x in arrays)
 
 

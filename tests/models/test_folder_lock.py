@@ -63,7 +63,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
 def test_trainers_of_one_process_write_one_after_the_other(tmp_path):
     first, second = trainer(tmp_path), trainer(tmp_path)
     first.fit([BATCH] * 2, 1, save_every=1)
-    message = "another Trainer of this process writes since .+, want another folder, or close\\(\\) that one"
+    message = "another Trainer of this process writes since .+, want another folder, or close\\(\\) the other"
     second.restore()
     second.train(BATCH)
     with pytest.raises(FolderInUse, match=message):

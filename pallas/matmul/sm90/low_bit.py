@@ -237,7 +237,7 @@ def _kernel(kernel: Kernel) -> None:
         plgpu.set_max_registers(of_memory, action="decrease")
         lax.fori_loop(0, kernel.steps, lambda i, _: _load(kernel, i), None)
         if kernel.traits.exchanges and not interpreter.INTERPRETED:
-            cluster_barrier()  # the barrier waits for all threads, hence also for this warpgroup's
+            cluster_barrier()  # the barrier waits for all threads, including this warpgroup's
 
     @pl.when(wg < compute_wgs)
     def _compute():

@@ -172,7 +172,7 @@ def _load_step(kernel: Kernel, tile: WorkTile, i: Any, x: Any, weights: list[Any
 
 
 def _wait_for_readers(kernel: Kernel, tiles: Any) -> None:
-    """Waits until all stages are free, because the other CTA of a cluster signals this in this CTA's shared memory."""
+    """Waits until all stages are free: until then the other CTA of a cluster signals to this CTA's shared memory."""
     fills = tiles * kernel.traits.fills
     lax.fori_loop(fills, fills + kernel.traits.stages, lambda number, _: (_free_slot(kernel, number), None)[1], None)
 
