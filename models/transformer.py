@@ -277,7 +277,6 @@ class Transformer(nnx.Module):
             raise ValueError(f"embeddings: got {dtype} {shape}, want floats [batch, length, {width}]")
 
     def _called_under_auto_axes(self, tokens: Any, embeddings: Any, segment_ids: Any, cache: Any) -> Any:
-        """Runs a call on a mesh with Explicit axes."""
         given = tokens if embeddings is None else embeddings
         logits = self._spec("batch", "tokens" if cache is None else None, "vocab", of=given)
         placed = jax.tree.map(lambda x: getattr(jax.typeof(x).sharding, "spec", P()), cache)

@@ -52,7 +52,6 @@ class SplitTail:
         return self.whole + (self.tiles - self.whole) * self.parts
 
     def tile(self, cta: Any) -> Any:
-        """The tile of a CTA."""
         if self.parts == 1:
             return cta
         return jnp.where(cta < self.whole, cta, self.whole + lax.div(cta - self.whole, jnp.int32(self.parts)))

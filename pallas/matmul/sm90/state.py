@@ -73,7 +73,6 @@ class Traits:
 
     @property
     def compute_wgs(self) -> int:
-        """The compute warpgroups of a CTA."""
         return self.config.compute_wgs
 
     @property

@@ -74,7 +74,7 @@ def _of_int4(is_bf16: bool, half: int) -> list[str]:
 
 
 def _of_int8(is_bf16: bool, half: int) -> list[str]:
-    """In bfloat16: 128 plus the low 7 bits, minus 128, or minus 256 if the sign is set. In float16: like int4."""
+    """bfloat16: 128 plus the low 7 bits, minus 128, or minus 256 if the sign is set. float16: like int4."""
     if is_bf16:
         lines = ["mov.b32 n, 0x43434343;", "mov.b32 one, 0xbf80bf80;"]
         for i, bytes in enumerate(BELOW):

@@ -90,7 +90,6 @@ class Traits:
         return pl.cdiv(self.k_steps, self.steps_of_split)
 
     def tile(self, index: Any) -> "Part":
-        """Work tile `index`."""
         m_block, n_block = banded(index, self.m_blocks, self.n_blocks, self.config.rows_together)
         return Part(
             rows=Span(start=m_block * self.block_m, size=self.block_m, length=self.m),
