@@ -1,4 +1,4 @@
-"""Flax: attention_fn for Flax's own modules, and nnx modules built on this library's attention.
+"""Flax: attention_fn for Flax's own modules, and nnx modules built on this library's kernels.
 
 Needs the `flax` extra. Nothing else in the library imports Flax.
 """

@@ -25,28 +25,29 @@ class TransformerConfig:
     vocab_size: number of token ids; 256 for bytes.
     model_dim: width of the residual stream.
     num_layers: number of blocks.
-    num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
+    num_heads: number of query heads. num_kv_heads: number of key and value heads, which divides num_heads (None:
+      num_heads).
     head_dim: per head, even, up to 256 (None: model_dim / num_heads).
     mlp_dim: width of the gated MLP (None: 8/3 of model_dim, rounded up to a multiple of 64).
     rope_theta: base of the rotary frequencies. norm_eps: epsilon of the RMSNorms.
-    tie_embeddings: the head is the transposed token embedding instead of a matrix of its own.
-    dtype: dtype of the computation, by name; bfloat16 is what to train in on GPUs. param_dtype: of the parameters.
-    remat: what of each block the backward computes again: False for nothing, True for all; "attention" for all but
-      attention's out and log-sum-exp, which are kept; "products" for all but these and the products of matrices.
+    tie_embeddings: the head is the transposed token embedding instead of a separate matrix.
+    dtype: dtype of the computation, by name; train in bfloat16 on GPUs. param_dtype: of the parameters.
+    remat: the values of each block that the backward rematerialises: False for none, True for all. "attention" keeps
+      attention's out and log-sum-exp; "products" also keeps the results of matmuls.
     scan_layers: run the blocks as a loop (jax.lax.scan), which compiles faster. The parameters are the same.
     implementation: of the attention, as in flash_attention. mlp_implementation: of the gated MLP, as in mlp, and with
-      "fp8" as in gated_matmul. projection_implementation: of the attention's q, k, v and out, as in matmul; None is
-      XLA's product without "fp8". "xla" for all three also runs "fp8" where a GPU has no products of 8 bits.
-    precision: "fp8" for products of 8 bits in the blocks (q, k, v, out, gate, up and down), as in matmul; None for
-      those of dtype. The parameters are the same. scaling: with "fp8", as in matmul; "row" gives each token a scale of
-      its own, so that no token depends on a later one.
-    sequence_axis: a mesh axis. Where the mesh of jax.set_mesh has it, its devices share out the tokens; None for none.
-    sequence_strategy: of the attention there, as ring_attention's strategy; a LongNet has "auto".
-    sequence_layout: of the tokens there, as ring_attention's layout; None for zigzag, and in a LongNet and with
-      sequence_strategy="all_to_all" for contiguous.
-    microbatches: parts of a device's rows, where a mesh axis has stages of the blocks; None for as many as stages.
+      "fp8" as in gated_matmul. projection_implementation: of the attention's q, k, v and out, as in matmul; None
+      without "fp8" is XLA's matmul. With "xla" for all three, "fp8" also runs on GPUs without 8-bit matmuls.
+    precision: "fp8" for 8-bit matmuls in the blocks (q, k, v, out, gate, up and down), as in matmul; None for matmuls
+      in dtype. The parameters are the same. scaling: with "fp8", as in matmul; "row" gives each token its own scale, so
+      that no token depends on a later token.
+    sequence_axis: a mesh axis that shards the tokens, if the mesh of jax.set_mesh has it; None to not shard them.
+    sequence_strategy: with sharded tokens, as ring_attention's strategy; a LongNet has "auto".
+    sequence_layout: with sharded tokens, as ring_attention's layout; None for "zigzag", or for "contiguous" in a
+      LongNet and with sequence_strategy="all_to_all".
+    microbatches: parts of a device's rows, if a mesh axis has stages of the blocks; None for the number of stages.
 
-    The value that None stands for in a size replaces it. A bad field raises ValueError or TypeError, with its name.
+    A size that is None is replaced by its default. A bad field raises ValueError or TypeError, which names it.
     """
 
     vocab_size: int
@@ -82,7 +83,7 @@ class TransformerConfig:
             "TransformerConfig.", self.model_dim, self.num_heads, self.num_kv_heads, self.head_dim
         )
         if head_dim % 2:
-            raise ValueError(f"TransformerConfig.head_dim={head_dim} must be even: rotary embedding turns pairs")
+            raise ValueError(f"TransformerConfig.head_dim={head_dim} must be even: rotary embedding rotates pairs")
         mlp_dim = math.ceil(self.model_dim * 8 / 3 / 64) * 64 if self.mlp_dim is None else self.mlp_dim
         positive("TransformerConfig.mlp_dim", mlp_dim)
         for name in ("rope_theta", "norm_eps"):
@@ -136,7 +137,7 @@ def check_precision(prefix: str, precision: object, scaling: object) -> None:
 
 
 def check_scaling(prefix: str, precision: object, scaling: object) -> None:
-    """Raises ValueError, naming `prefix` + the argument, for a scaling that is not known or has no precision="fp8"."""
+    """Raises ValueError, naming `prefix` + the argument, for an unknown scaling, or one without precision="fp8"."""
     if scaling is None:
         return
     if scaling not in quantization.SCALINGS:
@@ -146,7 +147,7 @@ def check_scaling(prefix: str, precision: object, scaling: object) -> None:
 
 
 def check_sequence(prefix: str, axis: object, strategy: object, layout: object) -> None:
-    """Raises TypeError or ValueError, naming `prefix` + the argument, for a sequence_* that is none."""
+    """Raises TypeError or ValueError, naming `prefix` + the argument, for a wrong sequence_* argument."""
     if axis is not None and not isinstance(axis, str):
         raise TypeError(f"{prefix}sequence_axis={axis!r} must be the name of a mesh axis, or None")
     if strategy not in STRATEGIES:
@@ -164,7 +165,7 @@ def positive(name: str, value: object) -> None:
 
 
 def check_kind(name: str, x: object, kinds: Any, want: str) -> None:
-    """Raises TypeError, with the argument's name, unless x is of these kinds."""
+    """Raises TypeError, with the argument's name, unless x has one of these types."""
     if not isinstance(x, kinds):
         raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
 
@@ -178,7 +179,7 @@ def check_size(name: str, x: object) -> None:
 
 
 def positive_number(name: str, value: object) -> int | float:
-    """A number as Python's own. Raises TypeError or ValueError, with its name, unless it is positive and finite."""
+    """The value as a Python number. Raises TypeError or ValueError, with its name, unless it is positive and finite."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} must be a number")
@@ -190,7 +191,7 @@ def positive_number(name: str, value: object) -> int | float:
 def dtype_name(name: str, dtype: Any, wanted: tuple[str, ...] = DTYPES) -> str:
     """The name of a dtype. Raises ValueError, with the argument's name, unless it is one of `wanted`."""
     try:
-        found = str(dtype) if dtype is None else jnp.dtype(dtype).name  # of None, NumPy makes float64
+        found = str(dtype) if dtype is None else jnp.dtype(dtype).name  # NumPy would turn None into float64
     except TypeError:
         found = str(dtype)
     if found not in wanted:

@@ -1,4 +1,4 @@
-"""Generation of tokens as one compiled loop: the body of Transformer.generate."""
+"""Generation of tokens in one compiled loop: the implementation of Transformer.generate."""
 
 import functools
 from typing import Any
@@ -23,9 +23,10 @@ def check_generation(
 ) -> tuple[jax.Array, jax.Array]:
     """(tokens, lengths [B]) of a call of generate. Raises ValueError or TypeError, naming the argument.
 
-    Tokens that do not count are 0. Traced ids outside the vocabulary are `vocabulary`, whose embedding is NaN.
+    Tokens past a prompt's length become 0. Traced ids outside the vocabulary become `vocabulary`, whose embedding is
+    NaN.
     """
-    tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)  # whose ids int32 may not hold
+    tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)  # NumPy ids may exceed int32
     if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, want integers [batch, length], length 1 or more")
     batch, length = tokens.shape
@@ -63,15 +64,15 @@ def check_generation(
 
 
 def _checked_ids(tokens: Any, lengths: jax.Array, vocabulary: int) -> jax.Array:
-    """The tokens that check_generation gives, int32."""
+    """The tokens that check_generation returns, int32."""
     past = np if token_ids.is_known(lengths) else jnp
     ends = -(past.arange(tokens.shape[1]) >= past.asarray(lengths)[:, None]).astype(np.int32)  # -1 past a prompt's end
-    tokens = token_ids.checked_tokens(tokens, vocabulary, segment_ids=ends, hint="; lengths tell where prompts end")
+    tokens = token_ids.checked_tokens(tokens, vocabulary, segment_ids=ends, hint="; lengths mark the ends of prompts")
     return token_ids.usable_ids(tokens, vocabulary, segment_ids=ends)
 
 
 def _is_key(key: Any) -> bool:
-    """Whether this is what jax.random.key gives, or jax.random.PRNGKey."""
+    """Whether this is a key of jax.random.key or jax.random.PRNGKey."""
     if not isinstance(key, jax.Array | np.ndarray):
         return False
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -84,7 +85,7 @@ def _is_number(dtype: Any) -> bool:
 
 
 def _is_greedy(temperature: Any) -> bool:
-    """Whether a known temperature is 0, or so small that float32 arithmetic takes it for 0."""
+    """Whether a known temperature is 0, or so small that float32 arithmetic treats it as 0."""
     return float(temperature) < SMALLEST
 
 
@@ -92,7 +93,7 @@ def generate(
     model: Any, tokens: jax.Array, lengths: jax.Array, max_new_tokens: int, temperature: Any, top_k: int | None,
     eos_id: int | None, key: Any,
 ) -> jax.Array:  # fmt: skip
-    """Transformer.generate, of checked arguments."""
+    """Transformer.generate, with checked arguments."""
     graphdef, state = nnx.split(model)
     is_greedy = not isinstance(temperature, jax.core.Tracer) and _is_greedy(temperature)
     return _generate(
@@ -128,7 +129,7 @@ def _generate(
         if top_k is not None:
             least = lax.top_k(logits, top_k)[0][:, -1:]
             logits = jnp.where(logits >= least, logits, -jnp.inf)
-        # From the largest on, so that a small temperature takes the others to -inf and not the largest to inf.
+        # Relative to the largest logit: a small temperature takes other logits to -inf instead of the largest to inf.
         scaled = (logits - logits.max(-1, keepdims=True)) / jnp.maximum(temperature, SMALLEST)
         drawn = jax.random.categorical(jax.random.fold_in(key, index), scaled)
         return jnp.where(temperature < SMALLEST, logits.argmax(-1), drawn).astype(jnp.int32)
@@ -149,6 +150,6 @@ def _generate(
 
     logits, memory = begin
     drawn = jnp.full((batch, max_new_tokens), fill, jnp.int32)
-    is_done = (tokens >= model.config.vocab_size).any(-1)  # dilated attention may not see such a token, nor its NaN
+    is_done = (tokens >= model.config.vocab_size).any(-1)  # dilated attention may skip the token and its NaN
     start = jnp.int32(0), logits, memory, is_done, drawn
     return lax.while_loop(goes_on, one, start)[-1]

@@ -85,15 +85,15 @@ class Block(nnx.Module):
             attended, cache = self.attention(self.attention_norm(x), cache=cache)
         normed, x = self.mlp_norm(attended, residual=x)  # and x + attended
         is_op = isinstance(self.mlp, GatedMLP) and self.mlp.gate_proj.precision is None
-        if self.attention.shares_tokens and is_op and cache is None:  # tokens beside a cache are not shared out
+        if self.attention.shares_tokens and is_op and cache is None:  # with a cache the tokens are not sharded
             return self._mlp_over_devices(normed, x), cache
         return self.mlp(normed, residual=x), cache
 
     def _mlp_over_devices(self, normed: jax.Array, x: jax.Array) -> jax.Array:
-        """x + mlp(normed), each device on its own tokens.
+        """x + mlp(normed), where each device has its own tokens.
 
-        A kernel with a residual does not shard the axis that it sums over, here mlp_dim, which "mlp" of the rules may
-        shard: the devices add up their parts in float32, and then x.
+        The rules' axis "mlp" may shard mlp_dim, over which down_proj sums. A kernel with a residual does not support
+        that, so the devices add their partial sums in float32, and then x.
         """
         mesh, rules, axis = jax.sharding.get_abstract_mesh(), self.attention.rules, self.attention.sequence_axis
         assert axis is not None
@@ -122,17 +122,17 @@ def _run_block(
 ) -> jax.Array:
     """A block without a cache. It is traced and lowered once for all blocks of a model.
 
-    target: what decides on the plans beside the arrays: the device, and whether kernels are interpreted.
+    target: (the device, whether kernels are interpreted), on which the plans depend in addition to the arrays.
     """
     block = lambda state, x, documents: nnx.merge(graphdef, state)(x, documents=documents)[0]
     return recomputed(block, remat)(state, x, documents)
 
 
 def _stacked(states: Any, dtype: Any) -> Any:
-    """The states of all blocks as one, with a first axis for the blocks.
+    """The states of all blocks as one state, whose arrays have a first axis for the blocks.
 
-    Matrices of parameters are rounded to the computation's dtype here, as their products would round them: stacking
-    then costs no pass over memory of its own.
+    Parameter matrices are rounded to the computation's dtype here, as their matmuls would round them. Stacking then
+    costs no extra pass over memory.
     """
 
     rounds = lambda x: isinstance(x, nnx.Param) and x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
@@ -145,7 +145,7 @@ def _stacked(states: Any, dtype: Any) -> Any:
 class Transformer(nnx.Module):
     """A causal decoder: token embedding, blocks with RMSNorm before attention and MLP, a final RMSNorm, a head.
 
-    Parameters, with N from 0 to num_layers - 1 (kernels are [in, out], to be transposed for PyTorch's Linear)::
+    Parameters, with N from 0 to num_layers - 1 (kernels are [in, out], the transpose of PyTorch's Linear)::
 
         embed                                [vocab_size, model_dim]
         layers.N.attention_norm.scale        [model_dim]
@@ -160,19 +160,20 @@ class Transformer(nnx.Module):
         final_norm.scale                     [model_dim]
         head.kernel                          [model_dim, vocab_size], unless tie_embeddings
 
-    The forward, in the terms of `flat_parameters`: x = embed[tokens]; for each block
+    The forward, with the names of `flat_parameters`: x = embed[tokens]; for each block
     x += out_proj(attention(rotary(q), rotary(k), v)) of attention_norm(x), then
     x += down_proj(silu(gate_proj(h)) * up_proj(h)) with h = mlp_norm(x); logits = final_norm(x) @ head.kernel, or
     @ embed.T when tied. The residual stream is in config.dtype. RMSNorm is x / sqrt(mean(x²) + norm_eps) * scale.
 
     Args:
       config: the shape.
-      rules: which mesh axes share out which arrays; None for ShardingRules().
+      rules: the mesh axes that shard each array; None for ShardingRules().
       rngs: initialises the parameters, from its stream `params`. Embeddings are normal with variance 1 / model_dim,
         kernels LeCun normal.
 
-    On a mesh (`with jax.set_mesh(mesh)`, see make_mesh and shard_model) the same calls run over its devices. Tokens go
-    in, and results come out, in their order. On Explicit axes a result is shared out by the rules, a cache as it was.
+    On a mesh (`with jax.set_mesh(mesh)`, see make_mesh and shard_model) the same calls run over the mesh's devices.
+    Tokens and results are in the order of the sequence. On Explicit axes the rules shard the results, and a cache keeps
+    its sharding.
     """
 
     block_type = Block
@@ -203,21 +204,22 @@ class Transformer(nnx.Module):
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> tuple[KVCache, ...]:
         """An empty cache for each block, for `batch` sequences of up to `max_length` tokens.
 
-        dtype: default config.dtype. KVCache.with_length gives each sequence a length of its own.
+        dtype: default config.dtype. KVCache.with_length sets a length for each sequence.
         """
         return tuple(layer.attention.init_cache(batch, max_length, dtype) for layer in self.layers)
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """Embeddings [B, T, model_dim], in param_dtype, of integer tokens [B, T].
 
-        Raises ValueError for another shape or dtype, and for known ids outside the vocabulary; traced ones give NaN.
+        Raises ValueError for another shape or dtype, and for known ids outside the vocabulary. Traced ids outside it
+        give NaN.
         """
         tokens = checked_tokens(tokens, self.config.vocab_size)
         if has_explicit_axes():
             embed = lambda model, tokens: model.embed_tokens(tokens)
             return under_auto_axes(embed, self, (tokens,), self._spec("batch", "tokens", None, of=tokens))
-        # Each device has whole rows of the table. Embeddings from rows that a mesh axis shards would be sharded along
-        # that axis, too. It shards the batch as well, and XLA would gather the embeddings, and their gradient.
+        # Each device needs whole rows of the table. If a mesh axis sharded the rows, it would shard the embeddings too.
+        # The same axis shards the batch, so XLA would gather the embeddings and their gradient.
         table = self.rules.constrain(self.embed[...], "vocab", None)
         return jnp.take(table, usable_ids(tokens, self.config.vocab_size), axis=0)
 
@@ -233,24 +235,24 @@ class Transformer(nnx.Module):
         """Logits of the next token at every position.
 
         Args:
-          tokens: integers [B, T], from 0 to vocab_size - 1. With a cache these are the next T tokens. Padding, where
-            segment_ids are below 0, may have any id.
-          embeddings: [B, T, model_dim], the output of embed_tokens, in place of tokens: for gradients by the input.
-          segment_ids: integers [B, T]: packed documents, neighbours with one id each. No token sees another document,
-            and positions begin anew with each. An id below 0 marks padding.
-          cache: from init_cache or from the call before. Not changed.
+          tokens: integers [B, T], from 0 to vocab_size - 1. With a cache these are the next T tokens. Padding (where
+            segment_ids are below 0) may have any token id.
+          embeddings: [B, T, model_dim], the output of embed_tokens, instead of tokens: for gradients of the input.
+          segment_ids: integers [B, T], the ids of packed documents. Neighbouring documents have different ids. A token
+            attends only within its document, and positions start at 0 in each document. An id below 0 marks padding.
+          cache: from init_cache or from the previous call. Not changed.
 
         Returns:
           float32 logits [B, T, vocab_size]; with a cache (logits, the new cache).
 
         Raises:
-          ValueError: a shape or dtype is wrong, an id is outside the vocabulary (of traced tokens it gives NaN logits),
-            not exactly one of tokens and embeddings is given, there are a cache and segment_ids, or the cache has no
+          ValueError: a shape or dtype is wrong, an id is outside the vocabulary (a traced one gives NaN logits), not
+            exactly one of tokens and embeddings is given, cache and segment_ids are both given, or the cache has no
             room (under jit that gives NaN: see MultiHeadAttention).
-          TypeError: the cache's length, or segment_ids, are no integers.
+          TypeError: the cache's length or segment_ids are not integers.
         """
         if cache is not None and not isinstance(cache, tuple | list):
-            raise TypeError(f"cache: got {type(cache).__name__}, want the tuple that init_cache or a call gives")
+            raise TypeError(f"cache: got {type(cache).__name__}, want the tuple from init_cache or from a call")
         if cache is not None and len(cache) != len(self.layers):
             raise ValueError(f"cache: got {len(cache)} entries, want one for each of the {len(self.layers)} layers")
         if (tokens is None) == (embeddings is None):
@@ -265,7 +267,7 @@ class Transformer(nnx.Module):
             x, order = self._hidden(tokens, embeddings, segment_ids)
             return self._logits(x if order is None else self._constrained(x[:, np.argsort(order)]))
         if segment_ids is not None:
-            raise ValueError("segment_ids: got an array beside a cache, want None: its tokens are one document")
+            raise ValueError("segment_ids: got an array with a cache, want None: a cache holds one document")
         x, cache = self._extended(tokens, embeddings, cache)
         return self._logits(x), cache
 
@@ -275,7 +277,6 @@ class Transformer(nnx.Module):
             raise ValueError(f"embeddings: got {dtype} {shape}, want floats [batch, length, {width}]")
 
     def _called_under_auto_axes(self, tokens: Any, embeddings: Any, segment_ids: Any, cache: Any) -> Any:
-        """A call on a mesh with Explicit axes."""
         given = tokens if embeddings is None else embeddings
         logits = self._spec("batch", "tokens" if cache is None else None, "vocab", of=given)
         placed = jax.tree.map(lambda x: getattr(jax.typeof(x).sharding, "spec", P()), cache)
@@ -287,25 +288,25 @@ class Transformer(nnx.Module):
         return under_auto_axes(call, self, (tokens, embeddings, segment_ids, cache), results)
 
     def _spec(self, *names: str | None, of: Any) -> P:
-        """How the rules share out an array whose first axes are those of tokens, or of embeddings."""
+        """The PartitionSpec of an array whose first two axes are the first two of `of`, tokens or embeddings."""
         lengths = (*of.shape[:2], self.config.vocab_size)
         return self.rules.spec(names, lengths, jax.sharding.get_abstract_mesh())
 
     def losses(self, tokens: jax.Array, targets: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
-        """The cross-entropy of each target under the logits at its place, which never stand in memory as a whole.
+        """The cross-entropy of each target under the logits of its token. The logits are never all in memory.
 
         Equivalent to linear_cross_entropy of the logits of a call: float32 [B, T], in nats.
 
         Args:
           tokens, targets: integers [B, T], from 0 to vocab_size - 1. A target below 0 has a loss of 0 and no gradient.
-            A token below 0 whose target is below 0 is padding, and so is any token whose segment_ids are below 0.
-            Without segment_ids later tokens attend to padding, as to token 0: it belongs to the end of a row.
-          segment_ids: as in a call. All targets count: next_token_loss leaves out those in another document.
+            A token is padding if it and its target are below 0, or if its segment id is below 0. Without segment_ids
+            later tokens attend to padding, as to token 0, so put padding at the end of a row.
+          segment_ids: as in a call. All targets count here; next_token_loss ignores targets in another document.
 
         Raises:
           ValueError: a shape or dtype is wrong, an id is outside the vocabulary (a traced one gives a loss of NaN), or
             the devices along the sequence axis do not divide the tokens.
-          TypeError: segment_ids or targets are no integers.
+          TypeError: segment_ids or targets are not integers.
         """
         targets = targets if hasattr(targets, "dtype") else jnp.asarray(targets)
         if not jnp.issubdtype(targets.dtype, jnp.integer):
@@ -336,25 +337,24 @@ class Transformer(nnx.Module):
         lengths: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Draws tokens after prompts, as one compiled loop.
+        """Draws tokens after prompts, in one compiled loop.
 
         Args:
-          tokens: integers [B, P], the prompts. Shorter ones are padded at their end, by any ids, and have `lengths`.
-            Traced ids cannot be checked: under jit, after a prompt with one outside the vocabulary none is drawn.
-          max_new_tokens: how many to draw for each prompt.
-          temperature: the logits are divided by it; 0 takes the likeliest token each time. A traced one below 0 counts
-            as 0.
-          top_k: draw among so many of the likeliest tokens; None for all. Those as likely as the last count, too.
-          eos_id: a prompt is done once it has drawn this token. The loop ends when all are.
+          tokens: integers [B, P], the prompts. Shorter prompts are padded at the end, with any ids, and need `lengths`.
+            Traced ids cannot be checked: under jit, a prompt with an id outside the vocabulary draws no tokens.
+          max_new_tokens: the number of tokens to draw for each prompt.
+          temperature: divides the logits; 0 always takes the likeliest token. A traced value below 0 counts as 0.
+          top_k: draw among the top_k likeliest tokens, and tokens tied with the last of them; None for all tokens.
+          eos_id: a prompt is done once it has drawn this token. The loop ends when all prompts are done.
           lengths: integers [B], from 1 to P; None for P.
-          key: a jax.random.key; only a known temperature of 0 goes without.
+          key: a jax.random.key; required unless the temperature is known to be 0.
 
         Returns:
-          int32 [B, max_new_tokens], the tokens after each prompt; those after an eos_id are eos_id. From the first
-          logits with a NaN on, all tokens are eos_id, or -1 without one.
+          int32 [B, max_new_tokens], the tokens after each prompt. All tokens after an eos_id are eos_id. From the first
+          logits with a NaN on, all tokens are eos_id, or -1 without an eos_id.
 
         Raises:
-          ValueError, TypeError: an argument is out of range, naming it.
+          ValueError, TypeError: an argument is wrong; the error names it.
         """
         max_new_tokens, top_k, eos_id = map(plain, (max_new_tokens, top_k, eos_id))
         tokens, lengths = check_generation(
@@ -374,13 +374,13 @@ class Transformer(nnx.Module):
         return generate(self, tokens, lengths, max_new_tokens, temperature, top_k, eos_id, key)
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
-        """The model as generate needs it: (logits, memory) after prompts [B, P] of some lengths, and how they go on.
+        """The model's interface for generate: ((logits, cache) after prompts [B, P] of these lengths, advance).
 
-        The second is a function of a token [B], its number after the prompts, and the memory before it: (logits,
-        memory) after it. Logits are float32 [B, vocab_size]. more: how many tokens there may be after the prompts.
+        advance(token [B], index of the token after the prompts, cache before it) returns (logits, cache) after the
+        token. Logits are float32 [B, vocab_size]. more: the largest number of tokens after the prompts.
         """
         batch, length = tokens.shape
-        room = -(-(length + more) // 8) * 8  # what decode_attention's Hopper kernel takes without a copy
+        room = -(-(length + more) // 8) * 8  # decode_attention's Hopper kernel copies caches of other lengths
         x, cache = self._extended(tokens, None, self.init_cache(batch, room))
         cache = tuple(layer.with_length(lengths) for layer in cache)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
@@ -404,9 +404,9 @@ class Transformer(nnx.Module):
     def _hidden(
         self, tokens: Any, embeddings: Any, segment_ids: Any = None, targets: Any = None
     ) -> tuple[jax.Array, Any]:
-        """(the final norm's result [B, T, model_dim], the tokens by their place in it, None for their order).
+        """(the final norm's result [B, T, model_dim], the token index at each of its positions or None if in order).
 
-        targets: of a loss, which tell padding.
+        targets: a loss's targets, which mark padding.
         """
         length = (tokens if embeddings is None else embeddings).shape[1]
         order = self.layers[0].attention.token_order(length, "tokens")
@@ -417,7 +417,7 @@ class Transformer(nnx.Module):
         if embeddings is None:
             ids = None if documents is None else documents.segment_ids
             tokens = usable_ids(tokens, self.config.vocab_size, segment_ids=ids, targets=targets)
-        if is_local:  # inside a shard_map the devices have their tokens in this order already
+        if is_local:  # inside a shard_map the tokens are in this order already
             order = None
         if order is not None:
             tokens, embeddings, documents = jax.tree.map(lambda x: x[:, order], (tokens, embeddings, documents))
@@ -425,7 +425,7 @@ class Transformer(nnx.Module):
         x = self._constrained(x.astype(self.config.dtype))
         target = dispatch.target_device(x), dispatch.interpreting()
         if jax.tree.leaves(nnx.state(self.layers, AmaxHistory)):
-            raise NotImplementedError("layers: got a module of fp8_scaling='delayed', whose history a block would lose")
+            raise NotImplementedError("layers: got a module of fp8_scaling='delayed': a block would lose its history")
         graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
 
         def block(state: Any, x: jax.Array, documents: Packed | None = None, which: int = 0) -> jax.Array:
@@ -435,7 +435,7 @@ class Transformer(nnx.Module):
         stages = self.rules.mesh_axes("stage", len(states), jax.sharding.get_abstract_mesh())
         if (stages or self.config.scan_layers) and any(other != graphdefs[0] for other in graphdefs):
             raise ValueError(
-                "layers: got blocks that differ, such as one that quantize_weights left as it was, with scan_layers or "
+                "layers: got blocks that differ, such as one that quantize_weights skipped, with scan_layers or "
                 "stages, want blocks of one kind"
             )
         if stages:
@@ -471,7 +471,7 @@ class Transformer(nnx.Module):
         return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
 
     def _head_kernel(self, dtype: Any) -> jax.Array:
-        """The head's matrix; that of few bits in dtype."""
+        """The head's matrix; a low-bit matrix is dequantised to dtype."""
         is_quantized = isinstance(self.head, QuantizedLinear)
         return dequantize(self.head.kernel, dtype) if is_quantized else self.head.kernel[...]
 
@@ -479,12 +479,12 @@ class Transformer(nnx.Module):
 def flat_parameters(model: nnx.Module | nnx.State) -> dict[str, np.ndarray]:
     """The model's nnx.Params on the host, by dotted name: {"layers.0.attention.q_proj.kernel": array, ...}.
 
-    model: a Flax model, or a State of it, such as its gradients.
+    model: a Flax model, or an nnx.State such as its gradients.
 
-    Raises ValueError for a model with weights of few bits, which are no nnx.Params.
+    Raises ValueError for a model with low-bit weights, which are not nnx.Params.
     """
     check_kind("model", model, nnx.Module | nnx.State, "an nnx.Module, or an nnx.State such as its gradients")
     if jax.tree.leaves(nnx.state(model, QuantizedWeight)):
-        raise ValueError("model: got one with weights of few bits, want the model before quantize_weights")
+        raise ValueError("model: got one with low-bit weights, want the model before quantize_weights")
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(str(part) for part in path): np.asarray(param[...]) for path, param in state}

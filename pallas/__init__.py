@@ -1,1 +1,1 @@
-"""The kernels. Nothing here knows Flax, PyTorch, the public API or which GPU it runs on."""
+"""The kernels. They do not depend on Flax, PyTorch, the public API or the GPU that runs them."""

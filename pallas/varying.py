@@ -1,7 +1,7 @@
-"""Kernels inside jax.shard_map: their results vary over every mesh axis that one of their inputs varies over.
+"""Types of kernels' results inside jax.shard_map: a result varies over each mesh axis that any input varies over.
 
-With its default check_vma=True, shard_map takes a result for the same on all devices unless its type says otherwise:
-a forgotten sum over the mesh would then give the values of one device.
+With its default check_vma=True, shard_map takes a result to be equal on all devices unless its type says that it
+varies. Without that type, a missing sum over the mesh would silently return the values of one device.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["result_types"]
 
 
 def result_types(shapes: Any, *inputs: Any) -> Any:
-    """jax.ShapeDtypeStructs of a kernel's results, typed as varying over what its inputs vary over."""
+    """jax.ShapeDtypeStructs of a kernel's results, typed as varying over the mesh axes of its inputs."""
     axes = varying_axes(*inputs)
     if not axes:
         return shapes

@@ -47,10 +47,10 @@ class KVCache:
     """Keys and values of the tokens so far; a pytree whose shapes never change, so that jit compiles once.
 
     key, value: [B, max_length, num_kv_heads, head_dim]; the keys are already rotated.
-    length: int32, how many positions are filled: a scalar, the same for all sequences, or [B].
+    length: int32, the number of filled positions: a scalar for all sequences, or [B].
 
-    Prompts of different lengths are padded to one length at their end, run together, and cut to their own lengths;
-    the tokens after them then go to each sequence's own place, over its padding::
+    Pad prompts of different lengths at the end to one length, run them together, and then set their lengths. The next
+    tokens of each sequence overwrite its padding::
 
         out, cache = attention(prompts, cache=attention.init_cache(B, max_length))
         cache = cache.with_length(lengths)  # [B]; the prompt's last output is out[b, lengths[b] - 1]
@@ -67,11 +67,11 @@ class KVCache:
 
     @property
     def lengths(self) -> jax.Array:
-        """[B] int32: the length of each sequence, as decode_attention takes it in kv_lengths."""
+        """[B] int32: the length of each sequence, for decode_attention's kv_lengths."""
         return jnp.broadcast_to(self.length, self.key.shape[:1])
 
     def with_length(self, length: Any) -> "KVCache":
-        """The same keys and values, of which `length` positions count: an integer, or integers [B].
+        """The same keys and values with another length. length: an integer, or integers [B].
 
         Raises ValueError or TypeError for another shape or dtype, and ValueError for a known length that is below 0 or
         above max_length.
@@ -83,7 +83,7 @@ class KVCache:
 
 @under_defaults
 def rotary_embedding(x: jax.Array, positions: jax.Array, theta: float = 10000.0) -> jax.Array:
-    """Rotary position embedding, in the rotate_half convention (that of GPT-NeoX and Llama in Hugging Face).
+    """Rotary position embedding, in the rotate_half convention (as GPT-NeoX and Llama in Hugging Face).
 
     Equivalent to the following JAX code::
 
@@ -93,7 +93,7 @@ def rotary_embedding(x: jax.Array, positions: jax.Array, theta: float = 10000.0)
 
     Args:
       x: [..., T, H, D] with D even.
-      positions: [T] or [..., T], of the tokens.
+      positions: [T] or [..., T], the positions of the tokens.
       theta: base of the frequencies.
 
     Returns:
@@ -106,7 +106,7 @@ def rotary_embedding(x: jax.Array, positions: jax.Array, theta: float = 10000.0)
     """
     head_dim = x.shape[-1]
     if head_dim % 2:
-        raise ValueError(f"x: got head_dim {head_dim}, want an even one: rotary embedding turns pairs")
+        raise ValueError(f"x: got head_dim {head_dim}, want an even number: rotary embedding rotates pairs")
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = (positions.astype(jnp.float32)[..., None] * frequencies)[..., None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -122,30 +122,31 @@ class MultiHeadAttention(nnx.Module):
 
     Args:
       model_dim: width of input and output.
-      num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
+      num_heads: number of query heads. num_kv_heads: number of key and value heads, which divides num_heads (None:
+        num_heads).
       head_dim: per head, up to 256 (None: model_dim / num_heads).
       use_rotary, rope_theta: rotate queries and keys by their positions (see rotary_embedding).
       is_causal: a token attends to itself and to earlier tokens only.
-      mask: a masks.Mask for all calls, combined with is_causal and with the mask of a call. If prepare_mask made it,
-        with this is_causal, calls without a mask and a cache use its lists.
+      mask: a masks.Mask for all calls, combined with is_causal and with the mask of a call. If prepare_mask made it
+        with this is_causal, calls without a mask and without a cache use its lists.
       dtype: dtype of the computation and of the output, bfloat16, float16 or float32. param_dtype: of the parameters,
-        one of these, or float64 where jax_enable_x64 is set.
+        one of these dtypes, or float64 if jax_enable_x64 is set.
       implementation: of the attention, as in flash_attention. projection_implementation: of the projections, as in
-        matmul; None is nnx.Linear's product without "fp8".
-      precision: "fp8" for projections by products of 8 bits, as in matmul; None for those of dtype. scaling: with
+        matmul; None without "fp8" is nnx.Linear's matmul.
+      precision: "fp8" for 8-bit matmuls in the projections, as in matmul; None for matmuls in dtype. scaling: with
         "fp8", as in matmul.
-      sequence_axis: a mesh axis. Where the mesh of jax.set_mesh has it, or a jax.shard_map around the call, its devices
-        share out the tokens, and the attention is ring_attention. x then has its tokens in the order of
-        sequence_layout, as shard_sequence gives them, and its rotary positions follow. Without such a mesh, and with a
-        cache, the axis has no effect.
+      sequence_axis: a mesh axis that shards the tokens, if the mesh of jax.set_mesh or of a jax.shard_map around the
+        call has it. The attention is then ring_attention. The tokens of x must be in the order of sequence_layout, as
+        shard_sequence arranges them; the rotary positions follow that order. Without such a mesh, and with a cache, the
+        axis has no effect.
       sequence_strategy: as ring_attention's strategy.
-      sequence_layout: as ring_attention's layout; None for its default, or with "all_to_all" for contiguous: there
-        each device has whole sequences of some heads.
-      rules: which mesh axes share out the batch and the heads; None for ShardingRules().
+      sequence_layout: as ring_attention's layout; None for its default, or for "contiguous" with the strategy
+        "all_to_all", where each device has whole sequences of some heads.
+      rules: the mesh axes that shard the batch and the heads; None for ShardingRules().
       rngs: initialises the kernels (LeCun normal), from its stream `params`.
 
     Raises:
-      ValueError, TypeError: an argument is out of range, naming it.
+      ValueError, TypeError: an argument is wrong; the error names it.
     """
 
     @plain_arguments
@@ -173,14 +174,14 @@ class MultiHeadAttention(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         if mask is not None and not isinstance(mask, masks.Mask):
-            raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask, or None; an array goes to a call")
+            raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask or None; pass an array to a call")
         check_flags(use_rotary=use_rotary, is_causal=is_causal)
         check_names(implementation=implementation, projection_implementation=projection_implementation)
         check_precision("", precision, scaling)
         check_sequence("", sequence_axis, sequence_strategy, sequence_layout)
         num_kv_heads, head_dim = check_heads("", model_dim, num_heads, num_kv_heads, head_dim)
         if use_rotary and head_dim % 2:
-            raise ValueError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
+            raise ValueError(f"head_dim={head_dim} must be even: rotary embedding rotates pairs")
         self.model_dim = model_dim
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -214,9 +215,9 @@ class MultiHeadAttention(nnx.Module):
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
         """An empty cache for `batch` sequences of up to `max_length` tokens.
 
-        dtype: a floating one; default the module's.
+        dtype: a floating dtype; default the module's.
 
-        Raises ValueError, TypeError: an argument is out of range, naming it.
+        Raises ValueError or TypeError, naming the argument that is wrong.
         """
         for name, size in (("batch", batch), ("max_length", max_length)):
             if isinstance(size, bool) or not (isinstance(size, int | np.integer) or jax.export.is_symbolic_dim(size)):
@@ -266,31 +267,31 @@ class MultiHeadAttention(nnx.Module):
         Args:
           x: [B, T, model_dim]. With a cache these are the next T tokens: a whole prompt, one token, or several.
           mask: bool, broadcastable to [B, num_heads, T, S], True = attend, or a masks.Mask, combined with is_causal.
-            S is T, or the cache's max_length. Under a Mask, the queries stand after the cached tokens. Where devices
-            share out the tokens it is of the whole sequence, with the tokens in their own order.
-          segment_ids: int32 [B, T], in the order of x: packed documents. A token attends to tokens with its own id, and
-            one with an id below 0 to none.
-          positions: integers [T] or [B, T], in the order of x, for the rotary embedding; None for the tokens' places in
-            the sequence. Attention itself goes by the places.
-          cache: from init_cache or from the call before. Not changed. Where its length is [B], the T tokens of each
-            sequence stand after its own. Up to 16 causal tokens attend by decode_attention, which has no gradient, but
-            under a masks.Mask, whose dead blocks flash_attention skips, and where an implementation other than "xla"
-            is named.
+            S is T, or the cache's max_length. A Mask takes the queries to be after the cached tokens. If the tokens are
+            sharded, the mask is of the whole sequence in its original order.
+          segment_ids: int32 [B, T], in the order of x, the ids of packed documents. A token attends to tokens with the
+            same id. A token with an id below 0 attends to no token.
+          positions: integers [T] or [B, T], in the order of x, for the rotary embedding only; None for the tokens'
+            indices in the sequence. Masks and causality always use the indices.
+          cache: from init_cache or from the previous call. Not changed. If its length is [B], the T tokens of each
+            sequence follow that sequence's length. Up to 16 causal tokens use decode_attention, which has no gradient.
+            Calls with a masks.Mask use flash_attention, which skips dead blocks, and so do calls with an implementation
+            other than None or "xla".
 
         Returns:
           out [B, T, model_dim] in dtype; with a cache (out, the new cache).
 
         Raises:
-          ValueError: an array has the wrong shape, the cache has no room for T tokens, or there are a cache and
-            segment_ids. A traced length cannot be checked: under jit, a sequence past the cache's end gets NaN.
-          TypeError: the cache's length, or positions, are no integers.
-          NotImplementedError: devices share out the tokens and the batch, and the mask tells batch entries apart.
+          ValueError: an array has the wrong shape, the cache has no room for T tokens, or cache and segment_ids are
+            both given. A traced length cannot be checked: under jit, a sequence past the cache's end gets NaN.
+          TypeError: the cache's length or positions are not integers.
+          NotImplementedError: the tokens and the batch are sharded, and the mask has several batch entries.
         """
         self._check_input(x)
         start: int | jax.Array = 0
         if cache is not None:
             if segment_ids is not None:
-                raise ValueError("segment_ids: got an array beside a cache, want None: its tokens are one document")
+                raise ValueError("segment_ids: got an array with a cache, want None: a cache holds one document")
             self._check_cache(cache, x)
             start = cache.length
         query, key, value = self._heads(x, start, positions)
@@ -316,12 +317,12 @@ class MultiHeadAttention(nnx.Module):
         return out, cache
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, **arguments: Any) -> jax.Array:
-        """Attention by heads: [B, T, num_heads, head_dim]. arguments: segment_ids, or what a cache adds."""
+        """flash_attention: [B, T, num_heads, head_dim]. arguments: segment_ids, or q_offset and kv_lengths."""
         arguments |= {"is_causal": self.is_causal, "implementation": self.implementation}
         return flash_attention(query, key, value, mask=mask, **arguments)
 
     def _decodes(self, query: jax.Array, mask: Any) -> bool:
-        """Whether decode_attention takes the place of flash_attention: both give the same."""
+        """Whether decode_attention runs instead of flash_attention. Both compute the same result."""
         is_free = self.implementation in (None, "xla")
         return (
             self.is_causal
@@ -333,7 +334,7 @@ class MultiHeadAttention(nnx.Module):
     def _attend_over_devices(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segment_ids: jax.Array | None = None
     ) -> jax.Array:
-        """As _attend, where devices share out the tokens."""
+        """Like _attend, with sharded tokens."""
         assert self.sequence_axis is not None
         length = whole_length(self.sequence_axis, query.shape[1])
         mask = None if mask is None else as_mask(mask, length, length).unprepared
@@ -348,7 +349,7 @@ class MultiHeadAttention(nnx.Module):
         segment_ids: jax.Array | None = None,
         mask: masks.Mask | None = None,
     ) -> jax.Array:
-        """Attention inside shard_map, of a device's tokens."""
+        """Attention of a device's tokens, inside shard_map."""
         assert self.sequence_axis is not None
         return ring_attention(
             query,
@@ -365,11 +366,11 @@ class MultiHeadAttention(nnx.Module):
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether the devices of jax.set_mesh's mesh share out the tokens of whole arrays, outside any shard_map."""
+        """Whether the mesh of jax.set_mesh shards the tokens of whole arrays, outside any shard_map."""
         return shares_sequence(self.sequence_axis)
 
     def token_order(self, length: int, what: str = "x") -> Any:
-        """The tokens by their place in x, int32 [length], where devices share them out; else None."""
+        """The token index at each position of x, int32 [length], if the tokens are sharded; else None."""
         if self.sequence_axis is None or sequence_devices(self.sequence_axis) == 1:
             return None
         return token_order(self.sequence_axis, self.sequence_layout, length, what)
@@ -394,8 +395,8 @@ class MultiHeadAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """query [B, T, num_heads, head_dim], key and value [B, T, num_kv_heads, head_dim].
 
-        start: the position of the first token, a scalar or [B]. It is 0 where devices may share out the tokens.
-        positions: of all tokens, as in a call, in place of start.
+        start: the position of the first token, a scalar or [B]. It is 0 if the tokens may be sharded.
+        positions: of all tokens, as in a call, instead of start.
         """
         self._check_input(x)
         batch, length = x.shape[:2]
@@ -422,7 +423,7 @@ def _parameter_dtypes() -> tuple[str, ...]:
 
 
 def as_mask(mask: jax.Array | masks.Mask, q_length: int, kv_length: int) -> masks.Mask:
-    """A call's mask as a Mask. Raises TypeError or ValueError, naming `mask`, for an array that is none of the call."""
+    """A call's mask as a Mask. Raises TypeError or ValueError, naming `mask`, for an array of wrong dtype or shape."""
     if isinstance(mask, masks.Mask):
         return mask
     dense = named_dense("mask", mask)
@@ -440,7 +441,7 @@ def _check_positions(positions: jax.Array, batch: int, length: int) -> None:
 
 
 def _check_length(cache: KVCache, *, new_tokens: int) -> None:
-    """Raises unless the length is an integer or [B] of them, with room for the new tokens where it is known."""
+    """Raises unless the length is an integer or integers [B], and leaves room for the new tokens if it is known."""
     batch, *_ = cache.key.shape
     if not jnp.issubdtype(cache.length.dtype, jnp.integer):
         raise TypeError(f"cache: got a length of dtype {cache.length.dtype}, want int32")
@@ -460,7 +461,7 @@ def _check_length(cache: KVCache, *, new_tokens: int) -> None:
 
 
 def _is_free_or_array(mask: Any, batch: int) -> bool:
-    """Whether there is no mask, or one of bools with one entry or as many as the batch: flash_attention has others."""
+    """Whether decode_attention serves the mask: None, or a bool array whose batch axis has length 1 or `batch`."""
     if mask is None:
         return True
     if isinstance(mask, masks.Mask) or getattr(mask, "dtype", None) != jnp.bool_:
@@ -469,7 +470,7 @@ def _is_free_or_array(mask: Any, batch: int) -> bool:
 
 
 def _append(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:
-    """The cache with new keys and values [B, T, num_kv_heads, head_dim] after those of each sequence."""
+    """The cache with new keys and values [B, T, num_kv_heads, head_dim] appended to each sequence."""
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         new = new.astype(old.dtype)

@@ -38,20 +38,20 @@ def attention_fn(
 
         nnx.MultiHeadAttention(num_heads=8, in_features=512, attention_fn=attention_fn, decode=False, rngs=rngs)
 
-    It computes what Flax's `dot_product_attention` does, with this library's flash_attention. There is one difference:
-    a query that may attend to no key gives 0, where Flax gives the mean of all values.
+    It computes Flax's `dot_product_attention` with this library's flash_attention. There is one difference: a query
+    without any key to attend to gives 0, while Flax gives the mean of all values.
     `functools.partial(attention_fn, implementation="xla")` forces an implementation.
 
     Args:
-      query: [batch..., T, H, D], with any number of batch axes, also none.
+      query: [batch..., T, H, D], with any number of batch axes, including zero.
       key: [batch..., S, Hkv, D]; Hkv divides H.
       value: [batch..., S, Hkv, Dv].
-      mask: broadcastable to [batch..., H, T, S]; bool, or float32 zeros and ones as Flax's make_causal_mask
-        and combine_masks give them.
-      deterministic, dropout_rate: dropout is off where deterministic is True or the rate is 0; then
-        dropout_rng and broadcast_dropout have no meaning, as in Flax.
+      mask: broadcastable to [batch..., H, T, S]; bool, or float32 zeros and ones, as from Flax's make_causal_mask and
+        combine_masks.
+      deterministic, dropout_rate: dropout is off if deterministic is True or the rate is 0; then dropout_rng and
+        broadcast_dropout have no effect, as in Flax.
       dtype: dtype of the computation; default: the promoted dtype of query, key and value.
-      precision: a jax.lax.Precision or its name. All are met: float32 products are always exact.
+      precision: a jax.lax.Precision or its name. All are satisfied, because float32 matmuls are always exact.
       is_causal: attend to keys j <= i only (top-left aligned), on top of the mask.
       force_fp32_for_softmax: the softmax is always in float32.
       implementation: as in flash_attention.
@@ -60,9 +60,9 @@ def attention_fn(
       [batch..., T, H, Dv] in dtype.
 
     Raises:
-      NotImplementedError: the call asks for a bias, dropout, sown attention weights (module), an einsum of its own,
-        input_positions, or a precision that is no jax.lax.Precision.
-      ValueError, TypeError: as flash_attention raises them.
+      NotImplementedError: the call asks for a bias, dropout, sown attention weights (module), the caller's einsum,
+        input_positions, or a precision that is not a jax.lax.Precision.
+      ValueError, TypeError: as flash_attention.
     """
     if not deterministic and dropout_rate > 0:
         raise NotImplementedError(
@@ -71,8 +71,8 @@ def attention_fn(
     refused = {
         "bias": (bias, "a bias added to the scores"),
         "module": (module, "attention weights to sow: they are never stored"),
-        "qk_attn_weights_einsum": (qk_attn_weights_einsum, "products by the caller's einsum"),
-        "attn_weights_value_einsum": (attn_weights_value_einsum, "products by the caller's einsum"),
+        "qk_attn_weights_einsum": (qk_attn_weights_einsum, "matmuls by the caller's einsum"),
+        "attn_weights_value_einsum": (attn_weights_value_einsum, "matmuls by the caller's einsum"),
         "input_positions": (input_positions, "positions: it applies no rotary embedding"),
     }
     for name, (argument, meaning) in refused.items():
@@ -100,7 +100,7 @@ def attention_fn(
 
 
 def _joined_mask(mask: Any, batch: tuple[int, ...], scores: tuple[int, int, int]) -> Any:
-    """The mask, broadcastable to [batch..., H, T, S], with its batch axes joined to one.
+    """The mask, broadcastable to [batch..., H, T, S], with its batch axes joined to one axis.
 
     scores: (H, T, S).
     """
@@ -108,7 +108,7 @@ def _joined_mask(mask: Any, batch: tuple[int, ...], scores: tuple[int, int, int]
     shape = (1,) * (len(want) - mask.ndim) + tuple(mask.shape)
     if len(shape) > len(want) or any(got not in (1, full) for got, full in zip(shape, want, strict=True)):
         raise ValueError(f"mask: got shape {mask.shape}, want one broadcastable to [batch..., H, T, S] = {want}")
-    # In NumPy a mask that is known while jit traces stays known, so that flash_attention can check its values.
+    # With NumPy a mask that is known while jit traces stays known, so that flash_attention can check its values.
     xp = jnp if isinstance(mask, jax.core.Tracer) else np
     mask = xp.asarray(mask).reshape(shape)
     if math.prod(shape[:-3]) > 1:

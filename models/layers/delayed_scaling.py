@@ -1,4 +1,4 @@
-"""Delayed scaling of 8-bit products: the largest magnitudes of the last calls, and the scale that they give."""
+"""Delayed scaling of 8-bit matmuls: a history of the largest magnitudes of previous calls, and the scale from it."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ LENGTH = 16
 
 
 class AmaxHistory(nnx.Variable):
-    """The largest finite magnitudes of an array in the last calls: float32 [length], the newest first, 0 for none.
+    """The largest finite magnitudes of an array in previous calls: float32 [length], the newest first, 0 for none.
 
-    It is no nnx.Param: optimizers and nnx.grad leave it alone.
+    Not an nnx.Param, so that optimizers and nnx.grad ignore it.
     """
 
 
@@ -27,9 +27,9 @@ def empty_history(length: int | None) -> AmaxHistory:
 
 
 def delayed_scale(history: AmaxHistory, x: jax.Array) -> jax.Array:
-    """The scale [] that x is to be rounded to e4m3 with, of the calls before. x's largest magnitude joins the history.
+    """The scale [] for rounding x to e4m3, from previous calls. Adds x's largest magnitude to the history.
 
-    A history without a number above 0 gives x's own scale.
+    If no magnitude in the history is above 0, this is x's own scale.
     """
     x = lax.stop_gradient(x)
     newest = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(initial=0).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Dilated attention as nnx modules, and LongNet, the decoder that has it."""
+"""Dilated attention as nnx modules, and LongNet, a decoder with dilated attention."""
 
 import dataclasses
 import math
@@ -25,14 +25,14 @@ __all__ = ["DilatedAttention", "LongNet", "LongNetConfig", "MultiHeadDilatedAtte
 
 
 class DilatedAttention(nnx.Module):
-    """dilated_attention with its pattern, as a module without parameters.
+    """dilated_attention with a fixed pattern, as a module without parameters.
 
     Args:
       segment_lengths, dilation_rates: of each branch.
       is_causal, heads, combine, layout, order, stop_gradient_weights, implementation: as in dilated_attention.
 
     Raises:
-      ValueError, TypeError: as dilated_attention raises them for its pattern.
+      ValueError, TypeError: as dilated_attention, for its pattern.
     """
 
     @plain_arguments
@@ -88,22 +88,21 @@ class DilatedAttention(nnx.Module):
 class MultiHeadDilatedAttention(MultiHeadAttention):
     """MultiHeadAttention by dilated_attention, with MAGNETO's LayerNorm and initialisation.
 
-    Parameters: those of MultiHeadAttention, and with layer_norm out_norm.scale and out_norm.bias
-    [num_heads * head_dim].
+    Parameters: as in MultiHeadAttention; with layer_norm also out_norm.scale and out_norm.bias [num_heads * head_dim].
 
     Args:
       model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, dtype, param_dtype, precision, scaling,
         projection_implementation, rngs: as in MultiHeadAttention.
       segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights,
         implementation: as in dilated_attention.
-      sequence_axis, rules: as in MultiHeadAttention, with sequence_parallel_dilated_attention. The tokens stay in their
-        order: a device has neighbours.
-      layer_norm: a LayerNorm over all heads before out_proj; layer_norm_eps: its epsilon.
-      gamma: None for LeCun normal kernels. A number for MAGNETO's, which are Xavier normal, with those of v_proj and
-        out_proj multiplied by gamma. MAGNETO takes sqrt(log(2 * layers)) for a decoder.
+      sequence_axis, rules: as in MultiHeadAttention, with sequence_parallel_dilated_attention. The tokens keep their
+        order: each device has a contiguous shard.
+      layer_norm: whether there is a LayerNorm over all heads before out_proj; layer_norm_eps: its epsilon.
+      gamma: None for LeCun normal kernels. A number for MAGNETO's Xavier normal kernels; gamma multiplies the kernels
+        of v_proj and out_proj. MAGNETO uses sqrt(log(2 * layers)) for a decoder.
 
     Raises:
-      ValueError, TypeError: an argument is out of range, naming it.
+      ValueError, TypeError: an argument is wrong; the error names it.
 
     Source: Wang et al., "Foundation Transformers" (2022), arXiv:2210.06423.
     """
@@ -194,7 +193,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
 
         Args:
           x: [B, T, model_dim].
-          segment_ids: int32 [B, T]: packed sequences, as in dilated_attention. The pattern goes by the places in x.
+          segment_ids: int32 [B, T]: packed sequences, as in dilated_attention. The pattern uses the indices in x.
           positions: as in MultiHeadAttention.
 
         Returns:
@@ -207,8 +206,9 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         if sequence_devices(self.sequence_axis) == 1:
             return self._project(self.attention(*arrays, segment_ids=segment_ids))
         assert self.sequence_axis is not None
-        # A head's offset within a branch hangs on its number. Programs of their own for the devices' heads would have
-        # the ring's sends in a conditional that not all devices enter alike, so that every device needs all heads.
+        # A head's offset within a branch depends on the head's index. If the heads were sharded, each device would need
+        # its own program, with the ring's sends in a conditional in which devices take different branches. So every
+        # device has all heads.
         out = share_sequence(
             self._dilated_ring, *arrays, segment_ids, axis=self.sequence_axis, rules=self.rules, heads_alike=False
         )
@@ -259,9 +259,9 @@ class LongNetConfig(TransformerConfig):
 
     segment_lengths, dilation_rates, heads, combine, layout, order: as in dilated_attention.
     layer_norm, gamma: as in MultiHeadDilatedAttention.
-    sequence_strategy: "auto". sequence_layout: "contiguous", or None, which stands for it.
+    sequence_strategy: "auto". sequence_layout: "contiguous", or None for the same.
 
-    A bad field raises ValueError or TypeError, with its name.
+    A bad field raises ValueError or TypeError, which names it.
     """
 
     segment_lengths: Sequence[int] = (2048, 4096, 8192, 16384, 32768)
@@ -323,12 +323,12 @@ class LongNetBlock(Block):
 class LongNet(Transformer):
     """A Transformer whose blocks have dilated attention.
 
-    Its parameters are those of Transformer, and with config.layer_norm also layers.N.attention.out_norm.scale and
-    .bias. It has no cache: init_cache raises, and generate runs the whole sequence anew for each token.
+    Its parameters are the same as Transformer's; with config.layer_norm also layers.N.attention.out_norm.scale and
+    .bias. It has no cache: init_cache raises, and generate runs the whole sequence again for each token.
 
-    With order="hilbert", a segment that the end of the sequence cuts has another grid. So generate pads until the
-    segments that it needs are whole: its logits are those of a call on whole segments, whatever max_new_tokens is. It
-    raises ValueError where prompts and max_new_tokens together are shorter than a segment of a rate above 1.
+    With order="hilbert", a segment that the end of the sequence cuts has another grid. Therefore generate pads the
+    sequence to whole segments: its logits equal the logits of a call on whole segments, for any max_new_tokens. It
+    raises ValueError if prompts and max_new_tokens together are shorter than a segment with a dilation rate above 1.
 
     Args:
       config: a LongNetConfig.
@@ -341,7 +341,7 @@ class LongNet(Transformer):
     config_type = LongNetConfig
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
-        """As in Transformer. Attention is causal, so that padding after whole segments has no effect."""
+        """Transformer.next_logits, with the tokens so far as the cache. Causal attention ignores padding at the end."""
         devices, length = sequence_devices(self.config.sequence_axis), _in_whole_segments(self.config, tokens, more)
         whole = -(-length // devices) * devices
         tokens = jnp.pad(tokens, ((0, 0), (0, whole - tokens.shape[1])))
@@ -360,12 +360,12 @@ class LongNet(Transformer):
 
 
 def _in_whole_segments(config: Any, tokens: jax.Array, more: int) -> int:
-    """The length to which prompts and the tokens after them are padded, so that more padding has no effect.
+    """The length to which prompts and new tokens are padded, so that more padding has no effect.
 
-    Without order="hilbert" they need none. With it, no segment that has one of them may be cut: the Hilbert curve over
-    fewer tokens is another one.
+    Without order="hilbert" they need no padding. With it, no segment that contains such a token may be cut, because the
+    Hilbert curve over fewer tokens differs.
 
-    Raises ValueError for a segment that they cannot fill: in no sequence as long as theirs is it whole.
+    Raises ValueError for a segment longer than prompts and new tokens together: they cannot fill it.
     """
     length = tokens.shape[1] + more
     if config.order is None:
@@ -376,8 +376,8 @@ def _in_whole_segments(config: Any, tokens: jax.Array, more: int) -> int:
         if rate > 1 and start < length:  # at rate 1 the order changes nothing
             if size > length:
                 raise ValueError(
-                    f"order: got {config.order!r} with a segment of {size} tokens, longer than the {length} that "
-                    "prompts and max_new_tokens make together, want them to fill it: a cut segment has another grid"
+                    f"order: got {config.order!r} with a segment of {size} tokens, longer than the {length} tokens of "
+                    "prompts and max_new_tokens, want them to fill it: a cut segment has another grid"
                 )
             padded = max(padded, start + size if is_partition else -(-length // size) * size)
         start += size if is_partition else 0

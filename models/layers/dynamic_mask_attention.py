@@ -17,7 +17,7 @@ __all__ = ["DynamicMaskAttention"]
 
 
 class DynamicMaskAttention(MultiHeadAttention):
-    """MultiHeadAttention whose queries attend to the keys of the largest bias, which is made of the values.
+    """MultiHeadAttention whose queries attend to the keys with the largest bias. The bias is computed from the values.
 
     Equivalent to the following JAX code, within MultiHeadAttention, for each head of keys::
 
@@ -28,16 +28,16 @@ class DynamicMaskAttention(MultiHeadAttention):
 
     The mask passes no gradient; A and dt_proj learn through the bias.
 
-    Parameters: those of MultiHeadAttention, dt_proj.kernel [num_kv_heads * head_dim, num_kv_heads], A [num_kv_heads].
+    Parameters: as in MultiHeadAttention, and dt_proj.kernel [num_kv_heads * head_dim, num_kv_heads], A [num_kv_heads].
 
     Args:
-      keys_to_keep: the most keys that a query attends to, among those that is_causal and the masks leave. Among keys of
-        equal bias the first are kept.
+      keys_to_keep: the largest number of keys that a query attends to, among the keys that is_causal and the masks
+        allow. Among keys with equal bias the first keys are kept.
       rngs: also draws A, normal with a standard deviation of 0.02. If A were 0, all keys would have the same bias.
-      The others are those of MultiHeadAttention. A mask has num_kv_heads heads, or one.
+      The other arguments are as in MultiHeadAttention. A mask has num_kv_heads heads, or one head.
 
     Raises:
-      ValueError, TypeError: an argument is out of range, naming it.
+      ValueError, TypeError: an argument is wrong; the error names it.
 
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
     """
@@ -70,9 +70,7 @@ class DynamicMaskAttention(MultiHeadAttention):
         batch, kv_length = value.shape[:2]
         for name, length in (("x", query.shape[1]), ("cache", kv_length)):
             if jax.export.is_symbolic_dim(length):
-                raise ValueError(
-                    f"{name}: got the symbolic length {length}, want an int: keys are ranked for each query"
-                )
+                raise ValueError(f"{name}: got the symbolic length {length}, want an int: each query ranks its keys")
         steps = self.dt_proj(value.reshape(batch, kv_length, self.num_kv_heads * self.head_dim)).astype(jnp.float32)
         bias = jnp.exp(self.A[...].astype(jnp.float32) * jax.nn.softplus(steps)).swapaxes(1, 2)[:, :, None]
         bias = jnp.where(jnp.isnan(bias), -jnp.inf, bias)  # a NaN is never chosen, as in masks.top_k
@@ -94,14 +92,14 @@ class DynamicMaskAttention(MultiHeadAttention):
         return dynamic_mask_attention(query, key, value, keep, bias, **arguments)
 
     def _decodes(self, query: jax.Array, mask: Any) -> bool:
-        return False  # _attend finds which keys to keep
+        return False  # only _attend chooses the keys to keep
 
     def _attend_over_devices(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segment_ids: jax.Array | None = None
     ) -> jax.Array:
         raise NotImplementedError(
-            f"sequence_axis: devices share out the tokens along {self.sequence_axis!r}, want whole sequences: the keys "
-            "to keep are found among all tokens"
+            f"sequence_axis: got tokens sharded along {self.sequence_axis!r}, want whole sequences: the keys to keep "
+            "are chosen among all tokens"
         )
 
     def _among(self, mask: masks.Mask | None, kv_lengths: jax.Array | None) -> masks.Mask:

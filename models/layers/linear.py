@@ -19,30 +19,30 @@ __all__ = ["GatedMLP", "Linear"]
 class Linear(nnx.Linear):
     """nnx.Linear by jax_kernels.matmul, with an activation and a residual in the same pass.
 
-    It has nnx.Linear's arguments, parameters and results, but that bias counts in float32. A dot_general, a
-    preferred_element_type or an out_sharding of the caller's runs as in nnx, without activation, residual and "fp8".
+    It has nnx.Linear's arguments, parameters and results, except that a float32 bias is used in float32. Calls with the
+    caller's dot_general, preferred_element_type or out_sharding run as in nnx, without activation, residual and "fp8".
 
     Args:
       activation: as in matmul.
-      precision: of float32, "fp32" or "tf32"; of any dtype, "fp8", for products of 8 bits, or "bf16" or "fp16", to
-        which x and the kernel are rounded; or any of nnx.Linear's, which runs as in nnx.
+      precision: with float32, "fp32" or "tf32"; with any dtype, "fp8" for 8-bit matmuls, or "bf16" or "fp16", to which
+        x and the kernel are rounded; or any precision of nnx.Linear, which runs as in nnx.
       scaling: with "fp8", as in matmul.
-      fp8_scaling: with "fp8", where the scales of x and the kernel come from. "dynamic": from their own largest
-        numbers. "delayed": from the largest ones of the last calls, which the module keeps in x_history and
-        kernel_history, AmaxHistories. Numbers beyond become the largest of e4m3. The first call takes its own scales.
-        Each forward notes its own largest finite numbers. The scales of cotangents stay dynamic, and scaling is
-        "tensor".
-      amax_history_length: with "delayed", of how many calls; None is 16.
-      implementation: of the op. The others are nnx.Linear's.
+      fp8_scaling: with "fp8", the source of the scales of x and the kernel. "dynamic": their own largest magnitudes.
+        "delayed": the largest magnitudes of previous calls, which the module keeps in x_history and kernel_history,
+        AmaxHistories. Larger values are then clipped to the largest e4m3 value. The first call uses its own scales.
+        Each forward records its own largest finite magnitudes. The scales of cotangents stay dynamic, and scaling must
+        be "tensor" or None.
+      amax_history_length: with "delayed", the number of calls in the history; None for 16.
+      implementation: of the op. The other arguments are nnx.Linear's.
 
     Raises:
-      TypeError: amax_history_length is no int, or activation is neither a name nor a function.
-      ValueError: activation is not known, or joins numbers; scaling or fp8_scaling is not known, or given without
+      TypeError: amax_history_length is not an int, or activation is neither a name nor a function.
+      ValueError: activation is unknown, or combines several values; scaling or fp8_scaling is unknown, or given without
         "fp8"; scaling is by rows or blocks with "delayed"; amax_history_length is below 1, or given with "dynamic".
 
     Raises, when called:
-      ValueError: an activation, a residual or "fp8" meets an option that runs as in nnx; or as matmul.
-      TypeError: dtype, or what x and the parameters promote to, has 8 bits.
+      ValueError: an activation, a residual or "fp8" is combined with an option that runs as in nnx; or as matmul.
+      TypeError: dtype, or the promoted dtype of x and the parameters, has 8 bits.
       NotImplementedError: as matmul.
 
     Sources of delayed scaling: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; the
@@ -79,8 +79,7 @@ class Linear(nnx.Linear):
     def __call__(self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None) -> jax.Array:
         """inputs: [..., in_features]. residual: [..., out_features], added last.
 
-        The result has the dtype that inputs and parameters are computed in. Where the module has no dtype, it is also
-        as wide as residual.
+        The result has the dtype of the computation. If the module has no dtype, this is promoted with residual's dtype.
         """
         is_plain = self.dot_general is lax.dot_general and self.preferred_element_type is None and out_sharding is None
         if not is_plain or self.precision not in (None, *ops.PRECISIONS):
@@ -119,7 +118,7 @@ class Linear(nnx.Linear):
 
 
 def _residual(module: nnx.Linear, residual: Any, dtype: Any) -> Any:
-    """The residual in the dtype of its sum with a result of this dtype. Raises TypeError."""
+    """The residual, in the dtype of its sum with a result of `dtype`. Raises TypeError unless it is an array."""
     if residual is None:
         return None
     residual = checked_array("residual", residual)
@@ -128,7 +127,7 @@ def _residual(module: nnx.Linear, residual: Any, dtype: Any) -> Any:
 
 
 def _promoted(module: nnx.Linear, x: jax.Array, *others: Any) -> Any:
-    """x and the others in the dtype of the module's computation. Raises TypeError where that has 8 bits."""
+    """x and the others in the dtype of the module's computation. Raises TypeError if that dtype has 8 bits."""
     x, *others = module.promote_dtype((x, *others), dtype=module.dtype)
     if x.dtype.itemsize == 1:
         raise TypeError(f"dtype: got {x.dtype} for the computation, want 16 or 32 bits, also with precision='fp8'")
@@ -136,12 +135,12 @@ def _promoted(module: nnx.Linear, x: jax.Array, *others: Any) -> Any:
 
 
 def _check_options(options: dict[str, Any], precision: Any) -> None:
-    """Raises ValueError for what a GatedMLP would not heed."""
+    """Raises ValueError for options that a GatedMLP would ignore."""
     if options.get("use_bias"):
         raise ValueError("use_bias: got True, want False: a GatedMLP has no biases")
     for name in ("dot_general", "preferred_element_type"):
         if options.get(name) not in (None, lax.dot_general):
-            raise ValueError(f"{name}: got one, want None: this library's products have none")
+            raise ValueError(f"{name}: got one, want None: this library's matmuls have no such option")
     if precision not in (None, *ops.PRECISIONS):
         raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, ops.PRECISIONS))} or None")
 
@@ -149,19 +148,19 @@ def _check_options(options: dict[str, Any], precision: Any) -> None:
 class GatedMLP(nnx.Module):
     """down_proj(activation(gate_proj(x)) * up_proj(x)), by the op mlp, or by gated_matmul and matmul.
 
-    The op mlp serves precision None, "fp32" and "tf32".
+    The op mlp runs with precision None, "fp32" and "tf32".
 
     Parameters: gate_proj.kernel and up_proj.kernel [in_features, hidden_features], down_proj.kernel [hidden_features,
     in_features].
 
     Args:
       activation, precision, scaling, implementation: as in gated_matmul. fp8_scaling, amax_history_length: as in
-        Linear. gate_proj and up_proj have one x, whose history counts in gate_proj and is copied to up_proj.
-      options: those of nnx.Linear, such as dtype, param_dtype, kernel_init and rngs, but for use_bias, dot_general and
+        Linear. gate_proj and up_proj have the same x: gate_proj's history of x is used, and copied to up_proj.
+      options: of nnx.Linear, such as dtype, param_dtype, kernel_init and rngs, except use_bias, dot_general and
         preferred_element_type.
 
     Raises:
-      TypeError, ValueError: as Linear; or options have one that this module lacks.
+      TypeError, ValueError: as Linear; or an option that this module lacks.
     """
 
     @plain_arguments
@@ -193,7 +192,7 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
-        """x: [..., in_features]. residual: like x, added last, in the dtype that Linear says."""
+        """x: [..., in_features]. residual: like x, added last. The result has the dtype as in Linear."""
         of = self.gate_proj
         weights = self.gate_proj.kernel[...], self.up_proj.kernel[...]
         x, gate, up = _promoted(of, x, *weights)

@@ -16,18 +16,18 @@ __all__ = ["LayerNorm", "RMSNorm"]
 
 
 class LayerNorm(nnx.LayerNorm):
-    """nnx.LayerNorm by jax_kernels.layer_norm, with an addition before it where a call has a residual.
+    """nnx.LayerNorm by jax_kernels.layer_norm, which can first add a residual to x.
 
-    It has nnx.LayerNorm's arguments, parameters and results, but that scale and bias count in float32 where they are
-    float32, and that the variance is never the fast one. What the kernels do not serve runs as in nnx: a mask, other
-    axes than the last, and statistics over devices.
+    It has nnx.LayerNorm's arguments, parameters and results, with two differences: float32 scale and bias are used in
+    float32, and the fast variance is never used. Calls that the kernels do not support run as in nnx: with a mask, with
+    axes other than the last, or with statistics over devices.
 
     Args:
-      scale_offset: added to scale, as in layer_norm; without a scale_init, scale begins as 1 - scale_offset.
-        implementation: of the op. The others are nnx.LayerNorm's.
+      scale_offset: added to scale, as in layer_norm; without a scale_init, scale starts at 1 - scale_offset.
+      implementation: of the op. The other arguments are nnx.LayerNorm's.
 
     Raises, when called:
-      ValueError: a residual or a scale_offset meets a mask, or a module with other axes; or as layer_norm.
+      ValueError: a residual or a scale_offset is combined with a mask or with other axes; or as layer_norm.
     """
 
     @plain_arguments
@@ -56,16 +56,16 @@ class LayerNorm(nnx.LayerNorm):
 
 
 class RMSNorm(nnx.RMSNorm):
-    """nnx.RMSNorm by jax_kernels.rms_norm, with an addition before it where a call has a residual.
+    """nnx.RMSNorm by jax_kernels.rms_norm, which can first add a residual to x.
 
     It differs from nnx.RMSNorm as LayerNorm does from nnx.LayerNorm.
 
     Args:
-      scale_offset: added to scale, as in rms_norm; without a scale_init, scale begins as 1 - scale_offset.
-        implementation: of the op. The others are nnx.RMSNorm's.
+      scale_offset: added to scale, as in rms_norm; without a scale_init, scale starts at 1 - scale_offset.
+      implementation: of the op. The other arguments are nnx.RMSNorm's.
 
     Raises, when called:
-      ValueError: a residual or a scale_offset meets a mask, or a module with other axes; or as rms_norm.
+      ValueError: a residual or a scale_offset is combined with a mask or with other axes; or as rms_norm.
     """
 
     @plain_arguments
@@ -101,25 +101,25 @@ def _check_options(num_features: Any, scale_offset: Any, implementation: Any) ->
 
 
 def _with_scale_init(options: dict[str, Any], scale_offset: float) -> dict[str, Any]:
-    """nnx's options, with an initialisation that makes scale + scale_offset 1."""
+    """nnx's options, with an initialisation for which scale + scale_offset is 1."""
     return {"scale_init": initializers.constant(1.0 - scale_offset)} | options if scale_offset else options
 
 
 def _is_served(module: Any, mask: Any, residual: Any) -> bool:
-    """Whether the op computes this call. Raises ValueError for a residual or a scale_offset that nnx would not add."""
+    """Whether the op computes this call. Raises ValueError for a residual or a scale_offset that nnx cannot add."""
     axes = (module.reduction_axes, module.feature_axes)
     is_plain = all(axis in (-1, (-1,), [-1]) for axis in axes) and module.axis_name is None
     if is_plain and mask is None:
         return True
     if residual is not None:
-        raise ValueError("residual: got one with a mask, with axes beside the last, or with an axis_name, want None")
+        raise ValueError("residual: got one with a mask, with axes other than the last, or an axis_name, want None")
     if module.scale_offset:
         raise ValueError(f"scale_offset: got {module.scale_offset} with a mask or other axes, want 0.0")
     return False
 
 
 def _promoted(module: Any, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, ...]:
-    """The arrays in the dtype that nnx computes in, but float32 parameters as they are."""
+    """The arrays in nnx's dtype of the computation; float32 parameters are unchanged."""
     weights = [None if y is None else y[...] for y in (scale, bias)]
     arrays = [None if y is None else jnp.asarray(y) for y in (x, residual)]
     x, residual, *_ = module.promote_dtype((*arrays, *weights), dtype=module.dtype)

@@ -1,4 +1,4 @@
-"""Linear and GatedMLP with weights of few bits, and quantize_weights, which gives them to a model."""
+"""Linear and GatedMLP with low-bit weights, and quantize_weights, which puts them into a model."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,33 +17,34 @@ __all__ = ["QuantizedGatedMLP", "QuantizedLinear", "QuantizedWeight", "quantize_
 
 
 class QuantizedWeight(nnx.Variable):
-    """The values or the scales of weights of few bits. It is no nnx.Param: optimizers and nnx.grad leave it alone."""
+    """The values or scales of low-bit weights. Not an nnx.Param, so that optimizers and nnx.grad ignore it."""
 
 
 class QuantizedLinear(nnx.Module):
     """A Linear whose weights have 4 or 8 bits, by jax_kernels.matmul. x keeps its 16 or 32 bits.
 
-    Equivalent to the following JAX code, in float32 from the product on::
+    Equivalent to the following JAX code, in float32 from the matmul on::
 
         out = activation(x @ dequantize(kernel) + bias) + residual
 
     Variables: values and scale, QuantizedWeights with the fields of the QuantizedArray; bias [out_features], an
-    nnx.Param, or None. `kernel` is the QuantizedArray [in_features, out_features]. Gradients of x, the bias and the
-    residual are those of the product with dequantised weights; asking for those of the weights raises.
+    nnx.Param, or None. `kernel` is the QuantizedArray [in_features, out_features]. The gradients of x, the bias and the
+    residual equal the gradients with dequantised weights. Gradients of the weights raise an error.
 
     Args:
-      kernel: quantize(w, format) of w [in_features, out_features], of a format of few bits, along axis -2.
-      bias: [out_features], an array or an nnx.Param, which is then shared; None for none.
+      kernel: quantize(w, format) of w [in_features, out_features], in a low-bit format, along axis -2.
+      bias: [out_features], an array, or an nnx.Param, which is then shared; None for none.
       activation, implementation: as in matmul.
-      dtype: of the computation and the result; None is what x, param_dtype and bias promote to, as in nnx.Linear.
-      param_dtype: the dtype that the weights count as there.
-      precision: of float32, "fp32" or "tf32"; else None.
+      dtype: of the computation and the result; None for the promoted dtype of x, param_dtype and bias, as in
+        nnx.Linear.
+      param_dtype: the weights' dtype for that promotion.
+      precision: with float32 "fp32" or "tf32"; else None.
       promote_dtype: as in nnx.Linear.
 
     Raises:
-      TypeError: kernel is no QuantizedArray of few bits.
-      ValueError: kernel has other axes or is quantized along another one, or bias has another shape, or precision is
-        another.
+      TypeError: kernel is not a low-bit QuantizedArray.
+      ValueError: kernel does not have two axes or is not quantized along axis -2; bias has a wrong shape; precision is
+        none of these.
 
     Raises, when called:
       TypeError, ValueError, NotImplementedError: as matmul.
@@ -94,16 +95,16 @@ class QuantizedLinear(nnx.Module):
         group_size: int | None = None,
         scale_dtype: Any = None,
     ) -> "QuantizedLinear":
-        """The module with the weights of a Linear or an nnx.Linear, whose other options and bias it shares.
+        """The module with the quantized weights of a Linear or an nnx.Linear, and with its bias and other options.
 
         Args:
-          linear: a models.Linear or an nnx.Linear.
+          linear: a models.Linear or an nnx.Linear. The bias is shared.
           format: "int8", "int4", "mxfp8" or "mxfp4". scaling, group_size, scale_dtype: as in quantize.
 
         Raises:
           TypeError: linear is another module.
           ValueError: an option of quantize is wrong, or linear has a precision, a dot_general or a
-            preferred_element_type that the products of few bits do not serve.
+            preferred_element_type that low-bit matmuls do not support.
         """
         _check_format(format)
         _check_linear("linear", linear)
@@ -134,7 +135,7 @@ class QuantizedLinear(nnx.Module):
         )
 
     def promoted(self, x: jax.Array) -> jax.Array:
-        """x in the dtype of the computation. Raises TypeError where that has 8 bits."""
+        """x in the dtype of the computation. Raises TypeError if that dtype has 8 bits."""
         bias = None if self.bias is None else self.bias[...]
         x, *_ = self.promote_dtype((jnp.asarray(x), jnp.zeros((), self.param_dtype), bias), dtype=self.dtype)
         if x.dtype.itemsize == 1:
@@ -166,14 +167,14 @@ class QuantizedGatedMLP(nnx.Module):
         down_proj(activation(gate_proj(x)) * up_proj(x)) + residual
 
     Args:
-      gate_proj, up_proj: QuantizedLinears [in_features, hidden_features] without bias and activation, of one layout and
-        dtype of scales. Options of the computation are those of gate_proj.
+      gate_proj, up_proj: QuantizedLinears [in_features, hidden_features] without bias and activation, with the same
+        layout and the same dtype of scales. The dtype, precision and implementation are gate_proj's.
       down_proj: a QuantizedLinear or a Linear [hidden_features, in_features].
       activation: as in gated_matmul.
 
     Raises:
-      TypeError: gate_proj or up_proj is no QuantizedLinear.
-      ValueError: one of them has a bias or an activation.
+      TypeError: gate_proj or up_proj is not a QuantizedLinear.
+      ValueError: gate_proj or up_proj has a bias or an activation.
 
     Raises, when called:
       TypeError, ValueError, NotImplementedError: as gated_matmul and matmul.
@@ -186,7 +187,7 @@ class QuantizedGatedMLP(nnx.Module):
             if not isinstance(projection, QuantizedLinear):
                 raise TypeError(f"{name}: got {type(projection).__name__}, want a QuantizedLinear")
             if projection.bias is not None or projection.activation is not None:
-                raise ValueError(f"{name}: got one with a bias or an activation, want none of these")
+                raise ValueError(f"{name}: got one with a bias or an activation, want neither")
         self.gate_proj = gate_proj
         self.up_proj = up_proj
         self.down_proj = down_proj
@@ -194,14 +195,14 @@ class QuantizedGatedMLP(nnx.Module):
 
     @classmethod
     def from_mlp(cls, mlp: GatedMLP, format: str = "int4", *, quantize_down: bool = True, **options: Any) -> Any:
-        """The module with the weights of a GatedMLP.
+        """The module with the quantized weights of a GatedMLP.
 
         Args:
           format, options: as in QuantizedLinear.from_linear.
-          quantize_down: whether down_proj is quantized, too; else the GatedMLP's own one is taken.
+          quantize_down: whether to quantize down_proj as well; otherwise the GatedMLP's own down_proj is used.
 
         Raises:
-          TypeError, ValueError: as QuantizedLinear.from_linear; mlp is no GatedMLP.
+          TypeError, ValueError: as QuantizedLinear.from_linear; mlp is not a GatedMLP.
         """
         if not isinstance(mlp, GatedMLP):
             raise TypeError(f"mlp: got {type(mlp).__name__}, want a GatedMLP")
@@ -232,36 +233,37 @@ def quantize_weights(
     scale_dtype: Any = None,
     skip: Sequence[str] | None = None,
 ) -> Any:
-    """Rounds the weights of a model's products to few bits, in the model itself.
+    """Rounds the weights of a model's matmuls to 4 or 8 bits, in the model itself.
 
-    Each models.Linear and nnx.Linear becomes a QuantizedLinear, each GatedMLP a QuantizedGatedMLP. Of a Transformer
-    these are the projections of the attention, the MLP and, where it has one, the head. All else stays as it is:
-    embeddings, norms, biases, convolutions, and what is of few bits already. So a second call with another format may
-    take what `skip` left out in the first.
+    Each models.Linear and nnx.Linear becomes a QuantizedLinear, each GatedMLP a QuantizedGatedMLP. In a Transformer
+    these are the attention's projections, the MLP and the head, if it has one. Embeddings, norms, biases, convolutions
+    and low-bit weights do not change. A second call with another format can therefore quantize the modules that the
+    first call skipped.
 
     Args:
       model: an nnx.Module that has such modules as attributes, or in nnx.Lists and nnx.Dicts.
       format: "int8", "int4", "mxfp8" or "mxfp4". scaling, group_size, scale_dtype: as in quantize.
-      skip: names of modules that stay as they are, with all that is in them: parts of a dotted name such as "head",
-        "mlp.down_proj", "layers.0". None is "head" where the model has one.
+      skip: names of modules that do not change, with all modules inside them: parts of a dotted name such as "head",
+        "mlp.down_proj", "layers.0". None skips "head" if the model has one.
 
     Returns:
       The model.
 
     Raises, and changes nothing:
-      TypeError: model is no nnx.Module, or a Linear itself; skip is a string; or a module is of another subclass of
-        nnx.Linear.
-      ValueError: an option is wrong, a module has an option that QuantizedLinear lacks, a name in skip is that of no
-        module, gate_proj is skipped without up_proj, or there is nothing to replace.
+      TypeError: model is not an nnx.Module, or is itself a Linear or a GatedMLP; skip is a string; or a module is of
+        another subclass of nnx.Linear.
+      ValueError: an option is wrong, a module has an option that QuantizedLinear lacks, a name in skip matches no
+        module, skip names a part of a GatedMLP other than down_proj, or there is no module to replace.
     """
     _check_format(format)
     if not isinstance(model, nnx.Module) or isinstance(model, nnx.Linear | GatedMLP):
         want = (
-            "an nnx.Module that has Linears; for one itself QuantizedLinear.from_linear or QuantizedGatedMLP.from_mlp"
+            "an nnx.Module that has Linears; for a Linear or GatedMLP itself use QuantizedLinear.from_linear or "
+            "QuantizedGatedMLP.from_mlp"
         )
         raise TypeError(f"model: got {type(model).__name__}, want {want}")
     options = {"format": format, "scaling": scaling, "group_size": group_size, "scale_dtype": scale_dtype}
-    quantize(jnp.zeros((2, 2)), **options)  # raises where an option is wrong, before anything is replaced
+    quantize(jnp.zeros((2, 2)), **options)  # raises if an option is wrong, before any module is replaced
     found = list(_modules(model, (), set()))
     kept = _Skipped(skip, [path for path, *_ in found])
     places = []
@@ -275,7 +277,7 @@ def quantize_weights(
     _check_all_found(model, found)
     if not places:
         raise ValueError("model: got no Linear or GatedMLP outside skip, want at least one")
-    done: dict[int, Any] = {}  # a module that stands at two places stays one
+    done: dict[int, Any] = {}  # a shared module stays shared
     for parent, name, module, convert in places:
         if id(module) not in done:
             done[id(module)] = convert()
@@ -308,14 +310,12 @@ def _of_linear(path: tuple[str, ...], linear: Any, kept: _Skipped, options: dict
 
 
 def _of_mlp(path: tuple[str, ...], mlp: GatedMLP, kept: _Skipped, options: dict[str, Any]) -> Callable[[], Any] | None:
-    """How to replace a GatedMLP; None where all of it stays."""
+    """A function that makes the replacement of a GatedMLP; None if skip names all its projections."""
     gate, up, down = (not kept.has((*path, name)) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (gate or up or down):
         return None
     if not (gate and up):
-        raise ValueError(
-            f"skip: got names that keep a part of {'.'.join(path)}, want them to keep all of it, or down_proj alone"
-        )
+        raise ValueError(f"skip: got names of a part of {'.'.join(path)}, want names of all of it or of down_proj only")
     for name in ("gate_proj", "up_proj", "down_proj"):
         _check_linear(".".join((*path, name)), getattr(mlp, name))
     return lambda: QuantizedGatedMLP.from_mlp(mlp, quantize_down=down, **options)
@@ -324,7 +324,7 @@ def _of_mlp(path: tuple[str, ...], mlp: GatedMLP, kept: _Skipped, options: dict[
 def _modules(
     node: nnx.Module, path: tuple[str, ...], seen: set[int]
 ) -> Iterator[tuple[tuple[str, ...], Any, str, Any]]:
-    """(path, parent, the parent's name for it, module) of all modules in a module, at each place that has them."""
+    """(path, parent, attribute name in the parent, module) of all modules in a module; shared modules repeat."""
     seen.add(id(node))
     for name, child in list(vars(node).items()):
         if isinstance(child, nnx.Module):
@@ -334,7 +334,7 @@ def _modules(
 
 
 def _check_all_found(model: nnx.Module, found: Sequence[Any]) -> None:
-    """Raises ValueError where the model has a Linear in a container that is no module."""
+    """Raises ValueError if the model has a Linear in a container that is not a module."""
     known = {id(module) for *_, module in found}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.Linear | GatedMLP) and id(module) not in known:
@@ -346,14 +346,14 @@ def _check_linear(name: str, linear: Any) -> None:
         raise TypeError(f"{name}: got {type(linear).__name__}, want a models.Linear or an nnx.Linear")
     _check_precision(f"{name}.precision", linear.precision)
     if linear.dot_general is not lax.dot_general or linear.preferred_element_type is not None:
-        raise ValueError(f"{name}: got a dot_general or a preferred_element_type, want none with weights of few bits")
+        raise ValueError(f"{name}: got a dot_general or a preferred_element_type, want none with low-bit weights")
 
 
 def _check_precision(name: str, precision: Any) -> None:
     if precision not in (None, "fp32", "tf32"):
         raise ValueError(
-            f"{name}: got {precision!r} with weights of few bits, want None, 'fp32' or 'tf32'; a model of "
-            "precision='fp8' has the same parameters as one without"
+            f"{name}: got {precision!r} with low-bit weights, want None, 'fp32' or 'tf32'; a model with "
+            "precision='fp8' has the same parameters as a model without it"
         )
 
 

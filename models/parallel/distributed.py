@@ -1,4 +1,4 @@
-"""Several processes that train one model: how they find each other, and how long they wait for one another."""
+"""Initialisation of several processes that train one model, with time limits, and the scheduler's environment."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 __all__ = ["gathered", "initialize_distributed", "scheduler"]
 
-# A scheduler's variable for the number of processes; Kubernetes is known by one of its own, without the number.
+# Each scheduler's variable with the number of processes. Kubernetes has other variables, without the number.
 _COUNTS = {"Slurm": "SLURM_NTASKS", "Open MPI": "OMPI_COMM_WORLD_SIZE"}
 _KUBERNETES = "KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"
 
@@ -31,23 +31,24 @@ def initialize_distributed(
     timeout: int = 300,
     collective_timeout: int = 600,
 ) -> bool:
-    """jax.distributed.initialize, with time limits. To be called before anything else touches a device.
+    """jax.distributed.initialize, with time limits. Call it before any other code touches a device.
 
-    Without arguments the scheduler's environment tells who is who: Slurm's, Open MPI's or Kubernetes's. A process that
-    none of these started, and that has no arguments, stays alone.
+    Without arguments the values come from the scheduler's environment: Slurm, Open MPI or Kubernetes. Without arguments
+    and without such a scheduler, the process runs alone.
 
     Args:
-      coordinator: "host:port" of process 0. num_processes, process_id: how many there are, and which this one is.
-      timeout: seconds within which all processes have to be there. A process that has not been heard of for as long, up
-        to 100 seconds, counts as dead: the others then end with a message that says so.
-      collective_timeout: seconds after which a collective on GPUs that has not ended ends the process.
+      coordinator: "host:port" of process 0.
+      num_processes: the number of processes. process_id: the index of this process.
+      timeout: seconds within which all processes must have started. A process that does not respond for as long, at
+        most 100 seconds, counts as dead: the other processes then end with a message.
+      collective_timeout: seconds after which a GPU collective that has not finished ends the process.
 
     Returns:
-      Whether this process is one of several.
+      Whether there are several processes.
 
     Raises:
-      ValueError: only some of coordinator, num_processes and process_id are given, or one is out of range.
-      TypeError: a number is no int.
+      ValueError: only some of coordinator, num_processes and process_id are given, or an argument is out of range.
+      TypeError: a number is not an int.
       RuntimeError: the processes did not find each other in time, or devices were touched before.
     """
     given = (coordinator, num_processes, process_id)
@@ -88,7 +89,7 @@ def initialize_distributed(
 
 
 def gathered(text: str) -> list[str]:
-    """The text of each process, which all call this. Two small collectives, over all devices, whatever the mesh."""
+    """The text of each process. All processes call this. Runs two small collectives over all devices of any mesh."""
     data = np.frombuffer(text.encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(len(data)))
     padded = np.zeros(lengths.max(), np.uint8)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the blocks of a model in stages, on the devices along a mesh axis, by GPipe's schedule."""
+"""Pipeline parallelism: the blocks of a model in stages along a mesh axis, with GPipe's schedule."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,29 +25,30 @@ def pipelined(
     tokens: str | None = None,
     beside: Any = None,
 ) -> jax.Array:
-    """The blocks one after the other, each device along a mesh axis computing its part of them for parts of the batch.
+    """Runs the blocks one after the other. Each device along a mesh axis runs its blocks on parts of the batch.
 
     Equivalent to the following JAX code, on the mesh of jax.set_mesh::
 
         for i in range(L):
             x = block(tree.map(lambda p: p[i], params), x)
 
-    A device has L / stages neighbouring blocks. In tick t, stage s works on part t - s of the batch, so that stages -
-    1 of microbatches + stages - 1 ticks are idle at each end. The backward, which JAX derives, runs the same schedule
-    in reverse. Sums over devices that share out the batch or the tokens are taken for the gradients of params.
+    A device has L / stages neighbouring blocks. In tick t, stage s works on part t - s of the batch. Each stage is idle
+    in stages - 1 of the microbatches + stages - 1 ticks. The backward, which JAX derives, runs the same schedule in
+    reverse. The gradients of params are summed over the devices that shard the batch or the tokens.
 
     Args:
       block: block(params of one block, x) -> x of the same shape and dtype; inside jax.shard_map, over all mesh axes.
       params: a tree of arrays [L, ...].
       x: [B, T, D].
-      axis: the mesh axis of the stages, which divide L.
-      microbatches: parts of the batch; they divide the rows that a device has.
-      batch, tokens: the mesh axes that share out B and T; other mesh axes hold copies.
-      beside: a tree of arrays [B, T], whose rows belong to those of x: block(params, x, beside). None for none.
+      axis: the mesh axis of the stages. The number of stages divides L.
+      microbatches: the number of parts of the batch. It divides the rows of a device.
+      batch, tokens: the mesh axes that shard B and T; x is replicated along other mesh axes.
+      beside: a tree of arrays [B, T] with the rows of x, for block(params, x, beside); None for block(params, x).
 
     Raises:
-      ValueError: the mesh has no such axis, the stages do not divide the blocks, or microbatches not a device's rows.
-      TypeError: microbatches is no int.
+      ValueError: the mesh lacks the axis, the stages do not divide the blocks, or microbatches does not divide the rows
+        of a device.
+      TypeError: microbatches is not an int.
 
     Source: Huang et al., "GPipe" (2018), arXiv:1811.06965.
     """
@@ -56,7 +57,7 @@ def pipelined(
     mesh = jax.sharding.get_abstract_mesh()
     if axis not in mesh.shape:
         known = ", ".join(map(repr, mesh.shape)) or "none"
-        raise ValueError(f"axis: got {axis!r}, want one of the axes of jax.set_mesh's mesh, which are {known}")
+        raise ValueError(f"axis: got {axis!r}, want an axis of jax.set_mesh's mesh: {known}")
     stages = mesh.shape[axis]
     blocks = {p.shape[0] for p in jax.tree.leaves(params)}
     if any(count % stages for count in blocks):
@@ -73,7 +74,7 @@ def pipelined(
         onward = [(i, (i + 1) % stages) for i in range(stages)]
 
         def tick(arriving: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            # Past the last part the first stage repeats it; what comes of that leaves the last stage too late to count.
+            # After the last part the first stage repeats it; these results leave the last stage after the last tick.
             x = jnp.where(stage == 0, parts[jnp.minimum(t, microbatches - 1)], arriving)
             mine = jax.tree.map(lambda x: x[jnp.clip(t - stage, 0, microbatches - 1)], beside)
             more = () if beside is None else (mine,)

@@ -1,4 +1,4 @@
-"""Which devices of a mesh hold which parts of a model's arrays: a table of names, and the functions that apply it."""
+"""Sharding of a model's arrays over a mesh: a table of axis names, and the functions that apply it."""
 
 import dataclasses
 import math
@@ -34,21 +34,21 @@ __all__ = [
     "under_auto_axes",
 ]
 
-# The mesh axes that the default rules know, the one whose devices talk least first.
-UNCONSTRAINED = PartitionSpec.UNCONSTRAINED  # an axis that stays as XLA shards it
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED  # an axis whose sharding XLA chooses
+# The mesh axes that the default rules know, from the least to the most communication.
 MESH_AXES = ("pipeline", "data", "fsdp", "sequence", "tensor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """Two tables: from the axes of a model's arrays to mesh axes, and from parameters to the axes of their arrays.
+    """Two tables: mesh axes for each axis of a model's arrays, and axis names for each parameter.
 
-    axes: pairs of an array's axis ("batch", "tokens", "embed", "heads", "mlp", "vocab", "stage") and the mesh axes that
-      share it out. A mesh axis is left out where the mesh lacks it, where its devices do not divide the array, and
-      where an earlier axis of the same array has it: such an array is whole on each of its devices.
+    axes: pairs of an array axis ("batch", "tokens", "embed", "heads", "mlp", "vocab", "stage") and the mesh axes that
+      shard it. A mesh axis is not used if the mesh lacks it, if its size does not divide the array's axis, or if an
+      earlier axis of the same array uses it. The array is then replicated along that mesh axis.
     parameters: pairs of a regular expression, which matches the end of a parameter's dotted name (see
-      flat_parameters), and the names of its axes. The first that matches, and has as many axes, counts. Other
-      parameters are whole on every device.
+      flat_parameters), and the names of the parameter's axes. The first matching pair with the parameter's number of
+      axes counts. Parameters without a matching pair are replicated.
     """
 
     axes: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -70,7 +70,7 @@ class ShardingRules:
     )
 
     def mesh_axes(self, name: str | None, length: int, mesh: Any, taken: Sequence[str] = ()) -> tuple[str, ...]:
-        """The mesh axes that share out an array's axis of this name and length. mesh: a Mesh or an AbstractMesh.
+        """The mesh axes that shard an array axis of this name and length. mesh: a Mesh or an AbstractMesh.
 
         Raises ValueError for a name that the table lacks.
         """
@@ -87,7 +87,7 @@ class ShardingRules:
         return tuple(found)
 
     def spec(self, names: Sequence[Any], shape: Sequence[int], mesh: Any) -> PartitionSpec:
-        """The PartitionSpec on a mesh of an array whose axes have these names; the last axes may be without.
+        """The PartitionSpec, on a mesh, of an array whose axes have these names. The last axes need no name.
 
         A name may also be a tuple of mesh axes, or UNCONSTRAINED.
         """
@@ -100,16 +100,17 @@ class ShardingRules:
         return PartitionSpec(*map(of, found))
 
     def parameter_spec(self, name: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-        """How a mesh shares out the parameter of a dotted name."""
+        """The PartitionSpec, on a mesh, of the parameter with this dotted name."""
         for pattern, names in self.parameters:
             if len(names) == len(shape) and re.search(rf"(^|\.)({pattern})$", name):
                 return self.spec(names, shape, mesh)
         return PartitionSpec()
 
     def constrain(self, x: jax.Array, *names: Any) -> jax.Array:
-        """x, sharded by its axes' names over the mesh of jax.set_mesh; as it is without one, and inside shard_map.
+        """Shards x by the names of its axes over the mesh of jax.set_mesh.
 
-        names: as in spec. An array outside of jit that is not on the mesh stays as it is.
+        x is unchanged without a mesh, inside shard_map, and outside of jit if x does not have a NamedSharding. names:
+        as in spec.
         """
         mesh = _auto_mesh()
         if mesh is None or not (isinstance(x, jax.core.Tracer) or isinstance(x.sharding, NamedSharding)):
@@ -117,16 +118,16 @@ class ShardingRules:
         return lax.with_sharding_constraint(x, self.spec(names, x.shape, mesh))
 
     def devices(self, name: str, length: int) -> dict[str, int]:
-        """The axes of the mesh of jax.set_mesh that share out an axis of this name and length, with their devices.
+        """The axes of the mesh of jax.set_mesh that shard an array axis of this name and length, with their sizes.
 
-        None where constrain changes nothing.
+        Empty if constrain changes nothing.
         """
         mesh = _auto_mesh()
         return {} if mesh is None else {axis: mesh.shape[axis] for axis in self.mesh_axes(name, length, mesh)}
 
 
 def _auto_mesh() -> Any:
-    """The mesh of jax.set_mesh, None without one, and where XLA does not place the arrays on each of its axes."""
+    """The mesh of jax.set_mesh. None without a mesh, or if an axis of the mesh is not Auto."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types) else mesh
 
@@ -134,9 +135,10 @@ def _auto_mesh() -> Any:
 def check_mesh(
     mesh: Mesh, rules: ShardingRules, sequence_axis: str | None = None, num_layers: int | None = None
 ) -> None:
-    """Raises ValueError for a mesh on which a model of these rules would not use each process and each axis.
+    """Raises ValueError for a mesh with a process or an axis that a model with these rules would not use.
 
-    sequence_axis, num_layers: of the model's config. The axis may stand beside the rules; stages divide the layers.
+    sequence_axis, num_layers: of the model's config. The rules need not name sequence_axis. The number of pipeline
+    stages must divide num_layers.
     """
     for axis in dict(rules.axes).get("stage", ()):
         stages = mesh.shape.get(axis, 1)
@@ -146,8 +148,8 @@ def check_mesh(
     unknown = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in known]
     if unknown:
         raise ValueError(
-            f"mesh: got {', '.join(f'{axis}={mesh.shape[axis]}' for axis in unknown)}, along which each device would "
-            f"repeat the others' work, want axes that the rules use: {', '.join(sorted(known))}"
+            f"mesh: got {', '.join(f'{axis}={mesh.shape[axis]}' for axis in unknown)}, along which all devices would "
+            f"do the same work, want axes that the rules use: {', '.join(sorted(known))}"
         )
     absent = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
     if absent:
@@ -158,7 +160,7 @@ def check_mesh(
 
 
 def check_kinds(mesh: Any, rules: Any) -> None:
-    """Raises TypeError unless these are a mesh, and ShardingRules or None."""
+    """Raises TypeError unless mesh is a mesh and rules are ShardingRules or None."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh: got {mesh!r}, want a jax.sharding.Mesh, as make_mesh gives it")
     if not isinstance(rules, ShardingRules | None):
@@ -166,16 +168,16 @@ def check_kinds(mesh: Any, rules: Any) -> None:
 
 
 def has_explicit_axes(mesh: Any = None) -> bool:
-    """Whether a mesh has Explicit axes, as jax.make_mesh makes them by default. None for the mesh of jax.set_mesh."""
+    """Whether a mesh has Explicit axes, the default of jax.make_mesh. mesh: None for the mesh of jax.set_mesh."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
 def under_auto_axes(function: Callable[..., Any], model: Any, arrays: Any, results: Any) -> Any:
-    """function(model, *arrays) on a mesh with Explicit axes: inside, they are Auto.
+    """Calls function(model, *arrays) on a mesh with Explicit axes. Inside the function these axes are Auto.
 
-    arrays: trees of arrays, the function's arguments. results: the PartitionSpecs of what it gives; only the Explicit
-    axes of the mesh of jax.set_mesh count.
+    arrays: trees of arrays, the function's arguments. results: the PartitionSpecs of the function's results; only the
+    Explicit axes of the mesh of jax.set_mesh count.
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
@@ -193,15 +195,16 @@ def under_auto_axes(function: Callable[..., Any], model: Any, arrays: Any, resul
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with Auto axes, on which XLA places what the rules do not, for jax.set_mesh.
+    """A mesh with Auto axes, for jax.set_mesh. XLA shards the arrays that the rules do not shard.
 
     Args:
-      axes: the number of devices along each axis, by name: {"data": 2, "sequence": 4}. One may be -1, for all devices
-        that the others leave.
-      devices: to take, in order; None for jax.devices(), the first of them.
+      axes: the number of devices along each axis, by name: {"data": 2, "sequence": 4}. One number may be -1: that axis
+        takes all remaining devices.
+      devices: the devices in order, from which the mesh takes the first; None for jax.devices().
 
     Raises:
-      ValueError: a number is out of range, or there are too few devices. TypeError: axes are no dict of ints by name.
+      ValueError: a number is out of range, or there are too few devices.
+      TypeError: axes is not a mapping from names to ints.
     """
     if not isinstance(axes, Mapping):
         raise TypeError(f"axes: got {axes!r}, want the devices along each axis by name, such as {{'data': 2}}")
@@ -226,12 +229,12 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
 
 
 def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules | None = None) -> Any:
-    """The NamedSharding of each array of a tree, by its name in the tree.
+    """The NamedSharding of each array of a tree, by the array's name in the tree.
 
     Args:
-      state: an nnx.State, a module, or any tree of arrays or jax.ShapeDtypeStructs whose names end as the parameters'
-        do, such as the state of an optax optimizer.
-      mesh: to share them out on. rules: None for the default ones.
+      state: an nnx.State, a module, or any tree of arrays or jax.ShapeDtypeStructs whose names end like the parameters'
+        names, such as the state of an optax optimizer.
+      mesh: the mesh of the shardings. rules: None for ShardingRules().
     """
     check_kinds(mesh, rules)
     rules = ShardingRules() if rules is None else rules
@@ -245,7 +248,7 @@ def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules | None = None) 
 
 
 def shard_model(model: nnx.Module, mesh: Mesh, rules: ShardingRules | None = None) -> None:
-    """Places the parameters of a model on a mesh, in the model itself."""
+    """Shards the parameters of a model over a mesh, in the model itself."""
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model: got {type(model).__name__}, want an nnx.Module")
     state = nnx.state(model)
@@ -253,18 +256,18 @@ def shard_model(model: nnx.Module, mesh: Mesh, rules: ShardingRules | None = Non
 
 
 def shard_batch(batch: Any, mesh: Mesh, rules: ShardingRules | None = None) -> Any:
-    """A tree of arrays [batch, tokens, ...] on the devices of a mesh, the tokens in their order.
+    """Shards a tree of arrays [batch, tokens, ...] over a mesh. The order of the tokens does not change.
 
-    Of several processes each gives the whole batch, of which its own devices take their parts.
+    With several processes, each process passes the whole batch, and its devices take their shards.
 
-    Raises ValueError where the devices do not divide the batch.
+    Raises ValueError if the number of devices does not divide the batch.
     """
     check_kinds(mesh, rules)
     return place(batch, jax.tree.map(lambda x: batch_sharding(np.shape(x), mesh, rules), batch))
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """A tree of arrays by its shardings. Of several processes each gives whole arrays, the same ones."""
+    """Puts a tree of arrays on devices by its shardings. With several processes, each passes the same whole arrays."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
 
@@ -276,9 +279,9 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def batch_sharding(shape: Sequence[int], mesh: Mesh, rules: ShardingRules | None = None) -> NamedSharding:
-    """How a mesh shares out an array [batch, tokens, ...].
+    """The NamedSharding of an array [batch, tokens, ...] on a mesh.
 
-    Raises ValueError where the devices do not divide the batch.
+    Raises ValueError if the number of devices does not divide the batch.
     """
     check_kinds(mesh, rules)
     if not shape:
@@ -292,7 +295,7 @@ def batch_sharding(shape: Sequence[int], mesh: Mesh, rules: ShardingRules | None
 
 
 def _kind(axis: str | None) -> AxisType | None:
-    """The type of an axis of the mesh of jax.set_mesh; None where it has more than one device nowhere."""
+    """The type of an axis of the mesh of jax.set_mesh. None if the mesh lacks the axis or has one device along it."""
     mesh = jax.sharding.get_abstract_mesh()
     if axis is None or mesh.empty or mesh.shape.get(axis, 1) == 1:
         return None
@@ -300,24 +303,24 @@ def _kind(axis: str | None) -> AxisType | None:
 
 
 def sequence_devices(axis: str | None) -> int:
-    """How many devices share out the tokens: along `axis` of the mesh of jax.set_mesh, or of a shard_map; else 1."""
+    """The number of token shards: the size of `axis` in the mesh of jax.set_mesh or of a shard_map, else 1."""
     return 1 if _kind(axis) is None else jax.sharding.get_abstract_mesh().shape[axis]
 
 
 def shares_sequence(axis: str | None) -> bool:
-    """Whether the tokens of whole arrays are shared out along `axis` of the mesh of jax.set_mesh: an Auto axis."""
+    """Whether `axis` of the mesh of jax.set_mesh is an Auto axis, which shards the tokens of whole arrays."""
     return _kind(axis) == AxisType.Auto
 
 
 def whole_length(axis: str | None, length: int) -> int:
-    """The tokens of the sequence, where an array has `length` of them: inside shard_map it has those of a device."""
+    """The length of the whole sequence, for an array of `length` tokens. Inside shard_map the array is one shard."""
     return length * sequence_devices(axis) if _kind(axis) == AxisType.Manual else length
 
 
 def token_order(axis: str, layout: str, length: int, what: str = "x") -> Any:
-    """The tokens by their place in a layout: int32 [length], of the whole array, or inside shard_map of this device.
+    """The token index at each position of a layout: int32 [length]. Inside shard_map only this device's positions.
 
-    Raises ValueError, naming `what`, for a length that the layout does not divide.
+    Raises ValueError, naming the argument `what`, for a length that the layout does not divide.
     """
     devices = sequence_devices(axis)
     is_local = _kind(axis) == AxisType.Manual
@@ -345,14 +348,14 @@ def share_sequence(
     heads_alike: bool = True,
     mask: Mask | None = None,
 ) -> jax.Array:
-    """An attention for shard_map on arrays [B, T, heads, head_dim]: each device calls it on its part of them.
+    """Calls an attention in shard_map on arrays [B, T, heads, head_dim]: each device calls it on its shards.
 
-    The batch, the tokens and, where the attention treats all heads alike, the heads are shared out. segment_ids:
-    [B, T], for the attention's fourth argument. mask: of the whole sequence, for its argument `mask`; heads that it
-    tells apart are not shared out.
+    The batch and the tokens are sharded. The heads are sharded only with heads_alike and if the mask has one head.
 
-    Raises NotImplementedError on a mesh with Explicit axes, and for a mask that tells apart batch entries which are
-    shared out.
+    segment_ids: [B, T], the attention's fourth argument. mask: of the whole sequence, the attention's argument `mask`.
+
+    Raises NotImplementedError on a mesh with Explicit axes, and for a mask with several batch entries if the batch is
+    sharded.
     """
     kind = _kind(axis)
     arrays: tuple[Any, ...] = (query, key, value) if segment_ids is None else (query, key, value, segment_ids)
@@ -366,8 +369,8 @@ def share_sequence(
     batch = rules.mesh_axes("batch", query.shape[0], mesh, (axis,))
     if mask is not None and mask.batch > 1 and batch:
         raise NotImplementedError(
-            f"mask: got one of {mask.batch} batch entries where devices share out the batch along {batch}, want one "
-            "for all: segment_ids are for the documents of each entry"
+            f"mask: got {mask.batch} batch entries with the batch sharded along {batch}, want one entry for the whole "
+            "batch: use segment_ids for the documents of each entry"
         )
     both = math.gcd(query.shape[2], key.shape[2])
     heads_alike = heads_alike and (mask is None or mask.heads == 1)
@@ -378,5 +381,5 @@ def share_sequence(
         of_mask, count = attention, len(arrays)
         attention = lambda *given: of_mask(*given[:count], mask=given[count])
         arrays, specs = (*arrays, mask), (*specs, PartitionSpec())
-    # Kernels in the ring have no types of varying arrays in the interpreter; every array here varies over all axes.
+    # Interpreted kernels of the ring lack the types of varying arrays; every array here varies over all axes.
     return jax.shard_map(attention, in_specs=specs, out_specs=spec, check_vma=False)(*arrays)

@@ -1,4 +1,4 @@
-"""The checkpoints in a Trainer's folder: whether what is read of them is what was saved."""
+"""Writes and reads the checkpoints in a Trainer's folder, and checks that the state read is the state saved."""
 
 import contextlib
 import gc
@@ -33,27 +33,27 @@ __all__ = [
 
 
 class NotWritten(OSError):
-    """A checkpoint cannot be written, such as on a full disk. The text names the newest whole one."""
+    """A checkpoint cannot be written, such as on a full disk. The text names the newest whole checkpoint."""
 
 
 def file_in_the_way(folder: Path) -> Path | None:
-    """A file that stands in the place of a folder, or of one around it; None where there is none."""
+    """The file at the path of a folder or of one of its parents; None if there is none."""
     found = next((path for path in (folder, *folder.parents) if path.exists()), None)
     return None if found is None or found.is_dir() else found
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ValueError for a folder with a file in the way."""
+    """Raises ValueError if a file is at the path of the folder or of one of its parents."""
     if (found := file_in_the_way(folder)) is not None:
         raise ValueError(f"folder: got {folder}, want a folder: {found} is a file")
 
 
 def manager(folder: Path, keep: int) -> Any:
-    """An orbax CheckpointManager of the newest `keep` checkpoints in a folder, of the items `state` and `run`.
+    """An orbax CheckpointManager that keeps the newest `keep` checkpoints in a folder, with items `state` and `run`.
 
-    Raises NotWritten where the folder is not there and cannot be made.
+    Raises NotWritten if the folder does not exist and cannot be made.
     """
-    import orbax.checkpoint as ocp  # it takes a second
+    import orbax.checkpoint as ocp  # the import takes a second
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def manager(folder: Path, keep: int) -> Any:
         folder.resolve(),
         options=ocp.CheckpointManagerOptions(
             preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-            # On the CPU an asynchronous save would read buffers that the next step takes over.
+            # On the CPU an asynchronous save would read buffers that were donated to the next step.
             enable_async_checkpointing=jax.default_backend() != "cpu",
         ),
         item_handlers={"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()},
@@ -71,15 +71,15 @@ def manager(folder: Path, keep: int) -> Any:
 
 
 def _raised_again(record: logging.LogRecord) -> bool:
-    """A filter of logs, against the traceback of a thread of orbax's whose error its caller gets too."""
+    """A log filter: hides the traceback of an orbax thread, because the caller gets the same error."""
     return "run() raised an exception" not in record.getMessage()
 
 
 @contextlib.contextmanager
 def writing(checkpoints: Any, step: int | None = None) -> Iterator[None]:
-    """Raises NotWritten, which names the newest whole checkpoint, where orbax fails to write one inside.
+    """Raises NotWritten, which names the newest whole checkpoint, if orbax fails to write a checkpoint in this context.
 
-    step: of the checkpoint; None for one that was begun before. The files of the partial checkpoint are removed.
+    The files of the partial checkpoint are removed. step: of the checkpoint; None for one whose writing began before.
     """
     logging.getLogger("absl").addFilter(_raised_again)
     try:
@@ -97,7 +97,7 @@ def writing(checkpoints: Any, step: int | None = None) -> Iterator[None]:
 
 
 def newest(checkpoints: Any) -> str:
-    """The newest whole checkpoint on the disk, in words."""
+    """A phrase that names the newest whole checkpoint on the disk."""
     with contextlib.suppress(OSError):
         checkpoints.reload()
     step = checkpoints.latest_step()
@@ -105,7 +105,7 @@ def newest(checkpoints: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Why a file could not be written, in a few words: the operating system's own, if it said why."""
+    """The reason why a file could not be written: the operating system's text if there is one."""
     found = re.search(r"os_error_code='?(\d+)", str(error))
     if found:
         return os.strerror(int(found[1]))
@@ -115,9 +115,9 @@ def reason(error: BaseException) -> str:
 
 
 def nonfinite(params: Any, mesh: Mesh) -> list[str]:
-    """The names of the arrays of a tree on a mesh that have a value which is not finite, or too large to be squared.
+    """The names of a tree's arrays on a mesh that have a value which is not finite or whose square is not finite.
 
-    A norm squares its input: past such parameters a loss may be finite, and its gradient is not.
+    A norm squares its input. With such parameters a loss can be finite while its gradient is not.
     """
     with jax.set_mesh(mesh):
         found = {name: _is_finite(x) for name, x in _by_name(params).items()}
@@ -130,7 +130,7 @@ def _is_finite(x: jax.Array) -> jax.Array:
 
 
 def digests(state: Any, mesh: Mesh) -> dict[str, int]:
-    """A number of each array's bits and their places, by its name in a tree on a mesh. It is the same on every mesh."""
+    """A checksum of each array's bits and their positions, by the array's name in the tree. Independent of the mesh."""
     with jax.set_mesh(mesh):
         found = {name: _digest(x) for name, x in _by_name(state).items()}
     return {name: int(x) for name, x in jax.device_get(found).items()}
@@ -138,16 +138,16 @@ def digests(state: Any, mesh: Mesh) -> dict[str, int]:
 
 @jax.jit
 def _digest(x: jax.Array) -> jax.Array:
-    """A sum over the elements, so that it hangs on no order in which devices have them."""
+    """A checksum, as a sum over the elements: it does not depend on their order or sharding."""
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits >= 8:
         kind = {8: jnp.uint8, 16: jnp.uint16}.get(jnp.finfo(x.dtype).bits, jnp.uint32)
-        x = lax.bitcast_convert_type(x, kind)  # of 64 bits, two words
+        x = lax.bitcast_convert_type(x, kind)  # 64 bits become two words
     elif x.dtype.itemsize > 4:
         x = lax.bitcast_convert_type(x, jnp.uint32)
     words, place = x.astype(jnp.uint32), jnp.zeros(x.shape, jnp.uint32)
     for axis in range(x.ndim):
         place = place * jnp.uint32(x.shape[axis]) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-    # The multipliers are those of the hashes Fibonacci and MurmurHash3.
+    # The multipliers come from Fibonacci hashing and MurmurHash3.
     mixed = (words ^ (place * jnp.uint32(0x9E3779B9))) * jnp.uint32(0x85EBCA6B)
     return jnp.sum((mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35), dtype=jnp.uint32)
 
@@ -158,9 +158,9 @@ def _by_name(tree: Any) -> dict[str, Any]:
 
 
 def read_run(checkpoints: Any, step: int) -> dict[str, Any]:
-    """A checkpoint's part beside the state: {"config": ..., "run": ..., "digests": ...}, early ones without the last.
+    """A checkpoint's item `run`: {"config": ..., "run": ..., "digests": ...}. Early checkpoints have no digests.
 
-    Raises ValueError where it cannot be read, or save did not write it.
+    Raises ValueError if the item cannot be read or was not written by save.
     """
     import orbax.checkpoint as ocp
 
@@ -176,16 +176,16 @@ def read_run(checkpoints: Any, step: int) -> dict[str, Any]:
 
 
 def read_state(checkpoints: Any, step: int, like: Any, mesh: Mesh, wanted: Mapping[str, int] | None) -> Any:
-    """A checkpoint's state on a mesh, placed as the arrays of `like` are.
+    """A checkpoint's state on a mesh, with the shardings of the arrays of `like`.
 
-    wanted: the digests of what was saved; None for a checkpoint without them.
+    wanted: the digests of the saved state; None for a checkpoint without digests.
 
-    Raises ValueError where it cannot be read, is not what was saved, or is the state of another optimizer.
+    Raises ValueError if the state cannot be read, differs from the saved state, or belongs to another optimizer.
     """
     with _without_tracebacks_of_other_reads():
         state, why = _read_or_told(checkpoints, step, like)
         if why:
-            time.sleep(0.5)  # for reads under way in other threads, which find no event loop any more
+            time.sleep(0.5)  # lets reads in other threads, whose event loop is gone, fail within this context
             gc.collect()
     if why:
         _raise_unreadable(checkpoints, step, why)
@@ -194,12 +194,12 @@ def read_state(checkpoints: Any, step: int, like: Any, mesh: Mesh, wanted: Mappi
         bad = sorted(name for name in found if found[name] != wanted.get(name))
         if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-            _raise_unreadable(checkpoints, step, f"{bad[0]}{more} are not what was saved")
+            _raise_unreadable(checkpoints, step, f"{bad[0]}{more} differ from the saved arrays")
     return state
 
 
 def _read_or_told(checkpoints: Any, step: int, like: Any) -> tuple[Any, str]:
-    """(the state of read_state, "") or (None, why it cannot be read)."""
+    """(the state of read_state, "") or (None, the reason why it cannot be read)."""
     import orbax.checkpoint as ocp
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
@@ -210,7 +210,7 @@ def _read_or_told(checkpoints: Any, step: int, like: Any) -> tuple[Any, str]:
         return checkpoints.restore(step, args=items).state, ""
     except (MemoryError, jax.errors.JaxRuntimeError, _OtherOptimizer):
         raise
-    except Exception as error:  # orbax raises this very class where it cannot read an array
+    except Exception as error:  # orbax raises Exception itself if it cannot read an array
         if "structures do not match" in str(error):
             raise _other_optimizer(step) from error
         return None, _in_words(error)
@@ -218,7 +218,7 @@ def _read_or_told(checkpoints: Any, step: int, like: Any) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _without_tracebacks_of_other_reads() -> Iterator[None]:
-    """Keeps Python from printing the errors of the reads that orbax began beside one that failed."""
+    """Keeps Python from printing the errors of other reads that orbax started together with a failed read."""
     hook, logger, nothing = sys.unraisablehook, logging.getLogger("asyncio"), lambda _: False
     sys.unraisablehook = lambda _: None
     logger.addFilter(nothing)
@@ -230,18 +230,18 @@ def _without_tracebacks_of_other_reads() -> Iterator[None]:
 
 
 class _OtherOptimizer(ValueError):
-    """The state of a checkpoint is not that of the trainer's optimizer."""
+    """The state of a checkpoint belongs to another optimizer than the trainer's."""
 
 
 def _other_optimizer(step: int, more: str = "") -> _OtherOptimizer:
     return _OtherOptimizer(
-        f"optimizer: got one whose state is not like that of the checkpoint of step {step}{more}, want the optimizer "
-        "that the checkpoint was trained with"
+        f"optimizer: got one whose state differs from the state in the checkpoint of step {step}{more}, want the "
+        "optimizer that the checkpoint was trained with"
     )
 
 
 def _check_alike(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises _OtherOptimizer for moments of another shape or dtype, to which orbax would cast them."""
+    """Raises _OtherOptimizer if saved moments have another shape or dtype than wanted; orbax would cast them."""
     kind = lambda x: f"{jnp.dtype(x.dtype).name} {tuple(x.shape)}"
     for name, x in wanted.items():
         if name.startswith("optimizer.") and name in saved and kind(saved[name]) != kind(x):
@@ -249,7 +249,7 @@ def _check_alike(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any])
 
 
 def _in_words(error: BaseException) -> str:
-    """The first line of an error, or of its cause: orbax adds pages to it."""
+    """The first line of an error's cause, or of the error: orbax adds pages of text."""
     lines = (str(error.__cause__ or error) or type(error).__name__).splitlines()
     return lines[0] if len(lines[0]) < 200 else f"{lines[0][:200]} ..."
 

@@ -1,4 +1,4 @@
-"""Batches of windows of a text, of which each process reads the rows of its own devices."""
+"""Batches of windows of a text. Each process reads only the rows of its own devices."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -16,9 +16,9 @@ __all__ = ["TokenBatches", "read_documents", "read_text"]
 
 
 def read_documents(paths: str | Path | Iterable[str | Path]) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes that read_text gives, and the first byte of each file: uint8 [bytes], int64 [files].
+    """(the bytes of read_text, the index of each file's first byte): uint8 [bytes], int64 [files].
 
-    The second is what TokenBatches takes as `documents`. paths, errors: as in read_text.
+    Pass the second array to TokenBatches as `documents`. paths, errors: as in read_text.
     """
     files = _files(paths)
     sizes = [file.stat().st_size for file in files]
@@ -26,14 +26,16 @@ def read_documents(paths: str | Path | Iterable[str | Path]) -> tuple[np.ndarray
 
 
 def read_text(paths: str | Path | Iterable[str | Path]) -> np.ndarray:
-    """The bytes of text files, one after the other: uint8 [bytes]. A single file is mapped, not read.
+    """The bytes of text files, one after the other: uint8 [bytes]. A single file is memory-mapped, not read.
 
     Args:
-      paths: a file, a folder, of which all files are taken that are not hidden, or several of these. Files of a folder
-        come in the order of their names.
+      paths: a file, a folder, or several files and folders. A folder gives all its files that are not hidden, in the
+        order of their names.
 
     Raises:
-      FileNotFoundError: a path is neither a file nor a folder. ValueError: there are no bytes. TypeError: no path.
+      FileNotFoundError: a path is neither a file nor a folder.
+      ValueError: there are no bytes.
+      TypeError: paths is neither a path nor an iterable.
     """
     return _text(_files(paths))
 
@@ -64,26 +66,26 @@ def _text(files: list[Path]) -> np.ndarray:
 
 
 class TokenBatches:
-    """Batches of windows of a sequence of tokens: batches[step] hangs on the seed and the step alone.
+    """Batches of windows of a sequence of tokens. batches[step] depends only on the seed and the step.
 
-    A window has seq_len + 1 tokens, and begins where the one before ended. An epoch has each window once, in an order
-    of its own, by grain. Neither the devices nor the processes have an effect on a step's batch, so that a run may go
-    on at any step, on any mesh.
+    A window has seq_len + 1 tokens, and its first token is the last token of the previous window. An epoch has each
+    window once, in an order that grain shuffles for each epoch. A step's batch does not depend on devices or processes,
+    so that a run can resume at any step, on any mesh.
 
     Args:
-      tokens: integers [n], such as read_text gives, or a np.memmap of token ids.
-      seq_len: the tokens of a window. batch_size: the windows of a batch, over all devices.
+      tokens: integers [n], for example from read_text, or a np.memmap of token ids.
+      seq_len: the number of tokens of a window. batch_size: the number of windows of a batch, over all devices.
       seed: of the order.
-      documents: the first token of each document, integers [documents], ascending from 0 on, such as read_documents or
-        document_starts give. A batch then has segment_ids too, and no target in another document. None where all tokens
-        are one document. A window's end cuts the document that it falls into.
-      mesh, rules: where to place the batches, as in shard_batch. None for the default device.
+      documents: the index of the first token of each document, integers [documents], ascending from 0, for example from
+        read_documents or document_starts. A batch then also has segment_ids, and a target in another document is -1.
+        None if all tokens are one document. The end of a window cuts the document there.
+      mesh, rules: the sharding of the batches, as in shard_batch. mesh: None for the default device.
 
     Raises:
-      ValueError: a number is below 1, the tokens are no sequence of integers or less than a window, documents do not
-        ascend from 0 within the tokens, or the devices do not divide the batch. When a batch is taken: it has a token
-        that int32 cannot hold.
-      TypeError: tokens is no array, or a number no int.
+      ValueError: a number is out of range, tokens are not integers [n] or fewer than a window, documents do not ascend
+        from 0 within the tokens, or the number of devices does not divide the batch. On taking a batch: a token does
+        not fit int32.
+      TypeError: tokens is not an array, or a number is not an int.
     """
 
     @plain_arguments
@@ -114,7 +116,7 @@ class TokenBatches:
             raise ValueError(f"tokens: got {len(tokens)}, want at least {seq_len + 1} for seq_len={seq_len}")
         if documents is not None:
             documents = _checked_documents(np.asarray(documents), len(tokens))
-        import grain  # it takes a second
+        import grain  # the import takes a second
 
         self.tokens = tokens
         self.documents = documents
@@ -126,9 +128,9 @@ class TokenBatches:
         self._sharding = None if mesh is None else batch_sharding(shape, mesh, rules)
 
     def __getitem__(self, step: int) -> tuple[jax.Array, ...]:
-        """(tokens, targets) of a step, int32 [batch_size, seq_len]: targets are the tokens one place further on.
+        """(tokens, targets) of a step, int32 [batch_size, seq_len]. The targets are the next tokens.
 
-        With `documents`, (tokens, targets, segment_ids): in each window ids count from 0, and a target in another
+        With `documents`: (tokens, targets, segment_ids). Ids count from 0 in each window, and a target in another
         document is -1.
 
         Raises TypeError or ValueError unless step is an int of 0 or more.
@@ -156,7 +158,7 @@ class TokenBatches:
         return tuple(part(field) for field in range(2 if self.documents is None else 3))
 
     def _rows(self, step: int, numbers: Sequence[int]) -> np.ndarray:
-        """The rows of a batch by their numbers in it, int32 [n, 2 or 3, seq_len]: tokens, targets, segment_ids."""
+        """Rows of a batch, by their indices in it: int32 [n, 2 or 3, seq_len] of tokens, targets, segment_ids."""
         starts = [self._order[step * self.batch_size + number] * self.seq_len for number in numbers]
         return np.stack([self._window(start) for start in starts])
 
@@ -174,7 +176,7 @@ class TokenBatches:
 
     @property
     def sha256(self) -> str:
-        """The digest of tokens and documents, which tells whether a run goes on with the text that it began with."""
+        """The digest of tokens and documents, to check that a resumed run has the same text."""
         digest = hashlib.sha256()
         for start in range(0, len(self.tokens), 1 << 24):
             digest.update(np.ascontiguousarray(self.tokens[start : start + (1 << 24)]))
@@ -184,7 +186,7 @@ class TokenBatches:
 
 
 def _checked_documents(documents: np.ndarray, length: int) -> np.ndarray:
-    """The first tokens of documents as int64. Raises ValueError unless they ascend from 0 within `length` tokens."""
+    """documents as int64. Raises ValueError unless they ascend from 0 within `length` tokens."""
     if documents.ndim != 1 or not np.issubdtype(documents.dtype, np.integer):
         raise ValueError(f"documents: got {documents.dtype} {documents.shape}, want integers [documents]")
     if not len(documents) or documents[0] != 0 or documents[-1] >= length or (np.diff(documents) <= 0).any():

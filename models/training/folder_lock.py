@@ -1,4 +1,4 @@
-"""The lock of a folder of checkpoints: one run at a time writes it."""
+"""The lock of a folder of checkpoints: only one run at a time writes the folder."""
 
 import contextlib
 import datetime
@@ -20,7 +20,7 @@ from jax_kernels.models.training.checkpoints import NotWritten, reason
 __all__ = ["FolderInUse", "FolderLock"]
 
 _LOCK, _HOLDER = ".lock", ".lock.json"
-# The errors of file systems without locks.
+# Error numbers of file systems without locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
@@ -29,11 +29,11 @@ class FolderInUse(ValueError):
 
 
 class FolderLock:
-    """The right to write a folder, which one run has at a time.
+    """The right to write a folder, which only one run has at a time.
 
-    The operating system has the lock, on the file .lock in the folder, and takes it back when the process ends, however
-    it ends. The file .lock.json says who has it. Of several processes of jax.distributed, process 0 has the lock for
-    all; take is called by all of them.
+    The lock is an operating system lock on the file .lock in the folder. The operating system releases it when the
+    process ends, even if it is killed. The file .lock.json names the holder. With several processes of jax.distributed,
+    process 0 holds the lock for all processes; all processes call take.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,16 +42,16 @@ class FolderLock:
         self._lock: Any = None
 
     def take(self) -> None:
-        """Takes the lock; nothing where this object has it. Does not wait.
+        """Takes the lock without waiting. Does nothing if this object has the lock.
 
-        Raises FolderInUse, with the process that has it, or NotWritten where the folder cannot be written.
+        Raises FolderInUse, which names the process that has the lock, or NotWritten if the folder cannot be written.
         """
         if not self.is_held:
             _raise_for_all(self._taken() if jax.process_index() == 0 else {})
             self.is_held = True
 
     def check_free(self) -> None:
-        """Raises the errors of take. Keeps no lock, and makes no folder. All processes call it."""
+        """Raises the errors of take. Keeps no lock, and makes no folder. All processes call this."""
         failure: dict[str, Any] = {}
         if jax.process_index() == 0 and self.folder.is_dir():
             failure = self._taken()
@@ -59,26 +59,26 @@ class FolderLock:
         _raise_for_all(failure)
 
     def release(self) -> None:
-        """Gives the lock back; nothing where this object has none."""
+        """Releases the lock. Does nothing if this object does not have it."""
         self.is_held = False
         if self._lock is not None:
-            with contextlib.suppress(OSError):  # the next holder writes its own
+            with contextlib.suppress(OSError):  # the next holder overwrites the file
                 (self.folder / _HOLDER).unlink(missing_ok=True)
             self._lock.release()
             self._lock = None
 
     def _taken(self) -> dict[str, Any]:
-        """Takes the lock of process 0: {} where it has it now, else {"in_use": ..., "text": the error}."""
+        """Takes the lock in process 0. Returns {} on success, else {"in_use": ..., "text": the error}."""
         import filelock
 
-        # Any thread may release it: the garbage collector runs in all of them.
+        # Any thread may release the lock, because the garbage collector runs in all threads.
         lock = filelock.FileLock(self.folder / _LOCK, thread_local=False)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire(timeout=0)
             except filelock.Timeout:
-                gc.collect()  # a Trainer of this process that no variable holds any more may have it
+                gc.collect()  # an unreachable Trainer of this process may have the lock
                 lock.acquire(timeout=0)
         except filelock.Timeout:
             return {"in_use": True, "text": f"folder: got {self.folder}, {self._holder()}"}
@@ -86,8 +86,8 @@ class FolderLock:
             if error.errno not in _NO_LOCKS:
                 return {"in_use": False, "text": f"folder: {self.folder} cannot be written ({reason(error)})"}
             warnings.warn(
-                f"folder: {self.folder} is on a file system without locks ({reason(error)}): nothing keeps a second "
-                "run from writing there",
+                f"folder: {self.folder} is on a file system without locks ({reason(error)}): a second run could write "
+                "there at the same time",
                 stacklevel=4,
             )
             return {}
@@ -100,21 +100,21 @@ class FolderLock:
         return {}
 
     def _holder(self) -> str:
-        """The end of the error that names the process which has the lock."""
+        """The end of an error: it names the process that has the lock."""
         try:
             found = json.loads((self.folder / _HOLDER).read_text())
             pid, host, since = (found[name] for name in ("pid", "host", "since"))
         except (OSError, ValueError, KeyError, TypeError):
-            return "which another run writes, want another folder, or that run's end"
+            return "which another run writes, want another folder, or wait until that run ends"
         if (pid, host) == (os.getpid(), platform.node()):
             return (
-                f"which another Trainer of this process writes since {since}, want another folder, or close() that one"
+                f"which another Trainer of this process writes since {since}, want another folder, or close() the other"
             )
-        return f"which process {pid} on {host} writes since {since}, want another folder, or that run's end"
+        return f"which process {pid} on {host} writes since {since}, want another folder, or wait until that run ends"
 
 
 def _raise_for_all(failure: dict[str, Any]) -> None:
-    """Raises the error of process 0 on each process. failure: of FolderLock._taken in process 0, {} in the others."""
+    """Raises the error of process 0 on each process. failure: from _taken in process 0, {} in other processes."""
     if jax.process_count() > 1:
         failure = json.loads(gathered(json.dumps(failure))[0])
     if failure:

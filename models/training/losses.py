@@ -1,4 +1,4 @@
-"""The cross-entropy of a language model's head, a chunk of the vocabulary at a time."""
+"""The cross-entropy of a language model's head, computed in chunks of the vocabulary."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,7 @@ from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["linear_cross_entropy"]
 
-# Logits of so many vocabulary entries stand at once: 16,384 tokens by 4,096 entries in float32 take 268 MB.
+# Vocabulary entries whose logits are in memory at once: 16,384 tokens by 4,096 entries in float32 take 268 MB.
 CHUNK = 4096
 
 
@@ -32,24 +32,24 @@ def linear_cross_entropy(
     chunk: int = CHUNK,
     rules: ShardingRules | None = None,
 ) -> jax.Array:
-    """The cross-entropy of each token under the logits x @ w, which never stand in memory as a whole.
+    """The cross-entropy of each token under the logits x @ w. The logits are never all in memory.
 
-    Equivalent to the following JAX code, in float32 from the product on::
+    Equivalent to the following JAX code, in float32 from the matmul on::
 
         logits = x @ (w.T if transpose_w else w)
         losses = logsumexp(logits, axis=-1) - take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         losses = where(targets >= 0, losses, 0)
 
-    The vocabulary is walked through in chunks, forward and backward. The backward computes the logits of a chunk again.
-    It rounds their cotangents to x's dtype for its products, and adds up x's gradient in float32.
+    Forward and backward loop over chunks of the vocabulary. The backward rematerialises the logits of a chunk. It
+    rounds their cotangents to x's dtype for its matmuls, and accumulates x's gradient in float32.
 
     Args:
       x: [..., D], bfloat16, float16 or float32.
-      w: [D, V], or [V, D] with transpose_w, of any dtype of floats; it is rounded to x's for the products.
+      w: [D, V], or [V, D] with transpose_w, of any float dtype; rounded to x's dtype for the matmuls.
       targets: integers [...]: the token ids, below V. A token whose target is below 0, such as -1 or -100, has a loss
         of 0 and no gradient.
-      chunk: the most vocabulary entries whose logits stand at once.
-      rules: how the devices of a mesh share out the logits; None for the default ones.
+      chunk: the largest number of vocabulary entries whose logits are in memory at once.
+      rules: the mesh axes that shard the logits; None for ShardingRules().
 
     Returns:
       losses [...], float32, in nats.
@@ -69,7 +69,7 @@ def linear_cross_entropy(
         raise TypeError(f"targets: got dtype {targets.dtype}, want integers")
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1 if transpose_w else 0]:
         want = "[V, D] with transpose_w" if transpose_w else "[D, V]"
-        raise ValueError(f"w: got shape {w.shape}, want {want} beside x's {x.shape}")
+        raise ValueError(f"w: got shape {w.shape}, want {want} with x's {x.shape}")
     if targets.shape != x.shape[:-1]:
         raise ValueError(f"targets: got shape {targets.shape}, want x's {x.shape[:-1]}")
     chunk, transpose_w = plain(chunk), plain(transpose_w)
@@ -80,7 +80,7 @@ def linear_cross_entropy(
     check_targets(targets, vocabulary)
     targets = usable_targets(targets, vocabulary)
     count = -(-vocabulary // chunk)
-    # Inside shard_map the transpose of this adds up the gradients of an array that the devices have in common.
+    # Inside shard_map the transpose of this cast sums the gradients of a replicated array over the devices.
     x, rows, targets = as_varying((x, rows, targets), varying_axes(x, rows, targets))
     losses = _losses((count, ShardingRules() if rules is None else rules), x, rows, targets)
     return jnp.where(targets < vocabulary, losses, jnp.nan)
@@ -89,8 +89,8 @@ def linear_cross_entropy(
 def _chunks(count: int, x: jax.Array, rows: jax.Array, rules: ShardingRules) -> tuple[jax.Array, jax.Array]:
     """The rows of each chunk [count, V / count, D] in x's dtype, and their token ids [count, V / count].
 
-    A chunk has every count-th row, so that devices that share out the vocabulary have an equal part of each chunk. Ids
-    past the vocabulary are those of padding.
+    A chunk takes every count-th row, so that each vocabulary shard has an equal part of each chunk. Ids past the
+    vocabulary mark padding.
     """
     vocabulary, depth = rows.shape
     rows = jnp.pad(rows.astype(x.dtype), ((0, -vocabulary % count), (0, 0)))
@@ -100,10 +100,10 @@ def _chunks(count: int, x: jax.Array, rows: jax.Array, rules: ShardingRules) -> 
 
 
 def _logits(x: jax.Array, rows: jax.Array, ids: jax.Array, vocabulary: int, rules: ShardingRules) -> jax.Array:
-    """[..., V / count] in float32; those of padding are -inf."""
+    """The logits of a chunk: float32 [..., V / count]. The logits of padding are -inf."""
     logits = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=jnp.float32)
     names = ("batch", "tokens") if x.ndim == 3 else (None,) * (x.ndim - 1)
-    # An axis of x that the rules do not shard may be sharded by the caller: it stays as it is.
+    # The caller may shard an axis of x that the rules do not shard: its sharding is kept.
     is_known = lambda name, length: name is not None and rules.devices(name, length)
     outer = [name if is_known(name, n) else UNCONSTRAINED for name, n in zip(names, x.shape[:-1], strict=True)]
     logits = rules.constrain(logits, *outer, "vocab")
@@ -112,10 +112,11 @@ def _logits(x: jax.Array, rows: jax.Array, ids: jax.Array, vocabulary: int, rule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Devices:
-    """The devices whose parts of the gradient of w are added up last: mesh axes, and how many devices these are.
+    """The mesh axes over which the gradient of w is summed after the loop over chunks, and their sizes.
 
-    They share out the batch or the tokens of x [B, T, D]. Of those that share out the width of w each has a part of the
-    sum, so that each chunk's is sent by itself, beside the matmuls of the next. For an x of other axes there are none.
+    These axes shard the batch or the tokens of x [B, T, D], and come before any axis that also shards the width of w.
+    Along an axis that shards the width each device needs only its part of the sum, so each chunk's sum is sent at once,
+    in parallel with the matmuls of the next chunk. There are no such axes if x does not have three axes.
     """
 
     batch: tuple[str, ...] = ()
@@ -137,21 +138,21 @@ class _Devices:
         return self.sizes[0] * self.sizes[1]
 
     def sums(self, dlogits: jax.Array, x: jax.Array) -> jax.Array:
-        """The sums over the tokens of each device, in float32: [devices of batch, devices of tokens, V, D]."""
+        """Sums over each device's tokens, float32 [batch devices, token devices, V, D]."""
         if self.count == 1:
             outer = tuple(range(x.ndim - 1))
             return jnp.tensordot(dlogits, x, (outer, outer), preferred_element_type=jnp.float32)[None, None]
         return jnp.einsum("abcdv,abcdz->acvz", self._parts(dlogits), self._parts(x), preferred_element_type=jnp.float32)
 
     def _parts(self, x: jax.Array) -> jax.Array:
-        """x [B, T, ...], its batch and its tokens cut into the parts of the devices: [devices, B, devices, T, ...]."""
+        """x [B, T, ...] with its batch and tokens split by device: [devices, B, devices, T, ...]."""
         (of_batch, of_tokens), (batch, tokens, _) = self.sizes, x.shape
         return x.reshape(of_batch, batch // of_batch, of_tokens, tokens // of_tokens, x.shape[-1])
 
 
 @under_defaults
 def _forward(how: tuple[int, ShardingRules], x: jax.Array, rows: jax.Array, targets: jax.Array) -> Any:
-    """how: the number of chunks, and the rules."""
+    """(losses, residuals of the backward). how: (number of chunks, rules)."""
     count, rules = how
 
     def one(carry: Any, of_chunk: Any) -> Any:
@@ -163,7 +164,7 @@ def _forward(how: tuple[int, ShardingRules], x: jax.Array, rows: jax.Array, targ
         return (above, total, chosen + jnp.where(is_target, logits, 0).sum(-1)), None
 
     full = lambda value: jnp.full(targets.shape, value, jnp.float32)
-    # A finite maximum to begin with: the difference of two infinite ones is NaN.
+    # The first maximum is finite: the difference of two infinite maxima is NaN.
     start = as_varying((full(jnp.finfo(jnp.float32).min), full(0), full(0)), varying_axes(x, rows, targets))
     (largest, total, chosen), _ = lax.scan(one, start, _chunks(count, x, rows, rules))
     lse = largest + jnp.log(total)
@@ -190,7 +191,7 @@ def _backward(how: tuple[int, ShardingRules], residuals: Any, cotangent: jax.Arr
     start = as_varying(jnp.zeros(x.shape, jnp.float32), varying_axes(residuals, cotangent))
     dx, drows = lax.scan(one, start, _chunks(count, x, rows, rules))
     drows = drows.transpose(1, 2, 3, 0, 4).reshape(*devices.sizes, -1, rows.shape[1])[:, :, : rows.shape[0]]
-    # Added up over the devices once: in the loop each chunk's sum would be waited for.
+    # Summed over the devices once: inside the loop each chunk would wait for its sum.
     drows = rules.constrain(drows.sum((0, 1)).astype(rows.dtype), "vocab", "embed")
     return dx.astype(x.dtype), drows, None
 

@@ -1,4 +1,4 @@
-"""Packed documents: several in one row of tokens, of which none sees another."""
+"""Packed documents: several documents in one row of tokens, which do not attend to each other."""
 
 from typing import Any, NamedTuple
 
@@ -13,9 +13,9 @@ __all__ = ["Packed", "document_positions", "document_starts", "packed", "within_
 
 
 class Packed(NamedTuple):
-    """The arrays that a block needs beside x for packed documents, int32 [B, T] in the order of x's tokens.
+    """The arrays that a block needs in addition to x for packed documents, int32 [B, T] in the order of x's tokens.
 
-    positions: of each token within its document; None for its place in the sequence.
+    positions: of each token within its document; None for its index in the sequence.
     """
 
     segment_ids: jax.Array
@@ -23,10 +23,10 @@ class Packed(NamedTuple):
 
 
 def packed(segment_ids: Any, tokens: Any, *, is_whole: bool = True) -> Packed:
-    """Checks the ids of the documents of tokens [B, T], and adds the positions that restart.
+    """Checks the document ids of tokens [B, T], and adds positions that restart in each document.
 
-    is_whole: whether the ids are of whole rows. A shard's ids have no positions here, and keep their dtype: shards
-    compare their ids in the op.
+    is_whole: whether the ids are of whole rows. A shard's ids get no positions here and keep their dtype: the op
+    compares the ids of shards.
 
     Raises ValueError for another shape or known values beyond int32, TypeError for another dtype.
     """
@@ -42,7 +42,7 @@ def packed(segment_ids: Any, tokens: Any, *, is_whole: bool = True) -> Packed:
 
 
 def document_positions(segment_ids: jax.Array) -> jax.Array:
-    """The position of each token in its document: its distance from the first token of its run of equal ids.
+    """The position of each token in its document: the distance from the first token of its run of equal ids.
 
     segment_ids: integers [B, T]. Returns int32 [B, T].
     """
@@ -54,9 +54,9 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def within_documents(targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """The targets of next tokens [B, T], but -1 where the next token is in another document, or an id is below 0.
+    """Next-token targets [B, T], with -1 where the next token is in another document or the id is below 0.
 
-    Nothing is known of the token after the last one: its target stays.
+    The last target does not change, because the document of its token is not known.
     """
     if jnp.ndim(targets) != 2 or jnp.shape(segment_ids) != jnp.shape(targets):
         shapes = f"{jnp.shape(targets)} and {jnp.shape(segment_ids)}"
@@ -66,13 +66,13 @@ def within_documents(targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
 
 
 def document_starts(tokens: np.ndarray, separator: int) -> np.ndarray:
-    """The first token of each document of a text in which each document ends with a separator: int64 [documents].
+    """The index of each document's first token, in a text whose documents end with a separator: int64 [documents].
 
     Args:
-      tokens: integers [n]; a np.memmap is read in parts. separator: its token id, which counts with the document that
-        it ends.
+      tokens: integers [n]; a np.memmap is read in parts.
+      separator: the separator's token id. The separator belongs to the document that it ends.
 
-    Raises TypeError for another kind of either.
+    Raises TypeError if tokens are not an array of integers [n], or separator is not an int.
     """
     if getattr(tokens, "ndim", None) != 1 or not np.issubdtype(tokens.dtype, np.integer):
         got = f"{tokens.dtype} {tokens.shape}" if hasattr(tokens, "dtype") else type(tokens).__name__
@@ -86,4 +86,4 @@ def document_starts(tokens: np.ndarray, separator: int) -> np.ndarray:
     return starts[starts < max(1, len(tokens))]
 
 
-PART = 1 << 24  # tokens
+PART = 1 << 24  # tokens that are read at once

@@ -1,4 +1,4 @@
-"""SIGTERM, by which schedulers take a machine back: a common end of all processes after the same step."""
+"""SIGTERM, which schedulers send to take a machine back: all processes then end after the same step."""
 
 import contextlib
 import signal
@@ -10,22 +10,23 @@ from jax.experimental import multihost_utils
 
 __all__ = ["STOPPED", "stop_asked"]
 
-# The exit status of a run that SIGTERM ended, as shells have it.
+# The exit status of a run that SIGTERM ended, as in shells.
 STOPPED = 128 + signal.SIGTERM
 
 
 @contextlib.contextmanager
 def stop_asked() -> Iterator[Callable[[int], bool]]:
-    """A function to call after each step with its number: whether SIGTERM asks for the run's end after this step.
+    """A function to call with a step's number after the step: whether SIGTERM asks the run to end after this step.
 
-    Of several processes, one that gets SIGTERM tells the others, and all end after the same step: jax.distributed has
-    the handler. In a single process this has it, in the main thread, where SIGTERM has no handler and is not ignored.
+    With several processes, the process that gets SIGTERM notifies the others, and all end after the same step; the
+    handler is jax.distributed's. In a single process this context installs the handler, if it runs in the main thread
+    and the caller neither handles nor ignores SIGTERM.
     """
     if jax.process_count() > 1:
         yield multihost_utils.reached_preemption_sync_point
         return
     asked = threading.Event()
-    is_main = threading.current_thread() is threading.main_thread()  # others can have no handlers in Python
+    is_main = threading.current_thread() is threading.main_thread()  # Python has handlers only in the main thread
     if not is_main or signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None):
         yield lambda step: False
         return

@@ -1,4 +1,4 @@
-"""Policies for jax.checkpoint, by the names of what they keep: the backward of a block computes the rest again."""
+"""Policies for jax.checkpoint: the names of the saved values. The backward of a block rematerialises the others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,10 @@ from jax_kernels.ops.ring.vjp import RESIDUALS as OF_RING
 
 __all__ = ["PROJECTION", "REMAT", "recomputed"]
 
-# The products of an attention's projections, and of an MLP that is not the op.
+# The matmuls of an attention's projections, and of an MLP that does not use the op mlp.
 PROJECTION = "projection"
 
-# The names of what is kept, by the name of the policy.
+# The names of the saved values, by policy.
 REMAT: dict[str, tuple[str, ...]] = {
     "attention": (*OF_ATTENTION, *OF_RING),
     "products": (*OF_ATTENTION, *OF_RING, *OF_HEADS, *OF_MLP, PROJECTION),
@@ -23,7 +23,7 @@ REMAT: dict[str, tuple[str, ...]] = {
 
 
 def recomputed(function: Callable[..., Any], remat: bool | str) -> Callable[..., Any]:
-    """A function whose backward computes its results again, but for what the policy keeps. remat: as in the config."""
+    """The function; its backward rematerialises all values that the policy does not save. remat: as in the config."""
     if remat is False:
         return function
     if remat is True:

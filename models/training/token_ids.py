@@ -1,4 +1,4 @@
-"""Token ids and targets: errors for values that are known, NaN for traced ones that name no token."""
+"""Checks of token ids and targets: known values outside the vocabulary raise, traced values outside it give NaN."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ def checked_tokens(
 ) -> Any:
     """The tokens as an array. Raises ValueError unless they are integers [batch, length] of the vocabulary.
 
-    The range is checked where the values are known: not of tracers, nor of arrays that other processes hold a part of.
+    The range is checked if the values are known: not for tracers, and not for arrays with shards on other processes.
     Padding may have any id: positions whose segment_ids are below 0, and ids below 0 whose targets are below 0. hint:
-    how a caller marks padding, for the error about ids below 0.
+    the end of the error about ids below 0, which explains how to mark padding.
     """
     tokens = tokens if hasattr(tokens, "dtype") else np.asarray(tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -29,7 +29,7 @@ def checked_tokens(
     counts = np.ones(values.shape, bool)
     of_padding: tuple[tuple[Any, Any], ...] = ((segment_ids, True), (targets, values < 0))
     for beside, is_padding in of_padding:
-        if beside is not None and np.shape(beside) == values.shape:  # another shape is an error of its own
+        if beside is not None and np.shape(beside) == values.shape:  # another check raises for other shapes
             counts &= ~((np.asarray(beside) < 0) & is_padding)
     if (bad := counts & ((values < 0) | (values >= vocabulary))).any():
         counted = values[counts]
@@ -62,7 +62,7 @@ def usable_ids(ids: Any, vocabulary: int, *, segment_ids: Any = None, targets: A
 
 
 def usable_targets(targets: Any, vocabulary: int) -> jax.Array:
-    """The targets as int32: -1 where none counts, `vocabulary` for one outside the vocabulary."""
+    """The targets as int32: -1 for a target that does not count, `vocabulary` for a target outside the vocabulary."""
     return jnp.asarray(_clipped(targets, vocabulary))
 
 

@@ -41,8 +41,8 @@ Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, jax.Array]]
 def next_token_loss(model: Transformer, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(the sum of model.losses over a batch, the number of targets that count).
 
-    batch: (tokens, targets), or of packed documents (tokens, targets, segment_ids), where targets in another document
-    than their token do not count.
+    batch: (tokens, targets), or for packed documents (tokens, targets, segment_ids). A target in another document than
+    its token does not count.
     """
     tokens, targets, *rest = batch
     if not rest:
@@ -55,29 +55,30 @@ def next_token_loss(model: Transformer, batch: Any, key: jax.Array) -> tuple[jax
 class Trainer:
     """Trains a model of a TransformerConfig or a LongNetConfig on the devices of a mesh.
 
-    Products are in config.dtype; parameters, gradients that are added up, and the optimizer's moments are in
-    config.param_dtype, float32 by default. A step takes over the state of the step before (donation).
+    Matmuls are in config.dtype; parameters, accumulated gradients and the optimizer's moments are in
+    config.param_dtype, float32 by default. A step donates the previous step's state.
 
     Args:
-      config: of the model; its `remat` says what the backward computes again.
-      optimizer: of optax.
-      mesh: as make_mesh gives it; None for one device. The step runs with Auto axes: in place of a mesh with Explicit
-        ones, the attribute `mesh` has the same devices on Auto axes. rules: as in Transformer.
-      seed: of the parameters, and of the keys that `loss` gets; from 0 to 2**32 - 1.
-      accumulate: each batch is cut into so many parts, one after the other, whose gradients are added up in float32.
-      loss: loss(model, batch, key) -> (the sum of the losses, how many they are, or the sum of their weights). The step
-        takes the gradient of the sum over the whole batch by the number over the whole batch. key hangs on the seed,
-        the step and the part.
-      folder: for checkpoints; None for none. keep: how many of the newest to keep. One trainer at a time writes a
-        folder: see lock_folder.
+      config: of the model; its `remat` says which values the backward rematerialises.
+      optimizer: an optax optimizer.
+      mesh: from make_mesh; None for one device. The step runs with Auto axes: if the mesh has Explicit axes, the
+        attribute `mesh` has the same devices on Auto axes. rules: as in Transformer.
+      seed: of the parameters and of the keys that `loss` gets; from 0 to 2**32 - 1.
+      accumulate: the number of parts into which each batch is cut. The parts run one after the other, and their
+        gradients are added in float32.
+      loss: loss(model, batch, key) -> (the sum of the losses, their count or the sum of their weights). The step uses
+        the gradient of the whole batch's sum divided by the whole batch's count. key depends on the seed, the step and
+        the part.
+      folder: for checkpoints; None to write none. keep: the number of newest checkpoints to keep. One trainer at a time
+        writes a folder: see lock_folder.
 
-    step: how many steps the state has had.
+    step: the number of steps that trained the state.
 
     Raises:
-      ValueError, TypeError: an argument is out of range, naming it; a dtype is float16, whose losses would need scales;
-        no rule uses an axis of the mesh, its stages do not divide the layers, or it has no device of some process;
-        folder is a file.
-      OSError: folder is not there and cannot be made.
+      ValueError, TypeError: an argument is wrong; the error names it. Also: a dtype is float16, whose losses would need
+        scales; no rule uses an axis of the mesh; the pipeline stages do not divide the layers; the mesh has no device
+        of some process; folder is a file.
+      OSError: folder does not exist and cannot be made.
     """
 
     @plain_arguments
@@ -112,10 +113,10 @@ class Trainer:
         self.step = 0
         self._is_compiled = False
         kind = LongNet if isinstance(config, LongNetConfig) else Transformer
-        # Not under jit, which would compile the initialisation of each layer anew.
+        # Not under jit, which would compile the initialisation of each layer separately.
         self.graphdef, params = nnx.split(kind(config, rules=self.rules, rngs=nnx.Rngs(seed)))
         params = place(params, state_shardings(params, self.mesh, self.rules))
-        with jax.set_mesh(self.mesh):  # in place of the caller's, whose axes may be Explicit
+        with jax.set_mesh(self.mesh):  # instead of the caller's mesh, whose axes may be Explicit
             moments = jax.eval_shape(optimizer.init, params)
             create = jax.jit(optimizer.init, out_shardings=state_shardings(moments, self.mesh, self.rules))
             moments = create(params)
@@ -132,7 +133,7 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The model with the state's parameters, which the next step takes over."""
+        """The model with the state's parameters, which the next step donates."""
         return nnx.merge(self.graphdef, self.state["params"])
 
     @functools.cached_property
@@ -144,7 +145,7 @@ class Trainer:
     def _new_state(self, state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
         total, count, gradients = self._gradients(state["params"], batch, key)
-        count = jnp.where(count > 0, count, 1)  # a batch without a target, such as padding alone, teaches nothing
+        count = jnp.where(count > 0, count, 1)  # a batch without targets, such as all padding, has gradients of 0
         gradients = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), gradients, state["params"])
         updates, moments = self.optimizer.update(gradients, state["optimizer"], state["params"])
         squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)]
@@ -157,7 +158,7 @@ class Trainer:
         return after, {"loss": total / count, "gradient_norm": jnp.sqrt(sum(squares))}
 
     def _gradients(self, params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-        """The sum of the losses, how many they are, and the sum's gradients."""
+        """(the sum of the losses, their count, the sum's gradients)."""
 
         def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self.loss(nnx.merge(self.graphdef, params), batch, key)
@@ -170,7 +171,7 @@ class Trainer:
         def parts(x: jax.Array) -> jax.Array:
             if x.shape[0] % self.accumulate:
                 raise ValueError(f"batch: got {x.shape[0]} rows, want a multiple of accumulate={self.accumulate}")
-            # Every n-th row makes a part, so that the devices that share out the rows have an equal part of it.
+            # Each part takes every n-th row, so that each device that shards the rows has an equal share of the part.
             x = x.reshape(-1, self.accumulate, *x.shape[1:]).swapaxes(0, 1)
             return self.rules.constrain(x, None, "batch", "tokens")
 
@@ -188,19 +189,19 @@ class Trainer:
         return total, count, gradients
 
     def train(self, batch: Any) -> dict[str, jax.Array]:
-        """One step on a batch, whose rows and tokens are placed as shard_batch or TokenBatches do it.
+        """Runs one step on a batch, sharded as by shard_batch or TokenBatches.
 
         Returns {"loss": the mean, "gradient_norm": of the mean's gradient}, on the device and perhaps not yet computed.
-        Both are 0 where no target counts, and NaN where an array of JAX's has a token outside the vocabulary.
+        Both values are 0 if no target counts, and NaN if a JAX array has a token outside the vocabulary.
 
-        Raises TypeError or ValueError for a batch that next_token_loss, if it is the loss, does not take: other arrays
-        than (tokens, targets) or (tokens, targets, segment_ids), or NumPy arrays of ids outside the vocabulary.
+        Raises TypeError or ValueError if the loss is next_token_loss and the batch is not (tokens, targets) or (tokens,
+        targets, segment_ids), or has NumPy arrays with ids outside the vocabulary.
         """
         batch = self._on_auto_axes(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
             if not self._is_compiled:
                 with paused_collections():
-                    lowered = self._train.lower(self.state, batch)  # which jax.jit knows then
+                    lowered = self._train.lower(self.state, batch)  # jax.jit then has the lowered program in its cache
                 compile_kernels(lowered, device=self.mesh.local_devices[0], wait=False)
                 self._is_compiled = True
             self.state, found = self._train(self.state, batch)
@@ -213,7 +214,7 @@ class Trainer:
         return batch
 
     def _on_auto_axes(self, batch: Any) -> Any:
-        """A batch whose arrays may lie on a mesh with Explicit axes; they stay on their devices."""
+        """Moves arrays on a mesh with Explicit axes to this trainer's mesh; their shards stay on their devices."""
 
         def moved(x: Any) -> Any:
             sharding = getattr(x, "sharding", None)
@@ -229,7 +230,7 @@ class Trainer:
         return jax.jit(loss, compiler_options=compiler_options(self.mesh, triton_products=False))
 
     def evaluate(self, batch: Any) -> float:
-        """The mean loss on a batch, 0 where no target counts. Raises as train."""
+        """The mean loss on a batch, 0 if no target counts. Raises as train."""
         batch = self._on_auto_axes(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
             total, count = self._evaluate(self.state["params"], batch)
@@ -245,25 +246,26 @@ class Trainer:
         run: Mapping[str, Any] | None = None,
         on_step: Callable[[int, dict[str, jax.Array]], None] | None = None,
     ) -> None:
-        """Trains until the state has had `steps` steps, on batches[0], batches[1], ... from the state's own step on.
+        """Trains until the state has had `steps` steps. Step i uses batches[i], beginning at the state's step.
 
         batches: TokenBatches, a list, or any object with batches[step].
-        save_every: saves after every so many steps, and after the last. run: as in save. on_step(step, found): is
-        called after each step with what `train` gives.
+        save_every: saves after every save_every steps and after the last step. run: as in save. on_step(step, found):
+        called after each step with the result of `train`.
 
-        On SIGTERM the step goes on to its end. Then a checkpoint is saved, whatever save_every is, where there is a
-        folder; and SystemExit is raised, with the status 143. Of several processes that jax.distributed knows, one that
-        gets SIGTERM tells the others; all save and end after the next step that each of them can reach, if `steps` has
-        that. In a single process `fit` has a handler of SIGTERM while it runs. It leaves SIGTERM alone where the caller
-        has a handler or ignores it, and in a thread other than the main one, in which Python has no handlers.
+        On SIGTERM the current step finishes. Then, if there is a folder, a checkpoint is saved, even without
+        save_every, and SystemExit is raised with the status 143. With several processes of jax.distributed, the process
+        that gets SIGTERM notifies the others; all save and end after the next step that all of them can reach, if
+        `steps` includes that step. In a single process `fit` installs a handler of SIGTERM while it runs. It does not
+        if the caller handles or ignores SIGTERM, or in a thread other than the main thread, where Python has no
+        handlers.
 
-        With save_every it takes the folder's lock before the first step, as save does. A `fit` that raises gives the
-        lock back.
+        With save_every, `fit` takes the folder's lock before the first step, as save does. If `fit` raises, it releases
+        the lock.
 
         Raises:
-          ValueError: before the first step, where save would: `folder` has a later checkpoint than the state, or
-            another run writes it; or save_every or steps is out of range, or batches are fewer than steps.
-          TypeError: an argument is of a wrong type, naming it.
+          ValueError: before the first step, if save would raise: `folder` has a later checkpoint than the state, or
+            another run writes it. Also if save_every or steps is out of range, or there are fewer batches than steps.
+          TypeError: an argument has a wrong type; the error names it.
           FloatingPointError: after the last step, or before a checkpoint, a parameter is not finite.
           OSError: a checkpoint cannot be written.
           SystemExit: after SIGTERM, once the checkpoint is whole.
@@ -297,33 +299,33 @@ class Trainer:
             self.check_finite()
 
     def check_finite(self) -> None:
-        """Raises FloatingPointError, with the newest checkpoint, unless parameters and their squares are finite."""
+        """Raises FloatingPointError unless parameters and their squares are finite; it names the newest checkpoint."""
         names = checkpoints.nonfinite(self.state["params"], self.mesh)
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             newest = "" if self._manager is None else f"; {checkpoints.newest(self._manager)}"
             raise FloatingPointError(
                 f"step {self.step}: got parameters that are not finite, or too large to be squared ({names[0]}{more}), "
-                f"want finite ones, as of a smaller learning rate{newest}"
+                f"want finite values: try a smaller learning rate{newest}"
             )
 
     def lock_folder(self) -> None:
-        """Takes the right to write `folder`, which save, and fit with save_every, take where they need it.
+        """Takes the folder's lock, the right to write it. save and fit with save_every take it themselves.
 
-        The trainer keeps it until `close`, or the end of the process, also one that is killed. Reading needs none:
+        The trainer keeps the lock until `close` or until the process ends, even if it is killed. Reading needs no lock:
         restore works while another run writes.
 
-        Raises ValueError, with the process, its host and the time, where another run has it; OSError where the folder
-        cannot be written.
+        Raises ValueError, which names the process, its host and the time, if another run has the lock; OSError if the
+        folder cannot be written.
         """
         if self._lock is None:
             raise ValueError("folder: got None, want a folder for checkpoints")
         if not self._lock.is_held:
             self._lock.take()
-            self._checkpoints.reload()  # for steps that another run wrote since the folder was read
+            self._checkpoints.reload()  # finds steps that another run wrote since the folder was read
 
     def _claim(self, *, and_this: bool) -> None:
-        """Takes the folder's lock. Raises ValueError where the folder has later checkpoints: see _check_newest."""
+        """Takes the folder's lock. Raises ValueError if the folder has later checkpoints: see _check_newest."""
         self._check_newest(and_this=and_this)
         if self._lock is not None and not self._lock.is_held:
             self.lock_folder()
@@ -334,29 +336,29 @@ class Trainer:
                 raise
 
     def _give_up(self) -> None:
-        """Gives the folder's lock back, once no checkpoint is being written."""
+        """Releases the folder's lock, once no checkpoint is being written."""
         if self._lock is not None and self._lock.is_held:
             with contextlib.suppress(Exception):
                 self._checkpoints.wait_until_finished()
             self._lock.release()
 
     def save(self, run: Mapping[str, Any] | None = None) -> None:
-        """Writes a checkpoint of the state, and of `run`, a JSON value. It counts once it is whole: see restore.
+        """Writes a checkpoint of the state and of `run`, a JSON value. It counts once it is whole: see restore.
 
-        On a GPU it is written while training goes on; the next save, and `close`, wait for it.
+        On a GPU it is written while training goes on; the next save and `close` wait for it.
 
         Raises:
-          ValueError: `folder` has a checkpoint of this step or a later one that is not the state's own, or another run
+          ValueError: `folder` has a checkpoint of this or a later step that is not the state's own, or another run
             writes it: see lock_folder.
-          TypeError: `run` is no mapping of JSON values.
+          TypeError: `run` is not a mapping of JSON values.
           FloatingPointError: a parameter is not finite. The earlier checkpoints stay.
-          OSError: the checkpoint cannot be written, such as on a full disk. The text names the newest whole one.
+          OSError: the checkpoint cannot be written, such as on a full disk. The text names the newest whole checkpoint.
         """
         import orbax.checkpoint as ocp
 
         of_run = as_json(run)
         if self._kept == (self.step, of_run):
-            return  # it is there
+            return  # already saved
         self._claim(and_this=True)
         self.check_finite()
         kept = {"config": dataclasses.asdict(self.config), "run": of_run}
@@ -370,35 +372,35 @@ class Trainer:
         self._kept = self.step, of_run
 
     def _check_newest(self, *, and_this: bool = False) -> None:
-        """Raises ValueError where the folder has later checkpoints than the state. and_this: also one of its step."""
+        """Raises ValueError if the folder has later checkpoints than the state. and_this: or one of the same step."""
         newest = self._checkpoints.latest_step()
         if newest is None or newest < self.step + (not and_this):
             return
         other = "a later step" if newest == self.step else "restore(step, remove_later=True)"
         raise ValueError(
-            f"folder: got a checkpoint of step {newest} beside a state of step {self.step}, want another folder, or "
+            f"folder: got a checkpoint of step {newest} with a state of step {self.step}, want another folder, or "
             f"{other}"
         )
 
     def restore(self, step: int | None = None, *, remove_later: bool = False) -> dict[str, Any]:
-        """Puts the state where a checkpoint was, on this trainer's mesh, whatever mesh it was saved from.
+        """Restores the state from a checkpoint, onto this trainer's mesh, from any mesh.
 
-        A checkpoint that was not written to its end, because the process was killed, does not count.
+        A partial checkpoint, whose process was killed while writing, does not count.
 
         Args:
           step: of the checkpoint; None for the newest.
-          remove_later: whether to delete the checkpoints of later steps, once this one is restored. Without it, what
-            goes on from here cannot be saved in the same folder.
+          remove_later: whether to delete the checkpoints of later steps after restoring. Otherwise the run that
+            continues from here cannot save in the same folder.
 
         Returns:
-          The `run` that was saved with it.
+          The `run` that was saved with the checkpoint.
 
         Raises:
-          FileNotFoundError: there is no such checkpoint.
-          TypeError: step is no int.
-          ValueError: its model has other parameters, its optimizer another state or other dtypes, save did not write
-            it, or its files are damaged: it cannot be read, or its arrays are not what was saved. The state then stays
-            as it was. With remove_later also: another run writes the folder.
+          FileNotFoundError: the checkpoint does not exist.
+          TypeError: step is not an int.
+          ValueError: the checkpoint's model has other parameters, its optimizer another state or other dtypes, save did
+            not write it, it cannot be read, or its arrays differ from the saved arrays. The state is then unchanged.
+            With remove_later also: another run writes the folder.
         """
         if step is not None and (isinstance(step, bool) or not isinstance(step, int | np.integer)):
             raise TypeError(f"step: got {step!r}, want an int, or None for the newest")
@@ -424,7 +426,7 @@ class Trainer:
         return kept["run"]
 
     def _check_config(self, other: dict[str, Any]) -> None:
-        """Raises ValueError where a checkpoint's model has other parameters or another forward."""
+        """Raises ValueError if a checkpoint's model has other parameters or another forward."""
         free = {
             "dtype",
             "remat",
@@ -446,7 +448,7 @@ class Trainer:
 
     @property
     def latest(self) -> int | None:
-        """The step of the newest whole checkpoint, None where there is none."""
+        """The step of the newest whole checkpoint, None if there is none."""
         return None if self._manager is None else self._manager.latest_step()
 
     @property
@@ -456,9 +458,9 @@ class Trainer:
         return self._manager
 
     def close(self) -> None:
-        """Waits for a checkpoint that is still being written, and gives the folder's lock back.
+        """Waits for a checkpoint that is still being written, and releases the folder's lock.
 
-        Raises OSError where that checkpoint cannot be written.
+        Raises OSError if the checkpoint cannot be written.
         """
         if self._manager is None or self._lock is None:
             return

@@ -1,4 +1,4 @@
-"""Checks of Trainer's arguments. An error names the argument, what it got and what it wants."""
+"""Checks of Trainer's arguments. An error names the argument, the value that it got and the value that it wants."""
 
 import json
 import os
@@ -17,7 +17,7 @@ __all__ = ["as_json", "check_batch", "check_fit", "checked_arguments"]
 
 
 def check_batch(batch: Any, vocabulary: int, name: str) -> None:
-    """Raises TypeError or ValueError for a batch that next_token_loss does not take."""
+    """Raises TypeError or ValueError for a batch that next_token_loss does not accept."""
     want = "want (tokens, targets) or (tokens, targets, segment_ids), integers [batch, length]"
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         got = f"{len(batch)} items" if isinstance(batch, tuple | list) else type(batch).__name__
@@ -28,7 +28,7 @@ def check_batch(batch: Any, vocabulary: int, name: str) -> None:
             raise TypeError(f"{name}: got {got} for {part}, {want}")
         if x.shape != batch[0].shape:
             raise ValueError(f"{name}: got {part} of shape {x.shape}, want tokens' {batch[0].shape}")
-    # Reading JAX's arrays would wait for the steps before this one.
+    # Reading JAX arrays would wait for the previous steps.
     if all(isinstance(x, np.ndarray) for x in batch):
         tokens, targets, *segment_ids = batch
         checked_tokens(tokens, vocabulary, targets=targets, segment_ids=segment_ids[0] if segment_ids else None)
@@ -36,7 +36,7 @@ def check_batch(batch: Any, vocabulary: int, name: str) -> None:
 
 
 def checked_arguments(config: Any, optimizer: Any, mesh: Any, rules: Any, seed: Any, loss: Any, folder: Any) -> int:
-    """The seed as an int. Raises TypeError or ValueError for an argument of Trainer that is none of its kind."""
+    """The seed as an int. Raises TypeError or ValueError for a wrong argument of Trainer."""
     wanted: tuple[tuple[str, Any, Any, str], ...] = (
         ("config", config, TransformerConfig, "a TransformerConfig or a LongNetConfig"),
         ("mesh", mesh, Mesh | None, "a jax.sharding.Mesh, as make_mesh gives it, or None"),
@@ -57,9 +57,9 @@ def checked_arguments(config: Any, optimizer: Any, mesh: Any, rules: Any, seed: 
 
 
 def check_fit(batches: Any, steps: Any, save_every: Any, on_step: Any) -> None:
-    """Raises TypeError or ValueError, naming the argument, for arguments that fit does not take."""
+    """Raises TypeError or ValueError for a wrong argument of fit; the error names it."""
     if isinstance(steps, bool) or not isinstance(steps, int | np.integer):
-        raise TypeError(f"steps: got {steps!r}, want an int: the steps in all")
+        raise TypeError(f"steps: got {steps!r}, want an int: the total number of steps")
     if steps < 0:
         raise ValueError(f"steps: got {steps}, want 0 or more")
     if save_every is not None:
@@ -73,7 +73,7 @@ def check_fit(batches: Any, steps: Any, save_every: Any, on_step: Any) -> None:
 
 
 def as_json(run: Any) -> dict[str, Any]:
-    """The `run` of save as JSON gives it back. Raises TypeError."""
+    """The `run` of save after a round trip through JSON. Raises TypeError if it is not a mapping of JSON values."""
     try:
         return json.loads(json.dumps(dict(run or {})))
     except (TypeError, ValueError) as error:

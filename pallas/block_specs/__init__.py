@@ -1,4 +1,4 @@
-"""Per-GPU block specs: one file of literal rows per compute capability, and the look-up in them."""
+"""Per-GPU block specs: one file of literal rows per compute capability, and the look-up of rows."""
 
 from jax_kernels.pallas.block_specs import sm80, sm86, sm89, sm90, sm100, sm120
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulCall, MatmulLowBitRow, MatmulRow
@@ -16,7 +16,7 @@ _FILES = {80: sm80, 86: sm86, 89: sm89, 90: sm90, 100: sm100, 120: sm120}
 
 
 def nearest(compute_capability: tuple[int, int]):
-    """The block spec file for a compute capability, and whether it is its own (else the nearest older one)."""
+    """(the block spec file, True) of a compute capability, or (the nearest older file, False) if it has none."""
     number = compute_capability[0] * 10 + compute_capability[1]
     known = max((key for key in _FILES if key <= number), default=80)
     return _FILES[known], known == number
@@ -42,9 +42,9 @@ def attention_row(
     has_lists: bool = False,
     kv_length: int = 1 << 31,
 ) -> tuple[AttentionRow, str]:
-    """The row for this attention, and where it came from ("block spec" or "heuristic").
+    """The row for this attention, and its source ("block spec", or "heuristic" for a row of an older GPU).
 
-    Without a GPU (interpret mode) the rows of sm_80 and sm_90 serve. Raises LookupError where no row fits.
+    Without a GPU (interpret mode) the rows of sm_80 and sm_90 are used. Raises LookupError if no row matches.
     """
     file, own = _file(compute_capability, implementation)
     for row in file.ATTENTION:
@@ -66,7 +66,7 @@ def attention_row(
 def decode_row(
     compute_capability: tuple[int, int] | None, implementation: str, *, head_dim: int
 ) -> tuple[AttentionDecodeRow, str]:
-    """The row for decoding, as attention_row gives it."""
+    """The row for decoding, and its source as in attention_row."""
     file, own = _file(compute_capability, implementation)
     for row in file.ATTENTION_DECODE:
         if row.implementation == implementation and head_dim <= row.head_dim:
@@ -77,7 +77,7 @@ def decode_row(
 def fp8_row(
     compute_capability: tuple[int, int] | None, implementation: str, *, head_dim: int, is_causal: bool
 ) -> tuple[AttentionFp8Row, str]:
-    """The row for 8-bit attention, as attention_row gives it. Only Hopper has some."""
+    """The row for 8-bit attention, and its source as in attention_row. Only Hopper has such rows."""
     file, own = _file(compute_capability, implementation)
     for row in file.ATTENTION_FP8:
         if (
@@ -90,17 +90,17 @@ def fp8_row(
 
 
 def dquery_blocks(*, head_dim: int, bias_bits: int) -> AttentionDquerySm90:
-    """The blocks of a deterministic dquery. Only Hopper has some."""
+    """The blocks of a deterministic dquery. Only Hopper has them."""
     return next(row.blocks for row in sm90.ATTENTION_DQUERY if head_dim <= row.head_dim and bias_bits <= row.bias_bits)
 
 
 def dilated_launches(compute_capability: tuple[int, int] | None) -> DilatedLaunches:
-    """The costs of launches and gathers of dilated attention. Measured on Hopper, and taken for all GPUs."""
+    """The costs of launches and gathers of dilated attention. Measured on Hopper, and used for all GPUs."""
     return getattr(_file(compute_capability, "mosaic_gpu")[0], "DILATED_LAUNCHES", sm90.DILATED_LAUNCHES)
 
 
 def ring_row(compute_capability: tuple[int, int] | None, *, tokens: int, is_windowed: bool) -> RingRow:
-    """The row for a ring with so many tokens on a device. Measured on Hopper, and taken for all GPUs."""
+    """The row for a ring with `tokens` on each device. Measured on Hopper, and used for all GPUs."""
     rows = getattr(_file(compute_capability, "mosaic_gpu")[0], "RING", sm90.RING)
     return next(
         row for row in rows if (row.up_to is None or tokens <= row.up_to) and row.is_windowed in (None, is_windowed)
@@ -117,7 +117,7 @@ def matmul_order(compute_capability: tuple[int, int] | None, *, rows: int, colum
 def matmul_row(
     compute_capability: tuple[int, int] | None, implementation: str, call: MatmulCall
 ) -> tuple[MatmulRow, str]:
-    """The row for a matmul, as attention_row gives it."""
+    """The row for a matmul, and its source as in attention_row."""
     file, own = _file(compute_capability, implementation)
     for row in file.MATMUL:
         if row.implementation == implementation and row.serves(call):
@@ -126,7 +126,7 @@ def matmul_row(
 
 
 def low_bit_order(compute_capability: tuple[int, int] | None, rows: int) -> tuple[str, ...]:
-    """The implementations of a matmul with weights of few bits, the fastest first."""
+    """The implementations of a matmul with low-bit weights, the fastest first."""
     if compute_capability is None or compute_capability < (8, 0):
         return ("xla",)
     orders = getattr(nearest(compute_capability)[0], "LOW_BIT_ORDER", sm80.LOW_BIT_ORDER)
@@ -136,9 +136,9 @@ def low_bit_order(compute_capability: tuple[int, int] | None, rows: int) -> tupl
 def low_bit_row(
     compute_capability: tuple[int, int] | None, implementation: str, *, rows: int, bits: int, weight_bits: int
 ) -> tuple[MatmulLowBitRow, str]:
-    """The row for a matmul with weights of few bits, as attention_row gives it.
+    """The row for a matmul with low-bit weights, and its source as in attention_row.
 
-    GPUs without rows of their own take sm_80's.
+    GPUs without such rows use sm_80's.
     """
     file, own = _file(compute_capability, implementation)
     for row in getattr(file, "MATMUL_LOW_BIT", sm80.MATMUL_LOW_BIT):
@@ -161,7 +161,7 @@ def norm_order(compute_capability: tuple[int, int] | None, *, columns: int) -> t
 
 
 def norm_row(compute_capability: tuple[int, int] | None, implementation: str, *, columns: int) -> tuple[NormRow, str]:
-    """The row for a normalisation, as attention_row gives it."""
+    """The row for a normalisation, and its source as in attention_row."""
     file, own = _file(compute_capability, implementation)
     for row in file.NORM:
         if row.implementation == implementation and (row.columns is None or columns <= row.columns):
@@ -170,7 +170,7 @@ def norm_row(compute_capability: tuple[int, int] | None, implementation: str, *,
 
 
 def _file(compute_capability: tuple[int, int] | None, implementation: str):
-    """nearest(), and without a GPU the file that serves in interpret mode."""
+    """nearest() with a GPU; without one the file for interpret mode."""
     if compute_capability is None:
         compute_capability = (9, 0) if implementation == "mosaic_gpu" else (8, 0)
     return nearest(compute_capability)

@@ -1,4 +1,4 @@
-"""The types of the block spec rows of products, which check themselves as those in specs.py do."""
+"""The types of the block spec rows of matmuls. Each type checks its values, like the types in specs.py."""
 
 import dataclasses
 from typing import Any
@@ -8,21 +8,21 @@ from jax_kernels.pallas.block_specs.specs import positive, powers_of_two
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulSm90:
-    """Blocks of the Hopper matmul: 64 rows of each of compute_wgs warpgroups, and block_n columns.
+    """Blocks of the Hopper matmul: 64 rows for each of compute_wgs warpgroups, and block_n columns.
 
-    stages: of the ring, of 64 numbers of the inner dimension, or 128 of 8 bits; as many as shared memory has room for,
-    up to this number. A gated unit has half of the columns, twice.
+    block_n: columns of a work tile. A gated unit has half of the columns, of w and of w_up.
+    stages: of the ring, each with 64 values of the inner dimension, or 128 values of 8 bits; fewer if shared memory
+      lacks room.
+    rows_together: rows of work tiles that run at the same time. The L2 cache holds their x.
+    promoted_steps: steps after which 8-bit matmuls, which accumulate with 14 bits, are added to float32 sums.
+    cluster: 1 or 2 CTAs take work tiles one below the other. Each loads a part of w's block for both CTAs.
 
-    rows_together: so many rows of work tiles are done side by side, whose x the L2 cache holds.
+    The other fields are for 16-bit operands:
 
-    promoted_steps: after so many stages float32 sums take over the products of 8 bits, whose sums have 14 bits.
-
-    cluster: so many CTAs, 1 or 2, take work tiles below each other. Each loads its part of w's block for both.
-
-    pingpong, wg_rows, early_bias, short_activation: for operands of 16 bits. pingpong: each warpgroup has work tiles of
-    its own, and its epilogue runs beside the other's products. wg_rows: rows of a warpgroup, 64, or 128 of fewer
-    columns. early_bias: a warpgroup reads its bias before its last products end. short_activation: gelu by tanh,
-    sigmoid and silu in fewer instructions.
+    pingpong: each warpgroup has its own work tiles, and its epilogue runs during the other warpgroup's matmuls.
+    wg_rows: rows of a warpgroup, 64, or 128 with fewer columns.
+    early_bias: a warpgroup reads its bias before its last matmuls end.
+    short_activation: tanh-approximated gelu, sigmoid and silu in fewer instructions.
     """
 
     block_n: int
@@ -57,10 +57,10 @@ class MatmulSm90:
         return self.wg_rows * (1 if self.pingpong else self.compute_wgs)
 
     def unused(self, call: "MatmulCall") -> float:
-        """The share of its multiprocessors' time that a product leaves unused.
+        """The fraction of the SMs' time that a matmul leaves unused.
 
-        Work tiles reach past the last row and column, and the last of the rounds in which all multiprocessors have one
-        is not full.
+        The reasons: work tiles reach past the last row and column, and in the last round of work tiles some SMs have no
+        tile.
         """
         block_n = self.block_n // 2 if call.is_gated else self.block_n
         tiles = -(-call.rows // self.block_m) * -(-call.columns // block_n)
@@ -70,11 +70,11 @@ class MatmulSm90:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulTriton:
-    """Blocks of the Triton matmul: a program has block_m rows and block_n columns, and block_k of the inner dimension.
+    """Blocks of the Triton matmul: a program has block_m rows, block_n columns, and steps of block_k inner values.
 
-    A gated unit has half of the columns, twice. rows_together: as in MatmulSm90. split_steps: where there are at most
-    half as many work tiles as multiprocessors, programs share a tile, and each takes at least so many steps; None where
-    they never do.
+    A gated unit has half of the columns, of w and of w_up. rows_together: as in MatmulSm90. split_steps: if the work
+    tiles are at most half the number of SMs, several programs split a tile's inner dimension, with at least split_steps
+    steps each; None to never split.
     """
 
     block_m: int
@@ -94,9 +94,10 @@ class MatmulTriton:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulOrder:
-    """The implementations of a matmul, the fastest first. The first row that matches is taken.
+    """The implementations of a matmul, the fastest first. The first row that matches is used.
 
-    rows: of x, the most it serves, None for any. tiles: of 128 x 256 numbers of out, likewise.
+    rows: the largest number of rows of x, None for any. tiles: the largest number of tiles of 128 x 256 values of out,
+    None for any.
     """
 
     names: tuple[str, ...]
@@ -110,11 +111,11 @@ class MatmulOrder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulCall:
-    """The facts of a matmul that its row of blocks depends on.
+    """The facts of a matmul that determine its row of blocks.
 
-    rows, columns: of out. inner: the inner dimension. bits: of x's numbers. is_aligned: whether all rows in memory
-    begin at multiples of 16 bytes. derives: whether the epilogue multiplies by the derivative of an activation.
-    has_long_epilogue: whether the epilogue has an activation, or out more bits than x.
+    rows, columns: of out. inner: the inner dimension. bits: of x's dtype. is_aligned: whether all rows in memory begin
+    at multiples of 16 bytes. derives: whether the epilogue multiplies by the derivative of an activation.
+    has_long_epilogue: whether there is an activation, or out has more bits than x.
     """
 
     rows: int
@@ -130,11 +131,11 @@ class MatmulCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulRow:
-    """The blocks of a matmul. The first row that matches is taken.
+    """The blocks of a matmul. The first row that matches is used.
 
-    columns: the most of w it serves, None for any. rows: of x, likewise. inner: the most of the inner dimension. bits:
-    of x's numbers, None for any. unused: the most that MatmulSm90.unused may be, None for any. is_gated, is_aligned,
-    derives, has_long_epilogue: None serves both.
+    columns: the largest number of columns of w. rows: the largest number of rows of x. inner: the largest inner
+    dimension. bits: of x's dtype. unused: the largest MatmulSm90.unused. None matches any value of these. is_gated,
+    is_aligned, derives, has_long_epilogue: None matches True and False.
     """
 
     implementation: str
@@ -165,11 +166,11 @@ class MatmulRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulLowBitTriton:
-    """Blocks of the Triton matmul of weights of few bits.
+    """Blocks of the Triton matmul of low-bit weights.
 
-    block_k: of the inner dimension in numbers; fewer where that is no multiple of them. programs: for each streaming
-    multiprocessor, of which several share a work tile where there are fewer tiles; None where they never do. A gated
-    unit has half of the columns, twice.
+    block_k: values of the inner dimension in a step; fewer if the inner dimension is not a multiple of block_k.
+    programs: the number of programs per SM. If there are fewer work tiles than programs, several programs split a
+    tile's inner dimension; None to never split. A gated unit has half of the columns, of w and of w_up.
     """
 
     block_m: int
@@ -189,11 +190,10 @@ class MatmulLowBitTriton:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulLowBitSm90:
-    """Blocks of the Hopper matmul of weights of few bits: 64 columns of each of compute_wgs warpgroups.
+    """Blocks of the Hopper matmul of low-bit weights: 64 columns for each of compute_wgs warpgroups.
 
-    stages: of the ring, of 128 bytes of each column; as many as shared memory has room for, up to this number.
-    cluster_join: the CTAs that share a work tile, 2, 4 or 8, are a cluster, and have its epilogue. Else a second launch
-    has it.
+    stages: of the ring, each with 128 bytes of each column; fewer if shared memory lacks room. cluster_join: the CTAs
+    that split a work tile, 2, 4 or 8, are a cluster and run its epilogue. Otherwise a second launch runs the epilogue.
     """
 
     compute_wgs: int
@@ -208,9 +208,9 @@ class MatmulLowBitSm90:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulLowBitRow:
-    """The blocks of a matmul of weights of few bits. The first row that matches is taken.
+    """The blocks of a matmul of low-bit weights. The first row that matches is used.
 
-    rows: the most of x it serves, None for any. bits: of x's numbers. weight_bits: None serves all.
+    rows: the largest number of rows of x, None for any. bits: of x's dtype. weight_bits: None matches any.
     """
 
     implementation: str

@@ -1,7 +1,7 @@
-"""Block specs of Ampere's data-centre parts (A100, A30). Hopper and data-centre Blackwell take these Triton rows too.
+"""Block specs of Ampere's data-centre GPUs (A100, A30). Hopper and data-centre Blackwell also use these Triton rows.
 
-tests/pallas/attention/compile_budget.json says what ptxas makes of each row. Nothing here is measured on an A100 yet:
-the rows are the largest blocks that fit the registers.
+tests/pallas/attention/compile_budget.json has ptxas's registers and spills of each row. No row is measured on an A100
+yet: the rows are the largest blocks that fit the registers.
 """
 
 from jax_kernels.pallas.block_specs.matmul_specs import (
@@ -21,16 +21,16 @@ from jax_kernels.pallas.block_specs.specs import NormBackwardTriton, NormOrder, 
 ATTENTION_ORDER = ("triton", "cudnn", "xla")
 NORM_ORDER = (NormOrder(names=("triton", "xla")),)
 
-# 8 warps for 128 x 128 scores: with 4, kernels spill on sm_80, and on Hopper ptxas serialises wgmma for want of
-# registers. The backward's blocks of 64 x 128 are twice what one warpgroup can hold. They halve the bytes that are read
-# from L2 per FLOP.
+# 8 warps for 128 x 128 scores: with 4 warps, kernels spill on sm_80, and on Hopper ptxas serialises wgmma for lack of
+# registers. The backward's blocks of 64 x 128 have twice the values that one warpgroup can hold. They halve the bytes
+# read from L2 per FLOP.
 WIDE_SCORES = Forward(block_q=128, block_kv=128, num_warps=8, num_stages=2)
 WIDE_BACKWARD = Backward(block_q_dkv=64, block_kv_dkv=128, block_q_dq=128, block_kv_dq=64, num_warps=8, num_stages=2)
 
 ATTENTION = (
     Row(implementation="triton", head_dim=64, bits=16, forward=WIDE_SCORES, backward=WIDE_BACKWARD),
     Row(implementation="triton", head_dim=128, bits=16, forward=WIDE_SCORES, backward=WIDE_BACKWARD),
-    # Half the rows: 256 columns of the accumulator take twice the registers.
+    # Half the rows, because 256 columns of the accumulator take twice the registers.
     Row(
         implementation="triton",
         head_dim=256,
@@ -38,7 +38,7 @@ ATTENTION = (
         forward=Forward(block_q=64, block_kv=64, num_warps=8, num_stages=2),
         backward=Backward(block_q_dkv=32, block_kv_dkv=64, block_q_dq=64, block_kv_dq=32, num_warps=8, num_stages=2),
     ),
-    # float32: exact products, its default, run on the plain cores and are unrolled. Larger blocks spill kilobytes.
+    # float32: exact matmuls, the default, are unrolled and run without tensor cores. Larger blocks spill kilobytes.
     Row(
         implementation="triton",
         head_dim=64,
@@ -69,8 +69,8 @@ ATTENTION_DECODE = (
     DecodeRow(implementation="triton", head_dim=256, config=Decode(block_kv=32, num_warps=4, num_stages=3)),
 )
 
-# Measured on an H200, layer_norm in bfloat16, and taken for the other GPUs. Beside each row are its times in ms, and
-# those of the next best blocks.
+# Measured on an H200, layer_norm in bfloat16, and used for the other GPUs. The comment at each row gives its times in
+# ms, and the times of the next best blocks.
 NORM = (
     # Not measured.
     NormRow(
@@ -100,7 +100,7 @@ NORM = (
         forward=NormTriton(block_rows=1, chunk=8192, num_warps=8),
         backward=NormBackwardTriton(block_rows=1, chunk=8192, num_warps=16, programs=1),
     ),
-    # (8192, 16384): forward 0.168, with 16 warps 0.174; backward 0.428, with one chunk and 32 warps 0.627: they spill.
+    # (8192, 16384): forward 0.168, with 16 warps 0.174; backward 0.428, with one chunk and 32 warps 0.627 (spills).
     NormRow(
         implementation="triton",
         columns=16384,
@@ -116,12 +116,12 @@ NORM = (
     ),
 )
 
-# Until the Triton kernel is timed beside cuBLAS, which "xla" calls, it serves by its name alone.
+# The Triton kernel is not yet timed against cuBLAS, which "xla" calls. Until then it runs only if named.
 MATMUL_ORDER = (MatmulOrder(names=("xla", "triton")),)
 
 # Not measured.
 MATMUL = (
-    # Few rows, as in decoding: the weights pass once, and several programs share a work tile.
+    # Few rows, as in decoding: the weights are read once, and several programs split a work tile.
     MatmulRow(
         implementation="triton",
         columns=None,
@@ -138,7 +138,7 @@ MATMUL = (
         is_aligned=True,
         config=MatmulTriton(block_m=256, block_n=128, block_k=32, num_warps=8, num_stages=4, split_steps=16),
     ),
-    # With 64 of the inner dimension it spills beside a residual.
+    # With block_k 64 it spills if there is a residual.
     MatmulRow(
         implementation="triton",
         columns=None,
@@ -146,14 +146,14 @@ MATMUL = (
         is_aligned=True,
         config=MatmulTriton(block_m=128, block_n=256, block_k=32, num_warps=8, num_stages=4, split_steps=16),
     ),
-    # Rows that are not aligned are loaded number by number: the addresses take the registers of half of the columns.
+    # Rows that are not aligned are loaded value by value: the addresses take the registers of half of the columns.
     MatmulRow(
         implementation="triton",
         columns=None,
         bits=16,
         config=MatmulTriton(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4, split_steps=16),
     ),
-    # float32, in tf32 products: a number takes twice the shared memory.
+    # float32, in tf32 matmuls: a value takes twice the shared memory.
     MatmulRow(
         implementation="triton",
         columns=None,
@@ -162,13 +162,13 @@ MATMUL = (
     ),
 )
 
-# Measured on an H200, N = K = 8192, Triton over XLA: one row of int4 0.026 ms for 0.088, of int8 0.031 for 0.124, of
-# mxfp8 0.077 for 0.126; 64 rows of int4 0.054 for 0.090, but of mxfp8 0.149 for 0.128. More were not measured.
+# Measured on an H200, N = K = 8192, ms, Triton and XLA. One row: int4 0.026 and 0.088, int8 0.031 and 0.124, mxfp8
+# 0.077 and 0.126. 64 rows: int4 0.054 and 0.090, but mxfp8 0.149 and 0.128. More rows are not measured.
 LOW_BIT_ORDER = (MatmulOrder(rows=32, names=("triton", "xla")), MatmulOrder(names=("xla", "triton")))
 
-# Not swept. Of 16 rows and 64 columns, x and 4-bit weights give a work tile as many bytes: with N = 8192 there are
-# 128 tiles, about one a multiprocessor, each with three stages of 16 KiB on the way. Less than 99 KiB of shared memory,
-# for sm_86.
+# Not swept. With 16 rows and 64 columns, a work tile reads equally many bytes of x and of 4-bit weights. With N = 8192
+# there are 128 tiles, about one per SM, each with three stages of 16 KiB in flight. All rows need less than 99 KiB of
+# shared memory, for sm_86.
 MATMUL_LOW_BIT = (
     MatmulLowBitRow(
         implementation="triton",
@@ -194,7 +194,7 @@ MATMUL_LOW_BIT = (
         bits=16,
         config=MatmulLowBitTriton(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3, programs=1),
     ),
-    # float32, in tf32 products.
+    # float32, in tf32 matmuls.
     MatmulLowBitRow(
         implementation="triton",
         bits=32,

@@ -1,6 +1,7 @@
-"""Block specs of Ampere's desktop and professional parts (RTX 30, A40, A10): 99 KiB of shared memory for a block.
+"""Block specs of Ampere's desktop and professional GPUs (RTX 30, A40, A10): 99 KiB of shared memory per block.
 
-Their tensor cores have half to a quarter of sm_80's rate: small blocks feed them. No row spills. None is measured yet.
+Their tensor cores have half to a quarter of sm_80's rate, so that small blocks keep them busy. No row spills. No
+row is measured yet.
 """
 
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulRow, MatmulTriton
@@ -36,7 +37,8 @@ ATTENTION = (
         forward=Forward(block_q=64, block_kv=32, num_warps=8, num_stages=2),
         backward=Backward(block_q_dkv=16, block_kv_dkv=64, block_q_dq=64, block_kv_dq=16, num_warps=8, num_stages=2),
     ),
-    # float32: sm_80's rows, whose exact products are unrolled on the plain cores; at 256 the shared memory halves them.
+    # float32: sm_80's rows, whose exact matmuls are unrolled and run without tensor cores. At head_dim 256 shared
+    # memory has room for half the block.
     Row(
         implementation="triton",
         head_dim=64,

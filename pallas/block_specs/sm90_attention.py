@@ -1,8 +1,8 @@
 """Block specs of attention on Hopper (H100, H200, GH200), measured on an H200 in bfloat16.
 
-Beside a number stands its reason: the device time with it over the time without, in one run. "Full" is without a mask.
-Sizes: (2, 8192, 16 x 128), (2, 8192, 32 x 64) and (2, 8192, 8 x 256), unless another is given. benchmarks/notes has the
-other numbers that were tried.
+The comment at a value gives its reason: the device time with it over the device time without it, in one run. "Full" is
+without a mask. Sizes are (2, 8192, 16 x 128), (2, 8192, 32 x 64) and (2, 8192, 8 x 256), unless the comment gives
+another. benchmarks/notes has the other values that were tried.
 """
 
 import dataclasses
@@ -28,73 +28,73 @@ __all__ = [
     "DILATED_LAUNCHES",
 ]
 
-# Forward. The numbers that all rows share are the defaults of their type.
-# bounded_from: looking norms up reads all queries and keys once, and saves a tenth of the loop over keys. It gains 2 %
-# at 2048 keys per query, and loses 10 % at 1024 (causal, 2048 long).
-# bounded_from_limited: it loses 4 % at a window of 2048 keys, and 15 % with 8 causal documents in 8192 tokens, or 3 %
-# with measures_q. How many keys a segment has is not known beforehand.
-# bounded_from_lists: with 8192 keys it loses 28 % of a call's time where a tenth of the blocks is live, loses 5 % at
-# three tenths, and gains 7 % at a half.
-# together_up_to: four calls of 0.2 to 1.9 tiles per core take 0.045 ms in one launch and 0.080 ms in four. Calls of 8
-# to 31 take 2 % more in one: a tile has to find its call and its arrays.
+# Forward. Values that are the same in all rows are the defaults of the type.
+# bounded_from: the pass for the norms reads all queries and keys once, and saves a tenth of the loop over keys. It
+# gains 2 % at 2048 keys per query, and loses 10 % at 1024 (causal, length 2048).
+# bounded_from_limited: bounding loses 4 % with a window of 2048 keys. It loses 15 % with 8 causal documents in 8192
+# tokens, or 3 % with measures_q. The number of keys of a segment is not known beforehand.
+# bounded_from_lists: with 8192 keys, bounding loses 28 % of a call's time if a tenth of the blocks is live, loses 5 %
+# at three tenths, and gains 7 % at a half.
+# together_up_to: four calls of 0.2 to 1.9 tiles per SM take 0.045 ms in one launch and 0.080 ms in four launches. Calls
+# of 8 to 31 tiles per SM take 2 % more in one launch, because each tile must find its call and its arrays.
 
 # Forward, head_dim 64.
-# Three warpgroups are 1.2 times as fast as two. With a score_mod they spill, and are still faster: causal ALiBi takes
-# 1.17 of the plain kernel's time with three, 1.28 with two.
+# Three warpgroups are 1.2 times as fast as two. With a score_mod three warpgroups spill, and are still faster: causal
+# ALiBi takes 1.17 of the plain kernel's time with three warpgroups, 1.28 with two.
 FULL_64 = Forward(compute_warpgroups=3, block_kv=128, stages=3)
-# heads_together: a percent from 4 to 16.
+# heads_together: going from 4 to 16 gains one percent.
 CAUSAL_64 = dataclasses.replace(FULL_64, dynamic=True, heads_together=16)
 # Two warpgroups with early_q take 0.92 of three's time at 2048 causal keys, 0.95 at 4096, 1.05 at 8192.
 # heads_together: 32 takes 0.93 of 16's time at (8, 2048), 0.96 at (4, 4096).
 SHORT_64 = Forward(compute_warpgroups=2, block_kv=128, stages=4, early_q=True, dynamic=True, heads_together=32)
 # With a window or segments three warpgroups spill. heads_together: with a window 32 takes 1.03 of 16's time.
 LIMITED_64 = dataclasses.replace(SHORT_64, heads_together=16)
-# heads_together: with 8 documents 32 takes 0.96 of 16's time. measures_q: 0.975 where not causal.
+# heads_together: with 8 documents 32 takes 0.96 of 16's time. measures_q: 0.975 if not causal.
 SEGMENTS_64 = dataclasses.replace(SHORT_64, measures_q=True)
 
-# Forward, head_dim 128. early_q: 0.97 where causal, 0.98 where full, 0.99 with a window or documents.
+# Forward, head_dim 128. early_q: 0.97 causal, 0.98 full, 0.99 with a window or documents.
 FULL_128 = Forward(compute_warpgroups=2, block_kv=128, stages=2, early_q=True)
-# dynamic with heads_together: over cuDNN 1.13 at 1, 1.31 at 8; 32 takes 0.97 of 16's time.
+# dynamic with heads_together: speed over cuDNN's is 1.13 at 1, 1.31 at 8; 32 takes 0.97 of 16's time.
 CAUSAL_128 = dataclasses.replace(FULL_128, dynamic=True, heads_together=32)
 # heads_together: with a window 16 takes 0.95 to 0.98 of 1's time, 32 takes 1.01 of 16's.
 LIMITED_128 = dataclasses.replace(CAUSAL_128, heads_together=16)
 SEGMENTS_128 = dataclasses.replace(CAUSAL_128, measures_q=True)
-# At three tenths of the blocks: heads_together of 1, 2, 4, 8 and 32 take 0.98, 0.98, 0.97, 1 and 1.11; tiles that are
-# not dynamic 1.06; blocks of 64 keys 1.07; measures_q 0.97; early_q 1.01.
+# With three tenths of the blocks live: heads_together of 1, 2, 4, 8 and 32 take 0.98, 0.98, 0.97, 1 and 1.11; tiles
+# that are not dynamic take 1.06; blocks of 64 keys 1.07; measures_q 0.97; early_q 1.01.
 LISTS_128 = Forward(compute_warpgroups=2, block_kv=128, stages=2, dynamic=True, heads_together=4, measures_q=True)
 
-# Forward, up to 256: 64 keys leave room for two stages where the output shares the queries' memory.
+# Forward, head_dim up to 256: 64 keys leave room for two stages if the output shares the queries' memory.
 WIDE = Forward(compute_warpgroups=2, block_kv=64, stages=2, share_q_out=True)
-# heads_together: over cuDNN 1.06 at 1, 1.28 at 8.
+# heads_together: speed over cuDNN's is 1.06 at 1, 1.28 at 8.
 WIDE_CAUSAL = dataclasses.replace(WIDE, dynamic=True, heads_together=8)
 
-# Backward, head_dim 64. rotate=5: 0.96 of 0's time where not causal.
+# Backward, head_dim 64. rotate=5: 0.96 of 0's time if not causal.
 BACKWARD_FULL_64 = Backward(block_q=128, rotate=5)
-# Persistent CTAs take 0.99 where causal, 0.96 with a window, 0.91 with documents, 1.01 where full. heads_together=4:
-# 0.98 where causal.
+# Persistent CTAs take 0.99 causal, 0.96 with a window, 0.91 with documents, 1.01 full. heads_together=4: 0.98 causal.
 BACKWARD_CAUSAL_64 = Backward(block_q=128, heads_together=4, persistent=True, v_stages=2)
 # heads_together=16: 0.99 with a window, 0.98 with documents.
 BACKWARD_LIMITED_64 = dataclasses.replace(BACKWARD_CAUSAL_64, heads_together=16)
-# One stage of dO: it leaves room for a bias's tile.
+# One stage of dO leaves room for a bias's tile.
 BACKWARD_DENSE_64 = Backward(block_q=128, do_stages=1, heads_together=4)
 
-# Backward, head_dim 128. early_dv pays here: at 64 it costs 5 %.
+# Backward, head_dim 128. early_dv gains here; at head_dim 64 it loses 5 %.
 BACKWARD_FULL_128 = Backward(block_q=64, rotate=5, early_dv=True)
 BACKWARD_CAUSAL_128 = Backward(block_q=64, heads_together=4)
 # heads_together=16, early_dv and leave_early together: 0.96 to 0.98 with a window of 1024. Persistent CTAs: 1.04.
 BACKWARD_LIMITED_128 = Backward(block_q=64, heads_together=16, early_dv=True, leave_early=True)
-# Persistent CTAs: 0.95 with causal documents (2, 4, 8 and 32 heads together 0.98, 0.95, 0.96, 0.96), 1.00 with others.
+# Persistent CTAs: 0.95 with causal documents (heads_together of 2, 4, 8 and 32: 0.98, 0.95, 0.96, 0.96), 1.00 with
+# documents that are not causal.
 BACKWARD_SEGMENTS_128 = Backward(block_q=64, heads_together=16, early_dv=True, persistent=True)
-# Persistent CTAs: 0.94, 0.97 and 0.98 at 0.1, 0.3 and 0.5 of the blocks. heads_together: 2 takes 0.99 and 0.96 of 4's
-# time, 8 takes 1.09 and 1.02. Without early_dv 1.01 to 1.04.
+# Persistent CTAs: 0.94, 0.97 and 0.98 with 0.1, 0.3 and 0.5 of the blocks live. heads_together: 2 takes 0.99 and 0.96
+# of 4's time, 8 takes 1.09 and 1.02. Without early_dv: 1.01 to 1.04.
 BACKWARD_LISTS_128 = Backward(block_q=64, heads_together=2, early_dv=True, persistent=True)
 BACKWARD_DENSE_128 = Backward(block_q=64, do_stages=1, heads_together=4)
 
-# Backward, up to 256: early_dv, late_do and leave_early together take 0.96.
+# Backward, head_dim up to 256: early_dv, late_do and leave_early together take 0.96.
 WIDE_BACKWARD = Backward(block_q=64, do_stages=1, early_dv=True, late_do=True, leave_early=True)
 WIDE_BACKWARD_CAUSAL = dataclasses.replace(WIDE_BACKWARD, heads_together=4)
 
-# A deterministic dquery: what fits in shared memory and in registers, beside a tile of a bias where there is one.
+# A deterministic dquery: the largest blocks that fit shared memory and registers, with a bias's tile if there is one.
 ATTENTION_DQUERY = (
     DqueryRow(head_dim=64, bias_bits=16, blocks=Dquery(block_kv=128, k_stages=3, v_stages=3)),
     DqueryRow(head_dim=64, bias_bits=32, blocks=Dquery(block_kv=128, k_stages=3, v_stages=2)),
@@ -104,11 +104,12 @@ ATTENTION_DQUERY = (
     DqueryRow(head_dim=256, bias_bits=32, blocks=Dquery(block_kv=64, k_stages=1, v_stages=1)),
 )
 
-# Causal segments of 1024 rows, 480 tiles of 128 queries and 16 heads of 128 in all: one launch takes 0.043 ms, two
-# 0.057, four 0.082. Of 360 tiles of 12 heads of 64 one takes 0.028. A gather reaches 4.0 of the data sheet's 4.8 TB/s.
+# Causal segments of 1024 rows, in total 480 tiles of 128 queries, 16 heads of 128: one launch takes 0.043 ms, two
+# launches 0.057, four 0.082. One launch with 360 tiles, 12 heads of 64, takes 0.028. A gather reaches 4.0 of the data
+# sheet's 4.8 TB/s.
 DILATED_LAUNCHES = DilatedLaunches(launch_seconds=14e-6, core_flops=4.5e12, gather_seconds=3e-6, gather_bandwidth=5 / 6)
 
-# Without a bias, a dense mask and lists.
+# Rows without a bias, a dense mask or lists.
 MOSAIC = (
     Row(
         implementation="mosaic_gpu",
@@ -183,10 +184,12 @@ MOSAIC = (
         backward=BACKWARD_CAUSAL_128,
         is_causal=True,
     ),
-    # 192 takes the blocks of 256. Its time over cuDNN's, forward: 0.90 full and 0.84 causal at 192, 0.98 at 160.
-    # Backward: 1.09 and 1.11 at 192, 1.02 and 1.10 at 160; both together 1.06 and 1.06, 1.02 and 1.08.
-    # In JAX, cuDNN takes no value of another head_dim. In torch its backward of 192/128 takes 0.88 of this one's time
-    # where full, and 0.58 where causal.
+    # head_dim 192 uses the blocks of 256. Time over cuDNN's:
+    #   forward: 0.90 full and 0.84 causal at 192, 0.98 at 160
+    #   backward: 1.09 full and 1.11 causal at 192, 1.02 and 1.10 at 160
+    #   forward and backward: 1.06 and 1.06 at 192, 1.02 and 1.08 at 160
+    # In JAX, cuDNN needs the same head_dim for keys and values. In torch its backward of 192/128 takes 0.88 of this
+    # kernel's time full, and 0.58 causal.
     Row(
         implementation="mosaic_gpu",
         head_dim=192,
@@ -221,8 +224,9 @@ MOSAIC = (
     ),
 )
 
-# With a bias or a dense mask: the most keys that spill nothing and leave room for a bias's tile. A mask alone, of one
-# bit, has no tile. Other sizes are not measured. At (2, 4096, 16 x 128) a bias is 1.6 to 2.9 times as fast as in cuDNN.
+# With a bias or a dense mask: the largest blocks of keys that spill no registers and leave room for a bias's tile. A
+# mask without a bias, of one bit per score, has no tile. Other sizes are not measured. At (2, 4096, 16 x 128) a call
+# with a bias is 1.6 to 2.9 times as fast as cuDNN's.
 MOSAIC_DENSE = (
     Row(
         implementation="mosaic_gpu",
@@ -242,7 +246,7 @@ MOSAIC_DENSE = (
         is_limited=False,
         dense_bits=1,
     ),
-    # With a window: 64 keys, as the predicate takes registers besides.
+    # With a window: 64 keys, because the predicate needs registers too.
     Row(
         implementation="mosaic_gpu",
         head_dim=64,
@@ -260,7 +264,7 @@ MOSAIC_DENSE = (
         backward=BACKWARD_DENSE_64,
         dense_bits=32,
     ),
-    # A tile of 16 bits leaves room for 128 keys, one of 32 bits for 64.
+    # A 16-bit bias tile leaves room for 128 keys, a 32-bit tile for 64.
     Row(
         implementation="mosaic_gpu",
         head_dim=128,
@@ -290,9 +294,9 @@ MOSAIC_DENSE = (
     ),
 )
 
-# Masks as lists of live blocks: a window's blocks, and as many heads together as the L2 cache has room for.
+# Masks as lists of live blocks: the blocks of the rows for windows; heads_together up to the L2 cache's capacity.
 MOSAIC_LISTS = (
-    # The backward's persistent CTAs take 0.84, 0.91 and 0.93 at 0.1, 0.3 and 0.5 of the blocks.
+    # The backward's persistent CTAs take 0.84, 0.91 and 0.93 with 0.1, 0.3 and 0.5 of the blocks live.
     Row(
         implementation="mosaic_gpu",
         head_dim=64,
@@ -321,7 +325,7 @@ MOSAIC_LISTS = (
 )
 
 # The best of (64, 128), (128, 64), (64, 64) and (128, 128) with 4 or 8 warps and 2 or 3 stages. sm_80's row has 0.7 of
-# its speed without a mask and 0.8 with one: 128 x 128 scores leave no registers to keep a product in flight.
+# this row's speed without a mask and 0.8 with a mask: 128 x 128 scores leave no registers to keep a wgmma in flight.
 BACKWARD_TRITON = AttentionBackwardTriton(
     block_q_dkv=64, block_kv_dkv=128, block_q_dq=128, block_kv_dq=64, num_warps=8, num_stages=2
 )
@@ -346,19 +350,19 @@ TRITON = (
 
 ATTENTION = (*MOSAIC_LISTS, *MOSAIC_DENSE, *MOSAIC, *TRITON, *SM80[1:])
 
-# (64, 1, 32 / 8 heads) and (1, 1, 32 / 8) over 16,384 keys: one warpgroup or two, and 64 or 128 keys a block, all stand
+# (64, 1, 32 / 8 heads) and (1, 1, 32 / 8) over 16,384 keys: one or two warpgroups with 64 or 128 keys per block are all
 # within 3 %, at 4.4 to 4.5 TB/s.
 ATTENTION_DECODE = (
-    # One warpgroup takes 1.17 of two's time here: its softmax is slower than the keys come.
+    # One warpgroup takes 1.17 of two's time here: its softmax is slower than the loads of keys.
     DecodeRow(implementation="mosaic_gpu", head_dim=64, config=Decode(compute_warpgroups=2, block_kv=128, stages=2)),
     DecodeRow(implementation="mosaic_gpu", head_dim=128, config=Decode(compute_warpgroups=1, block_kv=128, stages=2)),
-    # 192 and 256 are not measured: as many stages as shared memory holds.
+    # 192 and 256 are not measured: as many stages as fit shared memory.
     DecodeRow(implementation="mosaic_gpu", head_dim=192, config=Decode(compute_warpgroups=1, block_kv=64, stages=3)),
     DecodeRow(implementation="mosaic_gpu", head_dim=256, config=Decode(compute_warpgroups=1, block_kv=64, stages=2)),
     *SM80_DECODE,
 )
 
-# Beside a row: how many times as fast it is as the bf16 forward, and other blocks of keys x stages.
+# The comment at a row gives its speed over the bf16 forward's, and the speed of other blocks (keys x stages).
 FP8_128 = ForwardFp8(compute_warpgroups=2, block_kv=128, stages=4, dynamic=True, heads_together=16)
 FP8_256 = ForwardFp8(compute_warpgroups=2, block_kv=128, stages=2)
 ATTENTION_FP8 = (
@@ -376,7 +380,7 @@ ATTENTION_FP8 = (
         config=ForwardFp8(compute_warpgroups=3, block_kv=128, stages=4, dynamic=True, heads_together=16),
         is_causal=True,
     ),
-    # Full 1.30 (925 TFLOP/s); 128 x 4 and 160 x 3 have 1.27.
+    # Full 1.30 (925 TFLOP/s); 128 x 4 and 160 x 3: 1.27.
     Fp8Row(
         implementation="mosaic_gpu",
         head_dim=128,

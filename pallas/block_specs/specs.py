@@ -1,4 +1,4 @@
-"""The types of the block spec rows. Each checks itself, so that a wrong row fails where it is written."""
+"""The types of the block spec rows. Each type checks its values, so that a wrong row fails when it is written."""
 
 import dataclasses
 from typing import Any
@@ -25,28 +25,28 @@ class AttentionForwardSm90:
     compute_warpgroups: int
     block_kv: int
     stages: int
-    # The output is staged in the query's shared memory: room for more key and value stages.
+    # The output is staged in the query's shared memory, which leaves room for more key and value stages.
     share_q_out: bool = False
-    # Warpgroups take turns to issue their products (a named barrier), so that softmax and wgmma alternate.
+    # Warpgroups take turns to issue their wgmmas (a named barrier), so that softmax and wgmma alternate.
     pingpong: bool = True
-    # Heads whose tiles alternate. With causal masks the long tiles of all of them come first, which balances
-    # the SMs; too many push one another's keys and values out of the L2 cache.
+    # Heads whose tiles alternate. With causal masks the long tiles of all these heads come first, which balances
+    # the SMs. Too many heads evict each other's keys and values from the L2 cache.
     heads_together: int = 1
-    # The CTAs take their tiles off a counter in device memory, not each its own: long and short ones even out.
+    # CTAs take tiles from a counter in device memory instead of a fixed list, which balances long and short tiles.
     dynamic: bool = False
-    # Long kv loops look up the longest query and key beforehand: where these bound the scores, no maximum is kept.
+    # With a long kv loop a pass computes the largest query and key norms. If they bound the scores, no maximum is kept.
     bounded: bool = True
-    # Of these two, keys alone: a warpgroup measures the queries that it has loaded.
+    # The pass computes key norms only: a warpgroup computes the norms of the queries that it has loaded.
     measures_q: bool = False
-    # The next tile's queries are loaded during this one, into where the output of the tile before was staged: the two
-    # change places with each tile. Else they are loaded when this tile's have been read.
+    # The next tile's queries are loaded during this tile, into the memory of the previous tile's staged output; the two
+    # buffers swap with each tile. Otherwise they are loaded when this tile's queries have been read.
     early_q: bool = False
-    # Scores are bounded beforehand from so many keys per query on: plain or causal, with a window or segments, and with
-    # a mask's lists.
+    # Scores are bounded from this many keys per query on: plain or causal calls, calls with a window or segments, and
+    # calls with a mask's lists.
     bounded_from: int = dataclasses.field(default=2048, repr=False)
     bounded_from_limited: int = dataclasses.field(default=8192, repr=False)
     bounded_from_lists: int = dataclasses.field(default=3072, repr=False)
-    # Calls of up to so many tiles per streaming multiprocessor share a launch.
+    # Calls with up to this many tiles per SM share a launch.
     together_up_to: int = dataclasses.field(default=4, repr=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class AttentionForwardSm90:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of a compute and of the memory warpgroup."""
+        """Registers per thread: (of a compute warpgroup, of the memory warpgroup)."""
         return (240, 24) if self.compute_warpgroups == 2 else (160, 32)
 
 
@@ -86,13 +86,13 @@ class AttentionForwardFp8Sm90:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread of a compute and of the memory warpgroup."""
+        """Registers per thread: (of a compute warpgroup, of the memory warpgroup)."""
         return (240, 24) if self.compute_warpgroups == 2 else (160, 32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionDquerySm90:
-    """Blocks of the Hopper kernel of a deterministic dquery: 128 queries, and stages of keys and of values."""
+    """Blocks of the Hopper kernel of a deterministic dquery: 128 queries, with stages of keys and of values."""
 
     block_kv: int
     k_stages: int
@@ -104,30 +104,31 @@ class AttentionDquerySm90:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardSm90:
-    """Blocks of the one-pass Hopper backward: two compute warpgroups share one block of keys."""
+    """Blocks of the one-pass Hopper backward: two compute warpgroups work on one block of keys."""
 
     block_q: int
     q_stages: int = 2
     do_stages: int = 2
-    # Where every block of keys meets every query, they start their loops this many blocks apart, which spreads the
-    # additions to dq.
+    # If every block of keys attends to every query, the key blocks' loops start this many query blocks apart, which
+    # spreads the additions to dq.
     rotate: int = 0
-    # Heads that run next to one another, so that the long and the short key blocks of causal work mix: so many up to
-    # heads_together_up_to queries, and fewer of longer ones, as the dquery of all of them has to fit the L2 cache.
+    # Heads that run at the same time, so that long and short key blocks of causal calls mix. The number is for calls of
+    # up to heads_together_up_to queries. Longer calls run fewer heads together, because the dquery of all these heads
+    # must fit the L2 cache.
     heads_together: int = 1
     heads_together_up_to: int = dataclasses.field(default=8192, repr=False)
-    # dvalue's product is issued behind dP's, and dS is computed while it runs.
+    # dvalue's wgmma is issued after dP's, and dS is computed while it runs.
     early_dv: bool = False
-    # Above head_dim 128: the scores are issued before the wait for dO.
+    # Above head_dim 128: the scores' wgmma is issued before the wait for dO.
     late_do: bool = False
     # A CTA ends when its last stores have left shared memory, not when they have arrived.
     leave_early: bool = False
-    # CTAs take one block of keys after another off a counter, and load the next one's while this one's gradients are
-    # computed and stored. Above head_dim 128, and with what takes registers besides, they do not (Schedule.of).
+    # CTAs take blocks of keys from a counter, and load the next block while this block's gradients are computed and
+    # stored. Not above head_dim 128, and not with features that need more registers (Schedule.of).
     persistent: bool = False
-    # Of these: stages for values. With two, the next ones need not wait for this block's last step.
+    # Stages of values, for persistent CTAs. With two stages the next values need not wait for this block's last step.
     v_stages: int = 1
-    # The blocks of a deterministic dquery, None where it is summed in order of arrival.
+    # The blocks of a deterministic dquery, None if dquery is summed in order of arrival.
     dquery: AttentionDquerySm90 | None = None
 
     def __post_init__(self) -> None:
@@ -150,7 +151,7 @@ class AttentionForwardTriton:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardTriton:
-    """Blocks of the two passes: dkv owns a block of keys and loops over the queries, dq the other way round."""
+    """Blocks of two passes: dkv owns a block of keys and loops over queries, dq owns queries and loops over keys."""
 
     block_q_dkv: int
     block_kv_dkv: int
@@ -166,12 +167,14 @@ class AttentionBackwardTriton:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRow:
-    """The blocks for one kind of attention. The first row that matches is taken.
+    """The blocks for one kind of attention. The first row that matches is used.
 
-    head_dim: the largest head_dim (of key or value) it serves. bits: 16 for bf16 and fp16, 32 for float32.
-    is_causal, is_limited (whether there is a window or segment ids), has_segments: None serves both. dense_bits: None
-    serves all; else it serves biases and dense masks alone, of at most so many bits for every query and key. has_lists:
-    it serves Masks as lists of blocks alone. up_to: it serves no more keys; None for any number.
+    head_dim: the largest head_dim (of key or value) of the calls. bits: 16 for bf16 and fp16, 32 for float32.
+    is_causal, is_limited (a window or segment ids), has_segments: None matches calls with and without.
+    dense_bits: None matches all calls; a number matches only calls with a bias or dense mask of at most that many bits
+      per query and key.
+    has_lists: matches only calls with Masks as lists of blocks.
+    up_to: the largest number of keys; None for any.
     """
 
     implementation: str
@@ -189,9 +192,9 @@ class AttentionRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionDqueryRow:
-    """The blocks of a deterministic dquery. The first row that matches is taken.
+    """The blocks of a deterministic dquery. The first row that matches is used.
 
-    head_dim: as in AttentionRow. bias_bits: the most bits that a bias has for each query and key, 0 without one.
+    head_dim: as in AttentionRow. bias_bits: the largest number of bits of a bias per query and key, 0 without a bias.
     """
 
     head_dim: int
@@ -201,13 +204,15 @@ class AttentionDqueryRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RingRow:
-    """The way that a sequence is shared out by strategy="auto". The first row that matches is taken.
+    """The strategy of strategy="auto" in ring_attention. The first row that matches is used.
 
-    strategy, sends_ahead: as in ring_attention; a call that a halo does not serve takes the ring. differentiated: the
-    strategy of a call that is differentiated, where the devices divide the heads; None for the same. halo_share: such a
-    call keeps its halo, where the window is at most this share of a run of tokens. permutes_up_to: so many devices
-    exchange heads by permutes, more by all-to-alls, by any strategy that exchanges them. up_to: the row serves no more
-    tokens on a device; None for any number. is_windowed: whether there is a window; None serves both.
+    strategy, sends_ahead: as in ring_attention. A call that "halo" does not support uses "ring".
+    differentiated: the strategy of differentiated calls, if the devices divide the heads; None for `strategy`.
+    halo_share: differentiated calls keep "halo" if the window is at most this share of a run of tokens.
+    permutes_up_to: up to this many devices exchange heads by permutes, more devices by all-to-alls, in all strategies
+      that exchange heads.
+    up_to: the largest number of tokens on a device; None for any.
+    is_windowed: whether the call has a window; None matches both.
     """
 
     strategy: str
@@ -219,7 +224,7 @@ class RingRow:
     is_windowed: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.strategy not in ("ring", "halo", "all_gather"):  # all_to_all is not for any number of heads
+        if self.strategy not in ("ring", "halo", "all_gather"):  # all_to_all does not serve every number of heads
             raise ValueError(f"{self.strategy=} must be 'ring', 'halo' or 'all_gather'")
         if self.differentiated not in (None, "all_to_all"):
             raise ValueError(f"{self.differentiated=} must be 'all_to_all' or None")
@@ -235,8 +240,8 @@ class RingRow:
 class DilatedLaunches:
     """The costs that decide which pieces of a dilated attention share a launch.
 
-    launch_seconds: what a launch costs besides its products. core_flops: of a streaming multiprocessor, per second.
-    gather_seconds: what the start of a gather costs. gather_bandwidth: the share of the GPU's bandwidth it reaches.
+    launch_seconds: the time of a launch apart from its matmuls. core_flops: FLOP/s of an SM.
+    gather_seconds: the time to start a gather. gather_bandwidth: the fraction of the GPU's bandwidth that it reaches.
     """
 
     launch_seconds: float
@@ -272,7 +277,7 @@ class AttentionDecodeTriton:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionDecodeRow:
-    """The blocks of decoding. The first row that matches is taken. head_dim: as in AttentionRow."""
+    """The blocks of decoding. The first row that matches is used. head_dim: as in AttentionRow."""
 
     implementation: str
     head_dim: int
@@ -281,7 +286,7 @@ class AttentionDecodeRow:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionFp8Row:
-    """The blocks of the 8-bit forward. The first row that matches is taken. head_dim, is_causal: as in AttentionRow."""
+    """The blocks of the 8-bit forward. The first row that matches is used. head_dim, is_causal: as in AttentionRow."""
 
     implementation: str
     head_dim: int
@@ -303,7 +308,7 @@ class NormTriton:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormBackwardTriton:
-    """Blocks of the backward of a normalisation. programs: on each streaming multiprocessor."""
+    """Blocks of the backward of a normalisation. programs: per SM."""
 
     block_rows: int
     chunk: int
@@ -319,12 +324,15 @@ class NormBackwardTriton:
 class NormSm90:
     """Blocks of a Hopper kernel of normalisation, forward or backward.
 
-    row_warps: warps that share a row, 1, 4, 8 or 16; others where these do not divide the columns. warpgroups: of a
-    CTA; each has a ring of stages. stages: as many as shared memory has room for, up to this number. turns: blocks that
-    a forward's warpgroup takes before its CTA ends, and the multiprocessor takes another CTA; 0: a CTA for each
-    multiprocessor, which takes blocks to the end. claims: such CTAs' warpgroups claim blocks one by one, instead of
-    having equal shares of them; with three stages or more. cluster: CTAs of a forward that share a row, each of which
-    has an equal part of its columns, by row_warps warps; they take as many blocks as turns says.
+    row_warps: warps that work on one row, 1, 4, 8 or 16; the kernel picks another number if they do not divide the
+      columns.
+    warpgroups: of a CTA; each has a ring of stages.
+    stages: the largest number of stages; fewer if shared memory lacks room.
+    turns: blocks that a forward's warpgroup takes before its CTA ends and the SM starts another CTA. 0: one CTA per SM,
+      which takes blocks until none is left.
+    claims: with turns=0, warpgroups claim blocks one by one instead of having equal shares; needs three stages or more.
+    cluster: CTAs of a forward that work on one row. Each has an equal part of the row's columns, by row_warps warps,
+      and takes `turns` blocks.
     """
 
     row_warps: int
@@ -351,7 +359,7 @@ class NormSm90:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormRow:
-    """The blocks of a normalisation. The first row that matches is taken. columns: the most it serves, None for any."""
+    """The blocks of a normalisation. The first row that matches is used. columns: the largest number, None for any."""
 
     implementation: str
     columns: int | None
@@ -361,9 +369,9 @@ class NormRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormOrder:
-    """The implementations of a normalisation, the fastest first. The first row that matches is taken.
+    """The implementations of a normalisation, the fastest first. The first row that matches is used.
 
-    columns: the most it serves, None for any.
+    columns: the largest number, None for any.
     """
 
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
 """Kernels of matmul. jax_kernels/inputs/matmul.py describes their arrays and options.
 
-A kernel is called as `matmul(inputs, options, config=..., core_count=..., interpret=...)` and gives a MatmulResult.
+A kernel is called as `matmul(inputs, options, config=..., core_count=..., interpret=...)` and returns a MatmulResult.
 """

@@ -1,1 +1,1 @@
-"""The parts that any Mosaic kernel needs: launch, barriers, tiles in shared memory, registers, the tile scheduler."""
+"""Parts for all Mosaic kernels: launch, barriers, tiles in shared memory, registers, the tile scheduler."""

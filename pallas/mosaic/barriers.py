@@ -8,9 +8,9 @@ from jax_kernels.pallas.mosaic import interpreter
 
 
 class Barriers:
-    """A kernel's barriers by name. wanted: for each name (how many barriers, how many arrivals each one counts).
+    """A kernel's barriers by name. wanted: for each name (number of barriers, arrivals per barrier).
 
-    merged: barriers that count equally many arrivals share an array. A thread keeps an array's phases in one register.
+    merged: barriers with the same number of arrivals share an array. A thread keeps an array's phases in one register.
     """
 
     def __init__(self, wanted: dict[str, tuple[int, int]], *, merged: bool):
@@ -27,7 +27,7 @@ class Barriers:
         return [plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n, arrivals in self._arrays.values()]
 
     def of(self, scratch: list[Any], name: str) -> Any:
-        """The barriers of a name: its `.at[i]` is barrier number i. None where none was wanted."""
+        """The barriers of a name: `.at[i]` is barrier i. None if no barriers of this name were wanted."""
         if name not in self._places:
             return None
         array, first = self._places[name]
@@ -50,7 +50,7 @@ class _From(NamedTuple):
 
 
 def named_barrier(kind: str, index: int, threads: int) -> None:
-    """Issues bar.sync or bar.arrive on a hardware barrier. An mbarrier would be polled, which takes longer."""
+    """Issues bar.sync or bar.arrive on a hardware barrier. An mbarrier would be polled, which is slower."""
 
     @plgpu.inline_mgpu(arg_types=(), return_type=None)
     def barrier(_):
@@ -64,7 +64,7 @@ def named_barrier(kind: str, index: int, threads: int) -> None:
 
 
 def group_barrier(members: int, first: int) -> None:
-    """Waits for all threads of the group of `members` neighbouring warpgroups that the calling one is in.
+    """Waits for all threads of the calling warpgroup's group of `members` neighbouring warpgroups.
 
     first: the hardware barrier of the first group.
     """
@@ -85,7 +85,7 @@ def group_barrier(members: int, first: int) -> None:
 
 
 def cluster_barrier() -> None:
-    """Waits for all threads of the cluster, and for what they stored in shared memory."""
+    """Waits for all threads of the cluster, and for their stores to shared memory."""
 
     @plgpu.inline_mgpu(arg_types=(), return_type=None)
     def barrier(_):
@@ -99,9 +99,9 @@ def cluster_barrier() -> None:
 
 
 def count_up(counter_ref, out_ref, first: int = 0, *, release: bool = False) -> None:
-    """Adds 1 to a counter [1] in device memory: out_ref[0] = first + the counter's value before.
+    """Adds 1 to a counter [1] in device memory. out_ref[0] becomes first + the counter's old value.
 
-    release: threads that count later see what the calling thread wrote to device memory before.
+    release: threads that count later see the calling thread's earlier writes to device memory.
     """
     if interpreter.INTERPRETED:
         count = counter_ref[0]

@@ -1,4 +1,4 @@
-"""Elementwise functions of a caller as Mosaic kernels can compute them: by the primitives that Mosaic has."""
+"""Rewrites a caller's elementwise functions in the primitives that Mosaic has."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -15,19 +15,19 @@ from jax_kernels.score_mod.tile_reads import primitives
 
 __all__ = ["erf_polynomial", "for_tiles", "gelu_tanh", "shortened", "sigmoid", "silu", "why_not"]
 
-# What Mosaic computes on a tile as it is. sin and cos are too coarse there for large numbers.
+# Primitives that Mosaic computes on a tile. Its sin and cos are too inaccurate for large values.
 _KNOWN = {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "div", "eq", "exp", "exp2", "ge", "gt",
     "integer_pow", "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "or", "rsqrt", "select_n", "sign",
     "sqrt", "square", "sub", "tanh", "xor",
 }  # fmt: skip
-# What it calls, and is written into the function around it.
+# Primitives with inner programs, which are inlined: the parameter that holds the program.
 _CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "jit": "jaxpr"}
 _DTYPES = jnp.bfloat16, jnp.float16, jnp.float32, bool
 
 
 def _expm1(x: Any) -> Any:
-    """exp(x) - 1; near 0, where that cancels, the first terms of its series."""
+    """exp(x) - 1; near 0, where the difference cancels, the first terms of its series."""
     series = x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720))))))
     return jnp.where(jnp.abs(x) < 0.4, series, jnp.exp(x) - 1)
 
@@ -40,7 +40,7 @@ def _log1p(x: Any) -> Any:
     return jnp.where(jnp.abs(x) < 0.5, series, lax.log(1 + x))
 
 
-# Abramowitz and Stegun (1964), 7.1.26: an absolute error of 1.5e-7.
+# Abramowitz and Stegun (1964), 7.1.26, with an absolute error of 1.5e-7.
 _ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
@@ -64,13 +64,13 @@ def silu(x: Any) -> Any:
 
 
 def _gelu_tanh(x: Any) -> Any:
-    """gelu_tanh in five instructions a number and one of tanh, where the form above has eight."""
+    """gelu_tanh in five instructions and one tanh per value. The form above takes eight."""
     half = 0.5 * x
     return half + half * jnp.tanh(x * (0.7978845608028654 + 0.035677408136300125 * (x * x)))
 
 
 def _sigmoid(x: Any) -> Any:
-    """sigmoid without the four instructions of a division that serve the smallest numbers."""
+    """sigmoid without the four instructions of a division that handle the smallest values."""
     return registers.reciprocal(1.0 + jnp.exp(-x))
 
 
@@ -82,7 +82,7 @@ _SHORT: dict[Any, Callable[[Any], Any]] = {
 
 
 def shortened(function: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    """The same function in fewer instructions, of tiles in the layout of wgmma's results; None where there is none."""
+    """The same function in fewer instructions, for tiles in the layout of wgmma's results; None if there is none."""
     return _SHORT.get(function)
 
 
@@ -92,7 +92,7 @@ def _tail(x: Any) -> Any:
     return erf_polynomial(size) * jnp.exp(-size * size)
 
 
-# What stands in for the primitives that Mosaic lacks.
+# Replacements of primitives that Mosaic lacks.
 _WRITTEN: dict[str, Callable[..., Any]] = {
     "copy": lambda x: x,
     "erf": lambda x: jnp.where(x >= 0, 1.0 - _tail(x), _tail(x) - 1.0),
@@ -106,25 +106,25 @@ _WRITTEN: dict[str, Callable[..., Any]] = {
 
 
 def why_not(function: Callable[[Any], Any] | None) -> str | None:
-    """Why a Mosaic kernel cannot compute a function of float32 numbers; None where it can, or where there is none."""
+    """The reason why a Mosaic kernel cannot compute a function of float32 values; None if it can."""
     if function is None:
         return None
     try:
         program = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), jnp.float32))
     except Exception as error:
-        return f"its activation raised {type(error).__name__} when traced for a number"
+        return f"its activation raised {type(error).__name__} when traced with a scalar"
     if has_constants(program):
         return "its activation closes over arrays"
     equations = list(_equations(program.jaxpr))
     unknown = sorted({str(equation.primitive) for equation in equations} - _KNOWN - set(_WRITTEN))
     if unknown:
-        return f"of its activation it cannot compute {', '.join(unknown)}"
+        return f"it cannot compute {', '.join(unknown)} in its activation"
     others = {str(x.aval.dtype) for equation in equations for x in equation.outvars if x.aval.dtype not in _DTYPES}
     return f"its activation computes in {', '.join(sorted(others))}" if others else None
 
 
 def for_tiles(function: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    """A function that why_not has nothing against, in primitives that Mosaic has."""
+    """A function for which why_not returns None, in primitives that Mosaic has."""
     if function is None:
         return None
     names = set(primitives(jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), jnp.float32)).eqns))
@@ -159,7 +159,7 @@ def _called(equation: Any) -> Jaxpr:
 
 
 def _equations(program: Jaxpr) -> Iterator[Any]:
-    """The equations of a program and of those that it calls."""
+    """The equations of a program and of its inner programs."""
     for equation in program.eqns:
         if str(equation.primitive) in _CALLS:
             yield from _equations(_called(equation))

@@ -1,4 +1,4 @@
 """Whether JAX's interpreter of Mosaic can run the kernels."""
 
-# Whether JAX's interpreter can run these kernels. As it comes it cannot; tests that complete it say so here.
+# JAX's interpreter cannot run these kernels unchanged. Tests that extend it set this to True.
 INTERPRETED = False

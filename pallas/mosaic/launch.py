@@ -25,12 +25,11 @@ def launch(
 ) -> Callable[..., Any]:
     """plgpu.kernel over axes "cta" and "wg".
 
-    cluster: so many CTAs share a cluster, whose axis is CLUSTER; "cta" then counts the clusters.
+    cluster: the number of CTAs of a cluster, whose axis is CLUSTER; "cta" then counts the clusters.
+    auto_barriers: whether Pallas inserts barriers around stores to shared memory. None: only with Lane semantics.
+    params: further fields of plgpu.CompilerParams.
 
-    auto_barriers: whether Pallas places barriers around stores to shared memory. None: with Lane semantics alone.
-
-    Inside jax.shard_map the results vary over the mesh axes that the arguments vary over. params: further fields of
-    plgpu.CompilerParams.
+    Inside jax.shard_map the results vary over the mesh axes that the arguments vary over.
     """
     if auto_barriers is None:
         auto_barriers = semantics == plgpu.LoweringSemantics.Lane

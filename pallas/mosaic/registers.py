@@ -1,4 +1,4 @@
-"""Operations on numbers in registers that Pallas does not have."""
+"""Operations on registers that Pallas does not have."""
 
 import functools
 
@@ -16,14 +16,14 @@ def as_int32(x):
 
 
 def recomputed(index):
-    """Keeps the arithmetic on an index where it is written: hoisted out of a loop, its results spill."""
+    """Keeps LLVM from hoisting the arithmetic on an index out of a loop, where its results would spill."""
     return lax.optimization_barrier(as_int32(index))
 
 
 def zeros_stay() -> None:
-    """Uses the zero that a product's accumulators start from once more, behind that product.
+    """Uses the zero from which a wgmma's accumulators start once more, after that wgmma.
 
-    Without a later use LLVM makes the zero one of the accumulators. ptxas then no longer sees that the product starts
+    Without a later use LLVM reuses the zero's register as an accumulator. ptxas then does not see that the wgmma starts
     from zeros, and writes a zero to each register.
     """
     if interpreter.INTERPRETED:
@@ -42,9 +42,9 @@ def zeros_stay() -> None:
 
 
 def all_of_warp(rows) -> jax.Array:
-    """Whether a bool [64] is True in all 16 rows of a warp: a scalar bool, which differs between a warpgroup's warps.
+    """Whether a bool [64] is True in all 16 rows of a warp: a scalar bool, which may differ between warps.
 
-    A branch on it may hold no operation of a whole warpgroup.
+    A branch on it must not contain operations of a whole warpgroup.
     """
     if interpreter.INTERPRETED:
         return jnp.all(rows)
@@ -68,7 +68,7 @@ def all_of_warp(rows) -> jax.Array:
 
 
 def any_of_warp_above(numbers, rows) -> jax.Array:
-    """Whether any of a warp's numbers [64, n] is NaN or above the limit of its row: a bool as all_of_warp's.
+    """Whether any of a warp's values in [64, n] is NaN or above its row's limit: a scalar bool as in all_of_warp.
 
     rows: [64], the limits.
     """
@@ -103,7 +103,7 @@ def any_of_warp_above(numbers, rows) -> jax.Array:
 def reciprocal(x):
     """1 / x for x [64, n] in the layout of wgmma's results. x is at least 2^-126; above 2^126 the result is 0.
 
-    This is one instruction. A division is five, of which four serve the smallest numbers.
+    This is one instruction. A division has four more, which handle the smallest values.
     """
     if interpreter.INTERPRETED:
         return 1 / x
@@ -129,7 +129,7 @@ def reciprocal(x):
 def as_float32(x, layout):
     """x in float32. layout: of x.
 
-    From bfloat16 it takes one instruction for each number, where LLVM makes two for every second one.
+    Each bfloat16 value takes one instruction. LLVM's conversion takes two for every second value.
     """
     if interpreter.INTERPRETED or x.dtype != jnp.bfloat16:
         return x.astype(jnp.float32)
@@ -163,9 +163,9 @@ def as_float32(x, layout):
 
 
 def kept(x, layout):
-    """The same numbers, whose conversions to float32 are not taken out of a loop. layout: of x, with 4 to a vector.
+    """x, whose conversion to float32 LLVM then does not hoist out of a loop. layout: of x, with vectors of 4 values.
 
-    lax.optimization_barrier does this for float32; 16-bit vectors of more than two numbers it gives back permuted.
+    lax.optimization_barrier does this for float32, but it permutes 16-bit vectors of more than two values.
     """
     if interpreter.INTERPRETED or x.dtype.itemsize != 2:
         return lax.optimization_barrier(x)

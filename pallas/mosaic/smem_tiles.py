@@ -17,9 +17,13 @@ from jax_kernels.pallas.mosaic.registers import recomputed
 class SmemTiles:
     """Shared memory for 16-bit tiles [..., rows, columns], as [..., chunks, rows, width].
 
-    any_rows: whether an array may have any number of rows. Then copies take 64 columns at a time, as wide as a chunk.
-    whole: a product takes all columns in one chunk. Then copies take 8 rows at a time, which is too slow for the
-    forward. swizzled: for wgmma; else plain rows. The interpreter copies any number of rows as they are.
+    any_rows: whether an array may have any number of rows. If so, copies take 64 columns at a time, the width of a
+      chunk.
+    whole: whether a wgmma takes all columns in one chunk. If so, copies take 8 rows at a time, which is too slow for
+      the forward.
+    swizzled: for wgmma; otherwise plain rows.
+
+    The interpreter copies any number of rows without these limits.
     """
 
     def __init__(self, columns: int, any_rows: bool, *, whole: bool = False, swizzled: bool = True):
@@ -28,12 +32,12 @@ class SmemTiles:
         self.transforms = SWIZZLED if swizzled else ()
         self.width = 64 if self.any_rows and not self.whole else columns
         self.count = columns // self.width
-        # Whether copies see the memory in other tiles than products do, and whether these have 8 rows each.
+        # Whether copies use other tiles of the memory than wgmma, and whether each copy has 8 rows.
         self.retiled = self.any_rows and not interpreter.INTERPRETED
         self.eights = self.whole and self.retiled
 
     def scratch(self, *shape: int, dtype: Any) -> Any:
-        """The memory, for pl.run_scoped. shape: that of the tiles without the columns."""
+        """The memory, for pl.run_scoped. shape: the shape of the tiles without the columns."""
         *outer, rows = shape
         tiles = plgpu.SMEM((*outer, self.count, rows, self.width), dtype, transforms=self.transforms)
         if not self.retiled:
@@ -42,11 +46,11 @@ class SmemTiles:
         return plgpu.RefUnion(tiles, plgpu.SMEM((*outer, *copied), dtype, transforms=ROWS))
 
     def views(self, smem: Any) -> tuple[Any, Any]:
-        """The scratch memory as (wgmma and stores, copies) see it."""
+        """(the view of the scratch memory for wgmma and stores, the view for copies)."""
         return tuple(smem) if self.retiled else (smem, smem)
 
     def copies(self, rows: int) -> int:
-        """The number of copies that a tile takes, which is what its barrier counts."""
+        """The number of copies of a tile, which its barrier counts."""
         return rows // 8 * (self.width // 64) if self.eights else self.count
 
     def _each(self, gmem: Any, smem: Any, copy: Callable[[Any, Any], None]) -> None:
@@ -59,11 +63,11 @@ class SmemTiles:
             r, c = lax.div(i, jnp.int32(self.width // 64)), lax.rem(i, jnp.int32(self.width // 64))
             copy(gmem.at[pl.ds(8 * r, 8), pl.ds(64 * c, 64)], smem.at[r, c])
 
-        # An opaque count: unrolled, it takes more registers than a loading warpgroup has.
+        # The count is opaque: the unrolled loop takes more registers than a loading warpgroup has.
         lax.fori_loop(0, recomputed(smem.shape[0] * (self.width // 64)), eight, None)
 
     def load(self, gmem: Any, smem: Any, barrier: Any) -> None:
-        """Starts the copies of a tile. gmem: [rows, columns] in device memory. smem: the tile as copies see it."""
+        """Starts the copies of a tile. gmem: [rows, columns] in device memory. smem: the tile's view for copies."""
         self._each(gmem, smem, lambda gmem, smem: plgpu.copy_gmem_to_smem(gmem, smem, barrier))
 
     def store(self, smem: Any, gmem: Any) -> None:
@@ -75,13 +79,13 @@ class SmemTiles:
         return [x] if self.count == 1 else [x[:, self.width * c : self.width * (c + 1)] for c in range(self.count)]
 
     def sixty_four(self, smem: Any, start: int) -> Any:
-        """The 64 columns of a tile from column `start` on."""
+        """A ref of 64 columns of a tile, from column `start` on."""
         c, start = divmod(start, self.width)
         return smem.at[c, :, start : start + 64] if self.width > 64 else smem.at[c]
 
 
 def has_odd_length(*arrays: jax.Array) -> bool:
-    """Whether the length of an array [B, length, ...] is no multiple of the 8 rows of a swizzle atom."""
+    """Whether the length of an array [B, length, ...] is not a multiple of the 8 rows of a swizzle atom."""
     return any(x.shape[1] % 8 != 0 for x in arrays)
 
 

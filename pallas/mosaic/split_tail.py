@@ -1,8 +1,9 @@
 """Equal tiles of work on many SMs, where the tiles of the last round are split into parts.
 
-Tiles take ceil(tiles / SMs) rounds, however few are left for the last one. Where rounds are few, SMs without a tile
-lose much time. Split into parts, with a CTA for each, the last tiles fill the machine. The parts of a tile add their
-results to sums in device memory. A counter says which part arrives last: that one reads the finished sums.
+Tiles take ceil(tiles / SMs) rounds, even if few tiles are left for the last round. With few rounds, the SMs without a
+tile in the last round lose much time. If the last tiles are split into parts, with one CTA per part, they fill the GPU.
+The parts of a tile add their results to sums in device memory. A counter identifies the part that arrives last, which
+reads the finished sums.
 """
 
 import dataclasses
@@ -12,16 +13,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# What a part costs by itself, in steps: its start, and its additions.
+# The extra cost of a part, in steps: its start, and its additions.
 OVERHEAD = 2.0
 MOST_PARTS = 32
-# The least part of the time that a split has to save. Many rounds are bound by power: what some SMs leave, others use.
+# The smallest fraction of the time that a split must save. With many rounds power is the limit: busy SMs use the power
+# that idle SMs do not need.
 WORTHWHILE = 0.15
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitTail:
-    """`tiles` tiles of `steps` steps each. The tiles from number `whole` on are split into `parts` parts each."""
+    """`tiles` tiles of `steps` steps each. The tiles from index `whole` on are split into `parts` parts each."""
 
     tiles: int
     steps: int
@@ -34,7 +36,7 @@ class SplitTail:
 
     @classmethod
     def of(cls, tiles: int, steps: int, core_count: int) -> "SplitTail":
-        """The split that ends first, if core_count tiles or parts run at a time."""
+        """The split with the shortest time, if core_count tiles or parts run at a time."""
         rest = tiles % core_count
 
         def time(parts: int) -> float:
@@ -50,24 +52,23 @@ class SplitTail:
         return self.whole + (self.tiles - self.whole) * self.parts
 
     def tile(self, cta: Any) -> Any:
-        """The tile of a CTA."""
         if self.parts == 1:
             return cta
         return jnp.where(cta < self.whole, cta, self.whole + lax.div(cta - self.whole, jnp.int32(self.parts)))
 
     def first(self, cta: Any) -> Any:
-        """The first of its steps that a CTA takes."""
+        """The CTA's first step within its tile."""
         part = lax.rem(cta - self.whole, jnp.int32(self.parts))
         return jnp.where(cta < self.whole, 0, lax.div(part * self.steps, jnp.int32(self.parts)))
 
     def count(self, cta: Any) -> Any:
-        """How many steps a CTA takes."""
+        """The CTA's number of steps."""
         part = lax.rem(cta - self.whole, jnp.int32(self.parts))
         end = lax.div((part + 1) * self.steps, jnp.int32(self.parts))
         return jnp.where(cta < self.whole, self.steps, end - self.first(cta))
 
     def shared(self, *shape: int, warpgroups: int) -> dict[str, Any]:
-        """The refs that the parts of a tile share: sums of this shape, and a counter of arrivals for each warpgroup."""
+        """Refs that a tile's parts share: sums of this shape, and a counter of arrivals per warpgroup."""
         if self.parts == 1:
             return {"sums": None, "arrived": None}
         split = self.tiles - self.whole

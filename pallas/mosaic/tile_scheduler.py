@@ -1,9 +1,9 @@
-"""The order in which persistent CTAs take their tiles. A tile is a (batch entry, head, block of its rows).
+"""The order in which persistent CTAs take their tiles. A tile is a (batch entry, head, block of rows).
 
-A launch may serve several calls, whose tiles follow one after another.
+A launch may serve several calls. The tiles of the calls follow one after another.
 
-The tiles are dealt out in turn. If dynamic, a CTA asks a counter in device memory for its next tile, one tile ahead:
-long and short tiles even out.
+Tiles are assigned round-robin. If dynamic, a CTA gets its next tile from a counter in device memory, one tile ahead,
+which balances long and short tiles.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jax_kernels.pallas.mosaic.registers import as_int32
 
 
 class Fetched(NamedTuple):
-    """Shared memory for two tile numbers from the counter, that of the next tile and the one after, with barriers."""
+    """Shared memory for two tile indices from the counter, of the next two tiles, with barriers."""
 
     smem: Any
     ready: Any
@@ -31,7 +31,7 @@ class Fetched(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The tiles of a call. blocks: the number of blocks of a head's rows, which are queries or keys."""
+    """The tiles of a call. blocks: the number of row blocks of a head. Rows are queries or keys."""
 
     batch: int
     heads: int
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 class TileScheduler:
     """shapes: one for each call. heads_together: as in AttentionForwardSm90. core_count: CTAs that run at a time.
 
-    is_causal: the rows are queries of a causal call, whose last blocks have the most keys.
+    is_causal: the rows are queries of a causal call, so that the last blocks have the most keys.
     """
 
     shapes: tuple[Shape, ...]
@@ -69,15 +69,15 @@ class TileScheduler:
 
     @property
     def fetches(self) -> bool:
-        """Whether there is a counter. CTAs with one tile each need none."""
+        """Whether there is a counter. If each CTA has one tile, no counter is needed."""
         return self.dynamic and self.count > self.core_count
 
     def counter(self) -> Any:
-        """A new counter for a launch. None where nothing is fetched."""
+        """A new counter for a launch; None without a counter."""
         return jax.new_ref(jnp.zeros((1,), jnp.int32)) if self.fetches else None
 
     def scratch(self, warpgroups: int) -> Fetched:
-        """The memory of Fetched, for pl.run_scoped. Its fields are None where nothing is fetched."""
+        """The memory of Fetched, for pl.run_scoped. Its fields are None without a counter."""
         if not self.fetches:
             return Fetched(None, None, None)
         barrier = functools.partial(plgpu.Barrier, num_barriers=2)
@@ -88,29 +88,29 @@ class TileScheduler:
         return list(itertools.accumulate(shape.tiles for shape in self.shapes))
 
     def call(self, index):
-        """The number of the call that has tile number `index`."""
+        """The index of the call of tile `index`."""
         if len(self.shapes) == 1:
             return 0
         return sum((index >= end).astype(jnp.int32) for end in self._ends[:-1])
 
     def place(self, index, call: int = 0):
-        """(batch entry, head, block) of tile number `index`, a tile of this call."""
+        """(batch entry, head, block) of tile `index`, a tile of this call."""
         shape = self.shapes[call]
         index = index - self._ends[call - 1] if call else index
-        # Of views, heads of one batch entry at a time, which stand side by side in memory: four groups of 8192 tokens
-        # take 0.066 ms so, with heads of several entries 0.0705.
+        # With several calls, the heads that alternate are of one batch entry, and adjacent in memory: four groups of
+        # 8192 tokens take 0.066 ms, with heads of several batch entries 0.0705 ms.
         alternating = shape.heads if len(self.shapes) > 1 else shape.batch * shape.heads
         together = math.gcd(self.heads_together, alternating)
         round_, within = lax.div(index, shape.blocks * together), lax.rem(index, shape.blocks * together)
         batch_head = round_ * together + lax.rem(within, together)
         b, h = lax.div(batch_head, shape.heads), lax.rem(batch_head, shape.heads)
         block = lax.div(within, together)
-        if self.is_causal:  # the longest first: the last ones to start are short
+        if self.is_causal:  # the longest tiles first, so that the last tiles to start are short
             block = shape.blocks - 1 - block
         return b, h, block
 
     def fetch(self, counter, fetched: Fetched, turn) -> None:
-        """Fetches the tile after the CTA's tile number `turn`. One warpgroup calls it, once a tile."""
+        """Fetches the tile after the CTA's tile `turn`. One warpgroup calls this, once per tile."""
         if not self.fetches:
             return
         slot = (turn + 1) & 1
@@ -123,7 +123,7 @@ class TileScheduler:
         plgpu.barrier_arrive(fetched.ready.at[slot])
 
     def following(self, fetched: Fetched, index, turn):
-        """The tile after `index`, the CTA's tile number `turn`. Every warpgroup calls it once a tile."""
+        """The tile after `index`, the CTA's tile `turn`. Every warpgroup calls this once per tile."""
         if not self.fetches:
             return index + self.ctas
         slot = (turn + 1) & 1
@@ -133,7 +133,7 @@ class TileScheduler:
         return following
 
     def leave_following(self, counter, index, smem) -> Any:
-        """The tile after `index`. One warpgroup calls it; smem [1] then holds the tile for the others."""
+        """The tile after `index`. One warpgroup calls this; smem [1] then holds the tile for the other warpgroups."""
         if self.fetches:
             count_up(counter, smem, self.ctas)
         else:
@@ -142,9 +142,9 @@ class TileScheduler:
         return smem[0]
 
     def for_each(self, first, run, state=0) -> None:
-        """Calls run(index, turn, state) -> (following tile, state) for the CTA's tiles. first: its first tile.
+        """Calls run(index, turn, state) -> (following tile, state) for the CTA's tiles. first: the CTA's first tile.
 
-        state: carried from one tile to the next, such as a slot. The first tile starts from this one.
+        state: the state of the first tile, carried from one tile to the next, such as a slot.
         """
 
         def body(carry):

@@ -1,5 +1,6 @@
 """Kernels of layer_norm and rms_norm. jax_kernels/inputs/normalization.py describes their arrays and options.
 
-A forward is called as `norm_forward(inputs, options, config=..., core_count=..., interpret=...)` and gives a
-NormResult. A backward is called as `norm_backward(inputs, options, result, dout, dtotal, ...)` and gives NormGradients.
+A forward is called as `norm_forward(inputs, options, config=..., core_count=..., interpret=...)` and returns a
+NormResult. A backward is called as `norm_backward(inputs, options, result, dout, dtotal, ...)` and returns
+NormGradients.
 """

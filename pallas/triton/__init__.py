@@ -1,1 +1,1 @@
-"""Parts that any Pallas-Triton kernel needs: sizes of tensors and of grids."""
+"""Parts for all Pallas-Triton kernels: sizes of tensors and of grids."""

@@ -1,4 +1,4 @@
-"""Sizes of Triton's tensors and of its grids, and masks of what exists of a tensor."""
+"""Sizes of Triton's tensors and grids, and masks of the valid values of a tensor."""
 
 from typing import Any
 
@@ -12,21 +12,21 @@ MOST_PROGRAMS = 65535  # along the second and the third axis of CUDA's grid
 
 
 def reaches(elements: int, itemsize: int) -> bool:
-    """Whether a kernel reaches all elements of an array: not where it has 2 to 4 GiB of elements of one byte.
+    """Whether a kernel can address all elements of an array. It cannot if they are 2 to 4 GiB of one-byte elements.
 
-    Up to 2^32 bytes Pallas gives Triton the offset of an element in 32 bits, which Triton reads as a signed number.
-    Elements of 2 or more bytes are then at most 2^31.
+    For arrays of up to 2^32 bytes Pallas gives Triton an element's offset in 32 bits, which Triton reads as a signed
+    integer. An array of larger elements then has at most 2^31 of them.
     """
     return elements <= 1 << 31 or elements * itemsize > 1 << 32
 
 
 def padded(columns: int) -> int:
-    """The columns of a tensor that holds so many."""
+    """The columns of a tensor that can hold `columns`: a power of two, at least SMALLEST."""
     return max(SMALLEST, pl.next_power_of_2(columns))
 
 
 def fit(block: int, length: int) -> int:
-    """A block's rows, not many more than there are."""
+    """The rows of a block: at most `length` rounded up to a power of two."""
     return min(block, max(SMALLEST, pl.next_power_of_2(length)))
 
 
@@ -35,9 +35,9 @@ def iota(size: int) -> jax.Array:
 
 
 def row_mask(start: Any, rows: int, length: Any, block: int | None = None) -> jax.Array | None:
-    """Which rows from `start` exist; None where all do: length is None, or whole blocks of rows.
+    """Whether each row from `start` exists; None if all exist: length is None, or a multiple of the block.
 
-    block: the rows of a block, of which these are a part; None: `rows`.
+    block: the rows of a block, if these rows are a part of a block; None for `rows`.
     """
     if length is None or (isinstance(length, int) and length % (block or rows) == 0):
         return None
@@ -45,7 +45,7 @@ def row_mask(start: Any, rows: int, length: Any, block: int | None = None) -> ja
 
 
 def both(rows: jax.Array | None, columns: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
-    """The mask of a matrix whose rows and columns have masks."""
+    """The mask of a matrix from the masks of its rows and columns; None if both masks are None."""
     mask = None if rows is None else jnp.broadcast_to(rows[:, None], shape)
     if columns is not None:
         columns = jnp.broadcast_to(columns[None, :], shape)

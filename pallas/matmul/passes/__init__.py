@@ -1,1 +1,1 @@
-"""Small kernels beside the products: how their operands are prepared."""
+"""Small kernels that prepare the operands of matmuls."""

@@ -1,7 +1,7 @@
-"""An operand and its transpose, both rounded to 8 bits, from one reading: what the products of the backward take.
+"""Rounds an operand and its transpose to 8 bits in one pass, for the matmuls of the backward.
 
-Through Triton, whose layout conversions are a transposition. Per number of 16 bits 4 bytes pass through device memory:
-0.064 ms for 8192 x 8192 at 4.24 TB/s, where a rounding for each direction moves 6.
+In Triton, whose layout conversions do the transposition. For each 16-bit value 4 bytes pass through device memory:
+0.064 ms for 8192 x 8192 at 4.24 TB/s. A separate pass for each direction moves 6 bytes.
 """
 
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ from jax_kernels.pallas.varying import result_types
 
 __all__ = ["BLOCK", "BothWays", "both_ways", "reciprocal"]
 
-BLOCK = 128  # rows and columns of a program, and of a block of numbers that share a scale
+BLOCK = 128  # rows and columns of a program, and of a block of values that share a scale
 
 
 class BothWays(NamedTuple):
-    """values: [M, N]. transposed: [N, M]. scale: [ceil(M / 128), ceil(N / 128)] float32, where the kernel finds it."""
+    """values: [M, N]. transposed: [N, M]. scale: [ceil(M / 128), ceil(N / 128)] float32 if the kernel computes it."""
 
     values: jax.Array
     transposed: jax.Array
@@ -29,10 +29,10 @@ class BothWays(NamedTuple):
 
 
 def both_ways(x: jax.Array, factors: tuple[Any, Any] | None, dtype: Any, *, interpret: bool = False) -> BothWays:
-    """x [M, N] of 16 or 32 bits times factors, in `dtype` of 8 bits.
+    """x [M, N] of 16 or 32 bits, times factors, in the 8-bit `dtype`.
 
-    factors: float32, of x and of its transpose: [1] and [1], or [M] and [N]. None finds a scale for each 128 x 128
-    numbers and multiplies by its reciprocal. Finite numbers beyond the dtype's largest become that, with their sign;
+    factors: float32, of x and of its transpose: [1] and [1], or [M] and [N]. None computes a scale for each block of
+    128 x 128 values and multiplies by its reciprocal. Finite values beyond the dtype's largest value are clipped to it;
     infinities become NaN.
     """
     rows, columns = x.shape
@@ -71,7 +71,7 @@ def both_ways(x: jax.Array, factors: tuple[Any, Any] | None, dtype: Any, *, inte
 
 
 class _Place(NamedTuple):
-    """The numbers of a program. block: its number, along rows of blocks first."""
+    """The values of a program. block: its index, row by row of blocks."""
 
     rows: int
     columns: int
@@ -105,21 +105,21 @@ class _Place(NamedTuple):
         return ref.at[pl.ds(self.column_block * BLOCK, BLOCK), pl.ds(self.row_block * BLOCK, BLOCK)]
 
     def rows_of(self, ref: Any) -> Any:
-        """A number, or one for each row, [BLOCK, 1]."""
+        """A scalar, or one value per row, [BLOCK, 1]."""
         if ref.shape == (1,):
             return ref[0]
         return plgpu.load(ref.at[pl.ds(self.row_block * BLOCK, BLOCK)], mask=self.row_exists, other=0)[:, None]
 
     def columns_of(self, ref: Any) -> Any:
-        """A number, or one for each column, [1, BLOCK]."""
+        """A scalar, or one value per column, [1, BLOCK]."""
         if ref.shape == (1,):
             return ref[0]
         return plgpu.load(ref.at[pl.ds(self.column_block * BLOCK, BLOCK)], mask=self.column_exists, other=0)[None]
 
 
 def _scale(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The scale of a block, and its reciprocal."""
-    # The bits of magnitudes have their order, with NaN above infinity. A maximum of floats would drop a NaN.
+    """(the scale of a block, its reciprocal)."""
+    # The bits of magnitudes order like the magnitudes, with NaN above infinity. A maximum of floats would drop a NaN.
     magnitudes = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
     largest = lax.bitcast_convert_type(magnitudes.max(axis=1).max(axis=0), jnp.float32)
     scale = largest * (1 / float(jnp.finfo(dtype).max))
@@ -130,7 +130,7 @@ def _scale(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def reciprocal(scale: jax.Array) -> jax.Array:
-    """The reciprocals of scales; NaN for those of numbers of which one is not finite, to make all of them NaN."""
+    """The reciprocals of scales. NaN if a value of the scale's block is not finite, which makes all its values NaN."""
     return jnp.where(scale < jnp.inf, 1 / scale, jnp.nan)
 
 

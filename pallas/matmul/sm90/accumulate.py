@@ -1,7 +1,7 @@
-"""The sums of a warpgroup's 64 rows of a work tile: products of 16 bits, and of 8 bits with scales.
+"""The sums of a warpgroup's 64 rows of a work tile: 16-bit matmuls, and 8-bit matmuls with scales.
 
-The tensor cores add up products of 8 bits with some 14 bits. Float32 sums in registers take them over after some
-steps of 128 of the inner dimension, 128 columns at a time: meanwhile the other warpgroup's products run.
+The tensor cores accumulate 8-bit matmuls with about 14 bits. After a few steps of 128 inner values the accumulators are
+promoted: added to float32 sums in registers, 128 columns at a time. The other warpgroup's matmuls run meanwhile.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from jax_kernels.pallas.mosaic.registers import zeros_stay
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sums:
-    """x @ w and x @ w_up (None without one), each as float32 arrays of 64 rows that stand side by side.
+    """x @ w and x @ w_up (None without w_up), each as float32 arrays of 64 rows, for adjacent columns.
 
-    bias: for each part of a work tile, None where it is not loaded yet.
+    bias: for each part of a work tile, None if it is not loaded yet.
     """
 
     product: list[Any]
@@ -31,13 +31,13 @@ class Sums:
 
 
 def columns_of(arrays: list[Any], part: int, columns: int) -> Any:
-    """So many columns, those of part number `part`, of arrays that stand side by side."""
+    """Part `part`, of `columns` columns, of the arrays of a Sums."""
     nth, start = divmod(part * columns, arrays[0].shape[1])
     return arrays[nth] if arrays[0].shape[1] == columns else arrays[nth][:, start : start + columns]
 
 
 def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
-    """Products of 16 bits, of 64 rows each. All of a step's run while the one before is waited for."""
+    """16-bit matmuls, 64 rows each. A step's wgmmas are issued before the wait for the previous step's."""
     traits, smem = kernel.traits, kernel.smem
     operands = [smem.w] if smem.w_up is None else [smem.w, smem.w_up]
     columns = 2 * traits.block_n if traits.is_joined else traits.block_n
@@ -49,7 +49,7 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
         plgpu.barrier_wait(smem.ready.at[kernel.barrier_of(slot_of(i), nth)])
 
     def multiply(accs, i):
-        """acc += x w of a step, for each 64 rows and each w."""
+        """acc += x @ w of a step, for each 64 rows and each w."""
         slot, halves = slot_of(i), [pl.ds(traits.first_row(wg, half), ROWS) for half in range(traits.halves)]
         for half, mine in enumerate(halves):
             x = smem.x.at[slot, :, mine].T if traits.options.transpose_x else smem.x.at[slot, mine]
@@ -61,7 +61,7 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
             wait(i)
             multiply(accs, i)
             plgpu.wgmma_wait(len(accs))
-            plgpu.barrier_arrive(smem.free.at[slot_of(i - 1)])  # its products have ended
+            plgpu.barrier_arrive(smem.free.at[slot_of(i - 1)])  # its wgmmas have ended
 
         multiply(accs, 0)
         lax.fori_loop(1, traits.steps, step, None)
@@ -70,7 +70,7 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
         plgpu.barrier_arrive(smem.free.at[slot_of(traits.steps - 1)])
         return results, bias
 
-    wait(0)  # in front of the accumulators, as in promoted_sums
+    wait(0)  # before the accumulators, as in promoted_sums
     found, bias = pl.run_scoped(sums, *[plgpu.ACC((ROWS, columns))] * (traits.halves * len(operands)))
     if traits.is_joined:
         both = [[x[:, : traits.block_n], x[:, traits.block_n :]] for x in found]
@@ -80,7 +80,7 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
 
 
 def _bias(kernel: Kernel, tile: WorkTile) -> list[Any]:
-    """The bias of a work tile, for each of its parts. Those past the last column are others."""
+    """The bias of a work tile, for each of its parts. Parts past the last column have other columns' values."""
     columns = kernel.traits.columns
     starts = [tile.column + start for start in range(0, kernel.traits.block_n, columns)]
     places = [pl.ds(jnp.minimum(start, kernel.traits.n - columns), columns) for start in starts]
@@ -89,9 +89,9 @@ def _bias(kernel: Kernel, tile: WorkTile) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Columns whose 8-bit products are promoted together: of w or w_up, from the tile's column `first` on.
+    """Columns whose 8-bit accumulators are promoted together: of w or w_up, from the tile's column `first` on.
 
-    gmem, smem, scale: of the weights. ready: [stages], they are in shared memory, and x with those of the first part.
+    gmem, smem, scale: of the weights. ready: [stages], barriers: the weights have arrived, for the first part also x.
     """
 
     gmem: Any
@@ -102,7 +102,7 @@ class _Part:
 
 
 def _parts(kernel: Kernel) -> list[_Part]:
-    """The parts in the order of their products: x @ w's, then x @ w_up's."""
+    """The parts in the order of their matmuls: x @ w, then x @ w_up."""
     inputs, smem, traits = kernel.inputs, kernel.smem, kernel.traits
     given = [(inputs.w, smem.w, inputs.w_scale), (inputs.w_up, smem.w_up, inputs.w_up_scale)]
     barriers = iter((smem.ready, smem.second_ready))
@@ -122,10 +122,10 @@ def load_parts(kernel: Kernel, column: Any, depth: Any, slot: Any) -> None:
 
 
 def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
-    """Products of 8 bits, with the scales of blocks; scaled() applies other scales.
+    """8-bit matmuls with block scales; scaled() applies other scales.
 
-    Each part waits for its weights. That keeps ptxas from starting a part's products before the sums have taken over
-    the part before, whose registers it would spill.
+    Each part waits for its weights. The wait keeps ptxas from starting a part's wgmmas before the previous part is
+    promoted; otherwise the previous part's registers would spill.
     """
     traits, smem, inputs = kernel.traits, kernel.smem, kernel.inputs
     parts = _parts(kernel)
@@ -134,9 +134,10 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sum
         return lax.rem(nth * traits.k_steps + i, jnp.int32(traits.stages))
 
     def product(first, count, part):
-        """x w of `count` steps from the step `first` on.
+        """x @ w over `count` steps from step `first` on.
 
-        The first wait is in front of the accumulators. Behind it ptxas sees that they are zeros, and writes none.
+        The first wait comes before the accumulators. Without a wait after them, ptxas sees that they are zeros, and
+        writes no zeros.
         """
 
         def multiply(acc, slot):
@@ -157,7 +158,7 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sum
         return pl.run_scoped(run, plgpu.ACC((ROWS, traits.promoted)))
 
     def factor(i, part):
-        """x_scale * w_scale of a step's blocks."""
+        """x_scale * w_scale of the blocks of step i."""
         row, column = lax.div(tile.row + wg * ROWS, SCALE_BLOCK), lax.div(tile.column + part.first, SCALE_BLOCK)
         column = jnp.minimum(column, pl.cdiv(traits.n, SCALE_BLOCK) - 1)  # a part may lie past the last column
         row = jnp.minimum(row, pl.cdiv(traits.m, SCALE_BLOCK) - 1)  # and below the last row
@@ -165,12 +166,12 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sum
 
     def steps(first, count, totals):
         found, of_blocks = [], traits.options.scaling == "block"
-        factors = [factor(first, part) if of_blocks else None for part in parts]  # read while the products run
+        factors = [factor(first, part) if of_blocks else None for part in parts]  # read while the wgmmas run
         for total, part, scale in zip(totals, parts, factors, strict=True):
             sums = product(first, count, part)
             if scale is not None:
                 sums = sums * scale
-            found.append(lax.optimization_barrier(total + sums))  # here, not after all products
+            found.append(lax.optimization_barrier(total + sums))  # add here, not after the last part's wgmmas
         for i in range(count):
             plgpu.barrier_arrive(smem.free.at[slot_of(first + i)])
         return found
@@ -186,7 +187,7 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sum
 
 
 def scaled(kernel: Kernel, x: Any, w_scale: Any, rows: Any, columns: Any) -> Any:
-    """Sums of 64 x 64 with the scales of 8-bit operands, where those are not of blocks."""
+    """Applies the scales of 8-bit operands to a part's sums x. Block scales are already applied."""
     if kernel.traits.options.scaling == "tensor":
         first, second = scale_factors(kernel.inputs.x_scale[0], w_scale[0])
         return x * first * second
@@ -199,7 +200,7 @@ def scaled(kernel: Kernel, x: Any, w_scale: Any, rows: Any, columns: Any) -> Any
 
 
 def with_scales_to_load(inputs: MatmulInputs, options: MatmulOptions) -> MatmulInputs:
-    """The inputs with scales of one axis or two. Those of rows reach to the end of the last work tile."""
+    """The inputs with scales that kernels can load: tensor scales as [1], row scales padded to a multiple of 64."""
     if options.scaling == "tensor":
         scales = inputs.x_scale, inputs.w_scale, inputs.w_up_scale
         x_scale, w_scale, w_up_scale = (None if x is None else x.reshape(1) for x in scales)

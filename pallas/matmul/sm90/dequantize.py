@@ -1,4 +1,4 @@
-"""Weights of few bits to 16-bit numbers in registers, in the layout of wgmma's first operand."""
+"""Decodes low-bit weights to 16-bit values in registers, in the layout of wgmma's first operand."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ from jax_kernels.quantization.formats import LowBit
 
 __all__ = ["decoded"]
 
-TOGETHER = 16  # bytes of a row of which a thread has two and two: the columns of two neighbouring tiles of 8
+TOGETHER = 16  # bytes of a row in which a thread owns two pairs: the columns of two neighbouring tiles of 8
 
 
 def decoded(stored: jax.Array, layout: LowBit, dtype: Any, *, byte: int, half: int, width: int) -> jax.Array:
-    """The numbers of the bytes from `byte` on, or of one half of each, [columns, width] in `dtype`.
+    """The values [columns, width] in `dtype` of the bytes from `byte` on, or of one half of each byte.
 
-    stored: [columns, bytes] uint8 in the layout of wgmma's results.
+    stored: [columns, bytes] uint8, in the layout of wgmma's results.
     """
     columns = stored.shape[0]
     if interpreter.INTERPRETED:
@@ -39,7 +39,7 @@ def decoded(stored: jax.Array, layout: LowBit, dtype: Any, *, byte: int, half: i
         pair = ir.VectorType.get((2,), element)
         both = ir.Type.parse("!llvm.struct<(i32, i32)>")
         program = assembly(layout.format, str(jnp.dtype(dtype)), half)
-        # 16 bytes of a row, 8 of them, and 8 rows. A register has two bytes.
+        # Axes: 16 bytes of a row, 8 of these bytes, and 8 rows. A register has two bytes.
         pieces = stored.registers.reshape(-1, 2, 2)[byte // TOGETHER : (byte + width) // TOGETHER]
         found = np.empty(pieces.shape, dtype=object)
         for piece, row in np.ndindex(found.shape[0], 2):

@@ -1,16 +1,16 @@
-"""The product of few rows of x and weights of few bits on Hopper: outᵀ = w xᵀ.
+"""The Hopper matmul of few rows of x and low-bit weights: outᵀ = w xᵀ.
 
-Device memory is read at 4 or 8 bits a weight. A memory warpgroup loads stored values, x and scales through a ring of
-stages. Each compute warpgroup owns 64 columns of w: it decodes its weights in registers, where wgmma takes its first
-operand from, and multiplies them by x in shared memory. The products of the numbers that share a scale are summed
-first, and the sum is scaled, in float32: weights are not rounded.
+Device memory is read at 4 or 8 bits per weight. A memory warpgroup loads stored values, x and scales through a ring of
+stages. Each compute warpgroup owns 64 columns of w: it decodes its weights to registers, which are wgmma's first
+operand, and multiplies them by x in shared memory. The products of values that share a scale are summed first, and the
+sum is scaled in float32, so that weights are not rounded.
 
-Every multiprocessor has a work tile, or a part of the inner dimension of one. Its sums go through device memory, in
-float32, to a second launch, which adds them up in order and computes the epilogue; or, with cluster_join, through
+Each SM has a work tile, or a part of a work tile's inner dimension (a split). The float32 sums of splits go through
+device memory to a second launch, which adds them in order and computes the epilogue; with cluster_join they go through
 shared memory to the CTAs of a cluster.
 
-8192 x 8192 weights of 4 bits with a float32 scale for each 128 are 36 MB: 0.0086 ms at 4.24 TB/s. With 16 rows of x
-the L2 cache gives 8 MB more. Decoding takes 1.4 instructions a weight, 0.004 ms.
+8192 x 8192 weights of 4 bits with a float32 scale per 128 values are 36 MB: 0.0086 ms at 4.24 TB/s. With 16 rows of x
+another 8 MB come from the L2 cache. Decoding takes 1.4 instructions per weight, 0.004 ms.
 """
 
 import dataclasses
@@ -38,18 +38,20 @@ from jax_kernels.quantization import formats
 
 __all__ = ["COLUMNS", "MOST_ROWS", "STEP_BYTES", "LowBitTraits", "matmul"]
 
-MOST_ROWS = 64  # of x; half of them of a gated unit, whose sums would spill
-REGISTERS = {1: (232, 40), 2: (232, 40), 4: (112, 32)}  # of a compute thread and of a memory thread
+MOST_ROWS = 64  # most rows of x; half for a gated unit, whose sums would spill
+# Registers (of a compute thread, of a memory thread), by the number of compute warpgroups.
+REGISTERS = {1: (232, 40), 2: (232, 40), 4: (112, 32)}
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Smem:
-    """A CTA's shared memory: stages of a step's operands, and for each whether it is there, and whether it is read.
+    """A CTA's shared memory: stages of a step's operands, with barriers.
 
-    x: [stages, chunks, rows, width]; the rows from m on are never written, and no column of out that is read comes
-    from them. w, scale: one for each product; no scale where a column has one for all of it. exchange, joining: see
-    low_bit_join.exchange_sums; None where nothing is joined.
+    x: [stages, chunks, rows, width]. The rows from m on are never written; the results of these rows are never read.
+    w, scale: one ref for each matmul; scale is empty if a column has a single scale.
+    ready, free: [stages], barriers: a step's operands have arrived, or have been read.
+    exchange, joining: see low_bit_join.exchange_sums; None if nothing is exchanged.
     """
 
     x: Any
@@ -62,7 +64,7 @@ class Smem:
 
     @classmethod
     def scratch(cls, traits: LowBitTraits, inputs: "Inputs") -> "Smem":
-        """For pl.run_scoped."""
+        """The scratch shapes for pl.run_scoped."""
         stages = traits.stages
         w = plgpu.SMEM((stages, traits.block_n, STEP_BYTES), jnp.uint8, transforms=SWIZZLED_8BIT)
         scales = inputs.scales if traits.scales_of_step else []
@@ -81,7 +83,7 @@ class Smem:
 
     @staticmethod
     def _x(traits: LowBitTraits) -> Any:
-        """Memory that products see in tiles of 8 rows, and copies in rows: those take any number of them."""
+        """Memory that wgmma reads as tiles of 8 rows. Copies write it as rows, in any number."""
         shape, width = (traits.stages, traits.chunks, traits.rows, traits.width), traits.width
         of_tiles = lambda *tile: plgpu.SMEM(
             shape,
@@ -94,12 +96,12 @@ class Smem:
 
     @property
     def x_tiles(self) -> Any:
-        """x as products see it."""
+        """x in the layout of wgmma."""
         return self.x if interpreter.INTERPRETED else next(iter(self.x))
 
     @property
     def x_rows(self) -> Any:
-        """x as copies see it."""
+        """x in the layout of copies."""
         return self.x if interpreter.INTERPRETED else tuple(self.x)[1]
 
 
@@ -108,8 +110,8 @@ class Smem:
 class Inputs:
     """x: [m or m + 1, k]. weights: stored values [n, bytes]. scales: [groups, n] or [n].
 
-    rest: of a kernel that joins splits, the inputs of the epilogue. exchange: for the interpreter, where it joins some,
-    [work tiles, products, splits, columns, rows].
+    rest: the inputs of the epilogue, if the kernel joins splits. exchange: for the interpreter, if the kernel exchanges
+    sums: [work tiles, matmuls, splits, columns, rows].
     """
 
     x: Any
@@ -121,10 +123,10 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The state that all warpgroups of a CTA share. sums: refs [splits, n, rows] in device memory.
+    """The state of a CTA. sums: refs [splits, n, rows] in device memory.
 
-    results: the refs of a kernel that joins splits, in place of sums. column, first, steps: the first column of its
-    work tile, and its part of the inner dimension, in steps.
+    results: the result refs of a kernel that joins splits, which has no sums. split: the index of the CTA's split.
+    column: the first column of its work tile. first, steps: its first step and its number of steps.
     """
 
     traits: LowBitTraits
@@ -141,7 +143,7 @@ class Kernel:
 def matmul(
     inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulLowBitSm90, core_count: int, interpret: bool
 ) -> MatmulResult:
-    """See the module's docstring. n is a multiple of 64, and the bytes of a column are one of 128."""
+    """See the module's docstring. n is a multiple of 64, and the bytes of a column are a multiple of 128."""
     assert options.low_bit is not None
     weights = [w for w in (inputs.w, inputs.w_up) if w is not None]
     m, n, k = options.sizes(inputs)
@@ -157,7 +159,7 @@ def matmul(
         core_count=core_count,
     )
     given = Inputs(
-        # Copies take 128 bytes and more: of chunks of 32 numbers two rows.
+        # A copy has at least 128 bytes: two rows of a chunk of 32 values.
         x=jnp.pad(inputs.x, ((0, 1), (0, 0))) if m % 2 and traits.width == 32 else inputs.x,
         weights=[_as_bytes(w) for w in weights],
         scales=[_as_bytes(y) for y in (inputs.w_scale, inputs.w_up_scale) if y is not None],
@@ -235,7 +237,7 @@ def _kernel(kernel: Kernel) -> None:
         plgpu.set_max_registers(of_memory, action="decrease")
         lax.fori_loop(0, kernel.steps, lambda i, _: _load(kernel, i), None)
         if kernel.traits.exchanges and not interpreter.INTERPRETED:
-            cluster_barrier()  # which waits for all threads
+            cluster_barrier()  # the barrier waits for all threads, including this warpgroup's
 
     @pl.when(wg < compute_wgs)
     def _compute():
@@ -244,7 +246,7 @@ def _kernel(kernel: Kernel) -> None:
 
 
 def _load(kernel: Kernel, i: Any) -> None:
-    """Loads the operands of the step number i, when its stage has been read."""
+    """Loads the operands of step i, when its stage is free."""
     traits, smem = kernel.traits, kernel.smem
     slot = lax.rem(i, jnp.int32(traits.stages))
 
@@ -265,7 +267,7 @@ def _load(kernel: Kernel, i: Any) -> None:
 
 
 def _first_group(traits: LowBitTraits, step: Any) -> Any:
-    """The group of a step's first number."""
+    """The scale group of a step's first value."""
     assert traits.layout.group is not None
     if traits.layout.group > traits.block_k:
         return lax.div(step, jnp.int32(traits.layout.group // traits.block_k))
@@ -273,7 +275,7 @@ def _first_group(traits: LowBitTraits, step: Any) -> Any:
 
 
 def _multiply(kernel: Kernel, wg: Any) -> None:
-    """A compute warpgroup's 64 columns: their sums over all steps, and the stores."""
+    """Sums a compute warpgroup's 64 columns over all steps, and stores the sums or joins them."""
     traits = kernel.traits
     zeros = plgpu.layout_cast(jnp.zeros((COLUMNS, traits.rows), jnp.float32), WGMMA)
 
@@ -298,7 +300,7 @@ def _multiply(kernel: Kernel, wg: Any) -> None:
 
 
 def _join(kernel: Kernel, wg: Any, sums: list[Any], columns: Any) -> None:
-    """The sums of all splits, and the epilogue of a warpgroup's columns, in one CTA of the cluster."""
+    """Adds the sums of all splits, and runs the epilogue of a warpgroup's columns in one CTA of the cluster."""
     traits, smem, inputs, results = kernel.traits, kernel.smem, kernel.inputs.rest, kernel.results
     assert inputs is not None
     assert results is not None
@@ -315,7 +317,7 @@ def _join(kernel: Kernel, wg: Any, sums: list[Any], columns: Any) -> None:
 
 
 def _step(kernel: Kernel, wg: Any, slot: Any, nth: int, total: Any) -> Any:
-    """The sums of product number nth, with those of a step."""
+    """total plus the sums of a step of matmul `nth`: x @ w or x @ w_up."""
     traits, smem = kernel.traits, kernel.smem
     mine = pl.ds(wg * COLUMNS, COLUMNS)
     stored = plgpu.load(smem.w[nth].at[slot, mine], layout=WGMMA, optimized=False)
@@ -337,5 +339,5 @@ def _step(kernel: Kernel, wg: Any, slot: Any, nth: int, total: Any) -> Any:
 
 
 def _spread(scale: Any, x: Any) -> Any:
-    """Scales of columns of w in float32, for their sums [columns, rows]."""
+    """Scales of columns of w, in float32, broadcast to sums [columns, rows]."""
     return lax.broadcast_in_dim(formats.decode_scale(scale), x.shape, [0])

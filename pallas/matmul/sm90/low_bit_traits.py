@@ -1,4 +1,4 @@
-"""The sizes of a launch of the Hopper matmul of weights of few bits."""
+"""The sizes of a launch of the Hopper matmul of low-bit weights."""
 
 import dataclasses
 import itertools
@@ -12,15 +12,15 @@ from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitSm90
 from jax_kernels.pallas.mosaic import elementwise
 from jax_kernels.quantization.formats import LowBit
 
-COLUMNS = 64  # of w, of a compute warpgroup
-STEP_BYTES = 128  # of each column of w, in a step
-SHARED_MEMORY = 225 << 10  # of a CTA, without its barriers
+COLUMNS = 64  # columns of w of a compute warpgroup
+STEP_BYTES = 128  # bytes of each column of w in a step
+SHARED_MEMORY = 225 << 10  # bytes of a CTA's shared memory, without its barriers
 
 
 class Part(NamedTuple):
-    """Weights of a step that are decoded together: half `half` of the bytes from `byte` on.
+    """Weights of a step that are decoded together: half `half` of each byte from byte `byte` on.
 
-    chunk: of x, which they are multiplied by. group: whose scale they share.
+    chunk: the chunk of x that multiplies them. group: the group whose scale they share.
     """
 
     byte: int
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowBitTraits:
-    """Sizes and features of a launch: [m, k] @ [n, k]ᵀ. rows: m rounded up to 8. weights: 1, or 2 of a gated unit."""
+    """Sizes and features of a launch: [m, k] @ [n, k]ᵀ. rows: m rounded up to 8. weights: 1, or 2 for a gated unit."""
 
     options: MatmulOptions
     config: MatmulLowBitSm90
@@ -49,9 +49,9 @@ class LowBitTraits:
 
     @property
     def compute_wgs(self) -> int:
-        """Compute warpgroups of a CTA: as many as divide the columns, up to the block spec's.
+        """Compute warpgroups of a CTA: the most that divide the columns, up to the block spec's.
 
-        A gated unit has half of them, for its second product's sums.
+        A gated unit has at most half the block spec's, because each warpgroup also has the sums of the second matmul.
         """
         most = max(1, self.config.compute_wgs // self.weights)
         return max(wgs for wgs in (1, 2, 4) if wgs <= most and self.n % (wgs * COLUMNS) == 0)
@@ -66,7 +66,7 @@ class LowBitTraits:
 
     @property
     def chunks(self) -> int:
-        """The parts of x's columns in a step."""
+        """The number of chunks of x's columns in a step."""
         return self.block_k // self.width
 
     @property
@@ -79,12 +79,12 @@ class LowBitTraits:
 
     @property
     def joins(self) -> bool:
-        """Whether the CTAs of a cluster join the splits: where the kernel can compute the activation."""
+        """Whether the CTAs of a cluster join the splits. The kernel must be able to compute the activation."""
         return self.config.cluster_join and elementwise.why_not(self.options.activation) is None
 
     @property
     def most_splits(self) -> int:
-        """As many as give each multiprocessor one CTA."""
+        """The number of splits that gives each SM one CTA."""
         most = max(1, min(self.k_steps, self.core_count // self.tiles))
         return max(ctas for ctas in (1, 2, 4, 8) if ctas <= most) if self.joins else most
 
@@ -95,12 +95,12 @@ class LowBitTraits:
 
     @property
     def splits(self) -> int:
-        """CTAs of a work tile. Of a cluster the last ones may have no steps."""
+        """CTAs of a work tile. In a cluster the last CTAs may have no steps."""
         return self.most_splits if self.joins else pl.cdiv(self.k_steps, self.steps_of_split)
 
     @property
     def exchange(self) -> tuple[int, ...]:
-        """The shape of the shared memory that sums are joined in: see exchange_sums."""
+        """The shape of the shared memory in which sums are joined: see exchange_sums."""
         of_cta = pl.cdiv(self.compute_wgs, self.splits)
         return self.weights, of_cta, self.splits, self.rows // 4, COLUMNS * 2, 2
 
@@ -115,12 +115,12 @@ class LowBitTraits:
 
     @property
     def scales_of_step(self) -> int:
-        """Scales of a column in a step, 0 where the column has one for all."""
+        """Scales of a column in a step; 0 if the column has a single scale."""
         return 0 if self.layout.group is None else max(1, self.block_k // self.layout.group)
 
     @property
     def width(self) -> int:
-        """How much of the inner dimension is decoded together: 32 or 64."""
+        """Values of the inner dimension that are decoded together: 32 or 64."""
         return min(64, self.layout.unit // (2 if self.layout.is_packed else 1))
 
     @property
@@ -136,7 +136,7 @@ class LowBitTraits:
 
     @property
     def stages(self) -> int:
-        """As many as shared memory has room for, up to the block spec's."""
+        """The block spec's stages, or the number that fits shared memory if that is lower."""
         of_weights = self.weights * self.block_n * (STEP_BYTES + 4 * self.scales_of_step)
         room = SHARED_MEMORY - (4 * math.prod(self.exchange) if self.exchanges else 0)
         return min(self.config.stages, room // (of_weights + self.rows * self.block_k * 2))

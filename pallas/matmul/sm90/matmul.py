@@ -1,14 +1,13 @@
-"""The product of two matrices on Hopper, with its epilogue: out = activation(x @ w + bias) * (x @ w_up) + residual.
+"""The Hopper matmul with its epilogue: out = activation(x @ w + bias) * (x @ w_up) + residual.
 
-The operands have 16 bits, or 8 with scales.
+The operands have 16 bits, or 8 bits with scales.
 
-As many CTAs run as there are multiprocessors. Each takes one work tile of 128 x block_n after another. A memory
-warpgroup loads blocks of 128 bytes of the inner dimension through a ring of stages, and runs ahead into the next work
-tile while the compute warpgroups store this one. Each of two compute warpgroups owns 64 rows, whose sums stay in
-registers.
+One CTA runs on each SM, and takes one work tile of 128 x block_n after another. A memory warpgroup loads blocks of 128
+bytes of the inner dimension through a ring of stages, and runs ahead into the next work tile while the compute
+warpgroups store this tile. Each of two compute warpgroups owns 64 rows, whose sums stay in registers.
 
-Per step a CTA does 2 * 128 * block_n * 64 FLOPs on (128 + block_n) * 64 numbers: at block_n = 256 and 16 bits, 85 FLOPs
-for each byte that the L2 cache gives.
+Per step a CTA does 2 * 128 * block_n * 64 FLOPs on (128 + block_n) * 64 values: at block_n = 256 and 16 bits, 85 FLOPs
+per byte from the L2 cache.
 """
 
 import dataclasses
@@ -45,7 +44,7 @@ from jax_kernels.pallas.mosaic.elementwise import for_tiles, shortened
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import COLUMN, WGMMA
 
-# Per thread of a compute warpgroup and of the memory warpgroup, by the number of compute warpgroups.
+# Registers per thread (of a compute warpgroup, of the memory warpgroup), by the number of compute warpgroups.
 REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
@@ -54,7 +53,7 @@ def matmul(
 ) -> MatmulResult:
     """See the package's docstring. m is a multiple of 8, n and k are multiples of 64.
 
-    8-bit operands have k along their last axes, a multiple of 128.
+    8-bit operands have k along their last axes, and k is a multiple of 128.
     """
     config = dataclasses.replace(config, cluster=min(config.cluster, core_count))
     short = shortened(options.activation) if config.short_activation else None
@@ -144,7 +143,7 @@ def _load_tile(kernel: Kernel, tile: WorkTile, nth: Any) -> None:
 
 
 def _free_slot(kernel: Kernel, number: Any) -> Any:
-    """The ring's stage that fill `number` takes, when it has been read."""
+    """Waits until the stage of fill `number` is free, and returns the stage's index."""
     slot = lax.rem(number, jnp.int32(kernel.traits.stages))
 
     @pl.when(number >= kernel.traits.stages)
@@ -173,7 +172,7 @@ def _load_step(kernel: Kernel, tile: WorkTile, i: Any, x: Any, weights: list[Any
 
 
 def _wait_for_readers(kernel: Kernel, tiles: Any) -> None:
-    """Waits until all stages are free. The other CTA of a cluster says so in this one's shared memory."""
+    """Waits until all stages are free: until then the other CTA of a cluster signals to this CTA's shared memory."""
     fills = tiles * kernel.traits.fills
     lax.fori_loop(fills, fills + kernel.traits.stages, lambda number, _: (_free_slot(kernel, number), None)[1], None)
 
@@ -185,7 +184,7 @@ def _compute_tile(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
     first, blocks = nth * traits.fills + traits.steps, traits.block_m // ROWS
     slot_of = lambda i: lax.rem(first + i, jnp.int32(traits.stages))
     loaded = len(traits.operands) * blocks
-    for i in range(loaded):  # also those of other warpgroups: each has to count the barriers' phases
+    for i in range(loaded):  # other warpgroups' operands too: each warpgroup must count the barriers' phases
         plgpu.barrier_wait(smem.operands_ready.at[kernel.barrier_of(slot_of(i), nth)])
     for half, of_half in enumerate(sums):
         mine = traits.block_of(wg, half)
@@ -196,9 +195,9 @@ def _compute_tile(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
 
 
 def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, half: int, sums: Sums, slots: list[Any]) -> None:
-    """Stores 64 rows of a warpgroup in parts of some columns, through buffers that take turns.
+    """Stores 64 rows of a warpgroup in parts of traits.columns columns, through alternating buffers.
 
-    half: which of its rows. slots: of the stages that hold the operands.
+    half: the index of the warpgroup's 64 rows. slots: the stages that hold the operands.
     """
     traits, smem, results = kernel.traits, kernel.smem, kernel.results
     columns = traits.columns
@@ -228,9 +227,9 @@ def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, half: int, sums: Sums, sl
 def _results_of_part(
     kernel: Kernel, z: Any, up: Any, bias: Any, operand: Callable[[str], Any], place: Any
 ) -> Iterator[tuple[str, Any]]:
-    """The fields of MatmulResult with the numbers of a part in float32. operand(name) loads one of the epilogue's.
+    """(field of MatmulResult, float32 values of a part) pairs. operand(name) loads an operand of the epilogue.
 
-    bias: of its columns, None where it is still to be loaded.
+    bias: of the part's columns, None if it is not loaded yet.
     """
     traits, inputs, options = kernel.traits, kernel.inputs, kernel.traits.options
     if traits.derives:
@@ -256,7 +255,7 @@ def _results_of_part(
 
 
 def _store_part(smem: Any, x: Any, gmem: Any) -> None:
-    """Stores the numbers of a part through a buffer that the last store did not take."""
+    """Stores the values of a part through a buffer that the last store did not use."""
     plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
     smem[...] = x.astype(smem.dtype)
     plgpu.commit_smem()
@@ -264,7 +263,7 @@ def _store_part(smem: Any, x: Any, gmem: Any) -> None:
 
 
 def _residual(smem: Any, ready: Any, gmem: Any) -> Any:
-    """The residual of a part, in float32, by way of the buffer that the result goes through."""
+    """The residual of a part in float32, loaded through the result's buffer."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.copy_gmem_to_smem(gmem, smem, ready)
     plgpu.barrier_wait(ready)

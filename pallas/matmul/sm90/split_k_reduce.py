@@ -1,8 +1,8 @@
-"""The join of the parts of the inner dimension in the kernel that multiplies, and the epilogue.
+"""The join of splits inside the matmul kernel, and the epilogue.
 
-The CTAs of a cluster have parts of the inner dimension. Warpgroup number w of each stores its sums in the shared memory
-of the cluster's CTA number w % CTAs, whose warpgroup number w adds them up in order. A thread adds up what threads of
-its own number have, so that the sums keep their layout: [columns of w, rows of x], the transpose of out.
+The CTAs of a cluster have parts of the inner dimension. Warpgroup w of each CTA stores its sums in the shared memory of
+CTA w % CTAs of the cluster, whose warpgroup w adds the sums in order. Each thread adds the values of the threads with
+its own index, so that the sums keep their layout: [columns of w, rows of x], the transpose of out.
 """
 
 import functools
@@ -35,10 +35,10 @@ def results_of(options: MatmulOptions, m: int, n: int, is_gated: bool) -> Matmul
 
 
 def exchange_sums(totals: list[Any], exchange: Any, ready: Any, wg: Any, split: Any, splits: int) -> None:
-    """Sends a warpgroup's sums to the CTA number wg % splits, and waits for those of all CTAs.
+    """Sends a warpgroup's sums to CTA wg % splits, and waits for the sums of all CTAs.
 
-    exchange: shared memory [products, warpgroups of a CTA that adds up, splits, pairs of numbers, threads, 2]; for the
-    interpreter device memory [products, splits, columns of the work tile, rows], and ready, a barrier of the cluster.
+    exchange: shared memory [matmuls, adding warpgroups of a CTA, splits, pairs of values, threads, 2]. For the
+    interpreter it is device memory [matmuls, splits, columns of the work tile, rows], and ready a cluster barrier.
     """
     if interpreter.INTERPRETED:
         for i, total in enumerate(totals):
@@ -52,7 +52,7 @@ def exchange_sums(totals: list[Any], exchange: Any, ready: Any, wg: Any, split: 
 
 
 def joined_sums(exchange: Any, wg: Any, splits: int, rows: int) -> list[Any]:
-    """The sums over all splits of the columns of a warpgroup of the CTA number wg % splits, behind exchange_sums."""
+    """The sums over all splits of a warpgroup's columns, in CTA wg % splits, after exchange_sums."""
     if interpreter.INTERPRETED:
         read = lambda i, part: exchange[i, part, pl.ds(wg * COLUMNS, COLUMNS)]
     else:
@@ -61,7 +61,7 @@ def joined_sums(exchange: Any, wg: Any, splits: int, rows: int) -> list[Any]:
 
 
 def _send(numbers: Any, to: Any, splits: int) -> None:
-    """Stores a warpgroup's sums in the CTA that adds them up. to: the place in shared memory, [pairs, threads, 2]."""
+    """Stores a warpgroup's sums in the CTA that adds them. to: a ref in shared memory, [pairs, threads, 2]."""
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()), return_type=None)
     def store(_, numbers, to):
@@ -83,7 +83,7 @@ def _send(numbers: Any, to: Any, splits: int) -> None:
 
 
 def _received(place: Any, rows: int) -> Any:
-    """The sums of one CTA, from this one's shared memory [pairs, threads, 2]."""
+    """The sums that one CTA stored in this CTA's shared memory [pairs, threads, 2]."""
     result = plgpu.ShapeDtypeStruct((COLUMNS, rows), jnp.float32, layout=WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
@@ -107,7 +107,7 @@ def _received(place: Any, rows: int) -> Any:
 
 
 def _thread() -> Any:
-    """The number of a thread in its warpgroup."""
+    """The index of a thread in its warpgroup."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
@@ -118,7 +118,7 @@ def _thread() -> Any:
 def epilogue(
     options: MatmulOptions, inputs: MatmulInputs, results: MatmulResult, sums: list[Any], columns: Any
 ) -> None:
-    """All that comes after the products of a warpgroup's columns, in float32, and the stores. columns: a slice."""
+    """Computes the epilogue of a warpgroup's columns in float32, and stores the results. columns: a slice."""
     z, *up = sums
     if inputs.bias is not None:
         bias = plgpu.load(inputs.bias.at[columns], layout=ROW, optimized=False).astype(jnp.float32)
@@ -136,7 +136,7 @@ def epilogue(
 
 
 def _store(numbers: Any, ref: Any, columns: Any) -> None:
-    """Stores the transpose of numbers [columns, rows] in a ref [m, n] in device memory, which may have fewer rows."""
+    """Stores the transpose of values [columns, rows] in a ref [m, n] in device memory. m may be less than rows."""
     if interpreter.INTERPRETED:
         ref[:, columns] = numbers[:, : ref.shape[0]].T
         return
@@ -196,9 +196,9 @@ def _load(ref: Any, columns: Any, rows: int) -> Any:
 
 
 def _places(ref: Any, rows: int, n: int, size: int) -> list[list[tuple[Any, Any]]]:
-    """For each register of a thread, of an array [columns, rows], the two (row, address in ref's transpose).
+    """(row, address in ref's transpose) of the two values in each register of a thread, of an array [columns, rows].
 
-    ref: [m, columns], with n numbers from a row to the next.
+    ref: [m, columns], with a row stride of n values.
     """
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir

@@ -1,4 +1,4 @@
-"""The named state of the Hopper matmul: sizes, shared memory, and the order of the work tiles."""
+"""State of the Hopper matmul: sizes, shared memory, and the order of the work tiles."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ from jax_kernels.pallas.matmul.work_tiles import banded
 from jax_kernels.pallas.mosaic.launch import CLUSTER
 from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_8BIT, SWIZZLED_32, SWIZZLED_F32
 
-ROWS = 64  # of a warpgroup's part of a work tile
-DEPTH_BYTES = 128  # of the inner dimension in a step: 64 numbers of 16 bits
+ROWS = 64  # rows of a warpgroup's wgmma
+DEPTH_BYTES = 128  # bytes of the inner dimension in a step: 64 values of 16 bits
 SCALE_BLOCK = 128  # rows and columns that share a scale
-PROMOTED = 128  # columns that are summed by the tensor cores before float32 sums take them over
-BUFFERS = 2  # of a warpgroup, through which such parts go in turn
-SHARED_MEMORY = 225 << 10  # of a CTA, without its barriers
+PROMOTED = 128  # columns of 8-bit accumulators that are promoted to float32 sums at a time
+BUFFERS = 2  # output buffers of a warpgroup, used in turn
+SHARED_MEMORY = 225 << 10  # bytes of a CTA's shared memory, without its barriers
 
 
 class WorkTile(NamedTuple):
-    """A block of the product: the first row and the first column."""
+    """A block of the result: its first row and first column."""
 
     row: Any
     column: Any
@@ -73,17 +73,16 @@ class Traits:
 
     @property
     def compute_wgs(self) -> int:
-        """The compute warpgroups of a CTA."""
         return self.config.compute_wgs
 
     @property
     def tile_wgs(self) -> int:
-        """The compute warpgroups that share a work tile."""
+        """The compute warpgroups that work on one work tile together."""
         return 1 if self.config.pingpong else self.compute_wgs
 
     @property
     def halves(self) -> int:
-        """How many times 64 rows a warpgroup has."""
+        """The number of 64-row blocks of a warpgroup."""
         return self.config.wg_rows // ROWS
 
     @property
@@ -92,41 +91,42 @@ class Traits:
         return self.config.wg_rows * self.tile_wgs
 
     def block_of(self, wg: Any, half: int) -> Any:
-        """The number of 64 rows of a warpgroup in its work tile."""
+        """The index, in the work tile, of a warpgroup's 64-row block `half`."""
         if self.config.pingpong:
             return half
         return wg if self.halves == 1 else wg * self.halves + half
 
     def first_row(self, wg: Any, half: int) -> Any:
-        """The first of 64 rows of a warpgroup in its work tile."""
+        """The first row, in the work tile, of a warpgroup's 64-row block `half`."""
         return self.block_of(wg, half) * ROWS
 
     @property
     def block_n(self) -> int:
-        """Columns of a work tile. A gated unit has the sums of two products, so that it takes half as many."""
+        """Columns of a work tile. A gated unit has the accumulators of two matmuls, hence half the columns."""
         return self.config.block_n // 2 if self.is_gated else self.config.block_n
 
     @property
     def is_joined(self) -> bool:
-        """Whether the blocks of w and w_up of a step lie one below the other, so that one product has both.
+        """Whether a step's blocks of w and w_up lie one below the other in shared memory, so that one wgmma reads both.
 
-        wgmma then reads x once. Blocks of transposed weights are rows of shared memory, those of others columns.
+        The wgmma then reads x once. Only the blocks of transposed weights are rows of shared memory; otherwise they
+        are columns.
         """
         return self.is_gated and not self.is_8_bit and self.options.transpose_w
 
     @property
     def columns(self) -> int:
-        """The columns of the parts in which a work tile is stored, and of the tiles of operands of 16 bits."""
+        """Columns of an output buffer, and of the swizzled tiles of 16-bit operands."""
         return 32 if self.block_n % 64 else 64
 
     @property
     def transforms(self) -> Any:
-        """Those of the operands in shared memory."""
+        """The transforms of the operands in shared memory."""
         return SWIZZLED_8BIT if self.is_8_bit else SWIZZLED if self.columns == 64 else SWIZZLED_32
 
     @property
     def out_transforms(self) -> Any:
-        """Those of the results on their way to device memory."""
+        """The transforms of the output buffers."""
         if self.out_dtype.itemsize == 4:
             return SWIZZLED_F32
         return SWIZZLED if self.columns == 64 else SWIZZLED_32
@@ -137,20 +137,20 @@ class Traits:
 
     @property
     def block_k(self) -> int:
-        """How much of the inner dimension a step takes."""
+        """Values of the inner dimension in a step."""
         return DEPTH_BYTES // self.dtype.itemsize
 
     @property
     def promoted(self) -> int:
-        """How many columns of 8-bit products are promoted at a time."""
+        """Columns of 8-bit accumulators that are promoted at a time."""
         return min(PROMOTED, self.block_n)
 
     @property
     def promoted_steps(self) -> int:
-        """After how many steps 8-bit products are promoted.
+        """Steps between the promotions of 8-bit accumulators.
 
-        The scales of blocks are of one step. After one step the sums have no error beside that of float32. After two it
-        is 2**-12 of the sums' magnitude, which float32 results would show.
+        Block scales need a promotion after each step. With one step the sums have only the error of float32. With two
+        steps the error is 2**-12 of the sums' magnitude, which is visible in float32 results.
         """
         if self.options.scaling == "block" or self.out_dtype == jnp.float32 or len(self.results) == 3:  # three spill
             return 1
@@ -158,19 +158,19 @@ class Traits:
 
     @property
     def has_second_part(self) -> bool:
-        """Whether two parts of columns of 8-bit products are promoted in turn."""
+        """Whether the columns of 8-bit accumulators form two parts, which are promoted in turn."""
         return self.is_8_bit and (self.is_gated or self.block_n > PROMOTED)
 
     @property
     def stages(self) -> int:
-        """As many as shared memory has room for beside the buffers of the results, up to the block spec's."""
+        """The block spec's stages, or the number that fits shared memory with the output buffers, if that is lower."""
         of_stage = (self.block_m + self.config.block_n) * DEPTH_BYTES
         of_results = self.compute_wgs * BUFFERS * ROWS * self.columns * self.out_dtype.itemsize
         return min(self.config.stages, (SHARED_MEMORY - of_results) // of_stage)
 
     @property
     def loads_residual(self) -> bool:
-        """Whether the compute warpgroups load the residual, which does not come through the ring."""
+        """Whether the compute warpgroups load the residual; otherwise it comes through the ring."""
         return self.has_residual and "residual" not in self.operands
 
     @property
@@ -185,7 +185,8 @@ class Traits:
     def operands(self) -> tuple[str, ...]:
         """The fields of MatmulInputs that come through the ring, for the epilogue: arrays [m, n] of w's dtype.
 
-        With pingpong a residual does not: its stages would keep the other warpgroup's steps out to the epilogue's end.
+        With pingpong the residual does not come through the ring: its stages would block the other warpgroup's steps
+        until the epilogue ends.
         """
         if self.out_dtype != self.w_dtype:
             return ()
@@ -195,13 +196,13 @@ class Traits:
 
     @property
     def operand_parts(self) -> list[tuple[int, int]]:
-        """The first column and the width of what one copy loads of an operand: contiguous in a block of w."""
+        """(first column, width) of each copy of an operand; each copy is contiguous in a block of w."""
         width = self.columns if self.options.transpose_w else self.block_n
         return [(first, width) for first in range(0, self.block_n, width)]
 
     @property
     def fills(self) -> int:
-        """How many stages of the ring a work tile fills: its steps, and one for 64 rows of each operand."""
+        """Stages of the ring that a work tile fills: one for each step and one for each 64 rows of each operand."""
         return self.steps + len(self.operands) * (self.block_m // ROWS)
 
     @property
@@ -214,26 +215,26 @@ class Traits:
 
     @property
     def k_steps(self) -> int:
-        """Steps of a product."""
+        """Steps of one matmul."""
         return pl.cdiv(self.k, self.block_k)
 
     @property
     def steps(self) -> int:
-        """Steps of a work tile: of x @ w, then of x_up @ w_up where that is added."""
+        """Steps of a work tile: of x @ w, then of x_up @ w_up if there is an x_up."""
         return self.k_steps * (2 if self.adds_products else 1)
 
     @property
     def cluster(self) -> int:
-        """How many CTAs share the blocks of w. Their work tiles lie below each other."""
+        """The number of CTAs that share the blocks of w. Their work tiles lie one below the other."""
         return min(self.config.cluster, self.m_blocks)
 
     @property
     def tiles(self) -> int:
-        """How many work tiles each CTA of a cluster would have, if there were one cluster."""
+        """The number of work tiles of each CTA if the launch had one cluster."""
         return pl.cdiv(self.m_blocks, self.cluster) * self.n_blocks
 
     def place(self, index: Any, nth: Any = 0) -> WorkTile:
-        """The work tile number `index` of a cluster's CTA number nth. It may lie below the last row."""
+        """Work tile `index` of the CTA `nth` of a cluster. The tile may lie below the last row."""
         rows = pl.cdiv(self.m_blocks, self.cluster)
         row, n_block = banded(index, rows, self.n_blocks, max(1, self.config.rows_together // self.cluster))
         return WorkTile((row * self.cluster + nth) * self.block_m, n_block * self.block_n)
@@ -242,14 +243,15 @@ class Traits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Smem:
-    """A CTA's shared memory. None marks what a call does not need.
+    """A CTA's shared memory. A field is None if the call does not need it.
 
-    x, w, w_up: [stages, ...], a step's operands; w has w_up's block, too, where they are joined. out: [warpgroups,
-    buffers, 64, columns], parts of a work tile on their way to device memory; the residual comes the same way. ready,
-    free: [stages], a step's operands are there, or have been read. operands_ready: [stages], 64 rows of an operand of
-    the epilogue. With pingpong ready and operands_ready are [warpgroups * stages]: a thread counts the phases of a
-    barrier, and waits for each. second_ready: [stages], as ready, of the weights of the second part of 8-bit products.
-    residual_ready: [warpgroups].
+    x, w, w_up: [stages, ...], the operands of a step. If traits.is_joined, w also holds w_up's block.
+    out: [warpgroups, buffers, 64, columns], the output buffers. The residual is loaded through the same buffers.
+    ready, free: [stages], barriers: a step's operands have arrived, or have been read.
+    operands_ready: [stages], barriers: 64 rows of an operand of the epilogue have arrived. With pingpong ready and
+      operands_ready have [warpgroups * stages] barriers, because a thread must wait for each phase of a barrier.
+    second_ready: [stages], barriers like ready, for the weights of the second part of 8-bit columns.
+    residual_ready: [warpgroups], barriers.
     """
 
     x: Any
@@ -264,7 +266,7 @@ class Smem:
 
     @classmethod
     def scratch(cls, traits: Traits) -> "Smem":
-        """For pl.run_scoped."""
+        """The scratch shapes for pl.run_scoped."""
         options, stages, block_n, block_k = traits.options, traits.stages, traits.block_n, traits.block_k
         operand = lambda dtype, *shape: plgpu.SMEM((stages, *shape), dtype, transforms=traits.transforms)
         rows = 2 * block_n if traits.is_joined else block_n
@@ -286,19 +288,19 @@ class Smem:
 
 
 def _ready_barriers(traits: Traits) -> int:
-    """How many barriers say that a stage is loaded: warpgroups that do not share it have each their own."""
+    """The number of `ready` barriers: one per stage, with pingpong one per stage and warpgroup."""
     return traits.stages * (traits.compute_wgs // traits.tile_wgs)
 
 
 def _free_barrier(traits: Traits) -> Any:
-    """A stage is free when the warpgroups of its work tile have read it, in a cluster those of both CTAs."""
+    """A stage is free when all warpgroups of its work tile have read it; in a cluster, in all CTAs."""
     if traits.cluster == 1:
         return plgpu.Barrier(num_arrivals=traits.tile_wgs, num_barriers=traits.stages)
     return plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.tile_wgs, num_barriers=traits.stages)
 
 
 def _operand_barriers(traits: Traits) -> Any:
-    """The barriers of a stage that has an operand: each waits for all its copies."""
+    """The barriers of the epilogue's operands: each waits for all copies of 64 rows."""
     if not traits.operands:
         return None
     return plgpu.Barrier(num_arrivals=len(traits.operand_parts), num_barriers=_ready_barriers(traits))
@@ -306,7 +308,7 @@ def _operand_barriers(traits: Traits) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The state that all warpgroups of a CTA share. clusters: of the launch. inputs, results: refs in device memory."""
+    """The state of a CTA. clusters: of the launch. inputs, results: refs in device memory."""
 
     traits: Traits
     clusters: int
@@ -315,9 +317,9 @@ class Kernel:
     smem: Smem
 
     def for_each_tile(self, run, wg: Any = None) -> Any:
-        """Calls run(tile, nth) for the CTA's work tiles; nth counts them. Gives their number.
+        """Calls run(tile, nth) for the CTA's work tiles, with their index nth. Returns the number of tiles.
 
-        wg: a compute warpgroup, which with pingpong has every second one.
+        wg: a compute warpgroup. With pingpong it takes every second tile.
         """
         every = self.traits.compute_wgs if self.traits.config.pingpong and wg is not None else 1
 
@@ -332,16 +334,16 @@ class Kernel:
         return lax.while_loop(lambda carry: carry[0] < self.traits.tiles, body, start)[1]
 
     def barrier_of(self, slot: Any, nth: Any) -> Any:
-        """The index of a stage's barrier for the warpgroups of work tile number nth of the CTA."""
+        """The index of a stage's barrier for the warpgroups of the CTA's work tile `nth`."""
         if not self.traits.config.pingpong:
             return slot
         return slot + self.traits.stages * lax.rem(nth, jnp.int32(self.traits.compute_wgs))
 
     def operand(self, slot: Any, first: int, width: int) -> Any:
-        """The place of columns of an operand of the epilogue in a stage of the ring, where that has a block of w."""
+        """A ref of columns of an operand of the epilogue: the memory of w's block in a stage of the ring."""
         columns = pl.ds(first, width)
         return self.smem.w.at[slot, columns] if self.traits.options.transpose_w else self.smem.w.at[slot, :, columns]
 
     def load_w(self, w: Any, smem: Any, ready: Any) -> None:
-        """Loads a block of weights; each CTA of a cluster loads a part of it for all."""
+        """Loads a block of weights. In a cluster each CTA loads a part of it for all CTAs."""
         plgpu.copy_gmem_to_smem(w, smem, ready, collective_axes=None if self.traits.cluster == 1 else CLUSTER)

@@ -1,7 +1,7 @@
-"""Weights of few bits to 16-bit numbers, in PTX on two numbers of a register at once.
+"""Decodes low-bit weights to 16-bit values, in PTX on the two values of a register at once.
 
-Triton's own conversions take a number at a time, and more instructions than there are cycles while memory gives the
-next weights. jax_kernels.quantization.formats.numbers says the same in jnp, for the interpreter.
+Triton's own conversions take one value at a time, and more instructions than there are cycles until memory delivers the
+next weights. jax_kernels.quantization.formats.numbers does the same in jnp, for the interpreter.
 """
 
 import functools
@@ -16,17 +16,18 @@ from jax_kernels.quantization.formats import LowBit
 
 __all__ = ["assembly", "decoded"]
 
-# The bytes 0 and 1, and 2 and 3, of a register into two halves of 16 bits, each below or above a byte of a second one.
+# Selectors of prmt: bytes 0 and 1, or 2 and 3, of a register go to the two 16-bit halves of the result, each below or
+# above a byte of a second register.
 BELOW, ABOVE = ("0x4140", "0x4342"), ("0x1404", "0x3424")
 
 
 def decoded(stored: jax.Array, layout: LowBit, dtype: Any, interpret: bool) -> list[jax.Array]:
-    """The numbers of stored values [columns, unit_bytes]: one array, or the two halves of a unit."""
+    """The decoded values of stored bytes [columns, unit_bytes]: one array, or the two halves of a unit."""
     if interpret:
         return [x.astype(dtype) for x in formats.numbers(_typed(stored, layout), layout)]
     if layout.format == "int8":
         return [stored.astype(dtype)]
-    # float16 holds every number, too. Pallas takes one result of a piece of assembly, so that halves are two pieces.
+    # float16 holds every value exactly too. Pallas takes one result per piece of assembly, so halves need two pieces.
     dtype_of_half = jnp.dtype(jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float16)
     found: list[Any] = []
     for half in range(2 if layout.is_packed else 1):
@@ -41,14 +42,16 @@ def decoded(stored: jax.Array, layout: LowBit, dtype: Any, interpret: bool) -> l
 
 
 def _typed(stored: jax.Array, layout: LowBit) -> jax.Array:
-    """The stored values in their dtype; kernels are given bytes of float8_e4m3fn."""
+    """The stored values in their dtype. Kernels get float8_e4m3fn values as bytes."""
     return jax.lax.bitcast_convert_type(stored, layout.dtype) if layout.format == "mxfp8" else stored
 
 
 @functools.cache
 def assembly(format: str, dtype: str, half: int = 0) -> str:
-    """The PTX from four bytes, $2, to 4 numbers in two registers. half: 0 for the low 4 bits of each byte, 1 for the
-    high ones."""
+    """The PTX from four bytes, $2, to 4 values in two registers.
+
+    half: 0 for the low 4 bits of each byte, 1 for the high 4 bits.
+    """
     body = {"int4": _of_int4, "int8": _of_int8, "mxfp4": _of_e2m1, "mxfp8": _of_e4m3}[format](dtype == "bfloat16", half)
     kind = "bf16x2" if dtype == "bfloat16" else "f16x2"
     lines = [".reg .b32 x, y, s, m, n, one, add;", *body]
@@ -56,9 +59,9 @@ def assembly(format: str, dtype: str, half: int = 0) -> str:
 
 
 def _of_int4(is_bf16: bool, half: int) -> list[str]:
-    """Below an exponent, the 4 bits u are the number 128 + u, or 1024 + u in float16.
+    """Puts the 4 bits u below a fixed exponent: the value is 128 + u in bfloat16, 1024 + u in float16.
 
-    Less 136, or 1032, they are u - 8. All is exact, as below.
+    Subtracting 136 or 1032 gives u - 8. All steps are exact, also in the functions below.
     """
     high, one, less = (
         ("0x43434343", "0x3f803f80", "0xc308c308") if is_bf16 else ("0x64646464", "0x3c003c00", "0xe408e408")
@@ -71,7 +74,7 @@ def _of_int4(is_bf16: bool, half: int) -> list[str]:
 
 
 def _of_int8(is_bf16: bool, half: int) -> list[str]:
-    """As bfloat16: 128 and the low 7 bits, less 128 or, where the sign is set, 256. As float16: like int4."""
+    """bfloat16: 128 plus the low 7 bits, minus 128, or minus 256 if the sign is set. float16: like int4."""
     if is_bf16:
         lines = ["mov.b32 n, 0x43434343;", "mov.b32 one, 0xbf80bf80;"]
         for i, bytes in enumerate(BELOW):
@@ -90,9 +93,9 @@ def _of_int8(is_bf16: bool, half: int) -> list[str]:
 
 
 def _of_e2m1(is_bf16: bool, half: int) -> list[str]:
-    """The sign to the highest bit, and the rest below the lowest bits of a larger exponent, whose bias is made up for.
+    """Moves the sign to the highest bit, and the other bits to the low exponent and high mantissa bits of the result.
 
-    In bfloat16 that is 2**126, in float16 2**14. The same of subnormal numbers.
+    A factor corrects the exponent's bias: 2**126 in bfloat16, 2**14 in float16. Subnormal values are exact too.
     """
     shift, mask, power = (6, "0x01c001c0", "0x7e807e80") if is_bf16 else (3, "0x0e000e00", "0x74007400")
     lines = [f"mov.b32 one, {power};", "mov.b32 add, 0x80008000;", "mov.b32 n, 0;"]
@@ -110,9 +113,9 @@ def _of_e2m1(is_bf16: bool, half: int) -> list[str]:
 
 
 def _of_e4m3(is_bf16: bool, half: int) -> list[str]:
-    """As of e2m1, by 2**120 or 2**8. The largest magnitude, 127, is NaN: its exponent gets all bits."""
+    """Like e2m1, with the factor 2**120 or 2**8. The largest magnitude, 127, is NaN: all its exponent bits are set."""
     shift, power = (4, "0x7b807b80") if is_bf16 else (1, "0x5c005c00")
-    # From the bit 15 to the bits of the exponent that 127 lacks.
+    # Spreads bit 15 to the exponent bits that 127 lacks.
     spread = ["shr.u32 y, n, 4;", "sub.u32 n, n, y;"] if is_bf16 else ["shr.u32 n, n, 1;"]
     lines = [f"mov.b32 one, {power};", "mov.b32 add, 0x80008000;", "mov.b32 x, 0;"]
     for i, bytes in enumerate(ABOVE):

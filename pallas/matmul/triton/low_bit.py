@@ -1,10 +1,11 @@
-"""The product of x and weights of few bits through Triton, with the matmul's epilogue.
+"""The Triton matmul of x and low-bit weights, with the matmul's epilogue.
 
-Device memory is read at 4 or 8 bits a weight. A program loads the stored values of block_n columns, [block_n, bytes],
-through the ring of stages that Triton makes of the loop, and turns them into 16-bit numbers in registers, exactly. The
-products of the numbers that share a scale are summed first, and the sum is scaled, in float32: weights are not rounded.
+Device memory is read at 4 or 8 bits per weight. A program loads the stored values of block_n columns, [block_n, bytes],
+through the ring of stages that Triton makes of the loop, and decodes them exactly to 16-bit values in registers. The
+products of values that share a scale are summed first, and the sum is scaled in float32, so that weights are not
+rounded.
 
-Where work tiles are few, several programs share one, as in the matmul of 16 bits.
+If there are few work tiles, several programs split a tile's inner dimension, as in the 16-bit matmul.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ __all__ = ["LowBitTraits", "matmul"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowBitTraits(Traits):
-    """Traits of a product with weights of few bits. block_k is a multiple of the layout's unit."""
+    """Traits of a matmul with low-bit weights. block_k is a multiple of the layout's unit."""
 
     config: Any
     layout: LowBit
@@ -70,12 +71,12 @@ class LowBitTraits(Traits):
 
     @property
     def steps_of_split(self) -> int:
-        """Steps of a program: as many as leave each multiprocessor its programs."""
+        """Steps of a program, such that each SM has config.programs programs."""
         most = 1 if self.config.programs is None else self.config.programs * self.core_count // self.tiles
         return pl.cdiv(self.k_steps, max(1, most))
 
     def load_x(self, ref: Any, rows: Span, start: Any, size: int) -> jax.Array:
-        """[rows, size] of x, 0 behind its end."""
+        """[rows, size] of x, with 0 past its end."""
         within = None if self.k == self.layout.padded(self.k) else start + iota(size) < self.k
         mask = both(rows.exists, within, (rows.size, size))
         other = None if mask is None else jnp.zeros((), ref.dtype)
@@ -97,18 +98,18 @@ def _as_bytes(x: jax.Array) -> jax.Array:
 
 
 def _kernel(traits: LowBitTraits, inputs: MatmulInputs, results: MatmulResult) -> None:
-    """One work tile."""
+    """Computes one work tile."""
     tile = traits.tile(pl.program_id(0))
     plain.epilogue(traits, tile, _sums(traits, inputs, tile, 0, traits.k_steps), inputs, results)
 
 
 def _split_kernel(traits: LowBitTraits, inputs: MatmulInputs, results: Sums) -> None:
-    """A part of the inner dimension of a work tile."""
+    """Computes the sums of a split of a work tile."""
     plain.store_split(traits, functools.partial(_sums, traits, inputs), results)
 
 
 def _sums(traits: LowBitTraits, inputs: MatmulInputs, tile: Part, first: Any, last: Any) -> Sums:
-    """The products of a work tile over the steps [first, last)."""
+    """The sums of a work tile over the steps [first, last)."""
     layout, weights = traits.layout, [w for w in (inputs.w, inputs.w_up) if w is not None]
     scales = [scale for scale in (inputs.w_scale, inputs.w_up_scale) if scale is not None]
     units = traits.block_k // layout.unit
@@ -127,7 +128,7 @@ def _sums(traits: LowBitTraits, inputs: MatmulInputs, tile: Part, first: Any, la
 def _unit(
     traits: LowBitTraits, tile: Part, x_ref: Any, weights: list[Any], scales: list[Any], unit: Any, sums: list[Any]
 ) -> list[Any]:
-    """The sums with the products of a unit, of one scale or of one for each half."""
+    """sums plus the products of a unit, which has one scale or one scale per half."""
     layout, dtype = traits.layout, x_ref.dtype
     parts = 2 if layout.is_packed else 1
     size = layout.unit // parts
@@ -135,7 +136,7 @@ def _unit(
     stored = Part(tile.columns, Span(start=unit * layout.unit_bytes, size=layout.unit_bytes, length=layout.unit_bytes))
     of_unit, found = layout.scales_of_unit, []
     for total, w, scale_ref in zip(sums, weights, scales, strict=True):
-        # Before the products, which hide the wait for them.
+        # Loaded before the products, which hide the wait for the loads.
         factors = [_scale(tile, scale_ref, _group(layout, unit, nth)) for nth in range(of_unit)]
         halves = decoded(stored.load(w), layout, dtype, traits.interpret)
         products = [functools.partial(traits.dot, x, half) for x, half in zip(xs, halves, strict=True)]
@@ -152,14 +153,14 @@ def _unit(
 
 
 def _group(layout: LowBit, unit: Any, nth: int) -> Any:
-    """The index of a unit's scale number nth."""
+    """The index of the unit's scale `nth`."""
     if layout.group is not None and layout.group > layout.unit:
         return lax.div(unit, jnp.int32(layout.group // layout.unit))
     return unit * layout.scales_of_unit + nth
 
 
 def _scale(tile: Part, ref: Any, group: Any) -> jax.Array:
-    """[1, columns] float32."""
+    """The scales of a group, [1, columns] float32."""
     mask = tile.columns.exists
     other = None if mask is None else jnp.zeros((), ref.dtype)
     return decode_scale(plgpu.load(ref.at[group, tile.columns.slice], mask=mask, other=other))[None]

@@ -1,11 +1,11 @@
-"""The product of two matrices through Triton, and its epilogue: out = activation(x @ w + bias) * (x @ w_up) + residual.
+"""The Triton matmul with its epilogue: out = activation(x @ w + bias) * (x @ w_up) + residual.
 
-A program owns a work tile, whose sums stay in registers while it walks the inner dimension. Per step it does
-2 * block_m * block_n * block_k FLOPs on (block_m + block_n) * block_k numbers: with blocks of 128 x 256 and 16 bits, 85
-FLOPs for each byte that the L2 cache gives.
+A program owns a work tile, whose sums stay in registers while the program loops over the inner dimension. Per step it
+does 2 * block_m * block_n * block_k FLOPs on (block_m + block_n) * block_k values: with blocks of 128 x 256 and 16
+bits, 85 FLOPs per byte from the L2 cache.
 
-Where work tiles are few, as with the few rows of decoding, several programs share one: each sums a part of the inner
-dimension. Their sums go through device memory, in float32, to a second launch, which adds them up in order and computes
+If there are few work tiles, as with the few rows of decoding, several programs split a tile: each sums a part of the
+inner dimension. Their float32 sums go through device memory to a second launch, which adds them in order and computes
 the epilogue.
 """
 
@@ -25,10 +25,10 @@ from jax_kernels.pallas.matmul.triton.state import Part, Span, Sums, Traits
 from jax_kernels.pallas.triton.tensors import fit
 from jax_kernels.pallas.varying import result_types
 
-# Of a program that adds up the sums of splits.
+# Rows, columns and warps of a program that adds the sums of splits.
 JOINED_ROWS, JOINED_COLUMNS, JOINING_WARPS = 16, 64, 4
 MOST_UNROLLED = 8
-# The epilogue's parts of a work tile.
+# Columns of a part of a work tile in the epilogue.
 EPILOGUE_COLUMNS = 64
 
 
@@ -43,7 +43,7 @@ def matmul(
 def launched(
     traits: Traits, inputs: MatmulInputs, *, kernels: tuple[Callable[..., None], ...], name: str, interpret: bool
 ) -> MatmulResult:
-    """A launch of kernels[0], or of kernels[1], which writes the sums of splits, and of the kernel that joins them."""
+    """Launches kernels[0]. If tiles are split: kernels[1], which writes the splits' sums, and the joining kernel."""
     results, splits = _results(traits, inputs), traits.splits
     launch = functools.partial(
         _launch, traits=traits, warps=traits.config.num_warps, stages=traits.config.num_stages, interpret=interpret
@@ -62,10 +62,10 @@ def launched(
 
 
 def joined(traits: Any, inputs: MatmulInputs, sums: Sums, *, stages: int = 1, interpret: bool) -> MatmulResult:
-    """The sums of all splits, and the epilogue.
+    """Launches the addition of all splits' sums, and the epilogue.
 
-    traits: m, n, splits and options of the launch that gave the sums, [splits, m, n] each, or, where it
-    transposes_sums, [splits, n, m or more].
+    traits: m, n, splits and options of the launch that computed the sums. Each sum is [splits, m, n], or [splits, n, m
+    or more] if traits.transposes_sums.
     """
     rest = inputs._replace(x=None, w=None, x_up=None, w_up=None, w_scale=None, w_up_scale=None)
     return _launch(
@@ -104,7 +104,7 @@ def _launch(
     stages: int,
     interpret: bool,
 ) -> Any:
-    """pallas_call of kernel(traits, given, written): trees of refs, like those of arrays and of types here."""
+    """pallas_call of kernel(traits, given, written). The kernel gets refs in trees of the same structure."""
     arrays, tree = jax.tree.flatten(given)
     types, types_tree = jax.tree.flatten(written)
 
@@ -124,18 +124,18 @@ def _launch(
 
 
 def _kernel(traits: Traits, inputs: MatmulInputs, results: MatmulResult) -> None:
-    """One work tile."""
+    """Computes one work tile."""
     tile = traits.tile(pl.program_id(0))
     epilogue(traits, tile, _sums(traits, inputs, tile, 0, traits.k_steps), inputs, results)
 
 
 def _split_kernel(traits: Traits, inputs: MatmulInputs, results: Sums) -> None:
-    """A part of the inner dimension of a work tile."""
+    """Computes the sums of a split of a work tile."""
     store_split(traits, functools.partial(_sums, traits, inputs), results)
 
 
 def store_split(traits: Traits, sum_steps: Callable[..., Sums], results: Sums) -> None:
-    """Stores sum_steps(tile, first step, last step) of this program's part of the inner dimension."""
+    """Stores sum_steps(tile, first step, last step) for this program's split."""
     tile, split = traits.tile(pl.program_id(0)), pl.program_id(1)
     first = split * traits.steps_of_split
     last = jnp.minimum(first + traits.steps_of_split, traits.k_steps)
@@ -145,7 +145,7 @@ def store_split(traits: Traits, sum_steps: Callable[..., Sums], results: Sums) -
 
 
 def _join_kernel(traits: Any, given: tuple[MatmulInputs, Sums], results: MatmulResult) -> None:
-    """The sums of all splits, and the epilogue."""
+    """Adds the sums of all splits, and computes the epilogue."""
     inputs, sums = given
     rows, columns = fit(JOINED_ROWS, traits.m), fit(JOINED_COLUMNS, traits.n)
     tile = Part(
@@ -156,7 +156,7 @@ def _join_kernel(traits: Any, given: tuple[MatmulInputs, Sums], results: MatmulR
     transposed = tile._replace(rows=tile.columns, columns=tile.rows)
     load = lambda ref, i: transposed.load(ref, i).T if traits.transposes_sums else tile.load(ref, i)
     more = lambda ref: lambda i, found: found + load(ref, i)
-    if traits.splits <= MOST_UNROLLED:  # all loads at once
+    if traits.splits <= MOST_UNROLLED:  # issues all loads at once
         total = lambda ref: functools.reduce(lambda x, i: more(ref)(jnp.int32(i), x), range(traits.splits), zero)
     else:
         total = lambda ref: lax.fori_loop(0, traits.splits, more(ref), zero)
@@ -164,7 +164,7 @@ def _join_kernel(traits: Any, given: tuple[MatmulInputs, Sums], results: MatmulR
 
 
 def _sums(traits: Traits, inputs: MatmulInputs, tile: Part, first: Any, last: Any) -> Sums:
-    """The products of a work tile over the steps [first, last)."""
+    """The sums of a work tile over the steps [first, last)."""
     options = traits.options
     weights = [inputs.w, inputs.w_up] if inputs.is_gated else [inputs.w]
 
@@ -184,7 +184,7 @@ def _sums(traits: Traits, inputs: MatmulInputs, tile: Part, first: Any, last: An
 
 
 def epilogue(traits: Any, tile: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:
-    """All that comes after the products, in float32, and the stores: part by part, so that less is live at once."""
+    """Computes the epilogue in float32 and stores the results, part by part, so that fewer values are live at once."""
     parts = tile.parts(EPILOGUE_COLUMNS)
     of_parts = [lax.split(x, [part.columns.size for part in parts], axis=1) for x in sums if x is not None]
     for part, *of_part in zip(parts, *of_parts, strict=True):

@@ -1,4 +1,4 @@
-"""The named state of the Triton matmul: sizes of a launch, and the work tiles with what exists of them."""
+"""State of the Triton matmul: sizes of a launch, and work tiles with their masks."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, row_mask
 
 
 class Sums(NamedTuple):
-    """The float32 sums of a call's products: x @ w, and x @ w_up of a gated unit."""
+    """The float32 sums of a call's matmuls: x @ w, and x @ w_up of a gated unit."""
 
     product: Any
     up: Any = None
@@ -26,7 +26,7 @@ class Sums(NamedTuple):
 class Traits:
     """Sizes and features of a launch: [m, k] @ [k, n] in work tiles of [block_m, block_n].
 
-    splits: so many programs share a work tile, each with a part of the inner dimension.
+    splits: the number of programs for a work tile, each with a part of the inner dimension.
     """
 
     options: MatmulOptions
@@ -42,7 +42,7 @@ class Traits:
     @classmethod
     def of(cls, inputs: MatmulInputs, options: MatmulOptions, config: MatmulTriton, core_count: int) -> "Traits":
         m, n, k = options.sizes(inputs)
-        # A gated unit has the sums of two products, so that it takes half as many columns.
+        # A gated unit has the sums of two matmuls, hence half the columns.
         block_n = max(SMALLEST, config.block_n // 2) if inputs.is_gated else config.block_n
         return cls(
             options=options,
@@ -79,7 +79,7 @@ class Traits:
 
     @property
     def steps_of_split(self) -> int:
-        """Steps of a program: at least split_steps, and no fewer than give each core a program."""
+        """Steps of a program: at least split_steps, and at least the number that gives each SM one program."""
         most = self.core_count // self.tiles
         if self.config.split_steps is None or most < 2:
             return self.k_steps
@@ -90,7 +90,6 @@ class Traits:
         return pl.cdiv(self.k_steps, self.steps_of_split)
 
     def tile(self, index: Any) -> "Part":
-        """The work tile number `index`."""
         m_block, n_block = banded(index, self.m_blocks, self.n_blocks, self.config.rows_together)
         return Part(
             rows=Span(start=m_block * self.block_m, size=self.block_m, length=self.m),
@@ -102,7 +101,7 @@ class Traits:
         return Span(start=step * self.block_k, size=self.block_k, length=self.k)
 
     def dot(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """The float32 product of a step's operands, as they lie in memory. Products of float32 are tf32."""
+        """The float32 matmul of a step's operands in their memory layout. float32 operands use tf32."""
         axes = ((0 if self.options.transpose_x else 1,), (1 if self.options.transpose_w else 0,))
         return lax.dot_general(
             x, w, (axes, ((), ())), precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32
@@ -110,9 +109,9 @@ class Traits:
 
 
 class Span(NamedTuple):
-    """A part of an axis: `size` numbers from `start`, a traced number, on.
+    """A part of an axis: `size` indices from `start`, a traced integer.
 
-    length: of the axis. block: the blocks that the axis is cut into, of which this is a part; None: of `size`.
+    length: of the axis. block: the size of the axis's blocks, if this is a part of a block; None for `size`.
     """
 
     start: Any
@@ -126,7 +125,7 @@ class Span(NamedTuple):
 
     @property
     def exists(self) -> jax.Array | None:
-        """Which of them the axis has, [size] bool; None where all blocks lie within it."""
+        """Whether each index is within the axis, [size] bool; None if all blocks are within it."""
         return row_mask(self.start, self.size, self.length, self.block)
 
 
@@ -145,20 +144,20 @@ class Part(NamedTuple):
         return both(self.rows.exists, self.columns.exists, self.shape)
 
     def parts(self, columns: int) -> list["Part"]:
-        """The same in parts of so many columns, at most."""
+        """This part, cut into parts of at most `columns` columns."""
         whole = self.columns
         size = min(columns, whole.size)
         part = whole._replace(size=size, block=whole.block or whole.size)
         return [self._replace(columns=part._replace(start=whole.start + start)) for start in range(0, whole.size, size)]
 
     def load(self, ref: Any, *leading: Any) -> jax.Array:
-        """[rows, columns] in the array's dtype, 0 where nothing exists. leading: where in the axes before them."""
+        """[rows, columns] in the array's dtype, 0 outside the array. leading: indices of the axes before the rows."""
         exists = self.exists
         other = None if exists is None else jnp.zeros((), ref.dtype)
         return plgpu.load(ref.at[(*leading, self.rows.slice, self.columns.slice)], mask=exists, other=other)
 
     def load_columns(self, ref: Any) -> jax.Array:
-        """[1, columns] float32, of an array with a number for each column."""
+        """[1, columns] float32, from an array with one value per column."""
         exists = self.columns.exists
         other = None if exists is None else jnp.zeros((), ref.dtype)
         return plgpu.load(ref.at[self.columns.slice], mask=exists, other=other).astype(jnp.float32)[None]

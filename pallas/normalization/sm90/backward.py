@@ -1,8 +1,8 @@
 """The backward of layer_norm and rms_norm on Hopper: x and dout are read once, and dx is written once.
 
-It runs as the forward does, with one CTA on each multiprocessor, whose groups claim blocks one by one. dx takes the
-place of x in the ring. The sums of dscale and dbias stay in float32 registers from a warpgroup's first block to its
-last. A CTA then adds up the sums of its groups in shared memory, and XLA adds up those of the CTAs.
+It runs like the forward, with one CTA per SM, whose groups claim blocks one by one. dx overwrites x in the ring. The
+sums of dscale and dbias stay in float32 registers from a warpgroup's first block to its last. A CTA then adds the sums
+of its groups in shared memory, and XLA adds the sums of the CTAs.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jax_kernels.pallas.normalization.sm90.state import Place, Smem, Warpgroup, 
 from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, LINES, WARPS, Traits
 
 SUMS = ("scale", "bias")
-X, DOUT, DTOTAL = range(3)  # of the rings
+X, DOUT, DTOTAL = range(3)  # indices of the rings
 
 
 class _Arrays(NamedTuple):
@@ -137,7 +137,7 @@ class _Backward:
     names: tuple[str, ...]
 
     def load_scale(self) -> None:
-        """Copies the scale to shared memory, if that has room. Beside the sums over rows registers have none."""
+        """Copies the scale to shared memory if there is room; the sums over rows leave no registers for it."""
         if self.worker.smem.scale is None:
             return
 
@@ -150,15 +150,15 @@ class _Backward:
         self.worker.wait_for_all()
 
     def load_numbers(self, block: Any) -> _Numbers:
-        """The statistics of a block, or of the last one."""
+        """The statistics of a block; of the last block if the index is past it."""
         block = jnp.minimum(block, self.worker.traits.blocks - 1)
         mean = None if self.given.mean is None else self.worker.load_numbers(block, self.given.mean)
         return _Numbers(mean=mean, inverse=self.worker.load_numbers(block, self.given.inverse))
 
     def step(self, place: Place, state: tuple[_Numbers, Any]) -> tuple[_Numbers, Any]:
-        """A block: the sums of its rows, then dx and the sums over rows, line by line."""
+        """Computes the means of a block's rows, then dx and the sums over rows, line by line."""
         worker, (numbers, sums) = self.worker, state
-        following = self.load_numbers(place.following)  # there when the next step begins
+        following = self.load_numbers(place.following)  # loaded early, for the next step
         mean_g, mean_normed = self._means(place, numbers)
         factor = mean_normed * numbers.inverse
         sums = {name: list(of_lines) for name, of_lines in sums.items()}
@@ -167,7 +167,7 @@ class _Backward:
             normed = centred * wide(numbers.inverse, centred)
             added = {"scale": dout * normed, "bias": dout}
             for name in self.names:
-                # Without a barrier LLVM adds at the end of the loop's body, and keeps all terms in registers so long.
+                # Without a barrier LLVM adds at the end of the loop body, and keeps all terms in registers until then.
                 sums[name][line] = lax.optimization_barrier(sums[name][line] + added[name])
             dx = g * wide(numbers.inverse, g)
             dx = (dx if mean_g is None else dx - wide(mean_g * numbers.inverse, g)) - normed * wide(factor, g)
@@ -195,7 +195,7 @@ class _Backward:
         return centred, dout, dout * weight
 
     def _means(self, place: Place, numbers: _Numbers) -> tuple[Any, Any]:
-        """mean(g), None for rms_norm, and mean(g * normed) of the rows, with g = dout * weight."""
+        """(mean(g), or None for rms_norm; mean(g * normed)) of the rows, with g = dout * weight."""
         traits = self.worker.traits
         found = [_zeros() for _ in range(1 if numbers.mean is None else 2)]
         for line in range(traits.lines):
@@ -208,7 +208,7 @@ class _Backward:
         return (None if numbers.mean is None else found[1]), found[0] * numbers.inverse
 
     def store_sums(self, sums: Any, totals: Any) -> None:
-        """Adds up the sums over rows of the groups, and of the parts where these are rows, and stores them."""
+        """Adds the groups' sums over rows, and the parts' sums if parts are rows, and stores the totals."""
         worker, traits = self.worker, self.worker.traits
         if not self.names:
             return
@@ -218,12 +218,12 @@ class _Backward:
                 for line in range(traits.lines):
                     self._sums_of_cta(name)[mine, pl.ds(line, 1)] = sums[name][line]
             return
-        worker.wait_for_all()  # the totals take the place of all rings
+        worker.wait_for_all()  # the totals overwrite all rings
         for i, name in enumerate(self.names):
             for line in range(traits.lines):
                 totals[i, worker.group, mine, pl.ds(line, 1)] = sums[name][line]
         worker.wait_for_all()
-        for step in range(pl.cdiv(traits.lines, traits.groups)):  # the groups share out the lines
+        for step in range(pl.cdiv(traits.lines, traits.groups)):  # each group adds a part of the lines
             line = step * traits.groups + worker.group
             pl.when(line < traits.lines)(functools.partial(self._add_up_line, line, totals))
 
@@ -244,7 +244,7 @@ class _Backward:
 
 
 def _zeros() -> jax.Array:
-    """A line of each part."""
+    """Zeros for a line of each part."""
     return plgpu.layout_cast(jnp.zeros((WARPS, 1, LINE), jnp.float32), BLOCK)
 
 

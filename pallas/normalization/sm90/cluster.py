@@ -1,4 +1,4 @@
-"""The exchange of sums between the CTAs of a cluster that share a row: each stores its own in the others' memory."""
+"""The exchange of sums between the CTAs of a cluster: each CTA stores its sums in the other CTAs' shared memory."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ __all__ = ["rank", "send"]
 
 
 def rank() -> Any:
-    """The number of the CTA in its cluster."""
+    """The index of the CTA in its cluster."""
     return lax.axis_index(CLUSTER)
 
 
 def send(numbers: Any, to: Any, ctas: int, layout: Any) -> None:
-    """Stores a warpgroup's numbers [4], one of each warp, in the shared memory of all CTAs of its cluster.
+    """Stores a warpgroup's values [4], one per warp, in the shared memory of all CTAs of its cluster.
 
-    to: the ref [4] of their place, which is the same in all. They are seen behind cluster_barrier. All CTAs have
-    started: Mosaic waits for that where a kernel has clusters.
+    to: a ref [4], at the same address in all CTAs. The values are visible after cluster_barrier. All CTAs have started,
+    because Mosaic waits for the start of all CTAs of a cluster.
     """
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=None)
@@ -35,7 +35,7 @@ def send(numbers: Any, to: Any, ctas: int, layout: Any) -> None:
         lane = arith.remui(utils.thread_idx(), utils.c(32, i32))
         start = llvm.ptrtoint(i32, utils.memref_ptr(to))
         address = arith.addi(start, arith.muli(warp, utils.c(4, i32)))
-        # Lane i stores in CTA number i.
+        # Lane i stores to CTA i.
         assembly = f"""{{
             .reg .pred p;
             .reg .b32 there;

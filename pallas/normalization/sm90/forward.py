@@ -1,11 +1,11 @@
-"""The forward of layer_norm and rms_norm on Hopper: each row is read once, and written once.
+"""The forward of layer_norm and rms_norm on Hopper: each row is read once and written once.
 
-Each warpgroup, or group of warpgroups that share a row, has a ring of blocks of rows in shared memory, and loads blocks
-ahead of the one it computes. The output takes the place of x in the ring, from where it is copied to device memory.
+Each group, one warpgroup or several that work on one row, has a ring of blocks of rows in shared memory, and loads
+blocks ahead of its computation. The output overwrites x in the ring, and is copied to device memory from there.
 
-Memory does not serve all multiprocessors equally fast: with equal shares of the rows for each, the slowest would be
-waited for. So a CTA takes a few neighbouring blocks, and several CTAs run on a multiprocessor at once; where only one
-fits, it stays, and its warpgroups claim blocks one by one.
+Memory is not equally fast for all SMs: with equal shares of the rows, the slowest SM would finish last. Therefore a CTA
+takes a few neighbouring blocks, and several CTAs run on an SM at once. If only one CTA fits, it runs to the end, and
+its warpgroups claim blocks one by one.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ class _Forward:
     bias: Any
 
     def step(self, place: Place, state: Any) -> Any:
-        """A block: its statistics, out, and the start of its copies to device memory."""
+        """Computes a block's statistics and out, and starts the copies to device memory."""
         worker, options = self.worker, self.worker.traits.options
         x = self._load(place)
         mean, inverse = self._statistics(place, x)
@@ -126,7 +126,7 @@ class _Forward:
         return state
 
     def _load(self, place: Place) -> jax.Array:
-        """x in float32, or x + residual, which takes the place of x."""
+        """x in float32, or x + residual, which overwrites x in the ring."""
         worker = self.worker
         read = lambda i: as_float32(plgpu.load(worker.slot(i, place), layout=BLOCK, optimized=False), BLOCK)
         if worker.traits.copies == 1:
@@ -139,7 +139,8 @@ class _Forward:
     def _statistics(self, place: Place, x: jax.Array) -> tuple[Any, Any]:
         """(mean, inverse) of the rows; mean is None for rms_norm.
 
-        Each warp takes the mean and the squared deviations of its part. Chan et al. (1979) join those of parts.
+        Each warp computes the mean and the squared deviations of its part. The parts are joined as in Chan et al.
+        (1979).
         """
         traits = self.worker.traits
         count = traits.lines * LINE

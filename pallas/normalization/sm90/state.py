@@ -1,4 +1,4 @@
-"""The named state of a Hopper norm's kernel: shared memory, the warpgroups with their blocks, and sums over a row."""
+"""State of a Hopper norm's kernel: shared memory, the warpgroups with their blocks, and sums over a row."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from jax_kernels.pallas.mosaic.registers import as_float32, kept
 from jax_kernels.pallas.normalization.sm90 import cluster
 from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, LINES, PARTS, WARPS, Traits
 
-FIRST_BARRIER = 8  # of the hardware barriers that Mosaic leaves alone
+FIRST_BARRIER = 8  # the first hardware barrier that Mosaic does not use
 
 
 @jax.tree_util.register_dataclass
@@ -26,10 +26,13 @@ FIRST_BARRIER = 8  # of the hardware barriers that Mosaic leaves alone
 class Smem:
     """A CTA's shared memory.
 
-    memory: the rings, and what takes their place at the end. ready: [warpgroups * stages]. sums: [groups, 2, values,
-    parts], sums of parts, in turns. scale: by parts of a row, or None. claimed: [groups, 2], the number of a block that
-    a group is to load, in turns, or None. all_ready: [1], of a backward that adds up weights' gradients or keeps the
-    scale, else None. row_ready: [groups] and cluster_ready: [1], for the interpreter alone.
+    memory: the rings; at the end of a backward the same memory holds the sums of the weights' gradients.
+    ready: [warpgroups * stages], barriers.
+    sums: [groups, 2, values, parts], sums of parts; turns alternate between the two.
+    scale: by parts of a row, or None.
+    claimed: [groups, 2], the index of the block that a group loads next; turns alternate. None if there are no claims.
+    all_ready: [1], barrier, if a backward adds up weights' gradients or keeps the scale, else None.
+    row_ready: [groups] and cluster_ready: [1], barriers for the interpreter only.
     """
 
     memory: Any
@@ -43,7 +46,7 @@ class Smem:
 
     @classmethod
     def scratch(cls, traits: Traits, dtype: Any, weights: int = 0, scale_dtype: Any = None) -> "Smem":
-        """For pl.run_scoped. weights: how many arrays of weights have sums over the rows."""
+        """The scratch shapes for pl.run_scoped. weights: the number of weights with sums over the rows."""
         shape = (traits.warpgroups, traits.stages, WARPS, traits.lines, LINE)
         rings = tuple(plgpu.SMEM(shape, dtype) for _ in range(traits.copies))
         totals = plgpu.SMEM((max(1, weights), traits.groups, traits.block_parts, traits.lines, LINE), jnp.float32)
@@ -63,7 +66,7 @@ class Smem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """A block of a warpgroup: its number, the next one's, that of the warpgroup's turn, and its slot in the rings."""
+    """A warpgroup's block: its index, the next block's index, the index of the turn, and the slot in the rings."""
 
     block: Any
     following: Any
@@ -75,9 +78,9 @@ class Place:
 class Warpgroup:
     """A warpgroup of a CTA. rings: for each array [warpgroups, stages, 4 parts, lines, 128].
 
-    arrays: refs in device memory that the rings take, by parts. counter: [1] in device memory, of the blocks that were
-    claimed, or None. exchanged: for the interpreter alone, [blocks, values, parts of a row] in device memory, of what
-    the CTAs of a cluster store in one another's memory.
+    arrays: refs in device memory, by parts, that the rings load. counter: [1] in device memory, the number of claimed
+    blocks, or None. exchanged: for the interpreter only, [blocks, values, parts of a row] in device memory, the values
+    that the CTAs of a cluster otherwise store in each other's shared memory.
     """
 
     traits: Traits
@@ -102,33 +105,33 @@ class Warpgroup:
         return lax.axis_index("cta") * self.traits.groups * max(1, self.traits.turns) + self.group
 
     def parts(self, block: Any) -> Any:
-        """A slice of the 4 parts that this warpgroup has of a block."""
+        """The slice of this warpgroup's 4 parts of a block."""
         if self.traits.cluster == 1:
             return pl.ds(block * self.traits.block_parts + self.member * WARPS, WARPS)
         return pl.ds(block * self.traits.row_parts + self._first_part, WARPS)
 
     @property
     def _first_part(self) -> Any:
-        """The number of this warpgroup's first part in a row that CTAs share."""
+        """The index of this warpgroup's first part in a row that a cluster works on."""
         return cluster.rank() * self.traits.row_warps + self.member * WARPS
 
     @property
     def count(self) -> Any:
-        """How many blocks the group has."""
+        """The number of the group's blocks."""
         stride, turns = self.traits.stride, self.traits.turns
         count = lax.div(self.traits.blocks - self.first + (stride - 1), jnp.int32(stride))
         return jnp.minimum(count, turns) if turns else count
 
     def load_first(self) -> None:
-        """Starts to load the first blocks: all slots but one."""
+        """Starts to load the first blocks, into all slots except one."""
         for turn in range(self.traits.stages - 1):
             pl.when(turn < self.count)(functools.partial(self._load, self.first + turn * self.traits.stride, turn))
 
     def for_each_block(self, step: Callable[[Place, Any], Any], state: Any, stores: int) -> Any:
-        """Calls step(place, state) -> state for the group's blocks, behind load_first.
+        """Calls step(place, state) -> state for the group's blocks, after load_first.
 
-        Each block is loaded stages - 1 turns ahead, when the copies from its slot have been read. stores: copies to
-        device memory that step starts.
+        Each block is loaded stages - 1 turns ahead, when the stores from its slot have read the slot. stores: the
+        number of copies to device memory that step starts.
         """
         if self.traits.claims:
             return self._for_each_claimed_block(step, state, stores)
@@ -147,7 +150,7 @@ class Warpgroup:
         return state
 
     def _for_each_claimed_block(self, step: Callable[[Place, Any], Any], state: Any, stores: int) -> Any:
-        """for_each_block, of blocks that are claimed when they are to be loaded, by whichever group comes first."""
+        """for_each_block with claims: the first group that is ready to load takes the next block."""
         traits, ahead = self.traits, self.traits.stages - 1
         claimed_before = ahead * traits.stride  # the first blocks of all groups
         self._claim(jnp.int32(0))
@@ -155,7 +158,7 @@ class Warpgroup:
         def body(carry):
             turn, slot, blocks, state = carry
             place = Place(block=blocks[0], following=blocks[1], turn=turn, slot=slot)
-            state = self._turn(step, place, state)  # which has a barrier, behind which the claim is seen
+            state = self._turn(step, place, state)  # the step has a barrier, after which the claim is visible
             new = claimed_before + self.smem.claimed[self.group, lax.rem(turn, jnp.int32(2))]
             self._load_ahead(new, new < traits.blocks, slot, stores)
             self._claim(turn + 1)
@@ -168,12 +171,12 @@ class Warpgroup:
         return state
 
     def _claim(self, turn: Any) -> None:
-        """Has the next block's number written to shared memory, for a turn."""
+        """Claims the next block and writes its index to shared memory, for a turn."""
         place = self.smem.claimed.at[self.group, pl.ds(lax.rem(turn, jnp.int32(2)), 1)]
 
         @pl.when(self.member == 0)
         def _():
-            if interpreter.INTERPRETED:  # which has no atomic addition: each group claims an equal share
+            if interpreter.INTERPRETED:  # without atomic additions: each group claims an equal share
                 place[0] = self.first + turn * self.traits.stride
             else:
                 count_up(self.counter, place)
@@ -186,7 +189,7 @@ class Warpgroup:
         return jnp.where(slot == self.traits.stages - 1, 0, slot + 1)
 
     def _load_ahead(self, block: Any, exists: Any, slot: Any, stores: int) -> None:
-        """Loads a block to the slot before this one, when the copies from there have been read."""
+        """Loads a block into the slot before this one, when the stores from that slot have read it."""
 
         @pl.when(exists)
         def _load():
@@ -199,18 +202,18 @@ class Warpgroup:
             plgpu.copy_gmem_to_smem(gmem.at[self.parts(block)], ring.at[self.wg, slot], ready)
 
     def slot(self, array: int, place: Place) -> Any:
-        """The ref [4 parts, lines, 128] of an array's slot."""
+        """A ref [4 parts, lines, 128] of an array's slot."""
         return self.rings[array].at[self.wg, place.slot]
 
     def weights_at(self, ref: Any, line: int | None = None) -> Any:
-        """The ref of this warpgroup's weights in [parts of a row, lines, 128], or of one line of each part."""
+        """A ref of this warpgroup's weights in [parts of a row, lines, 128], or of one line of each part."""
         lines = pl.ds(0, self.traits.lines) if line is None else pl.ds(line, 1)
         if self.traits.cluster > 1:
             return ref.at[pl.ds(self._first_part, WARPS), lines]
         return ref.at[pl.ds(self.member * WARPS, WARPS) if self.traits.is_split else 0, lines]
 
     def load_weights(self, ref: Any, line: int | None = None) -> Any:
-        """Those weights, in their dtype."""
+        """The weights of weights_at, in their dtype."""
         return plgpu.load(self.weights_at(ref, line), layout=self._weights_layout, optimized=False)
 
     @property
@@ -218,7 +221,7 @@ class Warpgroup:
         return BLOCK if self.traits.is_split else LINES
 
     def kept(self, weights: Any) -> Any:
-        """The same weights, which stay in their dtype between blocks: in float32 they take twice the registers."""
+        """The weights, kept in their dtype between blocks: in float32 they take twice the registers."""
         return kept(weights, self._weights_layout)
 
     def wide_weights(self, weights: Any, offset: float = 0.0) -> jax.Array:
@@ -230,13 +233,13 @@ class Warpgroup:
         return plgpu.layout_cast(lax.broadcast_in_dim(weights, (WARPS, *weights.shape), [1, 2]), BLOCK)
 
     def load_numbers(self, block: Any, gmem: Any) -> Any:
-        """A number for each row of a block."""
+        """One value per row of a block."""
         if self.traits.is_split:
             return gmem[block]
         return plgpu.load(gmem.at[self.parts(block)], layout=PARTS, optimized=False)
 
     def store_numbers(self, place: Place, gmem: Any, numbers: Any) -> None:
-        """Stores a number for each row of a block."""
+        """Stores one value per row of a block."""
         if not self.traits.is_split:
             gmem[self.parts(place.block)] = numbers
             return
@@ -246,7 +249,7 @@ class Warpgroup:
             gmem[place.block] = numbers
 
     def exchange(self, place: Place, *values: Any) -> list[list[Any]]:
-        """For each value [4], the numbers of all parts of the row."""
+        """For each value [4], one per part of this warpgroup, the values of all parts of the row."""
         traits, sums = self.traits, self.smem.sums.at[self.group, lax.rem(place.turn, jnp.int32(2))]
         if traits.cluster > 1:
             return self._exchange_in_cluster(place, sums, values)
@@ -256,9 +259,9 @@ class Warpgroup:
         return [[sums[i, part] for part in range(traits.row_warps)] for i in range(len(values))]
 
     def _exchange_in_cluster(self, place: Place, sums: Any, values: tuple[Any, ...]) -> list[list[Any]]:
-        """exchange, of rows that CTAs share. sums: the ref [values, parts]; the turn after the next takes it again."""
+        """exchange for rows of a cluster. sums: a ref [values, parts]; the turn after the next reuses it."""
         mine = pl.ds(self._first_part, WARPS)
-        if interpreter.INTERPRETED:  # which has no stores to another CTA's memory
+        if interpreter.INTERPRETED:  # without stores to another CTA's memory
             sums = self.exchanged.at[place.block]
             for i, value in enumerate(values):
                 sums[i, mine] = value
@@ -278,10 +281,10 @@ class Warpgroup:
             plgpu.barrier_wait(self.smem.row_ready.at[self.group])
 
     def wait_for_all(self) -> None:
-        """Waits for all warpgroups of the CTA.
+        """Waits for all warpgroups of the CTA, with an mbarrier.
 
-        By an mbarrier. racecheck does not see that a hardware barrier orders the stores of a warpgroup before the loads
-        of a warpgroup that had no block.
+        racecheck does not see that a hardware barrier orders the stores of a warpgroup before the loads of a warpgroup
+        without a block.
         """
         plgpu.barrier_arrive(self.smem.all_ready)
         plgpu.barrier_wait(self.smem.all_ready)
@@ -293,7 +296,7 @@ def sum_of_parts(x: jax.Array) -> jax.Array:
 
 
 def wide(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcasts a number for each part, or one number, to a block's shape."""
+    """Broadcasts one value per part to a block's shape. A scalar is returned as it is."""
     if x.ndim == 0:
         return x
     return plgpu.layout_cast(lax.broadcast_in_dim(x, like.shape, [0]), BLOCK)

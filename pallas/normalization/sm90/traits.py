@@ -1,7 +1,7 @@
 """The sizes of a launch of a Hopper norm, and its layouts.
 
-A warp owns a part of a row: lines of 128 columns. Short rows have one part. Others have 4, 8 or 16, so that the warps
-of 1, 2 or 4 warpgroups share a row. A warpgroup always holds a block of 4 parts, one for each of its warps.
+A warp owns a part of a row: lines of 128 columns. A short row has one part. A longer row has 4, 8 or 16 parts, for the
+warps of 1, 2 or 4 warpgroups. A warpgroup always holds 4 parts, one per warp.
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic import interpreter
 
 LINE = 128  # columns: 4 for each lane of a warp
-WARPS = 4  # of a warpgroup
-MOST_LINES = 16  # of a part
-FEW_LINES = 8  # for which the registers of four warpgroups suffice
-CTAS_AT_ONCE = 4  # on a multiprocessor, of those that end after some turns
-MOST_BARRIERS = 32  # of an array, whose phases a thread keeps in one register
-SHARED_MEMORY = 225 << 10  # of a CTA, for its rings and its scale
+WARPS = 4  # warps of a warpgroup
+MOST_LINES = 16  # most lines of a part
+FEW_LINES = 8  # most lines for which the registers of four warpgroups suffice
+CTAS_AT_ONCE = 4  # CTAs per SM at a time, if CTAs end after some turns
+MOST_BARRIERS = 32  # most barriers of an array: a thread keeps their phases in one register
+SHARED_MEMORY = 225 << 10  # bytes of a CTA, for its rings and its scale
 # [4 parts, lines, 128] in registers: a part for each warp, 4 neighbouring columns for each lane.
 _TILING = plgpu.Tiling(((WARPS, 1, LINE), (LINE // 32,)))
 BLOCK = plgpu.Layout.TILED(_TILING, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
-PARTS = BLOCK.reduce((1, 2))  # a number for each part
-LINES = BLOCK.reduce(0)  # numbers that all parts share
+PARTS = BLOCK.reduce((1, 2))  # one value per part
+LINES = BLOCK.reduce(0)  # values that all parts share
 
 
 def row_warps_of(columns: int, most: int) -> int | None:
-    """How many warps share a row of so many columns: the most up to `most`, else the fewest; None where none can."""
+    """The number of warps for a row of `columns`: the most up to `most`, else the fewest; None if no number fits."""
     most_lines = {1: MOST_LINES, 4: MOST_LINES, 8: MOST_LINES, 16: FEW_LINES}
     fit = [
         warps
@@ -43,7 +43,7 @@ def row_warps_of(columns: int, most: int) -> int | None:
 
 
 def cluster_of(columns: int, config: NormSm90) -> int:
-    """How many CTAs share a row of so many columns: those of the block spec, or 1 where they cannot share it evenly."""
+    """The number of CTAs for a row of `columns`: the block spec's, or 1 if they cannot have equal parts."""
     ctas = config.cluster
     return ctas if columns % ctas == 0 and (row_warps_of(columns // ctas, config.row_warps) or 1) > 1 else 1
 
@@ -52,8 +52,9 @@ def cluster_of(columns: int, config: NormSm90) -> int:
 class Traits:
     """Sizes of a launch.
 
-    row_warps: warps of a CTA that share a row. cluster: CTAs that do, each of which has a part of the columns. copies:
-    arrays that go through a ring. scale_bytes: of a scale to keep in shared memory beside the rings.
+    row_warps: warps of a CTA that work on one row. cluster: CTAs that work on one row, each with a part of the columns.
+    copies: the number of arrays that go through a ring. scale_bytes: the size of a scale to keep in shared memory with
+    the rings.
     """
 
     options: NormOptions
@@ -102,35 +103,35 @@ class Traits:
 
     @property
     def row_parts(self) -> int:
-        """Parts of a row, in all CTAs that share it."""
+        """Parts of a row, over all CTAs of a cluster."""
         return self.row_warps * self.cluster
 
     @property
     def is_split(self) -> bool:
-        """Whether warps share rows."""
+        """Whether several warps work on one row."""
         return self.row_warps > 1
 
     @property
     def members(self) -> int:
-        """Warpgroups that share a row."""
+        """Warpgroups of a CTA that work on one row."""
         return max(1, self.row_warps // WARPS)
 
     @property
     def warpgroups(self) -> int:
-        """Whole groups of members, and no more warpgroups than have registers for their lines."""
-        if self.cluster > 1:  # whose barrier is for all threads
+        """Warpgroups of a CTA: whole groups of members, and at most as many as have registers for their lines."""
+        if self.cluster > 1:  # a cluster's barrier is for all threads
             return self.members
         most = min(self.config.warpgroups, 2) if self.lines > FEW_LINES else self.config.warpgroups
         return max(1, most // self.members) * self.members
 
     @property
     def groups(self) -> int:
-        """Groups of warpgroups of a CTA. Each takes one block after another."""
+        """Groups of a CTA. The warpgroups of a group work on one block at a time."""
         return self.warpgroups // self.members
 
     @property
     def block_parts(self) -> int:
-        """Parts of a group's block: those of one row, or of 4 short ones."""
+        """Parts of a group's block: of one row, or of 4 short rows."""
         return WARPS * self.members
 
     @property
@@ -139,7 +140,7 @@ class Traits:
 
     @property
     def turns(self) -> int:
-        """The most blocks of a group: up to the block spec's, and fewer rather than too few CTAs; 0 for no limit."""
+        """The most blocks of a group: the block spec's, or fewer if there would be too few CTAs; 0 for no limit."""
         if not self.config.turns:
             return 0
         at_once = self.core_count * CTAS_AT_ONCE // self.cluster
@@ -147,41 +148,41 @@ class Traits:
 
     @property
     def ctas(self) -> int:
-        """CTAs, or clusters of them."""
+        """The number of CTAs, or of clusters."""
         if self.turns:
             return pl.cdiv(self.blocks, self.groups * self.turns)
         return min(self.core_count, pl.cdiv(self.blocks, self.groups))
 
     @property
     def stride(self) -> int:
-        """From a block of a group to its next one."""
+        """The distance between a group's block and its next block."""
         return self.groups if self.turns else self.ctas * self.groups
 
     @property
     def claims(self) -> bool:
-        """Whether a group claims its blocks one by one, two ahead of the one that it computes."""
+        """Whether a group claims its blocks one by one, two blocks ahead of its computation."""
         return self.config.claims and not self.turns and self.stages > 2
 
     def counter(self) -> Any:
-        """A new counter for a launch, of the blocks that are claimed; None where none are."""
+        """A new counter of claimed blocks for a launch; None if no blocks are claimed."""
         return jax.new_ref(jnp.zeros(1, jnp.int32)) if self.claims else None
 
     def exchanged(self) -> Any:
-        """See Warpgroup; None where the interpreter does not run."""
+        """See Warpgroup; None outside the interpreter."""
         if self.cluster == 1 or not interpreter.INTERPRETED:
             return None
         return jax.new_ref(jnp.zeros((self.blocks, 2, self.row_parts), jnp.float32))
 
     @property
     def stages(self) -> int:
-        """As many as shared memory has room for, up to the block spec's."""
+        """The block spec's stages, or the number that fits shared memory if that is lower."""
         scale_bytes = self.scale_bytes if self.keeps_scale else 0
         room = (SHARED_MEMORY - scale_bytes) // self.stage_bytes
         return min(self.config.stages, room, MOST_BARRIERS // self.warpgroups)
 
     @property
     def keeps_scale(self) -> bool:
-        """Whether shared memory has room for the scale beside two stages."""
+        """Whether shared memory has room for the scale and two stages."""
         return 0 < self.scale_bytes <= SHARED_MEMORY - 2 * self.stage_bytes
 
     @property
@@ -197,5 +198,5 @@ class Traits:
         return x.reshape(self.row_parts, self.lines, LINE)
 
     def numbers(self) -> jax.ShapeDtypeStruct:
-        """A number for each row, of whole blocks."""
+        """The type of an array with one value per row, padded to whole blocks."""
         return jax.ShapeDtypeStruct((self.blocks * (1 if self.is_split else WARPS),), jnp.float32)

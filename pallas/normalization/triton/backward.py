@@ -1,11 +1,12 @@
 """The backward of layer_norm and rms_norm: dx, dscale and dbias from x and dout.
 
-As many programs run as fit the GPU at once. Each takes one block of rows after another, and keeps its sums of dscale
-and dbias in registers, in float32. The sums of the programs are added up at the end. Per row of n numbers of 16 bits,
-6 n bytes pass through device memory.
+The number of programs is the number that the GPU runs at once. Each program takes one block of rows after another, and
+keeps its sums of dscale and dbias in float32 registers. The sums of the programs are added at the end. For a row of n
+16-bit values, 6 n bytes pass through device memory.
 
-Rows of several chunks take two kernels, and 10 n bytes. One computes dx; it reads a row twice, the second time from the
-L2 cache. The other sums dscale and dbias; its programs own columns, as registers do not hold the sums of a whole row.
+Rows of several chunks need two kernels and 10 n bytes. One kernel computes dx; it reads a row twice, the second time
+from the L2 cache. The other kernel sums dscale and dbias; its programs own columns, because registers cannot hold the
+sums of a whole row.
 """
 
 import dataclasses
@@ -98,7 +99,7 @@ class _Rows:
         return (x if self.mean is None else x - self.mean) * self.inverse
 
     def dx(self, place: Place, normed: jax.Array, g: jax.Array, mean_g: Any, mean_normed: jax.Array) -> jax.Array:
-        """dx = (g - mean(g) - normed * mean(g * normed)) * inverse, and what comes through total."""
+        """dx = (g - mean(g) - normed * mean(g * normed)) * inverse, plus dtotal."""
         dx = g - normed * mean_normed
         dx = (dx if mean_g is None else dx - mean_g) * self.inverse
         if self.refs.dtotal is not None:
@@ -106,13 +107,13 @@ class _Rows:
         return dx
 
     def means(self, g: jax.Array, normed: jax.Array) -> tuple[Any, jax.Array]:
-        """The parts of mean(g), None for rms_norm, and mean(g * normed) that these columns make, [rows, 1]."""
+        """These columns' parts of mean(g), None for rms_norm, and of mean(g * normed), [rows, 1]."""
         mean = lambda x: x.sum(axis=1)[:, None] / self.traits.columns
         return (mean(g) if self.traits.options.is_centred else None), mean(g * normed)
 
 
 def _rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
-    """One program: all of dx's rows program, program + programs, ..., and their part of the sums."""
+    """One program: dx of the row blocks program, program + programs, ..., and their sums for dscale and dbias."""
     program = pl.program_id(0)
     zeros = jnp.zeros((traits.block_rows, traits.chunk), jnp.float32)
     names = [name for name in ("scale", "bias") if getattr(refs.outs, name) is not None]
@@ -129,7 +130,7 @@ def _rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
         added = {"scale": dout * normed, "bias": dout}
         return {name: sums[name] + added[name] for name in names}
 
-    # Blocks past the last row add nothing: every program takes as many.
+    # Every program takes equally many blocks. Blocks past the last row add nothing.
     sums = lax.fori_loop(0, pl.cdiv(traits.row_blocks, programs), step, dict.fromkeys(names, zeros))
     for name in names:
         _store_sums(getattr(refs.outs, name), traits, program, 0, sums[name])
@@ -141,7 +142,7 @@ def _store_sums(ref: Any, traits: Traits, program: Any, column: Any, sums: jax.A
 
 
 def _chunked_rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
-    """dx alone, of rows of several chunks."""
+    """dx only, for rows of several chunks."""
     program = pl.program_id(0)
     zeros = jnp.zeros((traits.block_rows, 1), jnp.float32)
 
@@ -173,7 +174,7 @@ def _chunked_rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
 
 
 def _columns_kernel(refs: Refs, traits: Traits, programs: int) -> None:
-    """The sums of a chunk of columns over the rows program, program + programs, ..."""
+    """The sums of a chunk of columns over the row blocks program, program + programs, ..."""
     column, program = pl.program_id(0) * traits.chunk, pl.program_id(1)
     zeros = jnp.zeros((traits.block_rows, traits.chunk), jnp.float32)
     names = [name for name in ("scale", "bias") if getattr(refs.outs, name) is not None]

@@ -1,11 +1,11 @@
-"""The forward of layer_norm and rms_norm: each row is read once, and written once.
+"""The forward of layer_norm and rms_norm: each row is read once and written once.
 
-A program owns a few whole rows. Where a row has one chunk, it stays in registers between its statistics and its
-output. Longer rows are read a second time, from the L2 cache. Per row of n numbers of 16 bits, 4 n bytes pass through
-device memory: 0.127 ms for 32768 x 4096 at 4.24 TB/s.
+A program owns a few whole rows. A row of one chunk stays in registers between its statistics and its output. Longer
+rows are read a second time, from the L2 cache. For a row of n 16-bit values, 4 n bytes pass through device memory:
+0.127 ms for 32768 x 4096 at 4.24 TB/s.
 
-A quantised output is scaled by the largest magnitude of its row, which is found in registers too: 3 n bytes, 0.095 ms.
-Rows of several chunks are read a third time for it, again from the L2 cache.
+A quantised output is scaled by the largest magnitude of its row, which is computed in registers too: 3 n bytes,
+0.095 ms. Rows of several chunks are read a third time for the scale, again from the L2 cache.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def norm_forward(
     like_x = jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype)
     if options.quantize is None:
         outs = {"out": like_x, "inverse": numbers}
-    else:  # which has no gradient that would read the statistics
+    else:  # a quantised call has no gradient, which would read the statistics
         outs = {"out": jax.ShapeDtypeStruct(inputs.x.shape, FORMATS[options.quantize]), "out_scale": numbers}
     if inputs.residual is not None:
         outs["total"] = like_x
@@ -121,14 +121,14 @@ def _quantized_kernel(refs: Refs, traits: Traits) -> None:
 def _largest(place: Place, out: jax.Array) -> jax.Array:
     """The largest magnitudes of the rows, [rows, 1], as the bits of float32.
 
-    Such bits have the order of the magnitudes, with NaN above infinity. Triton's maximum of floats would drop a NaN.
+    These bits order like the magnitudes, with NaN above infinity. Triton's maximum of floats would drop a NaN.
     """
     magnitudes = lax.bitcast_convert_type(out, jnp.int32) & 0x7FFFFFFF
     return jnp.where(place.exists, magnitudes, 0).max(axis=1)[:, None]
 
 
 def _scales(largest: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """The scales of rows and what their numbers are to be multiplied by, as quantize has them; NaN makes all NaN."""
+    """(the scales of rows, the factors of their values), as in quantize. A row with NaN or infinity gets factor NaN."""
     top, tiny = float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).tiny)
     magnitude = lax.bitcast_convert_type(largest, jnp.float32)
     scale = magnitude * (1 / top)
@@ -138,21 +138,21 @@ def _scales(largest: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _rounded(traits: Traits, scaled: jax.Array) -> jax.Array:
-    """The scaled numbers, which a conversion to 8 bits is to round to nearest."""
+    """The scaled values, such that the conversion to 8 bits rounds them to nearest."""
     return odd_halves(scaled) if traits.options.quantizes_by_half else scaled
 
 
 def odd_halves(x: jax.Array) -> jax.Array:
-    """x with the last bit that float16 keeps set where it drops any: what is above a midpoint of 8 bits stays above it.
+    """x with float16's last bit set if float16 would drop a set bit, so that x stays above a midpoint of 8-bit values.
 
-    Below compute capability 9.0 Triton cuts float32 to float16 first, and rounds that.
+    Below compute capability 9.0 Triton truncates float32 to float16 first, and rounds the result to 8 bits.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return lax.bitcast_convert_type(jnp.where(bits & 0x1FFF != 0, bits | 0x2000, bits), jnp.float32)
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    """[rows, 1]."""
+    """The sums of rows, [rows, 1]."""
     return x.sum(axis=1)[:, None]
 
 
@@ -167,7 +167,7 @@ def _statistics(place: Place, x: jax.Array) -> tuple[Any, jax.Array]:
 
 
 def _chunked_statistics(refs: Refs, traits: Traits, place: Any) -> tuple[Any, jax.Array]:
-    """The same of rows of several chunks, joined as Chan et al. (1979) join means and squared deviations."""
+    """_statistics for rows of several chunks. Means and squared deviations are joined as in Chan et al. (1979)."""
     zeros = jnp.zeros((traits.block_rows, 1), jnp.float32)
 
     def step(column, state):
@@ -189,7 +189,7 @@ def _chunked_statistics(refs: Refs, traits: Traits, place: Any) -> tuple[Any, ja
 
 
 def _normed(refs: Refs, place: Place, x: jax.Array, mean: Any, inverse: jax.Array) -> jax.Array:
-    """The normed numbers, in float32."""
+    """The normalised values with scale and bias, in float32."""
     out = x.astype(jnp.float32)
     out = (out if mean is None else out - mean) * inverse
     if (weight := place.weight(refs)) is not None:
@@ -200,7 +200,7 @@ def _normed(refs: Refs, place: Place, x: jax.Array, mean: Any, inverse: jax.Arra
 
 
 def _write(refs: Refs, place: Place, x: jax.Array, mean: Any, inverse: jax.Array) -> None:
-    """out, and total where there is a residual."""
+    """Stores out, and total if there is a residual."""
     place.store(refs.outs.out, _normed(refs, place, x, mean, inverse))
     if refs.outs.total is not None:
         place.store(refs.outs.total, x)

@@ -1,4 +1,4 @@
-"""Rows of a matrix as the Triton kernels of normalisation hold them: loads, stores, and sums over chunks of columns."""
+"""Blocks of rows in the Triton kernels of normalisation: loads, stores, and loops over chunks of columns."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from jax_kernels.pallas.triton.tensors import iota, padded
 
 
 class Refs(NamedTuple):
-    """The arrays of a kernel in device memory; None where the call lacks one. outs: what the kernel writes."""
+    """The arrays of a kernel in device memory; None if the call lacks the array. outs: the results."""
 
     x: Any
     residual: Any = None
@@ -31,7 +31,7 @@ class Refs(NamedTuple):
 class Traits:
     """Sizes and features of a launch.
 
-    block_rows: rows that a program holds at once. chunk: columns that it holds at once, a power of two.
+    block_rows: rows that a program holds at once. chunk: columns that a program holds at once, a power of two.
     """
 
     options: NormOptions
@@ -61,7 +61,7 @@ class Traits:
 
 
 class Place(NamedTuple):
-    """Rows and columns of a program, and which of them exist. All start at a traced number, but for row or column 0."""
+    """Rows and columns of a program, with masks. row, column: the first; traced integers, or 0."""
 
     traits: Traits
     row: Any
@@ -77,7 +77,7 @@ class Place(NamedTuple):
 
     @property
     def exists(self) -> Any:
-        """[block_rows, chunk] bool, or broadcastable to that."""
+        """[block_rows, chunk] bool: whether the array has the value."""
         mask = self.row_exists[:, None]
         if self.traits.columns % self.traits.chunk:
             mask = mask & self.column_exists[None]
@@ -87,14 +87,14 @@ class Place(NamedTuple):
         return ref.at[pl.ds(self.row, self.traits.block_rows), pl.ds(self.column, self.traits.chunk)]
 
     def load(self, ref: Any) -> jax.Array:
-        """[block_rows, chunk] in the array's dtype, 0 where nothing exists."""
+        """[block_rows, chunk] in the array's dtype, 0 outside the array."""
         return plgpu.load(self._view(ref), mask=self.exists, other=0)
 
     def store(self, ref: Any, x: jax.Array) -> None:
         plgpu.store(self._view(ref), x.astype(ref.dtype), mask=self.exists)
 
     def load_numbers(self, ref: Any) -> jax.Array:
-        """[block_rows, 1] float32, of an array with a number for each row."""
+        """[block_rows, 1] float32, from an array with one value per row."""
         view = ref.at[pl.ds(self.row, self.traits.block_rows)]
         return plgpu.load(view, mask=self.row_exists, other=0)[:, None]
 
@@ -102,7 +102,7 @@ class Place(NamedTuple):
         plgpu.store(ref.at[pl.ds(self.row, self.traits.block_rows)], x, mask=self.row_exists)
 
     def load_columns(self, ref: Any) -> jax.Array:
-        """[1, chunk] float32, of an array with a number for each column."""
+        """[1, chunk] float32, from an array with one value per column."""
         view = ref.at[pl.ds(self.column, self.traits.chunk)]
         return plgpu.load(view, mask=self.column_exists, other=0).astype(jnp.float32)[None]
 
@@ -121,7 +121,7 @@ class Place(NamedTuple):
 
 
 def chunk_loop(traits: Traits, step: Any, state: Any) -> Any:
-    """lax.fori_loop over the first columns of the chunks; a call of step where there is one chunk."""
+    """lax.fori_loop of step(first column of a chunk, state); a single call of step if there is one chunk."""
     if traits.chunks == 1:
         return step(jnp.int32(0), state)
     return lax.fori_loop(0, traits.chunks, lambda i, state: step(i * traits.chunk, state), state)

@@ -329,7 +329,7 @@ def test_bad_arguments_are_named():
     ]:
         with pytest.raises(ValueError, match=message):
             module(**options)
-    with pytest.raises(TypeError, match=r"mask: got ndarray, want a masks\.Mask, or None; an array goes to a call"):
+    with pytest.raises(TypeError, match=r"mask: got ndarray, want a masks\.Mask or None; pass an array to a call"):
         module(mask=np.ones((LENGTH, LENGTH), bool))
     with pytest.raises(ValueError, match="num_heads=5 must divide model_dim=32"):
         MultiHeadAttention(WIDTH, 5, rngs=nnx.Rngs(0))

@@ -169,7 +169,7 @@ def test_bad_arguments_are_named():
 def test_devices_do_not_share_the_tokens():
     attention = module(sequence_axis="sequence")
     heads = jnp.zeros((BATCH, 8, 4, 8))
-    with pytest.raises(NotImplementedError, match=r"^sequence_axis: devices share out the tokens along 'sequence'"):
+    with pytest.raises(NotImplementedError, match=r"^sequence_axis: got tokens sharded along 'sequence'"):
         attention._attend_over_devices(heads, heads, heads, None)
 
 

@@ -99,7 +99,7 @@ def test_the_rest_runs_as_in_nnx(name):
     x, mask = inputs("float32"), np.random.default_rng(2).random(SHAPE) < 0.7
     mine, theirs = both(name)
     np.testing.assert_array_equal(mine(x, mask=mask), theirs(x, mask=mask))
-    with pytest.raises(ValueError, match=re.escape("residual: got one with a mask, with axes beside the last")):
+    with pytest.raises(ValueError, match=re.escape("residual: got one with a mask, with axes other than the last")):
         mine(x, mask=mask, residual=x)
     mine, theirs = both(name, reduction_axes=(-2, -1))
     np.testing.assert_array_equal(mine(x), theirs(x))

@@ -212,7 +212,7 @@ def test_bad_arguments_are_named():
         ((quantized,), ValueError, "model: got no Linear or GatedMLP outside skip, want at least one"),
         ((nnx.Sequential(Own(8, 8, rngs=nnx.Rngs(0))),), TypeError, "layers.0: got Own, want a models.Linear"),
         ((Listed(),), ValueError, "model: got some.0 in a list or dict, want an nnx.List or nnx.Dict"),
-        ((transformer(precision="fp8"),), ValueError, "q_proj.precision: got 'fp8' with weights of few bits, want"),
+        ((transformer(precision="fp8"),), ValueError, "q_proj.precision: got 'fp8' with low-bit weights, want"),
     ]:
         if given[0] is quantized:
             models.quantize_weights(quantized, skip=())  # the head
@@ -222,13 +222,13 @@ def test_bad_arguments_are_named():
         ({"format": "mxfp4", "group_size": 64}, ValueError, "group_size: got 64 with format 'mxfp4'"),
         ({"skip": "head"}, TypeError, "skip: got 'head', want a sequence of names, or None"),
         ({"skip": ("heads",)}, ValueError, "skip: got 'heads', want names of modules of the model"),
-        ({"skip": ("up_proj",)}, ValueError, "skip: got names that keep a part of layers.0.mlp, want"),
+        ({"skip": ("up_proj",)}, ValueError, "skip: got names of a part of layers.0.mlp, want"),
     ]:
         model = transformer()
         with pytest.raises(error, match=re.escape(message)):
             models.quantize_weights(model, **options)
         assert not jax.tree.leaves(nnx.state(model, QuantizedWeight))
-    with pytest.raises(ValueError, match="model: got one with weights of few bits, want the model before"):
+    with pytest.raises(ValueError, match="model: got one with low-bit weights, want the model before"):
         models.flat_parameters(quantized)
 
 
@@ -240,7 +240,7 @@ def test_bad_arguments_of_the_modules_are_named():
         QuantizedLinear(quantize(w, "int4", axis=-1))
     with pytest.raises(ValueError, match=re.escape("bias: got shape (77,), want (45,)")):
         QuantizedLinear(quantize(w, "int4"), bias=jnp.zeros(77))
-    with pytest.raises(ValueError, match=re.escape("linear.precision: got 'highest' with weights of few bits")):
+    with pytest.raises(ValueError, match=re.escape("linear.precision: got 'highest' with low-bit weights")):
         QuantizedLinear.from_linear(linear(precision="highest"))
     with pytest.raises(ValueError, match="linear: got a dot_general or a preferred_element_type"):
         QuantizedLinear.from_linear(linear(preferred_element_type=jnp.float32))

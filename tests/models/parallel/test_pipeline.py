@@ -80,7 +80,7 @@ def test_stages_compute_what_the_blocks_do():
     assert found["told"] == [
         "num_layers: got 3 for 2 stages along 'pipeline', want a multiple",
         "batch: got 6 rows on a device, want a multiple of 4 microbatches",
-        "axis: got 'z', want one of the axes of jax.set_mesh's mesh, which are 'pipeline'",
+        "axis: got 'z', want an axis of jax.set_mesh's mesh: 'pipeline'",
         "microbatches=0 must be positive",
         "microbatches=-2 must be positive",
         "microbatches=2.0 must be an int",

@@ -279,7 +279,7 @@ def test_a_mask_of_batch_entries_that_are_shared_out_is_refused():
         8, 2, sequence_axis="sequence", mask=masks.prefix(jnp.asarray([2, 3])), rngs=nnx.Rngs(0)
     )
     x = jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)
-    told = "mask: got one of 2 batch entries where devices share out the batch"
+    told = "mask: got 2 batch entries with the batch sharded along"
     mesh = AbstractMesh((2, 2), ("data", "sequence"), (jax.sharding.AxisType.Auto,) * 2)
     with jax.sharding.use_abstract_mesh(mesh), pytest.raises(NotImplementedError, match=told):
         jax.eval_shape(lambda x: attention(x), x)

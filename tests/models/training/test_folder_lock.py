@@ -43,7 +43,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
         since = time.monotonic()
         who = rf"which process {first.pid} on {platform.node()} writes since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
         for write in (one.lock_folder, one.save, lambda: one.fit([BATCH], 1, save_every=1)):
-            with pytest.raises(ValueError, match=f"folder: got {tmp_path}, {who}, want another folder, or that run's"):
+            with pytest.raises(ValueError, match=f"folder: got {tmp_path}, {who}, want another folder, or wait until"):
                 write()
         assert time.monotonic() - since < 20
         assert one.step == 0
@@ -64,7 +64,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
 def test_trainers_of_one_process_write_one_after_the_other(tmp_path):
     first, second = trainer(tmp_path), trainer(tmp_path)
     first.fit([BATCH] * 2, 1, save_every=1)
-    message = "another Trainer of this process writes since .+, want another folder, or close\\(\\) that one"
+    message = "another Trainer of this process writes since .+, want another folder, or close\\(\\) the other"
     second.restore()
     second.train(BATCH)
     with pytest.raises(FolderInUse, match=message):
@@ -73,7 +73,7 @@ def test_trainers_of_one_process_write_one_after_the_other(tmp_path):
     first.save()
     first.close()
     # Steps that the first wrote since the second was made count.
-    with pytest.raises(ValueError, match="folder: got a checkpoint of step 2 beside a state of step 2"):
+    with pytest.raises(ValueError, match="folder: got a checkpoint of step 2 with a state of step 2"):
         second.save()
     second.restore(1, remove_later=True)
     second.fit([BATCH] * 2, 2, save_every=1)
@@ -120,7 +120,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(filelock.FileLock, "acquire", acquire)
-    with pytest.warns(UserWarning, match="is on a file system without locks .+ nothing keeps a second run"):
+    with pytest.warns(UserWarning, match="is on a file system without locks .+ a second run could write"):
         FolderLock(tmp_path).take()
 
 
@@ -202,7 +202,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, bad):
     one.fit([BATCH], 1, save_every=1)
     one.train(BATCH)
     one.state["params"]["final_norm"]["scale"][...] = one.state["params"]["final_norm"]["scale"][...].at[3].set(bad)
-    message = r"step 2: got parameters that are not finite, .+ \(final_norm.scale\), want finite ones, as of a smaller "
+    message = r"step 2: got parameters that are not finite, .+ \(final_norm.scale\), want finite values: try a smaller "
     for end in (one.save, one.check_finite):
         with pytest.raises(FloatingPointError, match=message + "learning rate; the newest checkpoint is of step 1"):
             end()

@@ -125,7 +125,7 @@ def test_inside_shard_map_with_its_types_checked():
 def test_bad_arguments_are_named():
     x, w, targets, _ = arrays()
     for arguments, error, message in [
-        ((x, w.T, targets), ValueError, r"w: got shape \(37, 16\), want \[D, V\] beside x's \(2, 7, 16\)"),
+        ((x, w.T, targets), ValueError, r"w: got shape \(37, 16\), want \[D, V\] with x's \(2, 7, 16\)"),
         ((x, w, targets[:1]), ValueError, r"targets: got shape \(1, 7\), want x's \(2, 7\)"),
         ((x, w, targets * 1.0), TypeError, "targets: got dtype float32, want integers"),
         ((x.astype(jnp.int32), w, targets), TypeError, "x: got dtype int32, want floats"),

@@ -155,17 +155,17 @@ def test_a_run_goes_on_from_an_earlier_step_in_another_folder_or_without_the_lat
     first = trainer()
     first.fit(batches(), 4, save_every=2)
     first.save()  # it is there
-    with pytest.raises(ValueError, match="folder: got a checkpoint of step 4 beside a state of step 4"):
+    with pytest.raises(ValueError, match="folder: got a checkpoint of step 4 with a state of step 4"):
         first.save({"other": 1})
     first.close()
     again = trainer()
     again.restore(2)
-    message = r"folder: got a checkpoint of step 4 beside a state of step 2, want another folder, or restore"
+    message = r"folder: got a checkpoint of step 4 with a state of step 2, want another folder, or restore"
     with pytest.raises(ValueError, match=message):
         again.fit(batches(), 3, save_every=1)
     assert again.step == 2
     again.fit(batches(), 3)
-    with pytest.raises(ValueError, match="folder: got a checkpoint of step 4 beside a state of step 3"):
+    with pytest.raises(ValueError, match="folder: got a checkpoint of step 4 with a state of step 3"):
         again.save()
     assert folders() == [2, 4]
     again = trainer()
@@ -190,7 +190,7 @@ def test_bad_arguments_and_checkpoints_are_named(tmp_path):
         ValueError, match="config: got a model that differs from the checkpoint's, which has mlp_dim=32"
     ):
         other.restore()
-    with pytest.raises(ValueError, match="optimizer: got one whose state is not like that of the checkpoint"):
+    with pytest.raises(ValueError, match="optimizer: got one whose state differs from the state in the checkpoint"):
         Trainer(CONFIG, optax.adam(0.1), folder=tmp_path).restore()
     shutil.copytree(tmp_path, tmp_path / "cut", ignore=lambda folder, names: {"run", "cut"} & set(names))
     with pytest.raises(ValueError, match="folder: got a checkpoint of step 0 without its `run`, want one"):
@@ -258,7 +258,7 @@ def test_batches_of_another_kind_are_named():
             "batches: got 1 of them, want one for each of the 3 steps",
         ),
         (lambda: trainer.fit(iter([]), 1), TypeError, "batches: got list_iterator, want TokenBatches, a list, or"),
-        (lambda: trainer.fit(batches(), 1.5), TypeError, r"steps: got 1\.5, want an int: the steps in all"),
+        (lambda: trainer.fit(batches(), 1.5), TypeError, r"steps: got 1\.5, want an int: the total number of steps"),
         (lambda: trainer.fit(batches(), -1), ValueError, "steps: got -1, want 0 or more"),
         (lambda: trainer.fit(batches(), 1, on_step=3), TypeError, "on_step: got 3, want a function of .step, found."),
         (lambda: trainer.fit(batches(), 1, save_every=1), ValueError, "folder: got None, want a folder for check"),

@@ -273,7 +273,7 @@ def test_bad_input(name):
 
 
 REASONS = {
-    "activation": ({"activation": lambda z: jnp.floor(z)}, "it cannot compute floor"),
+    "activation": ({"activation": lambda z: jnp.floor(z)}, "it cannot compute floor in its activation"),
     "jitted": ({"activation": jax.jit(lambda z: z * NUMBER)}, "its activation closes over arrays"),
     "columns": ({"w": (512, 1000)}, "it needs rows in multiples of 8 and columns in multiples of 64 in x, w and out"),
     "rows": ({"x": (1001, 512)}, "it needs rows in multiples of 8 and columns in multiples of 64 in x, w and out"),
