@@ -15,7 +15,7 @@ WIDE = {"pingpong": True, "wg_rows": 128, "block_n": 192, "stages": 4, "early_bi
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call, and the fields of the MatmulSm90 that it replaces."""
+    """A call, and the fields of MatmulSm90 that it replaces."""
 
     call: Any
     blocks: dict[str, Any]
@@ -57,7 +57,7 @@ GPU = {
 
 @contextlib.contextmanager
 def replaced(blocks: dict[str, Any]) -> Iterator[None]:
-    """Inside, products are planned with other blocks in all rows of the Hopper matmul."""
+    """Inside, matmuls are planned with other blocks in all rows of the Hopper matmul."""
     before = sm90.MATMUL
     of_hopper = lambda row: row.implementation == "mosaic_gpu" and row.bits != 8
     sm90.MATMUL = tuple(
@@ -71,7 +71,7 @@ def replaced(blocks: dict[str, Any]) -> Iterator[None]:
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of each result, and its bound."""
+    """(error, bound) of each result; the error is the largest."""
     cases = testing_mlp if isinstance(case.call, testing_mlp.Case) else testing_matmul
     with replaced(case.blocks):
         return cases.errors_by(case.call, implementation)
