@@ -56,7 +56,7 @@ def run_case(layout, options):
 
 
 def for_h100s():
-    """The collectives of the program that XLA compiles for four H100s that are not there, and its kernels' operands."""
+    """The collectives of the program that XLA compiles for four absent H100s, and its in-place operands."""
     import aot
     from jax.experimental import topologies
     from jax.sharding import AbstractMesh, Mesh
@@ -73,7 +73,7 @@ def for_h100s():
         config = aot.target_config(info)
         devices = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x4x1").devices
         mesh, device = Mesh(np.array(devices).reshape(2, 2), ("data", "sequence")), aot.abstract_device(info)
-        # With a device of which Mosaic can read the compute capability.
+        # The mesh gets a device whose compute capability Mosaic can read.
         mesh.__dict__["abstract_mesh"] = AbstractMesh(
             mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device
         )
@@ -93,12 +93,12 @@ def for_h100s():
 def test_hopper_kernels_share_out_the_batch_and_read_what_arrives_in_place():
     found = cpu_devices.results_of(__file__, ["h100"])["h100"]
     assert found["found"] == {"collective-permute": 3}
-    assert found["in_place"] == 2  # the forward's and the backward's kernel of the second step
+    assert found["in_place"] == 2  # the kernels of the second step: forward and backward
 
 
 @pytest.mark.timeout(240)
 def test_the_batch_is_not_exchanged():
-    """Keys and values travel as one array, whose halves have an axis of their own: three sends of two devices."""
+    """Keys and values travel as one array with a leading axis of two: three sends of two devices."""
     for name, found in cpu_devices.results_of(__file__, list(CASES)).items():
         assert found["error"] < 2e-6, name
         # A halo of zigzag chunks comes from both neighbours, and its gradient goes back to them.
