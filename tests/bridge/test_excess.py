@@ -1,4 +1,4 @@
-"""The rows of calls on a GPU whose forward gives an excess: their shapes follow from the tensors that are given."""
+"""The rows of GPU calls whose forward returns an excess: their shapes follow from the tensors of the call."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def test_backward_takes_the_forwards_rows(case, gpu):
     differentiated = [x for x in tensors.differentiated if x is not None]
     wanted = attention_ops.wanted_of([x is not None for x in tensors.differentiated])
     device = torch.device("cpu")
-    # Not the functions that are kept for a device: these are planned for a GPU.
+    # Not the device's cached functions: these are planned for a GPU.
     forward = attention_ops._forward.__wrapped__(device, OPTIONS)
     backward = attention_ops._backward.__wrapped__(device, OPTIONS, wanted)
     with dispatch.on_device(device_info(gpu)):

@@ -1,4 +1,4 @@
-"""Hugging Face models where plain PyTorch computes the attention, after one warning for each reason."""
+"""Hugging Face models whose attention falls back to plain PyTorch, with one warning for each reason."""
 
 import copy
 import warnings
@@ -34,7 +34,7 @@ T5 = {
     "decoder_start_token_id": 0,
 }  # fmt: skip
 WINDOWED = GROUPED | {"sliding_window": 5, "head_dim": 8}
-# The config, its arguments, the class of the model, and PyTorch's attention with all of the model's arguments.
+# The config, its arguments, the model's class, and the PyTorch attention that supports all of its arguments.
 MODELS = {
     "bert": ("BertConfig", DECODER, "AutoModelForMaskedLM", "sdpa"),
     "gpt2": ("GPT2Config", GPT2, "AutoModelForCausalLM", "sdpa"),
@@ -52,7 +52,7 @@ MODELS = {
 
 
 def models_of(name, reference=None):
-    """A model by PyTorch's attention, its copy by this library's, and the arguments of a call."""
+    """A model with PyTorch's attention, its copy with this library's attention, and the arguments of a call."""
     kind, arguments, cls, own_reference = MODELS[name]
     config = getattr(transformers, kind)(**arguments)
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def models_of(name, reference=None):
         given = {"input_features": torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1))}
     else:
         given = {"input_ids": TOKENS}
-        if name not in ("mistral", "gemma2"):  # a window without padding is left to the kernels
+        if name not in ("mistral", "gemma2"):  # the kernels take a window without padding
             given["attention_mask"] = PADDING
     labels = TOKENS if "Seq2Seq" not in cls else TOKENS[:, :7].contiguous()
     return theirs, ours, given | {"labels": labels}
@@ -93,7 +93,7 @@ def test_a_training_step_with_dropout(name, monkeypatch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_output_attentions_are_those_of_eager(name, monkeypatch):
-    """Weights and logits; the kernels give the same logits. One warning."""
+    """Weights and logits are equal; the kernels return the same logits. There is one warning."""
     monkeypatch.setattr(warned, "_GIVEN", set())
     theirs, ours, given = models_of(name, "eager")
     given.pop("labels") if "decoder_start_token_id" not in MODELS[name][1] else None
@@ -165,7 +165,7 @@ CALLS = {
 @pytest.mark.parametrize("how", ["weights", "head mask", "float64"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_layers_attention(name, how, reference):
-    """Outputs, weights and gradients against the definition in float64, with every argument that a layer may give."""
+    """Outputs, weights and gradients against the definition in float64, with every argument that a layer may pass."""
     options, wanted = CALLS[name]
     batch = 1 if name == "documents" else 2
     draw = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""A traced program holds names of its own process: another process raises, and gives no numbers."""
+"""A traced program holds names of its own process: another process raises instead of returning values."""
 
 import os
 import pathlib
@@ -9,8 +9,8 @@ import pytest
 
 pytestmark = pytest.mark.timeout(300)
 
-# Before JAX and PyTorch: what the programs are made of. The second process makes other functions of the same shapes,
-# in the same order.
+# The start of both programs: their functions. The second process makes other functions of the same shapes, in the same
+# order.
 COMMON = """
 import os, sys, warnings
 warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""bridge.ring_attention and its dilated form over two CPU processes: as on one, forward and gradients."""
+"""bridge.ring_attention and its dilated form over two CPU processes: equal to one process, forward and gradients."""
 
 import os
 import pathlib
