@@ -32,7 +32,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_meta_tensors_have_shapes_and_gradients(name):
-    """In the second round the call would be cached."""
+    """The call of the second round would be cached."""
     call, shapes, shape = SHAPES[name]
     for _ in range(2):
         inputs = [torch.empty(each, device="meta", requires_grad=True) for each in shapes]

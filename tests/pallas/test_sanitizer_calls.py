@@ -1,4 +1,4 @@
-"""`make test-sanitizer` runs every kernel: its calls lower to all that the library has, for a Hopper GPU."""
+"""`make test-sanitizer` runs every kernel: its calls lower to all kernels of the library, for a Hopper GPU."""
 
 import re
 import sys

@@ -170,7 +170,7 @@ def test_where_nothing_is_live(small_blocks):
 
 
 def test_dead_blocks_are_not_visited(small_blocks):
-    """In dead blocks the derivative would be NaN."""
+    """The derivative in dead blocks would be NaN."""
     cells = (np.arange(4)[:, None] + np.arange(3)) % 2 == 0
     is_live = np.repeat(np.repeat(cells, 16, axis=0)[:T], 16, axis=1)[:, :S]
 

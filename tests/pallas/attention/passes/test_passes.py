@@ -23,7 +23,7 @@ from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.reference.attention import row_terms
 
 
-# Rows and columns of a block, and the mask's shape: whole blocks, parts of them, and more rows than a program has.
+# Rows and columns of a block, and the mask's shape: whole blocks, partial blocks, and more rows than a program has.
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     ("rows", "columns", "shape"),
@@ -40,7 +40,7 @@ def test_packed(rows, columns, shape, transposed):
     keep[:, :, 160:, 100:] = False
     got = np.asarray(mask_bits.packed(jnp.asarray(keep), rows, columns, transposed=transposed))
 
-    # By hand: [B, H, blocks of rows, rows, blocks of columns, bits, PART]
+    # The expected bits: [B, H, blocks of rows, rows, blocks of columns, bits, PART]
     lines = keep.swapaxes(2, 3) if transposed else keep
     pad = [(0, -size % block) for size, block in zip(lines.shape[2:], (rows, columns), strict=True)]
     padded = np.pad(lines, [(0, 0), (0, 0), *pad])
@@ -65,7 +65,7 @@ def test_what_it_takes():
     assert not mask_bits_pass.takes(1 << 20, 80)
 
 
-# Causal with queries before the first key; a window of which some queries have no key left.
+# Causal with queries before the first key; a window in which some queries have no key left.
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     ("rows", "columns", "sizes", "offset", "among"),
@@ -101,7 +101,7 @@ def test_packed_of_one_row(rows, columns, transposed):
 
 
 def test_where_ranks_are_read():
-    """By a kernel where it is lowered for a GPU, also for a mask that is prepared."""
+    """A kernel reads the ranks if lowered for a GPU, also for a prepared mask."""
     mask = masks.top_k(jnp.arange(200.0)[None], 7, among=masks.causal(), q_length=100)
     of = lambda mask, interpret: mask_bits.of_mask(
         mask, (100, 200), jnp.zeros(1, jnp.int32), 64, 64, transposed=False, interpret=interpret
@@ -122,7 +122,7 @@ def test_where_ranks_are_read():
 
 
 def _compile(name: str, option: int) -> list[str]:
-    """Compiles a pass in this process: the names of its kernels."""
+    """Compiles a pass in this process. Returns the names of its kernels."""
     array = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
     if name == "ranked_bits":
         blocks = {"rows": 128, "columns": 128, "transposed": bool(option)}
@@ -135,7 +135,7 @@ def _compile(name: str, option: int) -> list[str]:
     return aot.lower_and_compile("h200", rows, *shapes)[1]
 
 
-# By pass, the registers that it may take with each of its options.
+# By pass: the most registers with each of its options.
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_backward_rows(shape, width, block_q, has_dlse, dtype):
 def test_what_backward_rows_takes():
     takes = lambda *shape: backward_rows.takes(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 128, 64)
     assert takes(2, 8192, 16, 128)
-    assert takes(4, 262144, 8, 128)  # 2 GiB of out, and 4 of dquery
+    assert takes(4, 262144, 8, 128)  # 2 GiB of out, and 4 GiB of dquery
     assert not takes(1, 65535 * 32 + 1, 1, 16)
 
 

@@ -1,4 +1,4 @@
-"""Dilated attention by the Hopper kernels, which read views of whole arrays: in the interpreter, and compiled.
+"""Dilated attention by the Hopper kernels, which read views of whole arrays: interpreted, and compiled.
 
 As a script it compiles one call: `python tests/pallas/attention/sm90/test_dilated.py HEAD_DIM`.
 """
@@ -21,7 +21,7 @@ import tiers
 from jax_kernels import dilated_attention
 
 SCRIPT = Path(forked.__file__).with_name("dilated_interpreter.py")
-# Beside the pattern: which calls read views, without gradients and with.
+# The pattern, and the calls that read views: without gradients and with gradients.
 INTERPRETED = {
     "one_key_head_and_a_rate_that_divides_nothing": (
         {"num_heads": 2, "kv_heads": 1, "length": 32, "head_dim": 64, "is_causal": True, "bounded": True}
@@ -90,12 +90,13 @@ def _compile(head_dim: int) -> None:
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize("head_dim", tiers.cases([64, 128], {"128"}))
 def test_it_compiles(head_dim):
-    """Kernels that divide a head's number, as classes end within groups of heads: no spills, no serialised products.
+    """Classes end within groups of heads, so the kernels divide a head's index: no spills, no serialised matmuls.
 
-    The kv loop is so long that the forward knows a bound of the scores.
+    The kv loop is so long that the forward computes a bound of the scores.
 
-    Beside what comes in and goes out there is what is compact, of half of the tokens: dquery in float32, which has as
-    many bytes as query, and of dkey and dvalue a quarter of it each: nothing else is as large as an array.
+    Only compact arrays, of half of the tokens, are allocated in addition to inputs and outputs: dquery in float32, with
+    as many bytes as query, and dkey and dvalue with a quarter of this each. No other temporary array is as large as an
+    array.
     """
     printed, kernels, others = aot.compile_script(__file__, str(head_dim))
     assert len(kernels) == 2, kernels

@@ -16,7 +16,7 @@ from tiers import cases
 from jax_kernels import layer_norm
 from jax_kernels.dispatch import on_device
 
-# The GPU, columns and dtype. The most columns of each row of the block specs, and some that are no power of two.
+# The GPU, columns and dtype: the most columns of each row of the block specs, and some that are no power of two.
 SHAPES = [f"{gpu}-{columns}-bfloat16" for gpu in ("h200", "a100") for columns in (256, 1000, 4096, 8192, 16384, 40000)]
 SHAPES += ["h200-4096-float32", "h200-16384-float32", "rtx4090-4096-bfloat16", "b200-4096-bfloat16"]
 QUICK = ["h200-4096-bfloat16", "h200-40000-bfloat16", "a100-8192-bfloat16"]
@@ -44,7 +44,7 @@ def test_compile(shape):
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize("shape", cases(QUANTIZED, QUICK_QUANTIZED))
 def test_compile_quantized(shape):
-    """One kernel, and no pass of XLA's beside it."""
+    """One kernel, and no pass by XLA."""
     printed, _, others = aot.compile_script(__file__, shape)
     assert json.loads(printed) == ["norm_forward_quantized_triton"]
     assert list(others) == ["norm_forward_quantized_triton"]
