@@ -82,7 +82,7 @@ BIASES = {
 
 @pytest.mark.parametrize("case", BIASES)
 def test_bias_and_sinks(case, make_qkv, reference):
-    """Values, and all five gradients, each of which may be left out."""
+    """Values, and all five gradients; any gradient may be left out."""
     inputs = make_qkv(length=9, kv_length=11, kv_heads=2)
     bias, sinks = torch.randn(BIASES[case]), torch.randn(4)
     if case == "masked":

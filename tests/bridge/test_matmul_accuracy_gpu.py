@@ -49,7 +49,7 @@ def test_errors_are_those_of_cublas(kind, shape, monkeypatch):
 def test_errors_of_8_bits_are_those_of_cublas():
     """Compared with torch._scaled_mm without fast sums."""
     if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs a GPU with products of 8 bits")
+        pytest.skip("needs a GPU with 8-bit matmuls")
     x, w = (y.to(torch.float8_e4m3fn) for y in operands(512, 1024, 4096, torch.float32))
     one = torch.ones((), device="cuda")
     want = x.double() @ w.double()

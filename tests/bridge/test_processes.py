@@ -42,7 +42,7 @@ FIRST = """
 for name in CALLS:
     program = torch.export.export(Module(name), (x,), strict=False)
     torch.export.save(program, f"{folder}/{name}.pt2")
-    if name != "mask":  # whose call is over
+    if name != "mask":  # its call is over
         torch.testing.assert_close(torch.export.load(f"{folder}/{name}.pt2").module()(x), CALLS[name](x))
 print("saved")
 """
@@ -60,7 +60,7 @@ for name, function in CALLS.items():
         else:
             print("numbers", name, got)
 
-# A forked process has the plans of its parent, and gives other names.
+# A forked process has its parent's plans, and makes other names.
 from jax_kernels.bridge.plans import PLANS
 from jax_kernels.bridge.once import fresh_name, once
 made = once(lambda key: os.getpid())
@@ -123,7 +123,7 @@ if sys.argv[1] == "started":
     double(torch.ones(3))
 process = os.fork()
 if process == 0:
-    signal.alarm(60)  # a call that waits for threads which it lacks never ends
+    signal.alarm(60)  # a call that waits for missing threads never ends
     for name, call in CALLS.items():
         try:
             call()

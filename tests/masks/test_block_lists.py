@@ -49,7 +49,7 @@ def compare(case, q_offset, got, blocks=BLOCKS):
             np.testing.assert_array_equal(alive, want_live)
             np.testing.assert_array_equal(full, want_full)
         assert alive[want_live].all(), "a live block is left out"
-        assert want_full[full].all(), "a block is called full that is not"
+        assert want_full[full].all(), "a partial block counts as full"
         if packed:
             check_bitmaps(packed[by], listed, want, by, blocks)
     if packed:
@@ -153,7 +153,7 @@ def test_compositions_of_intervals_are_exact(case, q_offset):
 
 
 def test_more_terms_than_are_multiplied_out():
-    """An intersection of unions grows with each union. Past a limit its live blocks are those of its sparsest union."""
+    """An intersection of unions grows with each union. Past a limit it has the live blocks of its sparsest union."""
     unions = [cases.window(n, 0) | cases.prefix(n) for n in range(1, 8)]
     check(functools.reduce(operator.and_, unions) & cases.window(0, 0), with_bitmaps=False)
 

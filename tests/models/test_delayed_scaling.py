@@ -84,7 +84,7 @@ def test_gated_mlp():
 
 
 def test_gradients_and_remat():
-    """Gradients equal those with given scales. The history is one forward's, also if the forward is rematerialised."""
+    """Gradients equal the gradients with given scales. A rematerialised forward counts once in the history."""
     module, again = linear(), linear()
     for x in (module, again):
         x(XS[0])

@@ -197,7 +197,7 @@ def test_plans():
             options = {"precision": "fp8", "scaling": scaling, "implementation": "mosaic_gpu"}
             total = lambda x, w, options=options: matmul(x, w, **options).sum().astype(jnp.float32)
             program = str(jax.make_jaxpr(jax.grad(total, (0, 1)))(x, w))
-            assert program.count("wgmma_ref") == (6 if scaling == "block" else 12), "three products, each in two parts"
+            assert program.count("wgmma_ref") == (6 if scaling == "block" else 12), "three matmuls, each in two parts"
             assert "f8_e5m2" in program
             assert program.count("name=matmul_both_ways_triton") == 2, "x, and the cotangent"
     with on_device("A100"):

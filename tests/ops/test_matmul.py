@@ -87,7 +87,7 @@ def test_functions_are_not_kept():
     gc.collect()
     assert [of_one() for of_one in kept] == [None] * 3
     for of_calls in (gradients._batched, planned_op.batched, vjp._batched, vjp._batched_together, derivative_of):
-        assert of_calls.cache_info().maxsize is not None, "kernels' calls are kept, so many and no more"
+        assert of_calls.cache_info().maxsize is not None, "the cache of kernel calls is bounded"
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
@@ -142,7 +142,7 @@ def test_plans():
         assert explain(matmul, x, w).implementation == "mosaic_gpu"
         few, narrow = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 512), (512, 512)))
         assert explain(matmul, few, w).implementation == "triton"
-        assert explain(matmul, x, narrow).implementation == "xla", "too few work tiles"
+        assert explain(matmul, x, narrow).implementation == "xla", "too few tiles"
         plan = explain(matmul, x, w, implementation="mosaic_gpu", activation="silu")
         assert plan.config.forward.block_n == 256
         program = str(jax.make_jaxpr(lambda x, w: matmul(x, w, implementation="mosaic_gpu"))(x, w))

@@ -1,4 +1,4 @@
-"""The pieces of a dilated attention that are read in place, and those gathered for one launch with gradients."""
+"""The pieces of a dilated attention that are read in place, and the pieces gathered for one launch with gradients."""
 
 import dataclasses
 

@@ -168,7 +168,7 @@ def test_is_dilated_attention(names):
         assert result["kept"] == what_the_backward_keeps(name), name
         assert sorted(map(tuple, result["travels"])) == what_travels(name), name
         if name in ("across_alone", "packed", "groups_mean"):
-            assert result["dead"], f"{name}: every token attends to some"
+            assert result["dead"], f"{name}: every token attends to some token"
 
 
 @pytest.mark.timeout(240)

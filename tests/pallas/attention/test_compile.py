@@ -64,7 +64,7 @@ def test_every_generation_is_among_the_quick():
 @pytest.mark.parametrize("entry", tiers.cases(ROWS, QUICK))
 def test_row(entry):
     gpu, row, spec = ROWS[entry]
-    assert planned(gpu, row, spec) is row, "a row before it takes everything that it could serve"
+    assert planned(gpu, row, spec) is row, "an earlier row serves all calls that it could serve"
 
     report = compile_spec(gpu, spec)
     assert report["error"] is None, report["error"]

@@ -118,7 +118,7 @@ def test_where_ranks_are_read():
     query, key = (jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16) for length in (100, 200))
     with on_device("h200"):
         program = jax.make_jaxpr(lambda mask: prepare_mask(mask, query, key))(mask)
-    assert str(program).count("attention_ranked_bits") >= 2, "the lists by query, and those by key"
+    assert str(program).count("attention_ranked_bits") >= 2, "lists by query and lists by key"
 
 
 def _compile(name: str, option: int) -> list[str]:
