@@ -198,7 +198,7 @@ def test_compiled_forward_mode_of_a_plain_function(how, backend):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_graph_that_enters_a_dual_level(backend):
-    """Unseen by Python. A call with a Mask is a different operator. An input without tangent gives none."""
+    """Python does not see the level. A call with a Mask is another operator. An input without tangent gives none."""
     mask, keep = MASKED
 
     def push(x, y, functions):

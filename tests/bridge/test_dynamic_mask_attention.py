@@ -20,7 +20,7 @@ WINDOW = masks.sliding_window(9, 3)
 
 
 def both(**options):
-    """(the Flax module, ours) with equal weights, like trained ones: biases differ by more than a rounding."""
+    """(the Flax module, ours) with equal weights, like trained weights: biases differ by more than a rounding."""
     options = {"num_kv_heads": KV_HEADS, "keys_to_keep": 5} | options
     flax = models.DynamicMaskAttention(WIDTH, HEADS, rngs=nnx.Rngs(0), **options)
     flax.A[...] = jnp.linspace(0.5, -0.7, flax.num_kv_heads)

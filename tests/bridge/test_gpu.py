@@ -397,7 +397,7 @@ def test_a_mask_of_the_cpu_is_moved_once():
 
 
 def test_making_and_using_masks_does_not_make_the_host_wait():
-    """Except prepare_mask: the width of its lists depends on their values."""
+    """prepare_mask is the exception: the width of its lists depends on their values."""
     inputs = make(shape=MASK_SHAPE)
 
     def step():

@@ -132,7 +132,7 @@ def test_each_mask_is_itself(direct):
     assert len(calls) == 0
 
 
-# The tensors belong to a cached call, but the call is a different call.
+# The tensors belong to a cached call, but each call below is a different call.
 def test_other_tensors_go_another_way(direct):
     query, key, value = (x.detach() for x in qkv())
     for _ in range(2):

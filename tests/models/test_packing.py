@@ -80,7 +80,7 @@ def test_dynamic_masks_choose_among_a_document_s_keys():
 
 
 def test_a_longnet_sees_no_other_document():
-    """LongNet's pattern follows positions in the row, so only documents in whole segments equal themselves alone."""
+    """LongNet's pattern follows positions in the row: only a document in whole segments equals its separate run."""
     config = LongNetConfig(**SHAPE, segment_lengths=(4, 8), dilation_rates=(1, 2))
     model = LongNet(config, rngs=nnx.Rngs(0))
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 50, (1, 16)))

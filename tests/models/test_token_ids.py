@@ -1,4 +1,4 @@
-"""Token ids of Transformer and LongNet: errors for known values, NaN for traced ones, and padding."""
+"""Token ids of Transformer and LongNet: errors for known values, NaN for traced values, and padding."""
 
 import jax
 import jax.numpy as jnp

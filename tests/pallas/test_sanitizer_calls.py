@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def launching_files() -> set[str]:
-    """The files that launch kernels."""
     files = (ROOT / "pallas").rglob("*.py")
     return {
         x.name + "/" + x.parent.name for x in files if re.search(r"pl\.pallas_call\(|[ =]launch\(\n", x.read_text())

@@ -51,8 +51,8 @@ class Spec:
     bias gets a gradient if bias_gradient. bias_dtype: "" for dtype. cells: the axes (of "bhts", "ts" always among them)
     of a block_sparse Mask, which is joined with a causal Mask. score_mod: the name of a mod of score_mod_cases, whose
     arrays get gradients if score_mod_gradients.
-    blocks: a Python expression for the row's (forward, backward), to try blocks that no row has. keep: a folder for
-    XLA's log and Mosaic's dumps (PTX among them).
+    blocks: a Python expression for the row's (forward, backward), to try blocks that no row has.
+    keep: a folder for XLA's log and Mosaic's dumps (PTX among them).
     """
 
     implementation: str = "triton"
@@ -111,7 +111,7 @@ class _Generation:
     """
 
     kind: str
-    shared_memory: int  # per multiprocessor
+    shared_memory: int  # per SM
     threads: int
     l2: int
     clock: float

@@ -42,7 +42,7 @@ CASES = {
     "wide_float32_out": _of("float32_out", **WIDE),
     "wide_transposed": _of("transposed", **WIDE),
 }
-# For a GPU: many work tiles.
+# For a GPU: many tiles.
 GPU = {
     f"{name}_{call}": Case(testing_matmul.GPU[call], blocks)
     for name, blocks in {

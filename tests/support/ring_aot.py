@@ -4,9 +4,9 @@
 
 MODE: "fwd" or "both". halo: with halos of neighbouring tokens, under a window of 1,024. sides: under a window of 6,000
 before and after each token. masked: under a mask as data.
-{"beside": for each collective permute, the number of kernels that begin between its start and its end, 0 if it is
-synchronous; "detached": arguments that a kernel changes in place, but that XLA passes as a part of another array;
-"temporary": MiB}.
+"beside": for each collective permute, the number of kernels that begin between its start and its end; 0 if none
+overlaps. "detached": arguments that a kernel changes in place, but that XLA passes as a part of another array.
+"temporary": MiB.
 """
 
 import functools

@@ -111,7 +111,6 @@ def computing(node) -> Iterator[ast.AST]:
 
 
 def faults_of_node(source: Source, node) -> Iterator[Fault]:
-    """The faults of one node."""
     text = source.text
     match node:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:

@@ -86,7 +86,7 @@ def poison():
 
 @functools.lru_cache(maxsize=4)
 def gpu_bounds(case):
-    """16 bits may have 1.1 times the error of cuDNN, if it serves the case, or of the plain evaluation."""
+    """16-bit results may have 1.1 times the error of cuDNN, if it serves the case, or of the plain evaluation."""
     bounds = tolerance(case)
     if case.dtype == "float32" or why_not(case, "cudnn") is not None:
         return bounds

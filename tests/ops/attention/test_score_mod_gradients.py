@@ -97,7 +97,7 @@ def check(got, want, bound=2e-6):
 
 TOP_K = masks.top_k(normal(B, 1, T, S), 9) & masks.causal()
 ARGUMENTS = {
-    "causal_and_segments": (alibi, {"mask": CASES["causal_packed"].mask}),  # causal and segments are arguments
+    "causal_and_segments": (alibi, {"mask": CASES["causal_packed"].mask}),  # this mask becomes arguments
     "lists_of_each_entry": (of_all, {"mask": CASES["everything_packed"].mask}),
     "lists_of_each_entry_and_head": (relative, {"mask": CASES["block_sparse"].mask, "is_causal": True}),
     "lists_of_each_head": (of_all, {"mask": CASES["block_sparse_odd"].mask | CASES["dense_of_queries"].mask}),

@@ -94,9 +94,8 @@ def test_it_compiles(head_dim):
 
     The kv loop is so long that the forward computes a bound of the scores.
 
-    Only compact arrays, of half of the tokens, are allocated in addition to inputs and outputs: dquery in float32, with
-    as many bytes as query, and dkey and dvalue with a quarter of this each. No other temporary array is as large as an
-    array.
+    In addition to inputs and outputs, only compact arrays of half of the tokens are allocated: dquery in float32, with
+    the bytes of query, and dkey and dvalue, with a quarter of this each. No other temporary is as large as an input.
     """
     printed, kernels, others = aot.compile_script(__file__, str(head_dim))
     assert len(kernels) == 2, kernels
