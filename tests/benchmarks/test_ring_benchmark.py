@@ -29,7 +29,7 @@ def test_runs_on_two_devices(tmp_path, run_script, monkeypatch):
     for mode, products in (("fwd", 2), ("fwdbwd", 7)):
         row = rows[2, 32, True, mode, "ring"]
         assert row["error"] < 1e-2
-        # Two FLOPs for each multiplication, half of the pairs, two devices.
+        # Two FLOPs for each multiply-add, half of the pairs, two devices.
         assert row["tflops"] * row["median_ms"] == pytest.approx(products * 2 * 32 * 32 * 2 * 8 / 2 / 2 / 1e9)
         assert {rows[2, 32, True, mode, part]["status"] for part in ring.PARTS} == {"ok"}
     assert 64 not in {

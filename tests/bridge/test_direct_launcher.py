@@ -82,7 +82,7 @@ class Bench:
         )
 
     def addresses(self):
-        """The buffers' addresses in the last call. The constant has the same address in the launch."""
+        """The buffers' addresses in the last call, without the constant's, which only the launch has."""
         outputs = self.memory.tensors[-3:-1]
         return [x.data_ptr() for x in (*self.inputs, *outputs, self.memory.tensors[-1])]
 

@@ -284,7 +284,7 @@ def test_a_mask_is_padded_anew_when_others_wrote_to_it():
 
 
 def test_padded_prompts_decode_by_split_keys(monkeypatch):
-    """All tokens of all layers do, and a token's mask is padded once for all layers."""
+    """All tokens of all layers decode by split keys. A token's mask is padded once for all layers."""
     _, ours = both("llama")
     tokens, mask, _ = tokens_and_mask("left")
     calls, padded = [], []
@@ -395,7 +395,7 @@ def test_compiles_in_one_graph():
 
 @pytest.mark.timeout(300)
 def test_one_graph_decodes_all_tokens_of_a_static_cache(monkeypatch):
-    """It uses split keys, and reads no key past a sequence's last. No token compiles a new graph or program."""
+    """The graph uses split keys, and reads no key past a sequence's last. No token compiles a new graph or program."""
     torch._dynamo.reset()
     theirs, ours = both("llama")
     programs, folded = [], decoding._folded

@@ -412,7 +412,7 @@ def test_numbers_of_numpy_are_python_s():
 
 
 def test_parameters_of_64_bits():
-    """They need jax_enable_x64. The ops compute in 32 bits at most, with any setting."""
+    """64-bit parameters need jax_enable_x64. The ops compute in 32 bits at most, with any setting."""
     with jax.enable_x64(True):
         attention = module(param_dtype="float64")
         assert attention.q_proj.kernel.dtype == jnp.float64

@@ -147,7 +147,7 @@ def test_from_logits_that_are_nan_no_token_is_drawn(model):
     padded = np.where(np.arange(7) < np.array(LENGTHS)[:, None], prompts(), -100)
     want = model.generate(prompts(), 3, 0, lengths=lengths)
     np.testing.assert_array_equal(model.generate(padded, 3, 0, lengths=lengths), want)
-    # Lost parameters also give such logits.
+    # Parameters that are NaN also give such logits.
     nnx.update(model, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nnx.state(model, nnx.Param)))
     assert (np.asarray(model.generate(prompts(), 3, 0)) == -1).all()
 

@@ -85,7 +85,7 @@ def test_products_of_rounded_operands(precision):
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_a_wide_residual(dtype):
-    """Without a dtype of the module, it counts with its full precision."""
+    """A wide residual counts with its full precision, if the module has no dtype."""
     x, residual = X.astype(jnp.bfloat16), jnp.full((*X.shape[:-1], 24), 1 + 2**-12)
     options = {"dtype": dtype, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     for module in (models.Linear(24, 24, use_bias=False, **options), models.GatedMLP(24, 40, **options)):

@@ -130,7 +130,7 @@ class Draw:
 
 
 def check_all(names: Sequence[str], drawn: Callable[[str], Any], check_one: Callable[[Any], None]) -> None:
-    """Checks the call drawn for each name, and prints names that pass. A failing call's error is its name."""
+    """Checks the call drawn for each name, and prints names that pass. Raises RuntimeError(name) on failure."""
     for name in names:
         try:
             check_one(drawn(name))

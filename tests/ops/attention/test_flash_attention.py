@@ -111,7 +111,7 @@ def in_one_process(cases):
 @pytest.mark.timeout(300)
 def test_on_gpu_against_float64(case, implementation, check_dead):
     skip_where_not_served(case, implementation)
-    # cuDNN's kernels belong to NVIDIA: this tests only the calls of them.
+    # cuDNN's kernels are not part of this library: the test covers only their calls.
     bounds = {name: 2 * x for name, x in tolerance(case).items()} if implementation == "cudnn" else gpu_bounds(case)
     poison()
     check(case, implementation, bounds, check_dead)
@@ -157,7 +157,7 @@ def test_on_gpu_queries_that_a_low_bias_masks(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["long_128_causal", "long_gqa_64", "long_fp32", "long_cells_causal"])
 def test_on_gpu_the_same_bits(name, implementation, deterministic):
-    """The forward gives the same bits always, the backward with deterministic=True."""
+    """The forward always gives the same bits, the backward with deterministic=True."""
     case = next(case for case in GPU_ATTENTION_CASES if case.name == name)
     skip_where_not_served(case, implementation)
     if deterministic and implementation == "cudnn":

@@ -177,7 +177,7 @@ def test_bad_masks(name):
 
 
 def test_windows_and_packed_sequences_in_a_mask_are_limits_of_the_call():
-    """Kernels that take no Mask serve them."""
+    """Kernels without support for Masks serve them."""
     ids = jnp.asarray([[0, 0, 0, 1, 1, -1]], jnp.int32)
     packed = masks.segments(ids)
     assert packed.q_ids is packed.kv_ids

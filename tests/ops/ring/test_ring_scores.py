@@ -64,7 +64,7 @@ def run_case(devices, layout, strategy, shape, options):
     ahead = options.pop("sends_ahead", None)
     bias = None if shape is None else normal(*shape)
     if options.pop("far", False):  # rows with a few near keys, with none on some devices, and with far keys only
-        sinks = None if sinks is None else sinks.at[0].set(-1e9)  # has a weight in rows of far keys
+        sinks = None if sinks is None else sinks.at[0].set(-1e9)  # keeps a weight among far keys
         bias = jnp.where(random.random(shape) < 0.15, bias, -1e9).at[:, :, ::7].set(-1e9)
 
     def both(attention, query, key, value, ids, dout, dlse, bias, slopes, table, sinks):

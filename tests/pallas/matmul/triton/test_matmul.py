@@ -41,8 +41,8 @@ def test_every_work_tile_is_done_once(m, n):
 @pytest.mark.parametrize(
     ("m", "n", "k", "split_steps", "want"),
     [
-        (64, 64, 4096, 8, (8, 8)),  # the most splits that split_steps allows
-        (64, 2048, 4096, 4, (2, 32)),  # the number of SMs for each tile
+        (64, 64, 4096, 8, (8, 8)),  # split_steps is the limit
+        (64, 2048, 4096, 4, (2, 32)),  # the SMs for each tile are the limit
         (64, 2112, 4096, 4, (2, 32)),
         (64, 2144, 4096, 4, (1, 64)),  # the tiles exceed half of the SMs
         (64, 64, 600, 4, (3, 4)),  # the last split has fewer steps
