@@ -1,4 +1,4 @@
-"""The things that every test shares: the platform, the gpu marker, hypothesis' settings."""
+"""Fixtures and settings of every test: the platform, the gpu marker, hypothesis' settings."""
 
 import gc
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 # Before JAX starts. Without a GPU, a CUDA plugin that is installed (to compile for one) must not be tried.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # Most of a small test is XLA's, for compiling.
+    # Compiling by XLA dominates small tests.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Other processes of the suite, and PyTorch, use the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -22,7 +22,7 @@ import pytest
 
 from tests.support.processes import room
 
-# JAX makes many small objects that live on. To look at all of them time and again takes 6 % of the suite's time.
+# JAX makes many small objects that live on. Scanning them again and again takes 6 % of the suite's time.
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)
 
@@ -49,5 +49,5 @@ def pytest_runtest_teardown() -> Iterator[None]:
 
 @pytest.fixture
 def no_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels as they are dispatched without JAX_KERNELS_INTERPRET, whatever the caller's environment says."""
+    """Kernels as dispatched without JAX_KERNELS_INTERPRET, whatever the caller's environment says."""
     monkeypatch.delenv("JAX_KERNELS_INTERPRET", raising=False)

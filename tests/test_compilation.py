@@ -1,7 +1,7 @@
-"""compile_kernels: Mosaic finds each kernel compiled when XLA asks for it.
+"""compile_kernels: Mosaic has compiled each kernel when XLA asks for it.
 
-As a script it compiles a program for an H200 and prints how many kernels there were, and the files that Mosaic wrote of
-those that it compiled, before XLA asked for them and after.
+As a script it compiles a program for an H200. It prints the number of kernels, and Mosaic's files before and after XLA
+asks for the kernels.
 """
 
 import gc
@@ -62,7 +62,7 @@ def test_the_caller_need_not_wait(monkeypatch):
 
 
 def mesh_of(platform, devices, is_multi_process=False):
-    """A stand-in for a mesh, with all that compiler_options reads of one."""
+    """A fake mesh with the attributes that compiler_options reads."""
     found = np.array([types.SimpleNamespace(platform=platform)] * devices)
     return types.SimpleNamespace(devices=found, size=devices, is_multi_process=is_multi_process)
 
@@ -73,7 +73,7 @@ def test_gpus_of_one_process_send_by_copies():
         "xla_gpu_use_memcpy_local_p2p": True,
         "xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY",
     }
-    # XLA reads them on any platform.
+    # XLA accepts them on any platform.
     assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
 
 
@@ -118,7 +118,7 @@ def test_collections_are_paused_and_go_on():
     try:
         with compilation.paused_collections():
             pass
-        assert not gc.isenabled()  # as the caller has it
+        assert not gc.isenabled()  # the caller's own setting
     finally:
         gc.enable()
 
@@ -130,7 +130,7 @@ def test_the_program_is_right_on_a_gpu():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = compile_kernels(lowered)
-    # Both attentions have the same kernels, forward and backward. Triton has the norms.
+    # The two attentions have the same kernels, forward and backward. Triton has the norms.
     assert found == (2 if jax.devices()[0].compute_capability == "9.0" else 0)
     got, want = (np.asarray(f(x, scale), np.float32) for f in (lowered.compile(), jax.grad(_loss)))
     assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want)
@@ -138,7 +138,7 @@ def test_the_program_is_right_on_a_gpu():
 
 
 def _loss(x, scale):
-    """That of two attentions of one shape, and norms."""
+    """The loss of two attentions of one shape, and norms."""
     for _ in range(2):
         x = rms_norm(flash_attention(x, x, x, is_causal=True), scale)
     return jnp.square(x.astype(jnp.float32)).sum() + x[0, 0].astype(jnp.float32).sum()
@@ -170,7 +170,7 @@ def test_xla_finds_every_kernel_compiled(tmp_path):
     done = forked.run(__file__, str(tmp_path), env=env, timeout=compile_case.TIMEOUT)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kernels"] == 4  # of both attentions, forward and backward: where Mosaic writes files it numbers them
+    assert found["kernels"] == 4  # of two attentions, forward and backward: with dumps, Mosaic numbers each
     assert len(found["before"]) >= 4
     assert found["after"] == found["before"]
 

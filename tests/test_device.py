@@ -9,7 +9,7 @@ import pytest
 from jax_kernels.device import ARCHITECTURES, DeviceInfo, device_info
 from jax_kernels.pallas import block_specs
 
-# The name of the driver, a short name, and what the data sheet says.
+# The driver's name, a short name, and the data sheet's figures.
 GPUS = (
     ("NVIDIA H100 80GB HBM3", "h100", "Hopper", (9, 0), 132, 80e9),
     ("NVIDIA H100 PCIe", "h100 pcie", "Hopper", (9, 0), 114, 80e9),
@@ -80,7 +80,7 @@ def test_real_gpu_is_described_by_itself():
 
 
 def test_unlisted_gpu_is_described_by_its_capability():
-    # A slice and a laptop's GPU share a name with a card, but not its memory.
+    # A slice and a laptop's GPU have a card's name, but not its memory.
     for name in ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 of tomorrow"):
         info = device_info(fake_gpu(name, "9.9"))
         assert (info.name, info.architecture, info.total_memory_bytes) == (name, "Hopper", 7)

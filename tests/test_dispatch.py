@@ -104,7 +104,7 @@ def test_plan_has_the_blocks_of_the_device():
     assert plan.source == "block spec"
     assert plan.config.core_count == 132
     assert plan.config.forward.block_kv % 64 == 0
-    # A capability without rows of its own takes the nearest older one's.
+    # A capability without rows takes the rows of the nearest older capability.
     tomorrow = dataclasses.replace(device_info("a100"), compute_capability=(8, 7))
     assert attention_on(tomorrow, return_lse=True).source == "heuristic"
 
@@ -204,14 +204,14 @@ def test_target_device_follows_the_arrays():
 
 
 def test_a_mesh_of_cpu_devices_is_a_cpu_on_a_machine_with_a_gpu(monkeypatch):
-    """Arrays that lie on the mesh, inside and outside of shard_map, and others under jax.set_mesh."""
+    """Arrays on the mesh, inside and outside of shard_map, and other arrays under jax.set_mesh."""
     gpu = device_info("h200")
     monkeypatch.setattr(dispatch, "device_info", lambda device=None: gpu if device is None else device_info(device))
     mesh = jax.make_mesh((1,), ("data",))
     plain = jax.random.normal(jax.random.key(0), (1, 16, 2, 64), jnp.bfloat16)
     placed = jax.device_put(plain, jax.NamedSharding(mesh, jax.P("data")))
     attend = lambda x: flash_attention(x, x, x, is_causal=True).astype(jnp.float32)
-    want = attend(plain)  # concrete: its own device is known
+    want = attend(plain)  # concrete: the array's device is known
     with pytest.raises(Exception, match=r"(?i)cpu"):
         jax.jit(attend)(plain)
     found = [
@@ -227,7 +227,7 @@ def test_a_mesh_of_cpu_devices_is_a_cpu_on_a_machine_with_a_gpu(monkeypatch):
 
 
 def test_a_program_for_cpus_and_gpus_alike():
-    """On a machine without a GPU the plan is "xla", which both can run."""
+    """Without a GPU the plan is "xla", which CPUs and GPUs can run."""
     attend = lambda x: flash_attention(x, x, x, is_causal=True)
     x = jax.random.normal(jax.random.key(0), (1, 16, 2, 64), jnp.bfloat16)
     both = jax.export.export(jax.jit(attend), platforms=["cpu", "cuda"])(x)

@@ -8,7 +8,7 @@ from jax_kernels import hilbert_order, invert_order
 
 @pytest.mark.parametrize("bits", range(7))
 def test_a_full_grid_is_a_hilbert_curve(bits):
-    """Each step goes to a cell beside, and each quadrant is walked through as a whole, at every scale."""
+    """Each step goes to an adjacent cell. Each quadrant is visited as a whole, at every scale."""
     side = 1 << bits
     order = hilbert_order(side * side)
     row, column = np.divmod(order, side)

@@ -45,13 +45,13 @@ def test_functions_are_short_with_their_docstrings():
 
 
 def test_arguments_are_passed_by_name():
-    """Never as **locals(), which hides from readers and tools what is passed."""
+    """Never as **locals(), which hides the arguments from readers and tools."""
     found = [path.relative_to(ROOT) for path in LIBRARY if "locals()" in path.read_text()]
     assert not found
 
 
 def test_docstrings_are_sentences():
-    """None begins with a word that begins a part of one."""
+    """No docstring begins with a word that usually begins a fragment."""
     words = tuple(f"{word} " for word in ("Of", "What", "In", "Whose", "Where"))
     found = []
     for path in LIBRARY + TESTS:

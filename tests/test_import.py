@@ -1,4 +1,4 @@
-"""`import jax_kernels`: its names, and the modules it leaves alone. Also on the newest JAX, without torch and flax."""
+"""`import jax_kernels`: its names, and the modules that it does not load; also on the newest JAX."""
 
 import importlib
 import importlib.metadata
@@ -40,7 +40,7 @@ def test_import_leaves_frameworks_alone(module):
     modules = modules_after(f"import {module}")
     assert "jax_kernels" in modules
     assert modules.isdisjoint(HEAVY)
-    # The linked folders are no packages of their own.
+    # The linked folders are no separate packages.
     assert modules.isdisjoint({"pallas", "bridge", "models"})
 
 
@@ -75,7 +75,7 @@ def test_numerics():
 
 
 def test_overloads_have_the_parameters_of_their_function():
-    """return_lse decides what flash_attention returns: type checkers learn it from overloads, one for each case."""
+    """return_lse decides the result of flash_attention. Type checkers learn this from overloads, one for each case."""
     want = inspect.signature(jax_kernels.flash_attention).parameters
     overloads = typing.get_overloads(jax_kernels.flash_attention)
     assert [x.__annotations__["return"] for x in overloads] == [jax.Array, tuple[jax.Array, jax.Array], typing.Any]

@@ -1,4 +1,4 @@
-"""The wheel and the sdist: the folders that are linked into jax_kernels are in them as real files, and only there."""
+"""The wheel and the sdist contain the folders that are linked into jax_kernels, as real files, and only there."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ def run(*command, **kwargs):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with the wheel and the sdist, built from a copy of the checkout; the wheel is made from the sdist."""
+    """A folder with the wheel and the sdist, built from a copy of the checkout. The wheel is built from the sdist."""
     copy = tmp_path_factory.mktemp("checkout") / "checkout"
     ignore = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "runs")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignore)
@@ -71,7 +71,7 @@ def test_sdist(built):
             assert files[name].isfile(), f"{name} is a link"
     assert {"pyproject.toml", "LICENSE", "jax_kernels/py.typed"} <= set(files)
     assert not [name for name in files if name.partition("/")[0] in LINKED]
-    # Of the tests, all or none. They need the Makefile, benchmarks/ and docs/, which a package does not.
+    # All tests, or none: they need the Makefile, benchmarks/ and docs/, which a package does not have.
     assert not [name for name in files if name.partition("/")[0] in ("tests", "benchmarks")]
     assert not [name for name, member in files.items() if member.issym() or member.islnk()]
 

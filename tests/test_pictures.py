@@ -1,4 +1,4 @@
-"""The pictures of docs/: drawn by docs/pictures.py, of what tokens see by the definition of dilated attention."""
+"""docs/pictures.py draws the pictures of docs/: the tokens that each token sees, by the definition."""
 
 import os
 import runpy

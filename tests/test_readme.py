@@ -1,4 +1,4 @@
-"""The Python examples of the README and of docs/ run as they stand there; the files that pages name exist."""
+"""The Python examples of the README and of docs/ run unchanged. The files that pages name exist."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The memory maps of compiled programs: they are counted, and fall where they are cleared, whoever compiled them."""
+"""The memory maps of compiled programs: they are counted, and clearing frees them, whoever compiled the programs."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from tests.support.processes import room
 
 
 def compiled(count):
-    """So many functions with a program each, which they keep as long as JAX does."""
+    """`count` functions with a program each, which they keep as long as JAX keeps it."""
     functions = [jax.jit(lambda x, n=n: x * n + 2) for n in range(count)]
     for function in functions:
         function(jnp.arange(5.0))
@@ -19,7 +19,7 @@ def compiled(count):
 
 @pytest.fixture
 def empty():
-    """The maps of a process without programs."""
+    """The number of maps of a process without programs."""
     room.clear()
     return room.count_maps()
 
@@ -33,7 +33,7 @@ def test_maps_fall_though_the_functions_stay(empty):
         graph(torch.ones(size))
     taken = room.count_maps()
     room.clear()
-    assert room.count_maps() < empty + (taken - empty) // 2  # some are PyTorch's own, which it takes once
+    assert room.count_maps() < empty + (taken - empty) // 2  # PyTorch takes some of its own once
     assert functions[3](jnp.ones(2)).tolist() == [5, 5]
     torch.testing.assert_close(graphs[2](torch.ones(5)), torch.full((5,), 6.0))
     torch.testing.assert_close(scale(torch.ones(5)), torch.full((5,), 3.0))

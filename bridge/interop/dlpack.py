@@ -3,11 +3,11 @@
 In: JAX reads the tensor's own memory, once the work queued on PyTorch's current stream has run. Tensors that JAX cannot
 read in place (strided, lazily conjugated or negated, badly aligned) are copied first.
 
-Out: PyTorch owns every output. A program writes its results to PyTorch tensors where it can (donated_outputs.py). Otherwise
-JAX's memory is copied to a new tensor on PyTorch's current stream, after JAX's work and without waiting on the host.
-The memory is given back to JAX once the copy has run. A tensor over JAX's own memory would not be safe: when the tensor
-dies, JAX reuses the memory at once, though another stream may still read it, and `Tensor.record_stream` does not reach
-JAX's allocator. The copy costs the time to read and write the output once.
+Out: PyTorch owns every output. A program writes its results to PyTorch tensors where it can (donated_outputs.py).
+Otherwise JAX's memory is copied to a new tensor on PyTorch's current stream, after JAX's work and without waiting on
+the host. The memory is given back to JAX once the copy has run. A tensor over JAX's own memory would not be safe: when
+the tensor dies, JAX reuses the memory at once, though another stream may still read it, and `Tensor.record_stream` does
+not reach JAX's allocator. The copy costs the time to read and write the output once.
 
 jaxlib's own DLPack functions are used if they have their names of jax 0.11 and 0.12: the public functions cost more
 than twice the time of a call.

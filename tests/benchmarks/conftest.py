@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ import the harness beside them: their folder goes on the path."""
+"""The scripts of benchmarks/ import the harness next to them, so the folder is added to the path."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ TIMER = threading.Timer  # tests patch the name
 
 @pytest.fixture
 def run_script():
-    """run_script(name, *argv): a finished process of a script, started from the root, on the CPU."""
+    """run_script(name, *argv): the finished process of a script, started from the root, on the CPU."""
 
     def run(script, *argv):
         command = [sys.executable, str(BENCHMARKS / script), *argv]
@@ -33,7 +33,7 @@ def run_script():
 
 @pytest.fixture(autouse=True)
 def no_timer_left():
-    """A watchdog that outlives its run ends the process of the suite minutes later, without a word."""
+    """A watchdog that outlives its run would end the suite's process minutes later, without a message."""
     before = set(threading.enumerate())
     yield
     timers = [thread for thread in threading.enumerate() if isinstance(thread, TIMER) and thread not in before]
@@ -56,7 +56,7 @@ def make_case():
 
 @pytest.fixture
 def without_gpu(monkeypatch):
-    """For what a machine without a GPU is told."""
+    """Skips a test of messages without a GPU, if there is a GPU."""
     if jax.default_backend() == "gpu":
         pytest.skip("this machine has a GPU; JAX_PLATFORMS=cpu runs this test")
     monkeypatch.delenv("JAX_KERNELS_INTERPRET", raising=False)

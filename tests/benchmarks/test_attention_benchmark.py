@@ -1,4 +1,4 @@
-"""The attention benchmark as it runs without a GPU: arguments, results, whole runs by a host clock."""
+"""The attention benchmark without a GPU: arguments, results, whole runs with a host clock."""
 
 import concurrent.futures
 import json
@@ -55,7 +55,7 @@ def test_flops(make_case):
     assert make_case("fwd", True, shape).flops == full / 2
     assert make_case("bwd", False, shape).flops == 2.5 * full
     assert make_case("fwdbwd", True, shape).flops == 3.5 * full / 2
-    assert make_case("fwd", False, (2, 8192, 16, 128, 4)).flops == full  # grouped heads save no products
+    assert make_case("fwd", False, (2, 8192, 16, 128, 4)).flops == full  # grouped heads save no matmuls
     assert make_case("fwd", False, shape).tflops(1.55) == pytest.approx(709.4, abs=0.1)
 
 
@@ -65,7 +65,7 @@ def test_values_of_another_head_dim():
     made = attention.cases(args)
     assert made[1].label == "2x64 4/2x24/16 bf16 full bwd"
     assert (made[1].shape, made[2].shape) == tuple(args.shapes)
-    # Scores and two gradients over 24, outputs, dv and the gradient of the probabilities over 16.
+    # Scores and two gradients have 24 columns; outputs, dv and the probabilities' gradient have 16.
     assert [case.flops for case in made[:2]] == [2 * 2 * 4 * 64**2 * width for width in (24 + 16, 3 * 24 + 2 * 16)]
     shapes = [x.shape for x in (*cases.input_sets(made[0])[0].qkv, cases.input_sets(made[0])[0].dout)]
     assert shapes == [(2, 64, 4, 24), (2, 64, 2, 24), (2, 64, 2, 16), (2, 64, 4, 16)]
@@ -74,7 +74,7 @@ def test_values_of_another_head_dim():
 def test_statistics():
     assert timing.spread([3.0, 1.0, 2.0, 10.0]) == {"median": 2.5, "min": 1.0, "max": 10.0, "iqr": 3.0}
     assert timing.spread([2.0]) == {"median": 2.0, "min": 2.0, "max": 2.0, "iqr": 0.0}
-    # Both drift together: the ratio of each round is 2, that of the medians is not.
+    # The times drift together: the ratio of each round is 2, the ratio of the medians is not.
     assert timing.speed_ratio([1.0, 1.5, 4.0], [2.0, 3.0, 8.0, 100.0]) == 2.0
 
 
@@ -85,7 +85,7 @@ def test_input_sets_overflow_the_cache(make_case):
     assert len(big) * bytes_of_one >= cases.ROTATION_BYTES > (len(big) - 1) * bytes_of_one
     assert not np.array_equal(big[0].query, big[1].query)
     few = cases.input_sets(make_case(shape=(1, 64, 4, 16, 2)))
-    assert len(few) == 64  # the limit: what is this small is not worth timing
+    assert len(few) == 64  # the limit: smaller inputs are not worth timing
     assert few[0].key.shape == (1, 64, 2, 16)
     assert few[0].dout.dtype == jnp.bfloat16
     assert float(jnp.std(few[0].query.astype(jnp.float32))) == pytest.approx(1, abs=0.1)
@@ -125,7 +125,7 @@ def test_what_is_no_number_is_null(tmp_path):
 
 
 def test_threads_that_write_at_once_leave_whole_files(tmp_path):
-    """A file that is read at any time is that of one of the writers."""
+    """At any time the file has one writer's whole content."""
     path, rows = tmp_path / "x.json", [{"number": i} for i in range(200)]
     write = lambda name: [report.write_json(path, {"name": name, "rows": rows}) for _ in range(40)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

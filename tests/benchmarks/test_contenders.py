@@ -1,4 +1,4 @@
-"""The contenders: what cannot run says why, what is wrong is not timed, a backward runs no forward."""
+"""The contenders: one that cannot run says why, a wrong one is not timed, a backward runs no forward."""
 
 import functools
 import importlib
@@ -133,7 +133,7 @@ def test_jax_triton_keeps_its_fastest_variant(mode, monkeypatch, make_case):
         module = importlib.reload(importlib.import_module("jax.experimental.pallas.ops.gpu.attention"))
     mha = module.mha
 
-    def interpreted(*arguments, **named):  # by name it is called from its own forward rule
+    def interpreted(*arguments, **named):  # its own forward rule passes arguments by name
         return mha(*arguments, **named) if named else mha(*arguments, None, True)
 
     monkeypatch.setattr(module, "mha", interpreted)

@@ -1,4 +1,4 @@
-"""The benchmark of dilated attention, as it runs without a GPU."""
+"""The benchmark of dilated attention, run without a GPU."""
 
 import functools
 import json
@@ -52,12 +52,12 @@ def test_runs_and_writes(tmp_path, run_script):
     assert 0 < rows["ours"]["error"] < 0.01
     assert all(len(row["times_ms"]) == 2 for row in rows.values())
     assert rows["ours"]["ours_is_faster_by"] == 1
-    # Two branches of 16 tokens to a segment, 4 and 2 of them, where dense attention has 64 tokens.
+    # Two branches with 16 tokens in a segment, and 4 and 2 segments. Dense attention has 64 tokens.
     work = {name: row["tflops"] * row["median_ms"] for name, row in rows.items() if name != "copy"}
     assert work["ours"] == pytest.approx(work["gather"])
     share = (4 + 2) * 16**2 / 64**2
     assert work["ours"] / work["dense"] == pytest.approx(share)
-    # Query and out have four heads of 16 numbers for each of 64 tokens, key and value two.
+    # Query and out have four heads of 16 values for each of 64 tokens, key and value have two.
     milliseconds = 2 * 64 * 16 * (4 + 4 + 2 + 2) / (1e9 * rows["copy"]["terabytes_per_second"])
     ideal = share * rows["dense"]["median_ms"] + milliseconds
     assert rows["ours"]["ideal_ms"] == pytest.approx(ideal)
@@ -67,7 +67,7 @@ def test_runs_and_writes(tmp_path, run_script):
 
 
 def results_of(pattern, is_causal, function):
-    """out, dq, dk and dv, and the inputs behind them."""
+    """(out, dq, dk, dv), inputs."""
     inputs = [jax.random.normal(jax.random.key(i), (2, 32, heads, 8)) for i, heads in enumerate((4, 2, 2, 4))]
     attend = functools.partial(function, is_causal=is_causal, implementation="xla")
     out, vjp = jax.vjp(jax.jit(attend), *inputs[:3])
@@ -112,7 +112,7 @@ def test_what_gathers_do_not_serve():
 def test_work_is_counted_by_pairs(name):
     pattern, is_causal = PATTERNS[name]
     case = Case(3, 32, 4, 8, 2, "bf16", False, "fwd")
-    # Rows that a segment lacks are counted here.
+    # Missing rows of a segment count here.
     pairs = sum(places.size * places.shape[1] for places, _ in pattern.places(32, 4, True))
     exact = case.flops * pairs / (4 * 32 * 32)
     assert pattern.flops(case) == pytest.approx(exact, rel=1e-9 if not is_causal else 0.35)
@@ -132,7 +132,7 @@ def test_in_torch(monkeypatch, without_gpu):
         (got,) = built.call(1)
         want = dilated_attention(*sets[1].qkv, is_causal=is_causal, implementation="xla", **pattern.arguments)
         assert np.linalg.norm(as_numpy(got) - as_numpy(want)) < 0.01 * np.linalg.norm(as_numpy(want))
-    assert compiled.count({"dynamic": False}) == 4  # others are flex_attention's own
+    assert compiled.count({"dynamic": False}) == 4  # flex_attention compiles the others
 
 
 def test_by_the_package(monkeypatch, without_gpu):

@@ -1,4 +1,4 @@
-"""The benchmark of the fp8 forward, as it runs without a GPU."""
+"""The benchmark of the fp8 forward, run without a GPU."""
 
 import json
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def rows(tmp_path, monkeypatch, without_gpu):
-    """rows(): the exit status of a run, and the rows that it writes."""
+    """rows(): the exit status of a run, and its rows."""
     monkeypatch.setattr(fp8, "prepare_process", lambda: None)
 
     def run():
@@ -26,7 +26,7 @@ def test_runs_and_writes(rows):
     assert not full["causal"]
     assert causal["causal"]
     for row in (full, causal):
-        assert 0.01 < row["error"] < 0.1  # e4m3 has 3 bits behind the point
+        assert 0.01 < row["error"] < 0.1  # e4m3 has 3 mantissa bits
         assert [len(contender["times_ms"]) for contender in row["contenders"]] == [2, 2]
         assert row["speed_ratio"] > 0
     flops = [row["contenders"][0]["tflops"] * row["contenders"][0]["ms"] for row in (full, causal)]

@@ -1,4 +1,4 @@
-"""The modules of benchmarks/ import one another without a circle, and each can be the first one imported."""
+"""The modules of benchmarks/ import one another without a circle, and each can be imported first."""
 
 import ast
 import importlib.util
@@ -17,7 +17,7 @@ MODULES = {
 }
 SCRIPTS = [name for name in MODULES if not name.startswith("harness.")]
 
-# Imports each module of sys.argv, with nothing of benchmarks/ imported before it.
+# Imports each module of sys.argv, with no other module of benchmarks/ imported before.
 FRESH = """
 import importlib, sys
 from jax._src import xla_bridge
@@ -34,7 +34,7 @@ for name in names:
 
 
 def imported(source: str) -> set[str]:
-    """The modules of benchmarks/ that a source imports, those inside its functions among them."""
+    """The modules of benchmarks/ that a source imports, including imports inside functions."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -73,13 +73,13 @@ def test_a_circle_is_found():
 def test_there_is_no_circle():
     edges = {name: imported(path.read_text()) for name, path in MODULES.items()}
     assert circle(edges) is None
-    # What two scripts need belongs to the harness.
+    # Code that two scripts need belongs to the harness.
     assert {name: found & set(SCRIPTS) for name, found in edges.items() if found & set(SCRIPTS)} == {}
 
 
 @pytest.mark.slow
 def test_each_module_is_imported_first():
-    """Importing one touches no device: prepare_process has to come before that."""
+    """Importing a module touches no device, since prepare_process has to run before."""
     names = list(MODULES)
     if importlib.util.find_spec("torch") is None:
         names.remove("harness.torch_contenders")

@@ -1,4 +1,4 @@
-"""The benchmark of the building of masks, as it runs without a GPU."""
+"""The benchmark of building masks, run without a GPU."""
 
 import json
 

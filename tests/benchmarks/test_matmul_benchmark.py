@@ -1,4 +1,4 @@
-"""benchmarks/matmul.py: what it times, and what it writes."""
+"""benchmarks/matmul.py: its measurements and its output."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_blocks_replace_those_of_the_plan(kind):
 
 
 def test_blocks_by_name():
-    """Also of the products that are gradients."""
+    """Also for the matmuls that are gradients."""
     assert benchmark._blocks("128,3,8", ("block_n", "stages", "rows_together")) == {
         "block_n": 128, "stages": 3, "rows_together": 8
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""benchmarks/normalization.py: what it times, and what it writes."""
+"""benchmarks/normalization.py: its measurements and its output."""
 
 import json
 
@@ -28,14 +28,14 @@ def test_blocks_of_a_direction():
         ("mosaic_gpu", {}),
         ("triton", {"block_rows": 1, "num_warps": 8, "programs": 2}),
         ("triton", {"block_rows": 1, "num_warps": 16, "programs": 1, "chunk": 8192}),
-        *(hopper(4, 4, 3), hopper(16, 4, 3), hopper(4, 3, 2)),  # for five stages shared memory has no room
+        *(hopper(4, 4, 3), hopper(16, 4, 3), hopper(4, 3, 2)),  # shared memory has no room for five stages
         ("mosaic_gpu", {"stages": 2}),
     ]
     assert forward.megabytes * 1.5 == backward.megabytes == 3 * 2 * 8 * 4096 / 1e6
 
 
 def test_rows_that_ctas_share():
-    """Also those that are too long for the block spec's kernel."""
+    """Includes rows that are too long for the block spec's kernel."""
     case = benchmark.Case("rms_norm", "fwd", 64, 32768)
     x = jax.ShapeDtypeStruct((case.rows, case.columns), jnp.bfloat16)
     blocks = {"cluster": 2, "claims": 0, "turns": 2}

@@ -1,4 +1,4 @@
-"""benchmarks/ring.py on CPU devices, and the processes that its cases run in."""
+"""benchmarks/ring.py on CPU devices, and the processes of its cases."""
 
 import dataclasses
 import json
@@ -29,12 +29,12 @@ def test_runs_on_two_devices(tmp_path, run_script, monkeypatch):
     for mode, products in (("fwd", 2), ("fwdbwd", 7)):
         row = rows[2, 32, True, mode, "ring"]
         assert row["error"] < 1e-2
-        # Two FLOPs each, half of the pairs, two devices.
+        # Two FLOPs for each multiply-add, half of the pairs, two devices.
         assert row["tflops"] * row["median_ms"] == pytest.approx(products * 2 * 32 * 32 * 2 * 8 / 2 / 2 / 1e9)
         assert {rows[2, 32, True, mode, part]["status"] for part in ring.PARTS} == {"ok"}
     assert 64 not in {
         key[1] for key, row in rows.items() if row["status"] == "ok"
-    }  # of the largest mesh, which is not there
+    }  # the largest mesh's length: this mesh is unavailable
     assert rows[2, 32, True, "fwd", "ring"]["gigabytes"] > 0
     assert {row["link"] for row in results["expected"]} == {"NVLink", "400 Gb/s"}
     (scale,) = (x for x in results["scaling"] if x["causal"] and x["mode"] == "fwd")
@@ -44,7 +44,7 @@ def test_runs_on_two_devices(tmp_path, run_script, monkeypatch):
 
 
 def test_what_travels_is_what_the_op_sends():
-    """Keys and values, as one array, in the forward; in the backward these again, and their gradients in float32."""
+    """The forward sends keys and values as one array. The backward sends them again, and their gradients in float32."""
     import jax
 
     abstract = jax.sharding.AbstractMesh((4,), ("sequence",), (jax.sharding.AxisType.Auto,))
@@ -77,7 +77,7 @@ def test_a_window_and_sends_further_ahead(capsys):
 
 
 def test_a_layout_and_a_mask(capsys):
-    """On one device in this process: the results are those of the same mask on one device."""
+    """On one device in this process: the results equal the same mask's on one device."""
     words = f"--devices 1 --tokens 256 --window 5 --layout contiguous --masked {WORDS}".split()
     (case, full) = ring.cases(ring.arguments(words))
     assert case.limits.keys() == {"mask"}
@@ -90,7 +90,7 @@ def test_a_layout_and_a_mask(capsys):
 
 
 def test_a_profile(monkeypatch):
-    """Calls more, of programs that are compiled already; each row has what CUPTI tells."""
+    """Additional calls of programs that are compiled already. Each row has CUPTI's figures."""
     asked = []
 
     def profile(work, calls):
@@ -107,7 +107,7 @@ def test_a_profile(monkeypatch):
 
 
 def test_cases():
-    """One GPU gets the tokens of each GPU of a larger mesh, and all of them."""
+    """One GPU gets the tokens of each GPU of a larger mesh, and also all of the mesh's tokens."""
     args = ring.arguments(["--devices", "1,2", "--tokens", "16384,65536", "--local-tokens", "4096"])
     found = [(case.devices, case.tokens, case.causal, case.modes, case.check) for case in ring.cases(args)]
     modes = ("fwd", "fwdbwd")
@@ -172,7 +172,7 @@ def test_the_budget_holds():
 
 
 def test_expected_efficiency():
-    """Sends that take no longer than a step cost nothing; longer ones are waited for, in all steps but one."""
+    """Sends that are shorter than a step cost nothing. Longer sends delay all steps except one."""
     assert ring_model.efficiency(8, 2.0, 1.5) == 1
     assert ring_model.efficiency(4, 2.0, 3.0) == pytest.approx(8 / 11)
     assert ring_model.bytes_of_step(8192, 16, 128, backward=False) == 2 * 8192 * 16 * 128 * 2
@@ -191,7 +191,7 @@ def test_expected_efficiency():
 
 
 def test_the_table_of_the_docs_is_computed_from_the_results():
-    """Each row of docs/ring_attention.md's table of more devices, by its formula from the run that it names."""
+    """Each row of the table of more devices in docs/ring_attention.md follows by its formula from the named run."""
     rows = json.loads((ROOT / "benchmarks/results/ring-h200-x2.json").read_text())["rows"]
     found = {(x["local_tokens"], x["direction"], x["link"]): x for x in ring_model.expected(rows)}
     text = (ROOT / "docs/ring_attention.md").read_text()

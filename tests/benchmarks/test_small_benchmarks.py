@@ -1,4 +1,4 @@
-"""The scripts features, decode, accuracy, matmul_accuracy, long_sequence and versions, as they run without a GPU."""
+"""The scripts features, decode, accuracy, matmul_accuracy, long_sequence and versions, run without a GPU."""
 
 import importlib.util
 import json
@@ -49,7 +49,7 @@ def test_pairs_of_features():
 
 @pytest.fixture
 def run_features(tmp_path, monkeypatch, without_gpu):
-    """run_features(*words): the exit status of a run over tiny arrays, and what it writes."""
+    """run_features(*words): the exit status of a run over tiny arrays, and its results."""
     monkeypatch.setattr(features, "prepare_process", lambda: None)
 
     def run(*words):
@@ -86,7 +86,7 @@ def test_features_runs(run_features):
 
 @pytest.mark.parametrize("mode", tiers.cases(features.MODES, {"fwd"}))
 def test_score_mods_of_features(mode, monkeypatch):
-    """Held against themselves, they are right; against a plain attention, wrong, and are not timed."""
+    """Compared with themselves they are right. Compared with plain attention they are wrong, and are not timed."""
     full = {variant.name: variant for variant in features.groups(1, 32, 2, 16)[0]}
     softcap = features.build(full["softcap score_mod"], mode, "xla")
     assert softcap.error == pytest.approx(features.build(full["softcap"], mode, "xla").error, rel=0.1)
@@ -101,7 +101,7 @@ def test_score_mods_of_features(mode, monkeypatch):
 
 @pytest.mark.parametrize("place", range(3))
 def test_a_nan_of_features_is_wrong(place, monkeypatch, run_features):
-    """A NaN in any one gradient counts."""
+    """A NaN in any gradient counts."""
     honest = features.backward
 
     def poisoned(call, inputs, *arguments):
@@ -194,7 +194,7 @@ def test_what_of_decode_is_wrong_or_fails_is_told(run_decode, monkeypatch):
 
 @pytest.fixture
 def run_accuracy(tmp_path, monkeypatch, without_gpu):
-    """run_accuracy(kind, errors): the exit status and the rows, where errors(is_causal, name) is accuracy's."""
+    """run_accuracy(kind, errors): the exit status and the rows. errors(is_causal, name) replaces accuracy's."""
 
     def run(kind, errors):
         monkeypatch.setattr(accuracy, "KINDS", (kind,))
@@ -211,7 +211,7 @@ def run_accuracy(tmp_path, monkeypatch, without_gpu):
 
 
 def test_accuracy_runs(run_accuracy):
-    """Errors of bfloat16, and a ratio of one where both are the same implementation."""
+    """Errors of bfloat16, and a ratio of one if both implementations are the same."""
     errors = accuracy.errors
     status, rows = run_accuracy("peaked", lambda is_causal, name: errors(is_causal, "xla"))
     assert (status, [row["causal"] for row in rows]) == (0, [False, True])
@@ -249,7 +249,7 @@ def test_long_sequence_measures(segments):
     args = {"heads": 2, "head_dim": 8, "segments": segments, "rates": segments and (1, 2), "repeats": 2}
     row = long_sequence.measure(32, types.SimpleNamespace(**args, implementation="xla"))
     assert (len(row["seconds"]), row["status"]) == (2, "ok")
-    # Two segments of 16, and one of every second token.
+    # Two segments of 16, and a segment of every second token.
     pairs = 32**2 if segments is None else 2 * 16**2 + 16**2
     assert row["tflops"] * min(row["seconds"]) == pytest.approx(3.5 * 4 * pairs * 2 * 8 / 2 / 1e12)
 
@@ -282,7 +282,7 @@ def test_a_length_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_versions_side_by_side(tmp_path, monkeypatch):
-    # The "earlier version" is this one under another name: the same numbers, and one that is broken on purpose.
+    # The "earlier version" is this version under another name: first with the same results, then broken on purpose.
     for folder in versions.FOLDERS:
         place = tmp_path / versions.BASE / ("" if folder == "jax_kernels" else folder)
         for source in (versions.report.ROOT / folder).rglob("*.py"):
@@ -325,7 +325,7 @@ def test_slow_spells_of_the_host_do_not_count(monkeypatch):
 
 @pytest.mark.slow
 def test_flash_attention_4_beside_the_bridge(monkeypatch):
-    """It is a route where it is installed, and else one that says what is missing."""
+    """An installed package is a route. A missing package is a route that says so."""
     bridge = importlib.import_module("bridge")  # the script
 
     assert bridge.missing("sdpa") is None

@@ -1,4 +1,4 @@
-"""The benchmark of sparse attention, as it runs without a GPU."""
+"""The benchmark of sparse attention, run without a GPU."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_masks_have_their_sparsity(pattern, sparsity):
 
 
 def test_a_causal_window_is_that_of_the_argument():
-    """Seven keys, the query's own the last; and its mask is no argument, but lists."""
+    """Seven keys, the last one the query's own. The mask cannot be an argument and has lists."""
     made = sparse.pattern_of("causal-window", None, 50, 10, 7)
     i, j = np.ogrid[:50, :50]
     np.testing.assert_array_equal(made.mask.to_dense(50, 50)[0, 0], (i - 6 <= j) & (j <= i))
@@ -90,7 +90,7 @@ def test_without_time_left_each_row_says_so(tmp_path, monkeypatch, without_gpu):
 
 @pytest.mark.parametrize("mode", sparse.MODES)
 def test_what_is_wrong_is_not_timed(mode, make_case):
-    """The results of another mask, that lacks one key."""
+    """The reference has another mask, which lacks one key."""
     case = make_case(mode, causal=False, shape=(1, 64, 2, 16, 2))
     args = sparse.arguments(["--implementation", "xla"])
     sets = sparse.input_sets(case)[:1]

@@ -42,7 +42,7 @@ def test_sweep_arguments(capsys):
 
 
 def test_sweep(tmp_path, monkeypatch, capsys, without_gpu):
-    """A right config, a wrong one and a broken one; the kernel is the reference in their place."""
+    """A right config, a wrong config and a broken config. The reference replaces the kernel."""
 
     def kernel(inputs, options, *, out_dtype, config, core_count, interpret):
         assert not any(x is not None for x in inputs[3:])
@@ -70,7 +70,7 @@ def test_sweep(tmp_path, monkeypatch, capsys, without_gpu):
     assert [entry["name"][:6] for entry in results["finals"]] == ["xla", "Attent", "Attent"]
     assert results["finals"][0]["ratio"] == 1
     capsys.readouterr()
-    assert sweep.main(argv) == 0  # what the file holds is not tried again
+    assert sweep.main(argv) == 0  # configs in the file are not tried again
     assert len(json.loads(output.read_text())["rows"]) == 4
 
 
@@ -89,7 +89,7 @@ def test_a_config_that_does_not_return_is_left_behind(tmp_path, run_script):
 
 
 def test_a_config_that_crashes_its_process_is_not_tried_again(tmp_path, monkeypatch):
-    """The process is a stand-in, which dies within the first config, then within the set-up of the next one."""
+    """A fake process dies during the first config, then during the set-up of the next config."""
     output, statuses = tmp_path / "sweep.json", []
 
     def process(command, check, timeout):

@@ -11,7 +11,7 @@ from harness import device_activity, report, side_by_side, timers, timing
 
 
 class FakeTimer:
-    """Says what it was asked, and takes as long as it is told."""
+    """Records its calls, and returns the given times."""
 
     def __init__(self, ms, launches=None):
         self.ms, self.launches, self.turns = ms, launches, []
@@ -37,9 +37,9 @@ def test_contenders_take_turns():
     rounds = ["".join(turn[0] for turn in timer.turns[first : first + 3]) for first in (0, 3, 6)]
     assert rounds[0] == "abc"
     assert {"".join(sorted(order)) for order in rounds} == {"abc"}
-    assert len(set(rounds)) > 1  # no contender always comes after the same one
+    assert len(set(rounds)) > 1  # no contender always follows the same contender
     assert [turn[2] for turn in timer.turns[:3]] == ["jax", "torch", "jax"]
-    # Every turn is 20 ms long once the first round has told how long a call takes.
+    # Every turn is 20 ms long, once the first round has measured the time of a call.
     assert {turn[0]: turn[1] for turn in timer.turns[3:6]} == {"a": 20, "b": 10, "c": 5}
     assert made[1].times == [2.0, 2.0, 2.0]
 
@@ -56,7 +56,7 @@ def test_a_failing_contender_ends_nothing():
 
 @pytest.fixture
 def processes(tmp_path, monkeypatch):
-    """start(what, locked=True): a process that does `what`, and says so; this one has the lock, too."""
+    """start(what, locked=True): a process that enters `what` and prints when it has. This process has the lock, too."""
     lock = str(tmp_path / "lock")
     monkeypatch.setenv("BENCHMARK_LOCK", lock)
     here = {name: x for name, x in os.environ.items() if name != "BENCHMARK_LOCK"}
@@ -165,7 +165,7 @@ def test_profiler_sums_all_activities_of_a_call():
 
 
 class FakeCupti:
-    """Hands each queued record to the library's own callbacks, laid out as in cupti_activity.h."""
+    """Passes each queued record to the library's own callbacks, in the layout of cupti_activity.h."""
 
     def __init__(self):
         self.waiting, self.enabled, self.dropped, self.result = [], [], 0, 0
@@ -228,14 +228,14 @@ def test_cupti_counts_kernels_memsets_and_copies():
     cupti = FakeCupti()
     timer = device_activity.DeviceActivity(cupti)
     assert cupti.enabled == [10, 2, 1]
-    cupti.add(10, 1, 10**9, b"before")  # what ran before the turn does not count
+    cupti.add(10, 1, 10**9, b"before")  # work before the turn does not count
 
     def call(index):
         start = (index + 1) * 10_000_000
         cupti.add(2, start, start + 500_000)
         cupti.add(10, start + 500_000, start + 2_000_000, b"attention")
         cupti.add(1, start + 1_500_000, start + 2_250_000)  # overlaps the kernel by 0.5 ms
-        cupti.add(22, start, start + 9_000_000)  # of no kind that was asked for
+        cupti.add(22, start, start + 9_000_000)  # a kind that the timer did not enable
         return ()
 
     reading = timer(call, 4, "jax")
@@ -248,7 +248,7 @@ def test_cupti_counts_kernels_memsets_and_copies():
 
 
 def test_a_profile_is_of_the_first_gpu():
-    """Sends that run beside a kernel are told from those that run alone."""
+    """Sends that overlap with a kernel are counted separately from sends alone."""
     cupti = FakeCupti()
     timer = device_activity.DeviceActivity(cupti)
 
@@ -289,7 +289,7 @@ def test_cupti_trouble_is_told():
 
 
 def test_attempts_end_in_a_status():
-    """A contender that cannot run is told from one that failed; neither ends the run. One that started has a call."""
+    """Unavailable and failed are different statuses. Neither ends the run. A started contender has a call."""
 
     def ended(action):
         contender = timing.Contender("x", "jax")

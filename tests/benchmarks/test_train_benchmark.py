@@ -1,4 +1,4 @@
-"""benchmarks/train.py on the CPU: contenders, meshes, what it counts, and how it refuses."""
+"""benchmarks/train.py on the CPU: contenders, meshes, FLOP counts, and errors."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_runs_on_a_mesh_after_another_run(tmp_path, run_script, monkeypatch):
 
 
 def test_counts_the_products_of_a_step():
-    """6 FLOPs for each weight and token; 12 for each pair that the mask keeps and each number of a head."""
+    """6 FLOPs for each weight and token; 12 for each pair that the mask keeps and each column of a head."""
     weights = 3 * (4 * 4 * 4 + 3 * 4 * 5) + 7 * 4
     pairs = 2 * (8 * 9 // 2)
     assert case().flops == 6 * weights * 16 + 12 * 3 * 4 * pairs

@@ -1,4 +1,4 @@
-"""The benchmark of windows over lengths, as it runs without a GPU."""
+"""The benchmark of windows over lengths, run without a GPU."""
 
 import json
 
@@ -11,7 +11,7 @@ SMALL = "--lengths 32,64 --window 8 --num-heads 2 --head-dim 16 --implementation
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, without_gpu):
-    """run(*words): the exit status of a run over tiny arrays, and what it writes."""
+    """run(*words): the exit status of a run over tiny arrays, and its results."""
     monkeypatch.setattr(window_growth, "prepare_process", lambda: None)
 
     def of(*words):
@@ -35,7 +35,7 @@ def test_runs_and_writes(run):
     for row in rows:
         assert 1e-4 < row["error"] < 1e-2
         base = first[row["mode"], row["contender"]]
-        # Query, key and value, and what comes of them, of two bytes an element, are the least that it holds.
+        # The run holds at least query, key, value and the results, of two bytes for each element.
         assert row["held_bytes"] >= {"fwd": 4, "fwdbwd": 8}[row["mode"]] * row["length"] * 2 * 16 * 2
         assert row["bytes_per_token"] == row["held_bytes"] / row["length"]
         assert row["time_growth"] == pytest.approx(row["median_ms"] / base["median_ms"] * 32 / row["length"])
@@ -44,7 +44,7 @@ def test_runs_and_writes(run):
 
 @pytest.mark.parametrize("length", [7, 40])
 def test_the_tail_is_judged_and_only_a_right_one_passes(length, make_case, monkeypatch):
-    """Shorter than a window and longer; the window of another width is wrong."""
+    """Lengths shorter and longer than a window. A window of another width is wrong."""
     case = make_case("fwdbwd", shape=(1, length, 2, 16, 2))
     inputs = window_growth.input_sets(case)[0]
     args = window_growth.arguments([*SMALL.split()])

@@ -1,4 +1,4 @@
-"""Each script without a GPU says one line on what is wanted, or one on each contender that cannot run."""
+"""Each script without a GPU prints one line: the requirement, or for each contender the reason that it cannot run."""
 
 import importlib
 import json
@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-# The least that a script wants beside --timer.
+# The arguments that a script requires in addition to --timer.
 ARGUMENTS = {
     "attention": "",
     "decode": "--kv-length 64",

@@ -1,4 +1,4 @@
-"""Fixtures of the bridge's tests: attention in float64, in plain PyTorch; and the direct route on a CPU."""
+"""Fixtures of the bridge's tests: attention in float64 in plain PyTorch, and the direct route on a CPU."""
 
 import math
 
@@ -14,7 +14,7 @@ def attention(
     query, key, value, *, bias=None, mask=None, is_causal=False, window=None, segment_ids=None, kv_lengths=None,
     q_offset=0, sinks=None, scale=None, softcap=None,
 ):  # fmt: skip
-    """(out [B, T, H, Dv], lse [B, H, T]) in float64, differentiable, of tensors in flash_attention's layout."""
+    """(out [B, T, H, Dv], lse [B, H, T]) in float64, differentiable, for tensors in flash_attention's layout."""
     query, key, value = query.double(), key.double(), value.double()
     group = query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))
@@ -70,7 +70,7 @@ def make_qkv():
 
 @pytest.fixture
 def direct(monkeypatch):
-    """The direct route by chains that compute on the CPU. No call is known."""
+    """The direct route with chains that compute on the CPU. No call is cached."""
     made = Route()
     monkeypatch.setattr(route, "find", made.find)
     monkeypatch.setattr(route._STATE, "is_enabled", True)

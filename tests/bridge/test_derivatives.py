@@ -1,4 +1,4 @@
-"""No derivative is lost in silence: each way to ask for one gives it, or raises an error that names the function."""
+"""No derivative is lost silently: each way to ask for it returns it, or raises an error that names the function."""
 
 import itertools
 import threading
@@ -33,7 +33,7 @@ QUERY, KEY, VALUE = tensor(1, 8, 2, 4), tensor(1, 8, 2, 4).flip(1), tensor(1, 8,
 BIAS, SINKS, FACTOR = tensor(8), tensor(2), tensor(8).flip(0)
 BLOCKS = torch.ones(2, 2, dtype=torch.bool).tril()
 MASK = masks.causal() | masks.prefix(3)
-# Under a Mask of arrays, and of a tensor that is a mask.
+# Under a Mask of arrays, and under a tensor as a mask.
 BLOCK_MASK, KEEP = masks.block_sparse(np.tri(2, dtype=bool), 4), torch.ones(8, 8, dtype=torch.bool).tril()
 
 sine = bridge.from_jax(jnp.sin)
@@ -44,7 +44,7 @@ def half_precise(score, b, h, q, k):
     return score * (1 + h)
 
 
-# Of one tensor, and the tensor.
+# (a function of one tensor, the tensor)
 CASES = {
     "query": (lambda x: bridge.flash_attention(x, KEY, VALUE), QUERY),
     "same tensor": (lambda x: bridge.flash_attention(x, x, x, is_causal=True), QUERY),
@@ -130,7 +130,7 @@ under_mask = bridge.from_jax(lambda x, mask: jnp.where(mask.to_dense(5, 5)[0, 0]
 
 
 def floats(function):
-    """The results that have tangents."""
+    """The results that have tangents, as a function of the same tensors."""
 
     def of(*x):
         first, _, (last,) = function(*x)
@@ -147,7 +147,7 @@ def tangents(function, x, y, *, requires_grad=False):
     return [*found, *torch.autograd.grad(outs[0].sum(), x)] if requires_grad else found
 
 
-# Of the function, its values for 2 tensors each, and of the tensors.
+# Derivatives of a function of two tensors.
 PUSHED = {
     "dual": lambda f: tangents(f, X, Y),
     "dual that requires a gradient": lambda f: tangents(f, X, Y, requires_grad=True),
@@ -188,7 +188,7 @@ def test_forward_mode_beside_a_mask_and_what_has_none():
 @pytest.mark.parametrize("how", ["jvp", "jacfwd"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_forward_mode_of_a_plain_function(how, backend):
-    """A graph enters torch.func.jvp unseen by Python; sine(x) is known by then, and has tangents beside those of x."""
+    """A graph enters torch.func.jvp without Python. sine(x) is cached already, and its tangents add to x's tangents."""
     for _ in range(2):
         sine(X)
     push = {"jvp": lambda f: jvp(f, (X,), (Y,))[1], "jacfwd": lambda f: jacfwd(f)(X)}[how]
@@ -198,7 +198,7 @@ def test_compiled_forward_mode_of_a_plain_function(how, backend):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_graph_that_enters_a_dual_level(backend):
-    """Unseen by Python. A call with a Mask is another operator's. What has no tangent has none behind it, either."""
+    """Python does not see the level. A call with a Mask is another operator. An input without tangent gives none."""
     mask, keep = MASKED
 
     def push(x, y, functions):
@@ -218,7 +218,7 @@ def test_a_graph_that_enters_a_dual_level(backend):
 
 
 def test_the_dual_level_of_a_graph_is_that_of_its_thread():
-    """PyTorch's counter is one for all threads: a dual level that another thread enters meanwhile stays valid."""
+    """PyTorch has one counter for all threads: the dual level that another thread enters meanwhile stays valid."""
     seen = []
 
     def elsewhere():
@@ -275,7 +275,7 @@ def test_reverse_mode(case, how):
 
 
 class Module(torch.nn.Module):
-    """The function of a parameter times the input."""
+    """Applies the function to the product of a parameter and the input."""
 
     def __init__(self, function, x):
         super().__init__()
@@ -341,7 +341,7 @@ def test_autocast(case):
 
 
 def twice(function, x):
-    """Beside a term whose second gradient is there, as it is of most losses."""
+    """Adds a term with a second derivative, as most losses have."""
     x = x.clone().requires_grad_()
     (first,) = torch.autograd.grad(total(function)(x) + (x**3).sum(), x, create_graph=True)
     torch.autograd.grad(first.sum(), x)

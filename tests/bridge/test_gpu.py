@@ -1,4 +1,4 @@
-"""The bridge on a GPU: streams, who owns which memory, devices."""
+"""The bridge on a GPU: streams, ownership of memory, devices."""
 
 import copy
 import os
@@ -35,7 +35,7 @@ def detached(dtype=torch.bfloat16, shape=SHAPE, device="cuda"):
 
 
 def attend(*inputs, **options):
-    """The reference implementation on the GPU: the bridge is what is tested here."""
+    """The reference implementation on the GPU: these tests check the bridge, not the kernels."""
     return bridge.flash_attention(*inputs, implementation="xla", **options)
 
 
@@ -143,7 +143,7 @@ def test_the_current_stream_is_pytorchs():
 
 
 def test_outputs_are_copied_when_jax_has_written_them():
-    """JAX's work is long, and PyTorch's default stream has none to wait for."""
+    """JAX's work takes long, and PyTorch's default stream has no work that would delay it."""
     x = torch.ones(4096, 4096, device="cuda")
     function = bridge.from_jax(lambda x: jax.lax.fori_loop(0, 50, lambda _, y: y @ x / 4096, x))
     for _ in range(3):
@@ -196,7 +196,7 @@ def test_memory_is_given_back(is_in_place, monkeypatch):
     for _ in range(100):
         attend(*inputs)
     torch.cuda.synchronize()
-    attend(*inputs)  # lets go of what those held that the host was ahead of
+    attend(*inputs)  # frees the memory of the calls that the host had queued ahead
     torch.cuda.synchronize()
     assert device.memory_stats()["bytes_in_use"] <= before + 4 * size
 
@@ -293,7 +293,7 @@ assert torch.equal(bridge.flash_attention(*inputs, implementation="xla"), want)
 
 
 def test_capture_in_a_cuda_graph_is_refused():
-    """It has a process of its own, as PyTorch's generator stays in a capture that fails, and then gives no numbers."""
+    """It has its own process: PyTorch's generator stays in the failed capture and then fails to draw values."""
     done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
@@ -314,7 +314,7 @@ MASK_SHAPE = (2, 512, 4, 128)
 
 
 def masks_of(seed, device="cuda"):
-    """Masks of blocks, of lengths, and of both with a window; each seed gives other values."""
+    """Masks of blocks, of lengths, and of both with a window. Each seed gives other values."""
     generator = torch.Generator().manual_seed(seed)
     blocks = (torch.rand(2, 4, 4, 4, generator=generator) < 0.5).to(device)
     lengths = torch.randint(1, 512, (2,), generator=generator, dtype=torch.int32).to(device)
@@ -330,7 +330,7 @@ def dense(mask):
 @pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("case", ["blocks", "lengths", "both"])
 def test_masks(case, is_prepared, implementation, reference):
-    """Several masks in turn share the programs of the first, and each has its own results and gradients."""
+    """Two masks in turn share the programs of the first, and each has its own results and gradients."""
     inputs = make(shape=MASK_SHAPE)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     for seed in range(2):
@@ -361,7 +361,7 @@ def test_a_prepared_mask_has_its_lists_on_the_gpu():
 
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_masks_on_a_side_stream(is_prepared):
-    """The mask is made late, on the stream of the call, which is not the default one, and its tensor written to after.
+    """The mask is made late, on the call's side stream, and its tensor is overwritten afterwards.
 
     The backward runs on that stream too.
     """
@@ -399,7 +399,7 @@ def test_a_mask_of_the_cpu_is_moved_once():
 
 
 def test_making_and_using_masks_does_not_make_the_host_wait():
-    """But prepare_mask, whose lists are as long as the longest, does."""
+    """prepare_mask is the exception: the width of its lists depends on their values."""
     inputs = make(shape=MASK_SHAPE)
 
     def step():

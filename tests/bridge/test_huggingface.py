@@ -27,7 +27,7 @@ SHAPE = {
     "initializer_range": 0.3,  # large, so that attention is far from uniform
 }
 DECODER = SHAPE | {"num_key_value_heads": 2}
-# The config, its arguments, and PyTorch's attention that has all of the model's arguments.
+# The config, its arguments, and the PyTorch attention that supports all of the model's arguments.
 MODELS = {
     "llama": ("LlamaConfig", DECODER, "sdpa"),
     "mistral": ("MistralConfig", DECODER | {"sliding_window": 5}, "sdpa"),
@@ -52,7 +52,7 @@ def config_of(name):
 
 
 def both(name, cls="AutoModelForCausalLM", config=None):
-    """A model by PyTorch's attention, and its copy by this library's."""
+    """A model with PyTorch's attention, and its copy with this library's attention."""
     torch.manual_seed(0)
     config = config_of(name) if config is None else config
     reference = MODELS[name][2] if name in MODELS else "sdpa"
@@ -105,7 +105,7 @@ def generated(model, tokens, mask, cache):
 
 
 def test_a_cache_with_room():
-    """Tokens are written in place, attention reads them in place, and what other methods put there is copied."""
+    """Tokens are written in place, and attention reads them in place. Keys that other methods replace are copied."""
     cache = bridge.huggingface.growing_cache(config_of("llama"))
     new = lambda length: torch.randn(2, 2, length, 16)
     want, wanted = new(100), new(100)
@@ -145,9 +145,9 @@ def test_rooms_behind_keys():
     room = cached_decoding.view_with_capacity(whole[:, :, :100])
     assert torch.equal(room, whole)
     for x in (
-        whole[:, :, :100].contiguous(),  # no room, and 100 is not one of the few numbers
-        whole[:, :, 28:],  # the room of the last head would end behind the memory
-        whole[:, :2, :100],  # a head stands between the entries
+        whole[:, :, :100].contiguous(),  # no room, and 100 is no length bucket
+        whole[:, :, 28:],  # the last head's room would reach past the end of the memory
+        whole[:, :2, :100],  # another head lies between the entries
         whole[..., :2][:, :, :100],
         whole.transpose(1, 2),
     ):
@@ -217,9 +217,9 @@ def test_generate(name, cache):
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 def test_a_growing_cache_compiles_once_for_many_lengths(sinks, monkeypatch):
-    """Only the padded lengths reach the operator, in place; what stands in the room behind the keys has no effect.
+    """Only the padded lengths reach the operator, in place. The memory in the room behind the keys has no effect.
 
-    The keys of a second layer stand where those of the first stood, as in memory that PyTorch gives again.
+    The keys of a second layer have the same address as the first layer's, like memory that PyTorch reuses.
     """
     seen = set()
     attend = cached_decoding._folded
@@ -249,7 +249,7 @@ SCORES = {
 
 @pytest.mark.parametrize("name", SCORES)
 def test_a_token_decodes_under_masks_and_biases(name, reference):
-    """One call for each kind, in a cache with room, then with the mask written to in place."""
+    """One call for each kind, in a cache with room. Then the mask is written in place, and the call repeated."""
     options = dict(SCORES[name])
     generator = torch.Generator().manual_seed(3)
     query, key, value = (torch.randn(2, heads, 192, 16, generator=generator) for heads in (4, 2, 2))
@@ -269,7 +269,7 @@ def test_a_token_decodes_under_masks_and_biases(name, reference):
 
 
 def test_a_mask_is_padded_anew_when_others_wrote_to_it():
-    """PyTorch counts no write through .data or by NumPy, nor new memory."""
+    """PyTorch counts neither writes through .data or NumPy nor new memory."""
 
     def assign(mask):
         mask.data = ~mask.data
@@ -286,7 +286,7 @@ def test_a_mask_is_padded_anew_when_others_wrote_to_it():
 
 
 def test_padded_prompts_decode_by_split_keys(monkeypatch):
-    """Each token of each layer, and a mask is padded once for all layers of a token."""
+    """All tokens of all layers decode by split keys. A token's mask is padded once for all layers."""
     _, ours = both("llama")
     tokens, mask, _ = tokens_and_mask("left")
     calls, padded = [], []
@@ -369,7 +369,7 @@ def test_packed_documents():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_compiles_for_sequences_of_many_lengths(name):
-    """The layers' scale, softcap and window are floats and ints of modules, which torch.compile makes symbols of."""
+    """The layers' scale, softcap and window are floats and ints of modules, which torch.compile turns into symbols."""
     theirs, ours = both(name)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ours, backend=counter, dynamic=True)
@@ -399,7 +399,7 @@ def test_compiles_in_one_graph():
 
 @pytest.mark.timeout(300)
 def test_one_graph_decodes_all_tokens_of_a_static_cache(monkeypatch):
-    """By split keys, which read none behind a sequence's last one. No token compiles a graph or a program anew."""
+    """The graph uses split keys, and reads no key past a sequence's last. No token compiles a new graph or program."""
     torch._dynamo.reset()
     theirs, ours = both("llama")
     programs, folded = [], cached_decoding._folded
@@ -407,7 +407,7 @@ def test_one_graph_decodes_all_tokens_of_a_static_cache(monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ours, backend=counter, fullgraph=True)
     tokens, mask, _ = tokens_and_mask("left")
-    room = torch.cat([mask, mask.new_ones(2, 24 - LENGTH)], dim=1)  # the cache's places, without those of the padding
+    room = torch.cat([mask, mask.new_ones(2, 24 - LENGTH)], dim=1)  # the positions of the cache, without the padding's
     places = mask.cumsum(-1).sub(1).clamp(min=0)
     results, counts = [], []
     for model, step in ((theirs, theirs), (ours, compiled)):
@@ -439,7 +439,7 @@ def test_registration():
 
 
 def test_masks_of_early_versions(monkeypatch):
-    """Its own function answers where transformers asks for a mask by arguments that are not known."""
+    """transformers may ask for a mask with unknown arguments; then its own function answers."""
     masks = transformers.masking_utils
     monkeypatch.setattr(masks, "sdpa_mask", lambda batch_size, cache_position: None)
     monkeypatch.setattr(masks.AttentionMaskInterface, "_global_mapping", {})
@@ -455,7 +455,7 @@ def test_errors(monkeypatch):
     for name in ("indices", "block_indices"):
         with pytest.raises(NotImplementedError, match=f"^{name}: got one, want None"):
             huggingface.attention(layer, query, key, value, None, **{name: query})
-    # Whether this layer has the window of its config, nobody says.
+    # Nothing says whether this layer has the window of its config.
     layer.config = transformers.MistralConfig(sliding_window=5)
     with pytest.raises(NotImplementedError, match=r"^sliding_window: got none from Module, and 5 from its config"):
         huggingface.attention(layer, query, key, value, None)

@@ -1,4 +1,4 @@
-"""Hugging Face models where plain PyTorch computes the attention, after one warning for each reason."""
+"""Hugging Face models whose attention falls back to plain PyTorch, with one warning for each reason."""
 
 import copy
 import warnings
@@ -35,7 +35,7 @@ T5 = {
     "decoder_start_token_id": 0,
 }  # fmt: skip
 WINDOWED = GROUPED | {"sliding_window": 5, "head_dim": 8}
-# The config, its arguments, the class of the model, and PyTorch's attention with all of the model's arguments.
+# The config, its arguments, the model's class, and the PyTorch attention that supports all of its arguments.
 MODELS = {
     "bert": ("BertConfig", DECODER, "AutoModelForMaskedLM", "sdpa"),
     "gpt2": ("GPT2Config", GPT2, "AutoModelForCausalLM", "sdpa"),
@@ -53,7 +53,7 @@ MODELS = {
 
 
 def models_of(name, reference=None):
-    """A model by PyTorch's attention, its copy by this library's, and the arguments of a call."""
+    """A model with PyTorch's attention, its copy with this library's attention, and the arguments of a call."""
     kind, arguments, cls, own_reference = MODELS[name]
     config = getattr(transformers, kind)(**arguments)
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def models_of(name, reference=None):
         given = {"input_features": torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1))}
     else:
         given = {"input_ids": TOKENS}
-        if name not in ("mistral", "gemma2"):  # a window without padding is left to the kernels
+        if name not in ("mistral", "gemma2"):  # the kernels take a window without padding
             given["attention_mask"] = PADDING
     labels = TOKENS if "Seq2Seq" not in cls else TOKENS[:, :7].contiguous()
     return theirs, ours, given | {"labels": labels}
@@ -166,7 +166,7 @@ CALLS = {
 @pytest.mark.parametrize("how", ["weights", "head mask", "float64"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_layers_attention(name, how, reference):
-    """Outputs, weights and gradients against the definition in float64, with every argument that a layer may give."""
+    """Outputs, weights and gradients against the definition in float64, with every argument that a layer may pass."""
     options, wanted = CALLS[name]
     batch = 1 if name == "documents" else 2
     draw = torch.Generator().manual_seed(1)

@@ -46,7 +46,7 @@ def test_errors_are_no_larger_than_pytorchs(case, layout):
         out = function(*inputs, **options)
         found = [out, *torch.autograd.grad(out, inputs, cotangent.bfloat16())]
         errors.append([float((x.double() - y).norm() / y.norm()) for x, y in zip(found, results, strict=True)])
-    # Keys that entries share: the gradient of each entry is rounded to bfloat16 before they are added.
+    # Entries share keys: each entry's gradient is rounded to bfloat16 before the sum.
     factor = 1.6 if case == "5 axes" else 1.1
     for name, ours, theirs in zip(("out", "dq", "dk", "dv"), *errors, strict=True):
         assert ours <= factor * theirs + 1e-4, (name, ours, theirs)
@@ -66,7 +66,7 @@ def llama():
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", [0, 5])
 def test_generate(cache, padding):
-    """The logits of each new token, given the same tokens before it, are those of PyTorch's attention."""
+    """Given the same earlier tokens, each new token has the logits of PyTorch's attention."""
     model = llama()
     tokens = torch.randint(3, 512, (2, 200), device="cuda")
     mask = torch.ones_like(tokens)

@@ -1,4 +1,4 @@
-"""bridge.masks, bridge.prepare_mask and bridge.compile_attention: those of JAX, on tensors."""
+"""bridge.masks, bridge.prepare_mask and bridge.compile_attention: JAX's functions, on tensors."""
 
 import inspect
 from unittest import mock
@@ -89,7 +89,7 @@ def test_builders(case):
 
 
 def test_a_mask_keeps_its_values():
-    """Later writes to a tensor do not reach the mask, whether JAX could read the tensor in place or not."""
+    """Later writes to a tensor do not reach the mask, whether JAX can read the tensor in place or not."""
     for tensor in (torch.zeros(64, 64, dtype=torch.bool), torch.zeros(64 * 64 + 1, dtype=torch.bool)[1:].view(64, 64)):
         mask, scores = masks.dense(tensor), masks.threshold(tensor.float(), 0.5)
         tensor.fill_(True)
@@ -106,7 +106,7 @@ def test_one_program_for_all_thresholds():
 
 
 def test_from_scores_to_gradients(make_qkv):
-    """Native sparse attention's choice of blocks, all of it on tensors; the scores get no gradient through the mask."""
+    """Native sparse attention's choice of blocks, computed on tensors. The scores get no gradient through the mask."""
     inputs = make_qkv(kv_heads=2)
     query, key, _ = inputs
 
@@ -146,7 +146,7 @@ def test_builders_break_the_graph_of_torch_compile(make_qkv):
 def test_prepare_mask(make_qkv):
     inputs = make_qkv(length=256, head_dim=64, heads=2)
     mask = masks.prefix(LENGTHS) | masks.sliding_window(100, 0)
-    assert bridge.prepare_mask(mask, *inputs).lists == ()  # nothing reads any here
+    assert bridge.prepare_mask(mask, *inputs).lists == ()  # no implementation here reads lists
     with pytest.MonkeyPatch.context() as patch, on_device("H200") as hopper:
         patch.setattr(bridge.interop.planning_device, "_device_info", lambda device: hopper)
         prepared = bridge.prepare_mask(mask, *(x.bfloat16() for x in inputs), is_causal=True)
@@ -158,7 +158,7 @@ def test_prepare_mask(make_qkv):
             assert np.array_equal(ours, theirs)
         of_meta = bridge.prepare_mask(mask, *(x.bfloat16().to("meta") for x in inputs), is_causal=True)
         assert jax.tree.structure(of_meta) == jax.tree.structure(want)
-        assert bridge.prepare_mask(mask, *inputs[:2]).lists == ()  # of float32
+        assert bridge.prepare_mask(mask, *inputs[:2]).lists == ()  # the inputs are float32
         torch.use_deterministic_algorithms(True)
         try:
             with torch.autocast("cpu", torch.bfloat16):
@@ -167,7 +167,7 @@ def test_prepare_mask(make_qkv):
             torch.use_deterministic_algorithms(False)
         assert fixed.lists
         assert jax.tree.structure(fixed) != jax.tree.structure(want)
-    # Lists for another device are carried, and not read.
+    # Lists for another device are kept, but not read.
     got = bridge.flash_attention(*inputs, mask=prepared, is_causal=True)
     torch.testing.assert_close(got, bridge.flash_attention(*inputs, mask=mask, is_causal=True), atol=1e-6, rtol=0)
 

@@ -1,4 +1,4 @@
-"""Masks in calls on tensors: their arrays are data of the call. And the builders of bridge.masks."""
+"""Masks in calls on tensors, whose arrays are data of the call; and the builders of bridge.masks."""
 
 import copy
 import gc
@@ -44,7 +44,7 @@ def jax_gradients(inputs, cotangent, **arguments):
 
 
 def check(out, inputs, **arguments):
-    """Against jax_kernels.flash_attention, with the gradients."""
+    """Compares with jax_kernels.flash_attention, including gradients."""
     cotangent = torch.randn(out.shape)
     got = (out, *torch.autograd.grad(out, inputs, cotangent))
     torch.testing.assert_close(list(got), jax_gradients(inputs, cotangent, **arguments), atol=1e-5, rtol=1e-5)
@@ -77,7 +77,7 @@ def test_masks_of_one_structure_share_a_program(case, make_qkv, plans):
 
 
 def test_prepared_masks_carry_their_lists_as_data(make_qkv, plans):
-    """The lists are operands, also where, as here, nothing reads them."""
+    """The lists are operands, although no kernel reads them here."""
     inputs = make_qkv(batch=1, length=384, heads=2, head_dim=64)
     specs = (jax.ShapeDtypeStruct((1, 384, 2, 64), "bfloat16"),) * 3
     for n in range(3):
@@ -113,7 +113,7 @@ def test_arrays_of_jax_are_passed_as_they_are():
 
 
 def test_a_mask_is_moved_once_and_forgotten_with_it(monkeypatch):
-    """JAX has one device here; what is on it is taken for another's."""
+    """JAX has one device here; the test pretends that the arrays are on another device."""
     moves = []
     monkeypatch.setattr(mask_operands.dlpack, "jax_device", lambda device: "another device")
     monkeypatch.setattr(

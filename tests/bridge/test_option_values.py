@@ -1,4 +1,4 @@
-"""Calls in turn that differ in one option's value: each gives its own result and gradients, not a known call's.
+"""Successive calls that differ in one option's value: each has its own result and gradients, not a cached call's.
 
 Every option of every function of the bridge has a case. The reference is JAX's op of the name, or PyTorch's function.
 """
@@ -41,7 +41,7 @@ def far(score, b, h, q, k):
     return score + 0.05 * (q - k)
 
 
-# The values of an option, in turn, and the tensors and options that each of its calls has with them.
+# The successive values of an option, and the tensors and options that its calls have in addition.
 ATTENTION = {
     "bias": (None, BIAS),
     "mask": (None, *MASKS, masks.prefix(9)),
@@ -56,9 +56,9 @@ ATTENTION = {
     "softcap": (None, 0.5, 50.0),
     "return_lse": (False, True),
 }
-# Of ops that hand them on.
+# For ops that pass these options on.
 OF_ATTENTION = {name: x if isinstance(x[-1], dict) else x[-2:] for name, x in ATTENTION.items()}
-# These change no value on a CPU, or none that a test can rely on: their calls are counted.
+# These change no value on a CPU, or none that a test can rely on: the test counts their calls.
 COUNTED = {
     "deterministic": (False, True),
     "stop_gradient_weights": (False, True),
@@ -130,7 +130,7 @@ QUANTIZE = {
 }
 CASES = {
     "flash_attention": ({"query": QUERY, "key": KEY, "value": VALUE}, ATTENTION),
-    # By another way, which a Mask or a score_mod takes.
+    # A Mask or a score_mod takes another way.
     "flash_attention beside a Mask": (
         {"query": QUERY, "key": KEY, "value": VALUE, "mask": masks.prefix(20)},
         {name: x for name, x in OF_ATTENTION.items() if name not in ("mask", "score_mod")},
@@ -224,7 +224,7 @@ CASES = {
         },
     ),
 }
-# Functions without options whose values a known call could mix up; test_kv_cache.py has the cache's.
+# Functions without options whose values a cached call could confuse; test_kv_cache.py has the cache's.
 LEFT_OUT = {
     "QuantizedTensor", "benchmark_implementations", "cache_info", "clear_cache", "compile_attention", "dequantize",
     "device_info", "explain", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
@@ -232,7 +232,7 @@ LEFT_OUT = {
     "initialize_distributed", "leave_memory_to_torch", "linear", "memory_report", "prepare_mask", "quantize_weights",
     "ring_attention", "sequence_parallel_dilated_attention", "shard_sequence", "unshard_sequence",
 }  # fmt: skip
-# Arguments that raise for every value but one, or change no value.
+# Arguments that raise for every value except one, or change no value.
 RAISING = {
     "dropout_p", "block_table", "kernel_options", "return_attn_probs of flash_dmattn_func",
     "return_aux of flex_attention",
@@ -250,7 +250,7 @@ def names_of(op: str) -> set[str]:
     names = {name for name, x in arguments.items() if x.kind is not x.VAR_KEYWORD}
     if len(names) < len(arguments) and not op.startswith(
         "flash_attention"
-    ):  # of flash_attention, under their names there
+    ):  # they belong to flash_attention, with the same names
         of_attention = names_of("flash_attention")
         names |= of_attention - {"mask"} if op == "block_sparse_attention" else of_attention
     return {name for name in names if not {name, f"{name} of {op}"} & RAISING}
@@ -266,7 +266,7 @@ def test_every_option_has_a_case():
 
 
 def in_jax(x):
-    """An argument of the bridge as one of JAX's."""
+    """An argument of the bridge as an argument of JAX's op."""
     if isinstance(x, torch.Tensor):
         is_fp8, bits = x.dtype == torch.float8_e4m3fn, x.detach().contiguous()
         array = jnp.asarray((bits.view(torch.uint8) if is_fp8 else bits).numpy())
@@ -282,7 +282,7 @@ def in_jax(x):
 
 def flash_attn(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                return_attn_probs=False):  # fmt: skip
-    """flash_attn_func as its docstring has it: bottom-right, and a bias of slopes."""
+    """flash_attn_func according to its docstring: aligned bottom-right, and with a bias from slopes."""
     offset = k.shape[1] - q.shape[1]
     if alibi_slopes is not None:
         distance = jnp.abs(jnp.arange(q.shape[1])[:, None] + offset - jnp.arange(k.shape[1]))
@@ -295,7 +295,7 @@ def flash_attn(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), 
 
 
 def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, return_attn_probs=False, **options):
-    """Each sequence by itself."""
+    """Each sequence in a call of its own."""
     cu_seqlens_q, cu_seqlens_k = (np.asarray(x) for x in (cu_seqlens_q, cu_seqlens_k))
     found = []
     slopes = options.pop("alibi_slopes", None)
@@ -341,7 +341,7 @@ REFERENCES = {
     "scaled_dot_product_attention": dot_product,
     "quantize": rounded,
 }
-# A known call has its gradients, which these find by its options; others have them by the same ways.
+# A cached call has its own gradients. These ops look them up by their options; other ops use the same ways.
 WITH_GRADIENTS = {("flash_attention", "softcap"), ("flash_attention", "window"), ("matmul", "activation")}
 
 
@@ -355,7 +355,7 @@ def tensors_of(found) -> list:
 
 
 def numbers(x) -> np.ndarray:
-    """A tensor's or an array's values, those of scales without a sign as their bits."""
+    """A tensor's or an array's values; unsigned scales as their bits."""
     if isinstance(x, torch.Tensor):
         return x.detach().float().numpy()
     x = x.view(jnp.uint8) if x.dtype == jnp.float8_e8m0fnu else x
@@ -363,13 +363,13 @@ def numbers(x) -> np.ndarray:
 
 
 def given_to(op, name, values):
-    """The arguments of a call, of most options without gradients."""
+    """The arguments of a call. Most options run without gradients."""
     fixed = lambda x: x.detach() if isinstance(x, torch.Tensor) and (op, name) not in WITH_GRADIENTS else x
     return {name: fixed(x) for name, x in values.items()}
 
 
 def reference(op, given) -> list[np.ndarray]:
-    """The results, and gradients of the sine of their floats, by JAX."""
+    """The results by JAX, and gradients of the sine of the float results."""
     function = REFERENCES.get(op) or getattr(jax_kernels, op.split()[0])
     moved = {name: in_jax(x) for name, x in given.items() if isinstance(x, torch.Tensor) and x.requires_grad}
     fixed = {name: in_jax(x) for name, x in given.items() if name not in moved}
@@ -391,7 +391,7 @@ def reference(op, given) -> list[np.ndarray]:
 
 
 def results(op, given) -> list[np.ndarray]:
-    """The results, and gradients of the sine of their floats, by the bridge."""
+    """The results by the bridge, and gradients of the sine of the float results."""
     found = tensors_of(function_of(op)(**given))
     moved = [x for x in given.values() if isinstance(x, torch.Tensor) and x.requires_grad]
     if moved:
@@ -405,7 +405,7 @@ def close(got, want) -> bool:
     )
 
 
-# They hand all of their options on as one, to a key or to another function: a few of these would tell.
+# They pass all options on together, to a key or to another function: a few options show an error.
 QUICK = {
     "flash_attention beside a Mask": ("bias", "is_causal", "segment_ids", "kv_lengths", "q_offset", "sinks"),
     "block_sparse_attention": ("block_mask", "block_size", "bias", "softcap", "q_offset"),

@@ -1,6 +1,6 @@
-"""Random calls of the bridge: in any layout of memory its results and PyTorch's gradients are those of XLA in float32.
+"""Random calls of the bridge: in any memory layout, results and PyTorch's gradients equal XLA's in float32.
 
-JAX_KERNELS_EXAMPLES=200 draws that many calls of each kind. A call is drawn again by its number::
+JAX_KERNELS_EXAMPLES=200 draws 200 calls of each kind. A call is drawn again by its number::
 
     JAX_KERNELS_EXAMPLES=200 python -m pytest -m gpu tests/bridge/test_random_calls.py -n 12
 """
@@ -24,7 +24,7 @@ EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
 @pytest.mark.parametrize("number", range(EXAMPLES or 6))
 @pytest.mark.parametrize("kind", random_calls.KINDS)
 def test_on_a_gpu(kind, number):
-    """On a stream of its own, where free memory is not zero. The second call is a known one."""
+    """On a stream of its own, with free memory that is not zero. The second call is a cached call."""
     call, layout = random_calls.drawn(kind, number), random_draws.Draw(number, 1)
     with torch.cuda.stream(torch.cuda.Stream()):
         made = random_tensors.made(call, layout, "cuda")

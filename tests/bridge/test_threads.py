@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def together(*functions):
-    """The results of the functions, each called in a thread of its own, all from one moment on."""
+    """The results of the functions, each called in its own thread, all started at the same moment."""
     start = threading.Barrier(len(functions))
     with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
         return list(pool.map(lambda function: (start.wait(), function())[1], functions))
@@ -166,7 +166,7 @@ def run(call, constant, inputs):
 
 def many_calls(threads, rounds):
     generator = torch.Generator().manual_seed(0)
-    # A length that no other test has, so that the first calls of all threads make the plans.
+    # No other test has this length, so that the first calls of all threads make the plans.
     inputs = torch.randn(3, 1, 8, 1, 6, generator=generator).unbind()
     chosen = [(call, constant) for call in CALLS for constant in call.constants]
 

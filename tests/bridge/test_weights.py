@@ -114,7 +114,7 @@ def test_modules(name):
     nnx.update(own, weights.to_flax(module))
     x = np.random.default_rng(1).standard_normal((2, 9, 48)).astype(np.float32)
     want = module(torch.from_numpy(x)).detach().numpy()
-    # PyTorch's RMSNorm has another epsilon than Flax's, which are no parameters.
+    # PyTorch's and Flax's RMSNorm have different epsilons, which are no parameters.
     np.testing.assert_allclose(np.asarray(own(jnp.asarray(x))), want, atol=2e-4 * max(1.0, np.abs(want).max()), rtol=0)
     back = weights.from_flax(pure(own))
     assert all(torch.equal(back[key], value) for key, value in module.state_dict().items())

@@ -1,4 +1,4 @@
-"""The jax-kernels command: info, check, explain, and what a user who errs is told."""
+"""The jax-kernels command: info, check, explain, and its messages for wrong use."""
 
 import dataclasses
 import json
@@ -319,13 +319,13 @@ def test_check_takes_interpreted_kernels_when_asked(monkeypatch):
     here = check._implementations(None, list(check.SUITES))
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for op, names in check._implementations(None, list(check.SUITES)).items():
-        triton = [] if op == "fp8_matmul" else ["triton"]  # it has no products of 8 bits
+        triton = [] if op == "fp8_matmul" else ["triton"]  # it has no 8-bit matmuls
         assert set(names) == {*here[op], *triton}, op
 
 
 @pytest.mark.slow
 def test_check_of_every_op(run, monkeypatch, tmp_path):
-    """An implementation that one of them lacks is checked for the others."""
+    """An implementation that one op lacks is checked for the other ops."""
     assert set(check.QUICK) == set(check.SUITES)
     quick = {
         "flash_attention": "one_query",
@@ -348,7 +348,7 @@ def test_check_of_every_op(run, monkeypatch, tmp_path):
     results = json.loads((tmp_path / "report.json").read_text())["results"]
     assert {(x["op"], x["implementation"], x["case"]) for x in results} == {
         *((op, by, case) for op, case in quick.items() for by in ("triton", "xla")),
-        ("fp8_matmul", "xla", "odd_row"),  # Triton serves no products of 8 bits
+        ("fp8_matmul", "xla", "odd_row"),  # Triton has no 8-bit matmuls
     }
     for result in results:
         assert result["passed"]

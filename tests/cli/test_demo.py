@@ -1,4 +1,4 @@
-"""`jax-kernels demo` end to end with a tiny model: what it writes, exact resumption, and how it fails."""
+"""`jax-kernels demo` end to end with a tiny model: its output, exact resumption, and its errors."""
 
 import dataclasses
 import json
@@ -44,13 +44,13 @@ def text(tmp_path):
 def invoke():
     app = typer.Typer()
     app.command()(demo)
-    # Wide, so that no message is wrapped.
+    # So wide that no message is wrapped.
     return lambda *args: CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1"}).invoke(app, [str(arg) for arg in args])
 
 
 @pytest.fixture
 def only_training(monkeypatch):
-    """Leaves out what follows training, where a test is not about it."""
+    """Skips everything after training, for tests of training only."""
     monkeypatch.setattr(demo_run, "sample", lambda *args: b"")
     monkeypatch.setattr(demo_compare, "compare", lambda *args: demo_compare.Comparison(True, "left out", {}))
     monkeypatch.setattr(demo_run, "LEARNED", 10.0)
@@ -77,7 +77,7 @@ def test_trains_samples_compares_and_writes(invoke, text, tmp_path):
     assert len(record["sample"]) == SEQ_LEN - SEQ_LEN // 4
     assert re.search(r"\w;\nthe word is ", record["sample"])
     for name in ("logits", "input_gradients"):
-        # Two frameworks, two orders of summation: close, but hardly ever the same bits.
+        # Two frameworks have two orders of summation: the values are close, but hardly ever the same bits.
         assert 0 <= record["torch"][name]["difference"] <= 1e-4 * record["torch"][name]["largest"]
         assert record["torch"][name]["largest"] > 0
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -112,7 +112,7 @@ def test_resuming_equals_never_having_stopped(invoke, text, tmp_path):
     counts = [x for x in jax.tree.leaves(states[0]) if x.dtype == np.int32]
     assert {int(count) for count in counts} == {8}
 
-    # A finished run trains no more; a run without --resume starts again in the same folder.
+    # A finished run trains no more. A run without --resume starts again in the same folder.
     assert "nothing left to train" in invoke("--out", halves, "--resume").output
     for args, message in [
         (("--steps", 7), "got 7, but the checkpoint is at step 8 already"),
@@ -246,7 +246,7 @@ def test_wrong_options_are_named(invoke, text, tmp_path):
 def test_held_out_blocks_are_never_trained_on(tmp_path):
     path = tmp_path / "text"
     blocks = 20
-    # Every block has a byte of its own, so that a window shows where it is from.
+    # Every block repeats its own byte, so that a window shows its origin.
     path.write_bytes(b"".join(bytes([65 + i]) * (8 * (SEQ_LEN + 1)) for i in range(blocks)) + b"rest")
     corpus = read_corpus(path, SEQ_LEN)
     assert set(np.unique(corpus.held_out)) == {65 + 9, 65 + 19}

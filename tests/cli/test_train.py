@@ -1,4 +1,4 @@
-"""`jax-kernels train`: on a mesh, in two processes on one machine's CPUs, again after a stop, and how it fails."""
+"""`jax-kernels train`: on a mesh, in two processes on one machine's CPUs, again after a stop, and its errors."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def end(process, code=0, limit=120):
 
 
 def pair(*words, first=(), second=()):
-    """Two processes with two devices each, that find each other at a free port. first, second: words of their own."""
+    """Two processes with two devices each, connected at a free port. first, second: words of one of them."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -71,7 +71,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def folder(text):
-    """The text in many files, of which some are shorter than a window and some longer."""
+    """The text in many files, some shorter and some longer than a window."""
     data = text.read_bytes()
     parts = np.split(np.frombuffer(data, np.uint8), range(50, len(data), 70))
     (text.parent / "files").mkdir()
@@ -89,7 +89,7 @@ def test_two_processes_train_as_one_does(tmp_path, folder, capsys):
     assert "4 devices, 2 processes, mesh {'data': 2, 'sequence': 2}" in outs[0]
     assert "bits a byte" not in outs[1]
     np.testing.assert_allclose(losses(tmp_path / "pair"), losses(tmp_path / "alone"), rtol=1e-5)
-    # What two processes saved goes on in one, on another mesh.
+    # A run of two processes continues in one process, on another mesh.
     settings = json.loads((tmp_path / "pair" / "train.json").read_text())["settings"]
     given = {"attention": "dense", "processes": {}, "settings": settings}
     given["model"] = {"num_layers": 1, "model_dim": 32, "num_heads": 2}
@@ -160,7 +160,7 @@ def test_what_cannot_run_or_go_on_is_named(tmp_path, text, capsys, monkeypatch):
     trainer.close()
     with pytest.raises(ValueError, match="--out: another program wrote the checkpoint there, without losses"):
         train_run.run({"data": 1}, text, tmp_path, **given)
-    # A process that lacks the text tells the others so.
+    # A process without the text reports this to the other processes.
     compared = []
     monkeypatch.setattr(train_run, "check_agreement", compared.append)
     with pytest.raises(FileNotFoundError):
@@ -233,7 +233,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_unsaved(tmp_path, text):
         train_run.run({"data": 1}, text, tmp_path / "out", **small(settings))
     assert not (tmp_path / "out" / "train.json").exists()
     assert (tmp_path / "out" / "checkpoint" / "1").is_dir()
-    # Between checkpoints the gradient tells it, a step later.
+    # Between checkpoints the gradient shows it, a step later.
     message = r"step 3: got a loss of \S+ and a gradient norm of nan, want finite ones, .+; there is no checkpoint"
     with pytest.raises(SystemExit, match=message):
         train_run.run({"data": 1}, text, tmp_path / "other", **small(settings | {"save_every": 10}))
@@ -247,7 +247,7 @@ def ended(capsys, *words):
     with pytest.raises(SystemExit) as exited:
         main(["train", *SIZES.split(), *map(str, words)])
     captured = capsys.readouterr()
-    is_text = isinstance(exited.value.code, str)  # which Python prints, with the code 1
+    is_text = isinstance(exited.value.code, str)  # Python prints it, with exit code 1
     return (1 if is_text else exited.value.code or 0), captured.out, exited.value.code if is_text else captured.err
 
 
@@ -262,7 +262,7 @@ def test_the_last_step_is_checked_and_a_finished_run_says_so(tmp_path, text, cap
     assert code == 0
     assert f"wrote {out / 'train.json'}, and the checkpoint of step 2 to {out / 'checkpoint'}" in said
     first = (out / "train.json").read_bytes()
-    for cut in (None, b'{"losses": ['):  # as it is, and as a kill left it before writes were whole
+    for cut in (None, b'{"losses": ['):  # unchanged, and cut off by a kill during a write
         if cut is not None:
             (out / "train.json").write_bytes(cut)
         code, said, _ = ended(capsys, *words)
@@ -343,7 +343,7 @@ def test_of_two_processes_sigterm_to_one_ends_both_at_one_step(tmp_path, text):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_runs_on_a_mesh(tmp_path, text):
-    """As a script, so that there are four devices; its model is made as small as the tests' one."""
+    """As a script, to have four devices. Its model is as small as the tests' model."""
     text.write_text(text.read_text() * 8)
     tiny = "TransformerConfig(vocab_size=256, model_dim=32, num_layers=1, num_heads=2)"
     preset = f"demo_run.Preset({tiny}, seq_len=48, batch_size=4, learning_rate=1e-2, steps=150)"

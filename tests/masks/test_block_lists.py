@@ -17,12 +17,12 @@ from tests.support.cases import masks as cases
 from tests.support.cases import tiers
 from tests.support.cases.masks import BLOCKS, CASES, B, H, S, T, block_status, unlist
 
-# Most of the time is XLA's, for compiling: unoptimised code is compiled in half of it.
+# Compiling dominates the time. Unoptimised code compiles in half of it.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def results(mask, q_offset, blocks=BLOCKS, with_bitmaps=True):
-    """All that a mask gives."""
+    """(the dense form, block lists by side, bitmaps by side, the density) of a mask."""
     call = {"q_offset": q_offset}
     sides = {by: mask.block_lists(T, S, *blocks, by, **call) for by in ("query", "key")}
     packed = {by: mask.packed_partial(T, S, *blocks, by, **call) for by in sides if with_bitmaps}
@@ -30,7 +30,7 @@ def results(mask, q_offset, blocks=BLOCKS, with_bitmaps=True):
 
 
 def check(case, q_offset=0, **kwargs):
-    """Against the definition, at an offset that is known when tracing."""
+    """Compares with the definition, at an offset that is known when tracing."""
     got = jit(lambda mask: results(mask, q_offset, **kwargs))(case.mask)
     compare(case, q_offset, got, kwargs.get("blocks", BLOCKS))
 
@@ -49,7 +49,7 @@ def compare(case, q_offset, got, blocks=BLOCKS):
             np.testing.assert_array_equal(alive, want_live)
             np.testing.assert_array_equal(full, want_full)
         assert alive[want_live].all(), "a live block is left out"
-        assert want_full[full].all(), "a block is called full that is not"
+        assert want_full[full].all(), "a partial block counts as full"
         if packed:
             check_bitmaps(packed[by], listed, want, by, blocks)
     if packed:
@@ -59,7 +59,7 @@ def compare(case, q_offset, got, blocks=BLOCKS):
 def check_bitmaps(packed, listed, dense, by, blocks):
     words, entries = (np.asarray(x) for x in packed)
     assert words.dtype == np.uint32
-    # [entries, rows, members of the other side]
+    # [entries, rows, positions of the other side]
     bits = (words.swapaxes(1, 2)[..., None] >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
     bits = bits.reshape(len(words), words.shape[2], -1)
     own, other = blocks[:: 1 if by == "query" else -1]
@@ -83,7 +83,7 @@ def check_bitmaps(packed, listed, dense, by, blocks):
     np.testing.assert_array_equal(got if by == "query" else got.swapaxes(1, 2), want)
 
 
-# To compile, they take as long again.
+# Bitmaps double the compile time.
 WITH_BITMAPS = ("block_sparse_odd", "dense", "causal_dense", "function")
 
 
@@ -94,7 +94,7 @@ def test_cases(name):
 
 @pytest.mark.parametrize("name", ["causal_window", "everything_packed", "strided", "causal_dense", "function"])
 def test_traced_offsets(name):
-    """One program for every offset, of all and of each batch entry; queries far before and behind the keys, too."""
+    """One program serves every offset, common or for each batch entry. Some queries are far from all keys."""
     case, traces = CASES[name], []
 
     @jit
@@ -132,7 +132,7 @@ def compositions(leaves):
 @hypothesis.settings(max_examples=8)
 @hypothesis.given(compositions(leaves), st.integers(-30, 30), st.sampled_from([(8, 16), (5, 7), (16, 4), (64, 64)]))
 def test_any_composition(case, q_offset, blocks):
-    """No live block is left out, none is called full that is not."""
+    """No live block is left out, and no partial block counts as full."""
     check(case.conservative(), q_offset, blocks=blocks, with_bitmaps=False)
 
 
@@ -153,7 +153,7 @@ def test_compositions_of_intervals_are_exact(case, q_offset):
 
 
 def test_more_terms_than_are_multiplied_out():
-    """An intersection of unions grows with each: past a limit it is as live as the least live of them."""
+    """An intersection of unions grows with each union. Past a limit it has the live blocks of its sparsest union."""
     unions = [cases.window(n, 0) | cases.prefix(n) for n in range(1, 8)]
     check(functools.reduce(operator.and_, unions) & cases.window(0, 0), with_bitmaps=False)
 
@@ -169,7 +169,7 @@ WIDTHS = [
     (masks.sliding_window(100, 30), (4096, 4096), (128, 64), "query", 0, 5),
     (masks.sliding_window(0, 0), (4096, 4096), (128, 128), "query", 0, 1),
     (masks.sliding_window(0, 0), (4096, 4096), (128, 128), "query", 1, 2),
-    # Wherever the first query stands: one key, a block, and one key.
+    # The offset is unknown: the window may touch one key of a block, a whole block, and one key of the next.
     (masks.sliding_window(2, 0), (4096, 4096), (64, 64), "query", np.array(0, np.int32), 3),
     (masks.prefix(100), (4096, 4096), (128, 64), "query", 0, 2),
     (masks.prefix(100) | masks.sliding_window(64, 0), (4096, 4096), (64, 64), "query", 0, 4),
@@ -203,7 +203,7 @@ def test_widths(mask, lengths, blocks, by, q_offset, width):
 @pytest.mark.parametrize("left", [0, 1, 15, 16, 17, 40])
 @pytest.mark.parametrize("blocks", [(8, 16), (16, 8), (6, 4)])
 def test_the_width_of_a_window_is_met(left, blocks):
-    """The bound is one that some list reaches, where the offset is known and lengths are no limit."""
+    """Some list reaches the bound, if the offset is known and the lengths do not limit the window."""
     for q_offset in (0, 3):
         for by in ("query", "key"):
             keep = np.arange(200)[:, None] + q_offset - np.arange(200)
@@ -225,7 +225,7 @@ def test_the_width_of_a_window_is_met(left, blocks):
     ids=["window", "segments", "block_sparse", "from_function"],
 )
 def test_long_sequences_fit(mask, limit):
-    """131,072 queries and keys are 16 GiB of pairs; limit: MiB of temporary memory."""
+    """131,072 queries and keys have 16 GiB of pairs. limit: MiB of temporary memory."""
     compiled = jit(lambda mask: mask.block_lists(1 << 17, 1 << 17, 128, 128)).lower(mask).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < limit << 20
     assert f"{1 << 17},{1 << 17}]" not in compiled.as_text()
@@ -233,7 +233,7 @@ def test_long_sequences_fit(mask, limit):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_evaluation_in_chunks(rows, monkeypatch):
-    """Chunks of so many rows of blocks, seven in all."""
+    """A chunk has `rows` rows of blocks. There are seven rows."""
     case = CASES["function"]
     monkeypatch.setattr(block_lists, "_CHUNK", B * H * BLOCKS[0] * S * rows)
     got = block_lists.counts(case.mask, Grid(T, S, *BLOCKS, jnp.zeros(1, jnp.int32), 0))
@@ -252,7 +252,7 @@ def test_64_bit_mode():
 
 
 def test_only_the_partial_blocks_that_there_are_have_bitmaps():
-    """This holds where their number is known."""
+    """Only if the number of partial blocks is known."""
     mask = masks.causal() & masks.dense(np.ones((128, 128), bool))
     assert mask.packed_partial(128, 128, 16, 16).words.shape == (9, 1, 16)
     assert jit(lambda mask: mask.packed_partial(128, 128, 16, 16))(mask).words.shape == (65, 1, 16)
@@ -262,7 +262,7 @@ def test_only_the_partial_blocks_that_there_are_have_bitmaps():
 ODD = lambda b, h, q, k: (q ^ k) % 3 == 0
 CELLS = np.ones((2, 3, 8, 8), bool)
 MOST_PARTIAL = {
-    # mask, lengths, blocks, offset: entries under a trace, one of which is no block's
+    # mask, lengths, blocks, offset: entries under a trace; one more entry belongs to no block
     "causal": (masks.causal(), (1024, 1024), (128, 128), 0, 8),
     "causal_further": (masks.causal(), (1024, 1024), (128, 128), 1, 16),
     "causal_past_end": (masks.causal(), (1024, 1000), (128, 128), 0, 16),
@@ -289,7 +289,7 @@ def test_how_many_partial_blocks_there_can_be(name):
 
 
 def test_bits_of_lists_that_are_narrow():
-    """There are no more entries than the lists have room for, of every batch entry and head, and none is lost."""
+    """There are only as many entries as the lists have room for, in all batch entries and heads, and none is lost."""
     case = cases.dilated(3) & cases.window(6, 0) & cases.block_sparse(16, 16).conservative()
     words = jax.eval_shape(lambda mask: mask.packed_partial(T, S, 4, 4), case.mask).words
     assert words.shape[0] == B * H * min(13 * 3, 12 * 3) + 1
@@ -298,7 +298,7 @@ def test_bits_of_lists_that_are_narrow():
 
 @pytest.mark.parametrize("window", [(5, 4), (5, 0), (3, 12)], ids=str)
 def test_a_block_is_live_where_one_pair_has_every_limit(window):
-    """Blocks that hold a pair of the window, and another one of the dilated mask, are dead."""
+    """A block is dead if one pair is in the window and only another pair is in the dilated mask."""
     check(cases.dilated(7) & cases.window(*window), blocks=(2, 2), with_bitmaps=False)
 
 

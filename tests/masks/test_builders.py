@@ -16,7 +16,7 @@ from tests.support.cases.masks import block_status
 
 
 def largest(scores, k):
-    """NumPy's: of equals the first, never -inf or NaN."""
+    """NumPy's top k: the first of equal scores, never -inf or NaN."""
     scores = np.where(np.isnan(scores), -np.inf, scores.astype(np.float64))
     rank = np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1, kind="stable")
     return (rank < k) & (scores > -np.inf)
@@ -45,7 +45,7 @@ def test_top_k_among():
     distance = np.arange(20)[:, None] - np.arange(20)
     want = largest(np.where((distance >= 0) & (distance <= 9), bias, -np.inf), 3)
     np.testing.assert_array_equal(got[0, 0], want)
-    # One row of bias for every query.
+    # One row of bias for all queries.
     got = masks.top_k(bias[5:6], 3).to_dense(20, 20)
     np.testing.assert_array_equal(got[0, 0], np.broadcast_to(largest(np.asarray(bias[5:6]), 3), (20, 20)))
     got = masks.top_k(bias[5:6], 3, among=masks.causal(), q_length=8, q_offset=4).to_dense(8, 20)
@@ -68,11 +68,11 @@ AMONG = {
     tiers.some_pairs(AMONG, [1, 9, 64, 129], [("lengths", 64), ("none", 1)]),
 )
 def test_one_row_among_intervals(name, k, monkeypatch):
-    """The keys are sorted once, of all queries together."""
+    """The keys are sorted once, for all queries together."""
     among, arguments = AMONG[name]
     monkeypatch.setattr(builders, "largest", None)
     for batch, heads, keys, dtype in ((2, 3, 130, "float32"), (1, 1, 64, "bfloat16"), (2, 1, 1, "float32")):
-        bias = scores_of((batch, heads, 3, keys), dtype)[:, :, 2:]  # with ties, of which most are at few values
+        bias = scores_of((batch, heads, 3, keys), dtype)[:, :, 2:]  # with ties, most of them at few values
         bias = bias.at[..., keys // 2 :].set(jnp.round(bias[..., keys // 2 :])).at[..., 0].set(jnp.nan)
         competes = np.asarray(among.to_dense(70, keys, **arguments))
         got = masks.top_k(bias, k, among=among, q_length=70, **arguments).to_dense(70, keys)
@@ -97,7 +97,7 @@ def test_threshold():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_threshold_between_two_numbers_of_16_bits(dtype):
-    """A number that 16 bits round up to the bias, and the same as an array."""
+    """A threshold that 16 bits would round up to the bias, as a number and as an array."""
     bias = jnp.full((2, 3), 0.3, dtype)
     tau = float(bias[0, 0]) - 1e-5
     for given in (tau, np.float32(tau), jnp.float32(tau)):
@@ -107,7 +107,7 @@ def test_threshold_between_two_numbers_of_16_bits(dtype):
 
 @pytest.mark.slow
 def test_ranked():
-    """A bias of one row gives a mask of ranks: the same as that of its array in every form."""
+    """A bias of one row gives a mask of ranks, which equals the mask of its array in every form."""
     bias = jax.random.normal(jax.random.key(0), (2, 3, 1, 40))
     make = lambda bias: masks.top_k(bias, 5, among=masks.causal(), q_length=30, q_offset=8)
     mask = make(bias)
@@ -137,7 +137,7 @@ def test_top_k_blocks():
 
 
 def test_mixture_of_block_attention():
-    """A query block's own block, and the best of those before it: 3 in all."""
+    """A query block's own block, and the best blocks before it: 3 in all."""
     scores = jnp.asarray(np.random.default_rng(1).standard_normal((3, 8, 8)), jnp.float32)
     mask = masks.top_k_blocks(scores, 3, 16, among=masks.causal(), always=masks.sliding_window(0, 0))
     row, column = np.ogrid[:8, :8]
@@ -149,7 +149,7 @@ def test_mixture_of_block_attention():
 
 
 def test_blocks_that_always_come_first_are_among_those_that_compete():
-    """Blocks of 8 queries and 16 keys; `always` also has blocks past the diagonal, which takes nobody's place."""
+    """Blocks of 8 queries and 16 keys. `always` also has blocks past the diagonal, which count for nothing."""
     scores, among, always = scores_of((3, 8, 4)), masks.causal(), masks.prefix(1) | masks.sliding_window(0, 20)
     mask = masks.top_k_blocks(scores, 2, (8, 16), among=among, always=always)
     live = [block_status(np.asarray(x.to_dense(64, 64)), 8, 16)[0][0] for x in (among, always)]
@@ -298,7 +298,7 @@ def test_bad_input(name):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("keys", "k"), [(100, 7), (257, 256), (64, 1), (300, 100)])
 def test_top_k_by_search(dtype, keys, k, monkeypatch):
-    """Many unsorted scores give the same keys: with ties, both zeros, infinities and rows of few scores."""
+    """The search in unsorted scores gives the same keys: with ties, both zeros, infinities and short rows."""
     x = np.random.default_rng(0).standard_normal((2, 3, 6, keys))
     x[0] = np.round(x[0])
     x[0, 0, 1, 5] = np.inf
@@ -313,7 +313,7 @@ def test_top_k_by_search(dtype, keys, k, monkeypatch):
 
 
 def test_the_search_takes_rows_of_fewer_than_k():
-    """A row's length may be a symbol, which tells nothing of k."""
+    """A row's length may be a symbol, whose relation to k is unknown."""
     bias = jnp.asarray([[1.0, -jnp.inf, 2.0], [-jnp.inf] * 3, [3.0, 3.0, 0.0]])
     got = masks_largest._by_search(bias, 5, 31)
     np.testing.assert_array_equal(got, [[True, False, True], [False] * 3, [True] * 3])

@@ -1,4 +1,4 @@
-"""The limits of a call: what `joined` makes of them, and how many keys count, past which may stand anything."""
+"""The limits of a call: the result of `joined`, and the number of keys that count, past which any value may follow."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The algebra of masks: elements, JAX's transformations, what masks look like, and bad input."""
+"""The algebra of masks: elements, JAX's transformations, the text forms of masks, and bad input."""
 
 import os
 import re
@@ -20,7 +20,7 @@ IDS = np.array([[0, 0, 1, 1, -1]], np.int32)
 
 @pytest.mark.parametrize("name", CASES)
 def test_elements(name):
-    """At random places, of the dense form's values."""
+    """Compares random elements with the dense form."""
     random = np.random.default_rng(1)
     b, h, q, k = (random.integers(0, size, 300, np.int32) for size in (B, H, T, S))
     offset = np.array([3, -8], np.int32)
@@ -39,7 +39,7 @@ def test_rows(name):
 
 
 def test_elements_in_a_kernel():
-    """Arithmetic masks capture nothing; the leaves of others are what the kernel reads them through."""
+    """Arithmetic masks capture nothing. A kernel reads other masks through their leaves."""
     mask = masks.causal() & masks.sliding_window(6, None) & masks.segments(np.arange(16, dtype=np.int32)[None] // 5)
     leaves, structure = jax.tree.flatten(mask)
 
@@ -63,7 +63,7 @@ def test_masks_are_pytrees():
     def mask(n, ids=IDS):
         return masks.causal() & masks.segments(ids) | masks.prefix(jnp.int32(n)) & ~masks.dilated(2)
 
-    # Equal structure is one trace, whatever the arrays; another number that is structure is another.
+    # Equal structure has one trace, for any arrays. Another static number makes another structure.
     for ids in (IDS, IDS + 1):
         for n in (1, 4):
             np.testing.assert_array_equal(counts(mask(n, ids)), mask(n, ids).block_lists(5, 5, 2, 2).partial_count)

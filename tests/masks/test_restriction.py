@@ -1,4 +1,4 @@
-"""Masks of a whole sequence in a call that has some of its tokens: pairs, blocks and the steps of a ring."""
+"""Masks of a whole sequence in a call with some of its tokens: pairs, blocks and the steps of a ring."""
 
 import functools
 
@@ -41,7 +41,7 @@ def of_step(mask, index, *, layout, step, blocks):
 
 
 def any_all(keep, block_q, block_kv):
-    """Whether a block keeps any pair, and all pairs that it would have before the end."""
+    """(whether a block keeps any pair, whether it keeps all its pairs before the end)."""
     pads = (0, 0), (0, 0), (0, -keep.shape[2] % block_q), (0, -keep.shape[3] % block_kv)
     cut = lambda fill: np.pad(keep, pads, constant_values=fill)
     split = lambda x: x.reshape(*x.shape[:2], -1, block_q, x.shape[3] // block_kv, block_kv)
@@ -52,7 +52,7 @@ def any_all(keep, block_q, block_kv):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in MASKS])
 def test_pairs_and_blocks_of_a_step(name, layout, blocks):
-    """Blocks of one piece are exact, those of two may be partial; lists and bits have room for all."""
+    """The blocks of one piece are exact. Blocks of two pieces may be partial. Lists and bits have room for all."""
     ring = Layout(name=layout, devices=DEVICES, length=TOKENS // DEVICES, left=None, right=None)
     dense = np.asarray(MASKS[name].to_dense(TOKENS, TOKENS))
     for index, step in ((2, 1), (0, 1)):
@@ -71,7 +71,7 @@ def test_pairs_and_blocks_of_a_step(name, layout, blocks):
 
 
 def test_window_of_a_step_has_short_lists():
-    """Under jit a step's lists are as long as the window, not as the device's tokens."""
+    """Under jit a step's lists have the length of the window, not of the device's tokens."""
     ring = Layout(name="zigzag", devices=4, length=2048, left=None, right=None)
     mask = masks.causal() & masks.sliding_window(100, 0)
 
@@ -95,7 +95,7 @@ DEAD = {
     "cells and more": masks.block_sparse(jnp.eye(8, dtype=bool), 12) & masks.causal() | masks.sliding_window(0, 0),
     "function": masks.from_function(lambda b, h, q, k, size: q // size == k // size, jnp.int32(24)),
 }
-# What is not known: with arrays that are traced, of functions, and of distances that are left out.
+# Unknown while tracing: steps under traced arrays, functions, or excluded distances.
 UNKNOWN = {("odd", "striped"), ("cells", True), ("cells and more", True), ("function", True), ("function", False)}
 
 

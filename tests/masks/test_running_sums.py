@@ -1,4 +1,4 @@
-"""Running sums: of every length the same as NumPy's."""
+"""Running sums equal NumPy's at every length."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Arguments of a wrong kind: errors of meshes, texts and batches name the argument, its value and the wanted one."""
+"""Arguments of a wrong type: errors of meshes, texts and batches name the argument, its value and the wanted type."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""The names that `from jax_kernels.models import *` gives."""
+"""The names of `from jax_kernels.models import *`."""
 
 import inspect
 

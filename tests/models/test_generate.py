@@ -28,11 +28,11 @@ def prompts():
 
 
 def step_by_step(model, choose):
-    """The tokens that choose(logits [V], number) takes after each prompt, by full forwards."""
+    """The tokens chosen by choose(logits [V], number) after each prompt, by full forwards."""
     forward = nnx.jit(lambda model, tokens: model(tokens))
     found = []
     for prompt, length in zip(prompts(), LENGTHS, strict=True):
-        tokens = np.zeros((1, max(LENGTHS) + NEW), np.int32)  # causal: what follows is without effect
+        tokens = np.zeros((1, max(LENGTHS) + NEW), np.int32)  # causal: later tokens have no effect
         tokens[0, :length] = prompt[:length]
         for i in range(NEW):
             tokens[0, length + i] = choose(np.asarray(forward(model, tokens))[0, length + i - 1], i)
@@ -45,7 +45,7 @@ def test_the_likeliest_tokens_of_prompts_of_different_lengths(model):
     got = model.generate(prompts(), NEW, temperature=0, lengths=jnp.array(LENGTHS))
     assert got.dtype == jnp.int32
     np.testing.assert_array_equal(got, want)
-    # What stands in the padding is without effect, and one token draws no less than one of the k likeliest.
+    # The padding has no effect. Sampling with k = 1 gives the most likely tokens.
     other = np.where(np.arange(7) < np.array(LENGTHS)[:, None], prompts(), 1)
     again = model.generate(other, NEW, 0.7, 1, lengths=jnp.array(LENGTHS), key=jax.random.key(3))
     np.testing.assert_array_equal(again, want)
@@ -142,12 +142,12 @@ def test_from_logits_that_are_nan_no_token_is_drawn(model):
     np.testing.assert_array_equal(got[0], want[0])
     assert (got[1:] == -1).all()
     assert (np.asarray(draw(model, tokens, 7))[1] == 7).all()
-    # Ids of the padding do not count.
+    # Token ids in the padding do not count.
     lengths = jnp.array(LENGTHS)
     padded = np.where(np.arange(7) < np.array(LENGTHS)[:, None], prompts(), -100)
     want = model.generate(prompts(), 3, 0, lengths=lengths)
     np.testing.assert_array_equal(model.generate(padded, 3, 0, lengths=lengths), want)
-    # Parameters that are lost give such logits, too.
+    # Parameters that are NaN also give such logits.
     nnx.update(model, jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), nnx.state(model, nnx.Param)))
     assert (np.asarray(model.generate(prompts(), 3, 0)) == -1).all()
 

@@ -39,7 +39,7 @@ def distance(got, want):
 def test_loss_and_gradients(options):
     with jax.default_matmul_precision("highest"):
         want, wanted = loss_and_gradient(PLAIN)
-    # The rounding of bfloat16 by plain JAX is the measure.
+    # The rounding error of bfloat16 in plain JAX is the measure.
     near, nearly = loss_and_gradient(dataclasses.replace(PLAIN, dtype="bfloat16"))
     got, gradients = loss_and_gradient(dataclasses.replace(CONFIG, **options))
     assert abs(got - want) < 1.5 * abs(near - want) + 1e-3
@@ -77,7 +77,7 @@ MESHES = [
 @pytest.mark.skipif(DEVICES < 2, reason=f"needs two NVIDIA GPUs, found {DEVICES}")
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_a_mesh_trains_as_one_gpu_does(axes):
-    """Three steps of SGD, whose second and third losses depend on all gradients before them."""
+    """Three steps of SGD. The second and third losses depend on all earlier gradients."""
     if (count := int(np.prod(list(axes.values())))) > DEVICES:
         pytest.skip(f"needs {count} NVIDIA GPUs, found {DEVICES}")
     batch = jax.random.randint(jax.random.key(0), (4, 1024), 0, CONFIG.vocab_size)

@@ -1,4 +1,4 @@
-"""The Transformer: its parameters by name, decoding, recomputation, gradients by the input, its config's checks."""
+"""The Transformer: its parameters by name, decoding, rematerialisation, gradients by the input, its config's checks."""
 
 import dataclasses
 import re
@@ -28,7 +28,7 @@ def tokens():
 
 
 def plain(config, parameters, tokens):
-    """The forward that the docstring describes, in float64 NumPy from flat_parameters alone."""
+    """The forward of the docstring, in float64 NumPy from flat_parameters alone."""
     p = {name: np.asarray(array, np.float64) for name, array in parameters.items()}
     norm = lambda x, scale: x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * scale
     half = config.head_dim // 2
@@ -127,7 +127,7 @@ def test_no_token_sees_a_later_one():
 
 @pytest.mark.slow
 def test_remat_changes_no_gradient():
-    """Each policy computes less again than the one before: products are counted in the compiled gradient."""
+    """Each policy rematerialises less than the policy before it. The test counts matmuls in the compiled gradient."""
     loss = lambda transformer: (transformer(tokens()) ** 2).mean()
     gradient, products = nnx.jit(nnx.grad(loss)), {}
     want = gradient(model())
@@ -176,7 +176,7 @@ def test_embeddings_instead_of_tokens():
     loss = lambda transformer, embeddings: (transformer(embeddings=embeddings) ** 2).mean()
     value, gradient = nnx.jit(nnx.value_and_grad(loss, argnums=1))(transformer, embeddings)
     np.testing.assert_allclose(value, (forward(transformer, tokens()) ** 2).mean(), rtol=1e-6)
-    # Along a direction the gradient is the slope of the loss.
+    # The gradient along a direction is the slope of the loss.
     direction = jax.random.normal(jax.random.key(2), embeddings.shape) * 1e-3
     slope = (
         nnx.jit(loss)(transformer, embeddings + direction) - nnx.jit(loss)(transformer, embeddings - direction)
@@ -196,7 +196,7 @@ def test_bfloat16_compute_has_float32_logits_and_parameters():
     ("scaling", "dtype"), [(None, "bfloat16"), pytest.param("block", "float16", marks=pytest.mark.slow)]
 )
 def test_products_of_8_bits(scaling, dtype):
-    """Parameters, and their initial values, are those of the model without."""
+    """Parameters, and their initial values, equal the model's without 8 bits."""
     plain, eight = (model(num_layers=1, dtype=dtype, **x) for x in ({}, {"precision": "fp8", "scaling": scaling}))
     params = nnx.state(eight, nnx.Param)
     assert jax.tree.structure(params) == jax.tree.structure(nnx.state(plain, nnx.Param))
@@ -222,7 +222,7 @@ def test_all_products_of_the_blocks_have_8_bits():
         graphdef, state = nnx.split(model(**changes))
         return nnx.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens)).lower(state, tokens()).as_text()
 
-    # x and the weights of q, k, v, out, down, and of gate and up, which share their x. All blocks are one function.
+    # x and the weights of q, k, v, out, down, and of gate and up, which have the same x. All blocks are one function.
     calls = re.findall(r"-> tensor<\S+xf8E4M3FN>$", program(precision="fp8"), re.MULTILINE)
     assert len(calls) == 2 * 5 + 3
     assert "f8E4M3FN" not in program()
@@ -236,7 +236,7 @@ def test_decoding_in_8_bits_by_rows_equals_the_full_forward():
         out, cache = step(transformer, tokens()[:, chunk], cache)
         outs.append(out)
     got, want = jnp.concatenate(outs, axis=1), forward(transformer, tokens())
-    assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)  # a last bit may turn one of 8 bits
+    assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)  # a last bit may change an 8-bit value
 
 
 def test_config_fills_its_defaults():
@@ -317,7 +317,7 @@ def test_a_named_implementation_reaches_its_products(name, precision):
 
 
 def test_8_bits_are_emulated_on_request():
-    """A GPU without products of 8 bits is given a program where "xla" is named for all products."""
+    """A GPU without 8-bit matmuls gets a program only if "xla" is named for all matmuls."""
     names = ("implementation", "mlp_implementation", "projection_implementation")
     xla, eight = dict.fromkeys(names, "xla"), {"dtype": "bfloat16", "precision": "fp8"}
     got, want = (forward(model(**options | xla), tokens()) for options in (eight, {"dtype": "bfloat16"}))

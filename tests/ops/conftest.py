@@ -8,7 +8,7 @@ from tests.support.oracles.attention import live
 
 @pytest.fixture(scope="session")
 def check_dead():
-    """Checks that queries without a key and keys without a query have exact zeros, and lse = -inf or the sink."""
+    """Checks that queries without a key and keys without a query have exact zeros, and lse = -inf or the sink's."""
 
     def check(case, got):
         keep = live(case)

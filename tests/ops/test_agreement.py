@@ -1,6 +1,6 @@
-"""Small calls of any kind: every implementation that can serve here gives what float64 gives, forward and backward.
+"""Small random calls: every implementation that can serve a call here equals float64, forward and backward.
 
-The suite draws a few calls. JAX_KERNELS_EXAMPLES=2000 draws that many for each op and implementation, at random::
+The suite draws a few calls. JAX_KERNELS_EXAMPLES=2000 draws 2000 random calls for each op and implementation::
 
     JAX_KERNELS_EXAMPLES=2000 python -m pytest tests/ops/test_agreement.py --timeout 36000
 """
@@ -27,10 +27,10 @@ EPS = float(jnp.finfo(jnp.float32).eps)
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of flash_attention: what an AttentionCase has that the oracle reads, and its arrays.
+    """A call of flash_attention: the fields of an AttentionCase that the oracle reads, and its arrays.
 
-    traced: the names of arguments that are given as tracers, where they are arrays. past: what key and value hold past
-    kv_lengths. lengths_as_mask: whether kv_lengths are given as masks.prefix.
+    traced: names of the array arguments that are passed as tracers. past: the value in key and value past kv_lengths.
+    lengths_as_mask: whether kv_lengths are passed as masks.prefix.
     """
 
     seed: int
@@ -59,7 +59,7 @@ class Call:
     past: float
     traced: frozenset[str]
     pattern: None = None
-    garbage: bool = False  # arrays has zeros there
+    garbage: bool = False  # arrays has zeros past the lengths
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -76,7 +76,7 @@ class Call:
 
     @property
     def is_past(self) -> np.ndarray:
-        """[B, S, 1, 1]."""
+        """Whether a key is past its length: [B, S, 1, 1]."""
         lengths = np.full(self.batch, self.kv_length) if self.kv_lengths is None else np.asarray(self.kv_lengths)
         return (np.arange(self.kv_length) >= lengths[:, None])[..., None, None]
 
@@ -86,7 +86,7 @@ class Call:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of flash_attention beside query, key and value, in NumPy."""
+        """The arguments of flash_attention in NumPy, without query, key and value."""
         random = np.random.default_rng([self.seed, 1])
         found: dict[str, Any] = dict.fromkeys(("bias", "mask", "sinks", "segment_ids"))
         if self.bias is not None:
@@ -151,7 +151,7 @@ def calls(draw, implementation):
 
 
 def run(call: Call, implementation: str) -> dict[str, Any]:
-    """out, lse, and dq, dk, dv, dbias and dsinks where there are any."""
+    """out, lse, and dq, dk, dv, dbias and dsinks if they exist."""
     query, key, value, dout, dlse = call.arrays
     past = np.asarray(call.past, key.dtype)
     primals = {"query": query, "key": np.where(call.is_past, past, key), "value": np.where(call.is_past, past, value)}
@@ -180,9 +180,9 @@ def run(call: Call, implementation: str) -> dict[str, Any]:
 
 
 def bounds(call: Call, query, key, value, dout, dlse) -> dict[str, float]:
-    """How far each result may be from the right one: roundings of what goes into its sums, which are of magnitude 1.
+    """Error bound of each result: the roundings of the terms of its sums. The terms have magnitude 1.
 
-    Scores have the error of float32 products, which is a relative one of probabilities.
+    A score has the error of a float32 matmul, which is a relative error of its probability.
     """
     size = lambda x: float(np.abs(np.asarray(x).astype(np.float64)).max())
     scale, rows = call.head_dim**-0.5, call.q_length * call.heads // call.kv_heads
@@ -213,7 +213,7 @@ def check(call: Call, implementation: str) -> None:
 
 
 def settings(examples: int) -> Any:
-    """A few examples, the same ones each time; or so many as JAX_KERNELS_EXAMPLES says."""
+    """Draws JAX_KERNELS_EXAMPLES random examples if it is set; otherwise a few examples, the same every time."""
     return hypothesis.settings(max_examples=EXAMPLES or examples, derandomize=not EXAMPLES, deadline=None)
 
 
@@ -225,14 +225,14 @@ def check_all(strategy, check, examples, implementation, monkeypatch):
     @hypothesis.given(strategy)
     def any_call(call):
         check(call, implementation)
-        if EXAMPLES:  # each is a program of its own, of which a process holds only so many
+        if EXAMPLES:  # each call compiles a program, and a process can hold only a limited number
             jax.clear_caches()
 
     any_call()
 
 
 def in_tiers(examples: dict[str, tuple[int, int]]) -> list[Any]:
-    """For each implementation how many examples `make test` draws, and how many `make test-all` draws besides it."""
+    """examples: for each implementation, the number of examples of `make test`, and of `make test-all` in addition."""
     marks = ((), pytest.mark.slow)
     return [
         pytest.param(name, count, marks=mark)

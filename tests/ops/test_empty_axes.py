@@ -34,7 +34,7 @@ SIZES = {
     "heads": (2, 3, 5, 0, 0),
     "query_heads": (2, 3, 5, 0, 2),
 }
-# The cases of self-attention, whose queries are its keys.
+# The cases of self-attention, whose keys belong to the same tokens as its queries.
 SELF = {"batch": (0, 8, 8, 4, 2), "tokens": (2, 0, 0, 4, 2), "heads": (2, 8, 8, 0, 0)}
 PATTERN = {"segment_lengths": (4, 8), "dilation_rates": (1, 2)}
 
@@ -75,7 +75,7 @@ def ids(*shape):
 def options_of(sizes):
     """Arguments of flash_attention by the names of the cases."""
     batch, queries, keys, heads, _ = sizes
-    slopes, numbers = jnp.ones(heads), jnp.ones(batch)  # JAX traces no lookup in them where they are empty
+    slopes, numbers = jnp.ones(heads), jnp.ones(batch)  # JAX traces no look-up in an empty array
     return {
         "plain": {},
         "causal": {"is_causal": True, "window": (2, 0), "softcap": 3.0, "scale": -1.0},
@@ -98,7 +98,7 @@ def test_flash_attention(sizes, option):
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_sinks(sizes):
-    """Without keys the sink is all of the softmax: lse is its logit, and passes its cotangent on to the sink."""
+    """Without keys the sink is the whole softmax: lse is its logit, and its cotangent goes to the sink."""
     batch, queries, keys, heads, _ = sizes
     sinks, given = jnp.arange(heads, dtype=jnp.float32), arrays(sizes)
     call = lambda *given, sinks=sinks: flash_attention(*given, sinks=sinks, return_lse=True)
@@ -122,7 +122,7 @@ def test_gradients_of_arrays(sizes):
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_plans(sizes):
-    """Dispatch passes to plain JAX and says why, also where a kernel is named."""
+    """Dispatch falls back to plain JAX and says why, even if a kernel is named."""
     given = arrays(sizes, jnp.bfloat16, value_dim=16)
     given = [jnp.concatenate([x] * 4, axis=-1) for x in given]
     with dispatch.on_device("h200"):
@@ -152,7 +152,7 @@ def test_by_name(sizes, implementation, monkeypatch):
 
 
 def test_no_mapped_calls(monkeypatch):
-    """A vmap over an axis of length 0 of calls that kernels serve."""
+    """A vmap over an axis of length 0, of calls that kernels serve."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     x = jnp.ones((0, 1, 16, 2, 16), jnp.bfloat16)
     attend = functools.partial(flash_attention, implementation="triton")
@@ -311,7 +311,7 @@ def test_compile_attention():
 
 
 def test_masks_of_traced_floats_stay_checked():
-    """Values other than 0 and 1 make the result NaN, also where there is no key."""
+    """Values except 0 and 1 make the result NaN, also where there is no key."""
     given = arrays(SIZES["keys"])
     attend = jax.jit(lambda mask: flash_attention(*given, mask=mask))
     assert not np.asarray(attend(jnp.ones((3, 1)))).any()

@@ -1,4 +1,4 @@
-"""Forward mode and second derivatives of every op by "xla": against JAX's of plain code in float64."""
+"""Forward mode and second derivatives of every op by "xla", against JAX's derivatives of plain code in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ WEIGHTS = quantize(W, "int4", axis=-2, group_size=32)
 
 
 def _attention(query, key, value, keep, bias=0.0, sinks=None, softcap=None, modify=lambda scores: scores):
-    """(out, lse) in the inputs' precision; rows without a key have out 0, and an lse of 0 here."""
+    """(out, lse) in the inputs' precision. Rows without a key have out 0, and here lse 0."""
     scores = jnp.einsum("bthd,bshd->bhts", query, key) / 2
     scores = modify(scores if softcap is None else softcap * jnp.tanh(scores / softcap)) + bias
     scores = jnp.where(keep, scores, -jnp.inf)
@@ -50,7 +50,7 @@ def _attention(query, key, value, keep, bias=0.0, sinks=None, softcap=None, modi
 
 
 def _both(result):
-    """out and lse as one array, without the lse of rows that have no key."""
+    """out and lse as one array. Rows without a key count lse as 0."""
     out, lse = result
     return out + jnp.where(jnp.isneginf(lse), 0, lse).swapaxes(1, 2)[..., None]
 
@@ -69,7 +69,7 @@ CAUSAL = TOKENS[:, None] >= TOKENS
 BEHIND = TOKENS[:, None] > TOKENS  # the first query has no key
 LOWER_BLOCKS = np.kron(np.tril(np.ones((2, 2), bool)), np.ones((4, 4), bool))
 silu, gelu = jax.nn.silu, lambda x: jax.nn.gelu(x, approximate=False)
-# The op, the same in plain jnp, and the arrays.
+# The op, the same function in plain jnp, and the arrays.
 CASES = {
     "matmul": (
         lambda x, w, bias, residual: matmul(x, w, bias=bias, activation="gelu", residual=residual),
@@ -143,7 +143,7 @@ CASES = {
 
 
 def derivatives(function, arrays, directions):
-    """The value, and the derivatives along the directions: the first, and the second in three ways."""
+    """The value, the first derivative along the directions, and the second derivative in three ways."""
     loss = lambda arrays: jnp.sin(function(*arrays)).sum()
     along = lambda slopes: sum((x * y).sum() for x, y in zip(slopes, directions, strict=True))
 
@@ -200,7 +200,7 @@ def test_transforms():
 
 
 def test_tangents_of_8_bits():
-    """As if rounding changed nothing: products of the tangents with the numbers that 8 bits have."""
+    """Rounding counts as the identity: matmuls of the tangents with the dequantized values."""
     tangents = _normal(5, 16), _normal(16, 8)
     _, got = jax.jvp(lambda x, w: matmul(x, w, precision="fp8"), (X, W), tangents)
     x, w = (np.float64(dequantize(quantize(y, scaling="tensor"))) for y in (X, W))

@@ -1,4 +1,4 @@
-"""Options that are numbers: Python's, NumPy's and known arrays without axes give the same; traced ones raise."""
+"""Options that are numbers: Python's, NumPy's and known 0-d arrays give equal results; traced numbers raise."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The machinery that ops share, by an op of two lines."""
+"""The machinery that all ops use, tested with an op of two lines."""
 
 import dataclasses
 import functools
@@ -112,7 +112,7 @@ def test_under_defaults():
 
 @pytest.mark.parametrize("name", ["matmul", "gated_matmul", "mlp", "rms_norm", "flash_attention", "dilated_attention"])
 def test_second_derivatives(name, monkeypatch):
-    """By kernels there is a clear error, as for forward mode; test_forward_mode.py has the values of those by XLA."""
+    """Kernels raise a clear error, as for forward mode. test_forward_mode.py has the values by XLA."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     x = jax.random.normal(jax.random.key(0), (16, 16), jnp.bfloat16)
     heads = x.reshape(1, 8, 2, 16)
@@ -150,7 +150,7 @@ def test_second_derivatives(name, monkeypatch):
 
 
 def test_gradients_of_mapped_kernel_calls(monkeypatch):
-    """The gradient of a vmap of a kernel's call, whose tangents vmap maps, equals each call's gradient."""
+    """The gradient of a vmap of a kernel call, with mapped tangents, equals each call's gradient."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((3, 5, 32), (32, 16))))
     calls = {

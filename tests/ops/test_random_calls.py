@@ -1,6 +1,6 @@
-"""Random calls: a GPU's kernels give what XLA gives in float32, and every GPU's compile.
+"""Random calls: a GPU's kernels equal XLA in float32, and the kernels of every GPU compile.
 
-JAX_KERNELS_EXAMPLES=200 draws that many calls of each kind. A call is drawn again by its number::
+JAX_KERNELS_EXAMPLES=200 draws 200 calls of each kind. A call is drawn again by its number::
 
     JAX_KERNELS_EXAMPLES=200 python -m pytest -m gpu tests/ops/test_random_calls.py -n 12
 """
@@ -31,7 +31,7 @@ def test_a_gpu_agrees_with_xla_in_float32(kind, number):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", random_calls.KINDS)
 def test_the_calls_themselves_are_right(kind):
-    """XLA gives the same in their own dtype."""
+    """XLA gives equal results in the call's dtype."""
     random_draws.check(random_calls.drawn(kind, 1))
 
 
@@ -53,11 +53,11 @@ def test_an_error_is_found():
         (kind, gpu)
         for kind in random_calls.KINDS
         for gpu in ("h200", "a100", "rtx4090")
-        if (kind, gpu) != ("eight_bits", "a100")  # which has no such products
+        if (kind, gpu) != ("eight_bits", "a100")  # no 8-bit matmuls
     ],
 )
 def test_they_compile(kind, gpu):
-    """Each kind has a process of its own, as an instruction that the architecture lacks can end it."""
+    """Each kind has its own process, as an instruction that the architecture lacks can end the process."""
     numbers = range(EXAMPLES or 6)
     done = forked.run(__file__, kind, gpu, *map(str, numbers), env={}, timeout=compile_case.TIMEOUT + 20 * EXAMPLES)
     assert done.returncode == 0, done.stderr[-3000:]

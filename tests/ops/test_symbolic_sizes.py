@@ -1,4 +1,4 @@
-"""jax.export with symbolic sizes: "xla" serves them, and a named kernel raises an error that says what to do."""
+"""jax.export with symbolic sizes: "xla" supports them, and a named kernel raises an error with advice."""
 
 import functools
 
@@ -28,7 +28,7 @@ def masked(q, **options):
     return jk.flash_attention(q, q, q, mask=masks.causal() & masks.dilated(2), **options)
 
 
-# The op, the shapes of its arrays with "b" for the symbolic size, and the field that the error names.
+# The op, the shapes of its arrays with "b" for the symbolic size, and the dimension that the error names.
 CASES = {
     "flash": (attend, ["b, 16, 2, 8"], "batch"),
     "flash_length": (attend, ["2, b, 2, 8"], "q_length"),
@@ -51,7 +51,7 @@ def structs(shapes):
 
 @pytest.mark.parametrize("name", tiers.cases(CASES, ["flash", "dilated", "matmul", "rms_norm"]))
 def test_without_a_name_xla_serves_them(name):
-    """Planned for a GPU, forward and gradients, for all sizes of one program."""
+    """Planned for a GPU, forward and gradients. One program serves all sizes."""
     op, shapes, _ = CASES[name]
 
     def run(*arrays):
@@ -71,7 +71,7 @@ def test_without_a_name_xla_serves_them(name):
 
 
 def attend_with(*names, **options):
-    """flash_attention with the arrays from the fourth on under these names."""
+    """flash_attention whose arrays from the fourth on have these names."""
     return lambda q, k, v, *arrays: jk.flash_attention(q, k, v, **dict(zip(names, arrays, strict=True)), **options)
 
 
@@ -119,7 +119,7 @@ WITH_ARRAYS |= {
 
 
 def drawn(texts, sizes):
-    """Arrays with the dtypes and shapes that the texts say. sizes: of the symbols."""
+    """Random arrays with the dtypes and shapes of the texts. sizes: the values of the symbols."""
     random, arrays = np.random.default_rng(0), []
     for dtype, _, text in (text.partition(" ") for text in texts):
         shape = [sizes.get(x) or int(x) for x in text.split(", ")]
@@ -132,7 +132,7 @@ def drawn(texts, sizes):
     "name", tiers.cases(WITH_ARRAYS, ["all", "dynamic_mask_of_key_heads", "decode", "top_k_among"])
 )
 def test_arrays_of_scores_and_segments_have_symbolic_sizes(name):
-    """Forward and gradients, for a batch and lengths of 1 as for longer ones."""
+    """Forward and gradients, for a batch and lengths of 1 and for larger sizes."""
     op, texts = WITH_ARRAYS[name]
     floats = tuple(i for i, text in enumerate(texts) if text.startswith("float32"))
 

@@ -1,4 +1,4 @@
-"""Integer arguments of every dtype: traced ones that int32 may not hold are narrowed without two ids becoming one."""
+"""Integer arguments of every dtype. Traced integers are narrowed to int32; different ids stay different."""
 
 import functools
 
@@ -13,7 +13,7 @@ from jax_kernels.models.training.losses import linear_cross_entropy
 from jax_kernels.models.training.packing import packed
 
 FAR = 1 << 32
-# Ids that a cast to int32 would make equal, or negative; and the same documents with small ids.
+# Ids that a cast to int32 would make equal or negative, and the same documents with small ids.
 WIDE = np.array([[5, 5, 5 + FAR, 5 + FAR, 1 << 31, -1 - FAR, FAR - 1, 2 - FAR]])
 SMALL = np.array([[0, 0, 1, 1, 2, -1, 3, -1]], np.int32)
 assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
@@ -44,7 +44,7 @@ def test_traced_ids_of_64_bits(op):
         assert_close(got, jax.jit(OPS[op])(SMALL))
         if op in ("flash", "mask"):
             assert_close(jax.vmap(OPS[op])(jnp.asarray(WIDE)[None])[0], got)
-        if op == "ring":  # in a shard_map they are never known
+        if op == "ring":  # in a shard_map ids are never known
             return
         with pytest.raises(ValueError, match=r"(segment_ids|q_ids): got values up to \d+, want int32"):
             OPS[op](WIDE)
@@ -72,7 +72,7 @@ def test_ids_of_different_dtypes():
 
 
 def test_shards_compare_their_ids():
-    """Equal ids of two devices stay equal, and different ones stay different, as ids of one array do."""
+    """Across two devices, equal ids stay equal and different ids stay different, as within one array."""
     ids = np.array([[[9, 9, FAR + 9, -1]], [[FAR + 9, 3, 9, 3]]])
     with jax.enable_x64(True):
         narrow = lambda x: checks.ids(("ids",), (x,), "ids", axis_name="devices")[0]
@@ -96,7 +96,7 @@ def test_block_tables(dtype):
 
 @pytest.mark.parametrize("dtype", ["int64", "uint32", "uint8", "int16"])
 def test_targets(dtype):
-    """Ids that int32 does not hold are outside of the vocabulary, on the side on which they are."""
+    """Ids beyond int32 are outside of the vocabulary, on the same side as before."""
     w = jnp.asarray(np.random.default_rng(2).standard_normal((8, 300)), jnp.float32)
     loss = functools.partial(linear_cross_entropy, X[0, :4, 0], w)
     with jax.enable_x64(dtype == "int64"):

@@ -1,4 +1,4 @@
-"""Arrays of 2 to 4 GiB: Triton's kernels reach elements of 2 and 4 bytes, and are kept from elements of 1 byte."""
+"""Arrays of 2 to 4 GiB: Triton's kernels reach elements of 2 and 4 bytes, and never get elements of 1 byte."""
 
 import functools
 import gc
@@ -21,7 +21,7 @@ GIB = 1 << 30
 
 
 def test_reaches():
-    """Offsets are signed 32-bit numbers of elements up to 4 GiB, and 64-bit ones beyond."""
+    """Offsets are signed 32-bit element counts up to 4 GiB, and 64-bit counts beyond."""
     for itemsize in (2, 4):
         assert all(tensors.reaches(size * GIB // itemsize, itemsize) for size in (1, 2, 3, 4, 5, 16))
     assert [tensors.reaches(int(size * GIB), 1) for size in (2, 2.5, 3.9, 4, 4.5)] == [True, False, False, False, True]
@@ -63,7 +63,7 @@ def test_passes_over_bools_out_of_reach():
 
 @pytest.mark.parametrize("with_lengths", [False, True])
 def test_values_of_8_bits_by_xla(with_lengths, monkeypatch):
-    """The values of fp8 attention that Triton does not reach are the same, transposed by XLA."""
+    """fp8 attention's values that Triton cannot reach are equal when XLA transposes them."""
     value = jax.random.normal(jax.random.key(0), (2, 200, 3, 72), jnp.float32).astype(jnp.float8_e4m3fn)
     lengths = jnp.array([130, -5]) if with_lengths else None
     transposed = functools.partial(fp8_values.transposed, interpret=True)
@@ -74,7 +74,7 @@ def test_values_of_8_bits_by_xla(with_lengths, monkeypatch):
 
 
 def test_bias_gradient_under_a_mask_out_of_reach(monkeypatch):
-    """The kernels read the words of a bool mask, in place of its bools."""
+    """The kernels read the packed words of a bool mask instead of its bools."""
     random = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.bfloat16)
     query, bias, mask = normal(1, 70, 2, 64), normal(1, 2, 70, 70), jnp.asarray(random.random((1, 2, 70, 70)) < 0.5)
@@ -113,7 +113,7 @@ def _normal(*shape, dtype=jnp.bfloat16, seed=0):
 
 
 def _last(call, x, rows, *others):
-    """The last rows of call over all of x, and call over these rows alone."""
+    """(the last rows of call over all of x, the result of call over these rows only)."""
     both = jax.jit(call)(x, *others)[-rows:], jax.jit(call)(x[-rows:], *others)
     return [np.asarray(y, np.float32) for y in both]
 
@@ -122,7 +122,7 @@ def _last(call, x, rows, *others):
 @pytest.mark.parametrize("size", [2.5, 3.9])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_large_arrays(size, dtype):
-    """Norms, products and attention by Triton over arrays of 2.5 and 3.9 GiB are right at their ends."""
+    """Norms, matmuls and attention by Triton over arrays of 2.5 and 3.9 GiB are right at their ends."""
     elements = int(size * GIB) // jnp.dtype(dtype).itemsize
     options = {} if dtype == "bfloat16" else {"precision": "tf32"}
     x, ones = _normal(elements // 4096, 4096, dtype=dtype), jnp.ones(4096, dtype)
@@ -142,7 +142,7 @@ def test_large_arrays(size, dtype):
 
 @pytest.mark.gpu
 def test_large_arrays_of_bytes():
-    """An 8-bit output, a mask and values of 2.5 GiB are right at their ends, by whatever dispatch picks."""
+    """An 8-bit output, a mask and values of 2.5 GiB are right at their ends, in any implementation dispatched."""
     x = _normal(int(2.5 * GIB) // 4096, 4096)
     quantized = lambda x: rms_norm(x, quantize="e4m3").values.astype(jnp.bfloat16)
     np.testing.assert_array_equal(*_last(quantized, x, 300))
@@ -156,7 +156,7 @@ def test_large_arrays_of_bytes():
 
 @pytest.mark.gpu
 def test_decode_of_many_sequences_with_a_mask():
-    """Beyond the 65,535 programs of an axis of CUDA's grid each sequence reads its own row of the mask."""
+    """An axis of CUDA's grid has 65,535 programs at most. Beyond, each sequence still reads its mask's row."""
     batch, length = 70_000, 64
     query, cache = _normal(batch, 1, 4, 64), _normal(batch, length, 1, 64, seed=1)
     mask = jax.random.bernoulli(jax.random.key(2), 0.5, (batch, 1, 1, length))

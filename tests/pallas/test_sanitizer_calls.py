@@ -1,4 +1,4 @@
-"""`make test-sanitizer` runs every kernel: its calls lower to all that the library has, for a Hopper GPU."""
+"""`make test-sanitizer` runs every kernel: its calls lower to all kernels of the library, for a Hopper GPU."""
 
 import re
 import sys
@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def launching_files() -> set[str]:
-    """The files that launch kernels."""
     files = (ROOT / "pallas").rglob("*.py")
     return {
         x.name + "/" + x.parent.name for x in files if re.search(r"pl\.pallas_call\(|[ =]launch\(\n", x.read_text())

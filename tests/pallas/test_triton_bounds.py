@@ -1,4 +1,4 @@
-"""The Triton kernels read and write nothing behind the ends of their arrays, with the blocks of an A100."""
+"""The Triton kernels read and write nothing past the ends of their arrays, with the blocks of an A100."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
 
 
 def products(m: int, n: int, k: int, **given: Any) -> dict[str, Any]:
-    """The arguments of matmul. A work tile has 128 x 256 numbers."""
+    """The arguments of matmul. A tile has 128 x 256 values."""
     arrays = {name: normal(*shape, seed=1) for name, shape in given.items()}
     return {"x": normal(m, k), "w": normal(k, n) / k**0.5} | arrays
 
@@ -31,7 +31,7 @@ def gradients(op, arrays: dict[str, Any], **options: Any) -> Any:
 
 
 CALLS = {
-    # Work tiles whose last 64 or 128 columns do not exist: a part of a tile is 64 columns.
+    # Tiles whose last 64 or 128 columns are out of bounds. A part of a tile has 64 columns.
     "tiles": (matmul, products(640, 1152, 32, bias=(1152,), residual=(640, 1152)), {"activation": "gelu"}),
     "few_rows": (matmul, products(29, 1216, 640), {}),
     "columns": (matmul, products(65, 100, 33, bias=(100,)), {"activation": jnp.sin}),
@@ -67,7 +67,7 @@ CALLS = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", tiers.cases(CALLS, ["tiles", "few_rows", "gated", "mlp", "layer_norm"]))
 def test_no_kernel_passes_the_end_of_an_array(name, monkeypatch):
-    """The kernels of the gradients are held to it, too."""
+    """Also checks the kernels of the gradients."""
     op, arrays, options = CALLS[name]
     if op is not layer_norm and op is not rms_norm:
         arrays = jax.tree.map(lambda x: x.astype(jnp.float16), arrays)
@@ -95,7 +95,7 @@ def test_products_by_few_bits_end_where_their_arrays_do(format, monkeypatch):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", ["load", "store"])
 def test_the_check_sees_what_passes_an_end(kind, masked, size):
-    """The last block of 64 passes the end of 96 numbers; no block of 48 does."""
+    """The last block of 64 passes the end of 96 values. No block of 48 does."""
 
     def kernel(x, out):
         places = pl.ds(pl.program_id(0) * size, size)

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits: their layout, and what comes back of every kind of number."""
+"""Weights of 4 and 8 bits: their layout, and the dequantized result of every kind of value."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_it_comes_back(format, options, shape):
         part, found = w[..., start : start + group, :], back[..., start : start + group, :]
         largest = np.abs(part).max(-2, keepdims=True)
         power = 2.0 ** np.floor(np.log2(largest))
-        bound = {  # half a step, or of MX what saturates, beyond 1.75 and 1.5 times a power of two
+        bound = {  # half a step; for MX, values beyond 1.75 or 1.5 times a power of two saturate
             "int8": largest / 127 * 0.51 + (largest / 128 if options.get("scale_dtype") else 0),
             "int4": largest / 7 * 0.51 + (largest / 128 if options.get("scale_dtype") else 0),
             "mxfp8": np.maximum(np.abs(part) * 2.0**-4, power * 2.0**-17) + np.maximum(largest - 1.75 * power, 0),
@@ -59,7 +59,7 @@ def test_axes():
 
 
 def test_the_layout_of_four_bits():
-    """The first half of a unit lies in the low bits; int4 is stored as its sum with 8."""
+    """The first half of a unit is in the low bits. int4 is stored as its sum with 8."""
     w = (jnp.arange(128) % 15 - 7.0)[:, None]
     found = np.asarray(quantize(w, "int4").values)[0]
     want = (np.arange(128) % 15 - 7 + 8).astype(np.uint8)
@@ -83,7 +83,7 @@ def test_integers_are_symmetric():
 
 @pytest.mark.parametrize(("format", "options"), FORMATS)
 def test_extremes(format, options):
-    """Zeros stay; a NaN or an infinity makes all that share its scale NaN; tiny and huge numbers stay finite."""
+    """Zeros stay. A NaN or an infinity makes all values with its scale NaN. Tiny and huge values stay finite."""
     w = np.ones((256, 6), np.float32)
     w[:, 0] = 0
     w[3, 1], w[3, 2], w[:, 3], w[:, 4] = np.nan, -np.inf, 1e-40, 3.4e38
@@ -101,7 +101,7 @@ def test_extremes(format, options):
 
 @pytest.mark.parametrize(("format", "exponent", "top"), [("mxfp8", 8, 448), ("mxfp4", 2, 6)])
 def test_scales_of_mx(format, exponent, top):
-    """By the OCP's specification: 2 ** (floor(log2(largest)) - the exponent of the largest power of two)."""
+    """OCP's specification: 2 ** (floor(log2(largest)) - the exponent of the format's largest power of two)."""
     largest = jnp.asarray([1.0, 1.999, 2.0, 448.0, 6.0, 7.9, 2.0**-100, 2.0**100])
     got = quantize(jnp.zeros((32, 8)).at[5].set(largest), format)
     want = 2.0 ** (np.floor(np.log2(np.asarray(largest, np.float64))) - exponent)

@@ -1,4 +1,4 @@
-"""quantize_fp8: what comes back, for every number that float32 has."""
+"""quantize_fp8: its dequantized result, for every value of float32."""
 
 import dataclasses
 import re
@@ -26,7 +26,7 @@ def test_it_comes_back(axis, shape, dtype):
     largest = np.abs(x).max(axes, keepdims=True)
     np.testing.assert_allclose(scales, largest / 448, rtol=1e-6)
     np.testing.assert_array_equal(np.abs(values).max(axes), 448)
-    # The division rounds too, in float32.
+    # The division in float32 rounds, too.
     bound = np.maximum(np.abs(x) * 2.0**-4, largest * 2.0**-18) * (1 + 1e-5)
     assert (np.abs(values * scales - x) <= bound).all()
 
@@ -89,7 +89,7 @@ def test_bad_arguments():
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 def test_a_nan_among_many_numbers(scaling):
-    """XLA's maximum of many numbers drops a NaN on CPUs."""
+    """XLA's maximum of many values drops a NaN on CPUs."""
     x = jax.random.normal(jax.random.key(0), (300, 700)).at[3, 200].set(jnp.nan)
     found = quantize(x, scaling=scaling)
     alone = {"tensor": slice(None), "row": 3, "block": (slice(0, 128), slice(128, 256))}[scaling]
@@ -133,7 +133,7 @@ def test_numbers_beyond_a_power_of_two_saturate_on_both_sides(format, largest, t
 
 @pytest.mark.parametrize(("format", "top"), [("int8", 127), ("int4", 7)])
 def test_integers_beyond_a_rounded_scale_saturate_on_both_sides(format, top):
-    """The scale's rounding to bfloat16 may take it below the largest number over the format's largest."""
+    """The scale, rounded to bfloat16, may be less than the largest value over the format's largest."""
     sizes = np.linspace(1, 2, 200, dtype=np.float32)
     x = jnp.stack([sizes, -sizes, sizes / 3])
     found = quantize(x, format, scaling="row", scale_dtype="bfloat16")
@@ -152,7 +152,7 @@ def test_rounding_has_no_derivative(format):
         with pytest.raises(NotImplementedError, match="quantize: rounding to few bits has no derivative"):
             jax.grad(lambda x, function=function: function(x).sum())(x)
 
-    def through(x):  # as the message says
+    def through(x):  # as the message advises
         y = jax.lax.stop_gradient(x)
         return (3 * (x + (back(y) - y))).sum()
 
@@ -162,7 +162,7 @@ def test_rounding_has_no_derivative(format):
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 130, 0)])
 def test_no_numbers(shape):
-    """Values and scales have the shapes that the arguments give; scales of no numbers are 1."""
+    """Values and scales have the shapes that the arguments imply. Scales of no values are 1."""
     calls = [{"scaling": "tensor"}, {"format": "e5m2", "scaling": "row"}, {"scaling": "row", "axis": -2}]
     calls += [{"scaling": "block"}, *({"format": format, "axis": -1} for format in formats.FORMATS)]
     calls += [{"format": "mxfp4"}, {"format": "int8", "scaling": "row"}, {"format": "int4", "scaling": "row"}]
@@ -191,7 +191,7 @@ def test_no_numbers_by_axis():
 
 
 def test_products_of_no_weights():
-    """The sum over no numbers is 0, and a product with no columns is empty."""
+    """The sum over no values is 0, and a result with no columns is empty."""
     for format in ("int8", "mxfp4"):
         product = lambda w, format=format: lambda x: matmul(x, quantize(w, format))
         out, vjp = jax.vjp(product(jnp.zeros((0, 5))), jnp.ones((3, 0), jnp.bfloat16))

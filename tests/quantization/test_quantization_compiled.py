@@ -1,6 +1,6 @@
-"""Rounding to 8 bits, compiled for a GPU: XLA keeps it, also where the numbers become wide again.
+"""Rounding to 8 bits, compiled for a GPU: XLA keeps the rounding, also if the values become wide again.
 
-As a script it compiles for an H200 and prints how often 8-bit types occur in each program.
+As a script it compiles for an H200 and prints the number of 8-bit types in each program.
 """
 
 import json

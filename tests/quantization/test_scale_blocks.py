@@ -10,7 +10,7 @@ import pytest
 from jax_kernels import matmul
 from jax_kernels.quantization.scale_blocks import BLOCK, boxes, counts, largest, sizes_of, spread
 
-# Outer axes, the axes that boxes() leaves, and the sizes of a block.
+# Outer axes, the axes that boxes() returns, and the sizes of a block.
 CASES = [
     ((), (1,), (1,)),
     ((300,), (300,), (128,)),
@@ -34,7 +34,7 @@ def test_boxes_are_blocks_of_128_merged_rows(outer, axes, sizes):
     assert sizes_of(axes) == sizes
     rows = math.prod(outer)
     values = np.random.default_rng(0).standard_normal((rows, 3)).astype(np.float32)
-    # The scales of all rows as of one axis.
+    # The scales of all rows on a single axis.
     want = [np.abs(values[i : i + BLOCK]).max() for i in range(0, rows, BLOCK)]
     found = largest(jnp.asarray(values).reshape(*axes, 3), (*sizes, BLOCK), lambda x, axes: jnp.abs(x).max(axes))
     assert found.shape == counts((*axes, 3), (*sizes, BLOCK))
@@ -45,7 +45,7 @@ def test_boxes_are_blocks_of_128_merged_rows(outer, axes, sizes):
 
 @pytest.mark.parametrize("outer", [(3, 64), (2, 5, 24)])
 def test_outer_axes_change_no_matmul_of_blocks(outer):
-    """Values and gradients, with scales that are found and scales that are given."""
+    """Values and gradients, with computed scales and with given scales."""
     random = np.random.default_rng(0)
     rows = math.prod(outer)
     x, w = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((rows, 160), (160, 64)))

@@ -1,4 +1,4 @@
-"""The numbers that a score_mod reads beforehand, and the scores that it makes of them, against the score_mod itself."""
+"""The values that a score_mod reads beforehand, and the scores computed from them, against the score_mod itself."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ SHIFT = jnp.asarray([3, -2, 5], jnp.int32)
 KEEP = jnp.asarray(RANDOM.random(T + S) < 0.7)
 far = jax.jit(lambda x, y: jnp.clip(x - y, -4, 3))
 
-# What is added to the score, and along what each operand of it differs.
+# The term added to the score, and the axes along which each of its operands varies.
 OF_DIFFERENCES = {
     "plain": (lambda b, h, q, k: TABLE[h, q - k + S - 1], ["hd"]),
     "other_way": (lambda b, h, q, k: TABLE[h, k - q + T - 1], ["hd"]),
@@ -35,7 +35,7 @@ OF_DIFFERENCES = {
     "custom": (lambda b, h, q, k: jax.nn.silu((q - k) / 4.0), ["d"]),
     "kept": (lambda b, h, q, k: jnp.where(KEEP[q - k + S - 1], 0.0, -9.0), ["d"]),
     "beside_others": (lambda b, h, q, k: TABLE[h, q - k + S - 1] + LINE[q] * LINE[k + h], ["hd", "q", "hk"]),
-    # Computed of the pairs: what is cheap.
+    # Cheap functions are computed for each pair.
     "alibi": (lambda b, h, q, k: -jnp.abs(q - k) * LINE[h], ["h"]),
     "window": (lambda b, h, q, k: jnp.where((q - k < 5) & (k <= q), LINE[h], -9.0), ["h"]),
 }
@@ -48,7 +48,7 @@ NOT = {
     "factor_of_head": lambda b, h, q, k: LINE[q * SHIFT[h] - k * SHIFT[h]],
     "shifts": lambda b, h, q, k: LINE[(q + SHIFT[q % 3]) - k],
     "narrow": lambda b, h, q, k: LINE[q.astype(jnp.int8) - k.astype(jnp.int8)],
-    # The sums on both sides may wrap around, as that with the difference does not.
+    # The sums on both sides may wrap around, while the sum with the difference does not.
     "compared_with_arrays": lambda b, h, q, k: LINE[jnp.where(q + SHIFT[h] > k, 1, 0)],
     "compared_with_large": lambda b, h, q, k: LINE[jnp.where(q + (2**31 - 4) > k, 1, 0)],
 }

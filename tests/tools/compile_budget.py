@@ -1,4 +1,4 @@
-"""Programs compiled for GPUs that are not there: every block spec row, and features of the Hopper kernels."""
+"""Programs to compile for GPUs that are not present: every block spec row, and features of the Hopper kernels."""
 
 import dataclasses
 
@@ -9,35 +9,36 @@ GPUS = {80: "a100", 86: "a6000", 89: "rtx4090", 90: "h200", 100: "b200", 120: "r
 
 
 def rows():
-    """(GPU, row, Spec) of everything to compile."""
+    """Yields (GPU, row, Spec) for every program to compile."""
     for number, file in block_specs._FILES.items():
         for row in file.ATTENTION:
-            if row.has_lists:  # of each query head, which those of a group are joined of
+            if row.has_lists:  # one list per query head; the lists of a group are merged
                 yield GPUS[number], row, dataclasses.replace(_spec(row, False, ""), cells="bhts", kv_heads=4)
                 continue
             if row.dense_bits is not None:
                 yield from _dense(GPUS[number], row)
                 continue
-            # A causal kernel has a loop with the predicate and one without: enough in float32, slow to compile.
+            # A causal kernel has a loop with the predicate and one without. It is enough in float32, which compiles
+            # slowly.
             both = (True,) if row.bits == 32 else (True, False)
-            if row.has_segments:  # causal ones have a test of their own
+            if row.has_segments:  # causal kernels have a test of their own
                 both = (False,)
             for is_causal in both if row.is_causal is None else (row.is_causal,):
                 for precision in ("fp32", "tf32") if row.bits == 32 else ("",):
                     spec = _spec(row, is_causal, precision)
-                    if row.up_to is None and planned(GPUS[number], row, spec) is not row:  # a row for less is first
+                    if row.up_to is None and planned(GPUS[number], row, spec) is not row:  # a row with up_to is first
                         spec = dataclasses.replace(spec, q_length=2 * spec.q_length, kv_length=2 * spec.kv_length)
                     yield GPUS[number], row, spec
 
 
 def _dense(gpu, row):
-    """Cases of a row for biases and masks, causal: with the widest bias, also beside lists, and with a mask."""
+    """Causal cases of a row for biases and masks: with the widest bias, with this bias and lists, and with a mask."""
     spec = _spec(row, row.is_causal is not False, "")
     bias = dataclasses.replace(spec, bias="hts", bias_dtype="float32" if row.dense_bits == 32 else "")
     if row.dense_bits > 1:
         yield gpu, row, bias
     lists = dataclasses.replace(bias, cells="bhts", kv_heads=2)
-    # At 256 some of what a tile has is spilled, outside of its loop.
+    # At head_dim 256 a tile spills registers, outside of its loop.
     if row.dense_bits > 1 and row.head_dim <= 128 and planned(gpu, row, lists) is row:
         yield gpu, row, lists
     mask = dataclasses.replace(spec, mask="bts")
@@ -46,7 +47,7 @@ def _dense(gpu, row):
 
 
 def planned(gpu, wanted, spec):
-    """The row that is planned where `wanted` could serve."""
+    """The planned row for a spec that `wanted` could serve."""
     capability = next(number for number, gpu_of_file in GPUS.items() if gpu_of_file == gpu)
     bits = 32 if spec.bias_dtype == "float32" else 16 if spec.bias else 1
     row, _ = block_specs.attention_row(
@@ -93,8 +94,8 @@ def name(gpu, row, spec):
 
 ROWS = {name(gpu, row, spec): (gpu, row, spec) for gpu, row, spec in rows()}
 
-# Bytes that a kernel of Mosaic may spill, of the forward and the backward. The forward's are not in the walk itself: in
-# the first block of a tile, where the causal predicate stands, and in the branch of scores near a softcap.
+# Bytes that a Mosaic kernel may spill, in the forward and in the backward. The forward does not spill in its main loop:
+# it spills in the first block of a tile, which has the causal predicate, and in the branch of scores near a softcap.
 MOSAIC = {
     "tanh_64": ({"head_dim": 64, "score_mod": "tanh"}, 240, 130),
     "tanh_128": ({"score_mod": "tanh"}, 0, 0),

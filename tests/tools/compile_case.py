@@ -1,6 +1,6 @@
-"""Compiles attention kernels for a named GPU on a machine without one, and reports what ptxas made of them.
+"""Compiles attention kernels for a named GPU on a machine without one, and reports ptxas' figures.
 
-From a shell, with JAX_PLATFORMS=cpu or without:
+From a shell, with or without JAX_PLATFORMS=cpu:
 
     python tests/tools/compile_case.py GPU [SPEC...]
     python tests/tools/compile_case.py h200 implementation=mosaic_gpu head_dim=128 is_causal=1
@@ -8,21 +8,21 @@ From a shell, with JAX_PLATFORMS=cpu or without:
     python tests/tools/compile_case.py a100 implementation=triton row=2 head_dim=256 keep=kept
 
 GPU is any name `jax_kernels.device.device_info` knows: a100, a6000, rtx3090, rtx4090, h200, b200, "rtx pro 6000", ...
-SPEC is field=value for the fields of `Spec`; quote nothing, 1 and 0 are the bools. The JSON on stdout is a `report`:
+SPEC is field=value for the fields of `Spec`, without quotes; bools are 1 and 0. The JSON on stdout is a `report`:
 
     {"kernels": {"attention_forward": {"registers": 168, "spill_stores": 0, "spill_loads": 0,
                                        "stack": 0, "shared_memory": 65536, "notes": []}, ...},
-     "xla": {"loop_fusion": {...}, ...},      # what XLA made around them
-     "error": null}                           # or the last lines of the traceback, with what ptxas said
+     "xla": {"loop_fusion": {...}, ...},      # XLA's own kernels around them
+     "error": null}                           # or the last lines of the traceback, with ptxas' messages
 
-spill_stores, spill_loads, stack and shared_memory are bytes (shared memory: the dynamic part, per block); notes are
-ptxas' C75xx lines (C7510, C7514, C7519: products in flight that it serialised). A Mosaic kernel has "unseen_zeros",
-too: see _unseen_zeros. Of kernels of one name, the figures are the worst of them.
+spill_stores, spill_loads, stack and shared_memory are bytes (shared memory: the dynamic part, per block). notes are
+ptxas' C75xx lines (C7510, C7514, C7519: matmuls in flight that ptxas serialised). A Mosaic kernel also has
+"unseen_zeros": see _unseen_zeros. Kernels with the same name are merged: each figure is the worst.
 
-From Python, `compile_spec(gpu, Spec(...))` gives the same dictionary, and `compile_script` what another script compiles
-by `lower_and_compile`; every compile is a process of its own, since an instruction that the architecture lacks can
-abort it. Needs jax's CUDA plugin and pjrt wheels and NVIDIA's nvcc
-and nvvm wheels (the "dev" extra), and no driver.
+From Python, `compile_spec(gpu, Spec(...))` gives the same dictionary. `compile_script` reports on the programs that
+another script compiles by `lower_and_compile`. Every compile has a process of its own, since an instruction that the
+architecture lacks can abort the process. Needs jax's CUDA plugin and pjrt wheels and NVIDIA's nvcc and nvvm wheels (the
+"dev" extra), and no driver.
 """
 
 import dataclasses
@@ -42,22 +42,22 @@ TIMEOUT = 240  # seconds for one compile
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A program to compile: the gradient of flash_attention (so its forward too), or the forward alone.
+    """A program to compile: flash_attention with its gradients, or the forward only.
 
-    row: compile with the blocks of this row (from 0) of ATTENTION in the GPU's block spec file, instead of the one that
-    is planned. It takes only the blocks: give the row's head_dim and dtype too.
+    row: index of a row of ATTENTION in the GPU's block spec file. The program takes this row's blocks instead of the
+    planned row's blocks; give the row's head_dim and dtype too.
     kv_lengths, q_offsets, segment_ids, sinks: pass them as arrays. lse: also pass a cotangent of the log-sum-exp.
-    window: "left,right". softcap: 0 is none. bias, mask: the axes that one has, of "bhts", the others being 1; "" is
-    none. The bias gets a gradient if bias_gradient. bias_dtype: "" for dtype. cells: the axes of a block_sparse mask
-    that has those of "ts"; it is a Mask, together with a causal one. score_mod: the name of one of score_mod_cases,
-    whose arrays get gradients if score_mod_gradients.
-    blocks: a Python expression for the row's (forward, backward), to try numbers that are in no row yet.
-    keep: a folder that keeps XLA's log and what Mosaic dumps (its PTX among it).
+    window: "left,right". softcap: 0 is none. bias, mask: the axes of "bhts" that are not of size 1; "" is none. The
+    bias gets a gradient if bias_gradient. bias_dtype: "" for dtype. cells: the axes (of "bhts", "ts" always among them)
+    of a block_sparse Mask, which is joined with a causal Mask. score_mod: the name of a mod of score_mod_cases, whose
+    arrays get gradients if score_mod_gradients.
+    blocks: a Python expression for the row's (forward, backward), to try blocks that no row has.
+    keep: a folder for XLA's log and Mosaic's dumps (PTX among them).
     """
 
     implementation: str = "triton"
     head_dim: int = 128
-    v_head_dim: int = 0  # 0: as head_dim
+    v_head_dim: int = 0  # 0: same as head_dim
     dtype: str = "bfloat16"
     precision: str = ""
     is_causal: bool = False
@@ -105,13 +105,13 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class _Generation:
-    """The facts that XLA wants of a GPU and DeviceInfo lacks. shared_memory in bytes, l2 in bytes, clock in GHz.
+    """The facts about a GPU that XLA needs and DeviceInfo lacks. shared_memory and l2 in bytes, clock in GHz.
 
     kind: a device name of this generation that the Pallas-Triton lowering knows without the device.
     """
 
     kind: str
-    shared_memory: int  # per multiprocessor
+    shared_memory: int  # per SM
     threads: int
     l2: int
     clock: float
@@ -155,7 +155,7 @@ def target_config(info) -> str:
 
 @functools.cache
 def abstract_device(info: Any) -> Any:
-    """The device of a DeviceInfo for an AbstractMesh. Mosaic reads the architecture off it, and takes (9, 0) else."""
+    """A DeviceInfo's device for an AbstractMesh. Mosaic reads the architecture there, and by default takes (9, 0)."""
     from jax.sharding import AbstractDevice
 
     @dataclasses.dataclass(frozen=True)
@@ -189,13 +189,13 @@ def lower(gpu: str, function, *shapes):
 
 
 def lower_and_compile(gpu: str, function, *shapes):
-    """(what `lower` gives, compiled to `gpu`, the names of its Triton kernels)."""
+    """(the compiled result of `lower`, the names of its Triton kernels)."""
     lowered = lower(gpu, function, *shapes)
     return lowered.compile(), re.findall(r'@__gpu\$xla\.gpu\.triton.*?name = "([^"]+)"', lowered.as_text())
 
 
 def compile_here(gpu: str, spec: Spec) -> list[str]:
-    """Compiles one spec in this process; the names of its Triton kernels."""
+    """Compiles one spec in this process. Returns the names of its Triton kernels."""
     import jax
     import jax.numpy as jnp
 
@@ -317,7 +317,7 @@ def _merge(into: dict[str, dict[str, Any]], figures: dict[str, dict[str, Any]]) 
 
 
 def _read_log(log: str) -> dict[str, dict[str, Any]]:
-    """Every kernel that XLA gave to ptxas. It logs a Triton kernel's shared memory before it gives it to ptxas."""
+    """Figures of every kernel that XLA gave to ptxas. XLA logs a Triton kernel's shared memory first."""
     kernels: dict[str, dict[str, Any]] = {}
     shared_memory = 0
     for record in re.split(r"^(?=[IWE]\d{4} )", log, flags=re.MULTILINE):
@@ -330,10 +330,10 @@ def _read_log(log: str) -> dict[str, dict[str, Any]]:
 
 
 def _unseen_zeros(ptx: str) -> int:
-    """How many products start from accumulators of zeros that are set in front of a branch, of a wait for example.
+    """The number of matmuls whose zero accumulator is set before a branch (a wait, for example).
 
-    ptxas looks for such zeros in the product's own basic block. There it tells the tensor cores to start anew; else it
-    writes a zero to each register.
+    ptxas looks for these zeros only in the basic block of the matmul. If it finds them, it tells the tensor cores to
+    start from zero; otherwise it writes a zero to each register.
     """
     copy = re.compile(r"\s*mov\.b32\s+%\w+, (%\w+);")
     found, run, source, is_behind = 0, 0, "", False
@@ -350,7 +350,7 @@ def _unseen_zeros(ptx: str) -> int:
 
 
 def _read_dump(folder: Path) -> dict[str, dict[str, Any]]:
-    """Every Mosaic kernel: Mosaic calls ptxas itself, and keeps what it said next to the resources it planned."""
+    """Figures of every Mosaic kernel. Mosaic calls ptxas itself and keeps its log with the planned resources."""
     kernels: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.ptxas")):
         log = path.read_text()
@@ -363,19 +363,19 @@ def _read_dump(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _run(dump: Path, script: str, *words: str) -> subprocess.CompletedProcess:
-    """A script that compiles. Its stderr is the log that _read_log reads, `dump` what _read_dump does."""
+    """Runs a script that compiles. Its stderr is the input of _read_log, `dump` the input of _read_dump."""
     env = {
         "JAX_KERNELS_INTERPRET": None,
         "TF_CPP_MIN_LOG_LEVEL": "0",
         "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
         "MOSAIC_GPU_DUMP_TO": str(dump),
-        "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
+        "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # otherwise the log mixes kernels
     }
     return forked.run(script, *words, env=env, timeout=TIMEOUT)
 
 
 class Compiled(NamedTuple):
-    """The output of a script, and the figures of its kernels by name: those of Mosaic, and XLA's with Triton's."""
+    """The output of a script, and figures by kernel name. others: XLA's and Triton's kernels."""
 
     printed: str
     mosaic: dict[str, dict[str, Any]]
@@ -383,7 +383,7 @@ class Compiled(NamedTuple):
 
 
 def compile_script(script: str, *words: str) -> Compiled:
-    """Runs a script that calls lower_and_compile, in a process of its own, which has to end well."""
+    """Runs a script that calls lower_and_compile in a process of its own. The script must exit with status 0."""
     with tempfile.TemporaryDirectory() as folder:
         done = _run(Path(folder), script, *words)
         assert done.returncode == 0, done.stderr[-2000:]
@@ -391,7 +391,7 @@ def compile_script(script: str, *words: str) -> Compiled:
 
 
 def compile_spec(gpu: str, spec: Spec) -> dict[str, Any]:
-    """Compiles in a process of its own; the report described at the top of this file."""
+    """Compiles in a process of its own. Returns the report described at the top of this file."""
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(spec.keep) if spec.keep else Path(folder)
         dump.mkdir(parents=True, exist_ok=True)

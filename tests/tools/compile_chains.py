@@ -1,8 +1,8 @@
-"""Launch chains of the bridge's programs, compiled for a GPU that need not be there.
+"""Compiles the bridge's programs to launch chains for a GPU that is not present.
 
     python tests/tools/compile_chains.py GPU CASE [FILE]
 
-It prints a JSON object: how many bytes of workspace, and the steps, each with its name, its kind and the buffers of its
+It prints a JSON object: the bytes of workspace, and the steps, each with its name, its kind and the buffers of its
 arguments ("in0", "out1", "work"). FILE gets the serialized executable.
 """
 
@@ -31,11 +31,11 @@ from jax_kernels.ops.normalization import normalization
 from jax_kernels.quantization.formats import LowBit
 from tests.tools import compile_case
 
-CPU = torch.device("cpu")  # the key of a jitted function; it is lowered for the target
+CPU = torch.device("cpu")  # only the key of a jitted function, which is lowered for the target
 
 
 class Program(NamedTuple):
-    """A function of arrays, and the arrays without their values."""
+    """A function of arrays, and the arrays' shapes and dtypes."""
 
     function: Callable[..., Any]
     specs: Sequence[Any]
@@ -51,7 +51,7 @@ def options(**given: Any) -> Options:
 
 
 def attention(kind: str, *, length: int = 512, head_dim: int = 128, has_drows: bool = False, **given: Any) -> Program:
-    """flash_attention's operator of a kind, of the shape (2, length, 4, head_dim). has_drows: of the backward."""
+    """flash_attention's operator of a kind, with query (2, length, 4, head_dim). has_drows: the backward gets drows."""
     of_call, others = options(is_causal=True, **given), [None] * (len(Tensors._fields) - 3)
     x = spec(2, length, 4, head_dim)
     if kind == "backward":
@@ -67,7 +67,7 @@ def attention(kind: str, *, length: int = 512, head_dim: int = 128, has_drows: b
 
 
 def with_constants() -> Program:
-    """flash_attention with a Mask whose arrays the program holds, those of 32-bit numbers and those of bools."""
+    """flash_attention with a Mask whose arrays (int32 and bool) are constants of the program."""
     blocks = np.arange(64).reshape(2, 2, 4, 4) % 3 == 0
     mask = masks.prefix(jnp.array([-7, 400], jnp.int32)) | masks.block_sparse(jnp.array(blocks[:, :1]), 128)
     x = spec(2, 512, 4, 128)
@@ -75,7 +75,7 @@ def with_constants() -> Program:
 
 
 def token() -> Program:
-    """One new token of grouped heads behind a cache with room, as a Hugging Face model asks for it."""
+    """Decodes one token of grouped heads with a padded cache, as a Hugging Face model does."""
     cache = spec(1, 8, 8192, 64)
     function = lambda *given: (cached_decoding._decode(*given, None, None, None, scale=None, softcap=None),)
     return Program(function=function, specs=[spec(1, 32, 1, 64), cache, cache, spec(8, dtype="int32")])
@@ -94,7 +94,7 @@ def product(*, with_gradient: bool = False, **given: Any) -> Program:
 
 
 def few_bits(format: str, group: int, *, rows: int = 1, is_gated: bool = False) -> Program:
-    """A product with weights [2048, 1024] of few bits, as the bridge hands them to JAX."""
+    """A matmul with low-bit weights [2048, 1024], as the bridge passes them to JAX."""
     layout = LowBit(format=format, group=group)
     facts = {"format": format, "group_size": group, "axis": -1, "length": 1024}
     values = spec(2048, layout.bytes_of(1024), dtype=str(jnp.dtype(layout.dtype)))
@@ -192,7 +192,7 @@ def described(chain: LaunchChain) -> dict[str, Any]:
 
 
 def _used(chain: LaunchChain) -> int:
-    """The last byte of the workspace that a step names."""
+    """The end of the workspace bytes that the steps use."""
     work = len(chain.inputs) + len(chain.outputs)
     places: list[Place] = []
     for step in chain.steps:
@@ -210,7 +210,7 @@ def main(gpu: str, case: str, file: str = "") -> None:
 
 
 def keep(file: Path) -> None:
-    """Makes this process write the executable that it reads to a file."""
+    """Makes this process write each executable that it reads to a file."""
     from jax_kernels.bridge.direct import executable
 
     read = executable.read_chain

@@ -1,12 +1,12 @@
-"""Compiles ring_attention for the H200s of one machine, without one, and prints what its schedule hides, as JSON.
+"""Compiles ring_attention for the H200s of one machine, without a GPU, and prints the overlap in its schedule, as JSON.
 
     python tests/tools/compile_ring.py DEVICES MODE [check_vma] [SENDS_AHEAD] [halo] [sides] [masked]
 
-MODE: "fwd" or "both". halo: with neighbouring tokens on each, under a window of 1,024; sides: one of 6,000 before each
-token and behind it. masked: under a mask as data.
-{"beside": of each collective permute, the kernels that begin between its start and its end; 0 where it is waited for,
-"detached": the arguments that a kernel changes in place, but that XLA passes as a part of another array, "temporary":
-MiB}.
+MODE: "fwd" or "both". halo: with halos of neighbouring tokens, under a window of 1,024. sides: under a window of 6,000
+before and after each token. masked: under a mask as data.
+"beside": for each collective permute, the number of kernels that begin between its start and its end; 0 if none
+overlaps. "detached": arguments that a kernel changes in place, but that XLA passes as a part of another array.
+"temporary": MiB.
 """
 
 import functools
@@ -29,7 +29,7 @@ LOCAL_TOKENS = 8192
 
 
 def compiled(devices: int, mode: str, words: Sequence[str], sends_ahead: int | None = None):
-    """The program over so many H200s, causal, of LOCAL_TOKENS on each."""
+    """The causal program over `devices` H200s, with LOCAL_TOKENS tokens on each."""
     options = {"strategy": "ring", "is_causal": True, "sends_ahead": sends_ahead}
     if "halo" in words:
         options |= {"strategy": "halo", "layout": "contiguous", "window": (1024, 0)}
@@ -62,7 +62,7 @@ def compiled(devices: int, mode: str, words: Sequence[str], sends_ahead: int | N
         x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, tokens))
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             lowered = jax.jit(shared).lower(x, x, x, x)
-        # XLA hides so many sends at a time; by itself one.
+        # The number of sends that XLA overlaps at a time. Its default is one.
         limit = {"xla_gpu_experimental_parallel_collective_overlap_limit": sends_ahead}
         return lowered.compile(compiler_options=limit if sends_ahead else None)
 

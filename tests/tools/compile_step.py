@@ -1,11 +1,11 @@
-"""Compiles a decoder's training step for the H200s of one machine, without one, and prints figures of it as JSON.
+"""Compiles a decoder's training step for the H200s of one machine, without a GPU, and prints its figures as JSON.
 
     python tests/tools/compile_step.py data=2 [FIELD=NUMBER...]
 
-FIELD: of SIZES. The step is that of benchmarks/train.py, with 2 sequences for each device. {"seconds": to trace, lower
-and compile, of processor time, ptxas' with it; "kernels": how often each Mosaic kernel is called, by name and place;
-"collectives": [name, MB of a device's part, kernels and products that begin between its start and its end, -1 where
-nothing may] of each, in the schedule's order; "temporary": GB}.
+FIELD: a field of SIZES. The step is the step of benchmarks/train.py, with 2 sequences for each device. "seconds":
+processor time to trace, lower and compile, with ptxas' time. "kernels": the number of calls of each Mosaic kernel, by
+name and index. "collectives": [name, MB of a device's shard, number of kernels and matmuls that begin between its start
+and its end, -1 if it is synchronous] of each, in the schedule's order. "temporary": GB.
 """
 
 import collections
@@ -35,13 +35,13 @@ BYTES = {"f32": 4, "bf16": 2, "s32": 4}
 
 
 def processor_seconds() -> float:
-    """The processor time of this process, and of those that it has started and that have ended."""
+    """The processor time of this process and of its finished child processes."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def compiled(axes: dict[str, int], sizes: dict[str, int]) -> tuple[Any, dict[str, float]]:
-    """(the program, the seconds of its parts)."""
+    """(the program, the seconds of each stage)."""
     devices = math.prod(axes.values())
     config = TransformerConfig(
         vocab_size=sizes["vocabulary"],
@@ -101,7 +101,7 @@ def step(config: TransformerConfig, mesh: Any, shape: tuple[int, int]) -> tuple[
 
 
 def kernels_of(program: str) -> dict[str, int]:
-    """How often each Mosaic kernel is called: by its name, and its place among those of that name."""
+    """The number of calls of each Mosaic kernel, by its name and an index among the kernels of this name."""
     found: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     for line in program.splitlines():
         if kernel := re.search(r'kernel_hash = ("(?:[^"\\]|\\.)*")', line):
@@ -111,7 +111,7 @@ def kernels_of(program: str) -> dict[str, int]:
 
 
 def collectives_of(program: str) -> list[tuple[str, float, int]]:
-    """Each collective's name, MB, and what runs beside it."""
+    """Each collective's name, its MB, and the number of kernels that run at the same time."""
     names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     found: list[tuple[str, float, int]] = []
     in_flight: dict[str, tuple[str, float, int]] = {}
@@ -137,7 +137,7 @@ def collectives_of(program: str) -> list[tuple[str, float, int]]:
 def main(mesh: str, *words: str) -> None:
     sizes = SIZES | {name: int(number) for name, number in (word.split("=") for word in words)}
     axes = {name: int(number) for name, number in (part.split("=") for part in mesh.split(","))}
-    jax.config.update("jax_num_cpu_devices", 2)  # ops are shared out where there are devices
+    jax.config.update("jax_num_cpu_devices", 2)  # ops shard only where there are devices
     program, seconds = compiled(axes, sizes)
     text = program.as_text()
     temporary = program.memory_analysis().temp_size_in_bytes / 1e9

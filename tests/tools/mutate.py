@@ -1,14 +1,14 @@
-"""Single-line faults, drawn at random, and whether the nearest quick tests see them.
+"""Single-line faults, drawn at random, and whether the nearest quick tests detect them.
 
     python tests/tools/mutate.py list                          # the 60 faults of seed 1 (SEED)
     python tests/tools/mutate.py run --out faults.json          # each in a copy of the tree, with its nearest tests
     python tests/tools/mutate.py table --out faults.json       # as Markdown, with the reasons of equivalents.json
 
-A fault is a change of one expression: another comparison or operator, a constant that is off by one, a condition
-that is turned round, exchanged arguments or branches, a keyword argument or an entry of a tuple that is missing.
-`nearest` maps a file to the tests that run, in turn, until one fails or the time is over. `equivalents.json` names the
-faults that change no result, each with its reason; the table strikes them out. The indices of a seed are stable as
-long as the library's files are.
+A fault changes one expression: another comparison or operator, a constant that is off by one, a negated condition,
+exchanged arguments or branches, a missing keyword argument or tuple entry.
+`nearest` maps a file to tests. They run in turn until a test fails or the time is over. `equivalents.json` names the
+faults that change no result, each with its reason; the table strikes them out. The indices of a seed are stable as long
+as the library's files do not change.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 EQUIVALENTS = Path(__file__).parent / "equivalents.json"
 SEED = 1
-# Faults of each folder, about in proportion to the square root of its size.
+# Faults of each folder, roughly proportional to the square root of its size.
 SHARES = {
     "jax_kernels/ops": 13,
     "jax_kernels/masks": 8,
@@ -97,7 +97,7 @@ class Source:
 
 
 def computing(node) -> Iterator[ast.AST]:
-    """The nodes below one that compute: no annotations, texts, messages of errors, imports or lists of names."""
+    """The descendants of a node that compute: no annotations, texts, error messages, imports or lists of names."""
     if isinstance(node, ast.Raise | ast.Import | ast.ImportFrom | ast.JoinedStr | ast.Assert):
         return
     if isinstance(node, ast.Assign) and any(getattr(t, "id", "").startswith("__") for t in node.targets):
@@ -116,7 +116,6 @@ def computing(node) -> Iterator[ast.AST]:
 
 
 def faults_of_node(source: Source, node) -> Iterator[Fault]:
-    """The faults of one node."""
     text = source.text
     match node:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:
@@ -162,7 +161,7 @@ def faults_of_call(source: Source, node: ast.Call) -> Iterator[Fault]:
     text = source.text
     arguments = [*node.args, *node.keywords]
     name = text(node.func)
-    # Arguments that look alike: others end in an error at once.
+    # Arguments that look alike. Other exchanges fail at once.
     if len(node.args) >= 2 and all(isinstance(x, ast.Name) for x in node.args[:2]):
         first, second, *rest = map(text, arguments)
         yield source.fault(node, "swap arguments", f"{name}({', '.join([second, first, *rest])})")
@@ -189,7 +188,7 @@ def is_python(fault: Fault) -> bool:
 
 
 def draw(seed: int) -> list[Fault]:
-    """The faults of a seed. Lines are drawn first, then one fault of each line, whether it has few or many."""
+    """The faults of a seed. Lines are drawn first, then one fault of each line, however many faults the line has."""
     generator = random.Random(seed)
     drawn = []
     for folder, count in SHARES.items():
@@ -207,12 +206,12 @@ def draw(seed: int) -> list[Fault]:
     return drawn
 
 
-# The tests of files whose path begins so; the longest beginning first, then those of shorter ones.
+# The tests of files whose path has this prefix. The longest prefix comes first, then shorter ones.
 NEAREST = json.loads((Path(__file__).parent / "nearest.json").read_text())
 
 
 def nearest(path: str) -> list[str]:
-    """The tests of a file, nearest first: those of the longest beginnings of its path."""
+    """The tests of a file, nearest first: in order of the length of the matching prefix."""
     beginnings = sorted((x for x in NEAREST if path.startswith(x)), key=len, reverse=True)
     tests = []
     for beginning in beginnings[:2]:
@@ -227,7 +226,7 @@ def copy_tree(folder: Path) -> Path:
 
 
 def run_fault(tree: Path, fault: Fault, seconds: float) -> dict:
-    """Puts a fault in, runs the nearest tests, takes it out. Gives the table's row."""
+    """Puts a fault in, runs the nearest tests, takes it out. Returns the table's row."""
     file = tree / fault.path
     before = file.read_bytes()
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -303,7 +302,7 @@ def main() -> None:
     parser.add_argument("--faults", nargs="*", default=["0-59"], help="indices, such as 0-9 14")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--out", type=Path, default=Path("faults.json"), help="a JSON line for each fault that ran")
-    parser.add_argument("--seconds", type=float, default=200.0, help="of a fault's tests")
+    parser.add_argument("--seconds", type=float, default=200.0, help="the time limit of a fault's tests")
     options = parser.parse_args()
     if options.action == "list":
         for index, fault in enumerate(draw(options.seed)):

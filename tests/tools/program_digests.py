@@ -1,12 +1,12 @@
-"""Whether kernels are traced as they were: a digest of each program that a block spec row comes to, for its GPU.
+"""Shows whether kernels are traced as before: digests of the program of each block spec row, for the row's GPU.
 
     python tests/tools/program_digests.py write FILE [WORD...]     # of the rows whose name has all the words
     python tests/tools/program_digests.py compare OLD NEW
 
-A program is what JAX gives to Mosaic or Triton, or to XLA around them, without places in the source. Equal digests mean
+A program is JAX's input to Mosaic and Triton, and to XLA for the rest, without source locations. Equal digests mean
 equal PTX by the same compilers. Nothing is compiled: a row takes a few seconds. To compare with another version of the
 library, write both files with this script, one of them with that version's folder in PYTHONPATH. The exit status of
-compare is 1 where a digest differs, or where one file has a row that the other lacks.
+compare is 1 if a digest differs, or if one file has a row that the other lacks.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ from typing import Any
 from tests.support.processes import forked
 from tests.tools import compile_case
 
-# What says where an operation came from, or what was made for a run.
+# Source locations.
 _PLACES = re.compile(r" loc\([^)]*\)|#loc.*")
 
 
 def _without_places() -> None:
-    """Makes every operation of this process come from nowhere."""
+    """Removes the source location of every operation of this process."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
 
@@ -33,7 +33,7 @@ def _without_places() -> None:
 
 
 def _calls(operation: Any) -> list[Any]:
-    """The calls of kernels in an operation and what it holds."""
+    """The kernel calls in an operation and its regions."""
     inner = [op for region in operation.regions for block in region for op in block]
     own = [op for op in inner if op.name == "stablehlo.custom_call" and "mhlo.backend_config" in op.attributes]
     return own + [call for op in inner for call in _calls(op)]
@@ -47,13 +47,13 @@ def _digest(*texts: str | bytes) -> str:
 
 
 def digests(lowered: Any) -> dict[str, Any]:
-    """{"kernels": digests of what Mosaic and Triton are given, in order; "xla": one of the rest}."""
+    """{"kernels": digests of the inputs of Mosaic and Triton, in order; "xla": the digest of the rest}."""
     module = lowered.compiler_ir("stablehlo")
     calls = _calls(module.operation)
     kernels = []
     for call in calls:
         config = call.attributes["mhlo.backend_config"]
-        # kernel_hash is one of the module, by which Mosaic finds what it has compiled.
+        # kernel_hash is a hash of the module. Mosaic finds compiled modules by it.
         kernels.append(_digest(*(f"{part.name}={part.attr}" for part in config if part.name != "kernel_hash")))
     for call in calls:
         del call.attributes["mhlo.backend_config"]

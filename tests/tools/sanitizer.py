@@ -4,9 +4,9 @@
     python tests/tools/sanitizer.py --tools racecheck [WORD...]
     python tests/tools/sanitizer.py --run NAME...             # runs calls as they are, in this process
 
-memcheck finds accesses outside of arrays, racecheck shared memory that threads use without an order, synccheck wrong
-barriers, initcheck reads of device memory that nothing wrote. Needs a Hopper GPU and compute-sanitizer. Several
-processes run at once; a row is printed as each ends. The exit status is 1 after an error.
+memcheck finds accesses outside of arrays, racecheck unordered accesses of threads to shared memory, synccheck wrong
+barriers, initcheck reads of unwritten device memory. Needs a Hopper GPU and compute-sanitizer. Several processes run at
+once; a row is printed as each ends. The exit status is 1 after an error.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ from jax_kernels import masks
 from jax_kernels.pallas.attention.passes import ranked_bits, row_norms
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-PROCESSES = 12  # at once
+PROCESSES = 12  # that run at once
 CALLS_OF_PROCESS = 1
 SECONDS = 150  # of a process
 FOUND = 9  # the exit status of a process with errors
-# Each buffer is an allocation, so that a tool sees where it ends. XLA's autotuning would run its candidates.
+# Each buffer is a separate allocation, so that a tool sees its end. XLA's autotuning would run its candidates.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cuda",
     "XLA_FLAGS": "--xla_gpu_autotune_level=0",
@@ -46,7 +46,7 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """function(*arrays) of arrays with these shapes. differentiated: with the gradients of all floating arrays."""
+    """function(*arrays) of arrays with these shapes. differentiated: includes the gradients of all float arrays."""
 
     function: Callable[..., Any]
     shapes: tuple[Any, ...]
@@ -253,7 +253,7 @@ _TELLING = re.compile(r"Error|Invalid|hazard|SUMMARY| at |Uninit")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """A tool over the calls of a process. lines: the tool's own, without the backtraces of the host."""
+    """A tool's report on the calls of a process. lines: the tool's own, without the backtraces of the host."""
 
     tool: str
     names: list[str]

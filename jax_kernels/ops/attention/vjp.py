@@ -253,8 +253,10 @@ def _forward(call, inputs):
 
 
 def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None, out=None, dlse=None):
-    """out, dlse: given instead of delta if implementations.takes_results allowed it. A vmap has changed the batch since."""
-    if out is not None and not implementations.takes_results(call.implementation, inputs, call.options, out, call.config):
+    """out, dlse: given instead of delta where implementations.takes_results allows it, before a vmap joined calls."""
+    if out is not None and not implementations.takes_results(
+        call.implementation, inputs, call.options, out, call.config
+    ):
         lse, delta = row_terms(out, lse, dout, dlse)
         out = dlse = None
     backward = implementations.IMPLEMENTATIONS[call.implementation].backward

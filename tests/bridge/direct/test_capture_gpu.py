@@ -1,4 +1,4 @@
-"""CUDA graphs of calls on the direct route. Each test is a process of its own, as a capture that fails spoils one."""
+"""CUDA graphs of calls on the direct route. Each test has its own process, as a failed capture spoils the process."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ pytestmark = [
 
 
 def alone(code: str) -> None:
-    """Runs a program in a process of its own, as a capture that fails leaves a process unusable."""
+    """Runs a program in a process of its own, as a failed capture leaves a process unusable."""
     header = """
     import torch
     from jax_kernels import bridge

@@ -1,4 +1,4 @@
-"""The launch chains of the bridge's programs, read from executables that are compiled for an H200."""
+"""The launch chains of the bridge's programs, read from executables compiled for an H200."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ from tests.tools import compile_chains
 TIMEOUT = 240
 SCRIPT = Path(compile_chains.__file__)
 
-# By case, the kernels of this library's in order. XLA's own may stand between them.
+# By case: the kernels of this library, in order. XLA's kernels may lie between them.
 KERNELS = {
     "inference": ["attention_forward_sm90"],
     "forward": ["attention_forward_sm90"],
@@ -37,12 +37,12 @@ KERNELS = {
     "mxfp8": ["matmul_low_bit_sm90", "matmul_join_triton"],
     "mxfp4 gated": ["matmul_low_bit_sm90", "matmul_join_triton"],
 }
-# By case, how many launches there are, XLA's among them.
+# By case: the number of launches, including XLA's.
 LAUNCHES = {
     "inference": 1,
     "forward": 1,
     "forward odd": 1,
-    "forward 1002": 2,  # its lse is sliced: a row is no multiple of 16 bytes
+    "forward 1002": 2,  # lse is sliced: a row is no multiple of 16 bytes
     "backward": 3,
     "backward odd": 3,
     "backward rows": 3,
@@ -87,7 +87,7 @@ def test_a_chain_has_all_kernels_and_buffers(case):
 @pytest.mark.timeout(TIMEOUT + 30)
 @pytest.mark.parametrize("case", cases(["inference", "inference 1002"], ["inference 1002"]))
 def test_inference_writes_out_alone(case):
-    """No lse, which nobody reads: its memory is half of what such a call allocates."""
+    """It writes no lse, as the call does not need it: lse would take half of the memory that such a call allocates."""
     chain = compiled("h200", case)
     assert [sorted(step["buffers"]) for step in chain["steps"]] == [["in0", "in1", "in2", "out0"]]
     assert chain["workspace"] == 0
@@ -113,7 +113,7 @@ def test_a_program_without_kernels_of_ours_has_no_chain(case):
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
 def test_constants_have_their_values():
-    """They stand in the program's HLO alone: as numbers of 32 bits, one of them negative, and as bools."""
+    """The program's HLO is their only source: int32 values, one of them negative, and bools."""
     constants = compiled("h200", "constants")["constants"]
     assert (-7).to_bytes(4, "little", signed=True).hex() + (400).to_bytes(4, "little").hex() in constants
     blocks = [[number % 3 == 0 for number in range(32 * batch, 32 * batch + 16)] for batch in range(2)]
@@ -131,7 +131,7 @@ def test_a_program_of_xla_kernels_alone_has_a_chain():
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
 def test_a_token_is_two_launches():
-    """Queries are read as they stand, without rows of zeros behind them."""
+    """Queries are read in place, without padding rows of zeros."""
     steps = compiled("h200", "token")["steps"]
     assert [step["name"] for step in steps] == [
         "attention_decode_sm90_mosaic_gpu_kernel",

@@ -1,4 +1,4 @@
-"""Launches of a chain, by a driver that records them."""
+"""Launches of a chain, with a driver that records them."""
 
 import gc
 import threading
@@ -14,7 +14,7 @@ from tests.support.fakes.cuda import CONTEXT, STREAM, FakeCuda, FakeMosaic, Laun
 
 GPU, GPU1 = torch.device("cuda", 0), torch.device("cuda", 1)
 X = Array(shape=(4, 6), dtype="float32", size=96)
-# The buffers, by their numbers: two inputs, two outputs, the workspace, a constant.
+# Indices of the buffers: two inputs, two outputs, the workspace, a constant.
 IN, IN1, OUT, OUT1, WORK, CONSTANT = range(6)
 
 
@@ -62,7 +62,7 @@ def chain_of(*steps):
 
 
 class Bench:
-    """A loaded chain with what it was loaded by."""
+    """A loaded chain, and the objects that loaded it."""
 
     def __init__(self, *steps, device=GPU):
         self.cuda = FakeCuda({"first": 3, "second": 2})
@@ -82,14 +82,14 @@ class Bench:
         )
 
     def addresses(self):
-        """The buffers' addresses in the last call: the constant's is that of the launch."""
+        """The buffers' addresses in the last call, without the constant's, which only the launch has."""
         outputs = self.memory.tensors[-3:-1]
         return [x.data_ptr() for x in (*self.inputs, *outputs, self.memory.tensors[-1])]
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    """Constants stay where they are, as there is no GPU."""
+    """Constants stay on the CPU, as there is no GPU."""
     own = torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "to", lambda x, device, *a: x if device in (GPU, GPU1) else own(x, device, *a))
     yield
@@ -156,7 +156,7 @@ def test_a_launch_on_another_device_makes_it_the_current_one():
     loaded(*bench.inputs)
     assert set(devices) == {1}
     assert bench.memory.device == 0
-    assert bench.cuda.stack == [CONTEXT]  # of device 0, which was current before
+    assert bench.cuda.stack == [CONTEXT]  # of device 0, the earlier current device
     assert [name for name, _ in bench.cuda.calls] == ["launch"]
 
 
@@ -225,7 +225,7 @@ def test_an_error_of_the_driver_is_raised_by_name_and_later_launches_work():
 
 
 def test_launches_of_several_threads_do_not_share_a_block():
-    """Each launch waits in the driver until all threads are in theirs."""
+    """Each launch waits in the driver until all threads have entered it."""
     bench = Bench(SECOND)
     loaded = bench.load()
     barrier = threading.Barrier(4, timeout=20)

@@ -1,4 +1,4 @@
-"""Whether the direct route is taken: the setting, the self-test, and the fall back to the DLPack route."""
+"""The choice of the direct route: the setting, the self-test, and the fallback to the DLPack route."""
 
 import types
 import warnings
@@ -25,7 +25,7 @@ def half(x):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A route that knows nothing yet, and a GPU as far as it asks for one."""
+    """A route without any state, and a fake GPU that answers its questions."""
     monkeypatch.setattr(route, "_STATE", route._State(is_enabled=True))
     monkeypatch.setattr(dlpack, "is_capturing", lambda device: False)
     monkeypatch.setattr(dlpack, "jax_device", lambda device: None)

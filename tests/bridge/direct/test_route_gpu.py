@@ -1,4 +1,4 @@
-"""The direct route on a GPU: which calls take it, and that they are right."""
+"""The direct route on a GPU: which calls take it, and that their results are right."""
 
 import contextlib
 import gc
@@ -26,7 +26,7 @@ SLEEP = 20_000_000  # cycles: about 12 ms on an H200
 
 @contextlib.contextmanager
 def only_direct():
-    """Fails, with the reasons of the route, where a call inside the block goes through DLPack."""
+    """Fails, with the route's reasons, if a call inside the block takes the DLPack route."""
     before, taken = len(route.reasons()), []
 
     def counting(own):
@@ -68,7 +68,7 @@ def close(got, want, tolerance=1e-2):
 
 
 class Case(NamedTuple):
-    """A call of the tensors `inputs`, and the same in float64, or None where the DLPack route says what is right."""
+    """A call of the tensors `inputs`, and the same in float64; None: compare with the DLPack route."""
 
     inputs: list[torch.Tensor]
     call: Callable[..., Any]
@@ -223,7 +223,7 @@ def test_lse_and_its_gradient(reference):
 
 @names
 def test_on_a_stream_of_its_own(name, reference):
-    """The inputs are written late on that stream: a launch on another one would read what was there before."""
+    """The inputs are written late on that stream: a launch on another stream would read their old values."""
     case = CASES[name](reference)
     with torch.no_grad():
         want = case.call(*case.inputs)
@@ -329,7 +329,7 @@ def test_thousands_of_calls_take_no_memory(reference):
 
 @pytest.mark.alone
 def test_dropped_chains_are_unloaded():
-    """Chains of new lengths take no more memory of the GPU than those they replace."""
+    """Chains of new lengths take no more GPU memory than the chains that they replace."""
 
     def use(length):
         with torch.no_grad():
@@ -380,7 +380,7 @@ def test_an_input_that_was_changed_after_the_forward_is_an_error():
 
 
 def test_known_calls_with_masks():
-    """Each mask is itself, on a second stream too, and a backward outlives the caller's mask."""
+    """Each mask is used in its own calls, on a second stream too. A backward outlives the caller's mask."""
     inputs = qkv((2, 512, 4, 128))
     lengths = [torch.tensor([a, 500], dtype=torch.int32, device="cuda") for a in (100, 300)]
     made = [masks.prefix(x) for x in lengths]

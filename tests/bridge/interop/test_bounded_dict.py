@@ -1,4 +1,4 @@
-"""Dictionaries of a bounded size, which several threads fill."""
+"""Dictionaries of bounded size that several threads fill."""
 
 import concurrent.futures
 import sys

@@ -1,4 +1,4 @@
-"""Arrays that cross between PyTorch and JAX, and their form there."""
+"""Arrays that cross between PyTorch and JAX, and their memory layout."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ def route(request, monkeypatch):
 
 
 def test_the_default_stream_is_pytorchs(monkeypatch):
-    """torch.cuda.ExternalStream makes a new stream where the handle is 0, for which nothing of PyTorch's waits."""
+    """For handle 0, torch.cuda.ExternalStream makes a new stream, for which no PyTorch work waits."""
     made = []
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: made.append(handle) or "external")
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"default of {device}")
@@ -108,7 +108,7 @@ def test_every_form_arrives_with_its_values(case, route):
     want = tensor.detach().resolve_conj().resolve_neg()
     assert np.array_equal(np.asarray(array), want.numpy())
     assert torch.equal(values(array), want)
-    # Through a jitted function too, which is where XLA would read a wrong layout.
+    # Also through a jitted function, where XLA would read a wrong layout.
     assert torch.equal(values(jax.jit(lambda x: -x)(array)), -want)
 
 
@@ -160,7 +160,7 @@ def test_a_device_that_jax_lacks(monkeypatch):
 
 
 class Event:
-    """A CUDA event that has passed when a test says so."""
+    """A CUDA event that has passed when the test sets `passed`."""
 
     made: list["Event"]
 
@@ -211,7 +211,7 @@ def test_the_host_waits_when_too_much_is_held(held):
     for _ in range(4):
         held.hold(stream, [torch.zeros(100)])  # 400 bytes of the 1000 allowed
     assert [event.passed for event in Event.made] == [True, True, False, False]
-    held.hold(stream, [torch.zeros(1000)])  # a call's own memory is never waited for
+    held.hold(stream, [torch.zeros(1000)])  # a call never waits for its own memory
     assert [event.passed for event in Event.made] == [True, True, True, True, False]
     assert sizes(held) == {7: [4000]}
 
@@ -242,7 +242,7 @@ def test_the_tensors_that_are_read_come_back_at_the_end(held):
 
 
 def test_another_threads_capture_is_not_ended(monkeypatch):
-    """The mode in which a thread may ask for an event while another one captures is set around that, and only there."""
+    """Only in a special mode may a thread query an event while another captures. The mode is set just for that."""
     modes = []
 
     def exchange(mode):

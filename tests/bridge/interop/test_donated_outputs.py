@@ -1,4 +1,4 @@
-"""JAX arrays that do not keep their tensors, and programs whose results are tensors of PyTorch's own memory."""
+"""JAX arrays that do not keep their tensors alive, and programs that write results to PyTorch's memory."""
 
 import threading
 import weakref
@@ -108,7 +108,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("case", FORMS)
-@pytest.mark.filterwarnings("error")  # JAX warns where a result cannot lie in the memory that it is given
+@pytest.mark.filterwarnings("error")  # JAX warns if a result does not fit the memory that it is given
 def test_xla_writes_each_result_to_an_argument(case):
     function, want = FORMS[case]
     program = donated_outputs._DonatingJit(jax.jit(function, keep_unused=True))
@@ -128,14 +128,14 @@ def test_tensors_without_elements_go_another_way(programs):
 
 
 def test_results_that_jax_does_not_write_in_place_are_copied(programs):
-    """JAX on a CPU takes the arguments, and writes elsewhere."""
+    """On a CPU JAX takes the arguments, and writes its results elsewhere."""
     x = torch.arange(64.0)
     function = jax.jit(lambda x: [x * 2, x.sum()])
     double, total = run(function, x)
     assert torch.equal(double, x * 2)
     assert total.item() == x.sum().item()
     assert run(function, x) is None
-    assert run(function, x[:32]) is not None  # of other arguments nothing is known
+    assert run(function, x[:32]) is not None  # nothing is known about other arguments
 
 
 def test_it_needs_jaxlibs_own_functions(programs, monkeypatch):
@@ -158,7 +158,7 @@ def test_an_error_leaves_when_jax_is_done(programs, monkeypatch):
 
 
 def test_each_thread_has_its_events():
-    """An event that two threads record would tell one of them of the other's stream."""
+    """If two threads recorded one event, a thread could wait for the other thread's stream."""
     found = [dlpack._READY.events]
     thread = threading.Thread(target=lambda: found.append(dlpack._READY.events))
     thread.start()
@@ -250,7 +250,7 @@ class TestOnAGpu:
             assert torch.equal(double, x * 2)
 
     def test_memory_that_is_given_away_at_once_is_read_before(self, programs):
-        """The tensors die when the call returns, and PyTorch writes to their memory next. Powers of 2 are exact."""
+        """The tensors die when the call returns, and PyTorch overwrites their memory next. Powers of 2 are exact."""
         function = bridge.from_jax(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 2048, x))
         function(torch.ones(2048, 2048, device="cuda"))
         for number in (0.5, 1.0, 2.0, 4.0) * 2:

@@ -1,4 +1,4 @@
-"""DTensors in two processes of CPUs: results and gradients equal whole tensors', or an error names the argument."""
+"""DTensors in two CPU processes: results and gradients equal whole tensors', or an error names the argument."""
 
 import os
 import pathlib

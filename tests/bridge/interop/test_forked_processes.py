@@ -1,4 +1,4 @@
-"""A traced program holds names of its own process: another process raises, and gives no numbers."""
+"""A traced program holds names of its own process: another process raises instead of returning values."""
 
 import os
 import pathlib
@@ -9,8 +9,8 @@ import pytest
 
 pytestmark = pytest.mark.timeout(300)
 
-# Before JAX and PyTorch: what the programs are made of. The second process makes other functions of the same shapes,
-# in the same order.
+# The start of both programs: their functions. The second process makes other functions of the same shapes, in the same
+# order.
 COMMON = """
 import os, sys, warnings
 warnings.simplefilter("ignore")
@@ -42,7 +42,7 @@ FIRST = """
 for name in CALLS:
     program = torch.export.export(Module(name), (x,), strict=False)
     torch.export.save(program, f"{folder}/{name}.pt2")
-    if name != "mask":  # whose call is over
+    if name != "mask":  # its call is over
         torch.testing.assert_close(torch.export.load(f"{folder}/{name}.pt2").module()(x), CALLS[name](x))
 print("saved")
 """
@@ -123,7 +123,7 @@ if sys.argv[1] == "started":
     double(torch.ones(3))
 process = os.fork()
 if process == 0:
-    signal.alarm(60)  # a call that waits for threads which it lacks never ends
+    signal.alarm(60)  # a call that waits for missing threads never ends
     for name, call in CALLS.items():
         try:
             call()

@@ -1,4 +1,4 @@
-"""Who gets the GPU's memory, and leaving the process."""
+"""The division of the GPU's memory, and the end of the process."""
 
 import os
 import subprocess
@@ -68,7 +68,7 @@ for _ in range(50):
 @pytest.mark.usefixtures("unset")
 @pytest.mark.timeout(120)
 def test_a_process_ends_in_peace():
-    """Tensors that JAX's threads still hold when the interpreter ends would abort the process."""
+    """JAX's threads may still hold tensors when the interpreter ends, which must not abort the process."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -76,7 +76,7 @@ def test_a_process_ends_in_peace():
 
 
 class OnGpu:
-    """A GPU's memory, as far as memory_report asks for it."""
+    """The memory statistics of a fake GPU, for memory_report."""
 
     def memory_stats(self):
         return {"bytes_in_use": 3 * 2**30, "pool_bytes": 4 * 2**30}
@@ -114,7 +114,7 @@ def test_without_a_gpu_there_is_no_report(given):
 
 
 def failing(*messages):
-    """A call that fails with each of the messages in turn, and then gives 7."""
+    """A call that fails with each of the messages in turn, and then returns 7."""
     left = list(messages)
 
     def call():

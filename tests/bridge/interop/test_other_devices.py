@@ -1,4 +1,4 @@
-"""Meta tensors, builds of PyTorch for other GPUs, and calls inside of what JAX traces."""
+"""Meta tensors, builds of PyTorch for other GPUs, and calls inside of functions that JAX traces."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def qkv(length, **options):
     return [torch.randn(1, length, 2, 8, generator=generator).to(**options).requires_grad_() for _ in range(3)]
 
 
-# By name, (a call of tensors, the shapes of the tensors, the shape of the result).
+# By name: (a call of tensors, the shapes of the tensors, the shape of the result).
 SHAPES = {
     "flash_attention": (lambda *x: bridge.flash_attention(*x, is_causal=True), [(1, 24, 2, 8)] * 3, (1, 24, 2, 8)),
     "few queries": (bridge.flash_attention, [(1, 2, 2, 8), (1, 24, 2, 8), (1, 24, 2, 8)], (1, 2, 2, 8)),
@@ -33,7 +33,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_meta_tensors_have_shapes_and_gradients(name):
-    """The second round would be that of a known call."""
+    """The call of the second round would be cached."""
     call, shapes, shape = SHAPES[name]
     for _ in range(2):
         inputs = [torch.empty(each, device="meta", requires_grad=True) for each in shapes]
@@ -65,7 +65,7 @@ def step(length):
 
 @pytest.mark.parametrize(("transform", "length"), [(jax.jit, 18), (jax.grad, 20), (jax.vmap, 22)])
 def test_tensors_inside_of_a_function_that_jax_traces(transform, length):
-    """They are no part of what is traced."""
+    """The tensors are no part of the traced function."""
     found = []
 
     def traced(x):

@@ -1,4 +1,4 @@
-"""Options that are numbers: Python's, NumPy's, JAX's and tensors without axes give the same; others raise."""
+"""Options that are numbers: Python's, NumPy's, JAX's and 0-d tensors give equal results; others raise."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +78,7 @@ def test_a_number_of_any_kind(case):
     function, name, number, kinds = CASES[case]
     want = function(**{name: number})
     for kind in kinds:
-        for _ in range(2):  # the second call may be known
+        for _ in range(2):  # the second call may be cached
             same(function(**{name: kind(number)}), want)
 
 
@@ -109,7 +109,7 @@ def test_a_pattern_of_tensors():
 
 
 def test_a_tensor_is_read_in_each_call(reference):
-    """A number that was written to since makes another call than the cached one."""
+    """A number that was overwritten makes a different call than the cached call."""
     for function, name in ((attend, "scale"), (decode, "scale"), (dilated, "scale"), (flash, "softmax_scale")):
         number = torch.tensor(0.5)
         for value in (0.5, 0.5, 0.25, 0.25):

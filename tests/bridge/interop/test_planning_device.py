@@ -23,7 +23,7 @@ def test_the_target_ends_with_the_block(monkeypatch):
 
 
 def test_nothing_of_outside_is_traced():
-    """JAX computes in the block, and goes on to trace the function behind it."""
+    """JAX computes inside the block, and traces the function again after it."""
     seen = []
 
     def function(x):

@@ -1,4 +1,4 @@
-"""Arguments that are no tensors: each op names them, and wants a torch.Tensor."""
+"""Arguments that are no tensors: each op names the argument and wants a torch.Tensor."""
 
 import re
 
@@ -15,7 +15,7 @@ HEADS = torch.ones(1, 8, 2, 16)
 EIGHT_BITS = HEADS.to(torch.float8_e4m3fn)
 LENGTHS = torch.ones(1, dtype=torch.int32)
 WEIGHTS = " or a bridge.QuantizedTensor"
-# By name: the call with a wrong argument, the argument, and what the error adds to "want a torch.Tensor".
+# By name: the call with a wrong argument, the argument, and the error's text after "want a torch.Tensor".
 CALLS = {
     "matmul x": (lambda y: bridge.matmul(y, X.T), "x", ""),
     "matmul w": (lambda y: bridge.matmul(X, y), "w", WEIGHTS),

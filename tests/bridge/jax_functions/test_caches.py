@@ -1,4 +1,4 @@
-"""The bridge's caches: how large they grow, and that what they drop is made again."""
+"""The bridge's caches: their largest sizes, and that dropped entries are made again."""
 
 import gc
 
@@ -28,7 +28,7 @@ def test_old_plans_are_dropped_and_made_again(monkeypatch):
 
 
 def test_old_recipes_are_dropped_but_for_graphs(monkeypatch):
-    """A call whose recipe is gone still has its backward, and graphs their plans, also those of mapped calls."""
+    """A call keeps its backward when its recipe is dropped. Graphs keep their plans, also plans of mapped calls."""
     bridge.clear_cache()
     graphs = bridge.cache_info().plan_recipes
     monkeypatch.setattr(programs, "_MOST", 4)
@@ -100,7 +100,7 @@ def test_clear_cache():
     after = bridge.cache_info()
     assert (after.plans, after.chains, after.known_calls) == (0, 0, 0)
     assert after.functions == before.functions
-    (gradient,) = torch.autograd.grad(out.sum(), x)  # of a call before
+    (gradient,) = torch.autograd.grad(out.sum(), x)  # of an earlier call
     torch.testing.assert_close(gradient, 3 * x.detach() ** 2)
     torch.autograd.grad(attended.sum(), query)
     torch.testing.assert_close(compiled(x), 2 * x.detach() ** 3, check_stride=False)

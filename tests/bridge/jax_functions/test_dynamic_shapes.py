@@ -1,4 +1,4 @@
-"""One graph of torch.compile for tensors of many shapes, by the ops that are from_jax's."""
+"""One graph of torch.compile for tensors of many shapes, by from_jax's operators."""
 
 import enum
 
@@ -27,7 +27,7 @@ def dilated(*inputs, **options):
     return bridge.dilated_attention(*inputs, segment_lengths=[8, 16], dilation_rates=[1, 2], **options)
 
 
-# By name, (a call of tensors, the tensors of a size, the sizes).
+# By name: (a call of tensors, the tensors of a size, the sizes).
 CALLS = {
     "dilated_attention": (dilated, qkv, (16, 20)),
     "matmul": (lambda *x: bridge.matmul(*x, activation="silu"), lambda n: [random(n, 8), random(8, 6)], (5, 6, 9)),
@@ -53,7 +53,7 @@ def test_one_graph_serves_all_sizes(name):
     for size in sizes:
         inputs = inputs_of(size)
         got, want = compiled(*inputs), call(*inputs) * 2
-        frames.add(counter.frame_count)  # of the first, two where PyTorch begins again for a number among the arguments
+        frames.add(counter.frame_count)  # the first size may take two: PyTorch restarts for a number
         torch.testing.assert_close(got, want)
         gradients = (torch.autograd.grad(x.square().sum(), inputs) for x in (got, want))
         for ours, theirs in zip(*gradients, strict=True):
@@ -62,7 +62,7 @@ def test_one_graph_serves_all_sizes(name):
 
 
 class Masked(torch.nn.Module):
-    """Attention with two heads, a number that the mask's axes have as a symbol."""
+    """Attention with two heads. One of the mask's axes also has size 2, which is a symbol."""
 
     def __init__(self):
         super().__init__()
@@ -77,12 +77,12 @@ multiply = bridge.from_jax(lambda x, w: x * w)
 
 
 def closing_over(call, *shapes):
-    """A call of a tensor and of parameters, which torch.compile sees as constants' sizes."""
+    """A call of a tensor and of parameters. torch.compile takes the parameters' sizes for constants."""
     parameters = [torch.nn.Parameter(random(*shape).detach()) for shape in shapes]
     return lambda x: call(x, *parameters)
 
 
-# By name, what makes a function of a tensor [batch, length, 16], and of a mask where it takes one.
+# By name: makes a function of a tensor [batch, length, 16], and of a mask if it takes one.
 WITH_PARAMETERS = {
     "from_jax": lambda: closing_over(multiply, (16,)),
     "rms_norm": lambda: closing_over(bridge.rms_norm, (16,)),
@@ -98,7 +98,7 @@ WITH_PARAMETERS = {
     "name", tiers.cases(list(WITH_PARAMETERS), {"from_jax", "rms_norm", "GatedMLP", "dynamic_mask_attention"})
 )
 def test_one_graph_serves_all_lengths_beside_parameters(name):
-    """The parameters fix the last axis alone, and two heads a batch of two, of which PyTorch makes the same symbol."""
+    """The parameters fix only the last axis. Two heads fix a batch of two: PyTorch makes one symbol of equal sizes."""
     call = WITH_PARAMETERS[name]()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
@@ -114,7 +114,7 @@ def test_one_graph_serves_all_lengths_beside_parameters(name):
     assert len(frames) == 1
 
 
-# By name, a call of tensors, and of numbers that torch.compile makes symbols of.
+# By name: a call of tensors, and of numbers that torch.compile turns into symbols.
 NUMBERS = {
     "scaled_dot_product_attention": (
         lambda q, k, v, *_: bridge.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5)
@@ -152,7 +152,7 @@ def test_a_graph_holds_for_the_numbers_that_it_was_traced_with(name, dynamic):
 
 
 def test_alibi_slopes():
-    """The slopes have a size of the tensors that the trace has made a constant."""
+    """The slopes' size is a size of the tensors, which the trace has made constant."""
     call = lambda *x: bridge.flash_attn_func(*x, causal=True, alibi_slopes=torch.tensor([0.5, 0.25]))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
@@ -184,7 +184,7 @@ def in_jax(tree, *, power, kind, name="unused"):
 
 
 def test_one_graph_serves_all_sizes_of_a_users_function():
-    """One of several inputs and results in containers, with constants that no text says."""
+    """A function with several inputs and results in containers, and with constants that have no text."""
     call = bridge.from_jax(in_jax)
     counter = CompileCounterWithBackend("aot_eager")
 
@@ -206,7 +206,7 @@ def test_one_graph_serves_all_sizes_of_a_users_function():
 
 
 def test_sizes_that_torch_finds_to_change():
-    """The first graph is for one size, and the second for all."""
+    """The first graph is for one size, the second for all sizes."""
     counter = CompileCounterWithBackend("aot_eager")
     w = random(8, 6)
     compiled = torch.compile(lambda x: bridge.matmul(x.sin(), w), backend=counter, fullgraph=True)
@@ -234,7 +234,7 @@ def test_sizes_of_results_that_are_no_tensors_size():
 
 
 def test_a_size_with_a_limit():
-    """No graph of many sizes says 8 where a call gives 4; beyond the sizes that were tried, the call raises."""
+    """No graph of many sizes claims size 8 where a call returns 4. Beyond the sizes tried, the call raises."""
 
     def first(x, most):
         return x[:most]
@@ -272,7 +272,7 @@ def test_recipes_are_kept_where_no_text_says_them(monkeypatch):
     assert bridge.cache_info().recipes == 1
     for kind in kinds[1:]:
         graph(kind.one)(x)
-        first(x)  # so that it stays
+        first(x)  # keeps it in the cache
     assert bridge.cache_info().recipes == 2
     bridge.clear_cache()
     assert bridge.cache_info().recipes == 0

@@ -1,4 +1,4 @@
-"""PyTorch's counter of operations sees the bridge's operators."""
+"""PyTorch's FLOP counter sees the bridge's operators."""
 
 import jax.numpy as jnp
 import pytest
@@ -7,14 +7,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from jax_kernels import bridge
 
-ATTENTION = 2 * 2 * 24 * 24 * 4 * 16  # a product of all queries and keys
+ATTENTION = 2 * 2 * 24 * 24 * 4 * 16  # a matmul of all queries and keys
 
 
 def random(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-# By name, (a call of tensors, the tensors, the operations of the forward and of the backward).
+# By name: (a call of tensors, the tensors, the operations of the forward and of the backward).
 CALLS = {
     "flash_attention": (bridge.flash_attention, [random(2, 24, 4, 16)] * 3, 2 * ATTENTION, 5 * ATTENTION),
     "matmul": (bridge.matmul, [random(5, 8), random(8, 6)], 2 * 5 * 8 * 6, 4 * 5 * 8 * 6),
@@ -28,7 +28,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_counts(name):
-    """The second round is that of known calls, which the counter must see."""
+    """The second round has cached calls, which the counter must see."""
     call, inputs, forward, backward = CALLS[name]
     for _ in range(2):
         call(*inputs).sum().backward()

@@ -105,7 +105,7 @@ def test_nothing_is_kept_twice():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         x, y = torch.randn(6, requires_grad=True), torch.randn(6, requires_grad=True)
         out = exp(x, y)
-    # exp(x) is a result of its own; y is the input's own memory.
+    # exp(x) is a separate result; y is the input's own memory.
     assert len(kept) == 2
     assert sorted(k.data_ptr() == y.data_ptr() for k in kept) == [False, True]
     torch.testing.assert_close(torch.autograd.grad(out.sum(), (x, y)), (torch.exp(x) * y, torch.exp(x)))
@@ -251,7 +251,7 @@ def softplus(x):
 
 
 class Activation(torch.nn.Module):
-    """A module that holds what from_jax gives."""
+    """A module that holds a function made by from_jax."""
 
     def __init__(self):
         super().__init__()

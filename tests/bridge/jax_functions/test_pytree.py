@@ -1,4 +1,4 @@
-"""Constants of from_jax: a function sees each as it was given, whatever others it is equal to."""
+"""Constants of from_jax: a function sees each constant as given, whatever other constants it equals."""
 
 import collections
 import dataclasses
@@ -35,7 +35,7 @@ class Whole(int):
     pass
 
 
-# Of each group, all members are equal, or NaN.
+# In each group, all members are equal, or NaN.
 EQUALS = {
     "one": (
         1,

@@ -11,7 +11,7 @@ from tests.support.cases import tiers
 
 
 def stacked(function, count, *inputs):
-    """The right result of vmap: the function of each slice."""
+    """The expected result of vmap: the function applied to each slice."""
     results = [function(*(x[i] for x in inputs)) for i in range(count)]
     return (
         tuple(torch.stack(x) for x in zip(*results, strict=True))
@@ -97,7 +97,7 @@ BIASES = {
 
 @pytest.mark.parametrize("case", BIASES)
 def test_vmap_of_biases_sinks_and_segments(case, make_qkv):
-    """vmap and vmap(grad) are a loop: each call has its own gradient, also of what the calls share."""
+    """vmap and vmap(grad) equal a loop: each call has its own gradient, also of tensors that the calls share."""
     dim, shape, sinks_dim = BIASES[case]
     bias = None if shape is None else torch.randn(shape)
     sinks = None if case == "shared" else torch.randn(3, 4) if sinks_dim == 0 else torch.randn(4)

@@ -1,4 +1,4 @@
-"""bridge.nn.AdaptiveAttention and FlexAttention, and what the modules of attention share."""
+"""bridge.nn.AdaptiveAttention and FlexAttention, and features of all modules of attention."""
 
 import copy
 import pickle
@@ -83,7 +83,7 @@ MODULES = {
 @pytest.mark.parametrize("shape", [(0, 9, 32), (2, 0, 32)], ids=str)
 @pytest.mark.parametrize("name", MODULES)
 def test_an_empty_batch_has_an_empty_result(name, shape):
-    """Its gradients are zeros, as those of torch.nn's modules, and not None."""
+    """Its gradients are zeros, as in torch.nn's modules, and not None."""
     module, x = MODULES[name](), torch.randn(shape, requires_grad=True)
     out = module(x)
     assert out.shape == x.shape
@@ -169,7 +169,7 @@ def test_flex_attention_errors():
 
 @pytest.mark.parametrize("options", [{"pattern": "sliding_window", "window": 3}, {"pattern": masks.causal()}], ids=str)
 def test_flex_attention_in_one_graph(options, make_qkv):
-    """The mask of each shape is made while torch.compile traces, and kept by the module."""
+    """torch.compile makes the mask of each shape while tracing. The module keeps it."""
     module = bridge.nn.FlexAttention(**options)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for length in (24, 40, 24):

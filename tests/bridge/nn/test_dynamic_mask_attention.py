@@ -1,4 +1,4 @@
-"""bridge.nn.DynamicMaskAttention is the Flax one."""
+"""bridge.nn.DynamicMaskAttention equals the Flax module."""
 
 import copy
 
@@ -20,7 +20,7 @@ WINDOW = masks.sliding_window(9, 3)
 
 
 def both(**options):
-    """(the Flax module, ours), with the same weights, as if trained: biases that differ by more than a rounding."""
+    """(the Flax module, ours) with equal weights, like trained weights: biases differ by more than a rounding."""
     options = {"num_kv_heads": KV_HEADS, "keys_to_keep": 5} | options
     flax = models.DynamicMaskAttention(WIDTH, HEADS, rngs=nnx.Rngs(0), **options)
     flax.A[...] = jnp.linspace(0.5, -0.7, flax.num_kv_heads)
@@ -30,7 +30,7 @@ def both(**options):
 
 
 def state(flax):
-    """The parameters of the Flax module, or their gradients, by PyTorch's names."""
+    """The Flax module's parameters, or their gradients, by PyTorch's names."""
     as_tensor = lambda x: torch.from_numpy(np.array(x[...]))
     weights = {f"{name}.weight": as_tensor(getattr(flax, name).kernel).T for name in LINEARS}
     return weights | {"A": as_tensor(flax.A)}
@@ -81,11 +81,11 @@ def test_equals_flax_with_all_gradients(case):
     np.testing.assert_allclose(x.grad.numpy(), of_x, atol=2e-5)
     for name, gradient in state(of_weights).items():
         mine = ours.get_parameter(name).grad
-        # Of one key, all that is there is what rounding leaves of nothing.
+        # With one key the exact gradient is 0: only rounding errors are left.
         least = 1e-4 if ours.keys_to_keep == 1 else 0.0
         atol = max(2e-5 * float(gradient.abs().max()), least)
         torch.testing.assert_close(mine, gradient, atol=atol, rtol=1e-4)
-        assert torch.count_nonzero(mine) or ours.keys_to_keep == 1  # whose softmax has no gradient
+        assert torch.count_nonzero(mine) or ours.keys_to_keep == 1  # the softmax of one key has no gradient
 
 
 def test_parameters_and_initialisation():

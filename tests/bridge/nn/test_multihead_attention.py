@@ -1,4 +1,4 @@
-"""bridge.nn.MultiheadAttention is torch.nn.MultiheadAttention, in numbers, gradients and weights."""
+"""bridge.nn.MultiheadAttention equals torch.nn.MultiheadAttention, in values, gradients and weights."""
 
 import copy
 import inspect
@@ -96,7 +96,7 @@ def test_numbers_and_gradients(case):
 
 
 def test_causal_with_appended_keys_shows_no_later_token():
-    """All tokens see the appended rows, and none a later token."""
+    """All tokens see the appended rows. No token sees a later token."""
     _, module = both(add_bias_kv=True, batch_first=True)
     x = torch.randn(1, LENGTH, EMBED)
     got, _ = module(x, x, x, is_causal=True)
@@ -144,11 +144,11 @@ def test_what_falls_back_is_pytorchs(monkeypatch):
     torch.testing.assert_close(*results)
     assert any("dropout=0.5 drops attention weights" in x for x in warn_once._GIVEN)
     with_weights = []
-    for module in (theirs, ours):  # the weights that are dropped are the same, too
+    for module in (theirs, ours):  # the same weights are dropped, too
         torch.manual_seed(2)
         with_weights.append(module(x, x, x, need_weights=True, average_attn_weights=False))
     torch.testing.assert_close(*with_weights)
-    with warnings.catch_warnings():  # the same reason with another number is no other reason
+    with warnings.catch_warnings():  # the same reason with another value warns no second time
         warnings.simplefilter("error")
         ours.dropout = 0.25
         ours(x, x, x)
@@ -179,7 +179,7 @@ def added(mask):
     return torch.full(mask.shape, 0.5).masked_fill(mask, -torch.inf)
 
 
-# The module's options, the call's, and whether the call without weights is compared too (JAX compiles a program).
+# The module's options, the call's, and whether to compare the call without weights too (JAX compiles a program).
 DEAD_ROWS = {
     "padding": ({"batch_first": True}, {"key_padding_mask": DEAD}, True),
     "padding, added": ({"batch_first": True}, {"key_padding_mask": added(DEAD)}, False),
@@ -202,7 +202,7 @@ DEAD_ROWS = {
 def exact_attention(module, x, *, attn_mask=None, key_padding_mask=None, is_causal=False):
     """(output, weights of the heads [N, H, L, S]) of self-attention in float64, from the definition.
 
-    x: [N, L, E]. Rows of weights that may attend to nothing are 0.
+    x: [N, L, E]. Rows of weights without an allowed key are 0.
     """
     batch, length, _ = x.shape
     query, key, value = torch.nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1)
@@ -265,7 +265,7 @@ def test_rows_that_see_nothing_have_weights_of_zero(case, average):
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_rows_that_see_nothing_in_calls_that_fall_back(need_weights):
-    """Dropout, and heads too wide for the kernels in eval without gradients, where PyTorch has a path of its own."""
+    """Dropout; and heads too wide for the kernels, in eval without gradients, where PyTorch has a fast path."""
     x = torch.randn(BATCH, LENGTH, EMBED)
     _, ours = both(batch_first=True, dropout=0.5)
     out, weights = ours(x, x, x, key_padding_mask=DEAD, need_weights=need_weights)
@@ -343,7 +343,7 @@ def test_errors(options, error, message):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("entries", [1, 3, 4])
 def test_a_context_of_another_batch_is_refused(entries, batch_first):
-    """Its tokens could be dealt out to the entries of the query's batch."""
+    """A reshape could otherwise assign its tokens to the entries of the query's batch."""
     _, ours = both(batch_first=batch_first)
     x, context = torch.randn(2, LENGTH, EMBED), torch.randn(entries, LENGTH, EMBED)
     if not batch_first:

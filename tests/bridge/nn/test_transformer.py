@@ -1,4 +1,4 @@
-"""The PyTorch Transformer is the Flax one."""
+"""The PyTorch Transformer equals the Flax Transformer."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +57,7 @@ def test_products_of_8_bits(scaling):
         np.asarray(nnx.jit(lambda model, x: model(x))(x, jnp.asarray(tokens))) for x in (flax, both(num_layers=1)[0])
     )
     got = module(torch.from_numpy(tokens))
-    assert np.linalg.norm(got.detach().numpy() - want) < 0.02 * np.linalg.norm(want)  # a last bit may turn one of 8
+    assert np.linalg.norm(got.detach().numpy() - want) < 0.02 * np.linalg.norm(want)  # 8-bit values may differ
     assert 0.03 * np.linalg.norm(want) < np.linalg.norm(plain - want)
     got.square().sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
@@ -90,7 +90,7 @@ def test_config_as_a_mapping():
 
 
 def test_initialisation():
-    """That of Flax: embeddings, and with gamma MAGNETO's, of which value and out alone are scaled."""
+    """Flax's initialisation of embeddings; with gamma, MAGNETO's, which scales only value and out."""
     torch.manual_seed(0)
     shape = {"vocab_size": 100, "model_dim": 256, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 8}
     module = bridge.nn.Transformer(shape | CONFIGS["dilated"] | {"gamma": 3.0})
@@ -151,7 +151,7 @@ def test_token_ids_are_checked():
         model(np.zeros((1, 4), np.int64))
     narrow = torch.tensor([[1, 8, 3]], dtype=torch.uint8)
     torch.testing.assert_close(model(narrow), model(narrow.long()))
-    # Values are not known under vmap: NaN, as under torch.compile and on a GPU.
+    # vmap hides the values: NaN, as under torch.compile and on a GPU.
     many = torch.vmap(model._embedded)(torch.tensor([[[1, 2]], [[9, -1]]]))
     assert not many[0].isnan().any()
     assert many[1].isnan().all()

@@ -1,4 +1,4 @@
-"""Calls that are known, by chains that compute on the CPU: what is known, what is not, and that all of it is right."""
+"""Cached calls, with chains that compute on the CPU: which calls are cached, which are not, and that all are right."""
 
 import gc
 import threading
@@ -16,7 +16,7 @@ from jax_kernels.bridge.ops.attention import masked_attention
 from tests.support.cases import tiers
 from tests.support.cases.cached_calls import BLOCKS, CALLS, IDS, qkv, random, total
 
-# One of each way in which a call's arrays come to its chain.
+# One case for each way in which a call's arrays reach its chain.
 QUICK = [
     "plain", "offset", "mask", "bias", "dilated", "Mask", "CompiledAttention", "score_mod", "linear", "residual", "mlp",
     "layer_norm", "residual norm", "from_jax by name", "from_jax of a tree", "dynamic", "several results",
@@ -25,7 +25,7 @@ QUICK = [
 
 @pytest.mark.parametrize("name", tiers.cases(CALLS, QUICK))
 def test_known_calls_and_gradients_are_those_of_first_calls(name, direct):
-    """The tensors of the third call have other values than those of the first two."""
+    """The tensors of the third call have other values than in the first two calls."""
     call, given = CALLS[name]
     fresh = [x.detach().mul(0.5).requires_grad_() for x in given]
     with route.disabled():
@@ -48,7 +48,7 @@ def test_known_calls_and_gradients_are_those_of_first_calls(name, direct):
 
 
 def test_constants_and_names_make_other_calls(direct):
-    """Those that Python takes for equal, too, and a setting of PyTorch's."""
+    """Also constants that compare equal in Python, and a setting of PyTorch's."""
     x, y = random(3).detach(), random(3, seed=1).detach()
     one = {"scale": 0.0, "kind": 1}
 
@@ -114,7 +114,7 @@ def test_rows_and_their_gradient(with_bias, direct):
 
 
 def test_each_mask_is_itself(direct):
-    """Masks of one structure share a program, and no call. A call ends with its Mask, which its backward holds."""
+    """Masks of one structure share a program, no cached call. A call dies with its Mask; a backward keeps it."""
     given, numbers = qkv(), [jnp.arange(24, dtype=jnp.int32)[None].repeat(2, 0) // at for at in (3, 9, 15)]
     wants = []
     for ids in (torch.tensor(x.__array__()) for x in numbers):
@@ -134,7 +134,7 @@ def test_each_mask_is_itself(direct):
     assert len(calls) == 0
 
 
-# Each is a call that is not what was known, of the tensors of a call that is.
+# The tensors belong to a cached call, but each call below is a different call.
 def test_other_tensors_go_another_way(direct):
     query, key, value = (x.detach() for x in qkv())
     for _ in range(2):
@@ -181,7 +181,7 @@ def dilate(*tensors, **options):
 
 
 EIGHT_BITS = torch.ones(16, 16).to(torch.float8_e4m3fn)
-# (a call of tensors, an argument that is taken, one that equals it and is not).
+# (a call of tensors, an argument that is accepted, an equal argument that is not).
 EQUAL = [
     *[(bridge.flash_attention, {name: True}, {name: 1}) for name in ("is_causal", "return_lse", "deterministic")],
     *[(bridge.flash_attention, {name: 1}, {name: True}) for name in ("scale", "softcap", "window", "q_offset")],
@@ -272,7 +272,7 @@ def test_compiled_code_does_not_look(direct):
 
 
 def test_an_operator_knows_its_calls(direct, monkeypatch):
-    """A compiled graph calls the operator, whose launches are those of the direct route."""
+    """A compiled graph calls the operator, which launches by the direct route."""
     torch._dynamo.reset()
     query, key, value = qkv()
     want = bridge.flash_attention(query, key, value)
@@ -293,7 +293,7 @@ def test_an_operator_knows_its_calls(direct, monkeypatch):
     monkeypatch.setattr(execute, "execute", run)
     compiled = torch.compile(lambda *x: bridge.flash_attention(*x).sin(), backend="aot_eager", fullgraph=True)
     counts = []
-    for _ in range(4):  # while it compiles, PyTorch's state is another one than in later calls
+    for _ in range(4):  # while compiling, PyTorch's state differs from later calls
         got = torch.autograd.grad(compiled(query, key, value).sum(), (query, key, value))
         torch.testing.assert_close(got, want_gradients)
         counts.append(len(found))
@@ -375,7 +375,7 @@ def test_the_private_symbols_are_found():
 
 @pytest.mark.parametrize("name", ["matmul", "flash_attention", "dilated_attention"])
 def test_another_dtype_of_autocast_is_another_call(name):
-    """Though the tensors are the same, and PyTorch's check of them is, too."""
+    """The tensors are the same, and so is PyTorch's check of them."""
     query = torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     call = {
         "matmul": lambda: bridge.matmul(query, query[0, 0].T.contiguous()),

@@ -133,7 +133,7 @@ def test_opcheck(name, with_bias, make_qkv):
         arguments = (*inputs, None, None, None, None, None, lengths, None, *STATICS)
     if name.endswith("backward"):
         out, lse = torch.ops.jax_kernels.flash_attention(*arguments)
-        wanted = 0b11111 if with_bias else 0b00101  # all, or those of query and value
+        wanted = 0b11111 if with_bias else 0b00101  # all gradients, or query's and value's
         arguments = (*arguments, wanted, out, lse, torch.randn_like(out), None)
     operator = getattr(torch.ops.jax_kernels, name).default
     assert torch.Tag.cudagraph_unsafe in operator.tags

@@ -1,4 +1,4 @@
-"""Derivatives of calls that are known: right, refused, or computed by another way, whatever was called before."""
+"""Derivatives of cached calls: right, refused, or computed by another way, whatever was called before."""
 
 import jax.numpy as jnp
 import pytest
@@ -25,7 +25,7 @@ QUICK = [
 
 @pytest.mark.parametrize("needs", [("query",), ("value",), ("bias",), ("query", "bias")], ids="-".join)
 def test_only_the_gradients_that_are_needed_are_computed(needs, direct):
-    """Each backward has as many results, and these are the gradients that PyTorch's own formula has."""
+    """Each backward returns just the needed gradients, which equal the gradients of PyTorch's own formula."""
     given = dict(zip(("query", "key", "value", "bias"), (*qkv(), random(1, 4, 24, 24)), strict=True))
     given = {name: x.detach().requires_grad_(name in needs) for name, x in given.items()}
     moved = [given[name] for name in needs]
@@ -57,7 +57,7 @@ def test_a_checkpoint_recomputes_by_a_known_call_what_a_first_call_computed(name
 
 @pytest.mark.parametrize("name", ["plain", "matmul", "from_jax"])
 def test_gradients_are_switched_off_and_on(name, direct):
-    """A call that was made under no_grad, of tensors that need a gradient, is another one than that with gradients."""
+    """A call under no_grad, of tensors that require gradients, is not the call with gradients."""
     call, given = CALLS[name]
     for _ in range(3):
         with torch.no_grad():
@@ -92,7 +92,7 @@ def test_a_second_gradient_raises(name, direct):
 
 @pytest.mark.parametrize("name", tiers.cases(CALLS, QUICK))
 def test_gradients_of_a_batch_of_cotangents(name, direct):
-    """Before the call is known, and after it and its backward are, on either route."""
+    """Before the call is cached, and after the call and its backward are, on either route."""
     call, given = CALLS[name]
     for _ in range(2):
         for _ in range(3):
@@ -122,7 +122,7 @@ def test_a_vectorized_jacobian(strategy, direct):
 
 
 def test_a_compiled_batch_of_cotangents():
-    """By a graph of many sizes, too; the batches of two calls of torch's vmap stand one inside of the other."""
+    """Also by a graph of many sizes. With two nested calls of torch's vmap, the batches are nested."""
     from torch._vmap_internals import _vmap
 
     torch._dynamo.reset()

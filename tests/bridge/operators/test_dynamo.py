@@ -1,4 +1,4 @@
-"""torch.compile of Python code around the bridge: which frames it enters, and Masks in one graph."""
+"""torch.compile of Python code around the bridge: the frames that it enters, and Masks in one graph."""
 
 import gc
 
@@ -24,7 +24,7 @@ def random(*shape, seed=0):
 
 
 scaled = bridge.from_jax(lambda x, y: jnp.sin(x) * y)
-# By name, (a call of tensors, the tensors).
+# By name: (a call of tensors, the tensors).
 CALLS = {
     "bias": (
         lambda q, k, v, b: bridge.flash_attention(q, k, v, bias=b, is_causal=True),
@@ -55,7 +55,7 @@ def fresh():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_step_whose_backward_runs_inside(name):
-    """Nothing of it is known to the bridge, so that JAX traces while torch.compile looks at frames."""
+    """The bridge has nothing cached, so JAX traces while torch.compile inspects frames."""
     call, inputs = CALLS[name]
     bridge.clear_cache()
 
@@ -96,7 +96,7 @@ def test_a_mask_in_one_graph(backend):
 
 
 def test_a_mask_that_is_an_argument():
-    """Another object is another graph, of equal arrays or not."""
+    """Each Mask object has its own graph, even with equal arrays."""
     attend = lambda mask, *x: bridge.flash_attention(*x, mask=mask)
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     for mask in (BLOCKS, masks.causal(), masks.block_sparse(torch.ones(3, 3, dtype=torch.bool).triu(), 8), BLOCKS):
@@ -144,7 +144,7 @@ def test_masks_of_graphs_have_one_name_as_long_as_they_live():
 
 @pytest.mark.parametrize("name", ["flash_attention", "rms_norm"])
 def test_a_call_is_one_node_of_a_graph(name):
-    """Each name that torch.compile sees inside of a call would add to its checks before every call."""
+    """torch.compile checks each name that it sees inside of a call before every call."""
     graphs = []
 
     def backend(module, inputs):

@@ -1,6 +1,6 @@
-"""PyTorch's own checks of every op of the bridge: opcheck of the operators that it calls, and gradcheck of its results.
+"""PyTorch's own checks of every op of the bridge: opcheck of its operators, and gradcheck of its results.
 
-gradcheck is PyTorch's fast one, in float32: its steps are large, and so are its tolerances.
+gradcheck is PyTorch's fast version, in float32: its steps are large, and so are its tolerances.
 """
 
 import itertools
@@ -35,7 +35,7 @@ def both(x, y):
     return {"product": jnp.sin(x) * y, "sums": [x.sum(), y @ y]}
 
 
-# By name, (a function of tensors, the tensors).
+# By name: (a function of tensors, the tensors).
 DIFFERENTIABLE = {
     "flash_attention": (lambda *x: bridge.flash_attention(*x, is_causal=True, segment_ids=IDS), QKV),
     "flash_attention, lse": (lambda *x: bridge.flash_attention(*x, window=(3, 1), return_lse=True), QKV),
@@ -92,7 +92,7 @@ def flat(found):
 
 
 class Recorded(TorchDispatchMode):
-    """The calls of the library's operators, by the operator: the first of each."""
+    """The first call of each of the library's operators, by operator."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ def test_opcheck(name):
     has_gradient = name in DIFFERENTIABLE
     with Recorded() as recorded, torch.no_grad():
         function(*fresh(inputs, has_gradient))
-    if has_gradient:  # an operator without gradients stays that of the first call: this one's gives residuals, too
+    if has_gradient:  # keeps the first call of operators without gradients; this call returns residuals, too
         with recorded:
             sum(x.sin().sum() for x in flat(function(*fresh(inputs, True)))).backward()
     assert any("backward" in str(operator) for operator in recorded.calls) == has_gradient
@@ -138,7 +138,7 @@ def test_opcheck(name):
         may_differentiate = has_gradient and "backward" not in str(operator)
         given = fresh(arguments, may_differentiate, is_strided)
         has_eight_bits = any(x.dtype == torch.float8_e4m3fn for x in tensors_of(given))
-        # PyTorch's check of a schema multiplies, which PyTorch cannot do in 8 bits.
+        # PyTorch's schema check multiplies, which PyTorch cannot do in 8 bits.
         checks = torch.library.opcheck(operator, given, test_utils=CHECKS[1:] if has_eight_bits else CHECKS)
         assert set(checks.values()) == {"SUCCESS"}
 

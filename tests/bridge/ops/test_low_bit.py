@@ -1,4 +1,4 @@
-"""Weights of few bits on tensors: products against those of dequantised weights in float64, layers and models."""
+"""Low-bit weights on tensors: matmuls against dequantised weights in float64, layers and models."""
 
 import copy
 import logging
@@ -24,7 +24,7 @@ FORMATS = {
     "mxfp8": {"format": "mxfp8"},
     "mxfp4": {"format": "mxfp4"},
 }
-# The relative error of rounding normal numbers.
+# The relative error of quantizing normal values.
 ERRORS = {"int8": 0.01, "int4": 0.13, "mxfp8": 0.035, "mxfp4": 0.14}
 ACTIVATIONS = {None: lambda x: x, "gelu": functional.gelu, "silu": functional.silu}
 
@@ -123,7 +123,7 @@ def test_weights_have_no_gradients():
 
 
 def test_a_known_call_is_of_these_weights():
-    """Weights of the same shapes and dtypes, and another format or other values, are other calls."""
+    """Weights of the same shapes and dtypes, with another format or other values, make different calls."""
     x = random(4, 64)
     weights = [bridge.quantize(random(64, 8, seed=seed), "int4", group_size=32) for seed in (1, 2)]
     weights.append(bridge.QuantizedTensor(**vars(weights[0]) | {"length": 63}))
@@ -226,7 +226,7 @@ def llama():
 
 @pytest.mark.parametrize(("format", "most"), [("int8", 0.03), ("int4", 0.3)])
 def test_a_llama(format, most, caplog):
-    """Its logits and tokens are those of the model with dequantised weights, and near the float model's."""
+    """Its logits and tokens equal the model's with dequantised weights, and are near the float model's."""
     plain = llama()
     with caplog.at_level(logging.INFO, "jax_kernels.bridge.quantized_linear"):
         model = bridge.quantize_weights(copy.deepcopy(plain), format, group_size=32, skip="lm_head")
@@ -351,7 +351,7 @@ def test_flax_has_no_such_parameters():
 @pytest.mark.parametrize("format", ERRORS)
 @pytest.mark.parametrize(("columns", "depth"), [(512, 1024), (200, 300)], ids=["whole", "odd"])
 def test_on_a_gpu(format, rows, columns, depth):
-    """Against products with dequantised weights, by both routes, with the gradient of x."""
+    """Against matmuls with dequantised weights, by both routes, with the gradient of x."""
     x = random(rows, depth, dtype=torch.bfloat16, device="cuda").requires_grad_()
     layer = torch.nn.Linear(depth, columns, device="cuda", dtype=torch.bfloat16)
     quantized = bridge.nn.QuantizedLinear.from_linear(layer, format)
@@ -360,7 +360,7 @@ def test_on_a_gpu(format, rows, columns, depth):
     (right,) = torch.autograd.grad(want.sum(), wide)
     for is_direct in (True, False):
         with route.enabled() if is_direct else route.disabled():
-            for _ in range(2):  # the second call is known
+            for _ in range(2):  # the second call is cached
                 got = quantized(x)
                 assert error_of(got, want.detach()) < 1e-2
                 (dx,) = torch.autograd.grad(got.sum(), x)

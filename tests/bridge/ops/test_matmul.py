@@ -91,7 +91,7 @@ def test_autocast():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["linear", "fp8", "gated", "mlp", "mlp of 8 bits", "compiled"])
 def test_wide_residual_under_autocast(kind, dtype):
-    """A float32 residual stream stays one, as it does in plain PyTorch."""
+    """A float32 residual stream stays float32, as in plain PyTorch."""
     (x, gate, up, down, residual), linear = tensors((6, 24), (24, 24), (24, 24), (24, 24), (6, 24)), functional.linear
     precision = "fp8" if kind in ("fp8", "mlp of 8 bits") else None
     module = bridge.nn.GatedMLP(24, 24, precision=precision)
@@ -162,7 +162,7 @@ def norm_of(x):
 
 
 def in_jax(x):
-    """A tensor as a jax.Array, by way of float32, which holds all numbers of fewer bits."""
+    """A tensor as a jax.Array, by way of float32, which represents all narrower values."""
     return jnp.asarray(x.detach().float().numpy(), str(x.dtype).removeprefix("torch."))
 
 
@@ -189,7 +189,7 @@ def test_products_of_8_bits_are_those_of_jax(scaling, dtype):
     assert got.dtype == dtype
     for a, b in zip((got, *gradients), (want, *wanted), strict=True):
         b = torch.tensor(np.asarray(b, np.float32))
-        assert norm_of(a.float() - b) <= 0.01 * norm_of(b)  # a last bit may turn one of 8 bits
+        assert norm_of(a.float() - b) <= 0.01 * norm_of(b)  # a last bit may change an 8-bit value
     exact = functional.silu(functional.linear(x, weight, bias)) + residual
     assert 0 < norm_of(got - exact) < 0.05 * norm_of(exact)
 
@@ -207,7 +207,7 @@ def test_scales_that_were_found_before():
     layer = bridge.nn.Linear(24, 40, bias=False, precision="fp8")
     layer.weight = torch.nn.Parameter(w.detach().T.contiguous())
     torch.testing.assert_close(layer(x, x_scale=x_scale, w_scale=w_scale), want, rtol=1e-5, atol=1e-5)
-    halved = bridge.matmul(x, w, x_scale=x_scale / 2, precision="fp8")  # numbers above half of the largest are cut
+    halved = bridge.matmul(x, w, x_scale=x_scale / 2, precision="fp8")  # values above half of the largest saturate
     assert norm_of(halved - want) > 0.05 * norm_of(want)
 
 
@@ -225,7 +225,7 @@ def test_tensors_of_8_bits(scaling):
     torch.testing.assert_close(got.float(), gate, rtol=1e-2, atol=1e-5)
     got = bridge.matmul(x, w, w_scale=w_scale, out_dtype=torch.float32, **scales)
     torch.testing.assert_close(got, gate, rtol=1e-5, atol=1e-5)
-    with torch.autocast("cpu", torch.bfloat16):  # casts no tensor of 8 bits
+    with torch.autocast("cpu", torch.bfloat16):  # casts no 8-bit tensor
         again = bridge.matmul(x, w, w_scale=w_scale, out_dtype=torch.float32, **scales)
     torch.testing.assert_close(again, got, rtol=0, atol=0)
     w = w.to(up.dtype)
@@ -295,7 +295,7 @@ def test_bad_input_of_8_bits():
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_mlp(is_gated):
-    """With gradients of all, beside torch's own functions."""
+    """With the gradients of all tensors, against torch's own functions."""
     x, up, down, gate, bias_up, bias_down = tensors((2, 5, 12), (20, 12), (8, 20), (20, 12), (20,), (8,))
     rest = {"w_gate": gate} if is_gated else {"bias_up": bias_up}
     given = [x, up, down, bias_down, *rest.values()]

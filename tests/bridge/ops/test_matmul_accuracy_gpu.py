@@ -1,4 +1,4 @@
-"""Products on a GPU against float64, beside cuBLAS's by PyTorch: their errors are as small."""
+"""Matmuls on a GPU against float64: their errors are as small as cuBLAS's, called by PyTorch."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def error(got, want):
 
 
 def by(implementation, *given, **options):
-    """The product by an implementation; None where it does not serve it."""
+    """The matmul by an implementation; None if it does not serve the call."""
     try:
         return bridge.matmul(*given, implementation=implementation, **options)
     except NotImplementedError:
@@ -47,9 +47,9 @@ def test_errors_are_those_of_cublas(kind, shape, monkeypatch):
 
 
 def test_errors_of_8_bits_are_those_of_cublas():
-    """torch._scaled_mm without fast sums."""
+    """Compared with torch._scaled_mm without fast sums."""
     if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs a GPU with products of 8 bits")
+        pytest.skip("needs a GPU with 8-bit matmuls")
     x, w = (y.to(torch.float8_e4m3fn) for y in operands(512, 1024, 4096, torch.float32))
     one = torch.ones((), device="cuda")
     want = x.double() @ w.double()

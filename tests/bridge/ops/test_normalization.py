@@ -58,7 +58,7 @@ def test_against_torch(name, dtype, weights):
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_default_eps_is_that_of_torch(name, dtype):
-    """At numbers so small that eps decides the result, whichever version of PyTorch is there."""
+    """The values are so small that eps decides the result. Holds for every version of PyTorch."""
     (x,) = tensors((3, 40), dtype=dtype)
     x = (x.detach() * 1e-3).requires_grad_()
     mine, theirs = (module(40, dtype=dtype) for module in MODULES[name])
@@ -119,7 +119,7 @@ def test_options_of_modules(name, shape):
     (x,) = tensors(given)
     module = MODULES[name][0](shape, 1e-3, scale_offset=1.0, implementation="xla")
     plain = MODULES[name][1](shape, 1e-3)
-    torch.testing.assert_close(module(x), plain(x), rtol=1e-5, atol=1e-5)  # weight begins as 0
+    torch.testing.assert_close(module(x), plain(x), rtol=1e-5, atol=1e-5)  # weight starts as 0
     with torch.no_grad():
         module.weight.copy_(tensors(given[2:], seed=1)[0])
         plain.weight.copy_(module.weight + 1)

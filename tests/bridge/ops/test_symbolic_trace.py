@@ -30,7 +30,7 @@ class Model(torch.nn.Module):
 
 
 class Attends(torch.nn.Module):
-    """Attention as a model's own code has it, in PyTorch's names."""
+    """Attention as in a model's own code, with PyTorch's names."""
 
     def forward(self, query, key, value, mask):
         scale = query.shape[-1] ** -0.5 / 2
@@ -53,7 +53,7 @@ def assigned(monkeypatch):
 
 
 def test_fx_keeps_attention_as_one_node(assigned):
-    """The graph serves other values, lengths and gradients, and is PyTorch's own function's numbers in float64."""
+    """The graph serves other values, lengths and gradients, and equals PyTorch's own function in float64."""
     traced = fx.symbolic_trace(Attends())
     nodes = [node for node in traced.graph.nodes if node.target is bridge.scaled_dot_product_attention]
     assert [node.op for node in nodes] == ["call_function"]
@@ -72,7 +72,7 @@ def test_fx_keeps_attention_as_one_node(assigned):
 
 
 X = draw(2, 6, 16)
-# Modules that hold one of the library's, by the name of that one.
+# Modules that hold a module of the library, by its name.
 HOLDERS = {
     "MultiheadAttention": lambda: Model(
         lambda self, x: self.part(x, x, x, need_weights=True)[0],
@@ -221,13 +221,13 @@ RECORDED = [x for x in HOLDERS if "parameter" not in x]
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", RECORDED)
 def test_traces_hold_the_call_and_its_gradients(name):
-    """torch.jit.trace records the operator, whether its call is known or not, with gradients or without."""
+    """torch.jit.trace records the operator, whether the call is cached or not, with or without gradients."""
     torch.manual_seed(0)
     model = HOLDERS[name]()
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
             model(X)
-            model(X)  # a known call
+            model(X)  # caches the call
             traced = torch.jit.trace(model, (X,), check_trace=False)
         kept = io.BytesIO()
         torch.jit.save(traced, kept)

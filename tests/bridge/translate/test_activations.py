@@ -1,4 +1,4 @@
-"""Activations of the bridge's products that are functions: in torch operations, or in jnp code."""
+"""Functions as activations of the bridge's matmuls: in torch operations, or in jnp code."""
 
 import functools
 import re
@@ -13,7 +13,7 @@ from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.translate import activations
 
 functional, nn = torch.nn.functional, torch.nn
-# By name, an activation of the bridge, and PyTorch's own, None where it is the same.
+# By name: an activation of the bridge, and PyTorch's own, or None if it is the same function.
 FUNCTIONS = {
     "silu": (functional.silu, None),
     "tanh": (torch.tanh, None),
@@ -36,7 +36,7 @@ FUNCTIONS = {
     "jax": (jax.nn.mish, functional.mish),
     "jnp": (lambda x: x * jnp.sin(x), lambda x: x * torch.sin(x)),
 }
-# Of those with kinks: numbers at the kinks and about them, where PyTorch's gradients are one-sided.
+# Values at and around the kinks of functions. PyTorch's gradients are one-sided at kinks.
 KINKS = torch.tensor([-6.0, -3.0, -1.0, -0.5, 0.0, 0.1, 0.5, 1.0, 3.0, 6.0, 8.0])
 
 
@@ -127,7 +127,7 @@ def test_partials_and_modules_that_are_made_anew_share_a_program():
     for make, count in (
         (lambda slope: nn.LeakyReLU(slope), 2),
         (lambda slope: functools.partial(functional.leaky_relu, negative_slope=slope), 2),
-        # Arrays may differ where their texts do not.
+        # Arrays may differ although they print alike.
         (lambda slope: functools.partial(jnp.multiply, jnp.float32(slope)), 4),
     ):
         bridge.clear_cache()

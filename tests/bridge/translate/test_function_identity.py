@@ -1,4 +1,4 @@
-"""Functions that are made anew for each call: which of them share a plan."""
+"""Functions that are made again for each call, and which of them share a plan."""
 
 import jax.numpy as jnp
 import pytest
@@ -46,7 +46,7 @@ def with_default(factor):
     return lambda x, factor=factor: x * factor
 
 
-# Makes a function anew each time.
+# Each entry makes a new function every time.
 SAME = {
     "plain": lambda: lambda s, b, h, i, j: s * 2.0,
     "of JAX": lambda: lambda x: jnp.tanh(x),
@@ -119,7 +119,7 @@ def test_a_lambda_for_each_call_adds_one_plan():
 
 
 def test_a_first_function_that_changed_stands_for_no_new_twins(monkeypatch):
-    """A program that was traced before a change of what a function reads is of no use to a function made after it."""
+    """A program that was traced before a value changed that the function reads does not serve a later function."""
     generator = torch.Generator().manual_seed(0)
     short, long = (torch.randn(1, length, 2, 8, generator=generator) for length in (8, 12))
     attend = lambda x, score_mod: bridge.flash_attention(x, x, x, score_mod=score_mod)
@@ -129,7 +129,7 @@ def test_a_first_function_that_changed_stands_for_no_new_twins(monkeypatch):
     monkeypatch.setitem(globals(), "FACTOR", 3.0)
     attend(long, first)
     torch.testing.assert_close(attend(short, make()), bridge.flash_attention(short * 3.0, short, short))
-    monkeypatch.setitem(globals(), "FACTOR", NUMBERS)  # what may differ without showing
+    monkeypatch.setitem(globals(), "FACTOR", NUMBERS)  # a value that may change without notice
     unknown = lambda: lambda s, b, h, i, j: s * (FACTOR[0] if isinstance(FACTOR, list) else FACTOR)
     second = unknown()
     attend(short, second)

@@ -236,7 +236,7 @@ class Relative(torch.nn.Module):
 
 
 class Tanh(torch.autograd.Function):
-    """A Function whose backward is its derivative."""
+    """A Function whose backward is the derivative of its forward."""
 
     @staticmethod
     def forward(x):
@@ -257,7 +257,7 @@ class Tanh(torch.autograd.Function):
 
 
 class Through(torch.autograd.Function):
-    """A straight-through estimator: its backward is no derivative of its forward."""
+    """A straight-through estimator: its backward is not the derivative of its forward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -316,7 +316,7 @@ MODS = {
 
 
 def oracle(query, key, value, score_mod):
-    """Attention in float64 of the scores that PyTorch's vmap of the function gives."""
+    """Attention in float64 with the scores that PyTorch's vmap of the function returns."""
     scores = query.double() @ key.double().transpose(-1, -2) * query.shape[-1] ** -0.5
     of_all = score_mod
     for axes in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
@@ -388,7 +388,7 @@ def test_masks_without_a_form(mask_mod, kind, message):
 
 
 def test_int64_tensors_of_a_score_mod():
-    """They are narrowed exactly; a value that does not fit is an error that names the tensor."""
+    """They are narrowed exactly. A value that does not fit raises an error that names the tensor."""
     places = torch.arange(4, dtype=torch.int64)
     score_mod = lambda s, b, h, q, k: s * (places[q] - places[k])
     query = torch.randn(1, 4, HEADS, 8, generator=torch.Generator().manual_seed(4))
@@ -412,7 +412,7 @@ def test_functions_that_are_made_anew_share_a_program():
 
 
 def test_an_activation_may_not_mix_values():
-    """One runs on whole tiles, where a score_mod runs on scalars."""
+    """An activation runs on whole tiles, a score_mod on scalars."""
     x = torch.randn(4, 8)
     with pytest.raises(TypeError, match=r"activation: .*torch's sum, which mixes"):
         bridge.linear(x, torch.randn(8, 8), activation=lambda y: torch.sum(y))

@@ -1,4 +1,4 @@
-"""A mask of a function that reads tensors: it is refused once a tensor has changed since the mask was made."""
+"""A mask of a function that reads tensors: it is refused when a tensor has changed after the mask was made."""
 
 import copy
 import functools
@@ -121,7 +121,7 @@ def test_a_buffer_that_is_replaced_or_moved():
 
 
 def test_inference_tensors_are_compared():
-    """PyTorch counts no changes of these."""
+    """PyTorch does not count changes of inference tensors."""
     with torch.inference_mode():
         ids = torch.zeros(LENGTH, dtype=torch.int32)
         mask = masks.from_function(of_cell(ids))
@@ -154,14 +154,14 @@ def test_every_use_of_the_mask():
     }
     for use in uses.values():
         use()
-    ids.fill_(0)  # the same values: PyTorch counts it, too
+    ids.fill_(0)  # PyTorch counts a write of equal values, too
     for use in uses.values():
         with pytest.raises(ValueError, match="ids has changed since"):
             use()
 
 
 def test_a_backward_after_the_change():
-    """The forward ran under the values of then, and so does its backward."""
+    """The forward used the old values, and so does its backward."""
     ids = torch.zeros(LENGTH, dtype=torch.int32)
     mask = masks.from_function(of_cell(ids))
     query = QKV[0].clone().requires_grad_()
@@ -180,7 +180,7 @@ def test_other_masks_and_copies_have_no_sources():
     duplicate = copy.deepcopy(mask)
     want = attend(mask)
     ids[3:] = 1
-    torch.testing.assert_close(attend(segments), want)  # an argument of a builder is copied, as documented
+    torch.testing.assert_close(attend(segments), want)  # a builder copies its argument, as documented
     torch.testing.assert_close(attend(duplicate), want)
 
 

@@ -1,4 +1,4 @@
-"""Score functions and mask functions in torch operations, against FlexAttention's meaning in plain PyTorch."""
+"""Score functions and mask functions in torch operations, against FlexAttention's semantics in plain PyTorch."""
 
 import math
 
@@ -21,7 +21,7 @@ WIDE = torch.arange(LENGTH).double()
 
 
 class Module:
-    """An object that has a tensor, and may be read by other ways than its attributes."""
+    """An object with a tensor, which can be read by other ways than an attribute."""
 
     bias = torch.zeros(HEADS)
 
@@ -33,7 +33,7 @@ MODULE = Module()
 
 
 def flex(query, key, value, score_mod, mask_mod=None):
-    """flex_attention without a kernel: the function of all scores and of four grids of indices."""
+    """flex_attention without a kernel: applies the function to all scores and to four grids of indices."""
     scores = torch.einsum("bthd,bshd->bhts", query, key) / math.sqrt(query.shape[-1])
     grids = torch.meshgrid(*(torch.arange(n) for n in scores.shape), indexing="ij")
     scores = scores if score_mod is None else score_mod(scores, *grids)
@@ -49,7 +49,7 @@ def closing_over(tensor):
     return lambda score, b, h, q_idx, kv_idx: score + tensor[h] * (kv_idx - q_idx)
 
 
-# Each has the tensors, beside query, key and value, that it passes a gradient to.
+# Each has the tensors that it passes a gradient to, without query, key and value.
 MODS = {
     "tanh": (lambda s, b, h, q, k: 2 * torch.tanh(s / 2), ()),
     "a method": (lambda s, b, h, q, k: s.tanh(), ()),
@@ -57,7 +57,7 @@ MODS = {
     "a method of two": (lambda s, b, h, q, k: s.where((q - k).abs() <= 3, s * 0.5), ()),
     "a constant": (lambda s, b, h, q, k: torch.where((q >= k) & ~(h == 1), s, torch.tensor(-1e9)), ()),
     "arithmetic": (lambda s, b, h, q, k: s * 2.0 ** -(h + 1) - (q - k) % 3 + (q // 4 == k // 4) / 2 + 1 / (1 + b), ()),
-    # By torch's functions, too: a function of operators alone runs on JAX's arrays as it is.
+    # Also uses torch's functions: a function of operators alone runs on JAX's arrays unchanged.
     "numbers on the left": (
         lambda s, b, h, q, k: (
             1 - torch.tanh(s) + 2 / (2 + torch.tanh(s)) + 1.5 ** torch.tanh(s) + 0.1 * (7 % (2 + k))
@@ -159,7 +159,7 @@ def test_mask_mod(name, qkv):
 
 
 def test_gradients_at_bounds():
-    """A form with several derivatives has torch's."""
+    """A form with several possible derivatives has torch's."""
     for function in (lambda x: torch.clamp(x, -1.0, 1.0), torch.abs, functional.relu, functional.softplus):
         x = torch.tensor([-30.0, -1.0, 0.0, 1.0, 30.0], requires_grad=True)
         (want,) = torch.autograd.grad(function(x).sum(), x)

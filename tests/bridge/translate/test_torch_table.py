@@ -1,4 +1,4 @@
-"""The forms of torch's functions: their values and slopes are torch's, and every pointwise one is there or named."""
+"""The forms of torch's functions: values and slopes equal torch's, and every pointwise function is listed or named."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from torch.nn import functional
 from jax_kernels.bridge.translate import torch_to_jnp
 from jax_kernels.bridge.translate.torch_table import FORMS
 
-# Pointwise functions of torch that have no form, as jax.scipy has none, or as their result is no tensor of scalars.
+# Pointwise functions of torch without a form, as jax.scipy has none, or as their result is no tensor of scalars.
 WITHOUT = {
     *("complex", "polar", "view_as_complex", "frexp", "equal", "polygamma", "mvlgamma", "nextafter", "special_zeta"),
     *("special_airy_ai", "special_bessel_j0", "special_bessel_j1", "special_bessel_y0", "special_bessel_y1"),
@@ -123,7 +123,7 @@ def found(name):
 
 
 def slopes_of(out, given):
-    """torch's; none where PyTorch has no derivative, as of floor_divide."""
+    """torch's slopes; None where PyTorch has no derivative, as for floor_divide."""
     try:
         slopes = torch.autograd.grad(out.sum(), given, allow_unused=True)
     except RuntimeError as error:
@@ -135,7 +135,7 @@ def slopes_of(out, given):
 
 
 def both(functions, *tensors):
-    """The values and the slopes of functions: {name: (ours, torch's)}. One program has all of ours."""
+    """The values and the slopes of functions: {name: (ours, torch's)}. One program computes all of ours."""
     arrays = [jnp.asarray(x.numpy()) for x in tensors]
     is_float = all(x.dtype == torch.float32 for x in tensors)
 
@@ -233,7 +233,7 @@ def test_ties_share_the_gradient_as_in_torch():
 
 
 def pointwise():
-    """The names of torch's pointwise functions, as its own tags tell."""
+    """The names of torch's pointwise functions, according to torch's own tags."""
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
         if not isinstance(packet, torch._ops.OpOverloadPacket) or name.startswith("_") or "backward" in name:

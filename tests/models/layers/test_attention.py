@@ -83,7 +83,7 @@ def test_mask_combines_with_causal():
 
 
 def test_mask_objects():
-    """A call or the module may have a Mask, or both. Its arrays are leaves of the module's state."""
+    """A call or the module may have a Mask, or both. The Mask's arrays are leaves of the module's state."""
     window, ids = masks.sliding_window(3, 0), jnp.arange(LENGTH) // 6
     some = jax.random.bernoulli(jax.random.key(2), 0.5, (BATCH, 4, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
     dense = lambda mask: mask.to_dense(LENGTH, LENGTH)
@@ -98,7 +98,7 @@ def test_mask_objects():
 
 
 def test_prepared_masks():
-    """The arrays of a prepared Mask are leaves of the state. Calls of the shapes that it was prepared for read them."""
+    """A prepared Mask's arrays are leaves of the state. Calls of the prepared shapes read them."""
     cells = np.random.default_rng(0).random((3, 3)) < 0.6
     mask = masks.block_sparse(cells, 4) | masks.sliding_window(1, 1)
     query, key = (jax.ShapeDtypeStruct((BATCH, LENGTH, heads, 8), jnp.bfloat16) for heads in (4, 2))
@@ -110,7 +110,7 @@ def test_prepared_masks():
     assert attention.mask == prepared
     np.testing.assert_array_equal(forward(attention, inputs()), forward(module(num_kv_heads=2, mask=mask), inputs()))
 
-    for given, sorts in ((prepared, 0), (mask, 2)):  # blocks, and tiles
+    for given, sorts in ((prepared, 0), (mask, 2)):  # sorts of blocks and of tiles
         graph, state = nnx.split(module(num_kv_heads=2, mask=given, dtype=jnp.bfloat16))
         with on_device("H200"):
             program = jax.make_jaxpr(lambda state, x, graph=graph: nnx.merge(graph, state)(x))(state, inputs())
@@ -127,7 +127,7 @@ def test_decoding_under_a_mask():
 
 
 def test_decoding_under_an_array(monkeypatch):
-    """One of keys, or of queries and keys, by decode_attention; a Mask, and a wrong batch, go to flash_attention."""
+    """decode_attention takes arrays of keys, or of queries and keys; flash_attention takes all other masks."""
     calls = []
     count = lambda *given, **options: calls.append(options) or decode_attention(*given, **options)
     monkeypatch.setattr(models_attention, "decode_attention", count)
@@ -230,7 +230,7 @@ def test_a_full_cache_is_an_error():
 
 
 def ragged(attention, x, lengths, max_length=16):
-    """A cache of the first tokens of each sequence, after a prompt that was padded with tokens that do not count."""
+    """A cache of the first tokens of each sequence, after a padded prompt whose padding does not count."""
     longest = max(lengths)
     keep = np.arange(longest) < np.asarray(lengths)[:, None]
     prompt = jnp.where(keep[..., None], x[:, :longest], 1e3)
@@ -243,7 +243,7 @@ def ragged(attention, x, lengths, max_length=16):
 )
 @pytest.mark.parametrize("lengths", tiers.cases([(3, 7), (7, 3), (5, 5)], ["(7, 3)"]))
 def test_sequences_of_different_lengths(options, lengths):
-    """Each sequence of a batch is what it is alone, with a cache of one scalar length."""
+    """Each sequence of a batch equals the sequence alone, with a cache of one scalar length."""
     attention, x = module(**options), inputs()
     out, cache = ragged(attention, x, lengths)
     alone = []
@@ -412,7 +412,7 @@ def test_numbers_of_numpy_are_python_s():
 
 
 def test_parameters_of_64_bits():
-    """They are for those who set jax_enable_x64. The ops compute in 32 bits at most, whatever is set."""
+    """64-bit parameters need jax_enable_x64. The ops compute in 32 bits at most, with any setting."""
     with jax.enable_x64(True):
         attention = module(param_dtype="float64")
         assert attention.q_proj.kernel.dtype == jnp.float64

@@ -20,7 +20,7 @@ def inputs(batch, length=LENGTH, seed=0):
 
 
 def masks(batch):
-    """Every kind that Flax makes, by name; each leaves every query at least one key."""
+    """Every kind of mask that Flax makes, by name. Each mask leaves every query at least one key."""
     tokens = jnp.ones((*batch, LENGTH))
     lengths = jnp.arange(np.prod(batch, dtype=int)).reshape(batch) % 5 + 4
     valid = jnp.arange(LENGTH) < lengths[..., None]
@@ -70,7 +70,7 @@ def test_linen(batch, name):
         close(out, want)
         jax.tree.map(functools.partial(close, atol=1e-6), gradients, want_gradients)
         return
-    # A combined mask leaves padded queries without keys; Flax averages all values there, this library gives 0.
+    # A combined mask leaves padded queries without keys. For these, Flax averages all values, and this library gives 0.
     alive = np.asarray(mask, bool).any(-1)[..., 0, :]
     assert not alive.all()
     close(out[alive], want[alive])

@@ -1,4 +1,4 @@
-"""Delayed scaling of 8-bit products in Flax: the history, the scales that it gives, and training with it."""
+"""Delayed scaling of 8-bit matmuls in Flax: the history, its scales, and training with it."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ def largest(x):
 
 def test_the_history_and_the_scales_that_it_gives():
     module, amax = linear(), [largest(x) for x in XS]
-    assert amax == sorted(amax)  # so that a scale of the calls before saturates
+    assert amax == sorted(amax)  # so that an earlier call's scale saturates
     kernel, bias, seen = module.kernel[...], module.bias[...], []
     of_kernel = largest(kernel)
     step = nnx.jit(lambda module, x: module(x))
@@ -41,7 +41,7 @@ def test_the_history_and_the_scales_that_it_gives():
         history = [*reversed(seen), 0, 0, 0][:3]
         np.testing.assert_array_equal(module.x_history[...], np.float32(history))
     np.testing.assert_array_equal(module.kernel_history[...], np.float32([of_kernel] * 3))
-    # The second call saturated, so that delayed scales are no dynamic ones.
+    # The second call saturated, so delayed and dynamic scales differ.
     first, second = linear(), linear(fp8_scaling="dynamic", amax_history_length=None)
     first(XS[0])
     assert np.abs(first(XS[4]) - second(XS[4])).max() > 1
@@ -53,7 +53,7 @@ def test_the_first_call_is_that_of_dynamic_scaling():
     empty = linear()
     assert not np.asarray(empty(jnp.zeros((2, 24)))).any()
     assert not np.asarray(empty.x_history[...]).any()
-    np.testing.assert_array_equal(empty(XS[1]), dynamic(XS[1]))  # zeros left no scale behind
+    np.testing.assert_array_equal(empty(XS[1]), dynamic(XS[1]))  # zeros leave no scale
 
 
 def test_what_is_not_finite_stays_out_of_the_history():
@@ -84,7 +84,7 @@ def test_gated_mlp():
 
 
 def test_gradients_and_remat():
-    """They are those of the given scales; the history is that of a forward, also where it is computed again."""
+    """Gradients equal the gradients with given scales. A rematerialised forward counts once in the history."""
     module, again = linear(), linear()
     for x in (module, again):
         x(XS[0])
@@ -100,7 +100,7 @@ def test_gradients_and_remat():
         assert isinstance(of_module["kernel"], nnx.Param)
         assert len(jax.tree.leaves(of_module)) == 2  # the kernel and the bias
         for a, b in ((of_module["kernel"][...], dw), (of_x, dx)):
-            assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b)  # a last bit may turn one of 8 bits
+            assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b)  # a last bit may change an 8-bit value
     for x in (module, again):
         np.testing.assert_array_equal(x.x_history[...], np.float32([largest(XS[1]), largest(XS[0]), 0]))
 
@@ -137,7 +137,7 @@ TOKENS, STEPS, BATCH = 16, 200, 64
 
 
 class Small(nnx.Module):
-    """The logits of a token by the two before it."""
+    """The logits of a token from the two tokens before it."""
 
     def __init__(self, **options):
         options = {"dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)} | options
@@ -153,7 +153,7 @@ class Small(nnx.Module):
 
 @functools.cache
 def batches():
-    """Pairs of tokens, and the token after them, which hangs on both by chance: [STEPS + 8, BATCH, 3]."""
+    """Pairs of tokens, and a third token that depends on both at random: [STEPS + 8, BATCH, 3]."""
     random = np.random.default_rng(0)
     chances = random.dirichlet(np.full(TOKENS, 0.1), (TOKENS, TOKENS)).cumsum(-1)
     pairs = random.integers(0, TOKENS, (STEPS + 8, BATCH, 2))
@@ -162,7 +162,7 @@ def batches():
 
 
 def losses_of(**options):
-    """(the mean loss of batches that were not trained on, the first loss, the model's histories)."""
+    """(the mean loss of held-out batches, the first loss, the model's histories)."""
     graphdef, params, rest = nnx.split(Small(**options), nnx.Param, ...)
     optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, STEPS))
 

@@ -1,4 +1,4 @@
-"""Dilated attention as modules: what they compute, MAGNETO's options, and LongNet."""
+"""Dilated attention as modules: their results, MAGNETO's options, and LongNet."""
 
 import dataclasses
 

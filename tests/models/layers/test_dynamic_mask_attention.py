@@ -1,4 +1,4 @@
-"""DynamicMaskAttention: against a plain evaluation in float64, its cache, and what learns."""
+"""DynamicMaskAttention: against a plain evaluation in float64, its cache, and its gradients."""
 
 import functools
 
@@ -21,7 +21,7 @@ decode = nnx.jit(lambda attention, x, cache: attention(x, cache=cache))
 def module(**options):
     options = {"num_kv_heads": KV_HEADS, "keys_to_keep": 5, "use_rotary": False} | options
     attention = DynamicMaskAttention(WIDTH, HEADS, rngs=nnx.Rngs(0), **options)
-    attention.A[...] = jnp.array([0.5, -0.7])  # as if trained: biases that differ by more than a rounding
+    attention.A[...] = jnp.array([0.5, -0.7])  # like trained biases, which differ by more than a rounding
     return attention
 
 
@@ -59,7 +59,7 @@ def test_equals_a_plain_evaluation(options):
 
 @pytest.mark.parametrize("keys_to_keep", [5, LENGTH])
 def test_a_bias_that_is_nan_keeps_no_key(keys_to_keep):
-    """Whether the keys are ranked or all of them are kept: the heads of such keys give 0."""
+    """Whether keys are ranked or all kept, heads with NaN bias give 0."""
     attention, x = module(keys_to_keep=keys_to_keep), inputs()
     kernel = attention.out_proj.kernel[...]
     attention.out_proj.kernel[...] = kernel.at[: WIDTH // KV_HEADS].set(0)  # as if these heads gave 0
@@ -70,7 +70,7 @@ def test_a_bias_that_is_nan_keeps_no_key(keys_to_keep):
 
 
 def test_keys_compete_within_the_masks():
-    """A key that a mask of the module or of the call rules out takes no other key's place."""
+    """A key that a mask of the module or of the call excludes does not count among the kept keys."""
     some = jax.random.bernoulli(jax.random.key(2), 0.6, (BATCH, KV_HEADS, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
     window, x = masks.sliding_window(9, 3), inputs()
     for attention, mask, want in (
@@ -81,7 +81,7 @@ def test_keys_compete_within_the_masks():
 
 
 def test_fewer_keys_than_are_kept():
-    """Every key that the mask leaves, also where it is a Mask with the heads of the keys."""
+    """All keys that the mask leaves are kept, also for a Mask with the heads of the keys."""
     attention, x = module(keys_to_keep=LENGTH), inputs()
     some = jax.random.bernoulli(jax.random.key(2), 0.6, (BATCH, KV_HEADS, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
     for mask in (some, masks.dense(some)):
@@ -118,14 +118,14 @@ def test_decoding_sequences_of_different_lengths():
 
 
 def test_the_unfilled_cache_takes_nobody_s_place():
-    """Its keys, which are zeros, have a bias that is larger than those of some tokens."""
+    """The cache's unfilled keys are zeros, with a bias larger than the bias of some tokens."""
     attention, x = module(is_causal=False, keys_to_keep=12), inputs()
     out, _ = decode(attention, x, attention.init_cache(BATCH, 24))
     np.testing.assert_allclose(out, plain(attention, x), atol=2e-6)
 
 
 def test_the_bias_learns():
-    """A and dt_proj have the gradient of the bias, at fixed keys: that of small steps."""
+    """A and dt_proj get the bias's gradient at fixed keys, which finite differences confirm."""
     attention, x = module(), inputs()
     loss = lambda attention: jnp.sin(attention(x)).sum()
     gradients = nnx.jit(nnx.grad(loss))(attention)

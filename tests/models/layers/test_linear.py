@@ -1,4 +1,4 @@
-"""The Linear of Flax against nnx's own, with its epilogue."""
+"""Flax's Linear of this library against nnx's own, with its epilogue."""
 
 import re
 
@@ -85,7 +85,7 @@ def test_products_of_rounded_operands(precision):
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
 def test_a_wide_residual(dtype):
-    """It counts in full where the module has no dtype."""
+    """A wide residual counts with its full precision, if the module has no dtype."""
     x, residual = X.astype(jnp.bfloat16), jnp.full((*X.shape[:-1], 24), 1 + 2**-12)
     options = {"dtype": dtype, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
     for module in (models.Linear(24, 24, use_bias=False, **options), models.GatedMLP(24, 40, **options)):
@@ -148,7 +148,7 @@ def test_gradients_of_8_bits_under_jit(scaling):
     module = linear(precision="fp8", scaling=scaling)
     gradient = nnx.grad(lambda module, x: (module(x) ** 2).sum(), argnums=(0, 1))
     for a, b in zip(*map(jax.tree.leaves, (gradient(module, X), nnx.jit(gradient)(module, X))), strict=True):
-        assert distance(a, b) < 0.02  # a last bit may turn one of 8 bits
+        assert distance(a, b) < 0.02  # a last bit may change an 8-bit value
 
 
 @pytest.mark.parametrize(("scaling", "dtype"), EIGHT_BITS)

@@ -1,4 +1,4 @@
-"""The norms of Flax against nnx's own: results, gradients, parameters, and what the kernels do not serve."""
+"""Flax's norms of this library against nnx's own: results, gradients, parameters, and unsupported calls."""
 
 import re
 
@@ -15,7 +15,7 @@ SHAPE = (3, 5, 40)
 
 
 def both(name, **options):
-    """The library's module and nnx's, with the same parameters, drawn at random."""
+    """The library's module and nnx's, with the same random parameters."""
     init = {"scale_init": nnx.initializers.normal(1.0)}
     init |= {"bias_init": nnx.initializers.normal(1.0)} if name == "layer_norm" else {}
     return [module(SHAPE[-1], rngs=nnx.Rngs(0), **init | options) for module in MODULES[name]]
@@ -48,7 +48,7 @@ def test_is_that_of_nnx(name, dtype, options):
     for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
         assert a.dtype == b.dtype
         a, b = (np.asarray(y, np.float32) for y in (a, b))
-        # nnx takes the variance from the mean square, whose rounding counts.
+        # nnx computes the variance from the mean square, whose rounding counts.
         assert np.linalg.norm(a - b) <= 16 * float(jnp.finfo(got.dtype).eps) * max(1, np.linalg.norm(b)), name
 
 

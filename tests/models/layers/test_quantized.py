@@ -1,4 +1,4 @@
-"""Weights of few bits in Flax: Linear, GatedMLP and whole models against those with the dequantised weights."""
+"""Low-bit weights in Flax: Linear, GatedMLP and whole models against the dequantised weights."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ X = jnp.asarray(np.random.default_rng(0).standard_normal((3, 5, 77)), jnp.float3
 CONFIG = TransformerConfig(
     vocab_size=50, model_dim=72, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=100, tie_embeddings=False
 )
-# Relative errors of the logits of CONFIG's model, by format: a half more than found.
+# Allowed relative errors of the logits of CONFIG's model, by format: 1.5 times the measured error.
 LOGITS = {"int8": 0.021, "int4": 0.38, "mxfp8": 0.15, "mxfp4": 0.48}
 TOKENS = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, 11))
 
@@ -41,7 +41,7 @@ def distance(got, want):
 
 
 def dequantized(model, quantized):
-    """The float model with the weights of the other one."""
+    """The float model with the dequantised weights of the other model."""
     of = dict(nnx.iter_modules(quantized))
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.Linear) and isinstance(of[path], QuantizedLinear):
@@ -59,7 +59,7 @@ def test_linear_is_the_product_with_dequantised_weights(kind, format):
     loss = lambda layer, x: jnp.sin(layer(x)).sum()
     (got, dx), (want, wanted) = (nnx.jit(nnx.grad(loss, argnums=(0, 1)))(module, X) for module in (layer, plain))
     assert distance(dx, wanted) < 1e-5
-    assert len(jax.tree.leaves(got)) == 1  # the bias alone
+    assert len(jax.tree.leaves(got)) == 1  # only the bias
     assert distance(got["bias"][...], want["bias"][...]) < 1e-5
 
 
@@ -126,7 +126,7 @@ def test_decoding_with_a_cache_and_a_split_model():
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4"])
 def test_blocks_in_a_scan_keep_their_scales_and_values(format):
-    """The computation is in bfloat16, to which the matrices of other models are rounded where they are stacked."""
+    """The computation is in bfloat16. Other models round their matrices to bfloat16 when they are stacked."""
     models_ = [models.quantize_weights(transformer(scan_layers=x, dtype="bfloat16"), format) for x in (True, False)]
     assert distance(*(forward(model, TOKENS) for model in models_)) < 0.02
 

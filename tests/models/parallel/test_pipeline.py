@@ -1,6 +1,6 @@
-"""pipelined on CPU devices, in a process of its own: the blocks one after the other, with their gradients.
+"""pipelined on CPU devices in a process of its own, against the blocks in sequence, with gradients.
 
-As a script it prints the errors of the result and of the gradients, and what it says to bad arguments.
+As a script it prints the errors of the result and of the gradients, and its messages for bad arguments.
 """
 
 import functools

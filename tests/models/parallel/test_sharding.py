@@ -1,6 +1,6 @@
-"""Models on meshes of CPU devices, in a process of its own: as on one device.
+"""Models on meshes of CPU devices, in a process of its own, against one device.
 
-As a script it prints, for each case, the errors of loss, logits and gradients, and how the parameters are shared out.
+As a script it prints, for each case, the errors of loss, logits and gradients, and the sharding of the parameters.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ def run_case(config, axes, is_packed):
     tokens, targets = random.integers(0, config.vocab_size, (2, 4, 32))
     targets[0, :5] = -1
     ids = None
-    if is_packed:  # each row has other documents; the first ones are longer than a device's part
+    if is_packed:  # rows have different documents; the first are longer than a shard
         ids = np.sort(random.integers(0, 4, (4, 32)) * random.integers(0, 2, (4, 32)))
         ids[1, -3:] = -1
 
@@ -121,7 +121,7 @@ def run_module(layout, is_causal, mask=None):
 
 
 def run_quantized(format, axes):
-    """A model with weights of few bits: its losses, its logits, and what it generates."""
+    """A model with low-bit weights: its losses, its logits, and its generated tokens."""
     model = quantize_weights(Transformer(CONFIG, rngs=nnx.Rngs(0)), format)
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (4, 32))
     step = nnx.jit(lambda model, tokens: (model(tokens), model.losses(tokens, tokens)))
@@ -138,7 +138,7 @@ def run_quantized(format, axes):
 
 
 def run_generate(config, axes):
-    """Generated tokens, and logits with a cache, of numbers of tokens that the devices do not divide."""
+    """Generated tokens, and logits with a cache, for numbers of tokens that the devices do not divide."""
     model = (LongNet if isinstance(config, LongNetConfig) else Transformer)(config, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 8))
 
@@ -192,7 +192,7 @@ def run_explicit(config, axes):
 
 
 def run_placed_sequence():
-    """shard_sequence and unshard_sequence of arrays that lie on Explicit axes already."""
+    """shard_sequence and unshard_sequence of arrays that are already on Explicit axes."""
     mesh = jax.make_mesh((2, 2), ("data", "sequence"))
     x = jnp.arange(4.0 * 16).reshape(4, 16)
     placed = jax.device_put(x, jax.NamedSharding(mesh, P("data", "sequence")))
@@ -287,7 +287,7 @@ def test_a_mask_of_batch_entries_that_are_shared_out_is_refused():
 
 @pytest.mark.parametrize("own", [None, masks.causal()], ids=["alone", "beside_the_module_s"])
 def test_a_call_s_mask_is_of_the_whole_sequence(own):
-    """Its shape is that of all tokens, also in a shard_map around the call, and an error names it."""
+    """Its shape covers all tokens, also in a shard_map around the call. An error names the mask."""
     attention = MultiHeadAttention(8, 2, sequence_axis="sequence", mask=own, rngs=nnx.Rngs(0))
     x = jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)
     mesh = AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))

@@ -53,7 +53,7 @@ def one_step(axes):
 
 
 def losses_of(outer, spec):
-    """The collectives of linear_cross_entropy with its gradients on axes that no rule names, and the largest error."""
+    """The collectives of linear_cross_entropy and its gradients, on axes that no rule names, and the largest error."""
     random = np.random.default_rng(0)
     x, w = (jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in ((*outer, DIM), (DIM, 96)))
     targets = jnp.asarray(random.integers(-1, 96, outer), jnp.int32)

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, or of another optimizer: restore says so, and leaves the state as it was."""
+"""Checkpoints that are damaged, or belong to another optimizer: restore says so, and leaves the state unchanged."""
 
 import dataclasses
 import shutil
@@ -30,7 +30,7 @@ def saved(tmp_path_factory):
 
 
 def rewritten(change):
-    """A damage to every file of data: which of them an array is in differs from run to run."""
+    """Damages every data file, since the file of an array differs from run to run."""
 
     def damage(folder):
         for path in folder.glob("state/**/d/*"):
@@ -108,7 +108,7 @@ def test_a_digest_tells_bits_and_places(dtype):
     assert first != other
 
 
-# Another value of every field. Those of OTHER_MODELS make other parameters, or another result of the same ones.
+# Another value of every field. The fields of OTHER_MODELS change parameters, or the result of equal parameters.
 OTHER_MODELS = {
     "vocab_size": 65, "model_dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 1, "head_dim": 4, "mlp_dim": 48,
     "rope_theta": 500.0, "norm_eps": 1e-5, "tie_embeddings": False, "param_dtype": "bfloat16", "precision": "fp8",
@@ -130,7 +130,7 @@ def longnet():
 
 
 def test_every_field_of_a_config_is_compared_or_free(saved, tmp_path, monkeypatch):
-    """A field that changes no parameter's shape may change what the parameters give."""
+    """A field may change the model's result without changing a parameter's shape."""
     assert {x.name for x in dataclasses.fields(TransformerConfig)} == OTHER_MODELS.keys() | OTHER_WAYS.keys()
     own = {x.name for x in dataclasses.fields(LongNetConfig)} - {x.name for x in dataclasses.fields(TransformerConfig)}
     assert own == OTHER_LONGNETS.keys()
@@ -139,7 +139,7 @@ def test_every_field_of_a_config_is_compared_or_free(saved, tmp_path, monkeypatc
     for one, others in ((trainer(saved), OTHER_MODELS), (of_longnet, OTHER_LONGNETS)):
         config, before = one.config, one.state
         for name, value in others.items():
-            changed = object.__new__(type(config))  # whatever else a checked config would want with this value
+            changed = object.__new__(type(config))  # skips the config's checks, which may reject this value
             changed.__dict__.update(config.__dict__ | {name: value})
             monkeypatch.setattr(one, "config", changed)
             got = getattr(config, name)

@@ -1,4 +1,4 @@
-"""The first step of a decoder: how often its program for an H200, or for two, has each kernel."""
+"""The first step of a decoder: the kernels in its program for one H200, or for two, and their calls."""
 
 import collections
 import json
@@ -29,7 +29,7 @@ CONFIG = TransformerConfig(
 
 @pytest.mark.usefixtures("no_interpret")
 def test_a_program_has_a_kernel_once():
-    """JAX numbers the kernels of a program: what is lowered twice has two names, and is compiled twice."""
+    """JAX numbers the kernels of a program: a kernel that is lowered twice has two names, and compiles twice."""
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
 
@@ -41,8 +41,8 @@ def test_a_program_has_a_kernel_once():
         traced = jax.jit(jax.grad(loss)).trace(params, tokens)
         program = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernels = collections.Counter(name for name, _ in set(re.findall(r"([a-z_]+_sm90)_(\d+)", program)))
-    # Norms with a residual and without. Forward the MLP has two products, of which one has a gate; backward three, as
-    # the gradients of its two first matrices are one kernel.
+    # Norms with a residual and without. The MLP has two matmuls in the forward, one of them gated, and three in the
+    # backward, since one kernel computes the gradients of its first two matrices.
     assert kernels == {"norm_forward_sm90": 2, "norm_backward_sm90": 2, "matmul_sm90": 5}
     assert program.count("custom_call @mosaic_gpu") == sum(kernels.values())
 
@@ -61,7 +61,7 @@ def test_a_program_for_two_devices_has_a_kernel_once(mesh):
     found = json.loads(compile_case.compile_script(script, mesh, *SMALL).printed.splitlines()[-1])
     assert set(found["kernels"]) >= {"attention_forward_sm90 0", "norm_forward_sm90 1", "norm_backward_sm90 1"}
     assert min(found["kernels"].values()) == 3, found["kernels"]
-    # The embedding's gradient and the head's, which is summed as a whole, not in each turn of its loop.
+    # The gradients of the embedding and of the head, which is summed once, not in each iteration of its loop.
     assert sum(size == 8192 * 1024 * 4 / 1e6 for _, size, _ in found["collectives"]) == 2
     assert not any(size == 4096 * 1024 * 4 / 1e6 for _, size, _ in found["collectives"])
     large = {name for name, size, _ in found["collectives"] if size > 0.1}

@@ -1,6 +1,6 @@
-"""One run at a time writes a folder of checkpoints; the lock ends with its process; disks that are full or read-only.
+"""One run at a time writes a folder of checkpoints. The lock ends with its process. Disks may be full or read-only.
 
-As a script it is a run that has the lock of FOLDER, says so, and waits to be killed.
+As a script it is a run that locks FOLDER, says so, and waits until it is killed.
 """
 
 import json
@@ -49,7 +49,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
         assert one.step == 0
         assert steps_in(tmp_path) == []
         with pytest.raises(FileNotFoundError, match=f"folder: got {tmp_path} with no checkpoint, want one that save"):
-            one.restore()  # which needs no lock
+            one.restore()  # reading needs no lock
     finally:
         first.send_signal(signal.SIGKILL)
         first.wait()
@@ -80,7 +80,7 @@ def test_trainers_of_one_process_write_one_after_the_other(tmp_path):
     with pytest.raises(FolderInUse, match=message):
         trainer(tmp_path).restore(1, remove_later=True)
     assert steps_in(tmp_path) == [1, 2]
-    # A run that ends with an error, and a trainer that is not reachable any more, give the lock back.
+    # A run that ends with an error, and a trainer that is garbage collected, release the lock.
     with pytest.raises(RuntimeError, match="mine"):
         second.fit([BATCH] * 3, 3, save_every=1, on_step=lambda *_: (_ for _ in ()).throw(RuntimeError("mine")))
     third = trainer(tmp_path)
@@ -92,7 +92,7 @@ def test_trainers_of_one_process_write_one_after_the_other(tmp_path):
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_of_several_processes_the_first_locks_for_all(tmp_path, monkeypatch, process):
-    """The other ones learn from it, over gathered, whether it has the lock."""
+    """The other processes learn from the first, by `gathered`, whether it has the lock."""
     monkeypatch.setattr("jax.process_count", lambda: 2)
     monkeypatch.setattr("jax.process_index", lambda: process)
     told = []
@@ -100,7 +100,7 @@ def test_of_several_processes_the_first_locks_for_all(tmp_path, monkeypatch, pro
     lock = FolderLock(tmp_path)
     lock.take()
     assert (tmp_path / ".lock.json").exists() == (process == 0)
-    lock.take()  # no collective of its own
+    lock.take()  # no second collective
     assert told == ["{}"]
     lock.release()
     lock.check_free()
@@ -126,7 +126,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
 
 @pytest.fixture
 def full_after(tmp_path, monkeypatch):
-    """Makes the disk full: orbax's writes of arrays fail, as tensorstore's do, from a call on."""
+    """Makes the disk full: from a call on, orbax's writes of arrays fail like tensorstore's."""
 
     def fill(one):
         save = one._manager.save
@@ -161,7 +161,7 @@ def test_a_full_disk_names_the_newest_checkpoint(tmp_path, full_after):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
 def test_a_disk_that_is_full(tmp_path, capfd):
-    """A real one, of 400 kB: two checkpoints find room, and orbax prints nothing."""
+    """A real disk of 400 kB: it has room for two checkpoints, and orbax prints nothing."""
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path], check=False).returncode:
         pytest.skip("cannot mount a disk")
     try:
@@ -190,7 +190,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr("filelock.FileLock.acquire", refused)
     again = trainer(tmp_path)
-    again.restore()  # reads
+    again.restore()  # reading works
     again.train(BATCH)
     with pytest.raises(OSError, match=rf"folder: {tmp_path} cannot be written \(Permission denied: {tmp_path}/.lock\)"):
         again.save()

@@ -1,4 +1,4 @@
-"""A Transformer trained in 8 bits learns as well as one that is trained in bfloat16."""
+"""A Transformer trained in 8 bits learns as well as in bfloat16."""
 
 import functools
 
@@ -18,9 +18,9 @@ CONFIG = TransformerConfig(
 
 @functools.cache
 def batches():
-    """Sequences, [STEPS + 8, BATCH, LENGTH + 1], in which a token depends on the last but one, by chance.
+    """Sequences [STEPS + 8, BATCH, LENGTH + 1] in which a token depends at random on the last but one.
 
-    The entropy of that is the least loss. Without its blocks, a model would not learn to look back.
+    The entropy of this dependence is the least loss. Without its blocks, a model would not learn to look back.
     """
     random = np.random.default_rng(0)
     chances = random.dirichlet(np.full(TOKENS, 0.1), TOKENS).cumsum(-1)
@@ -33,7 +33,7 @@ def batches():
 
 
 def loss_after_training(precision):
-    """(the mean loss of batches that were not trained on, the loss before training)."""
+    """(the mean loss of held-out batches, the loss before training)."""
     config = TransformerConfig(**vars(CONFIG) | {"precision": precision})
     graphdef, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
     optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, STEPS))

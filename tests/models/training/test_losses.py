@@ -1,4 +1,4 @@
-"""linear_cross_entropy against float64, and that its logits never stand as a whole."""
+"""linear_cross_entropy against float64, and that its logits are never a whole array."""
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def test_bfloat16_is_as_good_as_a_plain_evaluation():
 
 
 def test_the_gradient_of_float32_weights_is_a_sum_in_float32():
-    """Beside an x in 16 bits only the cotangents of the logits are rounded, not the sum."""
+    """With x in 16 bits, only the cotangents of the logits are rounded, not the sum."""
     x, w, targets, cotangent = arrays(jnp.bfloat16)
     _, vjp = jax.vjp(lambda w: linear_cross_entropy(x, w, targets, chunk=8), w)
     (got,) = vjp(cotangent)
@@ -90,7 +90,7 @@ def test_large_logits_and_targets_out_of_range():
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint8, np.uint32])
 def test_targets_of_any_width(dtype):
-    """Ids that int32 would wrap keep their values; -100, PyTorch's ignore_index, does not count."""
+    """Ids that int32 would wrap keep their values. -100, PyTorch's ignore_index, does not count."""
     x, w, targets, cotangent = arrays()
     targets = np.where(targets < 0, -100 if np.issubdtype(dtype, np.signedinteger) else 3, targets).astype(dtype)
     if dtype == np.int64:
@@ -108,7 +108,7 @@ def test_the_logits_of_the_vocabulary_never_stand():
 
 
 def test_inside_shard_map_with_its_types_checked():
-    """On the test's one device too, the types tell what varies: w's gradient has to be added up."""
+    """Even on one device the types show the varying axes: w's gradient has to be summed."""
     x, w, targets, cotangent = arrays()
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
     rows = jax.P("data")

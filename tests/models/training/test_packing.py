@@ -1,4 +1,4 @@
-"""Packed documents: as the same documents one by one, in attention, models, losses, and batches."""
+"""Packed documents equal the same documents one by one, in attention, models, losses, and batches."""
 
 import hashlib
 
@@ -27,7 +27,7 @@ from jax_kernels.models import (
 from jax_kernels.models.training.packing import packed
 
 SHAPE = {"vocab_size": 50, "model_dim": 16, "num_layers": 1, "num_heads": 4, "mlp_dim": 32}
-LENGTHS = (6, 1, 6)  # of the documents of a row, before two tokens of padding
+LENGTHS = (6, 1, 6)  # lengths of a row's documents, before two tokens of padding
 IDS = np.repeat([3, 0, 7, -1], [*LENGTHS, 2])[None]
 SPANS = [slice(sum(LENGTHS[:i]), sum(LENGTHS[: i + 1])) for i in range(len(LENGTHS))]
 
@@ -37,7 +37,7 @@ def row():
 
 
 def test_a_row_of_documents_is_each_by_itself():
-    """Logits, the mean loss and its gradients; a document's positions begin anew, so that the equality is close."""
+    """Logits, the mean loss and its gradients. Positions restart in each document, so the results are close."""
     model = Transformer(TransformerConfig(**SHAPE, remat="attention"), rngs=nnx.Rngs(0))
     logits = nnx.jit(lambda model, tokens, ids: model(tokens, segment_ids=ids))(model, row(), IDS)
     alone = nnx.jit(lambda model, tokens: model(tokens))
@@ -59,7 +59,7 @@ def test_a_row_of_documents_is_each_by_itself():
 
 
 def test_positions_are_the_caller_s_where_given():
-    """Rotary embedding goes by differences: one shift for all changes nothing, one for some does."""
+    """Rotary embedding depends on differences: a common shift changes nothing, a shift of some tokens does."""
     attention = MultiHeadAttention(16, 4, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (2, 8, 16))
     call = nnx.jit(lambda attention, x, positions: attention(x, positions=positions))
@@ -80,7 +80,7 @@ def test_dynamic_masks_choose_among_a_document_s_keys():
 
 
 def test_a_longnet_sees_no_other_document():
-    """Its pattern goes by the places in the row, so that a document is itself alone only in whole segments."""
+    """LongNet's pattern follows positions in the row: only a document in whole segments equals its separate run."""
     config = LongNetConfig(**SHAPE, segment_lengths=(4, 8), dilation_rates=(1, 2))
     model = LongNet(config, rngs=nnx.Rngs(0))
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 50, (1, 16)))
@@ -121,7 +121,7 @@ def test_where_documents_begin_and_end():
 
 
 def test_a_digest_is_of_all_tokens():
-    """It reads 2**24 of them at a time."""
+    """It reads 2**24 tokens at a time."""
     tokens = np.zeros((3 << 24) + 5, np.uint8)
     digests = [TokenBatches(tokens, 16, 3).sha256]
     for place in (0, (1 << 24) + 1, (2 << 24) + 1, len(tokens) - 1):
@@ -148,7 +148,7 @@ def test_batches_of_documents(tmp_path):
         rows.add((tuple(tokens[start : start + 16]), tuple(targets), tuple(of[:-1] - of[0])))
     assert found == rows
 
-    # What is in other documents has no effect on a document's losses.
+    # Tokens of other documents have no effect on a document's losses.
     trainer = Trainer(TransformerConfig(**SHAPE), optax.sgd(0.1))
     before = trainer.evaluate(batches[0])
     assert np.isfinite(before)

@@ -1,6 +1,6 @@
-"""Trainer.fit on SIGTERM: it saves and ends, in one process, and in two after the same step.
+"""Trainer.fit on SIGTERM saves and ends: in one process, and in two processes after the same step.
 
-As a script it is such a process: FOLDER [PORT ID], of two that find each other at a port.
+As a script it is such a process: FOLDER [PORT ID], for two processes that connect at a port.
 """
 
 import os
@@ -21,7 +21,7 @@ from jax_kernels.models.parallel.distributed import initialize_distributed
 from jax_kernels.models.training.preemption import STOPPED, stop_asked
 
 CONFIG = TransformerConfig(vocab_size=16, model_dim=16, num_layers=1, num_heads=1, mlp_dim=16)
-AT = 2  # the step after which the signal comes
+AT = 2  # the signal comes after this step
 
 
 def trainer_and_batches(folder):
@@ -101,7 +101,7 @@ def test_two_processes_end_after_the_same_step(tmp_path):
             process.kill()
     for process, (_, err) in zip(processes, told, strict=True):
         assert process.returncode == STOPPED, err[-3000:]
-    step, other = (int(out.splitlines()[-1]) for out, _ in told)  # Gloo writes, too
+    step, other = (int(out.splitlines()[-1]) for out, _ in told)  # Gloo prints, too
     assert step == other >= AT
     names = [path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")]
     assert names == [str(step)]

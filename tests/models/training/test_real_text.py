@@ -1,4 +1,4 @@
-"""Training on real text, on a mesh of 2 x 2 CPU devices in a process of its own: the losses of one device.
+"""Training on real text, on a mesh of 2 x 2 CPU devices in a process of its own: the losses equal one device's.
 
 As a script it prints the losses of each step on each mesh.
 """
@@ -22,7 +22,7 @@ STEPS = 30
 
 
 def text() -> np.ndarray:
-    """Part of the text that `jax-kernels train` takes: Python's standard library is on every machine."""
+    """Part of the text of `jax-kernels train`: Python's standard library is on every machine."""
     return read_text([standard_library() / name for name in ("argparse.py", "shutil.py", "textwrap.py")])
 
 
@@ -42,7 +42,7 @@ def test_a_mesh_trains_on_real_text_as_one_device_does():
     one, four = json.loads(cpu_devices.lines_of(__file__, devices=4, limit=120)[-1])
     assert len(one) == len(four) == STEPS
     np.testing.assert_allclose(four, one, rtol=1e-5)
-    # It has learnt more than how often each byte comes.
+    # The model has learnt more than the frequency of each byte.
     assert np.mean(one[-5:]) < math.log(2) * unigram_entropy(text()) < one[0]
 
 

@@ -1,4 +1,4 @@
-"""Token ids of Transformer and LongNet: errors for known values, NaN for traced ones, and padding."""
+"""Token ids of Transformer and LongNet: errors for known values, NaN for traced values, and padding."""
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def test_padding_of_minus_one_changes_nothing(model, is_packed):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
     given = {"segment_ids": ids} if is_packed else {}
-    losses = model.losses(tokens, targets, **given)  # of known values, too
+    losses = model.losses(tokens, targets, **given)  # known values, too
     np.testing.assert_array_equal(losses[:, 4:], 0)
     np.testing.assert_allclose(losses.sum(), want[0], rtol=1e-5)
     if is_packed:

@@ -57,7 +57,7 @@ def test_a_run_that_is_killed_in_a_checkpoint_s_write_goes_on_as_if_it_had_not_b
     got = end(start(tmp_path / "killed", mesh, STEPS, "elsewhere"))
     assert got["begun"] == 2
     assert got["losses"] == want["losses"][2:]
-    # The checkpoint of step 4, from 4 devices, on 2 and on 1.
+    # The checkpoint of step 4, written by 4 devices, on 2 devices and on 1.
     for devices, found in got["elsewhere"].items():
         assert found["devices"] == [int(devices)]
         np.testing.assert_allclose(found["losses"], want["losses"][4:], rtol=1e-5)
@@ -92,7 +92,7 @@ def test_kernels_are_compiled_beside_the_first_step_and_nothing_is_lowered_twice
 
 
 def test_learns_and_accumulates_what_one_batch_gives():
-    """Parts of a batch in which different numbers of targets count give the whole batch's mean."""
+    """Parts of a batch with different numbers of counted targets give the whole batch's mean."""
     runs = []
     for options in ({"accumulate": 1}, {"accumulate": 2}):
         trainer = Trainer(CONFIG, optax.adamw(1e-2), **options)
@@ -109,7 +109,7 @@ def test_learns_and_accumulates_what_one_batch_gives():
 
 
 def test_weights_of_any_size_give_the_same_mean():
-    """A loss whose weights add up to less than one target has the gradient of the weighted mean, too."""
+    """A loss whose weights sum to less than one target also has the gradient of the weighted mean."""
 
     def weighted(model, batch, key):
         total, count = next_token_loss(model, batch, key)

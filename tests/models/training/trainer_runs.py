@@ -2,7 +2,7 @@
 
     python trainer_runs.py FOLDER MESH STEPS [kill] [elsewhere]
 
-MESH is such as data=2,sequence=2. A run goes on from the newest checkpoint in FOLDER. With "kill" the process kills
+MESH: for example data=2,sequence=2. A run continues from the newest checkpoint in FOLDER. With "kill" the process kills
 itself in the middle of its second checkpoint. With "elsewhere" it then restores the oldest checkpoint on 2 devices and
 on 1, and trains to STEPS there, too.
 """
@@ -24,7 +24,7 @@ SAVE_EVERY = 2
 
 
 def text():
-    """Tokens of which each follows from the one before, so that there is something to learn."""
+    """Tokens that each follow from the token before, so that a model can learn."""
     random = np.random.default_rng(0)
     return np.cumsum(random.integers(1, 4, 4000)) % CONFIG.vocab_size
 

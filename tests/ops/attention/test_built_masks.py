@@ -1,4 +1,4 @@
-"""Masks made from scores, and by name, through attention: it and its gradients are those under the dense form."""
+"""Masks built from scores, and masks by name, in attention: outputs and gradients equal the dense mask's."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -29,7 +29,7 @@ def loss(out, lse):
 
 @jit
 def of_dense(bias, keep, *qkv):
-    """The loss and its gradients, of the bias too; both may have key's heads."""
+    """The loss and its gradients, including the bias's. bias and keep may have key's heads."""
 
     def run(bias, *qkv):
         keep_, bias = (jnp.repeat(x, H // x.shape[1], axis=1) for x in (keep, bias))
@@ -43,7 +43,7 @@ def check(got, want):
         assert rms_error(g, w) < 2e-6, np.shape(w)
 
 
-# Of the bias [B, H or Hkv, T, S], a number and query and key.
+# (bias [B, H or Hkv, T, S], a threshold, query, key) -> Mask.
 BUILDERS = {
     "top_k": lambda bias, tau, q, k: masks.top_k(bias, 5),
     "top_k_among": lambda bias, tau, q, k: masks.top_k(bias[:, :, :1], 7, among=masks.causal(), q_length=T, q_offset=3),
@@ -61,7 +61,7 @@ OF_KEY_HEADS = ("top_k", "top_k_among", "threshold")
 
 
 def through(name, attend, heads):
-    """A test of a builder: the mask is made of the bias that is added, in the program that has the gradients."""
+    """Tests a builder. The program that takes gradients also builds the mask, from the bias that attention adds."""
 
     @jit
     def run(bias, tau, *qkv):

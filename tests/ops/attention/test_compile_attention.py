@@ -1,4 +1,4 @@
-"""compile_attention: what it computes, what it keeps, and that its speed is what a clock says."""
+"""compile_attention: its results, its cache, and its measured speedup."""
 
 import re
 import sys
@@ -48,7 +48,7 @@ def test_equals_flash_attention(pattern, options, mask):
 
 
 def test_density_is_of_blocks():
-    """Blocks of 128: 10 of the 16 of a causal mask; none is half of a window that reaches into it."""
+    """Blocks of 128. A causal mask has 10 of 16 live blocks; a window counts a block that it only touches as live."""
     assert compile_attention("causal", 512, 64).density == 10 / 16
     assert compile_attention("sliding_window", 512, 64, left=1, right=0).density == 7 / 16
     assert compile_attention("causal", 256, 64, kv_len=512).density == 3 / 8
@@ -95,7 +95,7 @@ def test_what_is_interpreted_is_not_kept_for_other_calls(monkeypatch):
 
 
 def test_it_runs_the_implementation_that_it_was_asked_for():
-    """Not the one that is chosen for the device."""
+    """It does not run the implementation that dispatch would choose for the device."""
     for implementation, kernels in (("xla", 0), (None, 1)):
         with on_device("H200"):
             attention = compile_attention("causal", 512, 64, implementation=implementation)
@@ -105,7 +105,7 @@ def test_it_runs_the_implementation_that_it_was_asked_for():
 
 
 def test_inside_jit():
-    """The call keeps nothing of a trace."""
+    """The cached object keeps nothing of a trace."""
 
     @jax.jit
     def attend(*qkv):
@@ -119,7 +119,7 @@ def test_inside_jit():
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_measured_speedup_is_what_the_clock_says(backward, monkeypatch):
-    """The median of the rounds, in which ours and the dense one take turns and run what they should."""
+    """It returns the median of the rounds. Sparse and dense attention take turns, and each runs the right calls."""
     attention = compile_attention("causal", 40, 16, batch=3, **SHAPE)
     outs, seconds = [], iter([0.01, 0.0001, 0.002, 0.006, 0.004, 0.007, 0.003, 0.1])
 
@@ -137,13 +137,13 @@ def test_measured_speedup_is_what_the_clock_says(backward, monkeypatch):
     (ours, *others), (dense, *_) = outs[2][0], outs[3][0]
     assert ours.shape == (3, 40, 4, 16)
     assert [x.shape for x in others] == ([(3, 40, 2, 16)] * 2 if backward else [])
-    # The last query attends to all keys either way; a gradient of its own, too.
+    # The last query attends to all keys with either mask. Its own gradient is equal, too.
     np.testing.assert_allclose(ours[:, -1], dense[:, -1], atol=1e-5)
     assert rms_error(ours[:, 0], dense[:, 0]) > 0.1
 
 
 def test_a_reading_of_the_clock_is_of_one_call(monkeypatch):
-    """After the first one, which compiles."""
+    """The clock ignores the first call, which compiles."""
     module = sys.modules[CompiledAttention.__module__]
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])

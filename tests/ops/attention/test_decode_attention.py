@@ -20,7 +20,7 @@ from tests.support.cases.decode import CASES, DecodeCase, arrays_of, definition,
 
 pytestmark = pytest.mark.timeout(120)
 ON_XLA = DecodeCase("float32", dtype="float32", q_length=3, window=30, softcap=4.0, sinks=True, kv_lengths=(190, 2))
-# A machine with more multiprocessors than a case has heads: its keys are cut into splits.
+# A machine with more SMs than a case has heads: the keys are split.
 MANY_CORES = dataclasses.replace(device_info("a100"), core_count=9)
 QUICK = [
     "plain", "dead", "everything", "head_dim_256", "pages_32_everything", "alibi", "masked_odd", "odd_pages",
@@ -62,7 +62,7 @@ LONG = (
                kv_lengths=(8192, 4000, 1)),
     DecodeCase("long_64_pages", batch=2, q_length=4, kv_length=4096, heads=16, kv_heads=2, kv_lengths=(4001, 900),
                page_size=16, dtype="float16"),
-    # Its merged rows are 192 columns of views of 256: a store without a mask would reach the next row.
+    # The merged rows are 192 columns of views of 256: a store without a mask would reach the next row.
     DecodeCase("long_192", batch=8, q_length=4, kv_length=2048, heads=16, kv_heads=4, head_dim=192, v_head_dim=192,
                kv_lengths=(2048, 1999, 77, 1024, 5, 1500, 1700, 2000)),
     DecodeCase("many", batch=40, kv_length=1024, heads=16, kv_heads=8, head_dim=128, v_head_dim=128,
@@ -107,7 +107,7 @@ def test_it_is_flash_attention_with_bottom_right_alignment(no_interpret):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 def test_a_mask_object_and_entries_of_several_sequences(implementation, monkeypatch):
-    """A Mask's queries stand at the end of each sequence; an entry of an array is that of sequences side by side."""
+    """A Mask's queries are at the end of each sequence. An array entry can serve several neighbouring sequences."""
     from jax_kernels import masks
 
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
@@ -115,7 +115,7 @@ def test_a_mask_object_and_entries_of_several_sequences(implementation, monkeypa
     arrays = arrays_of(case)
     position = np.asarray(case.lengths)[:, None] - case.q_length + np.arange(case.q_length)
     keys = np.arange(case.kv_length)
-    kept = ((keys + position[..., None]) % 3 != 0) | (keys < 3)  # another one for each place of a query
+    kept = ((keys + position[..., None]) % 3 != 0) | (keys < 3)  # differs with the position of the query
     arrays["mask"] = jnp.asarray(np.broadcast_to(kept[:, None], case.shape_of("BHTS")))
     given = masks.from_function(lambda b, h, q, k: (q + k) % 3 != 0) | masks.prefix(3)
     for name, (error, bound) in errors(case, arrays, run(case, arrays | {"mask": given}, implementation)).items():
@@ -146,8 +146,8 @@ def test_vmap(implementation, mapped, monkeypatch):
     calls = [arrays_of(case, seed) for seed in range(2)]
     of_sequences = {"q", "kv_lengths", "block_tables", "bias"}
     axes = {"all": set(calls[0]), "not_the_pages": of_sequences, "queries": {"q"}}[mapped]
-    if mapped == "not_the_pages":  # the second call has the first one's sequences in the other order
-        calls[1] = {name: x[::-1] if name in axes else x for name, x in calls[0].items()}  # one mask for all
+    if mapped == "not_the_pages":  # the second call has the first call's sequences in reverse order
+        calls[1] = {name: x[::-1] if name in axes else x for name, x in calls[0].items()}  # one mask for all calls
     joined = {name: jnp.stack([c[name] for c in calls]) if name in axes else calls[0][name] for name in calls[0]}
     call = lambda arrays: run(case, arrays, implementation)
     got = jax.vmap(call, in_axes=({name: 0 if name in axes else None for name in joined},))(joined)
@@ -172,7 +172,7 @@ def test_merge(parts):
     random = np.random.default_rng(0)
     out = random.standard_normal((batch, kv_heads, parts, rows, columns), np.float32)
     lse = 9 * random.standard_normal((batch, kv_heads, parts, rows + 8), np.float32)
-    lse[0, :, : parts - 1, 2], lse[1, 1, :, 3] = -np.inf, -np.inf  # all but the last part, and all, met no key
+    lse[0, :, : parts - 1, 2], lse[1, 1, :, 3] = -np.inf, -np.inf  # without a key: all parts but one; all parts
     query = jax.ShapeDtypeStruct((batch, q_length, kv_heads * group, 16), jnp.float32)
     merged, merged_lse = jax.jit(functools.partial(merge, query=query, interpret=True))(out, lse)
     weights = np.exp(lse[..., :rows].astype(np.float64))
@@ -305,7 +305,7 @@ def test_bad_input(name, no_interpret):
 
 
 def test_what_a_length_leaves_out_has_no_say(no_interpret):
-    """And what it does not leave out has: a check of the cases' own checks."""
+    """Keys past a length have no influence, and the last key within it has: this checks the cases' own checks."""
     case = dataclasses.replace(ON_XLA, kv_lengths=(150, 150), window=None)
     arrays = arrays_of(case)
     before = run(case, arrays, "xla")

@@ -1,4 +1,4 @@
-"""dynamic_mask_attention: against the definition in float64, with masks and biases of every shape that is taken."""
+"""dynamic_mask_attention against the definition in float64, with masks and biases of every supported shape."""
 
 import re
 
@@ -49,7 +49,7 @@ def loss(out, lse):
 
 
 def random_mask(*shape, seed=1):
-    """Some queries have no key, where there is an axis of queries."""
+    """Some queries have no key, if the mask has an axis of queries."""
     mask = np.random.default_rng(seed).random(shape) < 0.4
     if len(shape) > 1 and shape[-2] > 1:
         mask[..., 3:5, :] = False
@@ -104,7 +104,7 @@ def test_against_float64(shapes):
 
 
 def test_arguments_of_a_mapped_call():
-    """Sinks are those of their heads, score_mod gets the heads of query, lengths are of batch entries."""
+    """Sinks belong to query's heads, score_mod gets query's head indices, lengths belong to batch entries."""
     mask, bias = random_mask(B, HKV, T, S), random_bias(B, HKV, T, S)
     compare(mask, bias, sinks=np.arange(H, dtype=np.float32) - 2)
     slopes, lengths = jnp.arange(1.0, H + 1), np.array([S, 7], np.int32)
@@ -136,7 +136,7 @@ def test_mask_objects():
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=3)
 def test_any_shapes(data):
-    """A mask and a bias of any axes, with any number of heads that is taken."""
+    """A mask and a bias of any axes, with any supported number of heads."""
     batch = data.draw(st.integers(1, 2))
     draw = lambda: tuple(data.draw(st.sampled_from(sizes)) for sizes in ((1, batch), (1, HKV, H), (1, T), (1, S)))
     compare(random_mask(*draw()), random_bias(*draw()), batch=batch)

@@ -1,4 +1,4 @@
-"""Bad input of flash_attention: the error names the argument, what it got and what it wants, before any compiling."""
+"""Bad input of flash_attention. The error names the argument, the value and the wanted value, before any compiling."""
 
 import re
 
@@ -33,7 +33,7 @@ def like(name, **axes):
 
 
 class Tensor:
-    """Stands for a tensor of another framework."""
+    """A tensor of another framework."""
 
     dtype, shape, ndim = np.dtype(np.float32), (B, T, H, D), 4
 
@@ -350,7 +350,7 @@ def test_argument_without_a_meaning():
 
 
 def test_good_arguments_of_every_kind():
-    """The checks let through what is documented: these would fail if they were too strict."""
+    """The checks accept the documented arguments. These calls would fail if a check were too strict."""
     want = flash_attention(**GOOD, is_causal=True, q_offset=1, kv_lengths=jnp.array([5, 2]))
     for offset in (np.int64(1), np.array(1), jnp.int32(1), [1, 1], np.array([1, 1], np.uint8), jnp.ones(B, jnp.int16)):
         for lengths in ([5, 2], (5, 2), np.array([5, 2], np.int64), jnp.array([5, 2], jnp.uint8)):

@@ -1,4 +1,4 @@
-"""Scores of any magnitude that float32 holds, and numbers at the ends of their dtypes, against float64."""
+"""Scores of any magnitude of float32, and values at the ends of their dtypes, against float64."""
 
 import functools
 
@@ -17,9 +17,9 @@ random = np.random.default_rng(0)
 
 
 def rows(magnitude, head_dim, dtype):
-    """query, key and value of rows that are one-hot by far, or have two keys of one score, some of them all negative.
+    """query, key and value with rows that are nearly one-hot, or have two largest scores; some are all negative.
 
-    Keys 0 and 1 are the same, and lead where the number of a query is positive; where it is negative, key 6 does.
+    Keys 0 and 1 are equal. They lead where a query's factor is positive; key 6 leads where it is negative.
     """
     numbers = np.array([1, -1, 0.7, -1.3, 0.123, -3.3])
     along = np.array([3, 3, 2, 1.5, 2.5, 1.7, 0.9])
@@ -31,7 +31,7 @@ def rows(magnitude, head_dim, dtype):
 
 
 def exact(query, key, value, *, bias=0.0, softcap=None, sinks=None, slope=0.0, factor=1.0):
-    """(out, lse) in float64. Scores are those of score * factor + slope * (k - q) + bias."""
+    """(out, lse) in float64. A score becomes score * factor + slope * (k - q) + bias."""
     query, key, value = (np.asarray(x).astype(np.float64) for x in (query, key, value))
     scores = np.einsum("bthd,bshd->bhts", query, key) / np.sqrt(query.shape[-1])
     scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
@@ -50,7 +50,7 @@ def check(got, want, dtype):
     eps = float(jnp.finfo(dtype).eps)
     out, lse = (np.asarray(x).astype(np.float64) for x in got)
     np.testing.assert_allclose(out, want[0], rtol=eps, atol=4 * eps)
-    # Where a score is a small difference of others, its error is theirs.
+    # A score that is a small difference of large terms has the error of these terms.
     of_largest = float(jnp.finfo(jnp.float32).eps) * max(1, np.abs(want[1]).max())
     np.testing.assert_allclose(lse, want[1], rtol=1e-6, atol=of_largest)
 
@@ -59,11 +59,11 @@ BIAS = np.where(np.arange(S) == 4, -np.inf, 0.0).astype(np.float32)
 
 
 def alibi(slope):
-    """So steep that the last key leads by far."""
+    """The slope is so steep that the last key leads by far."""
     return lambda score, b, h, q, k: score + slope * (k - q)
 
 
-# What flash_attention is given, and what `exact` is, for a magnitude.
+# The arguments of flash_attention, and of `exact`, for a magnitude.
 FEATURES = {
     "plain": (lambda magnitude: {}, lambda magnitude: {}),
     "bias": (lambda magnitude: {"bias": BIAS}, lambda magnitude: {"bias": BIAS}),
@@ -133,7 +133,7 @@ def test_magnitudes_of_fp8():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("feature", ["plain", "bias", "sinks", "alibi"])
 def test_gradients_of_one_hot_rows(feature, dtype):
-    """Each row has one key, whose probability is 1: dv is dout's sum over them, and scores pass nothing."""
+    """Each row has one key with probability 1: dv is the sum of dout over these rows, and scores get no gradient."""
     gradients = jax.jit(lambda dout, *x: jax.vjp(lambda *x: attend(feature)(*x)[0], *x)[1](dout)[:3])
     for magnitude in MAGNITUDES[2:]:
         query, key, value = rows(magnitude, 32, dtype)
@@ -141,19 +141,19 @@ def test_gradients_of_one_hot_rows(feature, dtype):
         dout = jnp.asarray(random.standard_normal(query.shape), dtype)
         of_feature = magnitude / 100 if feature == "sinks" else magnitude
         dq, dk, dv = gradients(dout, query, key, value, np.float32(of_feature))
-        one = np.eye(S)[None, :, None].repeat(H, 2)  # as values, the rows of the identity give the probabilities
+        one = np.eye(S)[None, :, None].repeat(H, 2)  # with the identity as value, out is the probabilities
         weights, _ = exact(query, key, one, **FEATURES[feature][1](of_feature))
         want = np.einsum("bths,bthd->bshd", weights, np.asarray(dout).astype(np.float64))
         eps = float(jnp.finfo(dtype).eps)
         np.testing.assert_allclose(np.asarray(dv).astype(np.float64), want, rtol=eps, atol=4 * eps)
-        # dP - delta is 0 but for the rounding of out, times the probabilities and the other side.
+        # dP - delta is 0 up to the rounding of out. dq and dk multiply it by the probabilities and by key or query.
         for x, other in ((dq, key), (dk, query)):
             assert np.abs(np.asarray(x).astype(np.float64)).max() <= 32 * eps * np.abs(other.astype(jnp.float32)).max()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_values_at_the_ends_of_the_dtype(dtype):
-    """Each result is a mean of values, and so no larger than the largest."""
+    """Each result is a mean of values, and so at most the largest value."""
     query, key, value = (jnp.asarray(random.standard_normal((1, n, H, 16)), dtype) for n in (T, S, S))
     largest = float(jnp.finfo(dtype).max)
     value = jnp.full_like(value, largest)
@@ -202,7 +202,7 @@ def test_a_sink_of_minus_infinity_is_none(implementation, monkeypatch):
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-40, 1e-60, -1e-40], ids=str)
 def test_scales_that_float32_hardly_holds(scale):
-    """The mean of the values that are kept, as at scale 0."""
+    """The result is the mean of the kept values, as at scale 0."""
     arrays = tuple(jnp.asarray(random.standard_normal((1, n, H, 16)), jnp.float32) for n in (T, S, S))
     attend = lambda scale: jax.jit(
         functools.partial(flash_attention, is_causal=True, scale=scale, return_lse=True, implementation="xla")
@@ -222,7 +222,7 @@ def test_the_sink_of_a_row_without_keys(sink):
 
 
 def gradients_of_rounded_scores(scores, sinks, value, dout, dlse):
-    """(dscores, dsinks) in float64 of scores [B, H, T, S] as float32 has them, and of sinks [H]."""
+    """(dscores, dsinks) in float64 of float32 scores [B, H, T, S], and of sinks [H]."""
     scores, sinks, value, dout, dlse = (np.asarray(x).astype(np.float64) for x in (scores, sinks, value, dout, dlse))
     highest = np.maximum(scores.max(-1, keepdims=True), sinks[:, None, None])
     weights, of_sink = np.exp(scores - highest), np.exp(sinks[:, None, None] - highest)
@@ -237,9 +237,10 @@ def gradients_of_rounded_scores(scores, sinks, value, dout, dlse):
     ("implementation", "lowest"), [("xla", -1e9), ("xla", -3e38), ("triton", -1e9)], ids=lambda x: f"{x}"
 )
 def test_gradients_beside_rows_that_are_wholly_low(implementation, lowest, monkeypatch):
-    """Those of a score_mod's arrays, of sinks and of a bias: such rows are as their weights, not as their lse, say.
+    """Gradients of a score_mod's arrays, of sinks and of a bias, with rows whose scores are all very low.
 
-    Their scores are one number of float32, and so is a low sink: their weights are uniform.
+    The scores of such a row round to one float32 value, and so does a low sink: the weights are uniform. The gradients
+    must follow these weights, not weights that are recomputed from lse.
     """
     if implementation == "triton":
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")

@@ -1,4 +1,4 @@
-"""flash_attention against float64, and under JAX's transformations; on a GPU, every implementation it has."""
+"""flash_attention against float64, and under JAX's transformations; on a GPU, in every implementation."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def errors(case, got, want=None):
 
 
 def dtypes(case):
-    """The dtype that each result should have."""
+    """The wanted dtype of each result."""
     own = dict.fromkeys(("out", "dq", "dk", "dv"), case.dtype)
     return own | {"lse": "float32", "dbias": case.bias_dtype or case.dtype, "dsinks": "float32"}
 
@@ -64,7 +64,7 @@ def check_on_cpu(case, check_dead):
     check(case, "xla", tolerance_of(case, arrays, want), check_dead, want)
 
 
-# What `make test` runs: each argument once, in one dtype.
+# The cases of `make test`: each argument once, in one dtype.
 QUICK = {
     "odd_causal", "one_query_last", "mqa", "head_dim_40", "value_wider", "offset_negative", "offset_per_batch",
     "kv_lengths", "all_dead", "fp16_causal_gqa", "fp32_causal", "window_offsets_lengths", "segments_causal",
@@ -79,14 +79,14 @@ def test_against_float64(case, check_dead):
 
 
 def poison():
-    """Leaves NaN in the GPU memory that the next arrays will be given."""
+    """Leaves NaN in the GPU memory that the next arrays will take."""
     for _ in range(2):
         jax.block_until_ready([jnp.full(size, jnp.nan, jnp.float32) for size in (1 << 28, 1 << 24, 1 << 20)])
 
 
 @functools.lru_cache(maxsize=4)
 def gpu_bounds(case):
-    """16-bit may have 1.1 times the error of cuDNN, where it serves, or of the plain evaluation."""
+    """16-bit results may have 1.1 times the error of cuDNN, if it serves the case, or of the plain evaluation."""
     bounds = tolerance(case)
     if case.dtype == "float32" or why_not(case, "cudnn") is not None:
         return bounds
@@ -101,7 +101,7 @@ def skip_where_not_served(case, implementation):
 
 
 def in_one_process(cases):
-    """The cases as parameters; under xdist's loadgroup a process has all tests of one, and one oracle serves them."""
+    """The cases as parameters. With xdist's loadgroup, one process and one oracle serve a case."""
     return [pytest.param(case, id=case.name, marks=pytest.mark.xdist_group(case.name)) for case in cases]
 
 
@@ -111,18 +111,18 @@ def in_one_process(cases):
 @pytest.mark.timeout(300)
 def test_on_gpu_against_float64(case, implementation, check_dead):
     skip_where_not_served(case, implementation)
-    # cuDNN's kernels are not this library's: what is under test is how they are called.
+    # cuDNN's kernels are not part of this library: the test covers only their calls.
     bounds = {name: 2 * x for name, x in tolerance(case).items()} if implementation == "cudnn" else gpu_bounds(case)
     poison()
     check(case, implementation, bounds, check_dead)
 
 
 def check_padded(implementation):
-    """Queries that a low bias leaves no key, and whose results nobody looks at, disturb no gradient."""
+    """Queries without a key by a low bias, with zero cotangents, disturb no gradient."""
     case = AttentionCase("padded", bias="bhts", bias_dtype="float32", q_length=450, kv_length=70)
     query, key, value, dout, dlse = attention_inputs(case)
     bias = np.array(case.arguments["bias"])
-    # Scores so large that they change the rounding of the bias: lse misses it, as it does not of a bias alone.
+    # Scores are so large that they change the rounding of the bias. lse cannot show this, unlike for a bias alone.
     query = query.at[:, 50:].multiply(300)
     bias[:, :, 50:] = np.linspace(-1e9, -1e11, 400)[:, None]
     dout, dlse = dout.at[:, 50:].set(0), dlse.at[:, :, 50:].set(0)
@@ -157,7 +157,7 @@ def test_on_gpu_queries_that_a_low_bias_masks(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["long_128_causal", "long_gqa_64", "long_fp32", "long_cells_causal"])
 def test_on_gpu_the_same_bits(name, implementation, deterministic):
-    """The forward gives them always, the backward with deterministic=True."""
+    """The forward always gives the same bits, the backward with deterministic=True."""
     case = next(case for case in GPU_ATTENTION_CASES if case.name == name)
     skip_where_not_served(case, implementation)
     if deterministic and implementation == "cudnn":
@@ -176,7 +176,7 @@ def test_on_gpu_the_same_bits(name, implementation, deterministic):
     "name", ["long_128_causal", "long_gqa_64", "long_bias_keys", "long_bias_odd", "long_bias_256", "long_cells_causal"]
 )
 def test_on_gpu_the_same_bits_without_lse(name):
-    """A kernel that writes no lse gives the same out, which has a gradient all the same."""
+    """A kernel that writes no lse gives the same out, and out has a gradient."""
     case = next(case for case in GPU_ATTENTION_CASES if case.name == name)
     query, key, value, dout, dlse = attention_inputs(case)
     want = run_attention(case, (query, key, value, dout, jnp.zeros_like(dlse)), "mosaic_gpu")
@@ -216,7 +216,7 @@ def test_on_gpu_a_deterministic_backward_takes_a_bias(name):
     ids=["full", "causal", "mask", "kv_lengths", "window_bias"],
 )
 def test_the_oracle_is_attention(arguments, kv_heads):
-    """The float64 reference, on which all else rests, against JAX's own attention."""
+    """All other tests rest on the float64 reference. This compares it with JAX's own attention."""
     case = AttentionCase(
         "", q_length=37, kv_length=52, heads=4, kv_heads=kv_heads, head_dim=16, v_head_dim=16, dtype="float32"
     )
@@ -239,7 +239,7 @@ def test_the_oracle_is_attention(arguments, kv_heads):
     np.testing.assert_allclose(got, want, atol=2e-6)
 
 
-# Heads in groups, an offset, lengths, rows without keys: in float32, where small errors show.
+# Heads in groups, an offset, lengths, rows without keys: in float32, which shows small errors.
 SMALL, SMALL_ELSE = (
     next(case for case in ATTENTION_CASES if case.name == name) for name in ("everything", "everything_else")
 )
@@ -258,7 +258,7 @@ IN_CHUNKS = {
     "everything": SMALL,
     "everything_else": SMALL_ELSE,
     "bias_keys": dataclasses.replace(SMALL_ELSE, name="bias_keys", bias="bs"),
-    # A chunk sums dk and dv in float32, whatever the inputs are.
+    # A chunk sums dk and dv in float32, in every input dtype.
     "bf16": AttentionCase("chunks_bf16", q_length=300, kv_length=70, is_causal=True, kv_heads=1),
 }
 
@@ -332,7 +332,7 @@ def test_scale(scale):
 
 
 def test_masked_keys_have_no_say():
-    """Other numbers in keys that do not count leave every bit of the output as it was."""
+    """Other values in ignored keys leave every bit of the output unchanged."""
     query, key, value, *_ = attention_inputs(SMALL)
     f = jax.jit(functools.partial(with_lse, kv_lengths=np.array([30, 38]), is_causal=True))
     before = f(query, key, value)
@@ -387,7 +387,7 @@ def any_case(draw):
     [("xla", 6), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("xla", 12), ("triton", 5)))],
 )
 def test_any_case(implementation, examples, check_dead, monkeypatch):
-    """Any combination of arguments and shapes; the kernels, which have no GPU here, interpreted."""
+    """Any combination of arguments and shapes. Without a GPU, the kernels are interpreted."""
     if implementation != "xla":
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
 

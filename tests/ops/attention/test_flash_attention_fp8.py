@@ -62,7 +62,7 @@ def test_on_gpu_the_same_bits(no_interpret):
 
 
 def test_scales(no_interpret):
-    """Numbers and arrays say the same, and each scale does what the docstring says."""
+    """Scales as numbers and as arrays give the same result, and each scale has its documented effect."""
     arrays = arrays_of(SMALL)
     call = functools.partial(flash_attention_fp8, arrays["query"], arrays["key"], arrays["value"])
     numbers = call(q_scale=0.5, k_scale=0.25, v_scale=2)

@@ -37,7 +37,7 @@ EXTRA = {"": (), "bias": ("bias",), "sinks": ("sinks",), "score_mod": ("table",)
 
 
 def results(attend, value, *extra):
-    """out, lse and the gradients of all that attend takes, with `value` past the lengths of key and value."""
+    """out, lse and the gradients of all arguments, with `value` in key and value past the lengths."""
     key, values = (jnp.where(PAST, value, x) for x in (KEY, VALUE))
     given = {"query": QUERY, "key": key, "value": values} | {name: GIVEN[name] for name in extra}
     (out, lse), vjp = jax.vjp(attend, given)
@@ -90,7 +90,7 @@ def test_gradients_of_a_score_mods_arrays_by_blocks():
 
 
 def test_cudnn_is_given_zeros(monkeypatch):
-    """cuDNN's own kernels multiply what stands there by probabilities of 0."""
+    """cuDNN's own kernels multiply the values past the lengths by probabilities of 0."""
     given = []
 
     def attend(query, key, value, **_):

@@ -1,4 +1,4 @@
-"""Integers that int32 does not hold, and positions near its ends: nothing wraps in silence, traced or known."""
+"""Integers beyond int32, and positions near its ends. No integer wraps silently, traced or known."""
 
 import functools
 
@@ -42,7 +42,7 @@ def test_wide_segment_ids(name, dtype):
                 ValueError, match=f"{argument}: got values up to 429496729|{argument}: got values up to 2147"
             ):
                 attend(array(wrap))
-        for traced in (ids.astype(dtype), wrap):  # ids are compared, whatever their size
+        for traced in (ids.astype(dtype), wrap):  # ids are compared, at any size
             np.testing.assert_allclose(jax.jit(attend)(jnp.asarray(traced)), want, rtol=1e-5, atol=1e-6)
 
 
@@ -102,7 +102,7 @@ WITH_OFFSET = {
 @pytest.mark.parametrize("at", FAR)
 @pytest.mark.parametrize("name", WITH_OFFSET)
 def test_far_offsets(name, at):
-    """As far away as a static offset may be, which a query at the ends of int32 is just as far from all keys as."""
+    """The largest static offset. A query at the ends of int32 has the same distances to all keys."""
     attend = WITH_OFFSET[name]
     want = np.asarray(attend(np.sign(at).item() * (2**30 - 1))).astype(np.float32)
     for got in (attend(jnp.int32(at)), jax.jit(attend)(jnp.int32(at)), attend(jnp.full((B,), at, jnp.int32))):

@@ -80,7 +80,7 @@ def value_and_gradients(mask):
 
 @pytest.mark.parametrize("name", [*list(CASES)[1::3], "everything_packed"])
 def test_gradients(name, small_chunks):
-    """Are those of the dense mask, with the other arguments."""
+    """Gradients equal the dense mask's, together with the other arguments."""
     case = CASES[name]
     got, want = value_and_gradients(case.mask), value_and_gradients(case.dense(3))
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -88,7 +88,7 @@ def test_gradients(name, small_chunks):
 
 
 def test_no_array_of_all_pairs():
-    """4 chunks of 64 queries; the mask is evaluated for one at a time."""
+    """There are 4 chunks of 64 queries. The mask is evaluated for one chunk at a time."""
     query = jnp.ones((1, 256, 1, 16))
     mask = masks.causal() & masks.segments(jnp.zeros(256, jnp.int32)) | masks.from_function(lambda b, h, q, k: q == k)
     old, reference.CHUNK_BYTES = reference.CHUNK_BYTES, 64 * 256 * 4
@@ -106,7 +106,7 @@ def test_no_array_of_all_pairs():
     tiers.pairs(["shared", "of_batch", "function"], ["query", "mask", "both"], ("of_batch", "both")),
 )
 def test_vmap(mapped, mask):
-    """Its gradients, too; a mask of its own for each, or one for all."""
+    """Includes gradients. Each call has a mask of its own, or all share one mask."""
     query, key, value = (jnp.stack([x, x + 1, x * 2]) for x in arrays())
     rows = jnp.arange(3 * B).reshape(3, B) * 7 if mask == "of_batch" else jnp.arange(3).reshape(3, 1) * 7
 
@@ -166,7 +166,7 @@ def test_which_implementation(mask, as_lists):
                 explain(flash_attention, query, query, query, mask=mask, implementation="triton")
 
 
-# What stands beside the mask in the call, which limits as well.
+# The other arguments of the call, which limit the keys as well.
 BESIDE = (
     {},
     {"is_causal": True},
@@ -185,7 +185,7 @@ OF_ARGUMENTS = (
 
 @pytest.mark.parametrize("beside", BESIDE, ids=lambda beside: "_".join(beside) or "alone")
 def test_masks_that_are_arguments(beside):
-    """Each against the mask written out, next to the same arguments."""
+    """Each mask against its dense form, together with the same arguments."""
     query, key, value = arrays()
     for mask in OF_ARGUMENTS:
         attend = lambda mask: flash_attention(query, key, value, mask=mask, q_offset=2, return_lse=True, **beside)

@@ -1,4 +1,4 @@
-"""Masks of floats: zeros and ones are a mask, traced or known; all else is an error or gives NaN."""
+"""Masks of floats: zeros and ones are a mask, traced or known. Other values raise, or give NaN if traced."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""prepare_mask: what it carries, where it is read, and that elsewhere it is the mask that it was made from."""
+"""prepare_mask: its lists, the calls that read them, and that all other calls see the original mask."""
 
 import dataclasses
 import re
@@ -45,7 +45,7 @@ def primitives(jaxpr):
 
 
 def sorts(mask, query=QUERY, key=KEY, wrap=lambda attend: attend, **arguments):
-    """The sorts in flash_attention and its gradients: each list that is made sorts blocks, and its tiles."""
+    """The number of sorts in flash_attention and its gradients. Making a list sorts its blocks and its tiles."""
 
     def loss(query, key, value, mask):
         attend = wrap(lambda *qkv: flash_attention(*qkv, mask=mask, **arguments))
@@ -74,7 +74,7 @@ def test_calls_make_no_lists():
 
 
 def test_a_larger_batch_has_each_tile_of_each_entry():
-    """A multiple of the two entries that the lists were made for: their tiles again, of the next two."""
+    """The lists were made for two batch entries. A larger batch repeats their tiles for each next two entries."""
     for lists in prepared_on_hopper().lists:
         tiles = np.asarray(lists.lists.tiles)
         larger = np.asarray(lists.of(dataclasses.replace(lists.call, batch=3 * B)).tiles).reshape(3, *tiles.shape)
@@ -84,7 +84,7 @@ def test_a_larger_batch_has_each_tile_of_each_entry():
 
 
 def test_tiles_count_the_steps_of_full_blocks():
-    """By key these are so many for each block as heads share it: after the full ones a kernel looks bits up."""
+    """By key, each block has one step per head of its group. After the full blocks, a kernel looks up mask bits."""
     for made in prepared_on_hopper().lists:
         blocks = MASK.block_lists(T, T, *made.call.blocks, by=made.call.by)
         heads_of_step = {"query": 1, "key": H // KV_HEADS}[made.call.by]
@@ -96,7 +96,7 @@ def test_tiles_count_the_steps_of_full_blocks():
 
 
 def test_an_array():
-    """Alone, or with what arguments say, or prepared beside a bias, it has lists as well; in "cudnn" it is an array."""
+    """An array mask has lists, alone, with other limits, or prepared with a bias. "cudnn" takes it as an array."""
     array = jnp.asarray(np.random.default_rng(2).random((1, H, T, T)) < 0.5)
     for mask, arguments in (
         (masks.dense(array), {}),
@@ -143,13 +143,13 @@ def test_it_crosses_scan_shard_map_and_vmap():
     prepared = prepared_on_hopper()
     sequence = lambda attend: lambda q, *kv: jax.lax.scan(lambda q, _: (attend(q, *kv), None), q, length=3)[0]
     assert sorts(prepared, wrap=sequence) == 0
-    # vmap's axis joins the batch, of which the prepared one is a part.
+    # vmap's axis joins the batch, which becomes a multiple of the prepared batch.
     assert sorts(prepared, wrap=lambda attend: lambda *x: jax.vmap(attend)(*(jnp.stack([y] * 3) for y in x))) == 0
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     statics = {"mesh": mesh, "in_specs": jax.P("data"), "out_specs": jax.P("data"), "check_vma": False}
     sharded = lambda attend: jax.shard_map(attend, **statics)
     assert sorts(prepared, wrap=sharded) == 0
-    # Layers with masks of their own, prepared under jit: one structure, whatever their blocks.
+    # Layers with separate masks, prepared under jit: the lists have one structure for any blocks.
     cells = jnp.asarray(np.random.default_rng(1).random((3, 1, 1, 4, 4)) < 0.5)
     with on_device("H200"):
         each = jax.jit(jax.vmap(lambda x: prepare_mask(masks.block_sparse(x, 128), QUERY, KEY)))(cells)
@@ -184,7 +184,7 @@ def test_it_is_a_mask():
 
 
 def test_without_lists():
-    """Elsewhere, and for a mask that arguments say, there are none."""
+    """Other implementations, and masks that arguments can express, have no lists."""
     assert prepare_mask(MASK, QUERY, KEY, implementation="xla").lists == ()
     band = prepared_on_hopper(masks.causal() & masks.sliding_window(100, 0))
     assert band.lists == ()
@@ -199,7 +199,7 @@ def test_without_lists():
     ids=str,
 )
 def test_results(arguments):
-    """As an argument of jit, through three ops, with gradients: those of the mask. One that tells heads apart."""
+    """A prepared mask that differs between heads, passed to jit, in three ops, with gradients: equals the mask."""
     cells = np.random.default_rng(2).random((B, H, 4, 4)) < 0.6
     mask = masks.block_sparse(cells, 16) | masks.global_tokens(2)
     random = np.random.default_rng(0)
@@ -224,7 +224,7 @@ def test_results(arguments):
 
 
 def test_the_forward_knows_how_many_keys_a_query_has(monkeypatch):
-    """So few that a look at all lengths beforehand would not pay, which a list's width does not tell."""
+    """The queries have too few keys for bounds to pay. A list's width does not show this."""
     looks = []
     monkeypatch.setattr(forward_sm90, "_bounds", lambda *args, **kwargs: looks.append(args) or (None, None))
     cells = np.random.default_rng(0).random((128, 128)) < 0.1

@@ -1,4 +1,4 @@
-"""flash_attention under a score_mod: against the definition in float64, and against biases that say the same."""
+"""flash_attention under a score_mod: against the definition in float64, and against equivalent biases."""
 
 import re
 
@@ -42,13 +42,13 @@ def relative(score, b, h, q, k, table, **_):
 
 
 def both(score, b, h, q, k, slopes, rows, **_):
-    """Not linear, of every index, and -inf in places, among them whole rows."""
+    """Nonlinear, with every index, and with -inf at some pairs and in whole rows."""
     score = 3 * jnp.tanh(score / 3) * (1 + slopes[h]) + rows[b, q]
     return jnp.where(((q + k) % 5 == 0) | (q == 11), -jnp.inf, score)
 
 
 def far(score, b, h, q, k):
-    """Large, also where a chunk is padded; without a derivative where causality masks it out."""
+    """Large, also in the padding of a chunk. Has no derivative at pairs that causality masks."""
     return score * jnp.sqrt((q - k + 4).astype(score.dtype)) + 200.0
 
 
@@ -70,11 +70,11 @@ CLOSED = {
 
 
 def definition(mod, keep, q, k, v, closed):
-    """(out, lse): every pair at once."""
+    """(out, lse), with all pairs at once."""
     k, v = (jnp.repeat(x, H // HKV, axis=2) for x in (k, v))
     scores = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") / np.sqrt(D)
     indices = np.ix_(*map(np.arange, scores.shape))
-    # What is masked out must not reach the gradient of what the function closes over.
+    # Masked pairs must not reach the gradients of the closed-over arrays.
     scores = jnp.where(keep, mod(scores, *indices, **closed), -jnp.inf)
     dead = jnp.isneginf(scores).all(axis=-1, keepdims=True)
     weights = jax.nn.softmax(jnp.where(dead, 0, scores), axis=-1) * ~dead
@@ -83,12 +83,12 @@ def definition(mod, keep, q, k, v, closed):
 
 
 def loss(out, lse):
-    """A loss whose every gradient, through both results, is some number."""
+    """A loss with a generic gradient through both results."""
     return jnp.sum(out * jnp.cos(out)) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, jnp.sin(lse)))
 
 
 def float64(name, keep):
-    """(out, lse), (dq, dk, dv, {what is closed over: its gradient})."""
+    """(out, lse), (dq, dk, dv, {name of a closed-over array: its gradient})."""
 
     def run(*given):
         out = definition(MODS[name], keep, *given)
@@ -141,7 +141,7 @@ def test_against_float64(name, masked, small_chunks):
 
 def test_what_is_masked_out_passes_nothing(small_chunks):
     got, want = ours("far", is_causal=True, q_offset=4), float64("far_in_float64", np.arange(S) <= POSITIONS + 4)
-    check(got, want, 2e-5)  # the scores are rounded at 200
+    check(got, want, 2e-5)  # the scores, near 200, are rounded
 
 
 @hypothesis.given(
@@ -151,7 +151,7 @@ def test_what_is_masked_out_passes_nothing(small_chunks):
 )
 @hypothesis.settings(max_examples=5)
 def test_alibi_is_a_bias(slopes, left, offset):
-    """Whatever the window and the offset: q_idx is not shifted by q_offset."""
+    """For any window and offset: q_idx is not shifted by q_offset."""
     slopes = np.array(slopes, np.float32)
     bias = -slopes[:, None, None] * np.abs(POSITIONS - np.arange(S)).astype(np.float32)
     got, want = jit(
@@ -170,7 +170,7 @@ def test_alibi_is_a_bias(slopes, left, offset):
 
 
 def test_beside_a_bias_and_sinks():
-    """The bias is added to what score_mod gives."""
+    """The bias is added to score_mod's result."""
     bias, sinks = jnp.asarray(np.random.default_rng(3).standard_normal((1, H, T, S)), jnp.float32), jnp.arange(4.0)
     table = jnp.asarray(-np.abs(POSITIONS - np.arange(S)) / 8, jnp.float32)
     double = lambda score, b, h, q, k: 2 * score - jnp.abs(q - k) / 8
@@ -203,7 +203,7 @@ def test_16_bit_and_a_negative_scale():
 
 
 def test_closed_over_arrays_of_other_kinds():
-    """An int array has no gradient, one in bfloat16 has its own dtype, a known one is a constant."""
+    """An int array has no gradient, a bfloat16 array has a bfloat16 gradient, a known array is a constant."""
     ids = jnp.asarray(np.arange(S) % 3)
 
     def run(slopes, ids):
@@ -220,7 +220,7 @@ def test_closed_over_arrays_of_other_kinds():
 
 @pytest.mark.parametrize("mapped", ["query", "both"])
 def test_vmap(mapped):
-    """b is the batch entry of each mapped call, and what all calls close over has a gradient of each."""
+    """b is the batch entry of each mapped call. An array that all calls close over has a gradient in each call."""
     query = jnp.stack([jnp.asarray(arrays(seed)[0]) for seed in range(3)])
     slopes = jnp.stack([jnp.arange(B) * 0.1 + i for i in range(3)])
 
@@ -252,7 +252,7 @@ def test_no_array_of_all_pairs(monkeypatch):
 
 
 def test_unwanted_gradients_are_not_computed():
-    """A table that is not differentiated costs no scatter."""
+    """A table without a wanted gradient costs no scatter."""
     table = jnp.arange(float(S + T))
 
     def run(q, table):
@@ -264,7 +264,7 @@ def test_unwanted_gradients_are_not_computed():
 
 
 def keyed(score, b, h, q, k, slopes, columns, ids):
-    """Look-ups of floats and ints, of axes of every kind, and one of none."""
+    """Look-ups of floats and ints, with one axis, two axes and a constant index."""
     score = score * columns[b, k] + slopes[h] * (q - k) + jnp.where(columns[0, k] > 0.5, slopes[0], 0.0)
     score = score + jnp.cos(score) * h
     return jnp.where(ids[q] == ids[k], score, -jnp.inf)
@@ -275,12 +275,12 @@ def far_off_diagonal(score, b, h, q, k, slopes):
 
 
 def capped(score, b, h, q, k, slopes, columns):
-    """A softcap, a slope of the head and a number of the key."""
+    """A softcap, a slope for each head and a value for each key."""
     return 2.0 * jnp.tanh((score + columns[b, k]) / 2.0) - slopes[h] * jnp.abs(q - k)
 
 
 def over(score, b, h, q, k, rows):
-    """A score_mod that divides by numbers of queries, of which there are none past the end."""
+    """Divides by values of queries, which do not exist past the end."""
     return score / rows[b, q]
 
 
@@ -297,7 +297,7 @@ CLOSED |= {
 
 
 def by(implementation, name, argnums, **arguments):
-    """(out, lse) and gradients, those of floats alone."""
+    """(out, lse), and the gradients of float inputs only."""
     floats, others = {}, {}
     for key, x in CLOSED[name].items():
         (floats if x.dtype == np.float32 else others)[key] = jnp.asarray(x)
@@ -321,7 +321,7 @@ def by(implementation, name, argnums, **arguments):
     ids=["both", "keyed", "over", "without_a_derivative"],
 )
 def test_triton_is_xla(name, argnums, arguments, monkeypatch):
-    """The kernels, in several blocks of queries and of keys, where the mod has a tile of its own."""
+    """The kernels run several blocks of queries and of keys. The mod is computed on a tile."""
     want = by("xla", name, argnums, **arguments)
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     got = by("triton", name, argnums, **arguments)
@@ -330,7 +330,7 @@ def test_triton_is_xla(name, argnums, arguments, monkeypatch):
 
 
 def test_which_implementation():
-    """Kernels take what they can read by the row, the column or the diagonal of a tile, and compute on one."""
+    """Kernels support look-ups by the row, the column or the diagonal of a tile, and arithmetic on a tile."""
     query = jax.ShapeDtypeStruct((B, 64, H, 64), jnp.bfloat16)
     single = jax.ShapeDtypeStruct((B, 64, H, 64), jnp.float32)
     slopes, table = jnp.arange(4.0), jnp.arange(128.0)
@@ -342,7 +342,7 @@ def test_which_implementation():
     with_bias = "it takes a score_mod without a bias"
     looked_up = lambda score, b, h, q, k: score * slopes[h] + table[q] + table[2 * k + b]
     linear = lambda score, b, h, q, k: score * 2
-    # (score_mod, arguments, what serves it, why mosaic_gpu does not, why triton does not)
+    # (score_mod, arguments, the implementation that serves it, why mosaic_gpu does not, why triton does not)
     cases = (
         (looked_up, {}, "mosaic_gpu", None, None),
         (lambda score, b, h, q, k: score * jnp.round(2.5 * h) + jnp.sin(q * 0.1), {}, "mosaic_gpu", None, None),
@@ -398,7 +398,7 @@ def test_bad_input(name):
 
 
 def test_arrays_on_explicit_axes_are_arguments_of_auto_axes():
-    """Closed over, they raise an error that tells how to give them: so they have gradients."""
+    """A mod that closes over such arrays raises. As arguments of auto_axes they have gradients."""
     mesh = jax.make_mesh((1,), ("data",))
     *qkv, slopes = (jax.device_put(x, jax.NamedSharding(mesh, jax.P())) for x in (*arrays(), np.ones(H, np.float32)))
 
@@ -422,7 +422,7 @@ def test_not_beside_a_softcap():
         flash_attention(*arrays(), score_mod=out_of(lambda s: s), softcap=2.0)
 
 
-# In the Hopper kernels, interpreted, they are in tests/pallas/attention/sm90/test_score_mod.py.
+# The Hopper kernels, interpreted, run them in tests/pallas/attention/sm90/test_score_mod.py.
 MASKING = [("xla", name) for name in ("lowest_64", "lowest_of_key", "lowest_tables")]
 MASKING += [("triton", name) for name in ("lowest_128", "lowest_of_key")]
 
@@ -456,7 +456,7 @@ def test_masking_on_a_gpu(implementation, name):
 )
 @pytest.mark.parametrize("arguments", [{}, {"is_causal": True, "q_offset": 5}], ids=["full", "causal"])
 def test_kernels_on_a_gpu(implementation, name, arguments):
-    """Kernels in bfloat16, over many blocks and at odd lengths, against exact products of the same inputs."""
+    """Kernels in bfloat16, over many blocks and at odd lengths, against float32 of the same inputs."""
     q_length, kv_length, heads, kv_heads = 777, 781, 8, 2
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)

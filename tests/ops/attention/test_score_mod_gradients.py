@@ -1,4 +1,4 @@
-"""The gradients of a score_mod's arrays by live blocks, against those by all pairs."""
+"""The gradients of a score_mod's arrays by live blocks, against the gradients by all pairs."""
 
 import re
 
@@ -35,13 +35,13 @@ def relative(score, b, h, q, k, table):
 
 
 def relative_of_each(score, b, h, q, k, tables, rows, columns, few, ids):
-    """By differences of each entry and head, of few buckets, and of a table of integers, beside look-ups by q and k."""
+    """Look-ups by differences: of each entry and head, in few buckets, of integers; also by q and by k."""
     score = score * (1 + tables[b, h, q - k + S] / 4) + rows[h, q] * columns[b, k] + few[jnp.abs(k - q) // 32, h]
     return jnp.where(ids[k - q + T] > 14, score / 2, score)
 
 
 def of_all(score, b, h, q, k, slopes, rows, table, ids):
-    """Not linear, of every index, of an array of integers too, and -inf in places, among them whole rows."""
+    """Nonlinear, with every index and an integer array, and with -inf at some pairs and in whole rows."""
     score = 3 * jnp.tanh(score / 3) * (1 + slopes[h]) * jnp.exp(table[h, jnp.clip(q - k + 8, 0, 16)]) + rows[b, q]
     return jnp.where((ids[q] == 2) | ((q + k) % 5 == 0), -jnp.inf, score)
 
@@ -57,7 +57,7 @@ CLOSED = {
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Blocks of 16 queries and keys, a few at a time, so that the last chunk has places past the last block."""
+    """Blocks of 16 queries and keys, a few at a time. The last chunk reaches past the last block."""
     monkeypatch.setattr(score_mod_gradients, "BLOCK", 16)
     monkeypatch.setattr(reference, "CHUNK_BYTES", 5 * 4 * 16 * 16 * H)
 
@@ -97,7 +97,7 @@ def check(got, want, bound=2e-6):
 
 TOP_K = masks.top_k(normal(B, 1, T, S), 9) & masks.causal()
 ARGUMENTS = {
-    "causal_and_segments": (alibi, {"mask": CASES["causal_packed"].mask}),  # which are arguments
+    "causal_and_segments": (alibi, {"mask": CASES["causal_packed"].mask}),  # this mask becomes arguments
     "lists_of_each_entry": (of_all, {"mask": CASES["everything_packed"].mask}),
     "lists_of_each_entry_and_head": (relative, {"mask": CASES["block_sparse"].mask, "is_causal": True}),
     "lists_of_each_head": (of_all, {"mask": CASES["block_sparse_odd"].mask | CASES["dense_of_queries"].mask}),
@@ -133,20 +133,20 @@ def test_against_all_pairs(name, small_blocks):
 
 
 def test_key_heads_of_a_mask_of_heads(small_blocks):
-    """Two heads of query for each, which have lists of their own."""
+    """Two heads of query for each head of key, with different lists."""
     arrays = (normal(1, 40, 4, 8), normal(1, 40, 2, 8), normal(1, 40, 2, 8), normal(1, 40, 4, 8), normal(1, 4, 40))
     mask = masks.block_sparse(random.random((4, 3, 3)) < 0.7, 16)
     check(*both_ways(alibi, {"slopes": normal(4) / 8}, arrays=arrays, mask=mask))
 
 
 def test_whole_blocks():
-    """Blocks of the size that it has without a test's, beyond which the lengths end; and in 16 bits."""
+    """Blocks of the default size, which reach past the ends of the lengths; in 16 bits."""
     got, want = both_ways(of_all, dtype=jnp.bfloat16, mask=CASES["strided"].mask)
     check(got, want, 1e-5)
 
 
 def test_differences_are_summed_along_diagonals():
-    """None of all pairs is scattered, and of whole blocks the lengths are no multiple."""
+    """No scatter of all pairs. The lengths are no multiples of whole blocks."""
     got, want = both_ways(relative_of_each, mask=CASES["strided"].mask)
     check(got, want)
 
@@ -170,7 +170,7 @@ def test_where_nothing_is_live(small_blocks):
 
 
 def test_dead_blocks_are_not_visited(small_blocks):
-    """There the derivative would be a NaN."""
+    """The derivative in dead blocks would be NaN."""
     cells = (np.arange(4)[:, None] + np.arange(3)) % 2 == 0
     is_live = np.repeat(np.repeat(cells, 16, axis=0)[:T], 16, axis=1)[:, :S]
 
@@ -184,7 +184,7 @@ def test_dead_blocks_are_not_visited(small_blocks):
 
 
 def test_memory_is_of_a_chunk(monkeypatch):
-    """Whatever the mask: of two blocks of 16 by 16 here, not of all pairs."""
+    """The memory is of two blocks of 16 by 16, for any mask, not of all pairs."""
     monkeypatch.setattr(score_mod_gradients, "BLOCK", 16)
     monkeypatch.setattr(reference, "CHUNK_BYTES", 2 * 4 * 16 * 16)
     query = jnp.ones((1, 256, 1, 16))
@@ -219,7 +219,7 @@ def test_no_pairs_pass_no_gradient(empty):
 
 @pytest.mark.parametrize("mod", [alibi, relative])
 def test_rows_that_are_wholly_low(mod):
-    """Their log-sum-exp is -1e9 to float32; what it leaves out, excess, is the logarithm of how many keys they have."""
+    """Their lse is -1e9 in float32. excess, the rest that lse loses, is the logarithm of their number of keys."""
     closed = {name: jnp.asarray(x) for name, x in CLOSED[mod].items()}
     low = jnp.where(jnp.arange(T) % 3 == 0, jnp.float32(-1e9), 0)
 

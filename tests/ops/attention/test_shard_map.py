@@ -1,4 +1,4 @@
-"""Ops inside jax.shard_map with its default check_vma=True: a forgotten sum over the mesh is an error, no number."""
+"""Ops inside jax.shard_map with its default check_vma=True: a forgotten sum over the mesh raises an error."""
 
 import functools
 
@@ -75,7 +75,7 @@ def _trace(op, out_specs, *, backward: bool):
 
 
 CASES = [(name, device) for name in OPS for device in ("h200", "a100", "cpu")]
-CASES.remove(("score_mod", "cpu"))  # shard_map refuses its plain jnp code: no number can be wrong
+CASES.remove(("score_mod", "cpu"))  # shard_map refuses its plain jnp code: no value can be wrong
 
 
 def _gradients(op):
@@ -113,7 +113,7 @@ def test_a_mesh_of_one_device_changes_no_number(name, backend, no_interpret):
     tiers.some_pairs(["causal", "segments", "bias by key"], [True, False], [("causal", False), ("bias by key", True)]),
 )
 def test_a_shard_map_that_nothing_traces(name, check_vma):
-    """JAX has no custom_vjp with symbolic zeros there."""
+    """JAX has no custom_vjp with symbolic zeros in an untraced shard_map."""
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
     query = jax.random.normal(jax.random.key(0), (1, LENGTH, 2, 64))
     attend = lambda x: OPS[name](x, x, x)[0]

@@ -1,4 +1,4 @@
-"""flash_attention under JAX's transformations and at lengths whose score matrix fits nowhere ("xla" on a CPU)."""
+"""flash_attention under JAX's transformations, and at lengths whose score matrix fits in no memory ("xla" on a CPU)."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ from tests.support.cases import tiers
 xla = functools.partial(flash_attention, implementation="xla")
 with_lse = functools.partial(xla, return_lse=True)
 
-# Heads in groups, an offset, lengths, rows without keys: in float32, where small errors show.
+# Heads in groups, an offset, lengths, rows without keys: in float32, which shows small errors.
 SMALL = next(case for case in ATTENTION_CASES if case.name == "everything")
 
 
@@ -55,7 +55,7 @@ def test_gradient_through_lse_alone():
 
 
 def test_halves_of_the_keys_merge_by_lse():
-    """The identity that ring, dilated and split-KV attention rest on, with its gradient."""
+    """The identity on which ring, dilated and split-KV attention rest, with its gradient."""
     query, key, value, dout, dlse = attention_inputs(SMALL)
 
     def merged(query, key, value):
@@ -91,7 +91,7 @@ def loss_of(query, key, value, mask=None, kv_lengths=None, q_offset=0):
     ids=["all", "query", "key_value", "mask", "lengths_offset", "shared_mask"],
 )
 def test_vmap(in_axes, shapes):
-    """vmap, vmap(grad) and grad(vmap) are a loop over the mapped axis."""
+    """vmap, vmap(grad) and grad(vmap) equal a loop over the mapped axis."""
     random = np.random.default_rng(0)
     in_axes = in_axes + (None,) * (6 - len(in_axes))
     arrays = []
@@ -134,7 +134,7 @@ SHARED_BIAS, OWN_BIAS = (1, 4, 9, 11), (3, 1, 4, 9, 11)
     ids=["shared", "shared_triton", "own", "each_entry", "moved"],
 )
 def test_vmap_of_bias_sinks_and_segments(bias_axis, bias, sinks_axis, implementation, monkeypatch):
-    """A shared array has a gradient for each call under vmap(grad), and their sum under grad(vmap)."""
+    """A shared array has a gradient for each call under vmap(grad), and the sum of these under grad(vmap)."""
     if implementation == "triton":
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     random = np.random.default_rng(0)
@@ -165,10 +165,11 @@ def test_vmap_of_bias_sinks_and_segments(bias_axis, bias, sinks_axis, implementa
 
 
 def test_the_gradient_of_a_16_bit_bias_under_vmap_is_rounded_once(monkeypatch):
-    """A bias that 32 batch entries and mapped calls share: its gradient's error is that without vmap. A second
-    rounding, of each entry's, would give it 1.5 times as much.
+    """32 batch entries and mapped calls share a bias. Its gradient has the same error as without vmap.
+
+    A second rounding, for each entry, would make the error 1.5 times larger.
     """
-    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")  # of "xla", the compiler may leave out a rounding
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")  # with "xla" the compiler may leave out a rounding
     attend = functools.partial(flash_attention, implementation="triton")
     random = np.random.default_rng(0)
     query, key, value, dout = (
@@ -209,7 +210,7 @@ def run_on_four_devices(script):
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("axis_type", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_jit_scan_remat_shard_map(axis_type):
-    """Layers over a 2 x 2 mesh of batch and heads, by shard_map and by XLA alone, are the layers of one device."""
+    """Layers over a 2 x 2 mesh of batch and heads, by shard_map and by XLA alone, equal the layers of one device."""
     run_on_four_devices(f"""
         mesh = jax.make_mesh((2, 2), ("data", "model"), (jax.sharding.AxisType.{axis_type},) * 2)
         spec = P("data", None, "model", None)
@@ -234,7 +235,7 @@ def test_jit_scan_remat_shard_map(axis_type):
 
 @pytest.mark.timeout(180)
 def test_shard_map_of_queries():
-    """Each device has its own queries, all have the rest: the gradients of the rest are summed over the devices."""
+    """Devices have different queries and the same keys: gradients of the common arrays are summed."""
     run_on_four_devices("""
         mesh = jax.make_mesh((4,), ("seq",), (jax.sharding.AxisType.Auto,))
 
@@ -270,7 +271,7 @@ def loss_and_gradients(implementation):
 
 
 def test_no_score_matrix():
-    """At 32,768 tokens nothing of query length times key length is made, forward or backward (compiled only)."""
+    """At 32,768 tokens no array of query length times key length is made, forward or backward (compiled only)."""
     length = 32768
     x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
     lowered = loss_and_gradients("xla").lower(x, x, x)
@@ -284,7 +285,7 @@ def test_no_score_matrix():
 @pytest.mark.gpu
 @pytest.mark.timeout(400)
 def test_131072_tokens():
-    """Causal 16 x 128 forward and backward on Hopper: right in its last rows, in memory that grows with the tokens."""
+    """Causal 16 x 128 forward and backward on Hopper: the last rows are right, memory is linear in the tokens."""
     reason = why_not(AttentionCase("", head_dim=128, v_head_dim=128, is_causal=True), "mosaic_gpu")
     if reason is not None:
         pytest.skip(reason)

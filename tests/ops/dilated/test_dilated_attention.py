@@ -1,4 +1,4 @@
-"""dilated_attention against its definition in NumPy; causality, coverage, and what it refuses."""
+"""dilated_attention against its definition in NumPy; causality, coverage, and its errors."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jax_kernels.testing import rms_error
 from tests.support.oracles import dilated as dilated_oracle
 from tests.support.oracles.dilated import BFLOAT16_BOUNDS, NAMES
 
-# Most of the time of a small case is XLA's, for compiling: unoptimised code is compiled in half of it.
+# Compiling dominates a small case. Unoptimised code compiles in half the time.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 xla = functools.partial(dilated_attention, implementation="xla")
 
@@ -59,7 +59,7 @@ def check(inputs, bound=1e-6, **arguments):
 
 
 PATTERN = {"segment_lengths": (10, 100), "dilation_rates": (3, 4)}
-# Branches and segments that one attention serves: every one has 4 tokens.
+# Branches that one attention can serve: every segment has 4 tokens.
 ALIKE = {"segment_lengths": (4, 8, 16), "dilation_rates": (1, 2, 4)}
 MODES = {
     "longnet": {},
@@ -71,7 +71,7 @@ MODES = {
     "partition": {"layout": "partition", "segment_lengths": (6, 6, 9), "dilation_rates": (2, 2, 4)},
     "one_branch": {"segment_lengths": (16,), "dilation_rates": (3,), "stop_gradient_weights": True},
 }
-# How the parameters below meet, not their full product: (mode, is_causal, order, with segment ids, heads, key heads).
+# A selection of the product of the parameters: (mode, is_causal, order, with segment ids, heads, key heads).
 CASES = [
     ("longnet", False, None, False, 6, 6),
     ("longnet", True, "hilbert", False, 8, 2),
@@ -155,7 +155,7 @@ def test_any_call(call):
 @hypothesis.given(any_call())
 @hypothesis.settings(max_examples=10)
 def test_no_token_of_any_call_sees_a_later_one(call):
-    """As test_no_token_sees_a_later_one, of any segments, rates, heads and ids."""
+    """Like test_no_token_sees_a_later_one, for any segments, rates, heads and ids."""
     length, heads, kv_heads, pattern = call
     pattern |= {"is_causal": True}
     if pattern["segment_ids"] is not None:
@@ -164,7 +164,7 @@ def test_no_token_of_any_call_sees_a_later_one(call):
 
 
 def differences(length, num_heads, kv_heads, **arguments):
-    """Bool [2, T, T]: whether out, and lse, of a token (the last axis) differ where one (before it) is another."""
+    """Bool [2, T, T]: whether out and lse of a token (the last axis) depend on another token (the axis before it)."""
     changed = np.eye(length + 1, length, dtype=bool)[:, :, None, None]
     inputs = (jnp.where(changed, 10 * x[:1] + 1, x[:1]) for x in arrays(length, num_heads, kv_heads)[:3])
     out, lse = (np.asarray(x) for x in jit(functools.partial(xla, return_lse=True, **arguments))(*inputs))
@@ -185,7 +185,7 @@ BROKEN = {
 @hypothesis.given(any_call(), st.sampled_from([*BROKEN]), st.data())
 @hypothesis.settings(max_examples=150)
 def test_a_bad_pattern_is_named(call, name, data):
-    """The argument, or the item of it, whatever else the call has."""
+    """The error names the argument, or its item, whatever the other arguments."""
     length, heads, kv_heads, pattern = call
     bad = data.draw(st.sampled_from(BROKEN[name]))
     if name in ("segment_lengths", "dilation_rates") and data.draw(st.booleans()):
@@ -197,7 +197,7 @@ def test_a_bad_pattern_is_named(call, name, data):
 
 
 def weights_of(length, heads, kv_heads, **arguments):
-    """[B, H, T, T]: how much of the value of a token (the last axis) is in the output of another."""
+    """[B, H, T, T]: the weight of a token's value (the last axis) in the output of another token."""
     query, key, *_ = arrays(length, heads, kv_heads)
     value = jnp.broadcast_to(jnp.eye(length)[:, None], (2, length, kv_heads, length))
     return np.asarray(jit(functools.partial(xla, **arguments))(query, key, value)).swapaxes(1, 2)
@@ -206,7 +206,7 @@ def weights_of(length, heads, kv_heads, **arguments):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("order", [None, "hilbert"])
 def test_no_token_sees_a_later_one(mode, order):
-    """Token j of batch entry j is not what it is in the last entry: neither out nor lse before j differs."""
+    """Batch entry j changes token j: neither out nor lse before j changes."""
     arguments = PATTERN | MODES[mode] | {"order": order, "is_causal": True}
     for differs in differences(21, 4, 4, **arguments):
         assert not np.tril(differs, -1).any()
@@ -215,7 +215,7 @@ def test_no_token_sees_a_later_one(mode, order):
 
 @pytest.mark.parametrize("order", [None, "hilbert"])
 def test_a_partition_covers_every_token(order):
-    """Also past the sum of the segments, and where the sequence ends within one."""
+    """Also past the sum of the segments, and if the sequence ends within a segment."""
     for lengths, rates in (((10, 6), (4, 3)), ((8, 30), (4, 5))):
         pattern = {"segment_lengths": lengths, "dilation_rates": rates, "layout": "partition", "order": order}
         weights = weights_of(23, 2, 1, **pattern)
@@ -261,7 +261,7 @@ def test_vmap():
 
 
 def test_shard_map():
-    """The gradient of keys that are the same on all devices is summed, where query has one axis more."""
+    """All devices have the same keys, and query has one more mesh axis: the gradient of the keys is summed."""
     mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Auto,))
     query, key, value, dout, _ = arrays(8, 2, 2)
     P = jax.sharding.PartitionSpec
@@ -281,7 +281,7 @@ def test_shard_map():
 
 
 def test_what_the_backward_keeps():
-    """query, key, value, out and lse: nothing of a branch."""
+    """It keeps query, key, value, out and lse, and nothing of a branch."""
     for mode in ("longnet", "stopped", "all_mean"):
         inputs = arrays(20, 4, 2)[:3]
         attend = functools.partial(xla, is_causal=True, **PATTERN | MODES[mode])
@@ -300,7 +300,7 @@ def test_like_branches_are_one_attention(monkeypatch):
     jax.eval_shape(functools.partial(attend, **ALIKE), query, key, value)
     assert shapes == [((3 * (16 + 8 + 4), 4, 8, 8), (3 * (16 + 8 + 4), 4, 4, 8))]
     shapes.clear()
-    # Ragged classes of heads that share no class run as entries of their own, in one call too, of 8 rows for 3.
+    # Ragged classes of heads with no class in common are separate entries, also in one call: 8 rows instead of 3.
     jax.eval_shape(functools.partial(xla, segment_lengths=(10,), dilation_rates=(4,)), query, key, value)
     assert shapes == [((3 * 6 * 4, 8, 2, 8), (3 * 6 * 4, 8, 1, 8)), ((3 * 4 // 4, 1, 8, 8), (3 * 4 // 4, 1, 4, 8))]
 
@@ -311,7 +311,7 @@ def test_16_bit_merges_in_float32():
     want = dilated_oracle.dilated_attention(*inputs, **pattern)
     got = results_of(inputs, **pattern)
     assert [str(x.dtype) for x in got] == ["bfloat16", "float32", *["bfloat16"] * 3]
-    # One rounding of out to 8 bits is 1.7e-3 root mean square; the gradients add up three rounded ones.
+    # Rounding out to bfloat16 once costs 1.7e-3 root mean square. A gradient is a sum of three rounded terms.
     for name, g, w, bound in zip(NAMES, got, want, (1.8e-3, 2e-6, 4e-3, 4e-3, 4e-3), strict=True):
         assert rms_error(g, w) < bound, name
 
@@ -353,9 +353,9 @@ def test_on_gpu(mode, is_causal, order, packed, heads, kv_heads, implementation)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mode", ["longnet", "stopped", "all_mean", "groups_mean"])
 def test_views_on_gpu(mode, head_dim, bandwidth):
-    """Segments that cover the sequence, which Hopper reads as they stand, beside one whose rate does not divide it.
+    """Segments that cover the sequence, which Hopper reads in place, and one whose rate does not divide it.
 
-    At a low bandwidth: short as these are, they are otherwise gathered.
+    At a low bandwidth Hopper reads in place; otherwise these segments are so short that it gathers them.
     """
     pattern = {"segment_lengths": (128, 256, 512, 512), "dilation_rates": (1, 2, 4, 3), "is_causal": mode != "all_mean"}
     arguments = MODES[mode] | pattern

@@ -1,4 +1,4 @@
-"""The plans of dilated_attention, what it refuses, and its gradients traced for a GPU. No attention runs."""
+"""The plans of dilated_attention, its errors, and its gradients traced for a GPU. No attention runs."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ LONGNET = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
     ],
 )
 def test_which_branches_are_read_in_place(device, arguments, attentions):
-    """For each attention "view", or how many pieces are gathered for it, where no launch is worth a copy."""
+    """For each attention "view", or the number of gathered pieces, if no launch is worth a copy."""
     given = LONGNET | {"length": 4096, "kv_heads": 8, "head_dim": 128} | arguments
     length, kv_heads, head_dim = (given.pop(name) for name in ("length", "kv_heads", "head_dim"))
     spec = lambda heads, dim: jax.ShapeDtypeStruct((1, length, heads, dim), jnp.bfloat16)
@@ -145,7 +145,7 @@ def test_queries_and_keys_are_the_same_tokens():
 
 @pytest.mark.parametrize("heads", ["all", "groups"])
 def test_gradients_inside_shard_map_on_hopper(heads):
-    """Traced for an H100. There a kernel takes no ref that varies, so that branches' gradients of query are added."""
+    """Traced for an H100. In shard_map a kernel takes no varying ref, so the branches' gradients of query are added."""
     pattern = {"segment_lengths": (256, 2048), "dilation_rates": (1, 2), "heads": heads}
     gradient = jax.grad(lambda x: dilated_attention(x, x, x, **pattern).astype(jnp.float32).sum())
     mesh = jax.sharding.AbstractMesh((4,), ("data",), (jax.sharding.AxisType.Auto,))

@@ -1,4 +1,4 @@
-"""Which pieces of a dilated attention are read in place, and which are gathered for one launch with gradients."""
+"""The pieces of a dilated attention that are read in place, and the pieces gathered for one launch with gradients."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ EVERY_VIEW = [("view", branch) for branch in range(4)]
 
 
 def launches(shape, kv_heads=None, device="h200", **pattern):
-    """With gradients, for each attention "view" and its branch, or the branches of what is gathered for it."""
+    """With gradients: for each attention ("view", its branch), or the list of its gathered branches."""
     batch, length, heads, head_dim = shape
     spec = lambda heads: jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.bfloat16)
     calls = []
@@ -40,15 +40,15 @@ def launches(shape, kv_heads=None, device="h200", **pattern):
         ((1, 8192, 16, 128), GROUPS, [[0, 1, 2, 3]]),
         ((2, 8192, 16, 128), GROUPS, [("view", 0), [1, 2, 3]]),
         ((1, 8192, 12, 64), GROUPS, [[0, 1, 2, 3]]),
-        ((1, 8192, 16, 128), GROUPS | {"kv_heads": 4}, [[0, 1, 2, 3]]),  # which has less to gather
+        ((1, 8192, 16, 128), GROUPS | {"kv_heads": 4}, [[0, 1, 2, 3]]),  # less to gather
         ((1, 8192, 16, 128), GROUPS | {"is_causal": False}, [[0, 1, 2, 3]]),
         ((1, 16384, 16, 128), LONG, [("view", 0), [1, 2, 3]]),
         ((1, 2048, 16, 128), GROUPS | {"segment_lengths": (256, 512, 1024, 2048)}, [[0, 1, 2, 3]]),
-        # Each fills the device.
+        # Each launch fills the device.
         ((1, 32768, 16, 128), LONG, EVERY_VIEW),
         ((4, 8192, 16, 128), GROUPS, EVERY_VIEW),
         ((1, 8192, 16, 128), GROUPS | {"heads": "all"}, EVERY_VIEW),
-        # Keys of other numbers are no one launch's.
+        # Keys of different lengths cannot share a launch.
         ((1, 1024, 16, 128), {"segment_lengths": (1024,) * 2, "dilation_rates": (1, 2)}, [("view", 0), ("view", 1)]),
     ],
     ids=str,
@@ -63,7 +63,7 @@ def test_what_is_joined(shape, arguments, expected):
         (1.2e12, EVERY_VIEW),
         (2.4e12, [("view", 0), [1, 2, 3]]),
         (4.8e12, [[0, 1, 2, 3]]),
-        (None, EVERY_VIEW),  # of a device that is not known
+        (None, EVERY_VIEW),  # an unknown device
     ],
 )
 def test_the_device_decides(bandwidth, expected):
@@ -72,7 +72,7 @@ def test_the_device_decides(bandwidth, expected):
 
 
 def test_a_piece_joins_what_is_gathered_anyway():
-    """The last branch, whose segments do not divide the sequence, and the one before it."""
+    """The last branch, whose segments do not divide the sequence, and the branch before it."""
     pattern = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
     assert launches((1, 3072, 16, 128), **pattern) == [("view", 0), [1, 2], [2]]
     dear = dataclasses.replace(device_info("h200"), memory_bandwidth=1)
@@ -103,11 +103,11 @@ def test_explain_tells_what_is_joined():
         (12, 6, "groups", (2, 4, 8)),
         (16, 4, "groups", (1, 2, 4, 8)),
         (16, 2, "groups", (2, 4)),
-        (9, 3, "groups", (2, 4)),  # a group of 5 heads and one of 4
+        (9, 3, "groups", (2, 4)),  # one group of 5 heads and one of 4
     ],
 )
 def test_a_view_has_each_head_s_class_and_key_head(heads, kv_heads, served, rates):
-    """Query head h reads head number class * H + h of a view [B, rows, rate * H, D], and likewise of keys."""
+    """Query head h reads head class * H + h of a view [B, rows, rate * H, D]; keys likewise."""
     length, group = 64 * max(rates) * 3, heads // kv_heads
     branches = tuple((length, rate) for rate in rates)
     pieces = views.pieces_of(length, heads, branches, heads=served, layout="overlap", order=None)

@@ -1,7 +1,7 @@
-"""sequence_parallel_dilated_attention on four CPU devices, in a process of its own: as dilated_attention on one.
+"""sequence_parallel_dilated_attention on four CPU devices in a process of its own, against one device.
 
-As a script it prints, for each case, the errors of out, lse, dq, dk and dv against float64, what the backward keeps,
-and what travels.
+As a script it prints, for each case, the errors of out, lse, dq, dk and dv against float64, the arrays that the
+backward keeps, and the arrays that are sent.
 """
 
 import functools
@@ -24,7 +24,7 @@ from tests.support.processes import cpu_devices
 DEVICES = 4
 BATCH, HEAD_DIM, V_HEAD_DIM = 2, 8, 6
 MIXED = ((4, 8, 16, 100), (1, 2, 4, 8))
-# segment_lengths, dilation_rates, is_causal, heads, key heads, others of 32 tokens: 8 on each device.
+# segment_lengths, dilation_rates, is_causal, heads, key heads, others. There are 32 tokens: 8 on each device.
 CASES = {
     "all_lengths": (*MIXED, True, 4, 4, {}),
     "not_causal": ((8, 16, 32), (3, 2, 4), False, 8, 2, {}),
@@ -43,8 +43,8 @@ CASES = {
     "interpreted": ((8, 32), (2, 4), True, 4, 2, {"implementation": "triton", "order": "hilbert"}),
     "hilbert_at_rate_1": ((32,), (1,), False, 2, 2, {"order": "hilbert"}),
 }
-# Segments that begin and end within devices, rates that do not divide a device's tokens, and layout="partition"; and
-# how many steps round the ring each branch takes.
+# Segments that begin and end within devices, rates that do not divide a device's tokens, and layout="partition". The
+# last item is the number of steps round the ring that each branch takes.
 ODD = {
     "longnet": ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), True, 8, 4, {}, (4, 4, 4, 4, 4)),
     "odd_lengths": ((3, 12, 20, 11), (2, 5, 3, 1), False, 8, 2, {}, (3, 3, 4, 3)),
@@ -69,19 +69,19 @@ ODD = {
         (3,),
     ),
 }
-# Branches within a device and across several; the others combine them with the modes.
+# Branches within a device and across several devices. The other cases combine these with the modes.
 QUICK = ("packed",)
 QUICK_ODD = ("odd_causal", "partition")
 
 
 def ids_of(length):
-    """Packed sequences that begin and end within a device, and tokens of none."""
+    """Packed sequences that begin and end within a device, and tokens of no sequence."""
     ids = np.repeat(np.arange(length), 11)[:length].astype(np.int32)
     return np.stack([np.where(np.arange(length) % 13 == 7, -1, ids), np.random.default_rng(1).integers(-1, 2, length)])
 
 
 def arrangement(length, rate):
-    """The tokens of a segment in an order in which each of the curve's classes is ascending, at every rate-th place."""
+    """The tokens of a segment, ordered so that each class of the curve (every rate-th token) is ascending."""
     visited = hilbert_order(length)
     tokens = np.empty(length, np.int32)
     for phase in range(rate):
@@ -90,7 +90,7 @@ def arrangement(length, rate):
 
 
 def travels(jaxpr, found=None):
-    """(primitive, dtype, rows that it has or gives on one device) of each collective, in all that a jaxpr holds."""
+    """(primitive, dtype, rows on one device) of each collective in a jaxpr and in its inner jaxprs."""
     found = [] if found is None else found
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("all_gather", "reduce_scatter", "psum", "all_to_all", "ppermute"):
@@ -153,7 +153,7 @@ def results_of(names):
     return cpu_devices.results_of(__file__, names, devices=DEVICES, JAX_KERNELS_INTERPRET="1")
 
 
-# One test for all that the process tells: tests of their own would run it in each worker.
+# One test checks all results of a process. With separate tests, each worker would start the process.
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", tiers.groups(CASES, QUICK, len(CASES)))
 def test_is_dilated_attention(names):
@@ -164,7 +164,7 @@ def test_is_dilated_attention(names):
         assert result["kept"] == what_the_backward_keeps(name), name
         assert sorted(map(tuple, result["travels"])) == what_travels(name), name
         if name in ("across_alone", "packed", "groups_mean"):
-            assert result["dead"], f"{name}: every token attends to some"
+            assert result["dead"], f"{name}: every token attends to some token"
 
 
 @pytest.mark.timeout(240)
@@ -175,7 +175,7 @@ def test_serves_any_segments(names):
             assert error < 1e-6, (name, what)
         assert result["dtypes"] == ["bfloat16", "float32", *["bfloat16"] * 3], name
         assert result["kept"] == what_the_backward_keeps(name), name
-        # Of all devices only the ids are gathered; a device's float32 gradients travel home as far as keys came.
+        # Only the ids are gathered from all devices. A device's float32 gradients travel back as far as keys came.
         others, steps = ODD[name][5:]
         of_kind = lambda kind, dtype, found=result["travels"]: [x for x in found if x[:2] == [kind, dtype]]
         hops = sum(count - 1 for count in steps)
@@ -188,7 +188,7 @@ def test_serves_any_segments(names):
 
 
 def what_the_backward_keeps(name):
-    """A device's query, key, value, out and lse, and its ids: nothing that was gathered, and nothing of a branch."""
+    """A device's query, key, value, out and lse, and its ids; nothing gathered, and nothing of a branch."""
     _, _, _, heads, kv_heads, others = (CASES | ODD)[name][:6]
     local = (BATCH, 32 // DEVICES)
     of_heads = [(heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, V_HEAD_DIM), (heads, V_HEAD_DIM)]
@@ -197,10 +197,10 @@ def what_the_backward_keeps(name):
 
 
 def what_travels(name):
-    """Keys and values of the long segments alone, of each the rows that take part, and their float32 gradients.
+    """Only long segments send keys and values (the rows that take part), and their float32 gradients.
 
-    They travel from device to device, with the ids of these rows: nothing is gathered. Where a branch's own softmax has
-    to be known again, they travel once more.
+    They go from device to device, with the ids of these rows: nothing is gathered. Branches with a softmax of their own
+    need it in the backward, and send keys and values once more.
     """
     lengths, rates, *_, others = CASES[name]
     has_own_softmax = "combine" in others or "stop_gradient_weights" in others
@@ -223,7 +223,7 @@ def what_travels(name):
 
 @pytest.mark.parametrize(("length", "rate", "devices"), [(64, 4, 4), (64, 8, 8), (48, 3, 4), (60, 5, 2)])
 def test_how_an_order_is_dealt_out(length, rate, devices):
-    """Each device's rows of a class, one device after the other, are the class in the order of the sequence."""
+    """The rows of a class, concatenated over the devices, are the class in the order of the sequence."""
     tokens = arrangement(length, rate)
     at, places = dealt_out([tokens[phase::rate] for phase in range(rate)], devices, 8)
     local = length // devices

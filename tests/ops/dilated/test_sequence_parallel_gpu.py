@@ -1,4 +1,4 @@
-"""sequence_parallel_dilated_attention on GPUs gives what dilated_attention by "xla" gives on one, in float32."""
+"""sequence_parallel_dilated_attention on GPUs equals dilated_attention by "xla" on one GPU, in float32."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""check_elementwise: the functions that it takes as activations, and those that it refuses."""
+"""check_elementwise: the functions that it accepts as activations, and the functions that it refuses."""
 
 import re
 

@@ -63,7 +63,7 @@ def _normal(*shape, dtype=jnp.bfloat16, seed=0):
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 def test_quantized_arrays(scaling, transpose_w):
-    """They, and their values and scales by name, give what the call that rounds gives."""
+    """Quantized arrays, and their values and scales by name, give the result of the call that quantizes by itself."""
     x, w = _normal(140, 200), _normal(150, 200, seed=1)
     w = w if transpose_w else w.T
     quantized = quantize(x, scaling=scaling), quantize(w, scaling=scaling, axis=-1 if transpose_w else -2)
@@ -92,7 +92,7 @@ def test_quantized_arrays(scaling, transpose_w):
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
 @pytest.mark.parametrize("scales", [(1e-36, 1e-2), (1e35, 1e-20), (2e-38, 1e30), (1e-20, 1e30)])
 def test_scales_far_apart(scales, scaling):
-    """Whether the product of the scales, or the sums times one of them, is in float32's range does not matter."""
+    """The scales' product, or the sums times one scale, may be outside of float32's range."""
     values = [(64 * y).astype(jnp.float8_e4m3fn) for y in (_normal(4, 128), _normal(128, 8, seed=1))]
     shapes = [{"tensor": (), "row": (size,), "block": (1, 1)}[scaling] for size in (4, 8)]
     x_scale, w_scale = (jnp.full(shape, scale) for shape, scale in zip(shapes, scales, strict=True))
@@ -135,7 +135,7 @@ def test_values_without_scales():
 
 
 def test_scales_of_three_axes():
-    """A scale's shape that rows alone have, or blocks alone, tells the scaling."""
+    """The scaling is inferred if a scale's shape fits only rows, or only blocks."""
     by_row = jnp.array([1.0, 10.0, 100.0])[:, None]
     x, w = _normal(2, 3, 512, dtype=jnp.float32) * by_row, _normal(512, 8).astype(jnp.float8_e4m3fn)
     for scaling, rows in (("row", 2), ("block", 2)):
@@ -146,7 +146,7 @@ def test_scales_of_three_axes():
 
 
 def test_delayed_scales():
-    """Numbers beyond a given scale's range saturate; the scale has no gradient."""
+    """Values beyond the range of a given scale saturate. The scale has no gradient."""
     x, w = _normal(8, 16, dtype=jnp.float32), _normal(16, 4, dtype=jnp.float32)
     dynamic = quantize(x).scale
     call = lambda x_scale: matmul(x, w, precision="fp8", x_scale=x_scale)
@@ -197,7 +197,7 @@ def test_plans():
             options = {"precision": "fp8", "scaling": scaling, "implementation": "mosaic_gpu"}
             total = lambda x, w, options=options: matmul(x, w, **options).sum().astype(jnp.float32)
             program = str(jax.make_jaxpr(jax.grad(total, (0, 1)))(x, w))
-            assert program.count("wgmma_ref") == (6 if scaling == "block" else 12), "three products, each in two parts"
+            assert program.count("wgmma_ref") == (6 if scaling == "block" else 12), "three matmuls, each in two parts"
             assert "f8_e5m2" in program
             assert program.count("name=matmul_both_ways_triton") == 2, "x, and the cotangent"
     with on_device("A100"):
@@ -206,7 +206,7 @@ def test_plans():
 
 @pytest.mark.parametrize("options", [{}, {"precision": "fp8"}, {"precision": "fp8", "scaling": "block"}])
 def test_shard_map(options):
-    """A forgotten psum is refused, on a GPU's kernels too; nothing runs."""
+    """A forgotten psum is refused, also with a GPU's kernels. Nothing runs."""
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 512), (512, 1024)))
     call = lambda x, w: matmul(x, w, activation="silu", **options)

@@ -1,4 +1,4 @@
-"""matmul with weights of few bits against float64 of the dequantised weights: results, gradients, plans and errors."""
+"""matmul with low-bit weights against float64 of the dequantised weights: results, gradients, plans and errors."""
 
 import dataclasses
 import re
@@ -38,7 +38,7 @@ def test_calls(kind, name, monkeypatch):
 
 @pytest.mark.parametrize("name", tiers.cases(["wide_out", "gated"], {"gated"}))
 def test_split(name, monkeypatch):
-    """Several programs share a work tile."""
+    """Several programs work on one tile."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     with on_device(dataclasses.replace(device_info("a100"), core_count=4)):
         for result, (error, bound) in cases.errors(cases.KINDS["int4_32"], cases.CASES[name], "triton").items():
@@ -134,7 +134,7 @@ def test_what_the_kernels_do_not_serve():
 
 
 def test_in_a_shard_map_that_nothing_traces():
-    """JAX has no custom_vjp with symbolic zeros there."""
+    """JAX has no custom_vjp with symbolic zeros in an untraced shard_map."""
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
     w = quantize(W, "int8")
     multiply = lambda x: matmul(x, w)

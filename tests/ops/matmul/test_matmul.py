@@ -75,7 +75,7 @@ def test_an_activation_of_fewer_bits(implementation, monkeypatch):
 
 
 def test_functions_are_not_kept():
-    """Neither they nor the arrays that they close over, once they are no more used."""
+    """Neither functions nor their closed-over arrays are kept when no longer used."""
     x, kept = jnp.ones((8, 8)), []
     for i in range(3):
         table = jnp.full((4, 4), float(i))
@@ -87,7 +87,7 @@ def test_functions_are_not_kept():
     gc.collect()
     assert [of_one() for of_one in kept] == [None] * 3
     for of_calls in (gradients._batched, planned_op.batched, vjp._batched, vjp._batched_together, derivative_of):
-        assert of_calls.cache_info().maxsize is not None, "kernels' calls are kept, so many and no more"
+        assert of_calls.cache_info().maxsize is not None, "the cache of kernel calls is bounded"
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
@@ -104,7 +104,7 @@ def test_a_function_as_activation(implementation, monkeypatch):
 
 
 def test_activations_at_extremes():
-    """NaN stays NaN, and derivatives are finite where the functions have long become flat; relu's at 0 is 0."""
+    """NaN stays NaN. Derivatives are finite in the flat parts of the functions; relu's derivative at 0 is 0."""
     for name, activation in ACTIVATIONS.items():
         assert np.isnan(activation(jnp.float32(jnp.nan))), name
         slopes = jax.vmap(jax.grad(activation))(jnp.asarray([-1e4, -100.0, 100.0, 1e4]))
@@ -142,7 +142,7 @@ def test_plans():
         assert explain(matmul, x, w).implementation == "mosaic_gpu"
         few, narrow = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 512), (512, 512)))
         assert explain(matmul, few, w).implementation == "triton"
-        assert explain(matmul, x, narrow).implementation == "xla", "too few work tiles"
+        assert explain(matmul, x, narrow).implementation == "xla", "too few tiles"
         plan = explain(matmul, x, w, implementation="mosaic_gpu", activation="silu")
         assert plan.config.forward.block_n == 256
         program = str(jax.make_jaxpr(lambda x, w: matmul(x, w, implementation="mosaic_gpu"))(x, w))
@@ -313,7 +313,7 @@ def test_what_triton_does_not_serve(name):
 
 
 def test_arrays_of_2_to_4_gib_launch_as_small_ones():
-    """A kernel reaches all elements of 2 and 4 bytes: large and small calls have the same launches."""
+    """Kernels reach every element of arrays of 2 and 4 bytes: large and small calls have the same launches."""
     call = functools.partial(matmul, implementation="triton")
     w = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
 
@@ -345,7 +345,7 @@ def test_products_of_rounded_operands(precision):
 
 @pytest.mark.parametrize("factor", [1e5, 3e-8])
 def test_float32_cotangents_beside_float16(factor):
-    """Float16 has neither number."""
+    """Float16 cannot represent either factor."""
     x, w = jnp.ones((4, 8), jnp.float16), jnp.full((8, 6), 2, jnp.float16)
     for call in (matmul, lambda x, w, **rest: gated_matmul(x, w, w, activation=lambda z: z, **rest)):
         out, vjp = jax.vjp(lambda x, w, call=call: call(x, w, out_dtype="float32"), x, w)
@@ -362,7 +362,7 @@ def test_float32_cotangents_beside_float16(factor):
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "tanh"])
 def test_float16_sums_beyond_its_range(activation, implementation, monkeypatch):
-    """x @ w is -160,000: out is 0 or -1, and its derivative 0."""
+    """x @ w is -160,000: out is 0 or -1, and its derivative is 0."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     x, w = jnp.full((16, 16), 100, jnp.float16), jnp.full((16, 16), -100, jnp.float16)
     options = {"activation": activation, "implementation": implementation}
@@ -379,6 +379,6 @@ def test_float16_sums_beyond_its_range(activation, implementation, monkeypatch):
         "gated_matmul": lambda x: gated_matmul(x, small * 1e-4, w, **options),
         "mlp": lambda x: mlp(x, w, small * 1e-4, w_gate=small * 1e-4, **options),
     }
-    for name, call in wide.items():  # up is -160,000, and gate about 0
+    for name, call in wide.items():  # up is -160,000, and gate is about 0
         gradient = jax.grad(lambda x, call=call: call(x).astype(jnp.float32).sum())(x)
         assert jnp.isfinite(gradient).all(), name

@@ -54,7 +54,7 @@ GATE = _normal(8, 12, seed=3)
 @pytest.mark.parametrize("w_gate", [None, GATE])
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_vmap(implementation, w_gate, monkeypatch):
-    """Over x alone, which joins its axis to the rows, and over a weight; with gradients."""
+    """Over x only, whose axis joins the rows, and over a weight; with gradients."""
     if implementation == "triton":
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     options = {"implementation": implementation, "precision": "tf32", "w_gate": w_gate}
@@ -70,7 +70,7 @@ def test_vmap(implementation, w_gate, monkeypatch):
 
 
 def test_hidden_is_not_kept():
-    """Between forward and backward a gated unit keeps both products, and neither hidden nor its cotangent."""
+    """Between forward and backward a gated unit keeps both matmuls' results, and neither hidden nor its cotangent."""
     x, w = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 512), jnp.bfloat16)
     down = jax.ShapeDtypeStruct((512, 128), jnp.bfloat16)
     saved = jax.eval_shape(lambda *given: jax.vjp(lambda x, u, g, d: mlp(x, u, d, w_gate=g), *given)[1], x, w, w, down)
@@ -110,7 +110,7 @@ def test_wrong_arguments(name):
 
 @pytest.mark.parametrize("name", [None, *ACTIVATIONS])
 def test_derivatives(name):
-    """Beside central differences, in float32."""
+    """Compared with central differences, in float32."""
     activation = ACTIVATIONS[name] if name else lambda x: x
     x = jnp.linspace(-6.0, 6.0, 97)
     want = (activation(x + 1e-2) - activation(x - 1e-2)) / 2e-2
@@ -119,7 +119,7 @@ def test_derivatives(name):
 
 
 def test_a_function_as_activation():
-    """Without a name, its derivative is what jax.vjp makes of it."""
+    """The derivative of a function without a name comes from jax.vjp."""
     swish = lambda z: z * jax.nn.sigmoid(1.7 * z)
     got = jax.grad(lambda x: mlp(**(ARRAYS | {"x": x}), activation=swish).sum())(ARRAYS["x"])
     want = jax.grad(lambda x: (swish(x @ ARRAYS["w_up"]) @ ARRAYS["w_down"]).sum())(ARRAYS["x"])

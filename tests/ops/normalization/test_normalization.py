@@ -57,12 +57,12 @@ def test_hopper_on_gpu(name):
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("columns", [1024, 4096, 8192, 16384])
 def test_hopper_serves_every_row_of_its_block_specs_on_gpu(columns, op):
-    """The rings take many turns."""
+    """The rings of slots are reused many times."""
     check(Case((4099, columns), op, has_residual=op == "rms_norm", weights="bfloat16"), "mosaic_gpu")
 
 
 def test_every_row_of_the_block_specs(monkeypatch):
-    """Each with the most columns that it serves, and one more block of rows than programs."""
+    """Each row with its largest number of columns, and with one more block of rows than programs."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for row in sm80.NORM:
         rows = row.backward.block_rows + 1

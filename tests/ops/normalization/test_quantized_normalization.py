@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm with an output of 8 bits: against quantize, against float64, and as an operand of matmul."""
+"""layer_norm and rms_norm with an 8-bit output: against quantize, against float64, and as an operand of matmul."""
 
 import re
 
@@ -22,7 +22,7 @@ NAN = float("nan")
 
 
 def called(case: Case, implementation: str, format: str | None, wide: bool = False):
-    """The results of the call. wide: on the same numbers in float32, x + residual rounded beforehand."""
+    """The results of the call. wide: with the same values in float32, and x + residual rounded beforehand."""
     arrays, *_ = case.arrays()
     if wide:
         if case.has_residual:
@@ -33,7 +33,7 @@ def called(case: Case, implementation: str, format: str | None, wide: bool = Fal
 
 
 def steps(values) -> np.ndarray:
-    """Numbers of 8 bits, by their place among all of them."""
+    """The ranks of 8-bit values among all 8-bit values."""
     bits = np.asarray(values).view(np.uint8).astype(np.int32)
     return np.where(bits < 128, bits, 128 - bits)
 
@@ -48,13 +48,13 @@ def check(case: Case, implementation: str, format: str) -> None:
     assert (got.scaling, got.axis, got.dtype, got.shape) == ("row", -1, FORMATS[format], case.shape)
     assert (got.scale.dtype, got.scale.shape) == (jnp.float32, case.shape[:-1])
     wide = called(case, implementation, None, wide=True)
-    sums = max(1, np.sqrt(case.shape[-1]) / 16)  # of float32, whose order XLA chooses
+    sums = max(1, np.sqrt(case.shape[-1]) / 16)  # float32 sums, in an order that XLA chooses
     want = jax.jit(lambda x: quantize(x, format, scaling="row"))(wide)
     np.testing.assert_allclose(got.scale, want.scale, rtol=1e-6 * sums, atol=0)
     apart = np.abs(steps(got.values) - steps(want.values))
-    assert apart.max() <= 1  # a reciprocal of a scale may differ in its last bit
+    assert apart.max() <= 1  # the reciprocal of a scale may differ in its last bit
     assert (apart > 0).mean() < 1e-3
-    # Half a step of the format from float64; a rounding to x's dtype before would add a sixteenth to it.
+    # Half a step of the format, against float64. An earlier rounding to x's dtype would add a sixteenth.
     right = case.definition()["out"]
     scale = np.asarray(got.scale, np.float64)[..., None]
     exact = right / scale
@@ -94,7 +94,7 @@ def rows_of_every_kind() -> jax.Array:
 
 
 def check_rows_of_every_kind(implementation: str) -> None:
-    """A row of zeros has scale 1; NaN and infinity take their row alone."""
+    """A row of zeros has scale 1. NaN and infinity spoil only their own row."""
     x = rows_of_every_kind()
     got = jax.jit(lambda x: rms_norm(x, quantize="e4m3", implementation=implementation))(x)
     want = jax.jit(lambda x: quantize(rms_norm(x, implementation="xla"), scaling="row"))(x)
@@ -104,7 +104,7 @@ def check_rows_of_every_kind(implementation: str) -> None:
     assert np.isnan(values).all(axis=1).tolist() == [False, False, True, True, False, False]
     assert not np.isnan(values[[0, 1, 4, 5]]).any()
     assert (values[1] == 0).all()
-    # Infinite numbers come from a bias alone: x's own become NaN.
+    # Only a bias can make values infinite: infinities of x become NaN.
     far = jnp.zeros(130).at[5].set(jnp.inf)
     got = jax.jit(lambda x: layer_norm(x, None, far, quantize="e5m2", implementation=implementation))(x[:1])
     assert np.isposinf(got.scale).all()
@@ -124,7 +124,7 @@ def test_rows_of_every_kind_on_gpu(implementation):
 
 
 def check_matmul(implementation: str) -> None:
-    """It stands where quantize of the norm does, with no pass between."""
+    """The output replaces quantize of the norm, without a pass between norm and matmul."""
     random = np.random.default_rng(4)
     x = jnp.asarray(random.standard_normal((2, 65, 192)), jnp.bfloat16)
     scale = jnp.asarray(random.standard_normal(192), jnp.float32)
@@ -154,7 +154,7 @@ def test_operand_of_matmul_on_gpu(implementation):
 
 
 def test_halves_are_rounded_as_float32_is():
-    """Numbers next to every midpoint of 8 bits, which are cut to float16 and rounded, as on Ada."""
+    """Values near every midpoint of the 8-bit formats, cut to float16 and then rounded, as on Ada."""
     random = np.random.default_rng(5)
     cut = lambda x: (x.view(np.int32) & ~0x1FFF).view(np.float32).astype(np.float16)
     for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
@@ -201,7 +201,7 @@ def test_shard_map():
 
 
 def test_traced_for_a_gpu_under_shard_map():
-    """The kernel's results vary as its inputs do; nothing runs."""
+    """The kernel's results vary over the same axes as its inputs. Nothing runs."""
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     norm = lambda x: rms_norm(x, quantize="e4m3", implementation="triton")
     x = jax.ShapeDtypeStruct((8, 256), jnp.bfloat16)
@@ -213,7 +213,7 @@ def test_traced_for_a_gpu_under_shard_map():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("transformed", [
     lambda f, x: jax.grad(lambda x: dequantize(f(x)[0]).sum())(x),
-    lambda f, x: jax.grad(lambda x: f(x)[1].sum())(x),  # of the sum that it gives beside
+    lambda f, x: jax.grad(lambda x: f(x)[1].sum())(x),  # of the sum, the second result
     lambda f, x: jax.jit(jax.grad(jax.jit(lambda x: matmul(f(x)[0], quantize(x.T, scaling="row", axis=-2)).sum())))(x),
     lambda f, x: jax.jvp(lambda x: f(x)[1], (x,), (x,)),
     lambda f, x: jax.vjp(jax.vmap(f), x[None]),

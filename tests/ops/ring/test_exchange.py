@@ -1,4 +1,4 @@
-"""Exchange: permutes give what all-to-alls give, over any number of devices, and so do their gradients.
+"""Exchange: permutes give the results of all-to-alls, over any number of devices, with equal gradients.
 
 As a script it prints the names of the cases that differ, on CPU devices.
 """
@@ -16,12 +16,12 @@ import pytest
 from jax_kernels.ops.ring.head_exchange import Exchange
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
 
-LENGTH = 6  # of a device's tokens
+LENGTH = 6  # tokens of a device
 DEVICES = 2, 3
 
 
 def programs(layout, devices):
-    """Two programs of exchanges and their gradients, of arrays [1, tokens, heads, 2]: by permutes and all-to-alls."""
+    """Two programs of exchanges and gradients of arrays [1, tokens, heads, 2]: by permutes, and by all-to-alls."""
     mesh = jax.make_mesh((devices,), ("s",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
     arrangement = Layout(name=layout, devices=devices, length=LENGTH, left=None, right=None)
     by_tokens, by_heads = jax.P(None, "s"), jax.P(None, None, "s")
@@ -62,7 +62,7 @@ def test_permutes_give_what_all_to_alls_give():
 
 
 def test_what_is_sent():
-    """Each permute sends the heads of another device, of both arrays; nothing else travels."""
+    """Each permute sends another device's heads of both arrays; no other collective runs."""
     devices = 4
     mesh = jax.sharding.AbstractMesh((devices,), ("s",), (jax.sharding.AxisType.Auto,))
     layout = Layout(name="zigzag", devices=devices, length=LENGTH, left=None, right=None)

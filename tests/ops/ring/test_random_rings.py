@@ -1,7 +1,7 @@
-"""Random calls of attention whose sequence devices share are right.
+"""Random calls of attention with a sequence sharded over devices.
 
-Those of ring_attention have every layout and strategy, masks, biases and functions of scores.
-JAX_KERNELS_EXAMPLES=200 draws that many of each kind. One is drawn again by its number and the number of devices::
+The calls of ring_attention have every layout and strategy, masks, biases and functions of scores.
+JAX_KERNELS_EXAMPLES=200 draws 200 calls of each kind. A call is drawn again by its number and the number of devices::
 
     JAX_KERNELS_EXAMPLES=200 python -m pytest -m gpu tests/ops/ring/test_random_rings.py
 """
@@ -41,7 +41,7 @@ def test_on_cpus():
 @pytest.mark.slow
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 def test_padded_sizes_compile():
-    """One has a head_dim that is no multiple of 64, the other a number of tokens on a device that is none of 8."""
+    """One call has a head_dim that is no multiple of 64, the other a device's tokens in no multiple of 8."""
     padded, odd = random_rings.drawn(5), random_rings.drawn(33)
     assert padded.arrays["query"].shape[3] % 64 != 0
     assert odd.arrays["query"].shape[1] // odd.devices % 8 != 0

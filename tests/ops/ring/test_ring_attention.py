@@ -1,6 +1,6 @@
-"""ring_attention on CPU devices, in a process of its own: as flash_attention on one device.
+"""ring_attention on CPU devices in a process of its own, against flash_attention on one device.
 
-As a script it prints, for each case, the errors of out, lse, dq, dk, dv and dsinks, and what travels.
+As a script it prints, for each case, the errors of out, lse, dq, dk, dv and dsinks, and the number of sends.
 """
 
 import contextlib
@@ -84,13 +84,13 @@ CASES = {
     "ahead_window": (8, "contiguous", {"window": (20, 8), "sinks": True, "sends_ahead": 3}),
     "unchecked": (4, "zigzag", {"is_causal": True, "check_vma": False}),
 }
-# Of the steps of "window_contiguous" the last but one is skipped, so that what travels takes two places at once.
+# "window_contiguous" skips its last step but one: the next send goes two devices further.
 QUICK = ["zigzag", "packed", "window", "window_contiguous", "auto", "ahead_halves", "halo_of_a_part"]
 
 
 @contextlib.contextmanager
 def heads_in_halves():
-    """Has the backward take the heads in two halves, as the Hopper kernels do, each cut out of the gradients of all."""
+    """The backward takes the heads in two halves, like the Hopper kernels. Each half is cut out of all gradients."""
     own = Step.gradients
 
     def gradients(self, visitors, rows, dquery, heads=None):
@@ -210,7 +210,7 @@ def test_is_flash_attention(names):
         for what, error in found["errors"].items():
             assert error < 2e-6, (name, what, error)
     if {"striped", "window_contiguous"} <= set(names):
-        # The window of 5 and 3 tokens reaches the neighbours alone: three steps of four.
+        # The window of 5 and 3 tokens reaches only the neighbours: three steps of four.
         assert results["window_contiguous"]["travels"] < results["striped"]["travels"]
 
 
@@ -233,7 +233,7 @@ def test_gathered_tokens_come_into_their_order_and_back(layout, axis):
     ("left", "right"), [(None, None), (None, 0), (5, 0), (3, 7), (None, 2), (0, 0), (1, 9), (9, 1)]
 )
 def test_steps_hold_every_pair_once(layout, left, right):
-    """The calls of all steps keep each pair of a query and a key that the limits keep, once, and no other."""
+    """The calls of all steps keep each pair of query and key within the limits exactly once, and no other pair."""
     devices, length = 4, 6
     found = np.zeros((devices * length, devices * length), int)
     ring = Layout(name=layout, devices=devices, length=length, left=left, right=right)

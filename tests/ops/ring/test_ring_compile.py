@@ -1,4 +1,4 @@
-"""ring_attention compiled for H200s that are not there: sends run beside kernels, and no kernel spills."""
+"""ring_attention compiled for absent H200s: sends overlap with kernels, and no kernel spills."""
 
 import json
 
@@ -7,9 +7,9 @@ import pytest
 from tests.tools import compile_case
 
 
-# A send of keys and values a step; in the backward one more for each of their gradients, which then come home. Sent two
-# steps ahead, all but the first have the time of two kernels. A halo of both sides is two sends, of which the device's
-# own kernel hides one.
+# Each step sends keys and values. The backward also sends their gradients, which end at their own device. With two
+# sends ahead, all sends except the first overlap with two kernels. A halo of both sides has two sends; the device's own
+# kernel hides one of them.
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("devices", "mode", "words", "beside"),

@@ -1,4 +1,4 @@
-"""Each call that ring_attention refuses, and the words of its error."""
+"""Each call that ring_attention refuses, and its error text."""
 
 import re
 
@@ -86,7 +86,7 @@ BAD = {
 @pytest.mark.parametrize("strategy", ["ring", "halo", "all_to_all", "all_gather"])
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_forward_mode_as_for_flash_attention(strategy, is_traced):
-    """On one device, which a gradient and a tangent do not leave; test_ring_forward_mode.py has two."""
+    """On one device, where gradients and tangents need no sends; test_ring_forward_mode.py has two devices."""
     limits = {"is_causal": True, "window": (2, 0)}
     call = lambda x: ring_attention(x, x, x, axis_name="sequence", strategy=strategy, **limits)
     shared = jax.shard_map(call, mesh=MESH, in_specs=jax.P(None, "sequence"), out_specs=jax.P(None, "sequence"))

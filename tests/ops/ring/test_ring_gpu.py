@@ -23,7 +23,7 @@ COUNTS = [
 TOKENS = 2048
 RESULTS = "out", "lse", "dq", "dk", "dv", "dsinks"
 
-# Layout, options, whether shard_map checks what varies. On four GPUs a device has 512 tokens.
+# Layout, options, whether shard_map checks varying axes. With four GPUs, a device has 512 tokens.
 CASES = {
     "zigzag": ("zigzag", {"is_causal": True}, True),
     "zigzag unchecked": ("zigzag", {"is_causal": True}, False),
@@ -54,7 +54,7 @@ CASES = {
 
 
 def arrays(options, head_dim, count=2):
-    """query, key, value, ids, sinks, dout, dlse, in float32 as bfloat16 rounds them. count: the devices."""
+    """query, key, value, ids, sinks, dout, dlse: bfloat16 values in float32. count: the number of devices."""
     tokens, heads = TOKENS, 2 * count
     random = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.bfloat16).astype(jnp.float32)
@@ -83,7 +83,7 @@ def rounded(given):
 
 
 def over(count, layout, options, check_vma, given):
-    """The ring's results over so many GPUs, in the order of the tokens."""
+    """The ring's results over `count` GPUs, in the order of the tokens."""
     mesh = jax.make_mesh((count,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
     options = {"strategy": "ring"} | options
     attention = functools.partial(ring_attention, axis_name="sequence", layout=layout, return_lse=True, **options)
@@ -125,8 +125,8 @@ def test_many_gpus_are_as_exact_as_one(count, name, head_dim):
     of_one = errors(jax.jit(functools.partial(both, attend))(*rounded(given)), want)
     of_many = errors(over(count, layout, options, check_vma, rounded(given)), want)
     assert of_many.keys() == of_one.keys()
-    # A step's softmax starts from its own maximum. lse is exact to float32. dsinks has one number for each head: a sum
-    # over all queries, whose error comes from the roundings of out by chance.
+    # Each step's softmax starts from its own maximum. lse is exact to float32. dsinks has one value for each head: a
+    # sum over all queries, whose error is a random sum of the roundings of out.
     limits = {what: max(1.3 * error, 1e-5) for what, error in of_one.items()}
     limits["dsinks"] = 3 * of_one["out"]
     assert not {what: (error, limits[what]) for what, error in of_many.items() if error >= limits[what]}
@@ -170,7 +170,7 @@ def test_the_same_bits_twice():
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 @pytest.mark.parametrize("count", COUNTS)
 def test_sends_by_copies_give_the_same_bits(count, strategy):
-    """Many calls are queued, each on the results of the one before, so that what is sent stands where others stood."""
+    """Many calls are queued, each on the results of the call before, so that sends reuse memory of earlier sends."""
     mesh = jax.make_mesh((count,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
     options = compiler_options(mesh)
     assert len(options) == 2, options

@@ -1,6 +1,6 @@
-"""ring_attention under masks of the whole sequence, on CPU devices: as flash_attention on one device.
+"""ring_attention under masks of the whole sequence on CPU devices, against flash_attention on one device.
 
-As a script it prints, for each case, the largest error of its results and gradients, and what travels.
+As a script it prints, for each case, the largest error of its results and gradients, and the number of sends.
 """
 
 import functools
@@ -117,13 +117,13 @@ def test_is_flash_attention(names):
     results = cpu_devices.results_of(__file__, names, devices=4)
     for name, found in results.items():
         assert found["error"] < 2e-6, (name, found)
-    if "striped stripes" in results:  # all keys of a query are on its own device
+    if "striped stripes" in results:  # all keys of a query are on the query's device
         assert results["striped stripes"]["travels"] == 0 < max(found["travels"] for found in results.values())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_steps_that_are_left_out_have_no_pair(layout):
-    """Bands, stripes and cells are known while tracing: of these no step is kept in vain."""
+    """No step with a pair is left out. Under bands, stripes and cells, known while tracing, every empty step is."""
     ring = Layout(name=layout, devices=4, length=TOKENS // 4, left=None, right=None)
     few = masks.block_sparse(jnp.asarray(np.eye(6, dtype=bool)[None, None]), 8)
     near = {"band": masks.sliding_window(3, 3), "diagonal": few, "both": few & masks.causal()}
@@ -172,7 +172,7 @@ def test_bad_masks(name):
 
 
 def test_windows_and_packed_sequences_in_a_mask_are_limits_of_the_call():
-    """They are served by kernels that take no Mask."""
+    """Kernels without support for Masks serve them."""
     ids = jnp.asarray([[0, 0, 0, 1, 1, -1]], jnp.int32)
     packed = masks.segments(ids)
     assert packed.q_ids is packed.kv_ids

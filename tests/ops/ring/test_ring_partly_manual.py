@@ -89,12 +89,12 @@ def for_h100s():
 def test_hopper_kernels_share_out_the_batch_and_read_what_arrives_in_place():
     found = cpu_devices.results_of(__file__, ["h100"])["h100"]
     assert found["found"] == {"collective-permute": 3}
-    assert found["in_place"] == 2  # the forward's and the backward's kernel of the second step
+    assert found["in_place"] == 2  # the kernels of the second step: forward and backward
 
 
 @pytest.mark.timeout(240)
 def test_the_batch_is_not_exchanged():
-    """Keys and values travel as one array, whose halves have an axis of their own: three sends of two devices."""
+    """Keys and values travel as one array with a leading axis of two: three sends of two devices."""
     for name, found in cpu_devices.results_of(__file__, list(CASES)).items():
         assert found["error"] < 2e-6, name
         # A halo of zigzag chunks comes from both neighbours, and its gradient goes back to them.

@@ -1,4 +1,4 @@
-"""The plan of a ring: its strategy, how far ahead it sends, the residuals that a policy keeps, its kernels' blocks."""
+"""The plan of a ring: its strategy, its sends ahead, the residuals that a policy keeps, its kernels' blocks."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ X = jnp.ones((1, 6, 4, 8))
 
 
 def test_the_block_specs_choose_by_size(monkeypatch):
-    """ "auto" takes the row for its tokens and its window; a named strategy, or number of steps, takes precedence."""
+    """Strategy "auto" takes the row for its tokens and its window. An explicit strategy or number of sends wins."""
     rows = (
         RingRow(strategy="all_gather", up_to=4, is_windowed=False),
         RingRow(strategy="ring", sends_ahead=3, up_to=6),
@@ -77,7 +77,7 @@ def test_the_block_specs_choose_by_size(monkeypatch):
     ],
 )
 def test_auto_shares_out_the_heads_of_a_call_that_is_differentiated(options, kv_heads, permutes):
-    """permutes: those of a call alone, and with its gradients, a cotangent of lse among them."""
+    """permutes: the number for a call alone, and for its gradients with a cotangent of lse."""
     mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
     attend = functools.partial(ring_attention, axis_name="sequence", is_causal=True, implementation="xla", **options)
     loss = lambda *tensors: attend(*tensors).sum(dtype=jnp.float32)
@@ -106,7 +106,7 @@ def test_names_for_checkpoint_policies(policy, forwards):
 
 
 def step_on_an_h100(function, local, heads):
-    """Traces function(step, visitors, query) for the second step of a causal ring of two devices: its jaxpr."""
+    """Traces function(step, visitors, query) for the second step of a causal ring of two devices. Returns the jaxpr."""
 
     def look(query, key, value):
         call, _ = prepare(
@@ -130,7 +130,7 @@ def step_on_an_h100(function, local, heads):
     [(4096, 16, 16), (8192, 16, 8), (8192, 12, 12), (16384, 16, 4), (65536, 16, 1), (65536, 7, 1), (2048, 4, 4)],
 )
 def test_the_heads_of_a_causal_step_fill_the_gpu_twice(local, heads, together):
-    """Half of a step's queries meet no key. Of 8,192 queries the other half is 32 blocks: 8 heads have 256 of them."""
+    """Half of a step's queries meet no key. The other half of 8,192 queries has 32 blocks: 8 heads have 256 blocks."""
     found = []
 
     def look(step, visitors, query):
@@ -143,7 +143,7 @@ def test_the_heads_of_a_causal_step_fill_the_gpu_twice(local, heads, together):
 
 
 def test_a_kernel_adds_to_an_array_of_its_own():
-    """XLA would pass rows of an array where they lie, and lose what a kernel adds to them: a barrier stands before."""
+    """A barrier stops XLA from passing rows of an array in place, which would lose a kernel's additions to them."""
 
     def look(step, visitors, query):
         rows = jnp.zeros((1, 4, query.shape[1]))
@@ -158,7 +158,7 @@ def test_a_kernel_adds_to_an_array_of_its_own():
     ("names", "permutes"), [((), 10), (OF_ATTENTION, 10), ((*OF_ATTENTION, *OF_HEADS, *RESIDUALS), 7)]
 )
 def test_what_a_policy_keeps_is_not_exchanged_again(names, permutes):
-    """The forward has three sends, the backward four; where nothing is kept, the forward's come again."""
+    """The forward has three sends, the backward four. If nothing is kept, the forward's sends run again."""
     mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
     attend = functools.partial(ring_attention, axis_name="sequence", implementation="xla", strategy="all_to_all")
     tokens = jax.P(None, "sequence")
@@ -171,7 +171,7 @@ def test_what_a_policy_keeps_is_not_exchanged_again(names, permutes):
 
 @pytest.mark.parametrize(("strategy", "forwards"), [("ring", 0), ("halo", 0), ("all_to_all", 0), ("all_gather", 1)])
 def test_known_results_are_not_computed_again(strategy, forwards):
-    """The call of all keys and values runs again."""
+    """Only the call of all keys and values runs again."""
 
     def gradients(x, lse):
         arguments = {"axis_name": "sequence", "layout": None, "scale": None, "softcap": None, "deterministic": None}
@@ -188,7 +188,7 @@ def test_known_results_are_not_computed_again(strategy, forwards):
 
 
 def _forwards(jaxpr) -> int:
-    """The forward kernels of a program. A printed one may have equal parts once."""
+    """The number of forward kernels in a program. A printed program may show equal parts only once."""
     found = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":

@@ -1,4 +1,4 @@
-"""ring_attention with a score_mod or a bias, on CPU devices: as flash_attention on one device, with their gradients.
+"""ring_attention with a score_mod or a bias on CPU devices, with gradients, against flash_attention on one device.
 
 As a script it prints the largest error of each case.
 """
@@ -58,8 +58,8 @@ def run_case(devices, layout, strategy, shape, options):
     ids = jnp.asarray(ids) if options.pop("segment_ids", False) else None
     ahead = options.pop("sends_ahead", None)
     bias = None if shape is None else normal(*shape)
-    if options.pop("far", False):  # rows with a few keys, with none on some devices, and with far ones alone
-        sinks = None if sinks is None else sinks.at[0].set(-1e9)  # beside far keys it has a part of the weight
+    if options.pop("far", False):  # rows with a few near keys, with none on some devices, and with far keys only
+        sinks = None if sinks is None else sinks.at[0].set(-1e9)  # keeps a weight among far keys
         bias = jnp.where(random.random(shape) < 0.15, bias, -1e9).at[:, :, ::7].set(-1e9)
 
     def both(attention, query, key, value, ids, dout, dlse, bias, slopes, table, sinks):
@@ -129,7 +129,7 @@ def test_bad_input(name):
 
 
 def test_a_score_mod_of_flash_attention_in_a_checked_shard_map():
-    """Its program was traced for scalars that vary over no axis."""
+    """The mod's program was traced for scalars that vary over no axis."""
     slopes = jnp.arange(4.0)
     mod = lambda score, b, h, q, k: jax.nn.silu(score) / 3 - slopes[h] * jnp.maximum(q - k, 0)
     attend = lambda x: flash_attention(x, x, x, score_mod=mod, implementation="xla")

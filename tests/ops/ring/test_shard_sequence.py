@@ -1,4 +1,4 @@
-"""shard_sequence and unshard_sequence: where the results lie, on eight CPU devices, and what they refuse.
+"""shard_sequence and unshard_sequence: the sharding of their results, on eight CPU devices, and their errors.
 
 As a script it runs the functions below by their names.
 """
@@ -38,7 +38,7 @@ def spec_of(x):
 
 
 def under_jit(kind):
-    """Traced arrays, that jit is given on one device or with their batch shared out."""
+    """Traced arrays, which jit gets on one device or with a sharded batch."""
     for mesh, shard, unshard in functions(kind):
         got = jax.jit(shard)(X)
         assert spec_of(got) == (None, "sequence"), got.sharding
@@ -53,7 +53,7 @@ def under_jit(kind):
 
 
 def eager(kind):
-    """Known arrays keep their batch's axis; the sequence's axis moves from another one."""
+    """Known arrays keep their batch's mesh axis. The sequence's mesh axis moves from any other axis."""
     for mesh, shard, unshard in functions(kind):
         put = lambda *spec, mesh=mesh: jax.device_put(X, jax.NamedSharding(mesh, jax.P(*spec)))
         for given, want in (

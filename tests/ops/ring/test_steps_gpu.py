@@ -1,4 +1,4 @@
-"""The steps of a ring on one GPU, which stands for each device in turn: as exact as flash_attention of the whole."""
+"""The steps of a ring, run on one GPU for each device in turn: as exact as flash_attention of the whole."""
 
 import functools
 
@@ -34,7 +34,7 @@ NEEDED = dict.fromkeys(("scale", "softcap", "deterministic", "precision", "imple
 
 
 def prepared(layout, options, *qkv):
-    """The call of a ring of DEVICES, and its arrays, of which mask and score_mod are alike on all devices."""
+    """A call of a ring of DEVICES, and its arrays. All devices have the same mask and score_mod."""
     found = []
     names = {"axis_name": "sequence", "layout": layout, "strategy": "ring"}
 

@@ -1,4 +1,4 @@
-"""Ops in a jax.shard_map of one mesh axis, beside one whose axes are Explicit, on eight CPU devices.
+"""Ops in a jax.shard_map of one mesh axis, with a second axis that is Explicit, on eight CPU devices.
 
 As a script it prints the largest error of a case's results and gradients against a call without a mesh.
 """
@@ -53,7 +53,7 @@ ATTENTION_ARRAYS = [
     *HEADS, ((1, 8, 32, 32), jax.P(None, "data")), ((8,), WHOLE),
     (IDS, WHOLE), (np.tri(32, dtype=bool)[None, None] ^ (np.arange(32) == 5), WHOLE),
 ]  # fmt: skip
-# Name: an op, and its arrays or their shapes with how they are shared out.
+# Name: an op, and its arrays or their shapes, each with its PartitionSpec.
 OPS = {
     "flash": (functools.partial(flash_attention, is_causal=True), QKV),
     "masked": (masked, ATTENTION_ARRAYS),
@@ -65,7 +65,7 @@ OPS = {
     "rms_norm": (rms_norm, [X, ((32,), WHOLE)]),
     "layer_norm": (lambda x, s, b, r: layer_norm(x, s, b, residual=r), [X, ((32,), WHOLE), ((32,), WHOLE), X]),
 }
-# Name: an op of a sequence that devices share, the op without a mesh, the layout, and the options of the former alone.
+# Name: an op of a sharded sequence, the op without a mesh, the layout, and options of the former op only.
 SHARED = {
     f"{strategy} {layout}": (
         functools.partial(ring_attention, layout=layout, strategy=strategy),
@@ -83,7 +83,7 @@ SHARED = {
 
 
 def mesh_of():
-    return jax.make_mesh((2, 4), ("data", "sequence"))  # of Explicit axes
+    return jax.make_mesh((2, 4), ("data", "sequence"))  # with Explicit axes
 
 
 def in_shard_map(function, spec, check_vma):
@@ -100,7 +100,7 @@ def arrays_of(given):
 
 
 def loss(function, *arrays):
-    """A number of all results of a function, whose cotangents differ."""
+    """A scalar of all results of a function, with different cotangents."""
     return sum(jnp.sin(x.astype(jnp.float32)).sum() for x in jax.tree.leaves(function(*arrays)))
 
 
@@ -137,7 +137,7 @@ def of_shared(name, check_vma):
 
 
 def of_costs(kinds):
-    """The operations and collectives of a program of gradients, of attention and of a ring."""
+    """The operations and collectives of gradient programs, of attention and of a ring."""
     mesh = jax.make_mesh((2, 4), ("data", "sequence"), kinds)
     ring = functools.partial(ring_attention, axis_name="sequence", strategy="halo", is_causal=True, window=3)
     found = []
@@ -155,14 +155,14 @@ def of_costs(kinds):
 
 
 def run_costs():
-    """Nothing is computed twice, and devices exchange what they do beside an Auto axis."""
+    """Nothing is computed twice, and the collectives are the same as with an Auto axis."""
     explicit, auto = (of_costs((kind,) * 2) for kind in (AxisType.Explicit, AxisType.Auto))
     assert explicit == auto, (explicit, auto)
     return 0.0
 
 
 def run_errors():
-    """Derivatives that there are none of raise as elsewhere."""
+    """Unsupported derivatives raise the usual errors."""
     (x, *_), mesh = arrays_of(QKV)[0], mesh_of()
     x = jax.device_put(x, jax.NamedSharding(mesh, BATCH))
     for op in (lambda x: flash_attention(x, x, x), lambda x: rms_norm(x, implementation="xla")):

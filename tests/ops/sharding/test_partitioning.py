@@ -1,8 +1,8 @@
-"""Ops under jit on sharded arrays: the devices share out the batch and the heads, and nothing is gathered.
+"""Ops under jit on sharded arrays: the devices shard the batch and the heads, and nothing is gathered.
 
 As a script, in a process with four CPU devices, it prints for each case the errors against one device and the
-collectives of the partitioned program, on "auto" or "explicit" axes. With a GPU's name it reads the program that is
-compiled for that GPU, also for how often it calls each of Mosaic's kernels.
+collectives of the partitioned program, on "auto" or "explicit" axes. With a GPU's name it compiles for that GPU, and
+prints the program's collectives and the number of calls of each Mosaic kernel.
 """
 
 import collections
@@ -47,7 +47,7 @@ UNDER_SET_MESH = (
     "meshes",
     "partly manual",
     "partly manual norm",
-)  # the cases that are compiled for GPUs under jax.set_mesh
+)  # cases that are compiled for GPUs under jax.set_mesh
 COLLECTIVES = "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"
 
 
@@ -62,7 +62,7 @@ def both(function, moving=3):
 
 
 def cases(length, dim, implementation):
-    """Name: function, shapes or arrays, how they are shared out, the collectives that there may be."""
+    """Name: function, shapes or arrays, their PartitionSpecs, the allowed collectives."""
     query, key, one_key = ((4, length, heads, dim) for heads in (4, 2, 1))
     attend = lambda *qkv, **options: flash_attention(*qkv, implementation=implementation, **options)
     dilate = lambda *qkv, **options: dilated_attention(
@@ -184,14 +184,14 @@ def cases(length, dim, implementation):
 
 
 def blocks(x, scale, w, implementation):
-    """Three blocks, each with a norm and a product, then a norm."""
+    """Three blocks, each with a norm and a matmul, then a norm."""
     norm = lambda x: rms_norm(x, scale, implementation=implementation)
     block = jax.jit(lambda x: matmul(norm(x), w, residual=x, implementation=implementation))
     return norm(block(block(block(x))))
 
 
 def of_tokens(x, scale, up, gate, down, implementation):
-    """A block whose batch and tokens are sharded at once: a norm, an mlp with a residual, a gated unit, a product."""
+    """A block with sharded batch and tokens: a norm, an mlp with a residual, a gated unit, a matmul."""
     how = {"implementation": implementation}
     normed = rms_norm(x, scale, **how)
     x = mlp(normed, up, down, w_gate=gate, residual=x, **how)
@@ -199,7 +199,7 @@ def of_tokens(x, scale, up, gate, down, implementation):
 
 
 def partly_manual(function, *specs, manual="tensor"):
-    """The function in a shard_map of one mesh axis alone; specs: of its arrays, and the result's."""
+    """The function in a shard_map of one mesh axis. specs: of its arrays; the first is also the result's."""
 
     def run(*arrays):
         if jax.sharding.get_abstract_mesh().empty:
@@ -211,7 +211,7 @@ def partly_manual(function, *specs, manual="tensor"):
 
 
 def rounded(x):
-    """x and its transpose in 8 bits, by the kernel that gives both."""
+    """x and its transpose in 8 bits, by the kernel that returns both."""
     results = []
     for scaling in ("tensor", "row", "block"):
         options = MatmulOptions(out_dtype="bfloat16", scaling=scaling)
@@ -223,7 +223,7 @@ def rounded(x):
 def array(random, given, dtype=jnp.bfloat16):
     if given[:1] == ("ids",):
         return jnp.asarray(np.sort(random.integers(0, 3, given[1]), axis=-1), jnp.int32)
-    if given[:1] == ("scale",):  # of float32: XLA for CPUs fails on a sum of bfloat16 inside a partly manual shard_map
+    if given[:1] == ("scale",):  # float32, since XLA for CPUs fails on a sum of bfloat16 in a partly manual shard_map
         return jnp.asarray(random.standard_normal(given[1]), jnp.float32)
     if given[:1] == ("bool",):
         return jnp.asarray(random.random(given[1]) < 0.7)
@@ -249,9 +249,9 @@ def on_cpus(name, kind=AxisType.Auto):
 
 
 def for_gpu(gpu, name):
-    """The collectives of the program that XLA compiles for four GPUs that are not there.
+    """The collectives of the program that XLA compiles for four absent GPUs.
 
-    Name "meshes": of that for two of them too, behind that for four, on as large a part of x.
+    The name "meshes" also compiles for two GPUs, after the program for four, with equal shards of x.
     """
     from jax.experimental import topologies
     from jax.sharding import AbstractMesh, Mesh
@@ -268,7 +268,7 @@ def for_gpu(gpu, name):
 
         def compiled(grid, given):
             mesh = Mesh(np.array(devices[: grid[0] * grid[1]]).reshape(grid), ("data", "tensor"))
-            # With a device of which Mosaic can read the compute capability.
+            # The mesh gets a device whose compute capability Mosaic can read.
             mesh.__dict__["abstract_mesh"] = AbstractMesh(
                 mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device
             )
@@ -286,7 +286,7 @@ def for_gpu(gpu, name):
         text = compiled((2, 2), given)
         if name == "meshes":
             text += compiled((2, 1), given)
-    # Mosaic's kernels are told apart by a hash of all that there is of them, their numbers in the program among it.
+    # A hash identifies each Mosaic kernel. It covers the whole kernel, including its number in the program.
     calls = collections.Counter(re.findall(r'kernel_hash = ("(?:[^"\\]|\\.)*")', text))
     return {"found": collectives_of(text), "calls": sorted(calls.values())}
 
@@ -297,12 +297,12 @@ def results(gpu, names):
 
 
 NAMES = list(cases(64, 16, "triton"))
-DILATED = [name for name in NAMES if "dilated" in name]  # one process for all cases would take too long
+DILATED = [name for name in NAMES if "dilated" in name]  # all cases in one process would take too long
 OTHERS = [name for name in NAMES if name not in DILATED]
 QUICK = ["dilated heads packed", "partly manual", "dynamic mask", "mlp", "causal", "decode", "rms_norm", "depth"]
 
 
-# JAX cannot trace a score_mod on Auto axes whose arrays have Explicit ones, and quantize names no axes for them.
+# JAX cannot trace a score_mod on Auto axes whose arrays have Explicit axes. quantize names no axes for its arrays.
 EXPLICIT = [
     name
     for name in OTHERS
@@ -326,7 +326,7 @@ EXPLICIT = [
 def test_devices_share_the_work(kind, names):
     for name, found in results(kind, names).items():
         may = cases(64, 16, "triton")[name][3]
-        may = may | {"all-gather"} if kind == "explicit" and name == "sinks" else may  # of two numbers
+        may = may | {"all-gather"} if kind == "explicit" and name == "sinks" else may  # of two values
         assert set(found["found"]) <= may, (name, found)
         # Sums over devices are rounded to bfloat16 once more.
         assert max(found["errors"]) < (6e-3 if may else 1e-6), (name, found)
@@ -342,7 +342,7 @@ def test_devices_share_the_work(kind, names):
         pytest.param("h200", DILATED, marks=pytest.mark.slow),
         pytest.param("h200", OTHERS, marks=pytest.mark.slow),
         pytest.param("a100", DILATED, marks=pytest.mark.slow),
-        # Its kernels do not round to 8 bits: there matmul refuses the precision.
+        # A100's kernels do not round to 8 bits: there matmul refuses the precision.
         pytest.param("a100", [name for name in OTHERS if name != "rounded"], marks=pytest.mark.slow),
     ],
 )
@@ -354,8 +354,8 @@ def test_programs_for_gpus_gather_nothing(gpu, names):
 @pytest.mark.compile
 @pytest.mark.timeout(300)
 def test_a_kernel_that_devices_share_is_one_however_often_it_is_called():
-    """XLA asks for a device's part of each call anew; JAX would number each answer's kernel, and XLA compile it."""
-    # Norms forward and backward, the product, and those of x's and w's gradients.
+    """XLA asks for each call's shard anew. Otherwise JAX would number each kernel, and XLA compile each."""
+    # Norms forward and backward, the matmul, and the matmuls of x's and w's gradients.
     assert results("h200", ["blocks"])["blocks"]["calls"] == [3, 3, 3, 4, 4]
 
 
@@ -377,7 +377,7 @@ def test_shared_tokens_are_an_error_on_explicit_axes():
 
 @pytest.mark.parametrize(("devices", "dtype"), [(2, "bfloat16"), (3, "float32"), (4, "float32")])
 def test_a_sum_over_devices_is_rounded_once(devices, dtype):
-    """One addition is rounded once in any dtype. Of several, all but the last would round, too."""
+    """A single addition is rounded once in any dtype. With several additions, all except the last would round, too."""
     x = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
     summed = functools.partial(partitioning._summed, lambda x: (x,), [("data",)])
     jaxpr = jax.make_jaxpr(summed, axis_env=[("data", devices)])(x)

@@ -1,4 +1,4 @@
-"""Two GPUs that share out the work of an op under jit give what one GPU does, forward and gradients."""
+"""Two GPUs that share an op under jit give the results of one GPU, forward and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two NVIDIA GPUs"),
 ]
-# The function, and the shapes of its arrays; the devices share the first axis of the arrays of three axes and more.
+# The function, and the shapes of its arrays. The devices shard the first axis of arrays of three axes and more.
 CALLS = {
     "flash_attention": (lambda q, k, v: flash_attention(q, k, v, is_causal=True), [(4, 500, 8, 64)] * 3),
     "matmul": (matmul, [(4, 256, 512), (512, 512)]),
@@ -27,7 +27,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_two_gpus_give_what_one_does(name):
-    """The function is called twice, so that its calls share a program."""
+    """The function is called twice, so that its calls have one program."""
     function, shapes = CALLS[name]
     random = np.random.default_rng(0)
     arrays = [jnp.asarray(random.standard_normal(shape) / shape[0] ** 0.5, jnp.bfloat16) for shape in shapes]
@@ -52,7 +52,7 @@ def test_two_gpus_give_what_one_does(name):
 @pytest.mark.parametrize("heads", ["all", "groups"])
 @pytest.mark.parametrize("order", [None, "hilbert"])
 def test_two_gpus_share_the_heads_of_dilated_attention(heads, order):
-    """Each takes tokens of its own, by a program of its own, forward and backward."""
+    """Each GPU runs its own tokens in its own program, forward and backward."""
     random = np.random.default_rng(0)
     query, dout = (jnp.asarray(random.standard_normal((2, 1024, 8, 64)), jnp.bfloat16) for _ in range(2))
     key, value = (jnp.asarray(random.standard_normal((2, 1024, 4, 64)), jnp.bfloat16) for _ in range(2))

@@ -1,4 +1,4 @@
-"""quantize and dequantize of arrays on Explicit axes, alone and beside Manual ones: values, and gradients of scales."""
+"""quantize and dequantize of arrays on Explicit axes, alone and with Manual axes: values, and gradients of scales."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from tests.support.processes import cpu_devices
 
 
 def both(x, scaling):
-    """x rounded, and the gradient of its scales."""
+    """x quantized, and the gradient of its scales."""
     rounded = quantize(x, scaling=scaling)
     loss = lambda scale: (dequantize(dataclasses.replace(rounded, scale=scale)) ** 2).sum()
     return dequantize(rounded), jax.grad(loss)(rounded.scale)

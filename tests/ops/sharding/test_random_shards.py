@@ -1,6 +1,6 @@
-"""Random calls of arrays that four devices share out, under jit: on meshes with Auto axes and with Explicit ones.
+"""Random calls under jit with arrays sharded over four devices, on meshes with Auto axes and with Explicit axes.
 
-JAX_KERNELS_EXAMPLES=200 draws that many of each kind. A call is drawn again by its kind and number::
+JAX_KERNELS_EXAMPLES=200 draws 200 calls of each kind. A call is drawn again by its kind and number::
 
     JAX_KERNELS_EXAMPLES=200 python -m pytest -m gpu tests/ops/sharding/test_random_shards.py
 """
@@ -18,7 +18,7 @@ from tests.tools import compile_case
 
 EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
 GPUS = jax.device_count() if jax.default_backend() == "gpu" else 0
-# On CPUs some take plain JAX code, which has to say how its results are shared out on Explicit axes.
+# On CPUs some calls run plain JAX code, which must state the sharding of its results on Explicit axes.
 QUICK = ["attention-1", "attention-7", "products-0", "eight_bits-0", "eight_bits-3", "eight_bits-5", "norms-7"]
 
 

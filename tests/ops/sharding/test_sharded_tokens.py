@@ -26,8 +26,8 @@ SHARDINGS = {
     (16,): [P("d"), P(("d", "t"))],
     (8, 16): [P("d", "t"), P("t", "d"), P(None, "t"), P(("d", "t"))],
     (4, 2, 8): [P("d", None, "t"), P("t", "d"), P(None, "d", "t"), P(None, None, ("d", "t"))],
-    (4, 64): [P("d", "t")],  # two of the batch have 128 rows
-    (2, 256): [P("d", "t")],  # each has two times 128 rows, and each device half of these
+    (4, 64): [P("d", "t")],  # two batch entries have 128 rows
+    (2, 256): [P("d", "t")],  # each entry has two times 128 rows, and each device half of 128 rows
 }
 
 
@@ -91,7 +91,7 @@ OPS = {
     "int4": (of_low_bits, [X, UP], 1, TF32),
     "mxfp8": (functools.partial(of_low_bits, format="mxfp8"), [X, UP], 1, TF32),
 }
-XLA_ONLY = {  # Triton has no matmul of 8 bits, and quantize is plain JAX code
+XLA_ONLY = {  # Triton has no 8-bit matmul, and quantize is plain JAX code
     "float16": (of_float16, [X, UP, BIAS], 3, TF32),
     "fp8 tensor": (with_epilogue, [X, UP, BIAS, Y], 4, FP8["tensor"]),
     "fp8 row": (with_epilogue, [X, UP, BIAS, Y], 4, FP8["row"]),
@@ -104,7 +104,7 @@ XLA_ONLY = {  # Triton has no matmul of 8 bits, and quantize is plain JAX code
     "quantize blocks": (in_8_bits, [X], 0, {"scaling": "block"}),
 }
 BLOCKS = "fp8 block", "quantize blocks"
-EXPLICIT = "rms_norm", "epilogue", "gated", "mlp", "fp8 row", "normed"  # the short run's on Explicit axes
+EXPLICIT = "rms_norm", "epilogue", "gated", "mlp", "fp8 row", "normed"  # the cases of the short run on Explicit axes
 
 
 def both(function, moving):
@@ -142,7 +142,7 @@ def cases(kind, implementation, length):
             if (len(outer) == 1 and name == "mapped") or (max(outer) >= 64 and name not in BLOCKS):
                 continue
             if name == "quantize blocks" and len(outer) == 1:
-                continue  # it has blocks of the first axis
+                continue  # a row block would lie along the first axis
             if length == "all":
                 yield name, outer, specs
             elif outer == (8, 16) or (max(outer) >= 64 and name == "fp8 block"):
@@ -173,7 +173,7 @@ def main(kind, implementation, length):
 
 
 def is_legal(case, name, *shape):
-    """Whether devices may exchange these: sums of weights' gradients, and the scales of blocks that shards split."""
+    """Whether devices may send this: sums of weight gradients, and the scales of blocks that shards split."""
     if "block" in case and np.prod(shape) <= 8:
         return name in ("all-reduce", "all-gather")
     weights = [[], [1], [K], [N], [K, N], [N, K]]

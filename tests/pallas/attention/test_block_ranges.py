@@ -1,4 +1,4 @@
-"""Which blocks a tile visits, against the dense mask; and block specs that cannot be."""
+"""The blocks that a tile visits, against the dense mask; and impossible block specs."""
 
 import itertools
 
@@ -68,7 +68,7 @@ def test_query_blocks_hold_every_live_one(q_length, predicate_at_end):
 
 
 def test_traced_limits_visit_what_python_numbers_do():
-    """Kernels compute with int32 scalars, some of which are Python's where they are known."""
+    """Kernels compute with int32 scalars. Known scalars may be Python's."""
 
     @jax.jit
     def traced(q_offset, kv_length, start):
@@ -111,12 +111,12 @@ def test_segment_ranges_hold_every_live_block(ordered):
         first, end, full_first, full_end = (np.asarray(ranges)[..., i : i + 1] for i in range(4))
         inside = (indices >= first) & (indices < end)
         assert (inside | ~turn(live)).all()
-        # A block that has lower and higher ids, but not the one, is taken for one that has it.
+        # A block with lower and higher ids, but without the id, counts as a block with the id.
         assert (inside & ~turn(live)).mean() < (0.01 if ordered else 0.6)
         inside = (indices >= full_first) & (indices < full_end)
         assert not (inside & ~turn(full)).any()
         assert inside.any(axis=-1).tolist() == turn(full).any(axis=-1).tolist()
-        if ordered:  # they stand next to one another
+        if ordered:  # the blocks are adjacent
             np.testing.assert_array_equal(inside, turn(full))
 
 

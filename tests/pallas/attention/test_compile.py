@@ -1,7 +1,7 @@
-"""Every block spec row, compiled for its GPU generation without the GPU, and held to compile_budget.json.
+"""Every block spec row, compiled for its GPU generation without the GPU, and compared with compile_budget.json.
 
-`python tests/pallas/attention/test_compile.py [WORD...]` compiles the rows whose name has all the words. It writes
-what it finds into the budget. What spills there needs a reason, in "why" next to the figures, written by hand.
+`python tests/pallas/attention/test_compile.py [WORD...]` compiles the rows whose name has all the words, and writes
+their figures into the budget. Each spill needs a reason, written by hand as "why" next to the figures.
 """
 
 import json
@@ -20,7 +20,7 @@ BUDGET = Path(__file__).with_name("compile_budget.json")
 
 
 def figures(report):
-    """The budget's figures of each kernel. Registers are given out in eights."""
+    """The budget's figures of each kernel. Registers are allocated in multiples of eight."""
     found = {}
     for kernel, got in sorted(report["kernels"].items()):
         found[kernel] = {
@@ -40,7 +40,7 @@ def test_the_budget_has_the_rows_that_there_are():
     assert sorted(json.loads(BUDGET.read_text())) == sorted(ROWS)
 
 
-# Of each GPU generation a forward and a backward; of Hopper's each kind of kernel.
+# A forward and a backward for each GPU generation; for Hopper each kind of kernel.
 QUICK = {
     "a100, triton, 64, bfloat16, causal",
     "a100, triton, 128, fp32, causal",
@@ -61,7 +61,7 @@ def test_every_generation_is_among_the_quick():
 @pytest.mark.parametrize("entry", tiers.cases(ROWS, QUICK))
 def test_row(entry):
     gpu, row, spec = ROWS[entry]
-    assert planned(gpu, row, spec) is row, "a row before it takes everything that it could serve"
+    assert planned(gpu, row, spec) is row, "an earlier row serves all calls that it could serve"
 
     report = compile_spec(gpu, spec)
     assert report["error"] is None, report["error"]
@@ -92,7 +92,7 @@ def test_causal_segments_on_hopper(head_dim):
     )
     assert forward["notes"] == backward["notes"] == []
     assert forward["spills"] == 0
-    assert backward["spills"] <= 24  # three addresses; CTAs that are not persistent take 1.05 of the time at 128
+    assert backward["spills"] <= 24  # three addresses; without persistent CTAs it takes 1.05 of the time at 128
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_odd_lengths_on_hopper(head_dim, is_causal, q_length):
     )
     assert forward["notes"] == backward["notes"] == []
     assert forward["spills"] == 0
-    assert backward["spills"] <= 8  # of the warpgroup that loads
+    assert backward["spills"] <= 8  # in the warpgroup that loads
 
 
 def write(words):

@@ -1,6 +1,6 @@
 """The attention kernels with windows, segments, softcap, sinks, biases and a score_mod, compiled without a GPU.
 
-Each compiles in a process of its own. What is asked: that tiles fit the GPU's shared memory, and registers roughly.
+Each case compiles in a process of its own. Its tiles must fit the GPU's shared memory, and roughly the registers.
 """
 
 import json
@@ -13,26 +13,26 @@ from tests.tools import compile_case
 from tests.tools.compile_budget import MOSAIC
 
 EVERYTHING = {"window": 512, "segment_ids": True, "softcap": 30.0, "sinks": True, "kv_lengths": True, "kv_heads": 2}
-# The lengths are odd: rows of the bias are then not aligned in the caller's array.
+# The lengths are odd, so that rows of the bias are not aligned in the caller's array.
 CASES = {
     "window": ("h200", {"window": [512, 128]}),
     "segments": ("h200", {"segment_ids": True, "is_causal": True}),
     "bias": ("h200", {"bias": [2, 8, 4001, 3999]}),
     "bias_float32": ("a6000", {"bias": [2, 8, 4001, 3999], "bias_dtype": "float32", "is_causal": True}),
     "bias_of_keys": ("a100", {"bias": [2, 1, 1, 3999]}),
-    # Of Hopper's own backward: the gradient of the bias is Triton's there too.
+    # With Hopper's own backward, where the gradient of the bias is Triton's, too.
     "bias_mask": ("h200", {"bias": [1, 8, 4001, 3999], "mask": [1, 1, 4001, 3999], "implementation": "mosaic_gpu"}),
     "bias_lists": ("h200", {"bias": [1, 8, 4001, 3999], "longformer": 512, "implementation": "mosaic_gpu"}),
     "score_mod": ("h200", {"score_mod": True, "is_causal": True, "kv_heads": 2}),
     "score_mod_float32": ("a100", {"score_mod": True, "dtype": "float32"}),
     "everything": ("a100", EVERYTHING | {"bias": [1, 8, 4001, 3999], "bias_dtype": "float32"}),
 }
-# Bytes that a kernel may spill. Of a bias read number by number, it would be 25,000.
+# Bytes that a kernel may spill. Reading a bias value by value would spill 25,000.
 MOST_SPILLS = 1500
 
 
 def _compile(gpu: str, options: dict) -> list[str]:
-    """Compiles forward and gradients in this process; the names of the kernels."""
+    """Compiles forward and gradients in this process. Returns the names of the kernels."""
     import jax
     import jax.numpy as jnp
 
@@ -90,7 +90,8 @@ def test_it_compiles(case):
     printed, _, others = compile_case.compile_script(__file__, gpu, json.dumps(options))
     names = json.loads(printed)
     kernels = {name: figures for name, figures in others.items() if name.startswith(tuple(names))}
-    # The bias's gradient, one for rows far from 0; an array's bits, for both directions, and its live blocks.
+    # The bias's gradient, and a kernel for rows far from 0. An array mask adds its bits, for both directions, and its
+    # live blocks.
     of_mosaic = 5 if "mask" in options else 2
     expected = of_mosaic if "implementation" in options else 4 if "bias" in options else 3
     assert len(names) == len(kernels) == expected, (names, kernels)
@@ -105,7 +106,7 @@ def test_features_in_mosaic(case):
     options, *most = MOSAIC[case]
     report = compile_case.compile_spec("h200", compile_case.Spec(implementation="mosaic_gpu", **options))
     assert report["error"] is None
-    # Of dquery's own kernel none.
+    # dquery's own kernel spills nothing.
     kernels = {"forward": most[0], "backward": most[1]} | ({"backward_dq": 0} if options.get("deterministic") else {})
     for name, allowed in kernels.items():
         figures = report["kernels"][f"attention_{name}_sm90_mosaic_gpu_kernel"]
@@ -123,7 +124,7 @@ def test_one_block_of_keys_beside_a_bias():
     assert report["kernels"]["attention_far_rows_triton"]["shared_memory"] <= 232448
 
 
-# Persistent CTAs of the backward, and the bytes they may spill: with segments an address that a step reads again.
+# Persistent CTAs of the backward, and the bytes they may spill: with segments, an address that each step reads again.
 FORWARD = "AttentionForwardSm90(2, 128, 2, share_q_out=True)"
 NARROW = "AttentionBackwardSm90(128, heads_together=4, persistent=True, v_stages=2)"
 BROAD = "AttentionBackwardSm90(64, heads_together=4, early_dv=True, persistent=True)"

@@ -21,7 +21,7 @@ from tests.support.cases import dilated as dilated_cases
 from tests.support.interpreters.overhangs import unmasked
 from tests.tools import compile_case
 
-# A machine with few multiprocessors: keys are cut into a few splits.
+# A machine with few SMs: keys are cut into a few splits.
 FEW_CORES = dataclasses.replace(device_info("a100"), core_count=9)
 
 
@@ -58,7 +58,7 @@ def test_decode_attention(case):
 
 @pytest.mark.parametrize("v_head_dim", [8, 24, 64, 192])
 def test_decode_merge(v_head_dim):
-    """A head of 192 columns in a view of 256: the last 64 are the first ones of the next row, and of what follows."""
+    """A head of 192 columns in a view of 256: the last 64 columns belong to the next row, or to the next array."""
     merge = functools.partial(decode_triton.merge, interpret=True)
     query, lse = array(2, 3, 4, 64, dtype="bfloat16"), array(2, 2, 19, 16)
     assert not unmasked(merge, array(2, 2, 19, 16, v_head_dim), lse, query)
@@ -106,7 +106,7 @@ def test_passes(transposed):
         assert not unmasked(of_values, value, array(2, dtype="int32"))
 
 
-# Triton launches beside the Hopper kernels: gradients of a bias and a score_mod's arrays, far rows, mask bits.
+# Triton kernels that run with the Hopper kernels: gradients of a bias and a score_mod's arrays, far rows, mask bits.
 BESIDE_HOPPER = {
     "bias": {"bias": "hts", "bias_gradient": True},
     "bias_by_key": {"bias": "bs", "bias_gradient": True, "kv_lengths": True},

@@ -1,4 +1,4 @@
-"""program_digests.py: lines that move change no digest, and a kernel that does another thing changes its own."""
+"""programs.py: moved lines change no digest, and a changed kernel changes its own digest."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROW = ("implementation=mosaic_gpu", "head_dim=64", "is_causal=1")
 
 
 def of_version(folder: Path, edits: dict[str, tuple[str, str]]) -> dict:
-    """The programs of a copy of the library. edits: for each file, the old text and the new text."""
+    """The digests by programs.py for a copy of the library. edits: by file, (old text, new text)."""
     for name in ("jax_kernels", "pallas", "bridge", "models"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True)
     for name, (old, new) in edits.items():
@@ -38,5 +38,5 @@ def test_digests(tmp_path):
     assert as_it_is["kernels"]
     assert moved == as_it_is
     same = [a == b for a, b in zip(as_it_is["kernels"], changed["kernels"], strict=True)]
-    assert same.count(False) == 1  # the forward's
+    assert same.count(False) == 1  # the forward's digest
     assert changed["xla"] == as_it_is["xla"]

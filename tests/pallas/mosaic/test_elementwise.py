@@ -1,4 +1,4 @@
-"""Elementwise functions in the primitives that Mosaic has: their values and derivatives, and what is declined."""
+"""Elementwise functions in Mosaic's primitives: their values and derivatives, and the functions that are declined."""
 
 import jax
 import jax.numpy as jnp

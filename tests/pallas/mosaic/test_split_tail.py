@@ -1,4 +1,4 @@
-"""The last round of tiles in parts: every step of every tile once, and only where it saves time."""
+"""The last round of tiles in parts: every step of every tile runs once, and tiles split only if that saves time."""
 
 import pytest
 from hypothesis import given
@@ -26,11 +26,11 @@ def test_every_step_is_some_part_s(tiles, steps, core_count):
 @pytest.mark.parametrize(
     ("tiles", "steps", "parts"),
     [
-        (4, 32, 32),  # a short batch on an idle machine: the time of 1 + 2 steps for that of 32
-        (130, 64, 1),  # it is full
+        (4, 32, 32),  # a short batch on an idle machine: the time of 1 + 2 steps instead of 32
+        (130, 64, 1),  # the machine is full
         (140, 128, 16),  # one round and a bit more
-        (2048, 128, 1),  # 16 rounds for 15.6
-        (4, 2, 1),  # a part would be nothing but its start
+        (2048, 128, 1),  # 16 rounds instead of 15.6
+        (4, 2, 1),  # a part would have only its start
     ],
 )
 def test_it_is_split_where_that_saves_time(tiles, steps, parts):

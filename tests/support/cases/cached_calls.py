@@ -1,4 +1,4 @@
-"""Chains of the bridge that compute on the CPU, and calls that they serve."""
+"""Chains of the bridge that compute on the CPU, and calls that they can serve."""
 
 import jax.numpy as jnp
 import torch
@@ -9,7 +9,7 @@ from jax_kernels.bridge.interop import dlpack, planning_device
 
 
 class Chain:
-    """A chain that computes by JAX on the CPU. calls: how often it was called. results: how many the last call had."""
+    """A chain that computes by JAX on the CPU. calls: number of calls. results: number of results of the last call."""
 
     def __init__(self, function, tensors, operands):
         self.there = [x is not None for x in tensors]
@@ -31,7 +31,7 @@ class Chain:
 
 
 class Route:
-    """A route whose chains are those above. chains: by function and shapes."""
+    """A route that makes a `Chain` for each function and shapes. chains: by function and shapes."""
 
     def __init__(self):
         self.chains = {}
@@ -75,7 +75,7 @@ def decay(score, b, h, q, k):
     return score - 0.1 * (q - k) ** 2
 
 
-# By name, (a call of tensors, the tensors).
+# By name: (a call of tensors, the tensors).
 CALLS = {
     "plain": (bridge.flash_attention, qkv()),
     "causal": (lambda *x: bridge.flash_attention(*x, is_causal=True), qkv()),

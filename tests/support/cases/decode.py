@@ -14,9 +14,10 @@ from jax_kernels.testing import rms_error
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCase:
-    """One call. kv_length: the keys that a sequence has room for. page_size: None for a contiguous cache.
+    """One call. kv_length: the cache's capacity for a sequence. page_size: None for a contiguous cache.
 
-    mask, bias: which axes of [B, H, T, S] they have, as in "BS". Query 0 of head 0 of sequence 0 has no key by a mask.
+    mask, bias: their axes of [B, H, T, S] that are not of size 1, as in "BS". A mask removes all keys of query 0, head
+    0 of sequence 0.
     """
 
     name: str
@@ -41,7 +42,7 @@ class DecodeCase:
         return self.name
 
     def shape_of(self, axes: str) -> tuple[int, ...]:
-        """The shape of a mask or bias that has these axes."""
+        """The shape of a mask or bias with these axes."""
         sizes = {"B": self.batch, "H": self.heads, "T": self.q_length, "S": self.kv_length}
         return tuple(size if axis in axes else 1 for axis, size in sizes.items())
 
@@ -59,14 +60,15 @@ _CASES = (
     DecodeCase("dead", batch=3, q_length=3, kv_length=72, kv_lengths=(2, -4, 1)),
     DecodeCase("multi_query_two_tiles", q_length=16, heads=8, kv_heads=1, kv_length=136, kv_lengths=(136, 70)),
     DecodeCase("everything", q_length=3, window=40, softcap=2.0, sinks=True, kv_lengths=(2, 150), v_head_dim=128),
-    # Both ends of what needs no predicate, next to the ends of blocks of 64: query 0 ends at 190, query 1 starts at 65.
+    # Both ends of the range without a predicate, next to the ends of blocks of 64: query 0 ends at 190, query 1 starts
+    # at 65.
     DecodeCase(
         "head_dim_128", head_dim=128, v_head_dim=128, window=(90, 5), scale=0.2, q_length=2, kv_lengths=(192, 156)
     ),
     DecodeCase("head_dim_256", batch=1, head_dim=256, v_head_dim=192, heads=2, kv_heads=1, kv_lengths=(190,)),
     DecodeCase("pages_16", q_length=2, kv_length=320, kv_lengths=(300, 10), page_size=16, head_dim=128, sinks=True),
     DecodeCase("pages_128", q_length=2, kv_length=384, kv_lengths=(300, 0), page_size=128, window=100),
-    # Pages of several blocks of keys, whichever the kernel takes.
+    # A page has several blocks of keys, for every block size of the kernel.
     DecodeCase("long_pages", kv_length=1024, kv_lengths=(900, 600), page_size=512),
     DecodeCase("long_pages_128", q_length=2, kv_length=512, kv_lengths=(500, 300), page_size=256, head_dim=128,
                v_head_dim=128),
@@ -84,7 +86,7 @@ CASES = {case.name: case for case in _CASES}
 
 
 def arrays_of(case: DecodeCase, seed: int = 0) -> dict[str, Any]:
-    """The arrays of a call. What the cache holds past a length is NaN, what a table holds past it is no page."""
+    """The arrays of a call. Cache entries past a length are NaN; table entries past a length are no page."""
     random = np.random.default_rng(seed)
     normal = lambda *shape: random.standard_normal(shape, np.float32)
     query = normal(case.batch, case.q_length, case.heads, case.head_dim)
@@ -117,7 +119,7 @@ def arrays_of(case: DecodeCase, seed: int = 0) -> dict[str, Any]:
 
 
 def _in_pages(x, numbers, page_size):
-    """[B, S, heads, D] -> [pages, page_size, heads, D], page i of it at numbers[i], and two more of NaN."""
+    """[B, S, heads, D] -> [pages + 2, page_size, heads, D]: page i is at numbers[i]; two more pages are NaN."""
     pages = np.full((len(numbers) + 2, page_size, *x.shape[2:]), np.nan, np.float32)
     pages[numbers] = x.reshape(-1, page_size, *x.shape[2:])
     return pages
@@ -133,7 +135,7 @@ def _contiguous(case: DecodeCase, x, tables) -> np.ndarray:
 def run(case: DecodeCase, arrays: dict[str, Any], implementation: str | None):
     """(out, lse) of decode_attention, jitted."""
 
-    # Most of the time of a small case is XLA's, for compiling: unoptimised code is compiled in half of it.
+    # Compiling dominates a small case. Unoptimised code compiles in half the time.
     on_cpu = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
 
     @functools.partial(jax.jit, compiler_options=on_cpu)
@@ -145,7 +147,7 @@ def run(case: DecodeCase, arrays: dict[str, Any], implementation: str | None):
 
 
 def definition(case: DecodeCase, arrays: dict[str, Any], rounded: bool = False):
-    """(out, lse) in float64. rounded: as a plain evaluation in the case's dtype has it, its weights and out rounded."""
+    """(out, lse) in float64. rounded: round the weights and out to the case's dtype, as a plain evaluation does."""
     tables = None if "block_tables" not in arrays else np.asarray(arrays["block_tables"])
     query = np.asarray(arrays["q"]).astype(np.float64)
     key, value = (_contiguous(case, arrays[name], tables) for name in "kv")
@@ -177,7 +179,7 @@ def definition(case: DecodeCase, arrays: dict[str, Any], rounded: bool = False):
 
 
 def errors(case: DecodeCase, arrays: dict[str, Any], got) -> dict[str, tuple[float, float]]:
-    """Errors of out and lse: (the error, its bound). out: 1.1 times that of a plain evaluation."""
+    """(error, bound) of out and lse. out: 1.1 times the error of a plain evaluation."""
     want, plain = definition(case, arrays), definition(case, arrays, rounded=True)
     if case.dtype == "float32":
         bound = 2e-6
@@ -188,6 +190,6 @@ def errors(case: DecodeCase, arrays: dict[str, Any], got) -> dict[str, tuple[flo
 
 
 def errors_by(case: DecodeCase, implementation: str) -> dict[str, tuple[float, float]]:
-    """The errors of a call, as errors gives them."""
+    """Runs a call and returns its `errors`."""
     arrays = arrays_of(case)
     return errors(case, arrays, run(case, arrays, implementation))

@@ -14,10 +14,10 @@ PATTERNS = {
     "groups": ((8, 12), (2, 3), 5, 5, 24, True),
     "classes_within_groups": ((8, 16, 24), (1, 2, 5), 8, 2, 24, False),
     "groups_within_groups": ((8, 12), (2, 3), 6, 2, 24, True),
-    # Not causal: heads of one class are entries of their own, under a mask.
+    # Not causal: heads of one class are separate entries, under a mask.
     "masked": ((10, 24), (3, 5), 12, 6, 37, False),
     "masked_groups": ((8, 12), (3, 5), 6, 2, 24, True),
-    # Tokens in another order; all classes of a segment side by side, under ids or not.
+    # Tokens in another order; all classes of a segment in one entry, with or without ids.
     "hilbert": ((16, 24), (2, 3), 4, 2, 37, False),
     "partition": ((8, 12, 12), (2, 3, 5), 4, 2, 37, False),
     "masked_partition": ((8, 12), (3, 4), 4, 2, 24, False),
@@ -38,7 +38,7 @@ def calls_of(name):
 
 
 def random_results(calls, heads, per_entry, head_dim):
-    """The results of each call, [entries, its heads, its rows] and [..., rows, heads, head_dim]."""
+    """Random outs [entries, rows, heads, head_dim] and lses [entries, heads, rows] of each call."""
     random = np.random.default_rng(0)
     outs, lses = [], []
     for call in calls:

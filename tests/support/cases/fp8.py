@@ -16,7 +16,7 @@ E4M3 = jnp.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Case:
-    """One call. rising: how many times longer the keys are that are visited last than those that are visited first."""
+    """One call. rising: the norm of the last visited keys, relative to the first visited keys."""
 
     name: str
     batch: int = 1
@@ -43,10 +43,10 @@ CASES = {
         Fp8Case("causal", q_length=256, kv_length=256, kv_heads=2, is_causal=True),
         Fp8Case("lengths", batch=3, q_length=70, kv_lengths=(400, 17, -2), scale=0.2),
         Fp8Case("offsets", 2, 70, 200, heads=1, is_causal=True, q_offset=(100, -30), kv_lengths=(150, 270)),
-        # Scores hundreds above those of the first block; and 11 above them, in base 2, which e4m3 cannot hold.
+        # Scores exceed the scores of the first block by hundreds; and by 11 in base 2, beyond the range of e4m3.
         Fp8Case("rising", q_length=64, kv_length=500, rising=160),
         Fp8Case("rising_some", q_length=64, kv_length=500, heads=1, rising=4),
-        # An offset of half a block: of the two warpgroups of a tile, one visits a block less.
+        # An offset of half a block: one of a tile's two warpgroups visits a block less.
         Fp8Case("head_dim_256", q_length=130, head_dim=256, v_head_dim=192, heads=1, is_causal=True, q_offset=-64),
         Fp8Case("head_dim_64", head_dim=64, v_head_dim=64, is_causal=True, q_offset=100),
         Fp8Case("odd", heads=1, head_dim=72, v_head_dim=40, q_length=67, kv_length=133, scale=-0.1),
@@ -55,7 +55,7 @@ CASES = {
 
 
 def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:
-    """The arrays of a call. What stands past a length is NaN."""
+    """The arrays of a call. Keys and values past a length are NaN."""
     random = np.random.default_rng(seed)
     arrays: dict[str, Any] = {}
     for name, length, heads, columns in (
@@ -83,15 +83,15 @@ def run(case: Fp8Case, arrays: dict[str, Any], implementation: str | None):
     options = {"is_causal": case.is_causal, "scale": case.scale, "return_lse": True, "implementation": implementation}
     if isinstance(case.q_offset, int):
         options["q_offset"] = case.q_offset
-    # Most of the time of a small case is XLA's, for compiling: unoptimised code is compiled in half of it.
+    # Compiling dominates a small case. Unoptimised code compiles in half the time.
     on_cpu = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(functools.partial(flash_attention_fp8, **options), compiler_options=on_cpu)(**arrays)
 
 
 def definition(case: Fp8Case, arrays: dict[str, Any], rounded: bool = False, score_bits: int | None = None):
-    """(out, lse) in float64. rounded: P, 256 at each row's maximum, rounded to e4m3, as a plain 8-bit evaluation.
+    """(out, lse) in float64. rounded: round P, with 256 at the row's maximum, to e4m3, as plain 8-bit code.
 
-    score_bits: scores are cut to as many bits of the largest one of their row.
+    score_bits: cut scores to this number of bits, relative to the largest score of their row.
     """
     names = ("query", "key", "value", "q_scale", "k_scale", "v_scale")
     query, key, value, q_scale, k_scale, v_scale = (np.asarray(arrays[name]).astype(np.float64) for name in names)
@@ -125,12 +125,12 @@ def definition(case: Fp8Case, arrays: dict[str, Any], rounded: bool = False, sco
 
 
 def errors(case: Fp8Case, arrays: dict[str, Any], got, implementation: str) -> dict[str, tuple[float, float]]:
-    """The errors of out and lse: (the error, the largest that it may have).
+    """(error, bound) of out and lse.
 
-    out by "xla": what bfloat16 rounds by, 2**-9 at most. By the kernel: as much, and 1.2 times what a plain 8-bit
-    evaluation has, whose P are rounded relative to other maxima. On a GPU, whose tensor cores add products of 8 bits
-    with some 14 bits, 1.5 times what one with such scores has, and 2**-12 for lse; and P V is cut to 14 bits with
-    every 32 keys.
+    out by "xla": the rounding to bfloat16, at most 2**-9. out by the kernel: this rounding plus 1.2 times the error of
+    a plain 8-bit evaluation, which rounds P relative to other maxima. On a GPU, tensor cores add 8-bit products with
+    about 14 bits. There the factor is 1.5, for a plain evaluation with 14-bit scores, every 32 keys of P V add 2**-14,
+    and lse has 2**-12.
     """
     on_gpu = implementation != "xla" and jax.default_backend() == "gpu"
     want = definition(case, arrays)
@@ -145,6 +145,6 @@ def errors(case: Fp8Case, arrays: dict[str, Any], got, implementation: str) -> d
 
 
 def errors_by(case: Fp8Case, implementation: str) -> dict[str, tuple[float, float]]:
-    """The errors of a call, as errors gives them."""
+    """Runs a call and returns its `errors`."""
     arrays = arrays_of(case)
     return errors(case, arrays, run(case, arrays, implementation), implementation)

@@ -1,4 +1,4 @@
-"""Cases of gated_matmul in 8 bits, each operand with a scale of its own, and their definition in float64."""
+"""Cases of gated_matmul in 8 bits, with separate scales for each operand, and their definition in float64."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["CASES", "GatedCase", "errors_by"]
 
 @dataclasses.dataclass(frozen=True)
 class GatedCase:
-    """A call. shape: of x. columns: of both weights. up: how many times larger than the gate's those of w_up are."""
+    """A call. shape: the shape of x. columns: of both weights. up: the ratio of w_up's values to w_gate's values."""
 
     shape: tuple[int, int]
     columns: int
@@ -42,7 +42,7 @@ CASES = {
 
 
 def errors_by(case: GatedCase, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of the result, and its bound: of sums in float32, and one rounding."""
+    """(error, bound) of the result: the largest error, and a bound for float32 sums and one rounding."""
     given, options = case.arrays(), {"transpose_w": case.transpose_w, "implementation": implementation}
     got = jax.jit(lambda *given: gated_matmul(*given, **options))(*given)
     x, gate, up = (np.asarray(dequantize(y)).astype(np.float64) for y in given)

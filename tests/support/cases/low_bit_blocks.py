@@ -1,4 +1,4 @@
-"""Cases of the Hopper matmul by weights of few bits whose splits a cluster joins, for cases_interpreter.py and GPUs."""
+"""Cases of the Hopper matmul by low-bit weights whose splits a cluster joins, for cases_interpreter.py and for GPUs."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ GPU = {
 
 @contextlib.contextmanager
 def replaced(blocks: dict[str, Any]) -> Iterator[None]:
-    """Inside, products are planned with other blocks in all rows of the Hopper kernel."""
+    """Inside, matmuls are planned with other blocks in all rows of the Hopper kernel."""
     before = sm90.MATMUL_LOW_BIT
     sm90.MATMUL_LOW_BIT = tuple(
         dataclasses.replace(row, config=dataclasses.replace(row.config, **blocks))
@@ -43,6 +43,6 @@ def replaced(blocks: dict[str, Any]) -> Iterator[None]:
 
 
 def errors_by(case: Any, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of each result, and its bound."""
+    """(error, bound) of each result; the error is the largest."""
     with replaced(JOINED):
         return plain.errors_by(case, implementation)

@@ -1,4 +1,4 @@
-"""Masks with their definitions in NumPy, which have nothing of the library, and what the blocks of a dense mask are."""
+"""Masks with independent definitions in NumPy, and the status of the blocks of a dense mask."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,9 +16,9 @@ BLOCKS = (8, 16)
 
 @dataclasses.dataclass(frozen=True)
 class Defined:
-    """A mask of T queries and S keys, and the same in NumPy: keep(p, k), bool broadcastable to [B, H, T, S].
+    """A mask of T queries and S keys, and the same mask in NumPy: keep(p, k), bool broadcastable to [B, H, T, S].
 
-    p: [B, 1, T, 1], positions of the queries. k: [S]. exact: whether its blocks have to be told exactly.
+    p: [B, 1, T, 1], positions of the queries. k: [S]. exact: whether the mask's block status must be exact.
     """
 
     mask: Mask
@@ -80,7 +80,7 @@ def dilated(rate):
 
 
 def ids(seed, batch, length, kind):
-    """Segment ids: "packed" ones stand in runs, with padding of -1 at the end; "mixed" ones in any order."""
+    """Segment ids. "packed": in runs, with padding of -1 at the end. "mixed": in any order."""
     random = np.random.default_rng([seed, batch, length])
     if kind == "mixed":
         return random.integers(-1, 3, (batch, length), np.int32)
@@ -106,7 +106,7 @@ def mixed(seed=0, batch=B):
 
 
 def block_sparse(block_q, block_kv, batch=B, heads=H, seed=0):
-    """Exact alone; in compositions, where the blocks of the lists lie within its own."""
+    """The block status is exact alone; in compositions, if the blocks of the lists lie within the mask's blocks."""
     cells = np.random.default_rng(seed).random((batch, heads, -(-T // block_q), -(-S // block_kv))) < 0.4
     keep = np.repeat(np.repeat(cells, block_q, axis=2)[:, :, :T], block_kv, axis=3)[..., :S]
     return Defined(masks.block_sparse(cells, (block_q, block_kv)), lambda p, k: keep)
@@ -168,7 +168,7 @@ CASES = {
 
 
 def block_status(dense, block_q, block_kv):
-    """(live, full) of NumPy [B, H, T, S]: a block past the last key is not full, queries past the last do not count."""
+    """(live, full) of NumPy [B, H, T, S]. A block past the last key is not full; queries past the last do not count."""
     *leading, q_length, kv_length = dense.shape
     rows, columns = -(-q_length // block_q), -(-kv_length // block_kv)
 
@@ -183,7 +183,7 @@ def block_status(dense, block_q, block_kv):
 
 
 def unlist(lists, count):
-    """(live, full) as BlockLists have them, [B or 1, H or 1, blocks, count]; each index once, ascending in its part."""
+    """(live, full) of BlockLists, [B or 1, H or 1, blocks, count]. Checks that indices are unique and ascending."""
     indices, full_count, partial_count = (np.asarray(x) for x in lists)
     assert indices.dtype == partial_count.dtype == full_count.dtype == np.int32
     total = partial_count + full_count
@@ -198,5 +198,5 @@ def unlist(lists, count):
     for place in np.ndindex(indices.shape[:3]):
         live[place][indices[place][: total[place]]] = True
         full[place][indices[place][: full_count[place]]] = True
-    assert (live.sum(-1) == total).all(), "an index stands in a list twice"
+    assert (live.sum(-1) == total).all(), "a list has an index twice"
     return live, full

@@ -16,7 +16,7 @@ WIDE = {"pingpong": True, "wg_rows": 128, "block_n": 192, "stages": 4, "early_bi
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call, and the fields of the MatmulSm90 that it replaces."""
+    """A call, and the fields of MatmulSm90 that it replaces."""
 
     call: Any
     blocks: dict[str, Any]
@@ -43,7 +43,7 @@ CASES = {
     "wide_float32_out": _of("float32_out", **WIDE),
     "wide_transposed": _of("transposed", **WIDE),
 }
-# For a GPU: many work tiles.
+# For a GPU: many tiles.
 GPU = {
     f"{name}_{call}": Case(testing_matmul.GPU[call], blocks)
     for name, blocks in {
@@ -58,7 +58,7 @@ GPU = {
 
 @contextlib.contextmanager
 def replaced(blocks: dict[str, Any]) -> Iterator[None]:
-    """Inside, products are planned with other blocks in all rows of the Hopper matmul."""
+    """Inside, matmuls are planned with other blocks in all rows of the Hopper matmul."""
     before = sm90.MATMUL
     of_hopper = lambda row: row.implementation == "mosaic_gpu" and row.bits != 8
     sm90.MATMUL = tuple(

@@ -1,4 +1,4 @@
-"""Cases of the Hopper norms whose rows CTAs share, with blocks that no block spec row has, for cases_interpreter.py."""
+"""Cases of the Hopper norms with rows split over CTAs, in blocks of no block spec row, for cases_interpreter.py."""
 
 import contextlib
 import dataclasses
@@ -45,6 +45,6 @@ def replaced(forward: NormSm90) -> Iterator[None]:
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest relative error of each result, and its bound."""
+    """(error, bound) of each result; the error is the largest relative error."""
     with replaced(case.forward):
         return testing_normalization.errors_by(case.call, implementation)

@@ -1,4 +1,4 @@
-"""Masks and a score_mod of a whole sequence, and errors beside other results, for the tests of rings."""
+"""Masks and a score_mod of a whole sequence, and errors against other results, for the tests of rings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +20,7 @@ def score_mod(score, b, h, q, k):
 
 
 def errors_of(names: Iterable[str], got: Iterable[Any], want: Iterable[Any]) -> dict[str, float]:
-    """The error of each array that is wanted, by name. Both have -inf in the same places, and the rest is finite."""
+    """The error of each wanted array, by name. Asserts equal positions of -inf, and that the rest is finite."""
     found = {}
     for name, g, w in zip(names, got, want, strict=True):
         if w is not None:

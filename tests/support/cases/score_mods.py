@@ -25,7 +25,7 @@ def tanh(score, b, h, q, k):
 
 
 def softcap(score, b, h, q, k):
-    """Far from the cap."""
+    """Scores are far from the cap."""
     return 20.0 * jnp.tanh(score / 20.0)
 
 
@@ -38,13 +38,13 @@ def of_query(score, b, h, q, k, rows, temperature):
 
 
 def packed(score, b, h, q, k, columns):
-    """Masks, also whole rows, by what it computes of indices."""
+    """Masks keys, and also whole rows, by arithmetic on indices."""
     score = jnp.where(q // 50 == k // 50, score * (1 + columns[0, k] ** 2), -jnp.inf)
     return jnp.where((q % 7 == 3) | ((k > 160) & (h == 1)), -jnp.inf, jnp.where(k % 9 == 1, -1e30, score))
 
 
 def many(score, b, h, q, k, columns):
-    """A score_mod of every operation that kernels take."""
+    """A score_mod with every operation that kernels support."""
     x = jax.nn.sigmoid(score) + jnp.log1p(score**2) - jnp.expm1(-jnp.abs(score)) + jnp.sqrt(score**2 + 1.0)
     x = x + jnp.exp2(jnp.minimum(score, 1.0)) * jnp.exp(-jnp.square(score)) + jax.lax.rsqrt(2.0 + score**4)
     x = (jnp.maximum(x, 0.5) + jnp.log(columns[b, k] ** 2 + jnp.square(score))) / (2.0 + jnp.sign(score))
@@ -54,12 +54,12 @@ def many(score, b, h, q, k, columns):
 
 
 def relative(score, b, h, q, k, table):
-    """By the clipped difference, of a table for each head."""
+    """Adds a table's entry for the clipped difference q - k, with a table for each head."""
     return score + table[h, jnp.clip(q - k + 40, 0, 80)]
 
 
 def buckets(score, b, h, q, k, embedding):
-    """T5's: each difference up to 8 of its own, then logarithmically up to 128, by sign."""
+    """T5's buckets: one for each distance below 8, then logarithmic up to 128, separate by sign."""
     behind = jnp.abs(k - q)
     far = 8 + (jnp.log(jnp.maximum(behind, 1) / 8) / math.log(128 / 8) * 8).astype(jnp.int32)
     bucket = jnp.where(behind < 8, behind, jnp.minimum(far, 15))
@@ -67,23 +67,23 @@ def buckets(score, b, h, q, k, embedding):
 
 
 def times_relative(score, b, h, q, k, diagonals):
-    """With a derivative by the score, of a look-up by k - q that reads each number once, and of a function of it."""
+    """Has a derivative by the score, by a look-up by k - q that reads each value once, and by a function of k - q."""
     near = jnp.exp(-jnp.square((q - k) / 30.0) * (h + 1))
     return score * diagonals[b, (k + 5) - q + diagonals.shape[1] // 2] + near
 
 
 def singular(score, b, h, q, k):
-    """With a derivative that is no number where a score is 0, as that of a key past the end is."""
+    """Has the derivative NaN at score 0, which is the score of keys past the end."""
     return score + jnp.exp(score) / 16 + jnp.sqrt(jnp.abs(score)) / 16
 
 
 def over(score, b, h, q, k, rows, columns):
-    """A score_mod that divides by numbers of queries and of keys, of which there are none past the ends."""
+    """Divides by values of queries and of keys, which do not exist past the ends."""
     return score / rows[b, q] - 1 / columns[b, k]
 
 
 def lowest(score, b, h, q, k):
-    """Masks all keys of some rows as finfo.min does, and as -1e9 does."""
+    """Masks all keys of some rows, with finfo.min and with -1e9."""
     return jnp.where(q % 5 == 1, -3.4028235e38, jnp.where((q % 5 == 2) | (k > q + 20), -1e9, score))
 
 
@@ -92,7 +92,7 @@ def lowest_of_key(score, b, h, q, k, padding):
 
 
 def lowest_tables(score, b, h, q, k, table):
-    """Beside numbers of differences, which Triton does not take."""
+    """Masks rows with -1e9, with a table of differences, which Triton does not support."""
     return jnp.where(q % 3 == 1, -1e9, score * table[h, jnp.clip(q - k + 40, 0, 80)])
 
 
@@ -117,7 +117,8 @@ _ALL = (
 MODS = {x.__name__: x for x in _ALL}
 SMALL = {"batch": 1, "q_length": 128, "kv_length": 128, "heads": 1, "kv_heads": 1, "head_dim": 64}
 ODD = SMALL | {"q_length": 77, "kv_length": 203, "heads": 4, "kv_heads": 2, "is_causal": True, "q_offset": 80}
-# For mods that close over nothing: of so few heads, an array's gradient would cancel to less than its error's bound.
+# For mods that close over nothing. With so few heads, the gradient of a closed-over array would nearly cancel, and its
+# relative error could exceed the bound.
 PAIR = ODD | {"heads": 2, "kv_heads": 1}
 CASES: dict[str, dict[str, Any]] = {
     "alibi_64": ODD | {"mod": "alibi"},
@@ -161,7 +162,7 @@ def dense(case: dict[str, Any]) -> np.ndarray:
 
 
 def arguments_of(case: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of flash_attention beside the arrays that have gradients."""
+    """The arguments of flash_attention, without the arrays that have gradients."""
     given = {name: case[name] for name in ("is_causal", "window", "q_offset", "deterministic") if name in case}
     lengths = case["q_length"], case["kv_length"]
     if "kv_lengths" in case:
@@ -177,7 +178,7 @@ def arguments_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def kept(case: dict[str, Any]) -> np.ndarray:
-    """[B, 1, T, S]"""
+    """The pairs that the case's masks keep, bool [B, 1, T, S]."""
     q, k = np.arange(case["q_length"])[:, None], np.arange(case["kv_length"])
     keep, distance = np.ones((case["batch"], 1, len(q), len(k)), bool), k - q - case.get("q_offset", 0)
     if case.get("is_causal"):
@@ -207,7 +208,7 @@ def closed_over(case: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def inputs_of(case: dict[str, Any], dtype: Any):
-    """(query, key, value, what the mod closes over, sinks), (dout, dlse)."""
+    """(query, key, value, the mod's closed-over arrays, sinks), (dout, dlse)."""
     random = np.random.default_rng(0)
     normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
     batch, q_length, kv_length, heads, kv_heads, d = (
@@ -216,14 +217,14 @@ def inputs_of(case: dict[str, Any], dtype: Any):
     shapes = [(batch, q_length, heads, d), *[(batch, kv_length, kv_heads, d)] * 2, (batch, q_length, heads, d)]
     query, key, value, dout = (jnp.asarray(normal(*shape), dtype) for shape in shapes)
     closed = jax.tree.map(lambda x: jnp.asarray(normal(*x.shape)) / 4 + 1, closed_over(case))
-    if "padding" in closed:  # of the first entry, all that the first queries see
+    if "padding" in closed:  # masks all keys that the first queries of entry 0 see
         closed["padding"] = closed["padding"].at[0, : 2 * kv_length // 3].set(jnp.finfo(jnp.float32).min)
     sinks = jnp.asarray(normal(heads)) if case.get("sinks") else None
     return (query, key, value, closed, sinks), (dout, jnp.asarray(normal(batch, heads, q_length)))
 
 
 def float64(case: dict[str, Any], primals, cotangents):
-    """(out, lse), gradients: every pair at once."""
+    """(out, lse), gradients in float64, with all pairs at once."""
     mod, keep, group = MODS[case["mod"]], kept(case), case["heads"] // case["kv_heads"]
 
     def run(query, key, value, closed, sinks):
@@ -265,11 +266,11 @@ def by(implementation: str, case: dict[str, Any], primals, cotangents):
 
 
 def errors_by(case: dict[str, Any], implementation: str, dtype: Any = jnp.bfloat16) -> dict[str, tuple[float, float]]:
-    """By result: (the error, the largest that it may be)."""
+    """(error, bound) by result."""
     given = inputs_of(case, dtype)
     want, got = map(jax.tree_util.tree_leaves_with_path, (float64(case, *given), by(implementation, case, *given)))
-    # P, dS and a result are rounded, to 2e-3 of each in the mean; what is summed over many pairs for a closed-over
-    # array, some of which cancel, keeps a tenth of that.
+    # Rounding P, dS and a result costs 2e-3 of each in the mean. A closed-over array's gradient sums over many pairs
+    # that partly cancel, to about a tenth: its relative error is ten times larger.
     bound = lambda x: 4e-3 if x.ndim == 4 else 1e-5 if x.ndim == 3 else 2e-2
     return {
         jax.tree_util.keystr(path): (rms_error(g, w), bound(w)) for (path, w), (_, g) in zip(want, got, strict=True)

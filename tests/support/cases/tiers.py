@@ -1,6 +1,6 @@
-"""The tiers of the suite: `make test` runs what is not marked slow, `make test-all` everything that needs no GPU.
+"""The tiers of the suite: `make test` runs the tests without the slow mark, `make test-all` all that need no GPU.
 
-A file whose cases repeat one another on other shapes names the few that `make test` runs. They keep a forward and a
+A file whose cases repeat one another on other shapes names the few that `make test` runs. These keep a forward and a
 gradient of every op, a compiled case of every kernel for each GPU generation, and an interpreted case of every feature.
 """
 
@@ -12,14 +12,14 @@ import pytest
 
 
 def cases(names: Iterable[Any], quick: Collection[str]) -> list[Any]:
-    """The names as parameters of a test, all but those in `quick` marked slow."""
+    """The names as parameters of a test. Names that are not in `quick` are marked slow."""
     names = list(names)
     assert not (unknown := set(quick) - set(map(str, names))), unknown
     return [pytest.param(x, id=str(x), marks=() if str(x) in quick else pytest.mark.slow) for x in names]
 
 
 def pairs(names: Iterable[Any], others: Iterable[Any], quick: tuple[Any, Any]) -> list[Any]:
-    """Every pair of a name and another, as two parameters. Those with neither of the `quick` two are marked slow."""
+    """Every pair of a name and another name, as two parameters. Pairs with neither name of `quick` are marked slow."""
     both = list(itertools.product(names, others))
     assert quick in both, quick
     mark = lambda pair: () if quick[0] == pair[0] or quick[1] == pair[1] else pytest.mark.slow
@@ -27,7 +27,7 @@ def pairs(names: Iterable[Any], others: Iterable[Any], quick: tuple[Any, Any]) -
 
 
 def some_pairs(names: Iterable[Any], others: Iterable[Any], quick: Collection[tuple[Any, Any]]) -> list[Any]:
-    """Every pair of a name and another, as two parameters. Those that are not in `quick` are marked slow."""
+    """Every pair of a name and another name, as two parameters. Pairs that are not in `quick` are marked slow."""
     both = list(itertools.product(names, others))
     assert not (unknown := set(quick) - set(both)), unknown
     mark = lambda pair: () if pair in quick else pytest.mark.slow
@@ -35,7 +35,7 @@ def some_pairs(names: Iterable[Any], others: Iterable[Any], quick: Collection[tu
 
 
 def groups(names: Iterable[str], quick: Collection[str], size: int) -> list[Any]:
-    """The names in tuples of one tier, of `size` at most, for tests whose process takes as long to start as a case."""
+    """The names of each tier in tuples of at most `size`, for tests whose process takes as long to start as a case."""
     names = list(names)
     assert not (unknown := set(quick) - set(names)), unknown
     rest = [name for name in names if name not in quick]

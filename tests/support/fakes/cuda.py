@@ -1,4 +1,4 @@
-"""A CUDA driver that runs nothing: it records the calls that it gets, with what their pointers point to."""
+"""A CUDA driver that runs nothing: it records its calls and the values behind their pointers."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ STREAM = 0x5
 
 
 class Launch(NamedTuple):
-    """A launch of a kernel. cluster: its dimensions, None where it has none."""
+    """A kernel launch. cluster: its dimensions, or None."""
 
     function: int
     grid: tuple[int, int, int]
@@ -39,7 +39,7 @@ class _Function:
         for x, kind in zip(arguments, self.argtypes, strict=True):
             if not isinstance(kind, type) or kind is ctypes.c_void_p:
                 continue
-            kind(x) if isinstance(x, int) else None  # raises where the value is of another type
+            kind(x) if isinstance(x, int) else None  # raises if the value has another type
         return self._call(*arguments) or 0
 
 
@@ -48,9 +48,9 @@ def write(pointer: Any, value: int) -> None:
 
 
 class FakeCuda:
-    """The library of `Driver`. calls: (name, arguments) of what changes something, launches as Launch.
+    """The library of `Driver`. calls: (name, arguments) of each call that changes state; a launch is a Launch.
 
-    counts: how many arguments each kernel takes. fails: names of functions that give an error.
+    counts: the number of arguments of each kernel. fails: names of functions that return an error.
     """
 
     def __init__(self, counts: dict[str, int] | None = None) -> None:
@@ -158,7 +158,7 @@ _LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void
 class FakeMosaic:
     """The library that compiles Mosaic kernels. calls: ("launch", (function, stream, addresses)), ("unload", handle).
 
-    count: how many addresses a kernel takes.
+    count: the number of addresses that a kernel takes.
     """
 
     def __init__(self, count: int) -> None:
@@ -181,7 +181,7 @@ class FakeMosaic:
 
 
 class Memory:
-    """An allocator on the CPU, for a chain of a GPU: it keeps the tensors that it gives. stream: the current one."""
+    """A CPU allocator for a GPU's chain. It keeps the tensors that it allocates. stream: the current stream."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []

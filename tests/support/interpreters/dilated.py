@@ -1,7 +1,6 @@
-"""dilated_attention by the Hopper kernels in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
+"""Runs dilated_attention by the Hopper kernels in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
 
-python tests/support/interpreters/dilated.py '{"num_heads": 4, "kv_heads": 2, "length": 64, "head_dim": 64, ...}'
-
+python tests/support/dilated_interpreter.py '{"num_heads": 4, "kv_heads": 2, "length": 64, "head_dim": 64, ...}'
 """
 
 import dataclasses
@@ -28,9 +27,9 @@ module = importlib.import_module("jax_kernels.ops.dilated.dilated_attention")
 
 def main(case: dict) -> dict:
     mosaic_interpreter.install()
-    if case.pop("bounded", False):  # short walks do without it
+    if case.pop("bounded", False):  # short lists of keys do without bounds
         mosaic_interpreter.set_bounded(True)
-    # By default one at which no launch is worth a copy.
+    # The default bandwidth is so low that no launch is worth a copy.
     device = dataclasses.replace(device_info("h200"), memory_bandwidth=case.pop("bandwidth", 1))
     device = dataclasses.replace(device, core_count=case.pop("cores", device.core_count))
     batch = case.pop("batch", 1)

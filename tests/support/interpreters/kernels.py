@@ -1,10 +1,10 @@
-"""The Hopper kernels of decode, fp8 and matmul in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
+"""Runs Hopper kernels of decode, fp8 and matmul in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
 
     python tests/support/interpreters/kernels.py MODULE CORES RACES NAME...
 
-MODULE: such as decode_cases or jax_kernels.testing.matmul. CORES: the multiprocessors to plan for. RACES: 1 to look
-for races; the interpreter takes the registers of one CTA for those of another, so that only with one core it finds true
-ones alone. Prints a JSON object by name of the case.
+MODULE: for example decode_cases or jax_kernels.testing.matmul. CORES: the number of SMs to plan for. RACES: 1 to detect
+races. The interpreter confuses the registers of different CTAs, so that its races are real only with one core. Prints a
+JSON object by name of the case.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from tests.support.processes import forked
 
 
 def check(module: str, cores: int, races: bool, names: list[str]) -> None:
-    """Runs this script: no races, and no error above its bound."""
+    """Runs this script and asserts that there are no races and that no error exceeds its bound."""
     done = forked.run(__file__, module, str(cores), str(int(races)), *names, env=forked.UNOPTIMISED, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     results = json.loads(done.stdout.splitlines()[-1])

@@ -1,8 +1,8 @@
-"""JAX's Mosaic GPU interpreter, with what the Hopper attention kernels need and it lacks.
+"""JAX's Mosaic GPU interpreter, with features that it lacks and the Hopper attention kernels need.
 
-The stock interpreter (jax 0.11) has no wgmma with its first operand in registers, and no adding stores.
-Run as a script it checks cases and prints a line of JSON for each: it is a script because a kernel that deadlocks
-hangs its process, and a process can be killed.
+The stock interpreter (jax 0.11) has no wgmma with its first operand in registers, and no adding stores. Run as a script
+it checks cases and prints a line of JSON for each. It is a script because a kernel that deadlocks hangs its process,
+and a process can be killed.
 
     python tests/support/interpreters/mosaic.py '{"batch": 1, ..., "races": true, "deterministic": true}' ...
 """
@@ -38,11 +38,11 @@ _BUILT = block_lists._built
 _KEY_GRADIENTS = backward_kernel.key_gradients
 _ROWS = sm90.ATTENTION
 _ADDING = threading.Lock()
-_RACES: list = []  # of every kernel: the interpreter keeps those of the last
+_RACES: list = []  # of every kernel: the interpreter keeps only the last kernel's races
 
 
 class AddingStore(callbacks.AsyncCopySmemToGmemTask):
-    """A TMA store with reduction_op="add". Two of them on one address are no race."""
+    """A TMA store with reduction_op="add". Two adding stores to one address are no race."""
 
     def __call__(self, tma_thread_id):
         memory = callbacks._get_shared_memory()
@@ -90,7 +90,7 @@ _PATCHING = threading.RLock()
 
 
 def _wgmma(original):
-    """Puts a register operand into a buffer of its own for the length of the product."""
+    """Copies a register operand into a buffer for the duration of the matmul."""
 
     def wgmma(self, eqn, token, get_invals):
         if isinstance(eqn.invars[1].aval, state_types.AbstractRef):
@@ -124,7 +124,7 @@ def _wgmma(original):
 
 
 class _Primitives:
-    """The primitives' module as the interpreter sees it: an accumulator's store where TMEM's store stood."""
+    """The interpreter's view of the primitives' module: it replaces TMEM's store by an accumulator's store."""
 
     def __getattr__(self, name):
         return getattr(primitives, "wgmma_accumulator_store_p" if name == "async_store_tmem_p" else name)
@@ -174,20 +174,20 @@ def install() -> None:
 
 
 def races_found() -> bool:
-    """Whether a kernel had races, of those that ran since this was last asked."""
+    """Whether a kernel had races since the last call of this function."""
     found = any(of_kernel.races_found for of_kernel in _RACES)
     _RACES.clear()
     return found
 
 
 def _persistent(fields: dict, *arguments, config, core_count: int, **rest):
-    """The backward whose CTAs take one tile after another. fields: of its blocks, and how many CTAs ("ctas")."""
+    """The backward with persistent CTAs. fields: fields of its blocks, and the number of CTAs ("ctas")."""
     config = dataclasses.replace(config, persistent=True, **{name: x for name, x in fields.items() if name != "ctas"})
     return _KEY_GRADIENTS(*arguments, config=config, core_count=fields["ctas"], **rest)
 
 
 def set_bounded(bounded: bool) -> None:
-    """Whether scores are bounded beforehand however few keys a query has. Else they are as the block specs say."""
+    """If bounded, bounds the scores beforehand for any number of keys. Otherwise follows the block specs."""
     always = {"bounded_from": 0, "bounded_from_limited": 0, "bounded_from_lists": 0}
     of_row = lambda row: dataclasses.replace(row, forward=dataclasses.replace(row.forward, **always))
     rows = (of_row(row) if bounded and row.implementation == "mosaic_gpu" else row for row in _ROWS)
@@ -195,26 +195,26 @@ def set_bounded(bounded: bool) -> None:
 
 
 def run(case: dict) -> dict:
-    """Errors of the forward and the backward of one case against float64, and the races that were seen."""
-    jax.clear_caches()  # what is set here is in no cache's key
+    """Errors of one case's forward and backward against float64, and the races found."""
+    jax.clear_caches()  # the settings below are in no cache's key
     races = case.pop("races", False)
     deterministic = case.pop("deterministic", False)
-    bounded = case.pop("bounded", False)  # short walks do without it
+    bounded = case.pop("bounded", False)  # short lists of keys do without bounds
     set_bounded(bounded)
-    cores = case.pop("cores", 1)  # of a GPU that has fewer tiles, the backward splits tiles
+    cores = case.pop("cores", 1)  # with more SMs than tiles, the backward splits tiles
     split_tail.SplitTail.of = lambda tiles, steps, core_count: _SPLIT(tiles, steps, cores)
     persistent = case.pop("persistent", None)
     backward_kernel.key_gradients = functools.partial(_persistent, persistent) if persistent else _KEY_GRADIENTS
     rising, has_lists = case.pop("rising", False), "pattern" in case
-    out_only = case.pop("out_only", False)  # whose gradients overflow
-    without_lse = case.pop("without_lse", False)  # out once more, by a kernel that writes no lse
+    out_only = case.pop("out_only", False)  # for cases whose gradients overflow
+    without_lse = case.pop("without_lse", False)  # out a second time, by a kernel that writes no lse
     block_lists._built, is_prepared = _BUILT, case.pop("prepared", False)
     case = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}
     case = testing.AttentionCase(name="interpreted", **case)
-    # Not force_gpu_interpret_mode, which would take the Triton kernel of a bias's gradient too.
+    # Not force_gpu_interpret_mode, which would also interpret the Triton kernel of a bias's gradient.
     plgpu.InterpretGPUParams = functools.partial(_PARAMS, detect_races=races)
     query, key, *others = testing.attention_inputs(case, seed=0)
-    if rising:  # the keys that are visited last have scores hundreds above those of the first block
+    if rising:  # the last visited keys have scores that exceed the first block's by hundreds
         factors = jax.numpy.linspace(*((0, 120) if has_lists else (40, 0)), case.kv_length)
         key *= factors[:, None, None].astype(key.dtype)
     arrays = query, key, *others
@@ -223,7 +223,7 @@ def run(case: dict) -> dict:
         limits = {name: case.arguments[name] for name in ("is_causal", "window", "q_offset", "bias")}
         limits |= {"deterministic": deterministic, "implementation": "mosaic_gpu"}
         given["mask"] = prepare_mask(case.arguments["mask"], *arrays[:3], **limits)
-        block_lists._built = None  # a call has no need of it
+        block_lists._built = None  # a call must not need it
     got = testing.run_attention(case, arrays, "mosaic_gpu", deterministic=deterministic, **given)
     got = {name: jax.block_until_ready(x) for name, x in got.items()}
     found = races_found()
@@ -234,7 +234,7 @@ def run(case: dict) -> dict:
     want = attention_oracle.attention(case, *arrays)
     errors = {name: testing.rms_error(got[name], x) for name, x in want._asdict().items()}
     bounds = testing.tolerance(case) if rising else testing.tolerance_of(case, arrays, want)
-    if rising or out_only:  # only the forward has a running maximum; its bounds are those of unscaled keys, wider ones
+    if rising or out_only:  # only the forward has a running maximum; its bounds are the wider bounds of unscaled keys
         errors = {name: errors[name] for name in ("out", "lse")}
     if without_lse:
         errors["without_lse"], bounds["without_lse"] = float(differs), 0.0

@@ -1,10 +1,10 @@
 """Finds loads and stores of Triton kernels that reach past the end of an array without a mask.
 
-A block may hang over the end of its array: 256 columns of a head of 192. A GPU reads and writes what stands there; the
-interpreter does not. `unmasked(function, *arrays)` traces the function and looks at every access of every kernel: where
-a dimension of the block is longer than what is left of the array, the mask has to vary along that dimension.
-Nothing runs. An access whose mask varies along the dimension counts as right: the kernels' results say whether it is.
-So does a load whose place along the dimension is computed: a loop over whole blocks needs no mask.
+A block may hang over the end of its array: 256 columns of a head of 192. A GPU accesses the memory past the end; the
+interpreter does not. `unmasked(function, *arrays)` traces the function and inspects every access of every kernel: if a
+dimension of the block is longer than the rest of the array, the mask has to vary along that dimension. Nothing runs. An
+access whose mask varies along the dimension counts as right; only the kernels' results can show that the mask is
+correct. A load at a computed index along the dimension also counts as right: a loop over whole blocks needs no mask.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ ACCESSES = ("masked_load", "masked_swap", "get", "swap")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A kernel's view of an array. overhanging: by dimension of the view, whether it may reach past the array."""
+    """A kernel's view of an array. overhanging: for each dimension of the view, whether it may reach past the array."""
 
     name: str
     overhanging: tuple[bool, ...]
 
 
 def unmasked(function: Any, *arrays: Any) -> list[str]:
-    """One line for each access without the mask that it needs. Equal lines are named once."""
+    """One line for each access that lacks a mask. Equal lines are listed once."""
     calls = list(_kernels(jax.make_jaxpr(function)(*arrays).jaxpr))
     assert calls, "no kernel was traced"
     return list(dict.fromkeys(line for call in calls for line in _of_kernel(call.params)))
@@ -63,14 +63,14 @@ def _of_kernel(params: dict[str, Any]) -> Iterator[str]:
 
 
 def _of_jaxpr(jaxpr: Jaxpr, blocks: dict[Var, Block], varies: dict[Var, frozenset[int]]) -> Iterator[str]:
-    """varies: along which dimensions a value differs, of the values that are not known to differ along all."""
+    """varies: the dimensions along which a value differs. A value that is not in it may differ along all dimensions."""
     of = lambda x: frozenset() if isinstance(x, Literal) else varies.get(x, frozenset(range(x.aval.ndim)))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ACCESSES:
             yield from _of_access(eqn, blocks, of)
         inners = list(_inner(eqn))
         for inner in inners:
-            # The operands of a call, and the last ones of a loop or a branch.
+            # The operands of a call, or the last operands of a loop or a branch.
             outer = eqn.invars[len(eqn.invars) - len(inner.invars) :]
             pairs = [(var, x) for var, x in zip(inner.invars, outer, strict=True) if not isinstance(x, Literal)]
             known = {var: blocks[x] for var, x in pairs if x in blocks}
@@ -83,7 +83,7 @@ def _of_jaxpr(jaxpr: Jaxpr, blocks: dict[Var, Block], varies: dict[Var, frozense
 
 
 def _varying(eqn: Any, of: Any) -> frozenset[int] | None:
-    """Along which dimensions the result of an operation differs; None for all."""
+    """The dimensions along which the result of an operation differs; None for all."""
     name, params = eqn.primitive.name, eqn.params
     if name == "iota":
         return frozenset([params["dimension"]])
@@ -95,7 +95,7 @@ def _varying(eqn: Any, of: Any) -> frozenset[int] | None:
     if eqn.primitive.name in ACCESSES or not hasattr(out, "shape"):
         return None
     if all(isinstance(x, Literal) or x.aval.shape in ((), out.shape) for x in eqn.invars) and len(eqn.outvars) == 1:
-        return frozenset().union(*(of(x) for x in eqn.invars if x.aval.shape == out.shape))  # of each number
+        return frozenset().union(*(of(x) for x in eqn.invars if x.aval.shape == out.shape))  # elementwise
     return None
 
 

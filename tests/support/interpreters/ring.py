@@ -1,9 +1,9 @@
-"""Steps of a ring by the Hopper kernels in JAX's Mosaic interpreter, against float64.
+"""Runs steps of a ring by the Hopper kernels in JAX's Mosaic interpreter, against float64.
 
-A script, as a kernel that deadlocks hangs its process. Each argument is the JSON of a case: head_dim, heads, kv_heads,
-number (of the step), index (of the device), layout, is_causal, joins (whether there is a result of earlier steps),
-and perhaps v_head_dim, tokens (of a device) and mask (one of MASKS).
-It prints a line of JSON for each: the errors, and whether there were races.
+It is a script, as a kernel that deadlocks hangs its process. Each argument is the JSON of a case: head_dim, heads,
+kv_heads, number (of the step), index (of the device), layout, is_causal, joins (whether earlier steps have a result),
+and optionally v_head_dim, tokens (of a device) and mask (a name of MASKS).
+It prints a line of JSON for each case: the errors, and whether there were races.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""Triton kernels in the interpreter, held to their arrays: what passes an array's end gives NaN.
+"""Triton kernels in the interpreter with checked bounds: an access past an array's end gives NaN.
 
-The interpreter moves such a load or store to where the array has room, or leaves it out. A GPU reads and writes the
-memory behind the array, which is the next row, or another array.
+The interpreter moves such a load or store into the array, or leaves it out. A GPU accesses the memory behind the array,
+which is the next row, or another array.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from jax.experimental.pallas import triton as plgpu
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """A context in which kernels that are traced anew have checked loads and stores, but for those of whole refs.
+    """Inside, newly traced kernels have checked loads and stores. Accesses of whole refs are not checked.
 
-    A store that passes an end makes all of its array NaN, as the interpreter may leave out what it stores.
+    A store past an end makes all of its array NaN, as the interpreter may leave the store out.
     """
     load, store = plgpu.load, plgpu.store
 
@@ -37,13 +37,13 @@ def strict() -> Iterator[None]:
 
 
 def _nan_where(where: jax.Array, x: jax.Array) -> jax.Array:
-    """x with NaN in these places, or with the least integer."""
+    """x with NaN, or with the least integer, where `where` is true."""
     wrong = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
     return jnp.where(where, jnp.asarray(wrong, x.dtype), x)
 
 
 def _passes(view: Any, mask: Any) -> jax.Array:
-    """The numbers of a view that its mask keeps though they lie outside of the array, as bools."""
+    """Whether each element of a view is kept by the mask and lies outside of the array, as bools."""
     if not hasattr(view, "transforms"):  # a whole ref
         return jnp.zeros((), bool)
     *outer, last = view.transforms
@@ -62,7 +62,7 @@ def _passes(view: Any, mask: Any) -> jax.Array:
 
 
 def _outside(place: Any, size: int) -> jax.Array:
-    """Whether places along an axis of `size` numbers do not exist: a bool, or [count] of them for a slice."""
+    """Whether indices along an axis of length `size` are out of bounds: a bool, or bool [count] for a slice."""
     if hasattr(place, "start"):
         place = place.start + jnp.arange(place.size) * place.stride
     place = jnp.asarray(place)

@@ -1,6 +1,6 @@
-"""Attention by its definition, in NumPy, with the gradient by hand: nothing to compile, which is most of a small test.
+"""Attention by its definition in NumPy, with a handwritten gradient.
 
-It has nothing of the library but the case.
+It compiles nothing, since compiling dominates the time of small tests. It uses nothing of the library except the case.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ from jax_kernels.testing import AttentionResults, without_garbage
 
 
 def live(case):
-    """Which keys each query of an AttentionCase may attend to: bool [B, H, T, S]."""
+    """The keys that each query of an AttentionCase may attend to: bool [B, H, T, S]."""
     arguments = case.arguments
     live = np.ones((case.batch, case.heads, case.q_length, case.kv_length), bool)
     left, right = (case.window,) * 2 if isinstance(case.window, int) else case.window or (-1, -1)
@@ -29,7 +29,7 @@ def live(case):
             live[b] &= (q_ids[:, None] == kv_ids) & (q_ids >= 0)[:, None]
     if arguments["mask"] is not None:
         mask = arguments["mask"]
-        if case.pattern is not None:  # tests/masks holds to_dense to definitions in NumPy
+        if case.pattern is not None:  # tests/masks checks to_dense against NumPy
             mask = np.asarray(mask.to_dense(case.q_length, case.kv_length, q_offset=arguments["q_offset"]))
         live &= mask
     if arguments["bias"] is not None:
@@ -38,7 +38,7 @@ def live(case):
 
 
 def attention(case, query, key, value, dout, dlse, *, keep=None):
-    """AttentionResults of an AttentionCase in float64. keep: which keys each query attends to; None: live(case)."""
+    """AttentionResults of an AttentionCase in float64. keep: the keys that each query attends to; None: live(case)."""
     key, value = without_garbage(case, key, value)
     query, key, value, dout, dlse = (np.asarray(x).astype(np.float64) for x in (query, key, value, dout, dlse))
     group, keep = case.heads // case.kv_heads, live(case) if keep is None else keep
@@ -61,7 +61,7 @@ def attention(case, query, key, value, dout, dlse, *, keep=None):
     if sinks is not None:
         share = np.exp(sinks - highest)
         total = total + share
-        share = share / np.where(total == 0, 1, total)  # a sink of -inf is none
+        share = share / np.where(total == 0, 1, total)  # a sink of -inf counts as no sink
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + highest)[..., 0]
     weights /= np.where(total == 0, 1, total)

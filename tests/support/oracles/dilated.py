@@ -1,6 +1,6 @@
-"""Dilated attention by its definition, in NumPy: which token sees which, written out, and the gradient by hand.
+"""Dilated attention by its definition in NumPy: the tokens that each token sees are written out, the gradient by hand.
 
-It has nothing of the library but the Hilbert curve, which has tests of its own.
+It uses nothing of the library except the Hilbert curve, which has its own tests.
 """
 
 import math
@@ -9,8 +9,8 @@ import numpy as np
 
 from jax_kernels import hilbert_order
 
-# What dilated_attention gives, and the error that each may have in bfloat16: out is rounded once in a branch and once
-# merged, the gradients in each branch.
+# The results of dilated_attention, and the allowed error of each in bfloat16. out is rounded once in a branch and once
+# in the merge; the gradients are rounded in each branch.
 NAMES = ("out", "lse", "dq", "dk", "dv")
 BFLOAT16_BOUNDS = (3e-3, 1e-5, 6e-3, 6e-3, 6e-3)
 
@@ -20,7 +20,7 @@ def segments_of(length, size):
 
 
 def in_order(tokens, order):
-    """The tokens of a segment in the order that is dilated."""
+    """The tokens of a segment in the order to which the dilation applies."""
     tokens = list(tokens)
     return tokens if order is None else [tokens[i] for i in hilbert_order(len(tokens))]
 

@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, where JAX sees several CPU devices."""
+"""Runs scripts in processes of their own, where JAX sees several CPU devices."""
 
 import json
 import os
@@ -11,14 +11,14 @@ __all__ = ["done_by", "lines_of", "results_of"]
 
 
 def lines_of(script: str, *arguments: str, **options: Any) -> list[str]:
-    """The lines that a script prints in a process with several CPU devices. options: of done_by."""
+    """The output lines of a script in a process with several CPU devices. options: see done_by."""
     return done_by(script, *arguments, **options).stdout.splitlines()
 
 
 def done_by(
     script: str, *arguments: str, devices: int = 8, limit: int = 200, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A script's process, which had this number of CPU devices and ended well. limit: seconds."""
+    """The finished process of a script that ran with `devices` CPU devices and exited with 0. limit: seconds."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
@@ -33,9 +33,9 @@ def done_by(
 
 
 def results_of(script: str, names: Sequence[str], *first: str, **options: Any) -> dict[str, Any]:
-    """The results by name that a script prints as JSON in its last line, given the words `first` and then the names.
+    """Runs a script with the words `first` and then the names. Returns the JSON of its last line, results by name.
 
-    options: of lines_of.
+    options: see lines_of.
     """
     found = json.loads(lines_of(script, *first, *names, **options)[-1])
     assert sorted(found) == sorted(names)

@@ -1,10 +1,10 @@
-"""Many calls of the bridge over changing shapes, streams and threads, each of whose results is checked.
+"""Many calls of the bridge over changing shapes, streams and threads. Every result is checked.
 
     python tests/support/processes/endurance.py CALLS SECONDS
 
-It ends after so many calls, or so many seconds, and prints a JSON object: how many calls there were; wrong: how many
-results differ from what the first call of their kind gave, which is compared with float64; and what both allocators
-had in use, and the process, after a tenth of the calls and at the end.
+It ends after CALLS calls or SECONDS seconds, and prints a JSON object. calls: the number of calls. wrong: the number of
+results that differ from the first call of their kind, which is compared with float64. before, after: the memory in use
+of both allocators and of the process, after a tenth of the calls and at the end.
 """
 
 import gc
@@ -30,7 +30,7 @@ THREADS, STREAMS = 4, 3
 
 
 class Case(NamedTuple):
-    """A call of tensors, those tensors, and what its results and their gradients are."""
+    """A call, its input tensors, and the wanted results and gradients."""
 
     name: str
     call: Callable[..., torch.Tensor]
@@ -52,7 +52,7 @@ def exact_norm(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return x * (x.square().mean(-1, keepdim=True) + torch.finfo(torch.bfloat16).eps).rsqrt() * scale
 
 
-# By name, (a call of tensors, the same in plain PyTorch, the shapes of the tensors).
+# By name: (a call of tensors, the same call in plain PyTorch, the shapes of the tensors).
 KINDS: dict[str, tuple[Any, Any, list[tuple[tuple[int, ...], ...]]]] = {
     "attention": (
         lambda *x: bridge.flash_attention(*x, is_causal=True),
@@ -94,7 +94,7 @@ def make_cases() -> list[Case]:
 
 
 class Counts:
-    """How many calls there were, and where to stop."""
+    """The number of calls so far, and the limits of calls and of time."""
 
     def __init__(self, calls: int, seconds: float) -> None:
         self.lock = threading.Lock()
@@ -113,7 +113,7 @@ class Counts:
 
 
 def work(cases: Sequence[Case], counts: Counts, seed: int, wrong: torch.Tensor) -> None:
-    """Calls cases at random on streams of its own. wrong: gets one more for each result that is not as it was."""
+    """Calls random cases on streams of its own. wrong: adds one for each wrong result."""
     chosen = random.Random(seed)
     streams = [torch.cuda.Stream() for _ in range(STREAMS)]
     sizes = [2**8, 2**13, 2**17, 2**19]
@@ -122,7 +122,8 @@ def work(cases: Sequence[Case], counts: Counts, seed: int, wrong: torch.Tensor) 
             case = chosen.choice(cases)
             stream, other = chosen.choice(streams), chosen.choice(streams)
             with torch.cuda.stream(stream):
-                # Memory that was given back may be read, or still be written: NaN is never right.
+                # A kernel may still read or write memory that was freed too early. NaN in this memory makes the error
+                # visible.
                 torch.full((chosen.choice(sizes),), float("nan"), device="cuda", dtype=torch.bfloat16)
                 if chosen.random() < 0.5:
                     with torch.no_grad():
@@ -137,13 +138,13 @@ def work(cases: Sequence[Case], counts: Counts, seed: int, wrong: torch.Tensor) 
                     wrong += ~(error <= 2e-2 * theirs.float().abs().max())
             del found
             if counts.done % 64 == 0:
-                stream.synchronize()  # so that no thread queues more than a moment's work
+                stream.synchronize()  # keeps the queue of each thread short
     except Exception as error:
         counts.errors.append(f"{case.name}: {type(error).__name__}: {error}")
 
 
 def in_use() -> dict[str, int]:
-    """The bytes in use of PyTorch's allocator, of JAX's, and of the process."""
+    """The bytes in use of PyTorch's allocator, of JAX's allocator, and of the process."""
     for _ in range(3):
         gc.collect()
         torch.cuda.synchronize()
@@ -168,7 +169,7 @@ def run(cases: Sequence[Case], calls: int, seconds: float) -> dict[str, Any]:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        jax.block_until_ready(jnp.full((1 << 16,), jnp.nan))  # work of JAX's own, whose memory may be taken
+        jax.block_until_ready(jnp.full((1 << 16,), jnp.nan))  # JAX's own work, in memory that may be reused
         time.sleep(0.001)
     torch.cuda.synchronize()
     return {"calls": counts.done, "wrong": int(sum(int(x) for x in wrong)), "errors": counts.errors}
@@ -176,7 +177,7 @@ def run(cases: Sequence[Case], calls: int, seconds: float) -> dict[str, Any]:
 
 def main(calls: int, seconds: float) -> None:
     cases = make_cases()
-    run(cases, 20 * len(cases), seconds)  # all kinds are known, on all threads' streams
+    run(cases, 20 * len(cases), seconds)  # now all kinds are cached, on the streams of all threads
     begin = time.monotonic()
     first = run(cases, calls // 10, seconds / 2)
     before = in_use()

@@ -1,6 +1,6 @@
-"""Scripts that run in processes of their own, which begin with JAX imported: most of what a process takes to begin.
+"""Runs scripts in forked processes that have JAX imported already. Importing dominates the start of a process.
 
-A process that has the modules, and nothing of a backend, forks for each script.
+The server process has the modules imported and no backend started. It forks for each script.
 """
 
 import importlib
@@ -21,17 +21,17 @@ _MODULES = (
     "jax.experimental.pallas.triton", "jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret", "numpy", "pytest",
     "jax_kernels", "jax_kernels.testing", "jax_kernels.ops.attention.flash_attention", "jax_kernels.pallas.block_specs",
 )  # fmt: skip
-# Most of what an interpreted kernel takes is XLA's, for compiling.
+# Compiling by XLA dominates the time of an interpreted kernel.
 UNOPTIMISED = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 _OF_THREAD = threading.local()
 ROOT = Path(__file__).parents[3]
 
 
 def run(script: str | Path, *words: str, env: dict[str, str | None], timeout: float) -> subprocess.CompletedProcess:
-    """As subprocess.run of this Python, with its output as text.
+    """Like subprocess.run of this Python, with its output as text.
 
-    env: what is other than in this process, None for what is not there. XLA reads it when it begins; JAX, which runs on
-    the CPU and without a cache, has read its own.
+    env: variables that differ from this process; None removes a variable. XLA reads them when it starts. JAX has read
+    its variables already: it runs on the CPU, without a compilation cache.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "stdout"), Path(folder, "stderr")
@@ -40,7 +40,7 @@ def run(script: str | Path, *words: str, env: dict[str, str | None], timeout: fl
         print(json.dumps(request), file=server.stdin, flush=True)
         answer = server.stdout.readline()
         if not answer:
-            raise RuntimeError(f"what forks for {script} ended with {server.wait()}")
+            raise RuntimeError(f"the server of {script} ended with {server.wait()}")
         if (status := json.loads(answer)) is None:
             raise subprocess.TimeoutExpired(request["argv"], timeout, out.read_text(), log.read_text())
         return subprocess.CompletedProcess(
@@ -49,7 +49,7 @@ def run(script: str | Path, *words: str, env: dict[str, str | None], timeout: fl
 
 
 def _server() -> subprocess.Popen:
-    """One for each thread, as each waits for its answers."""
+    """A server for each thread, as each thread waits for its answers."""
     if not hasattr(_OF_THREAD, "server"):
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = os.environ | {
@@ -63,7 +63,7 @@ def _server() -> subprocess.Popen:
 
 
 def _serve() -> None:
-    """Reads requests, and answers each with the exit status, or None where its time was up."""
+    """Reads requests, and answers each with the exit status, or with None after a timeout."""
     for name in _MODULES:
         importlib.import_module(name)
     for line in sys.stdin:
@@ -90,7 +90,7 @@ def _become(argv: list[str], env: dict[str, str | None], outputs: list[str], tim
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, path in enumerate(outputs, 1):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-        sys.argv = argv
+        sys.argv = argv  # sys.path[0] is this file's folder, where scripts find the shared modules
         runpy.run_path(argv[0], run_name="__main__")
         status = 0
     except SystemExit as end:

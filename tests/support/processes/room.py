@@ -1,8 +1,8 @@
-"""Room for compiled programs in a process of tests.
+"""Limits the compiled programs that a test process keeps.
 
-Each program that JAX or PyTorch compiles takes memory maps, 6 on two cores and more on many, of which Linux gives a
-process 65,530; the process ends at the next. A process that runs all tests of a part compiles thousands of programs,
-and which of them depends on how pytest-xdist shares them out. So `Room` looks after every test, whichever came before.
+Each program that JAX or PyTorch compiles takes memory maps: 6 on two cores, more on many cores. Linux allows a process
+65,530 maps and kills it at the next. A process that runs all tests of a folder compiles thousands of programs, and the
+tests of a process depend on pytest-xdist. So `Room` checks after every test, whatever ran before it.
 """
 
 import gc
@@ -17,19 +17,19 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def count_maps() -> int:
-    """How many memory maps the process has; 0 where the system does not say."""
+    """The number of memory maps of the process; 0 if the system does not say."""
     maps = Path("/proc/self/maps")
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 def resident_bytes() -> int:
-    """The memory of the process that is in use; 0 where the system does not say."""
+    """The resident memory of the process; 0 if the system does not say."""
     found = Path("/proc/self/statm")
     return int(found.read_text().split()[1]) * 4096 if found.exists() else 0
 
 
 def clear() -> None:
-    """Drops the compiled programs of JAX, of the bridge and of PyTorch, where these are loaded."""
+    """Drops the compiled programs of JAX, of the bridge and of PyTorch, if these are loaded."""
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
     if "jax_kernels.bridge" in sys.modules:
@@ -39,11 +39,12 @@ def clear() -> None:
 
 
 class Room:
-    """Clears the caches where there are many programs, after a test.
+    """Clears the caches after a test if there are too many programs.
 
-    To read the maps takes 1 ms for 1,000 of them. They are read after as many programs as `most_unseen`, or tests as
-    `most_tests`, for maps that are not of JAX's programs. least_room: as many more than clearing leaves are allowed.
-    most_bytes: of memory, which programs take too. limit: of maps that clearing may leave.
+    Reading the maps takes 1 ms for 1,000 maps. They are read after `most_unseen` new programs, or after `most_tests`
+    tests, since not only JAX's programs have maps. least_room: additional maps allowed beyond the number left by
+    clearing. most_bytes: the allowed memory, which programs take too. limit: the number of maps that clearing may
+    leave.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Room:
         self._programs += event == _COMPILED
 
     def after_test(self) -> bool:
-        """Tells whether it cleared. Raises RuntimeError where that leaves so many maps that the process will end."""
+        """Returns whether it cleared. Raises RuntimeError if clearing leaves more than `limit` maps."""
         self._tests += 1
         is_full = resident_bytes() > self.most_bytes
         if self._programs < self.most_unseen and self._tests < self.most_tests and not is_full:
@@ -76,11 +77,11 @@ class Room:
         self._programs = self._tests = 0
         if count_maps() <= self.most_maps and not is_full:
             return False
-        jax.clear_caches()  # what the bridge and PyTorch keep serves on, and compiles its programs again
+        jax.clear_caches()  # the bridge and PyTorch keep working: they compile their programs again
         gc.collect()
         if is_full or count_maps() > self.most_maps // 2:
             clear()
-        if is_full:  # what stays is not programs: no use in doing it after every test
+        if is_full:  # the remaining memory is not programs: clearing after every test would not help
             self.most_bytes = max(self.most_bytes, resident_bytes() + (1 << 30))
         maps = count_maps()
         if maps > self.limit:

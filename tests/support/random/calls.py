@@ -122,7 +122,7 @@ def products(draw: Draw) -> Call:
 
 
 def eight_bits(draw: Draw) -> Call:
-    """A product of operands in 8 bits, or a gated unit of such; by XLA of what they stand for."""
+    """A matmul of 8-bit operands, or a gated unit of them; by XLA on the dequantized operands."""
     scaling, is_gated = draw.one("tensor", "row", "block"), draw.chance(0.4)
     m, n, k = draw.size(), 16 * draw.integer(1, 60), 16 * draw.integer(1, 60)
     dtype, activation = draw.one("bfloat16", "float16", "float32"), draw.one(*ACTIVATIONS)
@@ -213,7 +213,7 @@ def decoding(draw: Draw) -> Call:
 
 
 def dilated_pattern(draw: Draw, length: int, heads: int) -> dict[str, Any]:
-    """The arguments of dilated_attention but its arrays."""
+    """The arguments of dilated_attention, without its arrays."""
     groups = draw.chance(0.3)
     count = draw.integer(1, (min(4, heads + 1) if groups else 4))
     lengths = [draw.one(draw.integer(1, 2 * length + 1), 64, 128, 256, length) for _ in range(count)]
@@ -251,7 +251,7 @@ def dilated(draw: Draw) -> Call:
 
 
 def dynamic(draw: Draw) -> Call:
-    """A forward and the gradients of dynamic_mask_attention: the keys of the largest bias, or a mask of any heads."""
+    """A forward and the gradients of dynamic_mask_attention, with top_k of the bias or a mask of any heads."""
     batch, kv_heads, length, keys = draw.integer(1, 4), draw.integer(1, 4), draw.size(), draw.size()
     heads, head_dim = kv_heads * draw.one(1, 2, 4), draw.one(64, 128, 32, 96, 256)
     dtype = draw.one("bfloat16", "bfloat16", "float16", "float32")
@@ -268,7 +268,7 @@ def dynamic(draw: Draw) -> Call:
     options = {"is_causal": draw.chance(0.4), "q_offset": draw.one(0, keys - length), "softcap": draw.one(None, 20.0)}
 
     def forward(ops: Any, given: Arrays, **how: Any) -> Mapping[str, Any]:
-        # The bias has the same numbers in every dtype, so the same keys are kept.
+        # The bias has the same values in every dtype, so the same keys are kept.
         mask = given.get("mask", ops.masks.top_k(given["bias"], kept, q_length=length) if kept else None)
         out, lse = ops.dynamic_mask_attention(**given | {"mask": mask}, **options, return_lse=True, **how)
         return {"out": out, "lse": lse}
@@ -315,7 +315,7 @@ def attention_of_eight_bits(draw: Draw) -> Call:
 
 
 def few_bits(draw: Draw) -> Call:
-    """A product with weights of 4 or 8 bits, and its gradients of x; by XLA of what they stand for."""
+    """A matmul with weights of 4 or 8 bits, and its gradient of x; by XLA on the dequantized weights."""
     format, transpose_w, is_gated = draw.one("int8", "int4", "mxfp8", "mxfp4"), draw.chance(0.5), draw.chance(0.3)
     m, n, k = draw.one(1, 16, draw.size()), draw.size(), 128 * draw.integer(1, 12)
     dtype, activation = draw.one("bfloat16", "float16"), draw.one(*ACTIVATIONS)
@@ -339,7 +339,7 @@ def few_bits(draw: Draw) -> Call:
         moved=["x"],
         dtype=dtype,
         keeps=frozenset(weights),
-        # Beside relu's kink a weight that is rounded moves a gradient from 0 to 1. Many rows take rounded weights.
+        # Near relu's kink, a rounded weight can move a gradient from 0 to 1. With many rows, weights are rounded.
         tolerance=TOLERANCE["bfloat16"] if activation == "relu" else None,
         options={"m": m, "n": n, "k": k, "format": format, "is_gated": is_gated, "dtype": dtype, "f": activation}
         | layout
@@ -361,5 +361,5 @@ KINDS: dict[str, Callable[[Draw], Call]] = {
 
 
 def drawn(kind: str, seed: int) -> Call:
-    """Call number `seed` of a kind."""
+    """Draws call number `seed` of a kind."""
     return KINDS[kind](Draw(seed, list(KINDS).index(kind)))

@@ -1,4 +1,4 @@
-"""A call of an op beside the same call by XLA in float32, and random choices of what it is given."""
+"""Calls of an op that are compared with XLA in float32, and random choices of their inputs."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ import numpy as np
 import jax_kernels
 
 Arrays = Mapping[str, Any]
-# Root mean square of an error, of that of the right numbers; gradients have twice as much.
+# Root mean square of the error, relative to the right values. Gradients have twice the tolerance.
 TOLERANCE = {"bfloat16": 0.015, "float16": 0.004, "float32": 1e-4}
 
 
@@ -20,10 +20,10 @@ TOLERANCE = {"bfloat16": 0.015, "float16": 0.004, "float32": 1e-4}
 class Call:
     """A call of an op.
 
-    forward(ops, arrays, **how) gives results by name; ops: jax_kernels, or what has the same names for other arrays;
-    how: implementation, and precision where the op has one. arrays: float32 numbers that `dtype` holds exactly, and
-    integers and bools. moved: the names of those that gradients are taken of. keeps: the names of float arrays that are
-    float32 in any call. options: what the call was drawn as, for messages.
+    forward(ops, arrays, **how) returns results by name. ops: jax_kernels, or an object with the same names for other
+    arrays. how: implementation, and precision if the op has it. arrays: float32 values that `dtype` can represent,
+    integers and bools. moved: names of the arrays to differentiate. keeps: names of the float arrays that stay float32
+    in every call. options: the choices drawn, for messages.
     """
 
     forward: Callable[..., Mapping[str, Any]]
@@ -41,7 +41,7 @@ class Call:
         return {name: jnp.asarray(x, dtype if is_cast(name, x) else x.dtype) for name, x in self.arrays.items()}
 
     def run(self, arrays: Arrays, **how: Any) -> Mapping[str, jax.Array]:
-        """The results, and as d_name the gradients of the arrays that are moved."""
+        """The results, and as d_name the gradients of the arrays in `moved`."""
         rest = {name: x for name, x in arrays.items() if name not in self.moved}
         moved = {name: arrays[name] for name in self.moved}
         results, vjp = jax.vjp(lambda moved: self.forward(jax_kernels, rest | moved, **how), moved)
@@ -49,23 +49,23 @@ class Call:
         return results | {f"d_{name}": x for name, x in vjp(cotangents)[0].items()}
 
     def results(self) -> Mapping[str, jax.Array]:
-        """Those of the implementation that dispatch takes."""
+        """The results of the implementation that dispatch chooses."""
         return jax.jit(self.run)(self.given(self.dtype))
 
     def wanted(self) -> Mapping[str, jax.Array]:
-        """Those of XLA in float32."""
+        """The results of XLA in float32."""
         how = {"implementation": "xla"} | ({"precision": "fp32"} if self.has_precision else {})
         with jax.default_matmul_precision("highest"):
             return jax.jit(lambda arrays: self.run(arrays, **how))(self.given("float32"))
 
 
 def cotangent(shape: Sequence[int]) -> np.ndarray:
-    """That of a result: -0.75 to 1.25, which every dtype holds. They do not cancel in a sum over rows."""
+    """The cotangent of a result: -0.75 to 1.25, exact in every dtype. It does not cancel in a sum over rows."""
     return ((np.arange(math.prod(shape)) * 7 % 17 - 6) / 8).reshape(shape).astype(np.float32)
 
 
 def _placed_as(x: jax.Array, other: jax.Array) -> jax.Array:
-    """The other array, shared out as x is where that is part of x's type."""
+    """The other array, resharded like x if x's type has Explicit axes."""
     sharding = jax.typeof(x).sharding
     return (
         jax.sharding.reshard(other, sharding) if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else other
@@ -73,7 +73,7 @@ def _placed_as(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def check(call: Call, got: Mapping[str, Any] | None = None) -> None:
-    """Asserts that the call's results, or those given, are those of XLA in float32, to the roundings of its dtype."""
+    """Asserts that `got` (None: call.results()) is XLA's result in float32, up to the roundings of its dtype."""
     got = call.results() if got is None else got
     for name, right in call.wanted().items():
         x, right = (np.asarray(y).astype(np.float64) for y in (got[name], right))
@@ -91,7 +91,7 @@ def check(call: Call, got: Mapping[str, Any] | None = None) -> None:
 class Draw:
     """Random choices. The same seed draws the same call.
 
-    The sizes are those that kernels get wrong: one past a block, a multiple of a part of a block, a single row.
+    The sizes are likely to break kernels: one past a block, a multiple of a part of a block, a single row.
     """
 
     def __init__(self, *seed: int):
@@ -114,7 +114,7 @@ class Draw:
         )
 
     def normal(self, *shape: int, dtype: str = "float32") -> np.ndarray:
-        """Normal numbers that a dtype holds, in float32."""
+        """Normal values that a dtype can represent, in float32."""
         x = self.random.standard_normal(shape, np.float32)
         return np.asarray(jnp.asarray(x, dtype), np.float32)
 
@@ -130,7 +130,7 @@ class Draw:
 
 
 def check_all(names: Sequence[str], drawn: Callable[[str], Any], check_one: Callable[[Any], None]) -> None:
-    """Checks what is drawn by each name, and prints the names that are right. An error tells the name."""
+    """Checks the call drawn for each name, and prints names that pass. Raises RuntimeError(name) on failure."""
     for name in names:
         try:
             check_one(drawn(name))

@@ -1,7 +1,7 @@
-"""Calls of ring_attention and sequence_parallel_dilated_attention drawn at random, beside those of one device.
+"""Random calls of ring_attention and sequence_parallel_dilated_attention, compared with one device.
 
-As a script it checks those of the numbers that it is given, on four CPU devices, or compiles them for GPUs that are not
-there, and prints each that is right::
+As a script it checks the named calls on four CPU devices, or compiles them for GPUs that are not present. It prints
+each name that passes::
 
     python tests/support/random/rings.py cpu ring-0 ring-1 dilated-0
     python tests/support/random/rings.py h200 ring-0
@@ -36,7 +36,7 @@ TOKENS, ROWS = jax.P(None, AXIS), jax.P(None, None, AXIS)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RingCall(Call):
-    """A call whose results are those of devices that share the sequence. ring: ring_attention's own arguments."""
+    """A call whose results come from devices that share the sequence. ring: ring_attention's own arguments."""
 
     devices: int
     ring: Arrays
@@ -52,7 +52,7 @@ class RingCall(Call):
         return {name: move(unshard_sequence, x, self._out_spec(name, x)) for name, x in found.items()}
 
     def compile(self, gpu: str) -> None:
-        """Compiles the program for so many GPUs of one machine, without them."""
+        """Compiles the program for `devices` GPUs of one machine, without GPUs."""
         with on_device(gpu) as info:
             topology = topologies.get_topology_desc(
                 platform="cuda", target_config=compile_case.target_config(info), topology=f"1x1x{self.devices}"
@@ -77,7 +77,7 @@ class RingCall(Call):
         return given
 
     def _program(self, mesh: Any) -> tuple[dict[str, jax.P], Any]:
-        """(the specs of what is given by name, the function of all devices)."""
+        """(the PartitionSpecs of the inputs by name, the function of all devices)."""
         specs = {name: _spec(name, x) for name, x in self._given().items()}
         out_specs = {"out": TOKENS, "lse": ROWS} | {f"d_{name}": specs[name] for name in self.moved}
         named = {"in_specs": (specs,), "out_specs": out_specs, "check_vma": self.check_vma}
@@ -130,7 +130,7 @@ def _score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def _mask(draw: Draw, length: int, heads: int) -> tuple[str, Any]:
-    """A name and a masks.Mask of the whole sequence, or None."""
+    """The name of a kind, and a masks.Mask of this kind for the whole sequence."""
     kind = draw.one("window", "blocks", "function", "dense", "segments")
     if kind == "window":
         return kind, masks.sliding_window(draw.integer(0, length), 3) | masks.global_tokens(draw.integer(1, 80))
@@ -145,7 +145,7 @@ def _mask(draw: Draw, length: int, heads: int) -> tuple[str, Any]:
 
 
 def drawn_dilated(seed: int, most: int = MOST) -> RingCall:
-    """Call number `seed` of sequence_parallel_dilated_attention, on at most so many devices."""
+    """Draws call number `seed` of sequence_parallel_dilated_attention, on at most `most` devices."""
     draw = Draw(seed, most, 1)
     devices, batch, kv_heads = draw.integer(2, most + 1), draw.integer(1, 3), draw.integer(1, 4)
     heads, head_dim = kv_heads * draw.one(1, 2), draw.one(64, 128, 32, 96)
@@ -174,7 +174,7 @@ def drawn_dilated(seed: int, most: int = MOST) -> RingCall:
 
 
 def drawn(seed: int, most: int = MOST, least: int = 8) -> RingCall:
-    """Call number `seed` of ring_attention, on at most so many devices. A run of tokens has `least` or more."""
+    """Draws call number `seed` of ring_attention, on `most` devices or fewer. least: tokens of a run."""
     draw = Draw(seed, most)
     devices, batch, kv_heads = draw.integer(2, most + 1), draw.integer(1, 3), draw.one(1, 2, 4)
     heads, head_dim = kv_heads * draw.one(1, 2), draw.one(64, 128, 32, 96, 40)

@@ -1,7 +1,7 @@
-"""The random calls of random_calls with arrays that four devices share out at random, under jit.
+"""The random calls of random_calls under jit, with arrays that are sharded at random over four devices.
 
-As a script it checks calls on four CPU devices, or compiles them for GPUs that are not there, and prints each that is
-right::
+As a script it checks calls on four CPU devices, or compiles them for GPUs that are not present. It prints each name
+that passes::
 
     python tests/support/random/shards.py cpu attention-0 attention-1 norms-0
     python tests/support/random/shards.py h200 products-0
@@ -24,9 +24,9 @@ NAMES, SIZES = ("rows", "columns"), (2, 2)
 
 
 def specs_of(call: Call, draw: Draw, mesh: jax.sharding.Mesh) -> dict[str, jax.P]:
-    """For each array, which axes the two axes of the mesh share out. A mesh axis shares out one at most.
+    """A random PartitionSpec for each array. A mesh axis shards at most one axis of an array.
 
-    Where a mesh has Explicit axes, attention refuses tokens that these share out.
+    If the mesh has Explicit axes, attention refuses sharded tokens; its tokens stay whole.
     """
     found = {}
     is_whole = jax.sharding.AxisType.Explicit in mesh.axis_types and "query" in call.arrays
@@ -43,13 +43,13 @@ def specs_of(call: Call, draw: Draw, mesh: jax.sharding.Mesh) -> dict[str, jax.P
 
 
 def mesh_of(draw: Draw, devices: Sequence[Any]) -> jax.sharding.Mesh:
-    """Both axes are Auto, or both Explicit."""
+    """A mesh of two axes, both Auto or both Explicit."""
     kind = draw.one(jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
     return jax.sharding.Mesh(np.array(devices[:4]).reshape(SIZES), NAMES, axis_types=(kind, kind))
 
 
 def results(call: Call, draw: Draw, devices: Sequence[Any]) -> Mapping[str, jax.Array]:
-    """The call's results, of arrays that lie on the devices as drawn."""
+    """The call's results, with arrays placed on the devices as drawn."""
     mesh = mesh_of(draw, devices)
     specs = specs_of(call, draw, mesh)
     given = {
@@ -61,7 +61,7 @@ def results(call: Call, draw: Draw, devices: Sequence[Any]) -> Mapping[str, jax.
 
 
 def compile_for(gpu: str, call: Call, draw: Draw) -> None:
-    """Compiles the call for four GPUs of one machine, without them."""
+    """Compiles the call for four GPUs of one machine, without GPUs."""
     with on_device(gpu) as info:
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=compile_case.target_config(info), topology="1x1x4"
@@ -80,7 +80,7 @@ def compile_for(gpu: str, call: Call, draw: Draw) -> None:
 
 
 def drawn(name: str) -> tuple[Call, Draw]:
-    """The call of a name such as norms-3, and what draws how its arrays are shared out."""
+    """The call of a name such as norms-3, and the Draw that chooses its sharding."""
     kind, number = name.split("-")
     return random_calls.drawn(kind, int(number)), Draw(int(number), 2)
 

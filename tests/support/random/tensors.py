@@ -1,4 +1,4 @@
-"""The random calls of random_calls, of PyTorch tensors by the bridge."""
+"""The random calls of random_calls, with PyTorch tensors by the bridge."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from tests.support.random.draws import Call, Draw, cotangent
 
 
 def made(call: Call, draw: Draw, device: str) -> Mapping[str, torch.Tensor]:
-    """The call's arrays as tensors. Some lie in memory in another order of their axes, or between others' numbers."""
+    """The call's arrays as tensors. Some have permuted strides, some are slices of larger tensors."""
     tensors = {name: _laid_out(draw, _tensor(call, name, x).to(device)) for name, x in call.arrays.items()}
     for name in call.moved:
         tensors[name].requires_grad_()
@@ -19,7 +19,7 @@ def made(call: Call, draw: Draw, device: str) -> Mapping[str, torch.Tensor]:
 
 
 def results(call: Call, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, np.ndarray]:
-    """The bridge's results, and as d_name PyTorch's gradients of the tensors that are moved."""
+    """The bridge's results, and as d_name PyTorch's gradients of the tensors in `moved`."""
     found = call.forward(_Bridge(), dict(tensors))
     differentiated = [x for x in found.values() if x.requires_grad] if call.moved else []
     cotangents = [torch.tensor(cotangent(x.shape)).to(x) for x in differentiated]
@@ -45,7 +45,7 @@ def _tensor(call: Call, name: str, x: np.ndarray) -> torch.Tensor:
 
 
 def _laid_out(draw: Draw, x: torch.Tensor) -> torch.Tensor:
-    """The same numbers, in a random layout of memory."""
+    """The same values, in a random memory layout."""
     kind = draw.one("as it is", "as it is", "axes", "part")
     if kind == "axes":
         order = [int(axis) for axis in draw.random.permutation(x.ndim)]
@@ -66,7 +66,7 @@ class _Rounded(NamedTuple):
 
 
 class _Bridge:
-    """The names of jax_kernels, for tensors. A dtype is PyTorch's, and scales are arguments of their own."""
+    """The names of jax_kernels, for tensors. Dtypes are PyTorch's, and scales are separate arguments."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(bridge, name)

@@ -1,4 +1,4 @@
-"""dilated_attention on PyTorch tensors is JAX's, and the module around it."""
+"""dilated_attention on PyTorch tensors equals JAX's, and the module around it."""
 
 import copy
 import importlib
@@ -70,7 +70,7 @@ def test_errors(make_qkv):
 
 
 def by_hand(weights, x, keys=None, values=None, segment_ids=None):
-    """The output of a causal module of 4 heads, in float64, from weights by their names in its state_dict."""
+    """The output of a causal module of 4 heads, in float64, computed from weights named as in its state_dict."""
     p = {name: weight.detach().double().numpy() for name, weight in weights.items()}
     project = lambda x, name: x @ p[f"{name}_proj.weight"].T + p.get(f"{name}_proj.bias", 0)
     batch, length, _ = x.shape
@@ -99,7 +99,7 @@ def test_module(layer_norm):
     out.square().sum().backward()
     assert all(parameter.grad.abs().max() > 0 for name, parameter in module.named_parameters() if name != "k_proj.bias")
 
-    # The value defaults to the key.
+    # value defaults to key.
     y, ids = torch.randn(2, 15, 32), np.random.default_rng(0).integers(-1, 2, (2, 15)).astype(np.int32)
     with torch.no_grad():
         out = module(x, y, is_causal=True, segment_ids=torch.from_numpy(ids))
@@ -125,13 +125,13 @@ def test_module_takes_weights_of_the_public_names(bias, layer_norm):
 
 
 def test_module_shows_no_token_a_later_one():
-    """Batch entry j has another token j than the last entry. No output before j differs."""
+    """Batch entry j changes token j. No output before j changes."""
     module = bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values())
     x = torch.randn(1, 15, 32)
     changed = torch.eye(16, 15, dtype=torch.bool)[:, :, None]
     with torch.no_grad():
         out = module(torch.where(changed, 10 * x + 1, x), is_causal=True)
-    # PyTorch's products round rows of different batch entries differently.
+    # PyTorch's matmuls round rows of different batch entries differently.
     differs = ((out - out[-1:]).abs() > 1e-4).any(-1)[:-1]
     assert not differs.tril(-1).any()
     assert differs.diagonal().float().mean() > 0.5

@@ -23,7 +23,7 @@ def ids(*shape):
 
 
 def check(call, given, lse=-np.inf):
-    """Checks call(*tensors) -> out, or (out, lse, ...), twice: known calls run by another way."""
+    """Checks call(*tensors) -> out, or (out, lse, ...), twice: cached calls take another way."""
     for _ in range(2):
         out, *found = results if isinstance(results := call(*given), tuple) else (results,)
         assert out.shape == given[0].shape
@@ -77,7 +77,7 @@ def test_flash_attn_func(sizes):
     assert bridge.flash_attn_qkvpacked_func(torch.ones(0, 3, 3, HEADS, DIM), causal=True).shape == (0, 3, HEADS, DIM)
 
 
-# Tokens of queries and of keys, and where the sequences begin and end.
+# Tokens of queries and of keys, and the bounds of the sequences.
 VARLEN = {
     "no tokens": (0, 0, [0, 0, 0], [0, 0, 0]),
     "no sequences": (3, 4, [0], [0]),
@@ -91,7 +91,7 @@ VARLEN = {
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", VARLEN)
 def test_flash_attn_varlen_func(name, causal):
-    """No sequence of these has both queries and keys."""
+    """None of these sequences has both queries and keys."""
     queries, keys, *starts = VARLEN[name]
     starts = [torch.tensor(x, dtype=torch.int32) for x in starts]
     longest = [int(max([0, *np.diff(x)])) for x in starts]

@@ -1,4 +1,4 @@
-"""flash_attention on CPU tensors: numbers, gradients, errors."""
+"""flash_attention on CPU tensors: values, gradients, errors."""
 
 import inspect
 import itertools
@@ -82,7 +82,7 @@ BIASES = {
 
 @pytest.mark.parametrize("case", BIASES)
 def test_bias_and_sinks(case, make_qkv, reference):
-    """Numbers, and all five gradients, of which each may be left out."""
+    """Values, and all five gradients; any gradient may be left out."""
     inputs = make_qkv(length=9, kv_length=11, kv_heads=2)
     bias, sinks = torch.randn(BIASES[case]), torch.randn(4)
     if case == "masked":
@@ -203,7 +203,7 @@ def test_strided_inputs_and_cotangents(make_qkv, reference):
     out = bridge.flash_attention(*joint.unbind(2), is_causal=True)
     want, _ = reference(*joint.unbind(2), is_causal=True)
     torch.testing.assert_close(out.double(), want, atol=3e-6, rtol=0)
-    # A sum's cotangent has stride 0.
+    # The cotangent of a sum has stride 0.
     torch.testing.assert_close(
         torch.autograd.grad(out.sum(), joint)[0], torch.autograd.grad(want.sum(), joint)[0], atol=1e-5, rtol=0
     )
@@ -307,7 +307,7 @@ INTEGERS = ("uint8", "int8", "int16", "uint16", "uint32", "int64", "uint64", "bo
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("name", ["segment_ids", "kv_lengths", "q_offset"])
 def test_integers_are_int32(name, dtype):
-    """Others are wider than JAX's, or wrap where they meet int32."""
+    """Other integers are wider than JAX's, or wrap when they meet int32."""
     dtype = getattr(torch, dtype)
     x = torch.ones((2, 8) if name == "segment_ids" else 2).to(dtype)
     functions = [

@@ -1,4 +1,4 @@
-"""Masks of floats that are 0 or 1, in the ops that take masks."""
+"""Masks of floats 0 and 1, in the ops that take masks."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_other_values(name, make_qkv):
 
 @pytest.mark.parametrize("name", ["flash", "dynamic"])
 def test_compiled_it_is_nan_for_other_values(name, make_qkv):
-    """As under jax.jit: nobody can look at the values before."""
+    """As under jax.jit: the values are unknown beforehand."""
     mask, call = CALLS[name]
     inputs = make_qkv()
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")

@@ -21,7 +21,7 @@ def qkv(length, queries=1, batch=2):
 
 
 def programs(monkeypatch):
-    """A list to which each length of keys that JAX gets is added."""
+    """A list that collects each number of keys that JAX gets."""
     lengths = []
     own = flash_attention_operator._prepare
     monkeypatch.setattr(
@@ -84,7 +84,7 @@ def test_lengths_that_keys_are_padded_to():
 
 @pytest.fixture
 def read(monkeypatch):
-    """The shapes of what each call gives to JAX."""
+    """The shapes of the arrays that each call passes to JAX."""
     found, own = [], dlpack.import_tensors
 
     def import_tensors(tensors, device, **options):
@@ -128,7 +128,7 @@ def test_expanded_masks_and_biases_are_not_materialised(read, reference, make_qk
 
 
 def test_a_gradient_of_an_expanded_bias_has_its_shape(read, reference, make_qkv):
-    """It is that of each entry, though all are the same memory. Key and value that get gradients stay, too."""
+    """Each entry has a gradient, though all share memory. Key and value with gradients stay expanded, too."""
     query, key, value = make_qkv(heads=4, kv_heads=1)
     bias = torch.randn(1, 1, 1, 24).expand(2, 4, 24, 24).requires_grad_()
     heads = [x.expand(-1, -1, 4, -1) for x in (key, value)]

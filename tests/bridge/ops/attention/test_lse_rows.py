@@ -1,4 +1,4 @@
-"""The rows of calls on a GPU whose forward gives an excess: their shapes follow from the tensors that are given."""
+"""The rows of GPU calls whose forward returns an excess: their shapes follow from the tensors of the call."""
 
 import jax
 import jax.numpy as jnp

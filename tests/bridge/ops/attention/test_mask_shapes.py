@@ -1,4 +1,4 @@
-"""Masks of a wrong shape and misspelt patterns: errors name the argument that the caller gave."""
+"""Masks of a wrong shape and misspelt patterns: errors name the caller's argument."""
 
 import pytest
 import torch

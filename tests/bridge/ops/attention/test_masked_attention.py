@@ -24,7 +24,7 @@ def alibi_bias(length):
 
 
 def check(results, inputs, reference, atol=1e-5, **arguments):
-    """results: (out, lse) of the inputs, against the reference, with all gradients."""
+    """results: (out, lse) of the inputs; compared with the reference, with all gradients."""
     torch.manual_seed(0)
     want = reference(*inputs[:3], **arguments)
     alive = ~want[1].isneginf()
@@ -87,8 +87,7 @@ def test_gradients_of_what_a_function_closes_over(make_qkv, reference):
     slopes = torch.from_numpy(np.array(SLOPES)).requires_grad_()
     inputs = [*make_qkv(), slopes]
     distance = (torch.arange(24)[:, None] - torch.arange(24)).abs()
-    # A slope's gradient is a float32 sum of distances up to 23 over all pairs, one after another where XLA does not
-    # optimise.
+    # A slope's gradient is a float32 sum of distances up to 23 over all pairs, which unoptimised XLA adds one by one.
     bias = -slopes[:, None, None] * distance
     check(bridge.from_jax(attend)(*inputs), inputs, reference, atol=4e-5, bias=bias)
 

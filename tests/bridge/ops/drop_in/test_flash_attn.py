@@ -1,4 +1,4 @@
-"""flash-attn's and flash-dmattn's functions, by their own names and meanings, against float64."""
+"""flash-attn's and flash-dmattn's functions, with their own names and semantics, against float64."""
 
 import inspect
 import itertools
@@ -248,7 +248,7 @@ def test_other_names_in_flash_attention(name, compiled, make_qkv):
     inputs = make_qkv()
     attend = lambda *x: bridge.flash_attention(*x, **others)
     attend = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
-    for _ in range(3):  # known calls too
+    for _ in range(3):  # cached calls too
         torch.testing.assert_close(attend(*inputs), bridge.flash_attention(*inputs, **own))
 
 

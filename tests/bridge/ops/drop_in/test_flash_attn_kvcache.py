@@ -50,7 +50,7 @@ def rotated(x, positions, cos, sin, is_interleaved):
 
 
 def wanted(reference, q, keys, values, k, v, lengths, leftpads, tables, options):
-    """(outs, lses), written to keys and values [B, S, Hkv, D], in float64."""
+    """(outs, lses) in float64. Writes to keys and values [B, S, Hkv, D]."""
     causal, window = options.get("causal", False), tuple(map(int, options.get("window_size", (-1, -1))))
     queries, outs, lses = q.shape[1], [], []
     for b, length in enumerate(lengths):

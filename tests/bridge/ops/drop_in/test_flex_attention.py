@@ -22,7 +22,7 @@ def documents(b, h, q, k):
 
 
 def ragged(b, h, q, k):
-    return (k < LIMITS[b]) & (h != q // 30)  # a head has queries without keys
+    return (k < LIMITS[b]) & (h != q // 30)  # one head has queries without keys
 
 
 def biased(score, b, h, q, k):
@@ -93,7 +93,7 @@ def test_values_and_gradients(name):
 
 
 def of_blocks(keep, size=16, noop=True, **full):
-    """A BlockMask of lists of blocks, which are all that says which pairs are kept."""
+    """A BlockMask whose kept pairs follow only from its lists of blocks."""
     counts, indices = torchs._dense_to_ordered(keep.to(torch.int8))
     mask_mod = None if noop else documents
     return torchs.BlockMask.from_kv_blocks(
@@ -102,7 +102,7 @@ def of_blocks(keep, size=16, noop=True, **full):
 
 
 def test_the_lists_of_blocks_count():
-    """PyTorch's kernels skip blocks that no list has; its eager function looks at the mask_mod alone."""
+    """PyTorch's kernels skip unlisted blocks. Its eager function reads only the mask_mod."""
     keep = torch.rand(BATCH, HEADS, 3, 3, generator=GENERATOR) > 0.4
     full = ~keep & (torch.rand(BATCH, HEADS, 3, 3, generator=GENERATOR) > 0.5)
     cells = lambda x: x.repeat_interleave(16, 2).repeat_interleave(16, 3)[:, :, :LENGTH, :KV_LENGTH]
@@ -142,8 +142,9 @@ def test_a_mask_mod_reads_the_values_of_today():
     kept = [made._jax_kernels_masks[key].mask for key in made._jax_kernels_masks]
     bridge.flex_attention(*qkv, block_mask=made)
     assert [made._jax_kernels_masks[key].mask for key in made._jax_kernels_masks] == kept
-    ids[20:] = 1  # the block lists keep all blocks, and the mask_mod says more today
-    # The blocks of 32 queries were full then: PyTorch's kernels ask the mask_mod in partial ones alone.
+    ids[20:] = 1  # the block lists still keep all blocks, the mask_mod now keeps fewer pairs
+    # The first 32 queries' blocks were full when the lists were made. PyTorch's kernels ask the mask_mod only in
+    # partial blocks.
     want, _ = oracle(*qkv, keep=lambda b, h, q, k: (ids[q] == ids[k]) | (q < 32))
     torch.testing.assert_close(bridge.flex_attention(*qkv, block_mask=made).double(), want, atol=1e-5, rtol=1e-5)
     want, _ = oracle(*qkv, keep=mask_mod)
@@ -162,7 +163,7 @@ def test_lists_that_change_make_the_mask_again():
     made = of_blocks(torch.ones(1, 1, 3, 3, dtype=torch.bool))
     qkv = make()
     bridge.flex_attention(*qkv, block_mask=made)
-    made.kv_num_blocks.fill_(1)  # the first block of each row
+    made.kv_num_blocks.fill_(1)  # keeps the first block of each row
     want, _ = oracle(*qkv, keep=lambda b, h, q, k: k < 16)
     torch.testing.assert_close(bridge.flex_attention(*qkv, block_mask=made).double(), want, atol=1e-5, rtol=1e-5)
     assert not copy.deepcopy(made)._jax_kernels_masks
@@ -223,7 +224,7 @@ def test_pytorchs_own_function_runs_for_the_rest():
     with pytest.warns(UserWarning, match=r"uses torch's cumsum.* PyTorch's own function runs"):
         got = bridge.flex_attention(*plain, scanned)
     torch.testing.assert_close(got, torchs.flex_attention(*plain, scanned))
-    with pytest.raises(TypeError, match=r"score_mod: .* uses torch's cumsum"):  # PyTorch's has no gradients here
+    with pytest.raises(TypeError, match=r"score_mod: .* uses torch's cumsum"):  # PyTorch has no gradients here
         bridge.flex_attention(*make(requires_grad=True), scanned)
 
 

@@ -19,7 +19,7 @@ def doubled(x):
 
 KEEP = torch.ones(3, 3, dtype=torch.bool)
 MASK = bridge.masks.causal()
-# By name, (a call of tensors, their shape, the argument that the first one is).
+# By name: (a call of tensors, their shape, the argument of the first tensor).
 OF_TENSORS = {
     "flash_attention": (bridge.flash_attention, (2, 24, 4, 16), "query"),
     "a Mask": (lambda *x: bridge.flash_attention(*x, mask=MASK), (2, 24, 4, 16), "query"),
@@ -64,7 +64,7 @@ def test_a_nested_key_names_flash_attn_varlen_func(direct):
 
 
 def nested_like(x, layout):
-    """A nested tensor of two entries with x's dtype and axes, the second one shorter."""
+    """A nested tensor of two entries with x's dtype and axes. The second entry is shorter."""
     first, second = x[0], x[-1]
     entries = [first, second[..., :1] if second.ndim == 1 else second[:1]]
     return torch.nested.nested_tensor(entries, layout=layout)
@@ -74,7 +74,7 @@ ATTENTION_SHAPES = [(2, 24, 4, 16)] * 3
 TOKENS = [(2, 24, 16)]
 DILATED = {"segment_lengths": (12,), "dilation_rates": (1,)}
 CONFIG = {"vocab_size": 32, "model_dim": 16, "num_layers": 1, "num_heads": 2}
-# By name, (the function, the shapes of the tensors, the names of the arguments). A bool tensor is a mask.
+# By name: (the function, the shapes of the tensors, the names of the arguments). A bool tensor is a mask.
 EVERY_ARGUMENT = {
     "flash_attention": (bridge.flash_attention, ATTENTION_SHAPES, ("query", "key", "value")),
     "flash_attention, mask": (
@@ -168,7 +168,7 @@ def test_multihead_attention_serves_strided_ones_as_pytorch(lengths, need_weight
     assert (got[1] is None) == (want[1] is None)
     if need_weights:
         torch.testing.assert_close(got[1], want[1])
-    else:  # each sequence alone is right
+    else:  # each sequence on its own is right
         for entry, out in zip(entries, got[0].unbind(), strict=True):
             torch.testing.assert_close(out, ours(entry, entry, entry)[0], atol=3e-6, rtol=0)
 
@@ -201,7 +201,7 @@ def test_multihead_attention_names_what_pytorch_refuses_too(layout):
 
 
 def test_encoders_of_pytorch_with_our_layers():
-    """Padding makes PyTorch's encoder nest its tensors; PyTorch's own layers give the same results."""
+    """Padding makes PyTorch's encoder nest its tensors. PyTorch's own layers give the same results."""
     layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     theirs = torch.nn.TransformerEncoder(layer, 2).eval()
     own = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
@@ -227,7 +227,7 @@ def test_encoders_of_pytorch_with_our_layers():
 def test_scaled_dot_product_attention_falls_back(layout, monkeypatch):
     monkeypatch.setattr(warn_once, "_GIVEN", set())
     entries = [torch.randn(n, 4, 8) for n in (3, 5)]
-    if layout is torch.strided:  # PyTorch's own function wants contiguous ones
+    if layout is torch.strided:  # PyTorch's own function needs contiguous tensors
         nested = lambda: torch.nested.nested_tensor([x.transpose(0, 1) for x in entries])
     else:
         nested = lambda: torch.nested.nested_tensor(entries, layout=layout).transpose(1, 2)

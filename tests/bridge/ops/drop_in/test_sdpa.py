@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention against PyTorch's own: shapes, masks, gradients, what falls back, errors."""
+"""scaled_dot_product_attention against PyTorch's own: shapes, masks, gradients, fallbacks, errors."""
 
 import inspect
 import warnings
@@ -97,7 +97,7 @@ def test_numbers_and_gradients(case):
     with sdpa_kernel(SDPBackend.MATH):
         want = functional.scaled_dot_product_attention(*exact, **{**options, "attn_mask": exact_mask})
     assert out.shape == want.shape
-    # Beside scores of -1e38 float32 holds no more than their order: rows of them alone have equal weights.
+    # With scores of -1e38, float32 keeps only their order: rows of only such scores have equal weights.
     far = mask is not None and is_added and bool((mask == torch.finfo(torch.float32).min).all(-1).any())
     torch.testing.assert_close(out.double(), want, atol=3e-5 if options.get("scale") == 30.0 else 3e-6, rtol=0)
     if far:
@@ -113,12 +113,12 @@ def test_numbers_and_gradients(case):
 
 
 def _skewed(*shape):
-    """A tensor whose last axis has a stride of 2, one number behind the start of its memory."""
+    """A tensor whose last axis has stride 2, with an offset of one element."""
     *outer, last = shape
     return torch.randn(*outer, 2 * last + 1)[..., 1 : 2 * last + 1 : 2]
 
 
-# The cases of PyTorch's own tests in which tensors lie in memory in an unusual way: (query, key, value), the mask.
+# Cases of PyTorch's own tests with tensors in unusual memory layouts: (query, key, value), the mask.
 MEMORY = {
     "unaligned": ([torch.randn(2 * 3 * 9 * 8 + 3)[3:].view(2, 3, 9, 8) for _ in range(3)], None),
     "strides of the last axis": ([_skewed(2, 3, 9, 8) for _ in range(3)], _skewed(9, 9)),
@@ -367,7 +367,7 @@ def test_errors(options, error, message):
 
 
 def test_pytorchs_fast_path_calls_no_attention():
-    """docs/pytorch.md says so, and how to turn it off."""
+    """docs/pytorch.md says so, and says how to turn the fast path off."""
     layer = torch.nn.TransformerEncoderLayer(16, nhead=2, dropout=0.0, batch_first=True).eval()
     layer.self_attn = bridge.nn.MultiheadAttention(16, 2, batch_first=True)
     calls, forward = [], layer.self_attn.forward

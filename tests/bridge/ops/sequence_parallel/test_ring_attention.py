@@ -1,4 +1,4 @@
-"""bridge.ring_attention and its dilated form over two CPU processes: as on one, forward and gradients."""
+"""bridge.ring_attention and its dilated form over two CPU processes: equal to one process, forward and gradients."""
 
 import os
 import pathlib
@@ -75,7 +75,7 @@ check("zigzag", True, ids, sinks, strategy="ring")
 check("zigzag", True, ids, sinks, strategy="halo", window=(3, 0))
 check("zigzag", True, None, None, strategy="all_gather")
 check("zigzag", True, ids, sinks, strategy="all_to_all")
-# Calls in turn that differ in one option's value.
+# Successive calls that differ in one option's value.
 with torch.no_grad():
     mine = [bridge.shard_sequence(x) for x in (query, key, value)]
     others = [{"softcap": 0.5}, {"softcap": 50.0}, {"scale": 0.1}, {"window": (3, 2)}, {"is_causal": True}]
@@ -159,7 +159,7 @@ single(x, is_causal=True).square().sum().backward()
 out = shared(local(x), is_causal=True)
 torch.testing.assert_close(of_all(out), single(x, is_causal=True).detach(), rtol=0, atol=2e-6)
 out.square().sum().backward()
-largest = max(x.grad.norm() for x in single.parameters())  # that of k_proj.bias is a sum that cancels
+largest = max(x.grad.norm() for x in single.parameters())  # k_proj.bias's gradient is a sum that cancels
 for one, other in zip(shared.parameters(), single.parameters()):
     dist.all_reduce(one.grad)
     assert (one.grad - other.grad).norm() < 2e-6 * largest

@@ -1,4 +1,4 @@
-"""bridge.ring_attention and its dilated form under torchrun, one process for each of two GPUs: as exact as float64."""
+"""bridge.ring_attention and its dilated form under torchrun, with a process for each of two GPUs, against float64."""
 
 import os
 import pathlib

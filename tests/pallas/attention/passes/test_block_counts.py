@@ -1,4 +1,4 @@
-"""How many pairs each block of a bool array keeps: the kernel interpreted, and where masks take it."""
+"""The number of pairs that each block of a bool array keeps: the kernel interpreted, and its use by masks."""
 
 import json
 import sys
@@ -15,7 +15,8 @@ from jax_kernels.ops.attention import block_counts
 from jax_kernels.pallas.attention.passes import block_counts as block_counts_pass
 from tests.tools import compile_case
 
-# The array's shape and the blocks: parts of them at the ends, several in a program, and programs for parts of one.
+# The array's shape and the blocks: partial blocks at the ends, several blocks in a program, and blocks that several
+# programs share.
 TAKEN = [
     ((2, 3, 300, 203), (64, 64)),
     ((1, 1, 1000, 1000), (192, 64)),
@@ -46,8 +47,8 @@ def test_counts(shape, blocks):
 def test_what_it_takes():
     takes = block_counts_pass.takes
     assert not takes((1, 1, 256, 256), 128, 96)  # no power of two
-    assert not takes((1, 1, 256, 256), 40, 64)  # rows in parts of 8
-    assert not takes((1, 1, 1, 256), 64, 64)  # an axis that is broadcast
+    assert not takes((1, 1, 256, 256), 40, 64)  # rows are in parts of 8
+    assert not takes((1, 1, 1, 256), 64, 64)  # a broadcast axis
     assert not takes((1, 1, 256, 1), 64, 64)
     assert not takes((1, 70000, 64, 64), 64, 64)
     assert takes((1, 8, 1 << 14, 1 << 14), 128, 128)
@@ -59,7 +60,7 @@ def has_kernel(function, *arguments):
 
 
 def test_where_it_is_used(monkeypatch):
-    """Each has a length of its own: jit keeps what it has traced."""
+    """Each case has a different length, since jit keeps its traces."""
     keep = lambda n: jax.ShapeDtypeStruct((2, n, n), bool)
     density = lambda keep: masks.dense(keep).density(*keep.shape[-2:], 16)
     assert not has_kernel(density, keep(64))
@@ -69,7 +70,7 @@ def test_where_it_is_used(monkeypatch):
     with on_device("h200"):
         lists = lambda keep: (~masks.dense(keep)).block_lists(67, 67, 16, 16)
         assert has_kernel(lists, keep(67))
-        # What is computed is counted where it is.
+        # A computed mask is counted without the kernel.
         assert not has_kernel(lambda keep: (masks.dense(keep) & masks.causal()).density(68, 68, 16), keep(68))
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
         assert not has_kernel(density, keep(69))

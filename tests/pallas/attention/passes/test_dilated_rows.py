@@ -1,4 +1,4 @@
-"""The passes that put the branches of dilated attention together, and views of arrays, against what gathers give."""
+"""The passes that join the branches of dilated attention, and views of arrays, against gathered rows."""
 
 import functools
 
@@ -129,7 +129,7 @@ def test_views_have_the_gathered_rows(name, monkeypatch):
 
 
 def test_what_is_not_strided():
-    """Segments that do not cover the sequence, rates that do not divide them, rows of no whole tiles, and an order."""
+    """Segments that do not cover the sequence, rates that do not divide them, rows in partial tiles, and an order."""
     for pattern in (
         ((48,), (2,), 4, 4, 64, None),
         ((64,), (3,), 4, 4, 64, None),

@@ -19,7 +19,7 @@ from jax_kernels.reference.attention import row_terms
 from tests.tools import compile_case
 
 
-# Rows and columns of a block, and the mask's shape: whole blocks, parts of them, and more rows than a program has.
+# Rows and columns of a block, and the mask's shape: whole blocks, partial blocks, and more rows than a program has.
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     ("rows", "columns", "shape"),
@@ -36,7 +36,7 @@ def test_packed(rows, columns, shape, transposed):
     keep[:, :, 160:, 100:] = False
     got = np.asarray(mask_bits.packed(jnp.asarray(keep), rows, columns, transposed=transposed))
 
-    # By hand: [B, H, blocks of rows, rows, blocks of columns, bits, PART]
+    # The expected bits: [B, H, blocks of rows, rows, blocks of columns, bits, PART]
     lines = keep.swapaxes(2, 3) if transposed else keep
     pad = [(0, -size % block) for size, block in zip(lines.shape[2:], (rows, columns), strict=True)]
     padded = np.pad(lines, [(0, 0), (0, 0), *pad])
@@ -61,7 +61,7 @@ def test_what_it_takes():
     assert not mask_bits_pass.takes(1 << 20, 80)
 
 
-# Causal with queries before the first key; a window of which some queries have no key left.
+# Causal with queries before the first key; a window in which some queries have no key left.
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     ("rows", "columns", "sizes", "offset", "among"),
@@ -97,7 +97,7 @@ def test_packed_of_one_row(rows, columns, transposed):
 
 
 def test_where_ranks_are_read():
-    """By a kernel where it is lowered for a GPU, also for a mask that is prepared."""
+    """A kernel reads the ranks if lowered for a GPU, also for a prepared mask."""
     mask = masks.top_k(jnp.arange(200.0)[None], 7, among=masks.causal(), q_length=100)
     of = lambda mask, interpret: mask_bits.of_mask(
         mask, (100, 200), jnp.zeros(1, jnp.int32), 64, 64, transposed=False, interpret=interpret
@@ -114,11 +114,11 @@ def test_where_ranks_are_read():
     query, key = (jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16) for length in (100, 200))
     with on_device("h200"):
         program = jax.make_jaxpr(lambda mask: prepare_mask(mask, query, key))(mask)
-    assert str(program).count("attention_ranked_bits") >= 2, "the lists by query, and those by key"
+    assert str(program).count("attention_ranked_bits") >= 2, "lists by query and lists by key"
 
 
 def _compile(name: str, option: int) -> list[str]:
-    """Compiles a pass in this process: the names of its kernels."""
+    """Compiles a pass in this process. Returns the names of its kernels."""
     array = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
     if name == "ranked_bits":
         blocks = {"rows": 128, "columns": 128, "transposed": bool(option)}
@@ -131,7 +131,7 @@ def _compile(name: str, option: int) -> list[str]:
     return compile_case.lower_and_compile("h200", rows, *shapes)[1]
 
 
-# By pass, the registers that it may take with each of its options.
+# By pass: the most registers with each of its options.
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_backward_rows(shape, width, block_q, has_dlse, dtype):
 def test_what_backward_rows_takes():
     takes = lambda *shape: prepare_backward.takes(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 128, 64)
     assert takes(2, 8192, 16, 128)
-    assert takes(4, 262144, 8, 128)  # 2 GiB of out, and 4 of dquery
+    assert takes(4, 262144, 8, 128)  # 2 GiB of out, and 4 GiB of dquery
     assert not takes(1, 65535 * 32 + 1, 1, 16)
 
 

@@ -1,7 +1,7 @@
 """The Hopper kernels in JAX's Mosaic interpreter: numerics against float64, and races.
 
-The interpreter sees neither overlap hazards of wgmma nor layouts nor shared-memory overflow: the compile tests
-and the tests on a GPU do.
+The interpreter sees neither overlap hazards of wgmma nor layouts nor shared-memory overflow. The compile tests and the
+tests on a GPU do.
 """
 
 import json
@@ -44,8 +44,8 @@ CASES = {
     "causal": SMALL | {"is_causal": True, "q_length": 256, "kv_length": 256, "races": True},
     "without_lse": SMALL | {"is_causal": True, "q_length": 77, "kv_length": 130, "races": True, "without_lse": True},
     "full_128": SMALL | {"head_dim": 128, "v_head_dim": 128, "races": True},
-    # Blocks of keys in parts: of two heads, and of the last keys, which are fewer than a block. What orders them, a
-    # counter, the search for races does not know.
+    # Blocks of keys in parts: of two heads, and a last block with fewer keys. A counter orders the parts, which the
+    # race detection does not know.
     "split_128_gqa": SMALL | WIDE | {"q_length": 300, "kv_length": 130, "heads": 2, "cores": 132},
     "split_256": SMALL | VERY_WIDE | {"q_length": 500, "kv_length": 100, "cores": 6},
     "four_queries": SMALL | {"batch": 2, "q_length": 4, "heads": 2, "races": True},
@@ -55,13 +55,13 @@ CASES = {
     "negative_offset": SMALL | {"is_causal": True, "q_offset": -40, "q_length": 133, "kv_length": 66},
     "lengths_and_offsets": SMALL
     | {"batch": 2, "is_causal": True, "kv_lengths": [300, 40], "q_offset": [-20, 60], "head_dim": 128},
-    # Without a running maximum: where bounds hold, where they don't in some warps, where they never do.
+    # Without a running maximum: bounds that hold, that fail in some warps, and that always fail.
     "bounded": SMALL | {"q_length": 200, "kv_length": 300, "bounded": True, "races": True},
     "bounded_causal": SMALL | {"is_causal": True, "q_length": 300, "kv_length": 300, "heads": 2, "bounded": True},
     "bounded_mixed": SMALL | {"kv_length": 400, "magnitude": 3.0, "bounded": True},
     "bounded_never": SMALL | {"kv_length": 300, "magnitude": 100.0, "bounded": True},
     "bounded_rising": SMALL | {"kv_length": 300, "bounded": True, "rising": True},
-    # Values whose sums overflow unless P is below 1.
+    # Sums of these values overflow unless P is below 1.
     "bounded_large_values": SMALL
     | {"q_length": 200, "kv_length": 300, "magnitude": 2.5, "value_magnitude": 2.0**124}
     | {"bounded": True, "out_only": True},
@@ -97,7 +97,7 @@ CASES = {
     "no_sink_lengths": SMALL
     | WIDE
     | {"sinks": True, "no_sink": True, "batch": 2, "kv_lengths": [0, 70], "heads": 2, "deterministic": True},
-    # Past kv_lengths stand NaNs and infinities.
+    # NaN and infinities past kv_lengths.
     "garbage_64": LARGE | {"batch": 2, "kv_lengths": [290, 0], "garbage": True, "races": True, "bounded": True},
     "garbage_128_causal": LARGE
     | WIDE
@@ -158,7 +158,7 @@ CASES = {
     "mask_64_bias_keys": SMALL | {"mask": "hts", "heads": 2, "kv_heads": 1, "bias": "s", "kv_length": 150},
     "mask_queries_64": SMALL | {"mask": "bt", "batch": 2, "softcap": 3.0},
     "mask_bias_64": SMALL | {"mask": "ts", "bias": "hts", "heads": 2, "kv_length": 100},
-    # Words of bits tell the gradient of the bias which pairs a block has.
+    # Words of bits show the bias's gradient which pairs a block has.
     "stripes_bias_64": SMALL | {"pattern": "stripes", "bias": "hts", "heads": 2, "kv_length": 100},
     "lists_64": LARGE | {"pattern": "cells", "heads": 4, "kv_heads": 2, "bounded": True, "races": True},
     "lists_128": SMALL
@@ -186,7 +186,7 @@ CASES = {
     "everything_64": EVERYTHING,
     "everything_128": EVERYTHING | WIDE | {"races": True},
     "everything_bias_64": EVERYTHING | {"bias": "bhts", "bias_masks": True, "mask": "bs"},
-    # Backward: CTAs that take one tile after another. Of the cells' tiles some have no block, some one, some all.
+    # Backward with CTAs that take several tiles in turn. Tiles of the cells have no block, one block or all blocks.
     "persistent_cells_64": LARGE
     | {"pattern": "cells", "heads": 4, "kv_heads": 2, "persistent": {"ctas": 2, "v_stages": 2}, "races": True},
     "persistent_cells_128": SMALL
@@ -207,7 +207,7 @@ CASES = {
 }
 
 
-# What `make test` runs: each head_dim, each form of a mask, a bias, the split and the persistent backward.
+# The cases of `make test`: each head_dim, each form of a mask, a bias, the split and the persistent backward.
 QUICK = {
     "split_128_gqa", "window_256_offsets_lengths",
     "bias_64", "mask_128", "lists_128", "persistent_everything_64", "stripes_bias_64",
@@ -228,7 +228,7 @@ def test_interpreted(names):
 
 
 def test_the_room_above_a_row_s_first_block_fits_its_numbers():
-    """P in its dtype, as softmax.room says: float16 at most 2**room, bfloat16 at least 2**-room of values of 1e-19."""
+    """softmax.room in P's dtype: float16 reaches at most 2**room; bfloat16 at least 2**-room of values of 1e-19."""
     assert 2 ** softmax.room(jnp.float16) < float(jnp.finfo(jnp.float16).max)
     assert 2 ** -softmax.room(jnp.bfloat16) * 1e-19 > float(jnp.finfo(jnp.float32).tiny)
 
@@ -260,7 +260,7 @@ def test_a_deterministic_backward_adds_nothing_in_order_of_arrival():
     ids=str,
 )
 def test_the_gradient_of_a_bias_for_each_key_is_no_pass_of_its_own(shape, arguments, is_own):
-    """But under a softcap, and where heads that share keys have biases of their own."""
+    """Exceptions: a softcap, and different biases of heads that share keys."""
     kv_heads, arguments = arguments.get("kv_heads", 4), {k: x for k, x in arguments.items() if k != "kv_heads"}
     query, key = (jax.ShapeDtypeStruct((2, 512, heads, 64), jnp.bfloat16) for heads in (4, kv_heads))
     bias = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -277,7 +277,7 @@ def test_the_gradient_of_a_bias_for_each_key_is_no_pass_of_its_own(shape, argume
 
 @pytest.mark.parametrize("lengths", [(1001, 1001), (1024, 999)])
 def test_odd_lengths_are_not_copied(lengths):
-    """No array of the caller's is padded: only dquery's sums, which are the kernel's own."""
+    """No array of the caller is padded. Only dquery's sums are, and they belong to the kernel."""
     x = lambda length: jax.ShapeDtypeStruct((2, length, 4, 128), jnp.bfloat16)
 
     def gradients(query, key, dout):

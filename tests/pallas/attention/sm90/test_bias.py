@@ -1,4 +1,4 @@
-"""A bias for each key as the Hopper forward takes it, in base 2, and as the backward finds it in lse."""
+"""A bias for each key: base 2 for the Hopper forward, and recovered from lse for the backward."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def test_finite_numbers_stay_finite():
     assert LOWEST_OF_KEY > LOWEST
     np.testing.assert_array_equal(base2[2:], np.asarray(bias[0, 0, 0, 2:]) * np.float32(LOG2E))
     natural = np.asarray(by_key.natural[0, 0])
-    np.testing.assert_array_equal(natural[:2], np.float32(BFLOAT16))  # the higher of the two
+    np.testing.assert_array_equal(natural[:2], np.float32(BFLOAT16))  # the higher of the two minima
     np.testing.assert_array_equal(natural[2:], base2[2:] * np.float32(LN2))
 
 

@@ -1,4 +1,4 @@
-"""The lists that the Hopper kernels walk, walked in NumPy: they keep what the call's mask and limits keep."""
+"""The block lists of the Hopper kernels, followed in NumPy: they keep the pairs of the call's mask and limits."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ CELLS = random.random((B, H, 5, 3)) < 0.4
 CELLS[0, :2, 1] = CELLS[0, :2, :, 2] = False
 OPTIONS = AttentionOptions(scale=1.0)
 LIMITED = AttentionOptions(scale=1.0, is_causal=True, window=(90, 0), q_offset=None)
-# What stands beside the mask in LIMITED's call.
+# The arrays in LIMITED's call, in addition to the mask.
 ARRAYS = {
     "q_segment_ids": jnp.asarray(random.integers(-1, 2, (B, T)), jnp.int32),
     "kv_segment_ids": jnp.asarray(random.integers(-1, 2, (B, S)), jnp.int32),
@@ -34,7 +34,7 @@ CASES = {
     "of_heads": (masks.block_sparse(jnp.asarray(CELLS), (32, 64)), OPTIONS, {}),
     "of_heads_causal": (masks.block_sparse(jnp.asarray(CELLS), (32, 64)) & masks.causal(), OPTIONS, {}),
     "shared": (masks.sliding_window(20, 9) | masks.global_tokens(3), OPTIONS, {}),
-    # With full blocks in lists by key, which query heads share.
+    # Lists by key with full blocks, which query heads share.
     "shared_full": (masks.causal() | masks.prefix(100), OPTIONS, {}),
     "limited": (masks.prefix(100) | masks.dilated(7), LIMITED, ARRAYS),
     "nothing": (~masks.sliding_window(None, None), OPTIONS, {}),
@@ -47,7 +47,7 @@ def inputs_of(mask, arrays):
 
 
 def walked(lists, by):
-    """The pairs that the lists keep: bool [B, H, T, S]; each tile once, and each of its blocks."""
+    """The pairs that the lists keep: bool [B, H, T, S]. Asserts that each tile and each of its blocks occur once."""
     (block_q, block_kv), group = BLOCKS, H // KV_HEADS
     q_blocks = -(-T // block_q)
     kept = np.zeros((B, H, q_blocks * block_q, -(-S // block_kv) * block_kv), bool)
@@ -83,7 +83,7 @@ def test_lists_keep_what_the_call_keeps(name, by):
     mask, options, arrays = CASES[name]
     inputs = inputs_of(mask, arrays)
     build = lambda inputs: block_lists.lists_of(inputs, options, **SIZES, by=by)
-    # Most of the time is XLA's, for compiling: unoptimised code is compiled in half of it.
+    # Compiling dominates the time. Unoptimised code compiles in half of it.
     lists = jax.jit(build, compiler_options={"xla_backend_optimization_level": 0})(inputs)
     lists = jax.tree.map(np.asarray, lists)
     want = reference.live(inputs, options)
@@ -101,7 +101,7 @@ def test_lists_keep_what_the_call_keeps(name, by):
 
 
 def test_long_sequences_take_no_array_of_all_pairs():
-    """131,072 tokens, of which all pairs are 16 Gi: bits for the partial blocks alone, 128 x 128 each."""
+    """131,072 tokens have 16 Gi pairs. Only the partial blocks, of 128 x 128, have bits."""
     length = 1 << 17
     query, key = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for heads in (32, 8))
     mask = masks.sliding_window(512, 512) | masks.global_tokens(128)
@@ -129,7 +129,7 @@ def prepared_of(mask, options, by, **shapes):
 
 
 def in_order(lists):
-    """All that a kernel reads: of each tile its row of the table, its blocks, and the bits of those that have any."""
+    """All that a kernel reads: for each tile its row of the table, its blocks, and the bits of partial blocks."""
     lists = jax.tree.map(np.asarray, lists)
     found = []
     for row in lists.tiles.tolist():
@@ -156,7 +156,7 @@ def test_prepared_lists_are_those_of_the_call(name, by):
     np.testing.assert_array_equal(got.tiles, want.tiles)
     width, count = got.indices.shape[-1], len(got.words)
     np.testing.assert_array_equal(got.indices, want.indices[..., :width])
-    # The entry without a bit is the last one.
+    # The last entry has no bits.
     entries = np.where(want.entries == len(want.words) - 1, count - 1, want.entries)[..., :width]
     np.testing.assert_array_equal(got.entries, entries)
     np.testing.assert_array_equal(got.words, np.asarray(want.words)[[*range(count - 1), -1]])
@@ -170,7 +170,7 @@ def test_prepared_lists_are_those_of_the_call(name, by):
 
 
 def test_lists_are_short_where_the_mask_is_known():
-    """3 of each 8 cells are live. Under jit the lists have room for all 8, and bits for all of the diagonal."""
+    """3 of each 8 cells are live. Under jit the lists have room for all 8, and bits for the whole diagonal."""
     cells = np.random.default_rng(1).random((16, 8)).argsort(axis=1) < 3
     mask = masks.block_sparse(cells, BLOCKS) & masks.causal()
     query = jax.ShapeDtypeStruct((1, 512, 1, 64), jnp.bfloat16)
@@ -210,7 +210,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_in_another_call_lists_are_of_the_mask(name, monkeypatch):
-    """They are built, from what they are built from without the prepared ones."""
+    """The lists are built again, from the same inputs as without prepared lists."""
     mask = masks.sliding_window(20, 9) | masks.global_tokens(3)
     inputs, options, how = OTHERS[name](mask)
     (block_q, block_kv), by, together = how.get("blocks", BLOCKS), how.get("by", "query"), how.get("together", 4)
@@ -240,7 +240,7 @@ def test_a_larger_batch_reads_them_for_each_entry(by):
     np.testing.assert_array_equal(walked(got, by), np.broadcast_to(mask.to_dense(T, S), (B, H, T, S)))
     of_entry = [row for row in in_order(got) if row[0][0] == 1]
     assert [(row[1:], *rest) for row, *rest in of_entry] == [(row[1:], *rest) for row, *rest in in_order(made.lists)]
-    # Of a mask that tells batch entries apart, there is no more than was prepared.
+    # If the mask differs between batch entries, only the prepared entries exist.
     mask = masks.block_sparse(jnp.asarray(CELLS), BLOCKS)
     made = prepared_of(mask, OPTIONS, by)
     assert made.of(made.call) is made.lists

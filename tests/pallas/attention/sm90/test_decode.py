@@ -12,7 +12,7 @@ from tests.support.cases import tiers
 from tests.support.interpreters import kernels as cases_interpreter
 from tests.tools import compile_case
 
-# Cores, whether races are looked for, and cases.
+# Cores, whether to detect races, and cases.
 INTERPRETED = {
     "one_core": (1, True, ["plain", "short", "multi_query_two_tiles", "pages_16", "head_dim_256"]),
     "splits": (
@@ -34,7 +34,7 @@ PAGES = {"page_size": 16}
 COMPILED = {
     "h200_64": ("h200", {"head_dim": 64}),
     "h200_128": ("h200", {"head_dim": 128, "batch": 64}),
-    "h200_64_20_rows": ("h200", {"head_dim": 64, "q_length": 5}),  # not a multiple of what a copy takes
+    "h200_64_20_rows": ("h200", {"head_dim": 64, "q_length": 5}),  # no multiple of a copy's size
     "h200_192_pages": ("h200", {"head_dim": 192} | PAGES),
     "h200_256": ("h200", {"head_dim": 256} | EVERYTHING | PAGES),
     "a100_128_pages": ("a100", {"head_dim": 128, "implementation": "triton"} | EVERYTHING | PAGES),
@@ -44,7 +44,7 @@ COMPILED = {
 
 
 def _compile(gpu: str, options: dict) -> list[str]:
-    """Compiles in this process; the names of the Triton kernels."""
+    """Compiles in this process. Returns the names of the Triton kernels."""
     import jax
     import jax.numpy as jnp
 
@@ -76,7 +76,7 @@ def test_it_compiles(case):
     _, mosaic, others = compile_case.compile_script(__file__, gpu, json.dumps(options))
     is_mosaic = options.get("implementation") != "triton"
     kernels = {name: figures for name, figures in (mosaic | others).items() if name.startswith("attention_decode")}
-    # Only the full grid of the largest batch is not cut into splits.
+    # Only the full grid of the largest batch is not split.
     assert len(kernels) == (1 if options.get("batch") == 64 else 2), list(kernels)
     assert any(name.startswith("attention_decode_sm90") for name in kernels) is is_mosaic
     for name, figures in kernels.items():

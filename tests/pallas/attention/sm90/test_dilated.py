@@ -1,4 +1,4 @@
-"""Dilated attention by the Hopper kernels, which read views of whole arrays: in the interpreter, and compiled.
+"""Dilated attention by the Hopper kernels, which read views of whole arrays: interpreted, and compiled.
 
 As a script it compiles one call: `python tests/pallas/attention/sm90/test_dilated.py HEAD_DIM`.
 """
@@ -88,12 +88,12 @@ def _compile(head_dim: int) -> None:
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("head_dim", tiers.cases([64, 128], {"128"}))
 def test_it_compiles(head_dim):
-    """Kernels that divide a head's number, as classes end within groups of heads: no spills, no serialised products.
+    """Classes end within groups of heads, so the kernels divide a head's index: no spills, no serialised matmuls.
 
-    The kv loop is so long that the forward knows a bound of the scores.
+    The kv loop is so long that the forward computes a bound of the scores.
 
-    Beside what comes in and goes out there is what is compact, of half of the tokens: dquery in float32, which has as
-    many bytes as query, and of dkey and dvalue a quarter of it each: nothing else is as large as an array.
+    In addition to inputs and outputs, only compact arrays of half of the tokens are allocated: dquery in float32, with
+    the bytes of query, and dkey and dvalue, with a quarter of this each. No other temporary is as large as an input.
     """
     printed, kernels, others = compile_case.compile_script(__file__, str(head_dim))
     assert len(kernels) == 2, kernels

@@ -1,4 +1,4 @@
-"""8-bit attention on Hopper: how its operands lie, its kernel in the interpreter, its rows compiled without a GPU.
+"""8-bit attention on Hopper: its operands' layout, its kernel in the interpreter, its rows compiled without a GPU.
 
 As a script it compiles one call: `python tests/pallas/attention/sm90/test_forward_fp8.py '{"head_dim": 128, ...}'`.
 """
@@ -19,7 +19,7 @@ from tests.support.cases import tiers
 from tests.support.interpreters import kernels as cases_interpreter
 from tests.tools import compile_case
 
-# Cores, whether races are looked for, and cases.
+# Cores, whether to detect races, and cases.
 INTERPRETED = {
     "one_core": (1, True, ["causal"]),
     "lengths": (3, False, ["lengths", "odd"]),
@@ -28,7 +28,7 @@ INTERPRETED = {
 
 
 def places(layout, shape):
-    """[registers ..., thread, element]: which element of an array, counted row by row, a layout puts there."""
+    """[registers ..., thread, element]: the index in an array, row by row, of the element that a layout puts there."""
     x = np.arange(np.prod(shape)).reshape(shape)
     for tile in layout.tiling.tiles:
         outer = x.shape[: x.ndim - len(tile)]
@@ -44,7 +44,7 @@ def places(layout, shape):
 
 
 def test_p_is_an_operand_where_it_stands():
-    """as_operand relies on this: the numbers of a thread are those of its part of the operand, in KEY_ORDER."""
+    """as_operand relies on this: a thread's values belong to its own part of the operand, in KEY_ORDER."""
     from jax.experimental.mosaic.gpu import fragmented_array
 
     shape = (64, 64)
@@ -92,14 +92,14 @@ def _compile(options: dict) -> None:
     compile_case.lower_and_compile("h200", call, arrays)
 
 
-# What stands for the rows that are like another: 128 causal by an odd call, 64 and 256 by causal ones.
+# Representatives of similar rows: an odd call for 128 causal, causal calls for 64 and 256.
 COMPILED = {
     "64": {"head_dim": 64, "is_causal": True},
     "128": {"head_dim": 128},
     "256": {"head_dim": 256, "is_causal": True},
     "odd": {"head_dim": 72, "is_causal": True, "kv_lengths": True, "length": 777},
 }
-# Bytes that a kernel may spill, outside the loop over the keys: once for each tile of queries.
+# Bytes that a kernel may spill outside the loop over the keys: once for each tile of queries.
 SPILLS = {"256": 8}
 
 

@@ -11,7 +11,8 @@ from tests.support.processes import forked
 ROOT = Path(__file__).parents[4]
 SCRIPT = ROOT / "tests" / "support" / "interpreters" / "ring.py"
 STEP = {"head_dim": 64, "heads": 2, "kv_heads": 2, "number": 1, "index": 1, "layout": "zigzag", "is_causal": True}
-# A later device of a causal zigzag: all queries see the first keys; an earlier one: the last queries see all keys.
+# On a later device of a causal zigzag all queries see the first keys; on an earlier device the last queries see all
+# keys.
 CASES = {
     "own_keys": STEP | {"number": 0, "joins": False},
     "later": STEP | {"joins": True},
@@ -63,5 +64,5 @@ def test_steps(names):
         assert result["dtypes"]["out"] == ("bfloat16" if is_rounded else "float32"), name
         assert {result["dtypes"][what] for what in ("lse", "dquery", "dkey", "dvalue")} == {"float32"}, name
         for what, error in result["errors"].items():
-            # P and dS are bfloat16 as operands of products; out is rounded to it where it is the last.
+            # P and dS are bfloat16 as operands of matmuls. out is rounded to bfloat16 in the last step.
             assert error < (1e-6 if what == "lse" else 3e-3), (name, what, error)

@@ -1,4 +1,4 @@
-"""The largest result that a score_mod's graph tells, against the results themselves."""
+"""The largest result that a score_mod's graph implies, against the actual results."""
 
 import math
 
@@ -30,12 +30,12 @@ def near(score, b, h, q, k, slopes):
 
 
 def after(score, b, h, q, k, table):
-    """Large where keys are later."""
+    """The result is large for later keys."""
     return score + jnp.where(q < k, 100.0, table[h, q - k])
 
 
 MODS = score_mod_cases.MODS | {"choice": choice, "gate": gate, "near": near, "after": after}
-# Where nothing tells: sums with what has an axis of keys, a key's index, powers.
+# No bound follows for sums with an array that has an axis of keys, for a key's index, and for powers.
 UNKNOWN = {"lowest_of_key", "of_key", "of_query", "packed", "many", "singular", "over"}
 CAUSAL_ONLY = {"alibi", "alibi_of_heads", "choice", "near"}
 
@@ -88,7 +88,7 @@ def test_a_cap_needs_no_look_at_scores():
 
 @pytest.mark.parametrize("length", [1.0, 3.0, 10.0])
 def test_heads_with_small_scores_are_told_apart(length):
-    """Scores up to length^2 / 8 of head 0, of a fourth of that for head 1: by polynomial up to 0.75 of the cap."""
+    """Scores reach length^2 / 8 for head 0, a fourth of this for head 1. The polynomial serves 0.75 of the cap."""
     query = jnp.zeros((1, 8, 2, 64), jnp.bfloat16).at[0, :, 0, 0].set(length).at[0, :, 1, 0].set(length / 4)
     key = jnp.zeros((1, 8, 1, 64), jnp.bfloat16).at[..., 0].set(length)
     options = AttentionOptions(scale=1 / 8, softcap=3.0)

@@ -1,4 +1,4 @@
-"""The Triton attention kernels, interpreted on the CPU, against the textbook form in float64."""
+"""The Triton attention kernels, interpreted on the CPU, against the textbook formula in float64."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ from tests.support.cases import tiers
 from tests.support.oracles import attention as attention_oracle
 
 pytestmark = pytest.mark.timeout(120)
-# The time here is XLA's, for compiling the interpreted kernels: unoptimised code is compiled in half of it.
+# Compiling the interpreted kernels dominates the time. Unoptimised code compiles in half of it.
 jit = functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 RESULTS = ("out", "lse", "dquery", "dkey", "dvalue")
 
@@ -49,7 +49,7 @@ class Case:
     heads: int = 2
     kv_heads: int = 2
     head_dim: int = 64
-    v_head_dim: int = 0  # 0: as head_dim
+    v_head_dim: int = 0  # 0: same as head_dim
     dtype: str = "float32"
     is_causal: bool = False
     q_offset: int | tuple[int, ...] = 0
@@ -76,12 +76,12 @@ class Case:
 
     @property
     def limits(self):
-        """kv_lengths and q_offset, as arrays where they are."""
+        """kv_lengths and q_offset, as arrays unless they are None or an int."""
         lengths = None if self.kv_lengths is None else jnp.asarray(self.kv_lengths, jnp.int32)
         return lengths, self.q_offset if isinstance(self.q_offset, int) else jnp.asarray(self.q_offset, jnp.int32)
 
     def call(self, query, key, value):
-        """As the reference takes it."""
+        """The call as (inputs, options) of the reference."""
         lengths, offset = self.limits
         static = isinstance(self.q_offset, int)
         inputs = AttentionInputs(query, key, value, kv_lengths=lengths, q_offset=None if static else offset)
@@ -107,14 +107,14 @@ def kernels(case: Case, query, key, value, dout, dlse):
 
 
 def oracle(case: Case, *arrays):
-    """RESULTS in float64."""
+    """RESULTS in float64, by the oracle."""
     given = dataclasses.asdict(case) | {"v_head_dim": case.v_head_dim or case.head_dim}
     return attention_oracle.attention(AttentionCase("", **given), *arrays)[: len(RESULTS)]
 
 
 @jit
 def plain(case: Case, query, key, value, dout, dlse):
-    """RESULTS of the plain formula in the inputs' dtype: float32 sums, operands of products rounded to the dtype."""
+    """RESULTS of the plain formula in the inputs' dtype: float32 sums, with matmul operands rounded to the dtype."""
     dtype, group = query.dtype, case.heads // case.kv_heads
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     spread = lambda x: jnp.repeat(x, group, axis=2)
@@ -135,7 +135,7 @@ def plain(case: Case, query, key, value, dout, dlse):
 
 
 def error(got, wanted) -> float:
-    """The root mean square error. Infinite for a NaN, or an infinity that is not in both."""
+    """The root mean square error. Infinite if there is a NaN, or an infinity that only one array has."""
     got = np.asarray(got, np.float64)
     difference = np.where(got == wanted, 0.0, got - np.where(np.isinf(wanted), np.nan, wanted))
     return float(np.nan_to_num(np.sqrt(np.mean(difference**2)), nan=np.inf))
@@ -153,8 +153,8 @@ def check(case: Case) -> None:
         if case.dtype == "float32" or name == "lse":
             limit = 1e-5 * size
         else:
-            # Rounding a result to the dtype is an error of up to half an eps of each number, and is
-            # a quarter of an eps at least in the mean square of a few numbers: less cannot be asked.
+            # Rounding to the dtype has an error of up to half an eps of each value. Its root mean square over few
+            # values is at least a quarter of an eps, so no lower limit is possible.
             limit = max(1.1 * error(z, y), 0.25 * float(jnp.finfo(case.dtype).eps) * size)
         assert error(x, y) <= limit, (name, error(x, y), limit)
 
@@ -206,7 +206,7 @@ def test_matches_float64(case):
 
 
 def is_special(case: AttentionCase) -> bool:
-    """With what the first test's cases lack, but for dense masks, which Triton does not take."""
+    """Whether a case has a feature that the first test lacks. Excludes dense masks, which Triton does not support."""
     extra = (case.window, case.softcap, case.segments, case.bias)
     return case.mask is None and case.pattern is None and (any(x is not None for x in extra) or case.sinks)
 
@@ -263,7 +263,7 @@ def _poison(x, where):
 
 
 def check_that_only_these_are_read(case: AttentionCase, keys):
-    """One NaN that is read from another key, even with weight 0, would show in a result. keys: bool [S]."""
+    """A NaN read from any other key would show in a result, even with weight 0. keys: bool [S]."""
     query, key, value, *cotangents = attention_inputs(case)
     clean = run_attention(case, (query, key, value, *cotangents), "triton")
     poisoned = (query, _poison(key, ~keys), _poison(value, ~keys), *cotangents)
@@ -272,7 +272,7 @@ def check_that_only_these_are_read(case: AttentionCase, keys):
     return {name: np.asarray(clean[name], np.float32) for name in ("dk", "dv")}
 
 
-# Blocks of 128 keys are dead from a border on; a length is exact to the key.
+# Blocks of 128 keys are dead beyond a border. A length is exact to the key.
 UNSEEN = {
     "causal": ({"is_causal": True, "q_offset": 36}, (0, 100), (0, 128)),
     "kv_lengths": ({"kv_lengths": (100, 100)}, (0, 100), (0, 100)),
@@ -291,7 +291,7 @@ def test_keys_that_no_query_sees_are_not_read(limit):
 
 
 def test_keys_of_other_segments_are_not_read(monkeypatch):
-    """Queries of segment 1 alone, which is in the middle of the keys: from 170 to 299."""
+    """All queries are in segment 1, which is in the middle of the keys: from 170 to 299."""
     keys = np.arange(400)
     kv_ids = np.where(keys < 170, 0, np.where(keys < 300, 1, 2)).astype(np.int32)
     ids = (np.ones((2, 64), np.int32), np.broadcast_to(kv_ids, (2, 400)))
@@ -302,7 +302,7 @@ def test_keys_of_other_segments_are_not_read(monkeypatch):
 
 
 def test_queries_of_other_segments_are_not_read_by_the_key_pass(monkeypatch):
-    """Keys of segment 1 alone. With blocks of 64 queries, those below 128 and from 320 on are others'."""
+    """All keys are in segment 1. Blocks of 64 queries below 128 and from 320 on belong to other segments."""
     queries = np.arange(400)
     q_ids = np.where(queries < 170, 0, np.where(queries < 300, 1, 2)).astype(np.int32)
     ids = (np.broadcast_to(q_ids, (2, 400)), np.ones((2, 64), np.int32))
@@ -326,7 +326,7 @@ def test_the_predicate_is_for_partial_blocks_only():
 
 
 def test_queries_that_see_no_key_are_not_read_by_the_key_pass():
-    """With q_offset=-128 the first 128 queries see nothing, and pass on nothing, NaN or not."""
+    """With q_offset=-128 the first 128 queries see no key and contribute nothing, even if they are NaN."""
     case = Case(q_length=300, kv_length=150, dtype="bfloat16", is_causal=True, q_offset=-128)
     query, key, value, dout, dlse = case.arrays()
     blind = jnp.arange(300) < 128
@@ -356,9 +356,9 @@ def _trace(case: Case):
     ("precision", "wanted"), [("fp32", jax.lax.Precision.HIGHEST), ("tf32", jax.lax.Precision.DEFAULT)]
 )
 def test_float32_products_have_the_precision_asked_for(precision, wanted):
-    """The interpreter's products are exact either way: what the compiler would be told is read off the program."""
+    """The interpreter's matmuls are exact either way, so this reads the compiler's precision from the program."""
     products = [e for e in _trace(Case(precision=precision)) if e.primitive.name == "dot_general"]
-    assert len(products) >= 9  # two forward, four and three backward
+    assert len(products) >= 9  # two in the forward, four and three in the backward
     assert {e.params["precision"] for e in products} == {(wanted, wanted)}
 
 
@@ -370,7 +370,7 @@ def test_nothing_has_query_length_times_key_length_numbers():
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_bias_gradient_is_computed_only_where_it_is_asked_for(wanted):
-    """And then in memory of its own size: the bias [1, H, 1, S] is never broadcast."""
+    """The gradient takes only memory of its own size: the bias [1, H, 1, S] is never broadcast."""
     case = AttentionCase("", q_length=1024, kv_length=1024, heads=4, kv_heads=4, head_dim=16, bias="hs")
     query, key, value, dout, _ = attention_inputs(case)
     bias = case.arguments["bias"]
@@ -389,7 +389,7 @@ def test_a_bias_gradient_is_computed_only_where_it_is_asked_for(wanted):
 
 UNDER = {
     "array": jax.random.bernoulli(jax.random.key(4), 0.7, (1, 1, 70, 75)),
-    # Neither has a live pair in most blocks of 32 x 32 left of the diagonal.
+    # No head has a live pair in most blocks of 32 x 32 left of the diagonal.
     "dead_blocks": jnp.pad(jnp.ones((2, 2, 20, 75), bool), ((0, 0), (0, 0), (50, 0), (0, 0))),
     "window": masks.sliding_window(5, 2),
     "heads": masks.block_sparse(jax.random.bernoulli(jax.random.key(5), 0.4, (2, 2, 5, 5)), 16) | masks.prefix(3),
@@ -404,7 +404,7 @@ SHAPES = [(1, 2, 70, 1), (1, 1, 1, 1), (1, 2, 70, 75), (2, 2, 1, 75)]
     ("shape", "under"), tiers.some_pairs(SHAPES, UNDER, [(SHAPES[2], under) for under in list(UNDER)[:2]])
 )
 def test_the_gradient_of_a_bias_under_a_mask(shape, under):
-    """The mask has an axis of keys where the bias may have none."""
+    """The mask has an axis of keys, which the bias may lack."""
     case = AttentionCase("", batch=2, q_length=70, kv_length=75, heads=2, kv_heads=2, head_dim=16, dtype="float32")
     query, key, value, dout, dlse = attention_inputs(case)
     bias = jax.random.normal(jax.random.key(0), shape)

@@ -1,4 +1,4 @@
-"""The kernel that rounds an operand and its transpose to 8 bits: it gives what quantize gives of each."""
+"""The kernel that quantizes an operand and its transpose to 8 bits, against quantize of each."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def normal(*shape, dtype=jnp.bfloat16, seed=0):
 
 
 def found_and_wanted(x, format, scaling, *, scale=None, interpret):
-    """(the kernel's results, quantize's of x and its transpose); scale: one that is given, else they are found."""
+    """(the kernel's results, quantize's of x, quantize's of its transpose). scale: None for computed scales."""
     plain, transposed = (quantize(y, format, scaling=scaling, scale=scale) for y in (x, x.T))
     factors = None if scaling == "block" else tuple(reciprocal(y.scale).reshape(-1) for y in (plain, transposed))
     run = jax.jit(lambda x, factors: both_ways(x, factors, FORMATS[format], interpret=interpret))
@@ -32,7 +32,7 @@ def found_and_wanted(x, format, scaling, *, scale=None, interpret):
 
 
 def check(x, format, scaling, *, interpret, share=1.0, scale=None):
-    """share: the part of the numbers that has to be equal, where a reciprocal may round otherwise."""
+    """share: the part of the values that must be equal, if a reciprocal may round differently."""
     got, plain, transposed = found_and_wanted(x, format, scaling, scale=scale, interpret=interpret)
     for values, want in ((got.values, plain.values), (got.transposed, transposed.values)):
         assert (values.dtype, values.shape) == (want.dtype, want.shape)

@@ -1,4 +1,4 @@
-"""The Hopper matmul of weights of few bits: in the Mosaic interpreter, with races, and compiled without a GPU.
+"""The Hopper matmul of low-bit weights: in the Mosaic interpreter, with races, and compiled without a GPU.
 
 As a script it compiles one call: `python tests/pallas/matmul/sm90/test_low_bit.py '{"format": "int4", ...}'`.
 """
@@ -54,7 +54,7 @@ def test_splits_that_a_cluster_joins_on_a_gpu(name):
 
 
 def traits_of(layout, n, k, activation=None, **blocks):
-    """16 rows of x by weights [n, k], on 132 cores."""
+    """Traits for 16 rows of x by weights [n, k], on 132 SMs."""
     return LowBitTraits(
         options=MatmulOptions(out_dtype="bfloat16", transpose_w=True, activation=activation),
         config=MatmulLowBitSm90(compute_wgs=4, stages=6, **blocks),
@@ -73,9 +73,9 @@ def traits_of(layout, n, k, activation=None, **blocks):
     [
         (8192, 8192, None, (4, 8, True)),
         (4096, 14336, None, (8, 7, True)),
-        (64, 1280, None, (4, 2, True)),  # of five steps, so that the last CTA of four has none
+        (64, 1280, None, (4, 2, True)),  # five steps: the last CTA of four has none
         (28672, 8192, None, (1, 32, True)),
-        (8192, 8192, jnp.sin, (4, 8, False)),  # which Mosaic cannot compute well: a second launch has the epilogue
+        (8192, 8192, jnp.sin, (4, 8, False)),  # Mosaic cannot compute sin well: a second launch has the epilogue
     ],
 )
 def test_splits_that_a_cluster_joins(n, k, activation, want):
@@ -89,13 +89,13 @@ def test_splits_that_a_cluster_joins(n, k, activation, want):
     [
         ("int4", 128, 8192, 8192, (4, 4, 8)),
         ("int4", 128, 4096, 14336, (4, 8, 7)),
-        ("int4", 32, 192, 256, (1, 1, 1)),  # one warpgroup; one step
+        ("int4", 32, 192, 256, (1, 1, 1)),  # one warpgroup, and one step
         ("int8", None, 28672, 8192, (4, 1, 64)),
         ("mxfp4", 32, 65536, 512, (4, 1, 2)),
     ],
 )
 def test_splits(format, group, n, k, want):
-    """Compute warpgroups, CTAs of a work tile, and the steps of each."""
+    """(compute warpgroups, CTAs of a tile, steps of each CTA)."""
     traits = traits_of(LowBit(format=format, group=group), n, k)
     assert (traits.compute_wgs, traits.splits, traits.steps_of_split) == want
     assert traits.tiles * traits.splits <= max(132, traits.tiles)
@@ -149,7 +149,7 @@ def test_compiled(name):
 
 
 def _compile(options: dict) -> list[str]:
-    """Compiles in this process; the names of the Triton kernels."""
+    """Compiles in this process. Returns the names of the Triton kernels."""
     from jax_kernels import gated_matmul, matmul
     from jax_kernels.quantization import quantize
 

@@ -27,7 +27,7 @@ from tests.support.cases import tiers
 from tests.support.interpreters import kernels as cases_interpreter
 from tests.tools import compile_case
 
-# Cores, whether races are looked for, and cases of testing_matmul.HOPPER.
+# Cores, whether to detect races, and cases of testing_matmul.HOPPER.
 INTERPRETED = {
     "one_core": (1, True, ["plain", "edges", "transposed", "gated"]),
     "epilogue": (3, False, ["epilogue"]),
@@ -46,7 +46,7 @@ def test_interpreted(group):
     ("cores", "names"), [(1, ["gated"]), pytest.param(3, ["plain", "transposed"], marks=pytest.mark.slow)]
 )
 def test_mlp_interpreted(cores, names):
-    """Two launches have the derivative as their epilogue, or the sum of two products."""
+    """Two launches have the derivative as their epilogue, or the sum of two matmuls."""
     cases_interpreter.check("jax_kernels.testing.mlp", cores, cores == 1, names)
 
 
@@ -65,7 +65,7 @@ def test_8_bits_interpreted(cores, names):
 
 @pytest.mark.timeout(240)
 def test_gated_units_of_8_bits_interpreted():
-    """Gate and up have scales that differ."""
+    """Gate and up have different scales."""
     cases_interpreter.check("fp8_gated_cases", 1, True, list(fp8_gated_cases.CASES))
 
 
@@ -83,7 +83,7 @@ def test_gated_units_of_8_bits_interpreted():
     ],
 )
 def test_other_blocks_interpreted(cores, names):
-    """Warpgroups with work tiles of their own, and with 128 rows; epilogues with less to do."""
+    """Warpgroups with separate tiles, and with 128 rows; epilogues with less work."""
     cases_interpreter.check("matmul_block_cases", cores, cores == 1, names)
 
 
@@ -116,9 +116,9 @@ def test_bad_blocks():
 @pytest.mark.parametrize(("m", "n", "rows_together"), [(900, 640, 3), (128, 64, 8), (1024, 512, 4), (1000, 256, 5)])
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_every_work_tile_is_done_once(m, n, rows_together, cluster):
-    """Also those of the last band, which has fewer rows of tiles where rows_together does not divide them.
+    """Includes the last band, which has fewer rows of tiles if rows_together does not divide them.
 
-    The CTAs of a cluster may have work tiles below the last row.
+    The CTAs of a cluster may have tiles below the last row.
     """
     inputs = MatmulInputs(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, 64), (64, n))))
     config = MatmulSm90(block_n=128, stages=2, rows_together=rows_together, cluster=cluster)
@@ -134,7 +134,7 @@ def test_every_work_tile_is_done_once(m, n, rows_together, cluster):
 
 
 def test_a_row_serves_products_that_fill_its_rounds():
-    """On 132 multiprocessors 8192 x 8192 is 20.85 rounds of 128 x 192, and 16384 x 4096 21.3."""
+    """On 132 SMs, 8192 x 8192 takes 20.85 rounds of 128 x 192, and 16384 x 4096 takes 21.3."""
     shape = {"rows": 8192, "columns": 8192, "inner": 8192, "bits": 16, "core_count": 132}
     call = MatmulCall(**shape, is_gated=False, is_aligned=True, derives=False, has_long_epilogue=False)
 
@@ -145,7 +145,7 @@ def test_a_row_serves_products_that_fill_its_rounds():
     assert block_n(rows=16384, columns=4096) == block_n(rows=4096, columns=4096) == 256
     assert block_n(core_count=114) == 256  # 24.1 rounds
     assert block_n(derives=True) == block_n(is_gated=True) == block_n(bits=8) == 256
-    # With little of the inner dimension an epilogue that is hidden is worth 5.9 % of the last round.
+    # With a short inner dimension, hiding the epilogue is worth 5.9 % of the last round.
     short = {"rows": 16384, "columns": 4096, "inner": 2048}
     assert block_n(**short, has_long_epilogue=True) == 192
     assert block_n(**short) == block_n(**short | {"inner": 2049}, has_long_epilogue=True) == 256
@@ -166,7 +166,7 @@ def test_an_activation_or_more_bits_is_a_long_epilogue(options, block_n):
 
 @pytest.mark.parametrize("name", ["gelu_tanh", "sigmoid", "silu"])
 def test_short_activations(name, monkeypatch):
-    """The same functions to float32's rounding; others have none."""
+    """They equal the long functions up to float32's rounding. Other functions have no short form."""
     monkeypatch.setattr(elementwise.registers.interpreter, "INTERPRETED", True)
     x = jnp.linspace(-100, 100, 8001)
     short, right = elementwise.shortened(ACTIVATIONS[name]), ACTIVATIONS[name]
@@ -241,7 +241,7 @@ def test_compiled(name):
 
 
 def _compile(options: dict) -> list[str]:
-    """Compiles in this process; the names of the Triton kernels."""
+    """Compiles in this process. Returns the names of the Triton kernels."""
     from jax_kernels import gated_matmul, matmul, mlp
 
     dtype, n, blocks = options.pop("dtype", "bfloat16"), options.pop("n", 4096), options.pop("blocks", {})

@@ -1,4 +1,4 @@
-"""The Triton matmul of weights of few bits: its PTX, its splits, and its block specs compiled without a GPU.
+"""The Triton matmul of low-bit weights: its PTX, its splits, and its block specs compiled without a GPU.
 
 As a script it compiles one call: `python tests/pallas/matmul/triton/test_low_bit.py h200 '{"format": "int4", ...}'`.
 """
@@ -34,7 +34,7 @@ OPERATIONS = {
 
 
 def _run(program: str, given: int) -> list[int]:
-    """The registers $0 and $1 of a piece of PTX on the register $2."""
+    """Runs a piece of PTX with the register $2. Returns the registers $0 and $1."""
     registers = {"$2": given}
     for line in program.strip("{ }").split(";"):
         operation, _, operands = line.strip().partition(" ")
@@ -54,7 +54,7 @@ def _run(program: str, given: int) -> list[int]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("format", "group"), [("int4", 128), ("int8", 128), ("mxfp4", 32), ("mxfp8", 32)])
 def test_assembly(format, group, dtype):
-    """Every byte, in every place, gives the numbers of low_bit.numbers, NaN and the sign of zero among them."""
+    """Every byte, at every position, gives the values of low_bit.numbers, including NaN and the sign of zero."""
     stored = np.arange(256, dtype=np.uint8)[:, None] + np.array([0, 85, 170, 3], np.uint8)
     layout = LowBit(format=format, group=group)
     wanted = numbers(jnp.asarray(stored).view(layout.dtype), layout)
@@ -123,7 +123,7 @@ def test_compiled(case):
 
 
 def _compile(gpu: str, options: dict) -> list[str]:
-    """Compiles in this process; the names of the Triton kernels."""
+    """Compiles in this process. Returns the names of the Triton kernels."""
     from jax_kernels import gated_matmul, matmul
     from jax_kernels.ops.matmul import implementations
     from jax_kernels.quantization import quantize

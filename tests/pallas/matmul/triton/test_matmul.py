@@ -1,4 +1,4 @@
-"""The Triton matmul: its work tiles and splits, and its block specs compiled without a GPU.
+"""The Triton matmul: its tiles and splits, and its block specs compiled without a GPU.
 
 As a script it compiles one call: `python tests/pallas/matmul/triton/test_matmul.py h200 '{"activation": "silu", ...}'`.
 """
@@ -37,11 +37,11 @@ def test_every_work_tile_is_done_once(m, n):
 @pytest.mark.parametrize(
     ("m", "n", "k", "split_steps", "want"),
     [
-        (64, 64, 4096, 8, (8, 8)),  # as many as split_steps allows
-        (64, 2048, 4096, 4, (2, 32)),  # as many as there are multiprocessors for each tile
+        (64, 64, 4096, 8, (8, 8)),  # split_steps is the limit
+        (64, 2048, 4096, 4, (2, 32)),  # the SMs for each tile are the limit
         (64, 2112, 4096, 4, (2, 32)),
-        (64, 2144, 4096, 4, (1, 64)),  # more than half as many tiles as multiprocessors
-        (64, 64, 600, 4, (3, 4)),  # the last one has fewer steps
+        (64, 2144, 4096, 4, (1, 64)),  # the tiles exceed half of the SMs
+        (64, 64, 600, 4, (3, 4)),  # the last split has fewer steps
         (64, 64, 4096, None, (1, 64)),
     ],
 )
@@ -60,7 +60,7 @@ SPLIT = {
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_split_against_float64(name, monkeypatch):
-    """Several programs share a work tile; the gradients of w have as few rows, and short sums."""
+    """Several programs work on one tile. The gradients of w have equally few rows, and short sums."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     with on_device(dataclasses.replace(device_info("a100"), core_count=8)):
         errors = matmul_cases.errors_by(SPLIT[name], "triton")
@@ -80,7 +80,7 @@ COMPILED = {
     "few_rows": {"m": 16, "activation": "silu", "has_bias": True},
     "few_rows_gated": {"m": 64, "activation": "silu", "is_gated": True, "transpose_w": True},
 }
-SPILLED = {"h200-float32_out": 16}  # bytes, of the epilogue
+SPILLED = {"h200-float32_out": 16}  # bytes, in the epilogue
 QUICK = ["h200-plain", "h200-gated", "a100-epilogue", "a100-few_rows"]
 
 
@@ -102,7 +102,7 @@ def test_compiled(case):
 
 
 def _compile(gpu: str, options: dict) -> list[str]:
-    """Compiles in this process; the names of the Triton kernels."""
+    """Compiles in this process. Returns the names of the Triton kernels."""
     from jax_kernels import gated_matmul, matmul
 
     dtype, (m, n, k) = options.pop("dtype", "bfloat16"), (options.pop(name, 2048) for name in "mnk")

@@ -25,7 +25,7 @@ from tests.support.cases.tiers import cases
 from tests.support.interpreters import kernels as cases_interpreter
 from tests.tools import compile_case
 
-# Cores, whether races are looked for, and cases of norm_cases.HOPPER.
+# Cores, whether to detect races, and cases of norm_cases.HOPPER.
 INTERPRETED = {
     "races": (1, True, ["row_for_each_warp", "no_weights", "no_bias", "rms_four_warpgroups"]),
     "one_core": (1, False, ["many_short_rows"]),
@@ -70,14 +70,14 @@ def test_long_rows_need_a_cluster():
         with norm_blocks.replaced(norm_blocks.CASES["long"].forward):
             assert plan(32768).forward.cluster == 2
             with pytest.raises(NotImplementedError, match="these are 65536"):
-                plan(65536)  # 32768 columns of each CTA are too many
+                plan(65536)  # 32768 columns in each CTA are too many
     with pytest.raises(ValueError, match=r"NormSm90\.cluster=2 needs 4 row_warps or more, turns, and no claims"):
         NormSm90(row_warps=4, warpgroups=4, stages=2, cluster=2)
     with pytest.raises(ValueError, match=r"NormSm90\.cluster=3 must be 1, 2, 4 or 8"):
         NormSm90(row_warps=4, warpgroups=4, stages=2, cluster=3)
 
 
-# Columns, the most warps that may share a row, and how many do.
+# Columns, the most warps that may share a row, and the number chosen.
 ROW_WARPS = [(1024, 1, 1), (4096, 4, 4), (8192, 8, 8), (16384, 16, 16), (768, 4, 1), (2560, 16, 4), (14336, 16, 16)]
 ROW_WARPS += [(13312, 16, 8), (16384, 4, 8), (4096, 1, 4), (2048, 1, 1)]
 ROW_WARPS += [(100, 4, None), (2176, 4, None), (16896, 16, None), (32768, 16, None)]
@@ -92,7 +92,7 @@ def test_warps_that_share_a_row(columns, most, want):
     ("rows", "turns", "ctas"), [(32768, 4, 8192), (1000, 1, 1000), (3 * 132 * 4, 3, 528), (1, 1, 1)]
 )
 def test_every_block_has_a_turn(rows, turns, ctas):
-    """CTAs take few blocks, and one each where there are too few for all multiprocessors."""
+    """A CTA takes several blocks; only one if there are too few blocks for all SMs."""
     x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
     config = NormSm90(row_warps=4, warpgroups=1, stages=4, turns=4)
     traits = Traits.of(x, NormOptions(is_centred=True, eps=1e-6), config, core_count=132, copies=1)
@@ -114,7 +114,7 @@ def test_supports():
 
 
 def test_traced_under_vmap_and_shard_map():
-    """Results have the types that the caller's transformations ask for; nothing runs."""
+    """Results have the types of the caller's transformations. Nothing runs."""
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     norm = lambda x, scale: layer_norm(x, scale, implementation="mosaic_gpu")
     gradients = lambda norm: jax.grad(lambda *given: norm(*given).astype(jnp.float32).sum(), (0, 1))
@@ -129,7 +129,7 @@ def test_traced_under_vmap_and_shard_map():
 
 @pytest.mark.parametrize("moving", [("x",), ("x", "residual"), ("residual",), ("x", "scale"), ("scale", "bias")])
 def test_vmap_of_a_forward(moving):
-    """The rows of all calls are joined where they share the weights; a loop runs over them where they do not."""
+    """If the calls have the same weights, their rows are joined. Otherwise a loop runs over the calls."""
     sizes = []
 
     def forward(inputs, options, **_):
@@ -154,7 +154,7 @@ COMPILED += ["32768-4096-layer_norm-float32-1", "8192-16384-layer_norm-float32-1
 COMPILED += ["65537-1024-rms_norm-float32-1", "16384-8192-rms_norm-bfloat16-0", "16384-2048-layer_norm-float32-1"]
 
 
-# And the blocks of a forward whose rows CTAs share: CTAs, warps of each, turns, stages.
+# Also the blocks of a forward whose rows are split over CTAs: CTAs, warps of each, turns, stages.
 COMPILED += ["8192-16384-layer_norm-bfloat16-0-2-8-3-4", "4096-32768-layer_norm-bfloat16-1-2-16-2-3"]
 COMPILED += ["2048-65536-rms_norm-float32-0-4-16-2-3"]
 
@@ -175,7 +175,7 @@ def test_compiled(call):
 
 
 def _compile(rows: str, columns: str, op: str, weights: str, has_residual: str, *shared: str) -> list[str]:
-    """Compiles in this process; the names of the Triton kernels."""
+    """Compiles in this process. Returns the names of the Triton kernels."""
     x = jax.ShapeDtypeStruct((int(rows), int(columns)), jnp.bfloat16)
     given = {"x": x, "scale": jax.ShapeDtypeStruct(x.shape[1:], jnp.dtype(weights))}
     if op == "layer_norm":
