@@ -40,7 +40,7 @@ Precision = Annotated[str | None, typer.Option(help="fp32 or tf32, for float32")
 ProductPrecision = Annotated[str | None, typer.Option(help="fp32 or tf32, for float32; fp8, for any dtype")]
 Scaling = Annotated[str | None, typer.Option(help="tensor, row or block: the 8-bit values that share a scale")]
 Implementation = Annotated[str | None, typer.Option(help="use this implementation")]
-Device = Annotated[str | None, typer.Option(help="a GPU that need not be here: h200, 'rtx 4090', cpu, ...")]
+Device = Annotated[str | None, typer.Option(help="a device of any machine: h200, 'rtx 4090', cpu, ...")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
