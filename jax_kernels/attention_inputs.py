@@ -18,7 +18,7 @@ class AttentionInputs(NamedTuple):
     lists: the block lists of a prepared mask, which hold all limits of the calls that they are for.
 
     A step of a ring has these arrays too, which only "mosaic_gpu" takes:
-    reach: [B, 2] int32, (first, end): queries before row `first` attend to nothing, the others to keys below `end`.
+    reach: [B, 2] int32, (first, end): queries before row `first` attend to nothing, later queries to keys below `end`.
     key_norms: [B, Hkv] float32, the largest squared norm of a key of each head.
     earlier_out, earlier_lse: [B, T, H, Dv] and [B, H, T] float32, of the earlier steps, to merge with the result.
     """
@@ -73,7 +73,7 @@ class HeadView:
     """The heads of a call in its array: head h is array head first + h // part + h // run * skip.
 
     count: the number of heads of the call. run, skip: after every `run` heads, `skip` array heads are skipped. part:
-    the number of successive heads that lie in one array head, which may span several runs.
+    the number of successive heads that lie in one array head; they may belong to several runs.
     """
 
     count: int
@@ -101,7 +101,7 @@ class AttentionOptions:
     window: tuple[int, int] | None = None
     softcap: float | None = None
     q_offset: int | None = 0
-    # "fp32" or "tf32" for float32 inputs, None for 16-bit ones.
+    # "fp32" or "tf32" for float32 inputs, None for 16-bit inputs.
     precision: str | None = None
     # Whether the forward returns lse and excess. "mosaic_gpu" writes neither if this is False.
     has_lse: bool = True

@@ -1,4 +1,4 @@
-"""Faster compilation: Hopper kernels are compiled in parallel. Faster programs: XLA's options for many GPUs."""
+"""Compiles a program's Hopper kernels in parallel, and chooses XLA's options for many GPUs."""
 
 import contextlib
 import dataclasses
@@ -91,7 +91,7 @@ def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None, wait: bo
       lowered: a lowered program, for GPUs or not.
       device: a device of the program's kind. None is the first device of this process.
       wait: whether to return only when all kernels are compiled. If False, threads compile them in the background: XLA
-        runs its passes over the program before it asks for kernels. If XLA asks too early, it compiles the kernel.
+        runs its passes over the program before it asks for kernels. XLA itself compiles a kernel that is not ready.
 
     Returns:
       The number of kernels: 0 on devices other than Hopper GPUs. Kernels that are sharded over devices are made while

@@ -229,7 +229,7 @@ def _pushed_through(
 
 
 def with_plain_derivative(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """function(call, *arguments) with the derivatives that JAX finds for plain(call, *arguments), its equal.
+    """function(call, *arguments), differentiated as JAX differentiates plain(call, *arguments), which equals it.
 
     Use it for functions that JAX differentiates only in part, such as jax.custom_batching.custom_vmap.
     """

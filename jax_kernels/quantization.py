@@ -108,7 +108,7 @@ def quantize(
 
     Returns:
       A QuantizedArray. Values that share a scale with a NaN or an infinity become NaN. With a given scale, NaN stays
-      NaN, and an infinity stays infinite in e5m2 and becomes NaN in e4m3. The scale of zero values is 1.
+      NaN, and an infinity stays infinite in e5m2 and becomes NaN in e4m3. The scale of zeros, or of no values, is 1.
 
     Raises:
       TypeError: x is no float array, or scale no float32 array.

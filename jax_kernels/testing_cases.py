@@ -135,14 +135,14 @@ class AttentionCase:
         if self.segments == "mixed":
             q_ids, kv_ids = (random.integers(-1, 3, (self.batch, length), np.int32) for length in lengths)
             return q_ids, kv_ids
-        # Two segments of about a third, then the rest without a tenth of padding. The borders differ between entries.
+        # Two segments of about a third each, a shorter segment, a tenth of padding. The borders differ between entries.
         borders = np.array([0.33, 0.66, 0.9]) - random.random((self.batch, 1)) / 10
         q_ids, kv_ids = ((np.arange(n)[:, None] >= borders[:, None] * n).sum(-1, dtype=np.int32) for n in lengths)
         return np.where(q_ids == 3, -1, q_ids), np.where(kv_ids == 3, -1, kv_ids)
 
 
 def _cells(case: AttentionCase, size: int) -> masks.Mask:
-    """Random cells of each batch entry and head. In entry 0, the first key head has no cell in row 0 and column -1."""
+    """Random cells of each batch entry and head. Entry 0's first key head has none in the first row and last column."""
     shape = (case.batch, case.heads, -(-case.q_length // size), -(-case.kv_length // size))
     cells = case._random(5).random(shape) < 0.4
     cells[0, : case.heads // case.kv_heads, 0] = False

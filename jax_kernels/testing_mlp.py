@@ -49,7 +49,7 @@ class Case:
         return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in found.items()}
 
     def arrays(self) -> tuple[dict[str, jax.Array], jax.Array]:
-        """The arrays of the call by name, and the cotangent of out: normal random values, weights over sqrt(depth)."""
+        """The arrays of the call by name, and the cotangent of out: normal random values, weights over sqrt(K or H)."""
         random = np.random.default_rng(0)
         found = {}
         for name, of_type in self.types.items():

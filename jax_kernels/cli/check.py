@@ -262,7 +262,6 @@ def _implementations(asked: list[str] | None, ops: list[str]) -> dict[str, list[
 
 
 def _show(console: Console, op: str, results: list[Result]) -> None:
-    """Prints the results of an op."""
     names = list(dict.fromkeys(name for result in results for name in result.errors))
     if op == "flash_attention":  # in the order of AttentionResults, whichever results the first case has
         names = [name for name in AttentionResults._fields if name in names]

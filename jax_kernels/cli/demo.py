@@ -21,7 +21,7 @@ def demo(
     ] = None,
     decay_steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps over which the learning rate decays.", show_default="all steps"),
+        typer.Option(min=1, help="Steps over which the learning rate decays.", show_default="the value of --steps"),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**32 - 1, help="Seed of the parameters and the batches.", show_default="0")

@@ -48,8 +48,8 @@ def compare(trainer: Trainer, windows: np.ndarray) -> Comparison:
     on_gpu = jax.default_backend() == "gpu" and bridge_nn.has_gpu()
     windows = windows[:, : MAX_LENGTH + 1]
     tokens, targets = windows[:, :-1].astype(np.int32), windows[:, 1:].astype(np.int32)
-    # Without 8 bits: there the last bit of a sum may change the next rounding by a whole step, and the modules would
-    # differ by percents.
+    # Without 8-bit matmuls, in which the last bit of a sum may change the next rounding by a whole step: the modules
+    # would differ by percents.
     config = dataclasses.replace(
         trainer.settings.model, dtype="float32", implementation=None, remat=False, precision=None, scaling=None
     )

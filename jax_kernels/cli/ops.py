@@ -1,4 +1,4 @@
-"""The public ops as the command line names them. To plan calls, it imports jax_kernels.ops only here."""
+"""The public ops as the command line names them. For plans, the command line imports jax_kernels.ops only here."""
 
 import dataclasses
 from collections.abc import Callable

@@ -63,7 +63,7 @@ def train(
     ] = "data=-1",
     text: Annotated[Path | None, typer.Option(help="File or folder.", show_default="Python's standard library")] = None,
     documents: Annotated[
-        str, typer.Option(help="none: all text is one document; files: each file is a document of its own.")
+        str, typer.Option(help="none: all text is one document; files: one document per file, unseen by other files.")
     ] = "none",
     steps: Annotated[int, typer.Option(min=1, help="Total steps, with the steps before a restart.")] = 100,
     seq_len: Annotated[int, typer.Option(min=2, help="Bytes of context.")] = 2048,
@@ -72,7 +72,7 @@ def train(
     layers: Annotated[int, Positive] = 12,
     width: Annotated[int, Positive] = 768,
     heads: Annotated[int, Positive] = 6,
-    kv_heads: Annotated[int | None, typer.Option(min=1, show_default="as many as heads")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, show_default="the value of --heads")] = None,
     attention: Annotated[str, typer.Option(help="dense; or dilated, for a LongNet.")] = "dense",
     dtype: Annotated[str, typer.Option(help="For matmuls: bfloat16 or float32.")] = "bfloat16",
     remat: Annotated[
@@ -81,7 +81,7 @@ def train(
     sequence_strategy: Annotated[
         str, typer.Option(help="For attention along the sequence axis: auto, ring, halo, all_to_all or all_gather.")
     ] = "auto",
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak of the schedule.")] = 6e-4,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 6e-4,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoints and of train.json.")] = Path("runs/train"),
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,

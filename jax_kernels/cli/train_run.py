@@ -163,7 +163,7 @@ def batches_of(text: Path | None, settings: dict[str, Any], mesh: Mesh) -> tuple
         if not found.startswith("batch: "):
             found = f"--text: {found.removeprefix('paths: ').removeprefix('tokens: ')}"
         failure = (FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)(found)
-    check_agreement({"--text": found})  # also in a process that failed: the others wait for it
+    check_agreement({"--text": found})  # also in a process that failed: the other processes wait for it
     if failure is not None:
         raise failure
     return batches, digest

@@ -49,8 +49,8 @@ class Limits(NamedTuple):
 def joined(given: Limits, batch: int) -> Limits:
     """The limits of a call in their simplest form. given: the caller's limits, whose mask may be any Mask.
 
-    Causal, sliding_window, segments, prefix and dense masks joined by `&` become the other parts, so that kernels
-    without Masks serve the call. At most one dense and one segments mask may be among them, and no segments mask if
+    Causal, sliding_window, segments, prefix and dense masks joined by `&` become the other parts, so that kernels that
+    take no Mask can serve the call. At most one dense mask and one segments mask may be joined, and no segments mask if
     segment_ids are given. Any other Mask stays whole. Lists are dropped if segment_ids or kv_lengths are given.
     """
     if not isinstance(given.mask, Mask):

@@ -202,7 +202,7 @@ def _live_by_interval(terms: list[Conjunction], grid: Grid) -> jax.Array:
 
 
 def _live_by_distance(predicates: list[Callable[[Any], Any]], grid: Grid) -> jax.Array:
-    """`live` for predicates of the distance. In a block, i - j takes all values from one corner to the opposite."""
+    """`live` for predicates of the distance. In a block, i - j takes all values between two corners' values."""
     differences = jnp.arange(grid.q_length + grid.kv_length - 1, dtype=jnp.int32) - (grid.kv_length - 1)
     distances = grid.offset[:, None] + differences
     keep = functools.reduce(operator.and_, [predicate(distances) for predicate in predicates])

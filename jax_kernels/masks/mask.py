@@ -24,7 +24,7 @@ def static(**kwargs: Any) -> Any:
 
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(static,))
 def node[T](kind: type[T]) -> type[T]:
-    """Makes a class of masks: a frozen dataclass and pytree. Fields are not checked, because JAX makes objects too."""
+    """Makes a class of masks: a frozen dataclass and pytree. It checks no fields, as JAX makes objects of it too."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind))
 
 
@@ -242,7 +242,7 @@ def _joined(kind: Any, *masks: Any) -> Any:
     operation = "&" if kind is And else "|"
     if not isinstance(masks[1], Mask):
         got = f"{type(masks[1]).__name__} and a Mask"
-        raise TypeError(f"{operation}: got {got}, want another Mask; masks.dense makes one of a bool array")
+        raise TypeError(f"{operation}: got {got}, want another Mask; masks.dense makes a Mask of a bool array")
     masks = tuple(mask.unprepared for mask in masks)
     parts = [part for mask in masks for part in (mask.masks if isinstance(mask, kind) else (mask,))]
     for what in ("batch", "heads"):

@@ -31,7 +31,7 @@ class Placed(_Composite):
     The queries form pieces of equal length, and so do the keys. Neighbours in a piece are `stride` positions apart.
     mask: of the whole sequence. q_firsts, k_firsts: int32 [pieces], the position of each piece's first member. They may
     be traced; with a stride of 1 they are multiples of the piece's length. lengths: (queries, keys) of the call.
-    shift: the difference of any of q_firsts and any of k_firsts is shift plus a multiple of stride.
+    shift: every difference q_firsts[i] - k_firsts[j] is shift plus a multiple of stride.
 
     Blocks are judged by arithmetic if the blocks of `mask` are. A block that spans two pieces may be called partial
     although it is dead or full.

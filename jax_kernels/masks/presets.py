@@ -16,7 +16,7 @@ from jax_kernels.spelling import did_you_mean
 
 
 def prefix_lm(n: Any) -> Mask:
-    """Causal attention, whose first n tokens all see each other. Raffel et al. (2019), arXiv:1910.10683."""
+    """Causal attention; the first n tokens also attend to each other. Raffel et al. (2019), arXiv:1910.10683."""
     return causal() | prefix(n)
 
 
@@ -45,7 +45,7 @@ def bigbird(
     heads: int = 1,
     seed: int = 0,
 ) -> Mask:
-    """Window, global and random blocks: window_blocks around the diagonal, the first global_blocks, and random ones.
+    """Window, global and random blocks: window_blocks around the diagonal, the first global_blocks, and random blocks.
 
     Each row of blocks of each head has random_blocks other blocks, drawn by NumPy from the seed, or fewer if fewer
     are left. Zaheer et al. (2020), arXiv:2007.14062.

@@ -1,4 +1,4 @@
-"""The gradients of the arrays that a score_mod closes over, by the blocks in which a query may attend to a key.
+"""The gradients of the arrays that a score_mod closes over, computed from the live blocks of a call.
 
 The mathematics is the same as in reference.attention.backward. It runs over chunks of live blocks, which may be far
 apart; dead blocks are not visited.
@@ -46,7 +46,7 @@ def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, del
     alive, _ = block_status(mask, offset, lengths=lengths, blocks=blocks, static_offset=static_offset)
     together = [1 if told > 1 else of_all for told, of_all in zip(alive.shape, inputs.query.shape[::2], strict=False)]
     chunk = max(1, min(alive.size, reference.CHUNK_BYTES // (4 * math.prod((*together, *blocks)))))
-    # Only the device knows the number of live blocks: there is room for all blocks, and the loop ends after the live.
+    # Only the device knows the number of live blocks: there is room for all blocks, and the loop ends at the last live.
     room = -(-alive.size // chunk) * chunk
     places = jnp.flatnonzero(alive, size=room, fill_value=alive.size).astype(jnp.int32)
 

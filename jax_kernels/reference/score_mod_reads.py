@@ -1,4 +1,4 @@
-"""The reads of a score_mod, for the gradients of its arrays by blocks: `Arrays`, or `Operands` under differences.
+"""The reads of a score_mod, for the gradients of its arrays by blocks: `Operands` if it reads by q - k, else `Arrays`.
 
 Both classes have
   given(found): the values with respect to which some blocks are differentiated, in the form of `moving`;
@@ -22,7 +22,7 @@ __all__ = ["Arrays", "Blocks", "Operands", "at", "mapped"]
 
 
 class Blocks(NamedTuple):
-    """A chunk of blocks. If the mask differs between batch entries, a block has one entry, else all; heads likewise.
+    """A chunk of blocks. A block has one batch entry if the mask differs between entries, else all; heads likewise.
 
     b, h: int32 [chunk], the batch entries and query heads, or None for all. q, k: int32 [chunk, block], indices in
     range. keep: bool [chunk, block_q, block_kv], False for pairs out of range.
@@ -85,7 +85,7 @@ class Operands:
 
     @property
     def places(self) -> int:
-        """The number of diagonals of blocks. Each has a window."""
+        """The number of diagonals of blocks. Each diagonal has a window."""
         return -(-self.lengths[0] // self.block) + self.columns - 1
 
     @property

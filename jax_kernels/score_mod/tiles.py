@@ -23,7 +23,7 @@ TRITON_ELEMENTWISE = {
 # Primitives that pallas.attention.sm90.score_mod computes on a tile, with their derivatives. sin and cos would be
 # coarse there, because its kernels use approximate mathematics.
 MOSAIC_ELEMENTWISE = TRITON_ELEMENTWISE - {"atan", "cos", "floor", "pow", "shift_right_arithmetic", "sin"}
-# Primitives whose results its kernels compute faster than they read, for a row or a column of a tile.
+# Primitives whose results its kernels compute faster than they read them, for a row or a column of a tile.
 MOSAIC_CHEAP = {
     "abs", "add", "convert_element_type", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "neg", "sub",
 }  # fmt: skip

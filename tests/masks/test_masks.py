@@ -263,7 +263,7 @@ BAD = {
     "by_packed": (lambda: causal.packed_partial(4, 5, 2, 2, by=0), ValueError, "by: got 0, want 'query' or 'key'"),
     "and_array": (lambda: causal & np.ones((4, 4), bool), TypeError, "&: got ndarray and a Mask, want another"),
     "array_or": (lambda: np.ones((4, 4), bool) | causal, TypeError, "|: got ndarray and a Mask, want another Mask;"),
-    "and_jax_array": (lambda: jnp.ones((4, 4), bool) & causal, TypeError, "masks.dense makes one of a bool array"),
+    "and_jax_array": (lambda: jnp.ones((4, 4), bool) & causal, TypeError, "masks.dense makes a Mask of a bool"),
     "or_none": (lambda: causal | None, TypeError, "|: got NoneType and a Mask, want another Mask"),
     "truth": (lambda: causal and dense, TypeError, "a Mask has no truth value: compose masks with &, | and ~"),
     "not_callable": (lambda: masks.from_function(3), TypeError, "function: got int, want a function (b, h, q, k)"),
