@@ -326,7 +326,7 @@ def test_a_jitted_function_looks_at_what_it_reads():
         np.testing.assert_array_equal(
             masks.from_function(function).to_dense(4, 4), masks.from_function(plain).to_dense(4, 4)
         )
-    with pytest.raises(ValueError, match="heads: got None with a function that looks at h"):
+    with pytest.raises(ValueError, match="heads: got None with a function that uses h"):
         masks.from_function(jax.jit(lambda b, h, q, k: q >= k + h))
 
 
