@@ -64,7 +64,7 @@ def preset(device: jax_kernels.DeviceInfo) -> Preset:
 def run(
     *, text: Path | None, steps: int | None, out: Path, resume: bool, mesh: dict[str, int] | None = None, **given: Any
 ) -> bool:
-    """Runs the whole command. Returns whether every check passed; raises OptionError for errors that users can mend."""
+    """Runs the whole command. Returns whether every check passed; raises OptionError for errors of the user's input."""
     console = Console(highlight=False)
     device = jax_kernels.device_info()
     defaults = preset(device)

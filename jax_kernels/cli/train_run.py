@@ -63,7 +63,7 @@ def run(
     axes: dict[str, int], text: Path | None, out: Path, *, attention: str, settings: dict[str, Any],
     model: dict[str, Any], processes: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Trains. Raises ValueError, TypeError or FileNotFoundError for errors that the user can mend.
+    """Trains. Raises ValueError, TypeError or FileNotFoundError for errors of the user's input.
 
     Ends the process with the status STOPPED if SIGTERM ended the run, and with 1 if a loss or a parameter is not
     finite. Raises NotWritten if `out` cannot be written.

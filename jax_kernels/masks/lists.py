@@ -81,7 +81,7 @@ def count_arrays_by(sums: Callable[[jax.Array, int, int], jax.Array]) -> None:
 
 
 def array_sums(array: jax.Array, block_q: int, block_kv: int) -> jax.Array:
-    """block_sums of an array in memory, which a kernel may count."""
+    """block_sums of an array in memory. A kernel may compute it."""
     return _array_sums[0](array, block_q, block_kv)
 
 
