@@ -1,4 +1,4 @@
-"""How a program is compiled: its Hopper kernels side by side, and XLA's options for many GPUs."""
+"""Compiles a program's Hopper kernels in parallel, and chooses XLA's options for many GPUs."""
 
 import contextlib
 import dataclasses
@@ -17,8 +17,8 @@ from jax.extend.mlir import ir as mlir_ir
 
 __all__ = ["compile_kernels", "compiler_options", "paused_collections"]
 
-ir: Any = mlir_ir  # whose classes type checkers do not see
-_CALL = "mosaic_gpu_v2"  # the custom call of JAX's that is a Mosaic kernel
+ir: Any = mlir_ir  # type checkers do not see its classes
+_CALL = "mosaic_gpu_v2"  # JAX's custom call of a Mosaic kernel
 _DTYPES: dict[str, Any] = {
     "bf16": jnp.bfloat16,
     "f16": jnp.float16,
@@ -34,7 +34,7 @@ _DTYPES: dict[str, Any] = {
     "ui32": jnp.uint32,
 }
 _HASH, _CONFIG = "kernel_hash", "mhlo.backend_config"
-# XLA copies from GPU to GPU in place of NCCL's kernels: of all-to-alls, and of permutes.
+# XLA copies from GPU to GPU instead of NCCL's kernels: one option for all-to-alls, one for permutes.
 _BY_COPIES = {"xla_gpu_use_memcpy_local_p2p": True, "xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
 
 
@@ -42,22 +42,22 @@ _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 
 def compiler_options(mesh: jax.sharding.Mesh, *, triton_products: bool = True) -> dict[str, Any]:
-    """Options for `jax.jit(compiler_options=...)` of programs over the devices of a mesh, which make them faster.
+    """Options for `jax.jit(compiler_options=...)` that speed up programs over the devices of a mesh.
 
-    Where the mesh has several GPUs, all of this process, permutes and all-to-alls are copies from GPU to GPU. A GPU's
-    copy engines make them, and leave its multiprocessors to the kernels beside them; NCCL's kernels take some. Nothing
-    but time changes::
+    If the mesh has several GPUs, all of this process, permutes and all-to-alls are copies from GPU to GPU. A GPU's copy
+    engines make these copies, and leave all SMs to the kernels that run meanwhile; NCCL's kernels occupy SMs. Only the
+    time changes::
 
         step = jax.jit(step, compiler_options=compiler_options(mesh))
 
     Args:
       mesh: the devices.
-      triton_products: whether XLA compiles and times Triton kernels for the products that it makes, beside cuBLAS's.
-        With False a decoder's training step compiled 1 to 2 s faster on an H100, and took as long.
+      triton_products: whether XLA compiles and times Triton kernels, as well as cuBLAS's, for its own matmuls. With
+        False a decoder's training step compiled 1 to 2 s faster on an H100, and ran equally fast.
 
     Returns:
-      A dict by the names of XLA's options. Empty on other devices, and where this version of XLA has no such option.
-      Those of copies are left out on one GPU, and on GPUs of several processes.
+      A dict from names of XLA's options to values. It is empty on other devices, and lacks options that this version
+      of XLA lacks. On one GPU, and on GPUs of several processes, it has no options for copies.
     """
     if mesh.devices.flat[0].platform != "gpu":
         return {}
@@ -69,7 +69,7 @@ def compiler_options(mesh: jax.sharding.Mesh, *, triton_products: bool = True) -
 
 @functools.cache
 def _is_option(name: str, value: bool | str) -> bool:
-    """Whether XLA has an option, and the option such a value."""
+    """Whether XLA has the option and accepts the value."""
     try:
         jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
     except (jax.errors.JaxRuntimeError, ValueError):
@@ -80,8 +80,8 @@ def _is_option(name: str, value: bool | str) -> bool:
 def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None, wait: bool = True) -> int:
     """Compiles the Hopper kernels of a program on all of the host's cores, so that `lowered.compile()` is faster.
 
-    Mosaic keeps what it has compiled in this process. XLA asks for the kernels of a program one after the other: those
-    of a decoder's training step take more than half of the time that it takes to compile. Nothing but time changes::
+    Mosaic caches compiled kernels in this process. XLA asks for the kernels of a program one after the other: the
+    kernels of a decoder's training step take more than half of its compile time. Only the time changes::
 
         lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
         compile_kernels(lowered, wait=False)
@@ -89,15 +89,15 @@ def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None, wait: bo
 
     Args:
       lowered: a lowered program, for GPUs or not.
-      device: a device of the program's kind. The first of this process's where None.
-      wait: whether to return when all are compiled. Else threads compile them beside what comes next: XLA's passes over
-        the program come before it asks for kernels. A kernel that it asks for too early it compiles itself.
+      device: a device of the program's kind. None is the first device of this process.
+      wait: whether to return only when all kernels are compiled. If False, threads compile them in the background: XLA
+        runs its passes over the program before it asks for kernels. XLA itself compiles a kernel that is not ready.
 
     Returns:
-      How many kernels there were: 0 on devices other than Hopper GPUs. Kernels that devices share out are made while
-      XLA compiles, and are not among them.
+      The number of kernels: 0 on devices other than Hopper GPUs. Kernels that are sharded over devices are made while
+      XLA compiles, and are not counted.
 
-    A kernel that cannot be compiled alone is left to `lowered.compile()`, with a RuntimeWarning that says why.
+    A kernel that cannot be compiled separately is left to `lowered.compile()`, with a RuntimeWarning that says why.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     kernels = _kernels_of(module.operation)
@@ -112,7 +112,7 @@ def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None, wait: bo
 
 
 def _compile_all(kernels: Sequence["_Kernel | Exception"], where: jax.sharding.Sharding) -> None:
-    """Compiles kernels side by side, and warns of those that cannot be."""
+    """Compiles kernels in parallel, and warns of kernels that cannot be compiled."""
     attempt = lambda kernel: kernel if isinstance(kernel, Exception) else kernel.compile(where)
     with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
         failed = [error for error in pool.map(attempt, kernels) if error is not None]
@@ -126,10 +126,10 @@ def _compile_all(kernels: Sequence["_Kernel | Exception"], where: jax.sharding.S
 
 @contextlib.contextmanager
 def paused_collections() -> Iterator[None]:
-    """Python's garbage collector rests meanwhile, in all threads.
+    """Pauses Python's garbage collector, in all threads.
 
-    To trace and lower a decoder's step makes millions of objects, among which it finds next to none to free: a tenth of
-    the time. What they leave it finds later.
+    Tracing and lowering a decoder's step makes millions of objects. The collector takes a tenth of this time and finds
+    almost no object to free. It collects the garbage after the pause.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -142,7 +142,7 @@ def paused_collections() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kernel:
-    """A kernel's call. attributes: of the call, its Mosaic module among them."""
+    """A kernel's call. attributes: of the call, including its Mosaic module."""
 
     attributes: dict[str, bytes | bool]
     arguments: list[jax.ShapeDtypeStruct]
@@ -150,7 +150,7 @@ class _Kernel:
 
     @classmethod
     def of(cls, call: Any) -> "_Kernel | Exception":
-        """That of a call in a program; or why it cannot be read."""
+        """The kernel of a call in a program, or the error if the call cannot be read."""
         try:
             return cls(
                 attributes={entry.name: _plain(entry.attr) for entry in call.attributes[_CONFIG]},
@@ -161,18 +161,18 @@ class _Kernel:
             return error
 
     def compile(self, where: jax.sharding.Sharding) -> Exception | None:
-        """Compiles a program of the kernel alone. Returns the error that this raised, or None."""
+        """Compiles a program that has only the kernel. Returns the error that this raised, or None."""
         placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x in self.arguments]
         run = jax.ffi.ffi_call(_CALL, self.results)
         try:
             jax.jit(lambda *arrays: run(*arrays, **self.attributes)).lower(*placed).compile()
-        except Exception as error:  # whatever JAX's internals raise, the program is compiled without this
+        except Exception as error:  # after any error of JAX's internals, XLA compiles the kernel itself
             return error
         return None
 
 
 def _kernels_of(operation: Any) -> list[_Kernel | Exception]:
-    """One of each kernel that a program calls. Threads need nothing of the program."""
+    """The distinct kernels that a program calls. Threads can compile them without the program."""
     found: dict[bytes, Any] = {}
     for call in _custom_calls(operation):
         if call.attributes["call_target_name"].value == _CALL and _CONFIG in call.attributes:
@@ -192,7 +192,7 @@ def _custom_calls(operation: Any) -> Iterator[Any]:
 
 
 def _plain(attribute: Any) -> bytes | bool:
-    """The value of an attribute of a kernel's call. Raises TypeError for one that is neither text nor a bool."""
+    """The value of an attribute of a kernel's call. Raises TypeError if it is neither text nor a bool."""
     if isinstance(attribute, ir.StringAttr):
         return attribute.value_bytes
     if isinstance(attribute, ir.BoolAttr):
@@ -201,6 +201,6 @@ def _plain(attribute: Any) -> bytes | bool:
 
 
 def _array(kind: Any) -> jax.ShapeDtypeStruct:
-    """An array of a type in a program."""
+    """The ShapeDtypeStruct of an array type in a program."""
     kind = ir.RankedTensorType(kind)
     return jax.ShapeDtypeStruct(tuple(kind.shape), _DTYPES[str(kind.element_type)])

@@ -1,4 +1,4 @@
-"""DeviceInfo: the abilities of a GPU, read off the device, or found by its name to plan for a GPU elsewhere."""
+"""DeviceInfo: the abilities of a GPU, read from the device, or found by name to plan for a GPU of another machine."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ GB = 10**9
 GIB = 1 << 30
 KIB = 1 << 10
 
-# Compute capability -> architecture. A capability that is not here counts as the newest one below it.
+# Compute capability -> architecture. A capability that is not listed counts as the newest listed capability below it.
 ARCHITECTURES = {
     (6, 0): "Pascal",
     (6, 1): "Pascal",
@@ -128,7 +128,7 @@ _GPUS = (
 
 
 def _words(name: str) -> list[str]:
-    """The words of a GPU's name that tell it from another: not its maker, series, socket or kind of memory.
+    """The words of a GPU's name that distinguish it: not its maker, series, socket or kind of memory.
 
     Every other word counts: an "RTX 4090 Laptop GPU" and a MIG slice of an A100 are not the GPUs of this table.
     """
@@ -148,10 +148,10 @@ class DeviceInfo:
     """A device and its abilities, for which calls are planned.
 
     name: as the driver gives it. architecture: "Hopper", "Ada", ...; "CPU" without a GPU.
-    compute_capability: (major, minor), None without a GPU. total_memory_bytes: by the data sheet; of a GPU without one
-    here, the bytes that XLA may allocate; None for a CPU. core_count: streaming multiprocessors, or 1.
-    shared_memory_per_block: bytes, the most that one block may have. memory_bandwidth: bytes per second by the data
-    sheet, None where unknown. optimal_dtype: the name of the dtype to train in. implementations: the attention
+    compute_capability: (major, minor), None without a GPU. total_memory_bytes: from the data sheet; for a GPU that is
+    not listed, the bytes that XLA may allocate; None for a CPU. core_count: the number of SMs, or 1 for a CPU.
+    shared_memory_per_block: bytes, the most that one block may have. memory_bandwidth: bytes per second from the data
+    sheet, None if unknown. optimal_dtype: the name of the dtype to train in. implementations: the attention
     implementations that this device has, the fastest first.
     """
 

@@ -1,7 +1,7 @@
-"""From a request to a plan: which implementation of an op serves it, with which blocks, and why.
+"""Turns a request into a plan: the implementation of an op that serves it, its blocks, and the reason.
 
-An op owns a table of `Implementation`s; `choose` walks it in the order that the block specs give for the
-device. Nothing here knows an op's arguments: an implementation judges a request with its own `supports`.
+An op owns a table of `Implementation`s; `choose` walks the table in the order that the block specs give for the
+device. This module does not know an op's arguments: an implementation judges a request with its own `supports`.
 """
 
 import contextlib
@@ -26,9 +26,9 @@ _TARGET: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("jax
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A call of an op without its arrays. Ops derive their own from it.
+    """A call of an op without its arrays. Ops derive their own request classes from it.
 
-    SIZES: the fields that are lengths of axes. A call in which one of them is 0 has nothing for a kernel to compute.
+    SIZES: the fields that are lengths of axes. If one of these lengths is 0, a kernel has nothing to compute.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = ()
@@ -41,8 +41,8 @@ class Request:
 class Implementation:
     """One way to run an op.
 
-    supports(request) gives None, or the reason why the request cannot be served, forward and backward alike.
-    config(request) gives the blocks and where they came from: "block spec", "tuned cache" or "heuristic".
+    supports(request) returns None, or the reason why the request cannot be served, forward and backward alike.
+    config(request) returns the blocks and their source: "block spec", "tuned cache" or "heuristic".
     forward and backward are the op's own; a None backward means that JAX differentiates forward itself.
     """
 
@@ -57,7 +57,7 @@ class Implementation:
 class Plan:
     """The implementation that will run, and why.
 
-    implementation: its name. config: its blocks (None where it has none). source: where they came from.
+    implementation: its name. config: its blocks, or None if it has no blocks. source: the source of the blocks.
     why: one line. passed_over: the implementations tried before it, each with the reason.
     """
 
@@ -83,10 +83,10 @@ def choose(
 ) -> Plan:
     """The plan for a request: the named implementation, or the first of order(request) in the table that can serve it.
 
-    A request with a symbolic size, under jax.export, is served by "xla", and so is one with an axis of length 0, also
-    where another implementation that takes such calls is named: a kernel cannot be launched without a block.
+    "xla" serves a request with a symbolic size, under jax.export. It also serves a request with an axis of length 0,
+    even if the caller names another implementation that takes such calls: a kernel cannot be launched without a block.
 
-    Raises ValueError for an unknown name, and NotImplementedError, with every reason, where none can serve.
+    Raises ValueError for an unknown name, and NotImplementedError, with every reason, if no implementation can serve.
     """
     symbolic, empty = _symbolic(request), _empty(request)
     if implementation is not None:
@@ -106,7 +106,7 @@ def choose(
         return Plan(request.op, implementation, config, source, why)
 
     passed_over: list[tuple[str, str]] = []
-    names = order(request) if symbolic is None else table  # an order goes by sizes, too
+    names = order(request) if symbolic is None else table  # an order may depend on sizes
     for name in (name for name in names if name in table):
         reason = _reason(table[name], request, symbolic)
         if reason is None and empty is not None and name != "xla":
@@ -121,7 +121,7 @@ def choose(
 
 
 def _reason(implementation: Implementation, request: Request, symbolic: str | None) -> str | None:
-    """Why an implementation cannot serve a request, None where it can. symbolic: as _symbolic gives it."""
+    """The reason why an implementation cannot serve a request; None if it can. symbolic: the result of _symbolic."""
     if symbolic is None or implementation.name == "xla":
         return implementation.supports(request)
     wanted = "want an int, for which kernels are compiled; export with fixed sizes, or with implementation='xla'"
@@ -129,7 +129,7 @@ def _reason(implementation: Implementation, request: Request, symbolic: str | No
 
 
 def _symbolic(request: Request) -> str | None:
-    """The words "field: got the symbolic size ..." on the first such field; None where all sizes are known."""
+    """The text "field: got the symbolic size ..." for the first such field; None if all sizes are known."""
     for name, x in vars(request).items():
         size = _symbolic_size(x)
         if size is not None:
@@ -138,7 +138,7 @@ def _symbolic(request: Request) -> str | None:
 
 
 def _empty(request: Request) -> str | None:
-    """The words "field is 0" on the first size that is; None where all axes have entries."""
+    """The text "field is 0" for the first size of 0; None if all axes have entries."""
     for name in request.SIZES:
         size = getattr(request, name)
         if isinstance(size, int) and size == 0:  # a symbolic size is no int, and at least 1
@@ -155,8 +155,8 @@ def _symbolic_size(x: Any) -> Any:
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     """The Plan of `op(*args, **kwargs)`, without running it. Arrays may be `jax.ShapeDtypeStruct`s.
 
-    op may be a functools.partial of an op, or what compile_attention gives. Raises what the call itself would raise for
-    these arguments; TypeError where `op` has no plan.
+    op may be a functools.partial of an op, or a result of compile_attention. Raises the error that the call itself
+    would raise for these arguments; TypeError if `op` has no plan.
     """
     if isinstance(op, functools.partial):
         return explain(op.func, *op.args, *args, **op.keywords | kwargs)
@@ -172,7 +172,7 @@ def interpreting() -> bool:
 
 
 class _Target:
-    """The context of on_device. The bridge enters it in each call, so it is no generator, which would take longer."""
+    """The context of on_device. It is no generator: the bridge enters it in each call, and a generator takes longer."""
 
     __slots__ = ("_info", "_token")
 
@@ -188,15 +188,15 @@ class _Target:
 
 
 def on_device(device: DeviceInfo | str) -> contextlib.AbstractContextManager[DeviceInfo]:
-    """Plan for this device inside the block, whatever the machine has: compiling ahead, and the bridge, use it."""
+    """Plan for this device inside the block, whatever the machine has: for ahead-of-time compiles and the bridge."""
     return _Target(device if isinstance(device, DeviceInfo) else device_info(device))
 
 
 def target_device(*arrays: Any) -> DeviceInfo:
-    """The device a call will run on: on_device's, else that of the first concrete array, else JAX's default.
+    """The device of a call: on_device's device, else the device of the first concrete array, else JAX's default.
 
-    JAX tells where traced arrays are if they lie on a mesh, or jax.set_mesh or a shard_map has one: a mesh of CPU
-    devices is a CPU, also on a machine with a GPU.
+    For traced arrays, JAX knows a device if they are on a mesh, or if jax.set_mesh or a shard_map has a mesh: a mesh
+    of CPU devices is a CPU, even on a machine with a GPU.
     """
     target = _TARGET.get()
     if target is not None:

@@ -1,4 +1,4 @@
-"""Files that are whole at any moment: a process that is killed, or a full disk, leaves the file before."""
+"""Files that are whole at any moment: if a process is killed or the disk is full, the earlier file remains."""
 
 import contextlib
 import os

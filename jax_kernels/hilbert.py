@@ -13,17 +13,17 @@ __all__ = ["hilbert_order", "invert_order"]
 @plain_arguments
 @functools.lru_cache(maxsize=32, typed=True)  # 1 and True are equal
 def hilbert_order(n: int) -> np.ndarray:
-    """The first n tokens, as a Hilbert curve visits them.
+    """The first n tokens, in the order of a Hilbert curve.
 
-    Token t stands in row t // side and column t % side of the smallest square grid whose side is a power of two and
-    that holds n tokens. The curve steps from each cell to one beside it, and cells past the last token are left
-    out, so that `x[hilbert_order(n)]` has tokens near each other that are near on the grid. Cached.
+    Token t is in row t // side and column t % side of a square grid: the smallest grid that holds n tokens and whose
+    side is a power of two. The curve steps from each cell to a neighbouring cell, and skips cells past the last token.
+    So tokens that are near on the grid are near each other in `x[hilbert_order(n)]`. Cached.
 
     Args:
-      n: how many tokens.
+      n: the number of tokens.
 
     Returns:
-      int32 [n], read-only: the token that is visited j-th, for each j.
+      int32 [n], read-only: entry j is the j-th token on the curve.
 
     Raises:
       TypeError, ValueError: n is not an int, or below 0.
@@ -39,7 +39,7 @@ def hilbert_order(n: int) -> np.ndarray:
     rest = np.arange(side * side, dtype=np.int64)
     row, column = np.zeros_like(rest), np.zeros_like(rest)
     for bit in range(bits):
-        # The quadrant at this scale, and the turn that joins its curve to those of the others.
+        # The quadrant at this scale, and the turn that joins its curve to the curves of the other quadrants.
         right = (rest >> 1) & 1
         lower = (rest ^ right) & 1
         turned, flipped = lower == 0, (lower == 0) & (right == 1)

@@ -1,4 +1,4 @@
-"""Options that are numbers, as Python's own: NumPy's scalars, and arrays without axes whose values are known."""
+"""Converts options to Python's numbers: from NumPy scalars, and from arrays without axes whose values are known."""
 
 import functools
 import inspect
@@ -32,7 +32,7 @@ SEQUENCES = frozenset(("axis", "block_size", "dilation_rates", "segment_lengths"
 
 
 def plain(x: Any) -> Any:
-    """The int, float or bool that x holds; x itself if it is no known number. Tuples and lists are entered."""
+    """The int, float or bool that x holds; x itself if it is no known number. Entries of tuples and lists likewise."""
     kind = type(x)
     if kind in PLAIN:
         return x
@@ -48,7 +48,7 @@ def plain(x: Any) -> Any:
 
 
 def plain_of(name: str, x: Any) -> Any:
-    """The value of an option as plain gives it. The numbers of an array with one axis become a tuple in SEQUENCES."""
+    """The value of an option, from `plain`. For names in SEQUENCES, an array with one axis becomes a tuple."""
     is_array = isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer)
     if name in SEQUENCES and is_array and x.ndim == 1:
         return tuple(map(plain, np.asarray(x)))
@@ -56,7 +56,7 @@ def plain_of(name: str, x: Any) -> Any:
 
 
 def plain_options(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The options whose values of these names are plain; the dict itself if they all were."""
+    """The options with plain values for these names; the dict itself if all values are plain already."""
     changed = {name: plain_of(name, options[name]) for name in names if type(options.get(name)) not in PLAIN}
     return options | changed if changed else options
 
@@ -76,7 +76,7 @@ def with_plain_numbers[Function: Callable[..., Any]](*names: str) -> Callable[[F
 
 
 def plain_arguments[Function: Callable[..., Any]](function: Function) -> Function:
-    """A decorator of a function that has no arrays without axes: all of its arguments are as plain_of gives them."""
+    """A decorator for a function that takes no arrays without axes: plain_of converts all its arguments."""
     positions = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

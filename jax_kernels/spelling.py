@@ -7,7 +7,7 @@ __all__ = ["did_you_mean"]
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """The end of an error about a name that is not known: "; did you mean 'causal'?", or "" if none is near."""
+    """The end of an error about an unknown name: "; did you mean 'causal'?", or "" if no known name is near."""
     if not isinstance(name, str):
         return ""
     folded = {x.casefold(): x for x in known}

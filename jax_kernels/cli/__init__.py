@@ -40,7 +40,7 @@ def _app() -> Any:
 
     app = typer.Typer(
         name="jax-kernels",
-        help="Attention and matmul kernels in JAX Pallas: what this machine can run, and whether it is right.",
+        help="Attention and matmul kernels in JAX Pallas: show the kernels that this machine can run, and check them.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -57,7 +57,7 @@ def _app() -> Any:
     app.add_typer(explain, name="explain")
 
     def later(name: str, text: str) -> None:
-        """Adds a command whose module loads when it is called, as it needs the flax extra."""
+        """Adds a command whose module loads only when the command runs, because it needs the flax extra."""
 
         @app.command(
             name,
@@ -82,7 +82,7 @@ def _fail(message: str, code: int = 2) -> NoReturn:
 
 
 def _given(parameter: Any, arguments: list[str]) -> str | None:
-    """The value that the command line has for an option which typer refuses; typer's own errors may lack it."""
+    """The command line's value of an option that typer refuses; typer's own errors may lack the value."""
     for option in getattr(parameter, "opts", ()):
         for name, value in zip(arguments, [*arguments[1:], None], strict=True):
             if name == option:
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             raise
         _fail(f"this needs the package {package}: pip install 'jax-kernels[{EXTRAS[package]}]'")
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not typer's own but a bug: its traceback is wanted
+        if not hasattr(error, "format_message"):  # a bug, not an error of typer's: show its traceback
             raise
         message = error.format_message()
         value = _given(getattr(error, "param", None), sys.argv[1:] if arguments is None else arguments)

@@ -63,10 +63,11 @@ Errors = dict[str, tuple[float, float]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """The cases of an op by name. probe: a case that every implementation serves where it can run at all.
+    """The cases of an op by name. probe: a case that every implementation serves if it can run at all.
 
-    gpu_cases: those for a GPU alone. why_not(case, implementation): None where it can run here. run(case,
-    implementation): the results by name. judge(case, results): the error and the bound of each. error: what these are.
+    gpu_cases: cases only for a GPU. why_not(case, implementation): None if it can run here, else the reason. run(case,
+    implementation): the results by name. judge(case, results): the error and the bound of each result. error: the
+    name of this kind of error.
     """
 
     implementations: tuple[str, ...]
@@ -79,7 +80,7 @@ class Suite:
     error: str
 
     def chosen(self, quick: tuple[str, ...] | None, has_gpu: bool) -> dict[str, Any]:
-        """The cases by name: those named in `quick`, or all that this machine takes."""
+        """The cases by name: the cases named in `quick`, or all cases for this machine."""
         if quick is None:
             return self.cases | (self.gpu_cases if has_gpu else {})
         return {name: self.cases[name] for name in quick}
@@ -141,7 +142,7 @@ def _norm_suite(op: str) -> Suite:
 
 
 def _suite_of_errors(module: Any, cases: dict[str, Any], gpu_cases: dict[str, Any], probe: Any) -> Suite:
-    """The suite of a module whose errors_by gives a case's errors and bounds."""
+    """The suite of a module whose errors_by returns a case's errors and bounds."""
     return Suite(
         implementations=tuple(MATMUL_IMPLEMENTATIONS),
         cases=cases,
@@ -208,7 +209,7 @@ SUITES = {
 class Result:
     """One case by one implementation.
 
-    errors, bounds: of each result, by name. skipped: why it was not run. raised: the exception that it raised.
+    errors, bounds: of each result, by name. skipped: the reason for not running it. raised: the exception, if any.
     """
 
     op: str
@@ -245,7 +246,7 @@ def _ops(asked: list[str] | None) -> list[str]:
 
 
 def _implementations(asked: list[str] | None, ops: list[str]) -> dict[str, list[str]]:
-    """The implementations to check, by op: those asked for, or every one that can run here."""
+    """The implementations to check, by op: the requested implementations, or all that can run here."""
     reasons = {
         op: {name: SUITES[op].why_not(SUITES[op].probe, name) for name in SUITES[op].implementations} for op in ops
     }
@@ -263,9 +264,8 @@ def _implementations(asked: list[str] | None, ops: list[str]) -> dict[str, list[
 
 
 def _show(console: Console, op: str, results: list[Result]) -> None:
-    """The results of an op."""
     names = list(dict.fromkeys(name for result in results for name in result.errors))
-    if op == "flash_attention":  # in the order of the call, whichever of them a first case has
+    if op == "flash_attention":  # in the order of AttentionResults, whichever results the first case has
         names = [name for name in AttentionResults._fields if name in names]
     table = Table(title=f"{op}: {SUITES[op].error} against float64", box=box.SIMPLE_HEAD, padding=0)
     for heading in ("implementation", "case", *names, "of bound", ""):
@@ -285,17 +285,17 @@ def _show(console: Console, op: str, results: list[Result]) -> None:
 
 def check(
     op: Annotated[
-        list[str] | None, typer.Option(help=f"only this one (repeatable), of {', '.join(SUITES)}; default: all")
+        list[str] | None, typer.Option(help=f"only this op (repeatable), of {', '.join(SUITES)}; default: all")
     ] = None,
     implementation: Annotated[
-        list[str] | None, typer.Option(help="only this one (repeatable); default: every one that can run here")
+        list[str] | None, typer.Option(help="only this implementation (repeatable); default: all that can run here")
     ] = None,
-    full: Annotated[bool, typer.Option("--full/--quick", help="every case of the test suite, or some")] = False,
+    full: Annotated[bool, typer.Option("--full/--quick", help="every case of the test suite, or a selection")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
 ) -> None:
     """Compare the ops and their gradients with float64, for every implementation that can run here.
 
-    JAX_KERNELS_INTERPRET=1 adds the GPU kernels, interpreted. Exits with 1 where an error is above its bound.
+    JAX_KERNELS_INTERPRET=1 adds the GPU kernels, interpreted. Exits with 1 if an error is above its bound.
     """
     implementations = _implementations(implementation, _ops(op))
     device = find_device(None)

@@ -37,7 +37,7 @@ def attention(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what flash_attention would run for these shapes: implementation, blocks, and what was passed over."""
+    """Show the plan of flash_attention for these shapes: implementation, blocks, and implementations passed over."""
     query, key, value = options.arrays(shape, kv_shape, v_head_dim, dtype)
     options.show_plan(
         device,
@@ -74,7 +74,7 @@ def flash_attention_fp8(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what flash_attention_fp8 would run for float8_e4m3fn arrays of these shapes."""
+    """Show the plan of flash_attention_fp8 for float8_e4m3fn arrays of these shapes."""
     query, key, value = options.arrays(shape, kv_shape, v_head_dim, "float8_e4m3fn")
     options.show_plan(
         device,
@@ -107,7 +107,7 @@ def decode_attention(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what decode_attention would run for the newest tokens (--shape) and a cache (--kv-shape)."""
+    """Show the plan of decode_attention for the newest tokens (--shape) and a cache (--kv-shape)."""
     query, key, value = options.arrays(shape, kv_shape, v_head_dim, dtype)
     options.show_plan(
         device,
@@ -128,8 +128,8 @@ def decode_attention(
 
 def dilated_attention(
     shape: options.Shape,
-    segment_lengths: Annotated[str, typer.Option(help="of each branch, as in 2048,4096")],
-    dilation_rates: Annotated[str, typer.Option(help="of each branch, as in 1,2")],
+    segment_lengths: Annotated[str, typer.Option(help="a length for each branch, as in 2048,4096")],
+    dilation_rates: Annotated[str, typer.Option(help="a rate for each branch, as in 1,2")],
     kv_shape: options.KeyShape = None,
     v_head_dim: options.ValueHeadDim = None,
     dtype: options.Dtype = "bfloat16",
@@ -146,7 +146,7 @@ def dilated_attention(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what dilated_attention would run for these shapes, branch by branch."""
+    """Show the plan of dilated_attention for these shapes, branch by branch."""
     query, key, value = options.arrays(shape, kv_shape, v_head_dim, dtype)
     options.show_plan(
         device,
@@ -186,7 +186,7 @@ def dynamic_mask_attention(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what dynamic_mask_attention would run for these shapes. The plan is that of the flash_attention inside."""
+    """Show the plan of dynamic_mask_attention for these shapes: the plan of its call of flash_attention."""
     query, key, value = options.arrays(shape, kv_shape, v_head_dim, dtype)
     options.show_plan(
         device,
@@ -222,13 +222,13 @@ def block_sparse_attention(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what block_sparse_attention would run for these shapes. The plan is that of the flash_attention inside."""
+    """Show the plan of block_sparse_attention for these shapes: the plan of its call of flash_attention."""
     query, key, value = options.arrays(shape, kv_shape, v_head_dim, dtype)
     sizes = options.numbers("--block-size", block_size)
     if len(sizes) > 2:
         raise UserError(f"--block-size: got {block_size!r}, want queries,keys or one number, as in 128,64")
     block_q, block_kv = sizes * 2 if len(sizes) == 1 else sizes
-    # A shape without a length is the op's to refuse.
+    # The op itself refuses a shape without a length.
     blocks = lambda x, size: math.ceil(x.shape[1] / size) if x.ndim > 1 else 1
     options.show_plan(
         device,
@@ -261,7 +261,7 @@ def matmul(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what matmul would run for x of this shape and w of so many columns."""
+    """Show the plan of matmul for x of this shape and w with this number of columns."""
     x, w = options.product_arrays(shape, columns, dtype, transpose_w)
     arguments = {"activation": activation, "transpose_w": transpose_w, "precision": precision, "scaling": scaling}
     options.show_plan(device, as_json, OPS["matmul"].function, x, w, **arguments, implementation=implementation)
@@ -279,7 +279,7 @@ def gated_matmul(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what gated_matmul would run for x of this shape and weights of so many columns."""
+    """Show the plan of gated_matmul for x of this shape and weights with this number of columns."""
     x, w = options.product_arrays(shape, columns, dtype, transpose_w)
     arguments = {"activation": activation, "transpose_w": transpose_w, "precision": precision, "scaling": scaling}
     options.show_plan(
@@ -299,7 +299,7 @@ def mlp(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what mlp would run for its first products, of x of this shape and weights of so many columns."""
+    """Show the plan of mlp's first matmuls, for x of this shape and weights with these numbers of columns."""
     x, w_up = options.product_arrays(shape, hidden, dtype, False)
     arguments = {"activation": activation, "precision": precision, "implementation": implementation}
     options.show_plan(
@@ -321,7 +321,7 @@ def layer_norm(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what layer_norm would run for this shape."""
+    """Show the plan of layer_norm for this shape."""
     x = options.one_array(shape, dtype)
     options.show_plan(device, as_json, OPS["layer_norm"].function, x, implementation=implementation)
 
@@ -333,12 +333,12 @@ def rms_norm(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what rms_norm would run for this shape."""
+    """Show the plan of rms_norm for this shape."""
     x = options.one_array(shape, dtype)
     options.show_plan(device, as_json, OPS["rms_norm"].function, x, implementation=implementation)
 
 
-# The first is the default, and "flash_attention" is the op's own name for it.
+# The first command is the default; "flash_attention" is the op's own name for it.
 COMMANDS: dict[str, Callable[..., None]] = {
     "attention": attention,
     "flash_attention": attention,
@@ -356,7 +356,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 class OpGroup(TyperGroup):
-    """The ops as commands. Options without an op are those of `attention`."""
+    """The ops as commands. Options without an op belong to `attention`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         is_option = bool(args) and args[0].startswith("-") and args[0] != "--help"

@@ -1,4 +1,4 @@
-"""The options that the commands of `jax-kernels explain` share, and how their text becomes arguments."""
+"""The options that the commands of `jax-kernels explain` share, and the conversion of their text to arguments."""
 
 import dataclasses
 import json
@@ -21,10 +21,10 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 Shape = Annotated[str, typer.Option(help="query's batch,length,heads,head_dim")]
 RowsShape = Annotated[str, typer.Option(help="x's shape, as in 8192,4096")]
-KeyShape = Annotated[str | None, typer.Option(help="key's, where it differs")]
-ValueHeadDim = Annotated[int | None, typer.Option(min=1, help="value's head_dim, where it differs")]
+KeyShape = Annotated[str | None, typer.Option(help="key's shape, if it differs")]
+ValueHeadDim = Annotated[int | None, typer.Option(min=1, help="value's head_dim, if it differs")]
 Dtype = Annotated[str, typer.Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32)")]
-Columns = Annotated[int, typer.Option(min=1, help="of the weights, N")]
+Columns = Annotated[int, typer.Option(min=1, help="columns of the weights, N")]
 Hidden = Annotated[int, typer.Option(min=1, help="columns of w_up, H")]
 Causal = Annotated[bool, typer.Option("--causal", help="is_causal=True")]
 Bias = Annotated[str | None, typer.Option(help="the shape of a bias, as in 1,16,4096,4096")]
@@ -38,9 +38,9 @@ ReturnLse = Annotated[bool, typer.Option("--return-lse", help="also return the l
 Deterministic = Annotated[bool | None, typer.Option(help="the same bits on every run; left out, XLA's flag decides")]
 Precision = Annotated[str | None, typer.Option(help="fp32 or tf32, for float32")]
 ProductPrecision = Annotated[str | None, typer.Option(help="fp32 or tf32, for float32; fp8, for any dtype")]
-Scaling = Annotated[str | None, typer.Option(help="tensor, row or block: which numbers of 8 bits share a scale")]
-Implementation = Annotated[str | None, typer.Option(help="ask for this one")]
-Device = Annotated[str | None, typer.Option(help="a GPU that need not be here: h200, 'rtx 4090', cpu, ...")]
+Scaling = Annotated[str | None, typer.Option(help="tensor, row or block: the 8-bit values that share a scale")]
+Implementation = Annotated[str | None, typer.Option(help="use this implementation")]
+Device = Annotated[str | None, typer.Option(help="a device of any machine: h200, 'rtx 4090', cpu, ...")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
@@ -75,14 +75,14 @@ def arrays(
 
 
 def one_array(shape: str, dtype: str) -> jax.ShapeDtypeStruct:
-    """The array of an op that has one. Raises UserError."""
+    """The array of an op that takes only one array. Raises UserError."""
     return spec(numbers("--shape", shape), _dtype(dtype))
 
 
 def product_arrays(
     shape: str, columns: int, dtype: str, transpose_w: bool
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """x and w of a product. Raises UserError."""
+    """x and w of a matmul. Raises UserError."""
     x = one_array(shape, dtype)
     return x, spec((columns, x.shape[-1]) if transpose_w else (x.shape[-1], columns), x.dtype.name)
 
@@ -97,12 +97,12 @@ def _dtype(name: str) -> str:
 
 
 def optional_spec(option: str, shape: str | None, dtype: str) -> jax.ShapeDtypeStruct | None:
-    """The array of an option that holds its shape, or None where the option was left out. Raises UserError."""
+    """The array whose shape an option holds, or None without the option. Raises UserError."""
     return None if shape is None else spec(numbers(option, shape), dtype)
 
 
 def _with_option(text: str) -> str:
-    """An op's error, with the option that its argument came from."""
+    """An op's error message, with the command-line option that its argument came from."""
     name = re.match(r"\w+(?=[:,=])", text)
     if name is None:
         return text
@@ -136,7 +136,7 @@ _ARGUMENTS = (
 
 
 def show_plan(device: str | None, as_json: bool, function: Callable[..., Any], *given: Any, **arguments: Any) -> None:
-    """Prints the plan of function(*given, **arguments) on the device. Raises UserError for a call that has none."""
+    """Prints the plan of function(*given, **arguments) on the device. Raises UserError for a call without a plan."""
     try:
         with dispatch.on_device(find_device(device)):
             plan = dispatch.explain(function, *given, **arguments)

@@ -30,7 +30,7 @@ def find_device(name: str | None) -> DeviceInfo:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of Python and of PACKAGES, None for one that is not installed. Nothing is imported."""
+    """The versions of Python and of PACKAGES, None for a package that is not installed. Nothing is imported."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -41,7 +41,7 @@ def versions() -> dict[str, str | None]:
 
 
 def abilities(device: DeviceInfo) -> dict[str, dict[str, str | None]]:
-    """The implementations by op: None for one that can run a typical call on the device, else the reason."""
+    """The implementations by op: None if an implementation can run a typical call on the device, else the reason."""
     sixteen_bits = "bfloat16" if device.supports_bf16 else "float16"
     found: dict[str, dict[str, str | None]] = {}
     for name, op in OPS.items():
@@ -81,7 +81,7 @@ def _two_columns(rows: dict[str, str]) -> Table:
 
 
 def info(
-    device: Annotated[str | None, typer.Option(help="A GPU that need not be here: h200, 'rtx 4090', cpu, ...")] = None,
+    device: Annotated[str | None, typer.Option(help="A device of any machine: h200, 'rtx 4090', cpu, ...")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show the device, the versions, and which implementations of each op can run."""

@@ -1,4 +1,4 @@
-"""The public ops as the command line names them: all that it imports from jax_kernels.ops to plan a call."""
+"""The public ops as the command line names them. For plans, the command line imports jax_kernels.ops only here."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,10 +29,9 @@ EVERY = ("mosaic_gpu", "triton", "cudnn", "xla")
 class Op:
     """A public op, and a typical call, by which `info` judges its implementations.
 
-    function: what jax_kernels.explain takes. implementations: the names that it knows.
-    q_length: the queries of the call; LENGTH keys, 8 heads of 128. shapes: of the arrays of an op that is no attention.
-    dtype: None for 16 bits, as the device has them.
-    arguments: the other arguments of the call.
+    function: the op, for jax_kernels.explain. implementations: the names that the op knows.
+    q_length: the number of queries in the call, which has LENGTH keys and 8 heads of 128. shapes: of the arrays, for an
+    op that is not attention. dtype: None for the device's 16-bit dtype. arguments: the other arguments of the call.
     """
 
     function: Callable[..., Any]
@@ -43,7 +42,7 @@ class Op:
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def plan(self, sixteen_bits: str, implementation: str) -> dispatch.Plan:
-        """The plan of the typical call by this implementation; NotImplementedError where it cannot serve."""
+        """The plan of the typical call by this implementation. Raises NotImplementedError if it cannot serve."""
         shapes = [(1, length, 8, 128) for length in (self.q_length, LENGTH, LENGTH)]
         given = (spec(shape, self.dtype or sixteen_bits) for shape in self.shapes or shapes)
         return dispatch.explain(self.function, *given, **self.arguments, implementation=implementation)
@@ -65,9 +64,9 @@ OPS = {
     "flash_attention_fp8": Op(flash_attention_fp8, implementations=("mosaic_gpu", "xla"), dtype="float8_e4m3fn"),
     "decode_attention": Op(decode_attention, implementations=("mosaic_gpu", "triton", "xla"), q_length=1),
     "dilated_attention": _DILATED,
-    # Inside jax.shard_map each device's share has the plan of dilated_attention.
+    # Inside jax.shard_map each device's shard has the plan of dilated_attention.
     "sequence_parallel_dilated_attention": _DILATED,
-    # As that of one device's tokens.
+    # The plan is for the tokens of one device.
     "ring_attention": Op(flash_attention),
     "dynamic_mask_attention": Op(dynamic_mask_attention, arguments={"mask": spec((1, 1, LENGTH, LENGTH), "bool")}),
     "block_sparse_attention": Op(

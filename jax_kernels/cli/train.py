@@ -12,7 +12,7 @@ from jax_kernels.spelling import did_you_mean
 __all__ = ["parse_mesh", "train"]
 
 Positive = typer.Option(min=1)
-MESH_AXES = ("pipeline", "data", "fsdp", "sequence", "tensor")  # jax_kernels.models', which import Flax
+MESH_AXES = ("pipeline", "data", "fsdp", "sequence", "tensor")  # the axes of jax_kernels.models, which imports Flax
 CHOICES = {
     "--attention": ("dense", "dilated"),
     "--documents": ("none", "files"),
@@ -49,9 +49,9 @@ def check_choice(option: str, value: str) -> None:
 
 
 def check_sizes(width: int, heads: int, kv_heads: int | None) -> None:
-    """Raises typer.BadParameter for heads that do not fit the width, or one another."""
+    """Raises typer.BadParameter for heads that do not fit the width, or kv_heads that do not fit the heads."""
     if width % heads or width // heads % 2 or width // heads > 256:
-        want = "want a divisor of it that gives each head an even number of numbers, up to 256"
+        want = "want a divisor of the width that gives heads of an even size, up to 256"
         raise typer.BadParameter(f"got {heads} with --width {width}, {want}", param_hint="--heads")
     if kv_heads is not None and heads % kv_heads:
         raise typer.BadParameter(f"got {kv_heads}, want a divisor of --heads {heads}", param_hint="--kv-heads")
@@ -59,49 +59,49 @@ def check_sizes(width: int, heads: int, kv_heads: int | None) -> None:
 
 def train(
     mesh: Annotated[
-        str, typer.Option(help="Devices along each axis, such as data=2,sequence=2; -1 for all that are left.")
+        str, typer.Option(help="Devices along each axis, such as data=2,sequence=2; -1 for all other devices.")
     ] = "data=-1",
     text: Annotated[Path | None, typer.Option(help="File or folder.", show_default="Python's standard library")] = None,
     documents: Annotated[
-        str, typer.Option(help="none: all text is one; files: each file is one, of which none sees another.")
+        str, typer.Option(help="none: all text is one document; files: one document per file, unseen by other files.")
     ] = "none",
-    steps: Annotated[int, typer.Option(min=1, help="Steps in all, those before a restart too.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="Total steps, with the steps before a restart.")] = 100,
     seq_len: Annotated[int, typer.Option(min=2, help="Bytes of context.")] = 2048,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a step, over all devices.")] = 8,
     accumulate: Annotated[int, typer.Option(min=1, help="Parts of a batch, one after the other.")] = 1,
     layers: Annotated[int, Positive] = 12,
     width: Annotated[int, Positive] = 768,
     heads: Annotated[int, Positive] = 6,
-    kv_heads: Annotated[int | None, typer.Option(min=1, show_default="as many as heads")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, show_default="the value of --heads")] = None,
     attention: Annotated[str, typer.Option(help="dense; or dilated, for a LongNet.")] = "dense",
-    dtype: Annotated[str, typer.Option(help="Of the products: bfloat16 or float32.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="For matmuls: bfloat16 or float32.")] = "bfloat16",
     remat: Annotated[
-        str, typer.Option(help="What the backward computes again: none, all, or all but attention or products.")
+        str, typer.Option(help="Rematerialise in the backward: none, all, or all except attention or products.")
     ] = "products",
     sequence_strategy: Annotated[
-        str, typer.Option(help="Of attention along the sequence axis: auto, ring, halo, all_to_all or all_gather.")
+        str, typer.Option(help="For attention along the sequence axis: auto, ring, halo, all_to_all or all_gather.")
     ] = "auto",
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="The peak.")] = 6e-4,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 6e-4,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1)] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoints and of train.json.")] = Path("runs/train"),
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
-    implementation: Annotated[str | None, typer.Option(help="Of the attention.", show_default="the fastest")] = None,
+    implementation: Annotated[str | None, typer.Option(help="For attention.", show_default="the fastest")] = None,
     coordinator: Annotated[str | None, typer.Option(help="host:port of process 0, for several processes.")] = None,
     num_processes: Annotated[int | None, typer.Option(min=1)] = None,
     process_id: Annotated[int | None, typer.Option(min=0)] = None,
-    timeout: Annotated[int, typer.Option(min=1, help="Seconds in which all processes have to be there.")] = 300,
+    timeout: Annotated[int, typer.Option(min=1, help="Seconds to wait for all processes.")] = 300,
     collective_timeout: Annotated[int, typer.Option(min=1, help="Seconds that a collective may take.")] = 600,
 ) -> None:
     """Train a byte-level Transformer on text, on the devices of a mesh.
 
-    A run goes on from the newest checkpoint in --out, also on another mesh.
+    A run continues from the newest checkpoint in --out, also on another mesh.
     Processes that Slurm, Open MPI or Kubernetes started find each other;
-    others need --coordinator, --num-processes and --process-id.
+    other processes need --coordinator, --num-processes and --process-id.
 
     One run at a time writes --out.
 
     Ends with exit code 1, and without another checkpoint, once a loss, a
-    gradient or a parameter is not finite, or where --out cannot be written;
+    gradient or a parameter is not finite, or if --out cannot be written;
     2 for a wrong option, or an --out that another run writes.
     """
     from jax_kernels.cli import WriteError, train_run

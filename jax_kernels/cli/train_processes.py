@@ -1,4 +1,4 @@
-"""The processes of `jax-kernels train` among themselves: their arguments are equal."""
+"""Checks that all processes of `jax-kernels train` have the same arguments."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ __all__ = ["check_agreement"]
 
 
 def check_agreement(given: Mapping[str, Any]) -> None:
-    """Raises ValueError, on each process, for arguments that are not the same on all of them.
+    """Raises ValueError, on each process, for arguments that differ between processes.
 
     given: JSON values by the names of their options, the same names on each process.
     """

@@ -29,12 +29,12 @@ MESSAGE_SECONDS = 5.0
 
 
 def as_user_error(error: Exception) -> Exception:
-    """The library's own words, with the option for the argument, as an error of the user's input."""
+    """The library's error as an error of the user's input: its message, with the option for the argument."""
     return UserError(in_options(str(error)))
 
 
 def in_options(text: str) -> str:
-    """An error's text, with the command's options in place of the library's arguments."""
+    """An error's text, with the command's options instead of the library's arguments."""
     text = re.sub(r"\b(TransformerConfig|LongNetConfig)\.", "", text)
     name = re.match(r"\w+(?=: )", text)
     if name is not None and name[0] in _ARGUMENTS:
@@ -63,17 +63,17 @@ def run(
     axes: dict[str, int], text: Path | None, out: Path, *, attention: str, settings: dict[str, Any],
     model: dict[str, Any], processes: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Trains. Raises ValueError, TypeError or FileNotFoundError for what the user can mend.
+    """Trains. Raises ValueError, TypeError or FileNotFoundError for errors of the user's input.
 
-    Ends the process with the status STOPPED where SIGTERM ended the run, and with 1 where a loss or a parameter is not
-    finite. Raises NotWritten where `out` cannot be written.
+    Ends the process with the status STOPPED if SIGTERM ended the run, and with 1 if a loss or a parameter is not
+    finite. Raises NotWritten if `out` cannot be written.
     """
     initialize_distributed(**processes)
     options = {_OPTIONS.get(name, name): value for name, value in (settings | model).items()}
     options |= {"mesh": axes, "attention": attention, "out": str(out)}
     check_agreement({f"--{name.replace('_', '-')}": value for name, value in options.items()})
     folder = out / "checkpoint"
-    FolderLock(folder).check_free()  # at once: the text and the model may take minutes
+    FolderLock(folder).check_free()  # first, because the text and the model may take minutes
     is_first = jax.process_index() == 0
     say = print if is_first else lambda *words, **options: None
     mesh = make_mesh(axes)
@@ -117,7 +117,7 @@ def run(
 
 
 def losses_before(trainer: Trainer, kept: dict[str, Any]) -> list[float]:
-    """Restores the newest checkpoint, if any, and gives its losses. Raises ValueError for one of another run."""
+    """Restores the newest checkpoint, if any, and returns its losses. Raises ValueError if it is of another run."""
     if trainer.latest is None:
         return []
     before = trainer.restore()
@@ -148,7 +148,7 @@ def write_record(path: Path, record: dict[str, Any], trainer: Trainer) -> None:
 def batches_of(text: Path | None, settings: dict[str, Any], mesh: Mesh) -> tuple[TokenBatches, str]:
     """The batches of a text, and its digest.
 
-    Raises ValueError or FileNotFoundError, on each process, where one of them cannot have the text or has another.
+    Raises ValueError or FileNotFoundError, on each process, if a process cannot read the text or has another text.
     """
     options: dict[str, Any] = {"seed": settings["seed"], "mesh": mesh}
     failure: Exception | None = None
@@ -163,17 +163,17 @@ def batches_of(text: Path | None, settings: dict[str, Any], mesh: Mesh) -> tuple
         if not found.startswith("batch: "):
             found = f"--text: {found.removeprefix('paths: ').removeprefix('tokens: ')}"
         failure = (FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)(found)
-    check_agreement({"--text": found})  # also from a process that failed, which the others would wait for
+    check_agreement({"--text": found})  # also in a process that failed: the other processes wait for it
     if failure is not None:
         raise failure
     return batches, digest
 
 
-# The options of arguments that the library's errors name.
+# The options for the arguments that the library's errors name.
 _ARGUMENTS = {
     "axes": "--mesh",
     "mesh": "--mesh",
-    "config": "--out",  # a model that differs from the checkpoint's there
+    "config": "--out",  # a model that differs from the model of the checkpoint
     "optimizer": "--out",
     "batch": "--batch-size",
     "tokens": "--seq-len",
@@ -194,7 +194,7 @@ def train(
     trainer: Trainer, batches: TokenBatches, losses: list[float], kept: dict[str, Any], say: Any,
     asked: Callable[[int], bool],
 ) -> bool:  # fmt: skip
-    """All steps that are left, with a message now and then. Whether they all ran: asked(step) ends them, saved."""
+    """Runs the remaining steps, with messages. Returns whether all ran: asked(step) ends the run after a save."""
     steps, tokens = kept["steps"], kept["batch_size"] * kept["seq_len"]
     last, since = time.monotonic(), trainer.step
     while trainer.step < steps:
@@ -218,27 +218,27 @@ def train(
 
 
 def check_finite(trainer: Trainer, loss: float, gradient_norm: float) -> None:
-    """Ends the process with the status 1 where a step had no finite loss or gradient: its parameters are lost."""
+    """Ends the process with the status 1 if a step's loss or gradient is not finite: its parameters are lost."""
     if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
-        end_unsaved(trainer, f"a loss of {loss} and a gradient norm of {gradient_norm}, want finite ones")
+        end_unsaved(trainer, f"a loss of {loss} and a gradient norm of {gradient_norm}, want finite values")
 
 
 def check_parameters(trainer: Trainer, batch: Any) -> None:
-    """Ends the process with the status 1 unless a step's parameters, and their loss, are finite: none is saved."""
+    """Ends the process with the status 1, without a save, unless a step's parameters and their loss are finite."""
     try:
         trainer.check_finite()
     except FloatingPointError:
-        end_unsaved(trainer, "parameters that are not finite, or too large to be squared, want finite ones")
+        end_unsaved(trainer, "parameters that are not finite, or too large to be squared, want finite values")
     loss = trainer.evaluate(batch)
     if not math.isfinite(loss):
-        end_unsaved(trainer, f"parameters whose loss is {loss}, want a finite one")
+        end_unsaved(trainer, f"parameters whose loss is {loss}, want a finite loss")
 
 
 def end_unsaved(trainer: Trainer, got: str) -> NoReturn:
     newest = (
         "there is no checkpoint" if trainer.latest is None else f"the newest checkpoint is of step {trainer.latest}"
     )
-    sys.exit(f"jax-kernels: step {trainer.step}: got {got}, as of a smaller --learning-rate; {newest}")
+    sys.exit(f"jax-kernels: step {trainer.step}: got {got}, as with a smaller --learning-rate; {newest}")
 
 
 def standard_library_files() -> list[Path]:
@@ -250,7 +250,7 @@ def standard_library_files() -> list[Path]:
 
 
 def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises ValueError where the run was begun with others, but for when it saves."""
+    """Raises ValueError if the run was begun with other settings, except save_every."""
     told = [f"{name} {x}" for name, x in before.items() if name != "save_every" and now.get(name) != x]
     if told:
         raise ValueError(f"--out: the checkpoint there was trained with {', '.join(told)}; give another folder")

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 class AttentionInputs(NamedTuple):
-    """The arrays of a call. Those that a call lacks are None.
+    """The arrays of a call. Arrays that a call lacks are None.
 
     query: [B, T, H, D]. key: [B, S, Hkv, D], Hkv dividing H. value: [B, S, Hkv, Dv].
     mask: bool, [B or 1, H or 1, T or 1, S or 1], True where a query may attend, or a masks.Mask that is not prepared.
@@ -13,14 +13,14 @@ class AttentionInputs(NamedTuple):
     sinks: [B or 1, H] float32, logits that join the softmax's denominator and nothing else.
     q_segment_ids, kv_segment_ids: [B, T] and [B, S] int32; a query attends to keys with its id, if that is >= 0.
     kv_lengths: [B] int32, the number of keys that count.
-    q_offset: [B] int32, the position of query 0; None where AttentionOptions.q_offset has it.
+    q_offset: [B] int32, the position of query 0; None if AttentionOptions.q_offset has it.
     score_mod: a ScoreMod.
     lists: the block lists of a prepared mask, which hold all limits of the calls that they are for.
 
-    A step of a ring has these besides, which "mosaic_gpu" alone takes:
-    reach: [B, 2] int32, (first, end): queries before row `first` attend to nothing, the others to keys below `end`.
+    A step of a ring has these arrays too, which only "mosaic_gpu" takes:
+    reach: [B, 2] int32, (first, end): queries before row `first` attend to nothing, later queries to keys below `end`.
     key_norms: [B, Hkv] float32, the largest squared norm of a key of each head.
-    earlier_out, earlier_lse: [B, T, H, Dv] and [B, H, T] float32, of the steps before, which the result is merged with.
+    earlier_out, earlier_lse: [B, T, H, Dv] and [B, H, T] float32, of the earlier steps, to merge with the result.
     """
 
     query: Any
@@ -44,10 +44,9 @@ class AttentionInputs(NamedTuple):
 class AttentionResult(NamedTuple):
     """The result of a forward.
 
-    out: [B, T, H, Dv]. lse: [B, H, T] float32, natural log, None from "cudnn", and without has_lse of AttentionOptions
-    from "mosaic_gpu". excess: like lse, what the exact
-    log-sum-exp is more than lse; None where lse is exact, which it is but with a bias and under a score_mod that may
-    mask: beside scores of -1e9 the log of the sum is lost in float32.
+    out: [B, T, H, Dv]. lse: [B, H, T] float32, natural log; None from "cudnn", and from "mosaic_gpu" without
+    AttentionOptions.has_lse. excess: shaped like lse, the exact log-sum-exp minus lse; None if lse is exact. lse is
+    inexact only with a bias or a score_mod that may mask: next to scores of -1e9, float32 loses the log of the sum.
     """
 
     out: Any
@@ -56,7 +55,7 @@ class AttentionResult(NamedTuple):
 
 
 class AttentionGradients(NamedTuple):
-    """The gradients of AttentionInputs, each with its array's shape and dtype. None for what has none.
+    """The gradients of AttentionInputs, each with its array's shape and dtype. None for an array without gradient.
 
     score_mod: a ScoreMod of the gradients of its arrays.
     """
@@ -71,10 +70,10 @@ class AttentionGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadView:
-    """The heads of a call among those of its array: head h is the array's first + h // part + h // run * skip.
+    """The heads of a call in its array: head h is array head first + h // part + h // run * skip.
 
-    count: how many heads the call has. run, skip: after so many heads, that many are left out. part: so many heads of
-    the call are in one of the array, of several such runs.
+    count: the number of heads of the call. run, skip: after every `run` heads, `skip` array heads are skipped. part:
+    the number of successive heads that lie in one array head; they may belong to several runs.
     """
 
     count: int
@@ -92,9 +91,9 @@ class AttentionOptions:
     """The static half of a call: hashable, so that it can key a jit cache.
 
     The scores are query @ key^T * scale, then softcap * tanh(scores / softcap) or score_mod, then + bias. Query i
-    stands at position p = q_offset + i. Key j may be attended to if p >= j (is_causal), p - left <= j (window's left)
-    and j <= p + right (window's right; -1 is no limit on that side). A window has a limit that is_causal does not
-    give: (-1, -1) is None, and with is_causal its right is 0 and its left is not -1.
+    has position p = q_offset + i. Key j may be attended to if p >= j (is_causal), p - left <= j (window's left)
+    and j <= p + right (window's right; -1 is no limit on that side). A window always adds a limit to is_causal: None
+    replaces (-1, -1), and with is_causal the right is 0 and the left is not -1.
     """
 
     scale: float
@@ -102,21 +101,21 @@ class AttentionOptions:
     window: tuple[int, int] | None = None
     softcap: float | None = None
     q_offset: int | None = 0
-    # "fp32" or "tf32" for float32 inputs, None for 16-bit ones.
+    # "fp32" or "tf32" for float32 inputs, None for 16-bit inputs.
     precision: str | None = None
-    # Whether the forward gives lse, and what the exact one is more. "mosaic_gpu" writes neither without it.
+    # Whether the forward returns lse and excess. "mosaic_gpu" writes neither if this is False.
     has_lse: bool = True
-    # Whether the backward gives bias a gradient, which costs it two more products.
+    # Whether the backward computes the gradient of bias, which costs two more matmuls.
     bias_gradient: bool = True
-    # Whether the backward gives the arrays of score_mod their gradients.
+    # Whether the backward computes the gradients of score_mod's arrays.
     score_mod_gradient: bool = True
     # Whether the backward has to give the same bits on every run.
     deterministic: bool = False
-    # Whether the gradients of query, key and value are float32, whatever the arrays' dtype is. A deterministic
-    # dquery of "mosaic_gpu" has query's dtype all the same.
+    # Whether the gradients of query, key and value are float32, whatever the arrays' dtype is. Except: a deterministic
+    # dquery of "mosaic_gpu" always has query's dtype.
     float32_gradients: bool = False
-    # The heads that a call takes of query, and of key and value, where it does not take all of them ("mosaic_gpu").
-    # What it gives, and lse and delta of the backward, have the call's heads alone; dout has those of query's array.
+    # The call's heads in the arrays of query, and of key and value; None is all heads. Only "mosaic_gpu" takes a view.
+    # The results, and the backward's lse and delta, have only the call's heads; dout has the heads of query's array.
     query_heads: HeadView | None = None
     kv_heads: HeadView | None = None
 

@@ -10,29 +10,29 @@ import jax.numpy as jnp
 from jax_kernels.quantization.formats import LowBit
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
-_SHARE = 2.0**60  # of a scale of rows that multiplies first
+_SHARE = 2.0**60  # the largest first factor of a row's scale
 
 
 class MatmulInputs(NamedTuple):
-    """The arrays of a call. Those that a call lacks are None.
+    """The arrays of a call. Arrays that a call lacks are None.
 
     x: [M, K]; [K, M] with transpose_x. w: [K, N] in x's dtype; [N, K] with transpose_w. bias: [N], x's dtype or
-    float32. residual: [M, N], out's dtype. w_up: like w, of a gated unit. x_up: like x; with it there is no gated unit,
-    and x_up @ w_up is added to x @ w.
+    float32. residual: [M, N], out's dtype. w_up: like w, of a gated unit. x_up: like x; a call with x_up has no gated
+    unit, and adds x_up @ w_up to x @ w.
 
-    x_scale, w_scale, w_up_scale: float32, of 8-bit operands, to multiply them by. By MatmulOptions.scaling: "tensor":
-    []; "row": one for each row of x and column of w, [M] and [N]; "block": one for each 128 x 128 numbers,
-    [ceil(M / 128), ceil(K / 128)] and [ceil(K / 128), ceil(N / 128)], the last transposed with transpose_w.
+    x_scale, w_scale, w_up_scale: float32, the factors of 8-bit operands, with a shape set by MatmulOptions.scaling.
+    "tensor": []; "row": a scale for each row of x and column of w, [M] and [N]; "block": a scale for each 128 x 128
+    values, [ceil(M / 128), ceil(K / 128)] and [ceil(K / 128), ceil(N / 128)], the last transposed with transpose_w.
 
-    preactivation, up: [M, N], out's dtype, of an earlier call; up of a gated unit alone. With them the epilogue is that
-    call's derivative, of which x @ w is the cotangent; see MatmulOptions.
+    preactivation, up: [M, N], out's dtype, of an earlier call; up only of a gated unit. With them the epilogue is the
+    derivative of the earlier call, and x @ w is its cotangent; see MatmulOptions.
 
-    With MatmulOptions.low_bit: w and w_up are stored values, [N, bytes], and w_scale and w_up_scale theirs; x is not
-    quantised, and x_scale is None.
+    With MatmulOptions.low_bit: w and w_up are stored values, [N, bytes], and w_scale and w_up_scale are their scales;
+    x is not quantised, and x_scale is None.
 
-    A kernel takes the shapes above. In all other code M and K may each be several axes, with one N: M is x's outer
-    axes, as the caller gave them, and K is all axes of w but N, such as the outer axes in the gradient of the weights.
-    The devices of a mesh shard each of these axes. With scales of blocks the last axis of several has whole blocks.
+    A kernel takes the shapes above. In all other code M and K may each be several axes; N is one axis. M is x's outer
+    axes, as the caller gave them. K is all axes of w except N, such as the outer axes in the gradient of the weights.
+    The devices of a mesh shard each of these axes. With block scales, the last of several axes has whole blocks.
     """
 
     x: Any
@@ -53,12 +53,12 @@ class MatmulInputs(NamedTuple):
 
 
 class MatmulResult(NamedTuple):
-    """The result of a kernel, [M, N]; M is several axes where x has several.
+    """The result of a kernel, [M, N]; M is several axes if x has several row axes.
 
-    out: in the call's out_dtype. preactivation: x @ w + bias in the same dtype, None where it is not asked for. up:
+    out: in the call's out_dtype. preactivation: x @ w + bias in the same dtype, None if it is not wanted. up:
     x @ w_up, likewise, of a gated unit.
 
-    Of the derivative of an earlier call: out and up are the cotangents of its preactivation and its up, and activated
+    For the derivative of an earlier call: out and up are the cotangents of its preactivation and its up, and activated
     is its result.
     """
 
@@ -72,16 +72,16 @@ class MatmulResult(NamedTuple):
 class MatmulOptions:
     """The static half of a call: hashable, so that it can key a jit cache.
 
-    out = activation(x @ w + bias) * (x @ w_up) + residual, in float32 from the products on; without w_up there is no
+    out = activation(x @ w + bias) * (x @ w_up) + residual, in float32 from the matmuls on; without w_up there is no
     second factor. With x_up, x_up @ w_up is added to x @ w instead.
 
     With inputs.preactivation z and g = x @ w: out = g * derivative(z) * up, the result's up = g * activation(z), and
-    activated = activation(z) * up; without inputs.up that is 1.
+    activated = activation(z) * up; without inputs.up, up is 1.
 
-    activation: of numbers, in jnp; None for none. derivative: the activation's, with inputs.preactivation.
-    precision: of products of float32, "fp32" or "tf32"; None for others. scaling: how the scales of 8-bit operands
-    lie, see MatmulInputs; None for others. low_bit: the layout of weights of few bits, which are [N, K], with
-    transpose_w; None for others.
+    activation: an elementwise function in jnp, or None. derivative: the activation's, with inputs.preactivation.
+    precision: of float32 matmuls, "fp32" or "tf32"; otherwise None. scaling: the layout of the scales of 8-bit
+    operands, see MatmulInputs; otherwise None. low_bit: the layout of low-bit weights, which are [N, K], with
+    transpose_w; otherwise None.
     """
 
     out_dtype: str
@@ -95,7 +95,7 @@ class MatmulOptions:
     low_bit: LowBit | None = None
 
     def axes(self, inputs: MatmulInputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The lengths of M's axes and of K's, as x has them."""
+        """The lengths of x's M axes and of x's K axes."""
         shape, count = inputs.x.shape, inputs.w.ndim - 1
         if self.transpose_x:
             return shape[count:], shape[:count]
@@ -109,7 +109,7 @@ class MatmulOptions:
     def gradients(self, g: Any, z: Any, load_up: Callable[[], Any] | None) -> Iterator[tuple[str, Any]]:
         """The fields of a derivative's MatmulResult, from the cotangent g of activation(z) * up: all in float32.
 
-        load_up: gives up when it is needed; None where there is none.
+        load_up: loads up when it is needed; None if there is no up.
         """
         assert self.derivative is not None
         z = in_range(z, self.out_dtype)
@@ -123,9 +123,10 @@ class MatmulOptions:
 
 
 def in_range(z: Any, dtype: Any) -> Any:
-    """A float32 sum that was saved in this dtype: float16's infinities become its largest numbers.
+    """A float32 sum that was saved in this dtype: float16's infinities become its largest values.
 
-    They were finite sums. Of an infinity silu's derivative, say, is NaN, and so is its product with 0.
+    The sums were finite before they were saved. At an infinity, silu's derivative, for example, is NaN, and NaN times 0
+    is NaN.
     """
     if jnp.dtype(dtype) != jnp.float16:
         return z
@@ -134,10 +135,10 @@ def in_range(z: Any, dtype: Any) -> Any:
 
 
 def scale_factors(x_scale: Any, w_scale: Any) -> tuple[Any, Any]:
-    """(first, second): sums * first * second is sums * x_scale * w_scale wherever the result is in float32's range.
+    """(first, second): sums * first * second is sums * x_scale * w_scale if the result is in float32's range.
 
-    The product of two scales may leave that range where the result does not. Then the scales multiply in turn: sums of
-    8-bit products have magnitudes from 2**-18 to 2**40, with which no step leaves the range before the result does.
+    The product of two scales may leave this range even if the result does not. Then the scales multiply in turn: sums
+    of 8-bit products have magnitudes from 2**-18 to 2**40, so that no step leaves the range before the result does.
     """
     both = x_scale * w_scale
     is_normal = (both >= _TINY) & (both < float("inf"))
@@ -145,7 +146,7 @@ def scale_factors(x_scale: Any, w_scale: Any) -> tuple[Any, Any]:
 
 
 def scale_shares(scale: Any) -> tuple[Any, Any]:
-    """(first, last), whose product is the scale: sums * first * other_scale * last, for scales of rows.
+    """(first, last), two factors of a row's scale: the result is sums * first * other_scale * last.
 
     first is between 2**-60 and 2**60, so that no step leaves float32's range before the result does.
     """

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 
 class NormInputs(NamedTuple):
-    """The arrays of a call. Those that a call lacks are None.
+    """The arrays of a call. Arrays that a call lacks are None.
 
     x: [..., columns], bfloat16, float16 or float32; [rows, columns] for a kernel. residual: like x, added to it first.
     scale, bias: [columns], in x's dtype or float32.
@@ -20,12 +20,12 @@ class NormInputs(NamedTuple):
 class NormResult(NamedTuple):
     """The result of a forward.
 
-    out: like x. total: x + residual in x's dtype, None without a residual. mean, inverse: float32 in x's shape without
-    the last axis, the mean of each row, None for rms_norm, and the inverse of its standard deviation, or root mean
-    square.
+    out: like x. total: x + residual in x's dtype, None without a residual. mean: the mean of each row, None for
+    rms_norm. inverse: the inverse of each row's standard deviation, or, for rms_norm, of its root mean square. Both are
+    float32 in x's shape without the last axis.
 
-    With options.quantize out has 8 bits, out_scale, float32 of mean's shape, multiplies its rows, and mean and inverse
-    may be None.
+    With options.quantize, out has 8 bits, out_scale has the factors of its rows, float32 of mean's shape, and mean and
+    inverse may be None.
     """
 
     out: Any
@@ -36,7 +36,7 @@ class NormResult(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """The gradients of x (and of residual, which is the same), scale and bias. None for what has none."""
+    """The gradients of x (the same for residual), scale and bias. None for an array without gradient."""
 
     x: Any
     scale: Any = None
@@ -48,7 +48,7 @@ class NormOptions:
     """The static half of a call: hashable, so that it can key a jit cache.
 
     out = (x - mean) * inverse * (scale + scale_offset) + bias, with inverse = 1 / sqrt(mean((x - mean)²) + eps). The
-    mean is taken off where is_centred (layer_norm), and counts as 0 otherwise (rms_norm). quantize: None, or the format
+    mean is subtracted if is_centred (layer_norm), and otherwise counts as 0 (rms_norm). quantize: None, or the format
     that out is rounded to, "e4m3" or "e5m2", with a scale for each row. quantizes_by_half: whether the GPU rounds to 8
     bits by way of float16, as Ada does.
     """

@@ -20,10 +20,10 @@ from jax_kernels.masks.running_sums import running_sums
 def segments(q_ids: jax.Array, kv_ids: jax.Array | None = None) -> Mask:
     """Packed sequences: a query attends to the keys that have its id; an id below 0 attends to nothing.
 
-    q_ids: int32 [T] or [B or 1, T]. kv_ids: int32 [S] or [B or 1, S]; None is q_ids. Other integers are taken too:
-    known ones that int32 holds, and traced ones of any value, which are compared exactly. Row i of q_ids is query i, at
-    whatever position it stands. Ids may come in any order. Where the keys of each id stand in one run, the dead,
-    partial and full blocks are exact.
+    q_ids: int32 [T] or [B or 1, T]. kv_ids: int32 [S] or [B or 1, S]; None is q_ids. Other integer dtypes are accepted:
+    known values must fit int32; traced values may be any, and are compared exactly. Row i of q_ids belongs to query i,
+    whatever its position. Ids may come in any order. If each id has one run of keys, the dead, partial and full blocks
+    are exact.
     """
     q_ids, kv_ids = _ids(q_ids, kv_ids)
     return Segments(q_ids, kv_ids)
@@ -46,13 +46,13 @@ def block_sparse(blocks: jax.Array, block_size: int | tuple[int, int]) -> Mask:
 
     blocks: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns] (or zeros and ones, as
     `dense` takes them), rows = ceil(T / block_size) and columns = ceil(S / block_size) of the call. block_size: an int,
-    or (queries, keys). Row 0 starts at query 0, at whatever position it stands.
+    or (queries, keys). Row 0 starts at query 0, whatever its position.
     """
     return named_block_sparse("blocks", blocks, block_size)
 
 
 def named_block_sparse(name: str, blocks: Any, block_size: Any) -> "BlockSparse":
-    """As block_sparse, with errors that name the array as its caller does."""
+    """block_sparse, with errors that call the array `name`."""
     blocks, is_mask = checks.boolean(name, blocks)
     blocks = checks.four_axes(name, blocks, "[batch, heads, rows, columns]")
     return BlockSparse(blocks, *checks.block_pair("block_size", block_size), is_mask=is_mask)
@@ -61,15 +61,15 @@ def named_block_sparse(name: str, blocks: Any, block_size: Any) -> "BlockSparse"
 def dense(array: jax.Array) -> Mask:
     """A mask with a value for each pair.
 
-    array: bool, [T or 1, S or 1], [H or 1, ...] or [B or 1, H or 1, T or 1, S or 1]. Row i is query i, at whatever
-    position it stands. Zeros and ones in float32, bfloat16 or float16, as Flax makes them, are taken too. Other floats
-    raise ValueError; in a traced array, they make attention under the mask NaN.
+    array: bool, [T or 1, S or 1], [H or 1, ...] or [B or 1, H or 1, T or 1, S or 1]. Row i belongs to query i, whatever
+    its position. Zeros and ones in float32, bfloat16 or float16, as Flax makes them, are accepted. Other floats raise
+    ValueError; in a traced array, they make the attention output NaN.
     """
     return named_dense("array", array)
 
 
 def named_dense(name: str, array: Any) -> "Dense":
-    """As dense, with errors that name the array as its caller does."""
+    """dense, with errors that call the array `name`."""
     array, is_mask = checks.boolean(name, array)
     array = checks.four_axes(name, array, "[batch, heads, queries, keys]")
     return Dense(array, is_mask)
@@ -81,17 +81,17 @@ def from_function(
     """A mask of any elementwise predicate function(b, h, q, k, *arrays) -> bool, in traceable jnp code.
 
     b, h, k: int32 indices of the batch entry, the query head and the key; q: int32, the query's position, q_offset + i.
-    They broadcast with each other, and the result has their joint shape, or one that broadcasts to it. So the function
-    compares, selects and looks up (`ids[b, q] == ids[b, k]`), but does not reduce, sort or reshape.
-    arrays: the arrays that it looks up; they are leaves of the mask. Arrays that it captures must not be traced.
-    batch, heads: how many batch entries and heads the function tells apart; None if it does not look at b, or at h.
-    Where an array that it looks up has no entry, the function is not called: the mask keeps no pair.
+    They broadcast with each other, and the result has their joint shape, or a shape that broadcasts to it. So the
+    function may compare, select and look up (`ids[b, q] == ids[b, k]`), but not reduce, sort or reshape.
+    arrays: the arrays that the function looks up; they are leaves of the mask. Arrays that the function captures must
+    not be traced. batch, heads: the number of batch entries and heads that the function distinguishes; None if it does
+    not use b, or h. If an array for a look-up is empty, the function is not called: the mask keeps no pair.
 
-    To jit, a mask of another function object is another mask: define the function once, not anew for each call.
+    jit compiles again for a mask of another function object: define the function once, not for each call.
 
-    Under a trace a kernel's lists have room for the bits of every block: gigabytes at 131,072 queries and keys. To
-    avoid that, intersect the mask with one that bounds it, such as a sliding_window; or call prepare_mask outside of
-    jit, which makes room only for the blocks that exist.
+    Under a trace, a kernel's lists hold bits for every block: gigabytes at 131,072 queries and keys. To avoid this,
+    intersect the mask with a mask that bounds it, such as a sliding_window; or call prepare_mask outside of jit, which
+    holds bits only for the blocks that exist.
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function (b, h, q, k) -> bool")
@@ -105,7 +105,7 @@ _WANT = "want an elementwise predicate of b, h, q and k in jnp code: bool, in th
 
 
 def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | None, heads: int | None) -> None:
-    """Raises unless the function of arrays of a few indices gives what it gives for each of their numbers."""
+    """Raises unless the function gives the same values for arrays of indices as for each index, for a few indices."""
     sizes = (*(1 if size is None else min(size, 2) for size in (batch, heads)), 3, 4)
     axes = np.ix_(*(np.arange(size, dtype=np.int32) for size in sizes))
     known = not any(isinstance(x, jax.core.Tracer) for x in arrays)
@@ -115,7 +115,7 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
         one = jax.eval_shape(function, *[shape] * 4, *arrays)
     except Exception as error:
         if checks.is_empty_lookup(error):
-            return  # a call with such an array has no pair
+            return  # a call with an empty array has no pair
         reason = str(error).split("\n")[0]
         raise TypeError(f"function: raised {type(error).__name__} when traced, {_WANT} ({reason})") from error
     for result, want in ((whole, sizes), (one, ())):
@@ -128,7 +128,7 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
     for index, name, size in ((0, "batch", batch), (1, "heads", heads)):
         if size is None and reads(program.jaxpr, index):
             raise ValueError(
-                f"{name}: got None with a function that looks at {'bh'[index]}, want how many it tells apart"
+                f"{name}: got None with a function that uses {'bh'[index]}, want the number that it distinguishes"
             )
     if not known:
         return
@@ -139,11 +139,11 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
         if any(isinstance(x, jax.core.Tracer) for x in (together, each)):
             return
         if not np.array_equal(np.broadcast_to(together, sizes).ravel(), each):
-            raise ValueError(f"function: got other values from it for arrays than for each of their numbers, {_WANT}")
+            raise ValueError(f"function: got other values for arrays of indices than for each index, {_WANT}")
 
 
 def reads(program: Any, index: int) -> bool:
-    """Whether a program looks at an argument. A jitted function in it takes arguments that it does not look at."""
+    """Whether a program uses an argument. A jitted function in the program may have an argument and not use it."""
     argument = program.invars[index]
     if any(x is argument for x in program.outvars):
         return True
@@ -160,7 +160,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def _within(index: Any, size: int) -> Any:
-    """The index into an axis of this size, which may be broadcast."""
+    """The index into an axis of this size; 0 if the axis is broadcast."""
     return 0 if size == 1 else index
 
 
@@ -193,7 +193,7 @@ class Segments(Mask):
         return ((Literal(interval=before),), (Literal(interval=after),))
 
     def _runs(self, grid: Grid):
-        """The keys that have each query's id: (start, end, whether all keys between have it), each [B or 1, T]."""
+        """For each query, the keys with its id: (start, end, whether all keys between have it), each [B or 1, T]."""
         q_ids, kv_ids = (jnp.broadcast_to(x, (self.batch, x.shape[1])) for x in (self.q_ids, self.kv_ids))
 
         def runs(q_ids, kv_ids):
@@ -265,14 +265,14 @@ class BlockSparse(_Array):
         return ((Literal(cells=alive, cell_width=self._width, varies=self._varies),),)
 
     def _in_cells(self, grid: Grid) -> bool:
-        """Tells whether each block lies in one cell."""
+        """Whether each block lies in one cell."""
         return self.block_q % grid.block_q == 0 and self.block_kv % grid.block_kv == 0
 
     def _varies(self, grid: Grid) -> int:
         return 0 if self._in_cells(grid) else grid.rows * grid.columns
 
     def _counts(self, grid: Grid):
-        """(live cells, all cells) that each block of the grid lies in. Larger blocks read them off a table of sums."""
+        """(live cells, all cells) that each block of the grid touches. Blocks of several cells need a table of sums."""
         if self._in_cells(grid):
             cells = jnp.repeat(self.blocks, self.block_q // grid.block_q, axis=2)[:, :, : grid.rows]
             cells = jnp.repeat(cells, self.block_kv // grid.block_kv, axis=3)[..., : grid.columns]
@@ -333,7 +333,7 @@ class DenseMask(_Array):
 
 @node
 class Dense(DenseMask):
-    """A mask of one array. is_mask: None, or for traced floats a traced bool: whether each is 0 or 1."""
+    """A mask of one array. is_mask: for traced floats, a traced bool: whether all are 0 or 1. Otherwise None."""
 
     array: Any
     is_mask: Any = None
@@ -354,7 +354,7 @@ class Dense(DenseMask):
         """Counts the pairs of each block in one pass over the array."""
         sums = array_sums(self.array, grid.block_q, grid.block_kv)
         (q_first, q_last), (k_first, k_last) = grid.edges(0), grid.edges(1)
-        # An axis of length 1 counts for each query, or key.
+        # An axis of length 1 holds for every query, or key.
         sums = sums if self.array.shape[2] > 1 else sums * (q_last - q_first + 1)[:, None]
         sums = sums if self.array.shape[3] > 1 else sums * (k_last - k_first + 1)
         return sums

@@ -1,14 +1,16 @@
-"""Block arithmetic: finds the blocks that a mask can touch without looking at pairs.
+"""Block arithmetic: finds the blocks in which a mask can keep a pair, without evaluating pairs.
 
-A mask is a sum of products: it keeps a pair where all literals of one of its conjunctions do. `live` tells which
-blocks hold such a pair. The complement is a sum of products as well; a block is full where the complement is not live.
+A mask is a sum of products: it keeps a pair if all literals of at least one conjunction keep the pair. `live` finds
+the blocks that hold a kept pair. The complement is a sum of products too; a block is full if the complement is not
+live there.
 
-The literals of a conjunction are intersected before blocks are looked at, which makes the answer exact
-- for literals that keep an interval of keys for every query (limits of the distance, of keys and of queries,
-  segments whose ids stand in one run), in any number;
-- for literals that only look at the distance, in any number;
-- for a set of cells alone, or where every block lies in one cell.
-A conjunction that mixes kinds is live where each kind is: a dead block may be called live, and hence partial.
+The literals of a conjunction are intersected before blocks are judged. This makes the answer exact
+- for any number of literals that keep an interval of keys for every query (limits of the distance, of keys and of
+  queries, segments in which each id has one run of keys);
+- for any number of literals that only look at the distance;
+- for one set of cells without other literals, or if every block lies in one cell.
+A conjunction of several kinds is live in a block if each kind is live there: a dead block may be called live, and
+hence partial.
 """
 
 import dataclasses
@@ -29,7 +31,7 @@ from jax_kernels.masks.running_sums import running_sums
 class Grid:
     """The blocks of a call.
 
-    offset: [B or 1] int32, the position of query 0. static_offset: the same, if known. results: what `once` keeps.
+    offset: [B or 1] int32, the position of query 0. static_offset: its value, if known. results: the cache of `once`.
     """
 
     q_length: int
@@ -67,7 +69,7 @@ class Grid:
         return first, jnp.minimum(first + (block - 1), length - 1)
 
     def once(self, function: Callable[["Grid"], Any]) -> Any:
-        """The value of function(grid), computed at the first call: a program without repeats compiles faster."""
+        """function(grid), computed at the first call only: a program without repeated code compiles faster."""
         if function not in self.results:
             self.results[function] = function(self)
         return self.results[function]
@@ -83,14 +85,15 @@ class Literal:
     """A predicate of a query and a key, in at least one of three forms that block arithmetic uses.
 
     interval(grid): the keys that each query keeps, as [start, end), int32 broadcastable to [B or 1, T].
-    distance(distance): whether a key that stands so far before the query is kept; a Band has this too.
+    distance(d): whether a query keeps the key d positions before it; a Band has this form too.
     cells(grid): whether each block is live, [B or 1, H or 1, rows, columns].
 
-    These bound the length of lists. low, high: low <= key - position <= high. keys, queries: [start, end) of key
-    indices and of positions. rate: one distance in so many is kept. cell_width(grid, by): the most cells in a list.
+    The next fields bound the length of lists. low, high: low <= key - position <= high. keys, queries: [start, end) of
+    key indices and of query positions. rate: at most one of `rate` successive distances is kept. cell_width(grid, by):
+    the most blocks that the cells leave in a list.
 
-    varies(grid): the most blocks of a batch entry and head in which it keeps some pairs and drops others; None for any
-    number.
+    varies(grid): the most blocks of a batch entry and head in which the literal keeps some pairs and drops others; None
+    if there is no bound.
     """
 
     interval: Callable[[Grid], tuple[Any, Any]] | None = None
@@ -126,7 +129,7 @@ def band(low: int | None, high: int | None) -> Literal:
         return keep if high is None else keep & (-d <= high)
 
     def varies(grid: Grid) -> int:
-        # The blocks that hold the first keys past a limit, for all rows of a block but the last.
+        # The blocks that hold the first key past a limit, for all rows of a block of queries except the last row.
         edges = ([] if low is None else [low]) + ([] if high is None else [high + 1])
         step, offset = math.gcd(grid.block_q, grid.block_kv), grid.static_offset
         each = lambda edge: touched(grid.block_q - 1, grid.block_kv, step, None if offset is None else offset + edge)
@@ -139,7 +142,7 @@ def product(factors: list[Terms]) -> Terms:
     """The terms of an intersection, from the terms of its parts."""
     if math.prod(map(len, factors)) <= _MOST_TERMS:
         return functools.reduce(lambda a, b: tuple(x + y for x in a for y in b), factors)
-    # Each part becomes one literal: a block is live where all parts are.
+    # Each part becomes one literal: a block is live if all parts are live there.
     opaque = lambda terms: Literal(
         cells=functools.partial(live, terms), cell_width=lambda grid, by: width(terms, grid, by)
     )
@@ -147,7 +150,7 @@ def product(factors: list[Terms]) -> Terms:
 
 
 def live(terms: Terms, grid: Grid) -> jax.Array:
-    """Tells for each block whether it holds a pair that is kept: bool [B or 1, H or 1, rows, columns]."""
+    """Whether each block holds a kept pair: bool [B or 1, H or 1, rows, columns]."""
     is_interval = lambda literals: all(x.interval is not None for x in literals)
     intervals = [literals for literals in terms if is_interval(literals)]
     parts = [_live_mixed(literals, grid) for literals in terms if not is_interval(literals)]
@@ -176,9 +179,10 @@ def interval_of(literals: Conjunction, grid: Grid) -> tuple[jax.Array, jax.Array
 
 
 def _live_by_interval(terms: list[Conjunction], grid: Grid) -> jax.Array:
-    """live of conjunctions of intervals, in one pass over their queries, not over queries times blocks.
+    """`live` for conjunctions of intervals, in one pass over the queries, not over queries times blocks.
 
-    It counts how many more queries of a row of blocks reach each block of keys than reach the block before.
+    For each row of blocks, it counts +1 at the first block of keys of each interval and -1 after the last. The running
+    sum is the number of queries that reach each block of keys.
     """
     starts, ends = zip(*(interval_of(literals, grid) for literals in terms), strict=True)
     shape = jnp.broadcast_shapes(*(x.shape for x in (*starts, *ends)), (1, grid.q_length))
@@ -198,7 +202,7 @@ def _live_by_interval(terms: list[Conjunction], grid: Grid) -> jax.Array:
 
 
 def _live_by_distance(predicates: list[Callable[[Any], Any]], grid: Grid) -> jax.Array:
-    """live of predicates of the distance. In a block, i - j takes all values between those of two corners."""
+    """`live` for predicates of the distance. In a block, i - j takes all values between two corners' values."""
     differences = jnp.arange(grid.q_length + grid.kv_length - 1, dtype=jnp.int32) - (grid.kv_length - 1)
     distances = grid.offset[:, None] + differences
     keep = functools.reduce(operator.and_, [predicate(distances) for predicate in predicates])
@@ -216,7 +220,7 @@ def width(terms: Terms, grid: Grid, by: str) -> int:
 
 
 def most_partial(terms: Terms, grid: Grid) -> int:
-    """The most partial blocks of a batch entry and head: blocks in its lists, in which some literal varies."""
+    """The most partial blocks of a batch entry and head: blocks in its lists in which a literal varies."""
     literals = {id(literal): literal for conjunction in terms for literal in conjunction}.values()
     blocks = min(grid.rows * width(terms, grid, "query"), grid.columns * width(terms, grid, "key"))
     past_end = grid.rows if grid.kv_length % grid.block_kv else 0
@@ -228,7 +232,7 @@ def _given(numbers: Iterable[int | None]) -> list[int]:
 
 
 def _conjunction_width(literals: Conjunction, grid: Grid, by: str) -> int:
-    """The most blocks of a conjunction in a list. `along` is the side of the lists, `across` that of their entries."""
+    """The most blocks of a conjunction in a list. `along` is the lists' side, `across` the side of their entries."""
     sides = [(grid.q_length, grid.block_q), (grid.kv_length, grid.block_kv)]
     low = max(_given(x.low for x in literals), default=None)
     high = min(_given(x.high for x in literals), default=None)
@@ -238,7 +242,7 @@ def _conjunction_width(literals: Conjunction, grid: Grid, by: str) -> int:
     if by == "key":
         sides.reverse()
         low, high = (None if x is None else -x for x in (high, low))
-        # Limits of positions are limits of indices where the offset is known.
+        # If the offset is known, limits of positions give limits of indices.
         limits, before = ([], 0) if shift is None else ([x.queries for x in literals], shift)
         shift = None if shift is None else -shift
     (along_length, along), (length, across) = sides
@@ -265,6 +269,6 @@ def _conjunction_width(literals: Conjunction, grid: Grid, by: str) -> int:
 
 
 def touched(size: int, block: int, step: int, start: int | None) -> int:
-    """The most blocks that an interval of this size touches, if it starts at `start` plus any number of steps."""
+    """The most blocks that an interval of this size touches. It starts at `start` plus any number of steps."""
     into_block = block - 1 if start is None else block - step + start % step
     return (into_block + size - 1) // block + 1

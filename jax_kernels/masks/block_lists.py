@@ -12,18 +12,18 @@ from jax import lax
 from jax_kernels.masks.block_arithmetic import Grid, live, most_partial, width
 from jax_kernels.masks.running_sums import running_sums
 
-# How many pairs are evaluated at a time, where block arithmetic cannot judge a mask.
+# Pairs that are evaluated at a time, if block arithmetic cannot judge a mask.
 _CHUNK = 1 << 24
-# How many pairs have their bits packed at a time: most masks need no memory for a pair beside its bit.
+# Pairs whose bits are packed at a time. Most masks need no memory for a pair except its bit.
 _BITS_CHUNK = 1 << 26
 
 
 class BlockLists(NamedTuple):
-    """The live blocks of the other side, for every block of one side.
+    """For every block of one side (queries or keys), the live blocks of the other side.
 
-    indices: int32 [B or 1, H or 1, blocks, width]. First come the full blocks, in which every pair is kept, then the
-    partial ones, in which a kernel evaluates the predicate, both in ascending order; then zeros. A softmax that starts
-    with a full block has a maximum in each row.
+    indices: int32 [B or 1, H or 1, blocks, width]. A list has its full blocks, in which every pair is kept, then its
+    partial blocks, in which a kernel evaluates the predicate, then zeros. Full and partial blocks are in ascending
+    order. A softmax that starts with a full block has a finite maximum in each row.
     full_count, partial_count: int32 [B or 1, H or 1, blocks], the number of full and of partial blocks.
     """
 
@@ -33,12 +33,12 @@ class BlockLists(NamedTuple):
 
 
 class PackedBlocks(NamedTuple):
-    """The partial blocks of a mask, bit by bit.
+    """The partial blocks of a mask, one bit for each pair.
 
     words: uint32 [entries, ceil(block_kv / 32), block_q] for lists by query, [entries, ceil(block_q / 32), block_kv] by
-    key. Bit j % 32 of word j // 32 is member j of the other side. Bits beyond the last key and query are 0, and so is
-    the last entry, which belongs to no block. Entries are in the order of (batch, head, query block, key block).
-    entries: int32, shaped as BlockLists.indices: the entry of a partial block, -1 for every other.
+    key. Bit j % 32 of word j // 32 is member j of the other side. Bits beyond the last key and query are 0. The last
+    entry belongs to no block and is 0. Entries are in the order of (batch, head, query block, key block).
+    entries: int32, shaped as BlockLists.indices: the entry of a partial block, -1 for every other block.
     """
 
     words: Any
@@ -46,7 +46,7 @@ class PackedBlocks(NamedTuple):
 
 
 def counts(mask: Any, grid: Grid) -> jax.Array:
-    """Counts the pairs that each block keeps by evaluating them all: int32 [B or 1, H or 1, rows, columns]."""
+    """Evaluates all pairs and counts the kept pairs of each block: int32 [B or 1, H or 1, rows, columns]."""
     size = mask.batch * mask.heads * grid.block_q * grid.kv_length
     rows = max(1, min(grid.rows, _CHUNK // size))
     chunks = -(-grid.rows // rows)
@@ -76,17 +76,17 @@ _array_sums: list[Callable[[jax.Array, int, int], jax.Array]] = [block_sums]
 
 
 def count_arrays_by(sums: Callable[[jax.Array, int, int], jax.Array]) -> None:
-    """Makes array_sums call this function. Masks import no kernels, so the kernel that counts is set from outside."""
+    """Makes array_sums call this function. Masks import no kernels: the counting kernel is set from outside."""
     _array_sums[:] = [sums]
 
 
 def array_sums(array: jax.Array, block_q: int, block_kv: int) -> jax.Array:
-    """block_sums of an array that stands in memory, which a kernel may read."""
+    """block_sums of an array in memory. A kernel may compute it."""
     return _array_sums[0](array, block_q, block_kv)
 
 
 def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
-    """The blocks that are (live, full), each bool [B or 1, H or 1, rows, columns].
+    """(live, full): whether each block is live, and whether it is full, bool [B or 1, H or 1, rows, columns].
 
     A block that reaches past the last key is not full.
     """
@@ -119,7 +119,7 @@ def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
 
 
 def sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
-    """Puts the side of the lists first in [B, H, rows, columns]. joined: so many heads follow each other in a list."""
+    """[B, H, rows, columns] with the side of the lists first. joined: the number of heads that a list by key joins."""
     if by == "query":
         return x
     batch, heads, rows, columns = x.shape
@@ -151,9 +151,10 @@ def packed_partial(mask: Any, offset: Any, *, by, **statics) -> PackedBlocks:
 def packed_lists(
     mask: Any, offset: Any, *, lengths, blocks, static_offset, by, joined: int = 1, most: int | None = None
 ) -> tuple[BlockLists, PackedBlocks]:
-    """The lists, and the bits of their partial blocks. most: the most partial blocks, None for as many as can be.
+    """The lists, and the bits of their partial blocks. most: the most partial blocks; None for the structure's bound.
 
-    joined: so many heads share a list by key. Its indices count the query blocks of these heads, head after head.
+    joined: the number of heads that a list by key joins. Its indices count the query blocks of these heads, head after
+    head.
     """
     grid = Grid.of(lengths, blocks, offset, static_offset)
     terms = mask.terms(False)
@@ -187,13 +188,13 @@ def packed_status(
 
 
 def _packed(mask: Any, grid: Grid, partial: jax.Array, by: str, most: int) -> tuple[jax.Array, jax.Array]:
-    """(numbers, words): the index of each partial block among the partial ones, in order, and their bits."""
+    """(numbers, words): the index of each partial block among the partial blocks, in order, and their bits."""
     numbers = running_sums(partial.reshape(-1)).reshape(partial.shape) - 1
     words = functools.partial(_words, mask, grid, partial.shape, by)
     if most == 0 or partial.size == 0:
         rows, others = (grid.block_q, grid.block_kv) if by == "query" else (grid.block_kv, grid.block_q)
         return numbers, jnp.zeros((1, -(-others // 32), rows), jnp.uint32)
-    # The index of each entry's block among all blocks; the last entry has none.
+    # The index of each entry's block among all blocks; the last entry has no block.
     places = jnp.full((most + 1,), partial.size, jnp.int32)
     every = jnp.arange(partial.size, dtype=jnp.int32).reshape(partial.shape)
     places = places.at[jnp.where(partial, numbers, most + 1)].set(every, mode="drop")
@@ -204,7 +205,7 @@ def _packed(mask: Any, grid: Grid, partial: jax.Array, by: str, most: int) -> tu
 def _words(mask: Any, grid: Grid, shape: tuple[int, ...], by: str, place: jax.Array) -> jax.Array:
     """The bits of the block at index `place` among all blocks: uint32 [words, rows], zeros past the last block.
 
-    shape: that of the array of all blocks.
+    shape: [B, H, rows, columns] of all blocks.
     """
     b, h, row, column = jnp.unravel_index(jnp.minimum(place, math.prod(shape) - 1), shape)
     rows, others = (grid.block_q, grid.block_kv) if by == "query" else (grid.block_kv, grid.block_q)

@@ -1,4 +1,4 @@
-"""Masks made from scores, of keys or of blocks of keys. They are built on the device, also under jit."""
+"""Masks made from scores of keys, or from scores of blocks. They are built on the device, also under jit."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax_kernels.tracing.promotion import under_defaults
 def top_k(
     bias: jax.Array, k: int, *, among: Mask | None = None, q_length: int | None = None, q_offset: Any = 0
 ) -> Mask:
-    """Keeps for every query the k keys of the largest bias.
+    """Keeps for every query the k keys with the largest bias.
 
     Equivalent to the following JAX code, except that the first keys of a tie are kept::
 
@@ -27,9 +27,9 @@ def top_k(
         keep = (bias >= sort(bias)[..., -k, None]) & (bias > -inf)
 
     bias: [T or 1, S], [H or 1, ...] or [B or 1, H or 1, T or 1, S], bfloat16, float16 or float32; -inf and NaN are
-    never kept. k: at least 1; where fewer keys have a bias above -inf, those are kept. among: the keys that compete,
-    such as causal(). q_length: with `among`, how many queries a bias of one row is for. q_offset: the position of
-    query 0, for `among`.
+    never kept. k: at least 1; if fewer keys have a bias above -inf, all these keys are kept. among: the keys that
+    compete, such as causal(). q_length: the number of queries, for `among` with a bias of one row. q_offset: the
+    position of query 0, for `among`.
 
     A bias of one row is fastest if `among` is made of causal, sliding_window and prefix masks joined by `&`. Then the
     keys are sorted once, not for each query, and the mask holds their ranks, not a bool for each pair.
@@ -66,8 +66,8 @@ def threshold(bias: jax.Array, tau: float | jax.Array) -> Mask:
         raise TypeError(f"tau: got {type(tau).__name__}, want a number or an array")
     shape = jnp.shape(tau)
     if len(shape) > 4 or any(x not in (1, y) for x, y in zip(shape[::-1], bias.shape[::-1], strict=False)):
-        raise ValueError(f"tau: got shape {shape}, want one that broadcasts to bias's shape {bias.shape}")
-    return Dense(bias.astype(jnp.float32) > tau)  # in 16 bits, JAX would round a Python number to these first
+        raise ValueError(f"tau: got shape {shape}, want a shape that broadcasts to bias's shape {bias.shape}")
+    return Dense(bias.astype(jnp.float32) > tau)  # with a 16-bit bias, JAX would round a Python number to 16 bits
 
 
 @under_defaults
@@ -79,12 +79,12 @@ def top_k_blocks(
     among: Mask | None = None,
     always: Mask | None = None,
 ) -> Mask:
-    """Keeps for every block of queries the k blocks of keys of the largest score, as a block_sparse mask.
+    """Keeps for every block of queries the k blocks of keys with the largest scores, as a block_sparse mask.
 
     scores: [rows, columns], [H or 1, ...] or [B or 1, H or 1, rows, columns], bfloat16, float16 or float32, such as
     pooled_scores; -inf and NaN are never kept. k: at least 1; lists by query are k blocks long. block_size: an int,
     or (queries, keys). among: only blocks in which this mask keeps a pair compete. always: blocks of `among` in which
-    this mask keeps a pair come first, whatever their score; they count among the k. Both masks are for
+    this mask keeps a pair come first, whatever their score; they count towards k. Both masks are for
     rows * block_size queries, the first at position 0, and columns * block_size keys.
 
     Equivalent to the following JAX code, except that the first blocks of a tie are kept::
@@ -115,7 +115,7 @@ def top_k_blocks(
 
 @under_defaults
 def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int, int]) -> jax.Array:
-    """Scores of blocks of queries and keys: the products of their means, float32 [B, H, rows, columns].
+    """Scores of blocks of queries and keys, from the means of the blocks: float32 [B, H, rows, columns].
 
     query: [B, T, H, D]. key: [B, S, Hkv, D], Hkv dividing H. Blocks at the end may be shorter. Equivalent to::
 

@@ -1,4 +1,4 @@
-"""The checks that masks share. Each error names the argument, what it got and what it wants."""
+"""The checks that masks share. Each error names the argument, the value that it got, and the wanted value."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,25 +30,26 @@ def lengths(q_length: Any, kv_length: Any) -> tuple[int, int]:
 
 
 def block_pair(name: str, block: Any) -> tuple[int, int]:
-    """The sizes (of queries, of keys) of a block, from an int for both or a pair."""
+    """The (query, key) sizes of a block, from an int for both sizes or a pair."""
     block = plain_of("block_size", block)
     pair = block if isinstance(block, tuple | list) else (block, block)
     if len(pair) != 2:
-        raise ValueError(f"{name}: got {block!r}, want an int or a (query, key) pair of them")
+        raise ValueError(f"{name}: got {block!r}, want an int or a (query, key) pair of ints")
     return integer(name, pair[0], 1), integer(name, pair[1], 1)
 
 
 def is_array(name: str, x: Any, want: str) -> None:
     """Raises TypeError unless x is an array of JAX or NumPy.
 
-    It comes before a look at x's dtype: for another library's, the error would be "got float32, want float32".
+    Call it before a check of x's dtype: for an array of another library, that check would say "got float32, want
+    float32".
     """
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{name}: got {type(x).__name__}, want {want}, of JAX or NumPy")
 
 
 def array(name: str, x: Any, want: str) -> jax.Array:
-    """x as a jax.Array. Raises ValueError where JAX's dtype does not hold the values."""
+    """x as a jax.Array. Raises ValueError if JAX's dtype does not hold the values."""
     is_array(name, x, want)
     if isinstance(x, jax.Array):
         return x
@@ -58,7 +59,8 @@ def array(name: str, x: Any, want: str) -> jax.Array:
     return held
 
 
-# Arrays of positions are clamped to this distance from 0, and known positions are below it: their sums fit an int32.
+# Arrays of positions are clamped to this distance from 0, and known positions are below it, so that their sums fit an
+# int32.
 FARTHEST = 1 << 30
 INT32 = (-(1 << 31), (1 << 31) - 1)
 
@@ -66,7 +68,7 @@ INT32 = (-(1 << 31), (1 << 31) - 1)
 def int32(name: str, x: Any, want: str, *, within: tuple[int, int] = INT32) -> jax.Array:
     """An integer array as int32. Raises ValueError for known values that int32 does not hold.
 
-    within: (least, most), to which arrays are clamped: numbers further away have the same effect.
+    within: (least, most), to which arrays are clamped: values outside have the same effect as the nearest limit.
     """
     is_array(name, x, want)
     if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -90,12 +92,13 @@ def _is_wide(dtype: Any) -> bool:
 
 
 def ids(names: Sequence[str], arrays: Sequence[Any], want: str, *, axis_name: Any = None) -> list[jax.Array]:
-    """Integer arrays [length] or [B or 1, length] as int32, in which equal ids stay equal and different ones differ.
+    """Integer arrays [length] or [B or 1, length] as int32. Equal ids stay equal, and different ids stay different.
 
     Traced integers of a dtype that int32 does not hold become ranks among the ids of all arrays; ids below 0 become -1.
-    Known ones are converted. axis_name: a mesh axis of shard_map over which rows are sharded.
+    Known integers are converted. axis_name: a mesh axis of shard_map over which rows are sharded.
 
-    Raises TypeError or ValueError that names the array, of another dtype or with known values that int32 does not hold.
+    Raises TypeError for an array of another dtype, ValueError for known values that int32 does not hold. The message
+    names the array.
     """
     for name, x in zip(names, arrays, strict=True):
         is_array(name, x, want)
@@ -117,15 +120,15 @@ def ids(names: Sequence[str], arrays: Sequence[Any], want: str, *, axis_name: An
     return [of_rows[0] if batch == 1 and x.ndim == 1 else of_rows for of_rows, x in zip(found, arrays, strict=True)]
 
 
-# The floats that a mask of zeros and ones may have: Flax makes masks in the dtype that it computes in.
+# Float dtypes that a mask of zeros and ones may have: Flax makes masks in its compute dtype.
 MASK_FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def boolean(name: str, x: Any) -> tuple[jax.Array, jax.Array | None]:
     """(the mask as bool, whether x is a mask). x: bool, or floats that are all 0 or 1.
 
-    Known floats are checked, and the second result is None. Of traced floats, those equal to 1 are True, and the second
-    result is a traced bool.
+    Known floats are checked, and the second result is None. Traced floats become True where they equal 1, and the
+    second result is a traced bool.
     """
     is_array(name, x, "a bool array")
     is_boolean(name, x)
@@ -133,7 +136,7 @@ def boolean(name: str, x: Any) -> tuple[jax.Array, jax.Array | None]:
         return array(name, x, "a bool array"), None
     if isinstance(x, jax.core.Tracer):
         return x == 1, ((x == 0) | (x == 1)).all()
-    # In numpy: under jit even a comparison of known values is traced.
+    # Compared in NumPy, because jit traces even a comparison of known values.
     known = np.asarray(x)
     if not ((known == 0) | (known == 1)).all():
         want = "want a bool mask; an additive one is a bias"
@@ -158,7 +161,7 @@ def floats(name: str, x: Any, want: str) -> jax.Array:
 def four_axes(name: str, x: jax.Array, axes: str) -> jax.Array:
     """x with leading axes of length 1, up to four. axes: their names, for the error."""
     if not 2 <= x.ndim <= 4:
-        raise ValueError(f"{name}: got shape {x.shape}, want {axes}, the first two of which may be left out")
+        raise ValueError(f"{name}: got shape {x.shape}, want {axes}, with or without the first two axes")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
@@ -176,7 +179,7 @@ def offset(q_offset: Any) -> tuple[int | None, jax.Array]:
 
 
 def joint(name: str, sizes: list[int], what: str) -> int:
-    """The one size other than 1 among `sizes`, or 1."""
+    """The common size of all `sizes` other than 1, or 1."""
     different = sorted({size for size in sizes if size != 1})
     if len(different) > 1:
         raise ValueError(f"{name}: got {different[0]} and {different[1]} {what}, want one number of them, or 1")
@@ -184,13 +187,13 @@ def joint(name: str, sizes: list[int], what: str) -> int:
 
 
 def is_empty_lookup(error: BaseException | None) -> bool:
-    """Whether JAX raised this for a lookup in an array without an entry. It has no type of error for that."""
+    """Whether JAX raised this error for a lookup in an empty array. JAX has no error type for such a lookup."""
     words = "size 0" if isinstance(error, IndexError) else "gather op is out of range, must be within [0, 0 + 1)"
     return isinstance(error, IndexError | TypeError) and words in str(error)
 
 
 def array_text(x: Any) -> str:
-    """The dtype and shape of an array, for a repr. A leaf that JAX has replaced, which is no array, keeps its repr."""
+    """The dtype and shape of an array, for a repr. A leaf that JAX replaced by another object keeps its repr."""
     if not hasattr(x, "dtype"):
         return repr(x)
     return f"{x.dtype}[{', '.join(map(str, x.shape))}]"

@@ -1,7 +1,8 @@
-"""All that limits the keys of an attention call, joined once into one description.
+"""Joins all limits on the keys of an attention call into one description.
 
-A caller may limit keys by is_causal, window, segment_ids and kv_lengths, by an array, and by a Mask. `joined` makes
-`Limits` of them. Its arrays travel to the kernels in AttentionInputs, its static half in AttentionOptions.
+A caller may limit keys by is_causal, window, segment_ids and kv_lengths, by an array, and by a Mask. `joined` combines
+these limits into `Limits`. The arrays of Limits reach the kernels in AttentionInputs, the static half in
+AttentionOptions.
 """
 
 import dataclasses
@@ -30,11 +31,11 @@ __all__ = [
 
 
 class Limits(NamedTuple):
-    """The limits on the keys of a call. A query attends to a key that every part keeps.
+    """The limits on the keys of a call. A query attends to a key if every part keeps the key.
 
     mask: a bool array with four axes, or a Mask without lists, or None. is_causal: keep no later key. window: (left,
-    right), -1 for no limit, its right 0 where is_causal; None for none. segment_ids: a pair of [B, length], or None.
-    kv_lengths: [B], or None. lists: the block lists of a PreparedMask, of all these parts together, or None.
+    right), -1 for no limit, right 0 if is_causal; None for no window. segment_ids: a pair of [B, length], or None.
+    kv_lengths: [B], or None. lists: the block lists of a PreparedMask, for all these parts together, or None.
     """
 
     mask: Any = None
@@ -46,11 +47,11 @@ class Limits(NamedTuple):
 
 
 def joined(given: Limits, batch: int) -> Limits:
-    """The limits of a call in their simplest form. given: those of the caller, whose mask may be any Mask.
+    """The limits of a call in their simplest form. given: the caller's limits, whose mask may be any Mask.
 
-    Causal, sliding_window, segments, prefix and dense masks joined by `&` become the other parts: such a call is served
-    by kernels that take no Mask. Of segments and of dense masks there may be one, and of segments none beside
-    segment_ids. Any other Mask stays whole. Lists are dropped where segment_ids or kv_lengths stand beside their mask.
+    Causal, sliding_window, segments, prefix and dense masks joined by `&` become the other parts, so that kernels that
+    take no Mask can serve the call. At most one dense mask and one segments mask may be joined, and no segments mask if
+    segment_ids are given. Any other Mask stays whole. Lists are dropped if segment_ids or kv_lengths are given.
     """
     if not isinstance(given.mask, Mask):
         return given
@@ -83,14 +84,14 @@ def joined(given: Limits, batch: int) -> Limits:
 
 
 def joined_band(mask: Mask, left: int | None, right: int | None) -> Mask:
-    """The mask within a window; None for no limit on a side."""
+    """The mask within a window; None is no limit on a side."""
     return mask if left is None and right is None else mask & sliding_window(left, right)
 
 
 def without_band(mask: Mask, left: int | None, right: int | None) -> tuple[Mask | None, int | None, int | None]:
-    """(the mask without those parts that are windows, left, right): the parts narrow the sides, None for no limit.
+    """(the mask without its window parts, left, right). The window parts narrow the sides; None is no limit.
 
-    The mask is None where no other part is left.
+    The mask is None if no other part is left.
     """
     rest: list[Mask] = []
     for part in _parts(mask.unprepared):
@@ -103,7 +104,7 @@ def without_band(mask: Mask, left: int | None, right: int | None) -> tuple[Mask 
 
 
 def dense_part(mask: Mask) -> DenseMask | None:
-    """The mask whose array `joined` makes of this one; None where it makes no array of it."""
+    """The dense part, whose array `joined` makes the call's mask; None if there is no dense part."""
     return next((part for part in _parts(mask) if isinstance(part, DenseMask)), None)
 
 
@@ -112,12 +113,12 @@ def _parts(mask: Mask) -> tuple[Mask, ...]:
 
 
 def _tighter(side: int, other: int) -> int:
-    """The smaller of two limits, of which -1 is none."""
+    """The smaller of two limits; -1 is no limit."""
     return max(side, other) if -1 in (side, other) else min(side, other)
 
 
 def _shorter(lengths: Any, prefix: Prefix, batch: int) -> Any:
-    """[B] int32. Where only a plan is wanted, lengths may be a ShapeDtypeStruct."""
+    """[B] int32. lengths may be a ShapeDtypeStruct if the caller needs only a plan."""
     limits = jnp.broadcast_to(prefix.per_batch[:, 0], (batch,))
     if lengths is None or isinstance(lengths, jax.ShapeDtypeStruct):
         return limits if lengths is None else lengths
@@ -144,17 +145,17 @@ def whole_mask(inputs: Any, options: Any) -> Mask:
 
 
 def without_limits(inputs: Any, options: Any) -> tuple[Any, Any]:
-    """The call without limits: for a kernel whose block lists hold them all."""
+    """(inputs, options) without limits, for a kernel whose block lists hold all limits."""
     arrays = ("mask", "q_segment_ids", "kv_segment_ids", "kv_lengths", "q_offset", "lists")
     options = dataclasses.replace(options, is_causal=False, window=None, q_offset=0)
     return inputs._replace(**dict.fromkeys(arrays)), options
 
 
 def key_lengths(inputs: Any) -> jax.Array | None:
-    """How many keys of each batch entry count, [B] int32; None where the call does not limit them.
+    """The number of valid keys of each batch entry, [B] int32; None if the call does not limit it.
 
-    inputs: AttentionInputs, whose kv_lengths, and prefix masks joined by `&`, are the limits. Keys past that number may
-    hold anything.
+    inputs: AttentionInputs. The limits are its kv_lengths and the prefix masks joined by `&` in its mask. Keys past
+    the number may hold anything.
     """
     batch, kv_length = inputs.key.shape[:2]
     limits = [] if inputs.kv_lengths is None else [inputs.kv_lengths]

@@ -24,7 +24,7 @@ def static(**kwargs: Any) -> Any:
 
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(static,))
 def node[T](kind: type[T]) -> type[T]:
-    """Makes a class of masks: a frozen dataclass and pytree of its fields. It checks nothing: JAX makes objects too."""
+    """Makes a class of masks: a frozen dataclass and pytree. It checks no fields, as JAX makes objects of it too."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind))
 
 
@@ -32,24 +32,24 @@ class Mask:
     """The keys that each query may attend to. Masks compose with `&`, `|` and `~`.
 
     A mask is a pytree: its arrays are leaves, all else is hashable structure. So it may pass through jit, vmap, scan
-    and shard_map. Query i of a call has index i and stands at position q_offset + i; key j has index and position j.
+    and shard_map. Query i of a call has index i and position q_offset + i; key j has index and position j.
     causal, sliding_window, prefix, global_tokens, dilated and from_function look at the query's position;
-    segments, block_sparse and dense hold arrays of the call, in which row i is query i.
+    segments, block_sparse and dense hold arrays of the call, whose row i belongs to query i.
 
-    Two masks are equal if they have the same structure and the very same arrays.
+    Two masks are equal if they have the same structure and the same array objects.
     """
 
-    # How tightly a mask's text binds, as Python's operators do.
+    # The precedence of the operator in a mask's text, in Python's order: | is 0, & is 1, ~ is 2.
     _binds = 3
 
     @property
     def batch(self) -> int:
-        """The batch entries that the mask tells apart; 1 if it is the same for all."""
+        """The number of batch entries with masks of their own; 1 if all have the same mask."""
         return 1
 
     @property
     def heads(self) -> int:
-        """The heads that the mask tells apart; 1 if it is the same for all."""
+        """The number of heads with masks of their own; 1 if all have the same mask."""
         return 1
 
     @property
@@ -59,16 +59,16 @@ class Mask:
 
     @property
     def is_evaluated(self) -> bool:
-        """True where blocks are judged by evaluating their pairs, not by arithmetic on blocks."""
+        """Whether blocks are judged by evaluating their pairs, not by arithmetic on blocks."""
         return False
 
     @property
     def is_valid(self) -> Any:
-        """A traced bool: False where the mask was made from floats other than 0 and 1. None where that is known."""
+        """A traced bool: False if the mask was made from floats other than 0 and 1. None if no value is in doubt."""
         return None
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:
-        """Raises ValueError where an array of the mask does not fit a call of these lengths."""
+        """Raises ValueError if an array of the mask does not fit a call of these lengths."""
 
     def terms(self, negated: bool) -> Terms:
         """The mask, or its complement, as a sum of products of literals, for arithmetic on blocks."""
@@ -79,12 +79,12 @@ class Mask:
         return counts(self, grid)
 
     def elements(self, b: Any, h: Any, q_index: Any, k_index: Any, *, q_offset: Any = 0) -> jax.Array:
-        """Tells which pairs are kept: bool, of the arguments' joint shape or one that broadcasts to it.
+        """Whether each pair is kept: bool, of the arguments' joint shape or a shape that broadcasts to it.
 
         b, h, q_index, k_index: int32 that broadcast with each other: batch entry, query head, index of the query
-        and of the key, all in range. q_offset: int32 that broadcasts with them, the position of query 0. It is
-        traceable jnp code, which gathers from arrays of the mask; causal() and the like are arithmetic alone. In a
-        kernel, use a mask whose leaves the kernel can index.
+        and of the key, all in range. q_offset: int32 that broadcasts with them, the position of query 0. The code is
+        traceable jnp code. It gathers from the mask's arrays; masks of positions, such as causal(), need only
+        arithmetic. In a kernel, use a mask whose leaves the kernel can index.
         """
         raise NotImplementedError
 
@@ -112,33 +112,33 @@ class Mask:
         batch = checks.joint("q_offset", [self.batch, offsets], "batch entries")
         if 0 in (batch, self.heads, q_length, kv_length):  # an array of the mask may have no entry to look up
             return jnp.zeros((batch, self.heads, q_length, kv_length), bool)
-        # Indices that are known to be all queries need no lookup in an array.
+        # From a NumPy array of all indices, a mask sees that it needs no lookup in its array.
         return self.rows(np.arange(q_length, dtype=np.int32), kv_length, q_offset=q_offset)
 
     @under_defaults
     def block_lists(
         self, q_length: int, kv_length: int, block_q: int, block_kv: int, by: str = "query", *, q_offset: Any = 0
     ) -> BlockLists:
-        """The live blocks, full and partial ones told apart, as BlockLists.
+        """The live blocks as BlockLists, which separate full from partial blocks.
 
         by="query": for every block of block_q queries, its blocks of block_kv keys; by="key": for every block of
         keys, its blocks of queries. q_offset: the position of query 0, an int, or int32, a scalar or [B].
 
-        A block is full where all its queries keep all its keys. A block that reaches past the last key is never full;
-        queries past the last do not count. A list's static width is the most live blocks that one can have, as far as
-        the structure tells: (window + block) / block for a sliding window, all blocks for an array. A block of a mask
-        that holds a dense array or a function must have fewer than 2**31 pairs.
+        A block is full if all its queries keep all its keys. A block that reaches past the last key is never full;
+        queries past the last query do not count. The static width of the lists is an upper bound on a list's live
+        blocks, from the mask's structure: (window + block) / block for a sliding window, all blocks for an array. A
+        block of a mask that holds a dense array or a function must have fewer than 2**31 pairs.
 
-        Masks that hold a dense array or a function are evaluated chunk by chunk, and their lists are exact. All others
-        are judged by block arithmetic, in time and memory of queries + blocks of queries x blocks of keys. Its lists
-        are exact for compositions of
+        Masks that hold a dense array or a function are evaluated chunk by chunk, and their lists are exact. Block
+        arithmetic judges all other masks, in time and memory of queries + blocks of queries x blocks of keys. Its
+        lists are exact for compositions of
 
-        - causal, sliding_window, prefix, global_tokens, and segments whose ids each stand in one run of keys;
+        - causal, sliding_window, prefix, global_tokens, and segments in which each id has one run of keys;
         - causal, sliding_window and dilated;
-        - block_sparse alone, or with any of these where each block lies within one cell.
+        - block_sparse without other masks, or with any of these if each block lies within one cell.
 
-        For others, such as dilated with segments, a dead or a full block may be called partial, never the other way
-        round.
+        For other masks, such as dilated with segments, a dead or a full block may be called partial. A partial block
+        is never called dead or full.
         """
         if by not in ("query", "key"):
             raise ValueError(f"by: got {by!r}, want 'query' or 'key'")
@@ -150,10 +150,10 @@ class Mask:
     ) -> PackedBlocks:
         """The pairs of the partial blocks of block_lists(...), with the same arguments, as PackedBlocks.
 
-        There is an entry for each partial block, and one more. Under a trace their number is not known, and there is an
-        entry for each block that could be partial. That is a few for each block of queries and keys, if the mask is
-        made of causal, sliding_window, prefix, global_tokens, and block_sparse masks whose cells hold whole blocks;
-        else as many as the lists' width allows.
+        There is an entry for each partial block, and one more. Under a trace the number of partial blocks is not known,
+        and there is an entry for each block that could be partial. These are a few for each block of queries and keys,
+        if the mask is made of causal, sliding_window, prefix, global_tokens, and block_sparse masks whose cells hold
+        whole blocks; otherwise the lists' width is the only limit.
         """
         if by not in ("query", "key"):
             raise ValueError(f"by: got {by!r}, want 'query' or 'key'")
@@ -161,7 +161,7 @@ class Mask:
 
     @under_defaults
     def density(self, q_length: int, kv_length: int, block: int | tuple[int, int], *, q_offset: Any = 0) -> jax.Array:
-        """The share of blocks that are live, float32, over batch and heads; 0 where there is no block.
+        """The fraction of blocks that are live, float32, over batch and heads; 0 if there is no block.
 
         block: an int, or (queries, keys).
         """
@@ -212,7 +212,7 @@ class Mask:
     def __or__(self, other: "Mask") -> "Mask":
         return _joined(Or, self, other)
 
-    # An array or a constant on the left comes here, NumPy's because of __array_ufunc__.
+    # Handle an array or a constant on the left. __array_ufunc__ makes NumPy arrays call these methods.
     __rand__ = __and__
     __ror__ = __or__
     __array_ufunc__ = None
@@ -241,8 +241,8 @@ class Mask:
 def _joined(kind: Any, *masks: Any) -> Any:
     operation = "&" if kind is And else "|"
     if not isinstance(masks[1], Mask):
-        got = f"{type(masks[1]).__name__} beside a Mask"
-        raise TypeError(f"{operation}: got {got}, want another Mask; masks.dense makes one of a bool array")
+        got = f"{type(masks[1]).__name__} and a Mask"
+        raise TypeError(f"{operation}: got {got}, want another Mask; masks.dense makes a Mask of a bool array")
     masks = tuple(mask.unprepared for mask in masks)
     parts = [part for mask in masks for part in (mask.masks if isinstance(mask, kind) else (mask,))]
     for what in ("batch", "heads"):
@@ -251,7 +251,7 @@ def _joined(kind: Any, *masks: Any) -> Any:
 
 
 def all_valid(*masks: Mask) -> Any:
-    """The is_valid of a mask that is made of others."""
+    """The is_valid of a mask that is made of other masks."""
     found = [x for x in (mask.is_valid for mask in masks) if x is not None]
     return functools.reduce(operator.and_, found) if found else None
 

@@ -1,4 +1,4 @@
-"""Masks of positions: arithmetic on where a query and a key stand, without arrays except a traced number."""
+"""Masks of positions: arithmetic on the positions of query and key. Their only array is a traced number of tokens."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax_kernels.masks.block_arithmetic import Grid, Literal, band
 from jax_kernels.masks.mask import Mask, node, static
 from jax_kernels.plain_numbers import plain
 
-# A position and the limit of a window stay below these: their sums fit an int32.
+# Window limits are below this number, so that their sums with positions fit an int32.
 _WIDEST = 1 << 29
 
 
@@ -52,7 +52,7 @@ def prefix(n: int | jax.Array) -> Mask:
 
 
 def global_tokens(n: int | jax.Array) -> Mask:
-    """Lets the first n tokens attend to all, and all attend to them: p < n or j < n.
+    """Lets the first n tokens attend to all tokens, and all tokens attend to the first n: p < n or j < n.
 
     n: an int of at least 0, or int32, a scalar or [B], one for each batch entry.
 
@@ -107,9 +107,9 @@ class Band(Mask):
 
 
 class _Numbered(Mask):
-    """A mask of a number.
+    """A mask with a number of tokens.
 
-    limit: the number, if known when tracing. limits: else one for each batch entry, int32 [B or 1].
+    limit: the number, if known when tracing. limits: otherwise a number for each batch entry, int32 [B or 1].
     """
 
     limit: int | None

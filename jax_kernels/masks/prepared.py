@@ -7,10 +7,10 @@ from jax_kernels.masks.mask import Mask, node
 
 @node
 class PreparedMask(Mask):
-    """A mask with block lists, which jax_kernels.prepare_mask makes. It serves wherever a Mask does.
+    """A mask with block lists, from jax_kernels.prepare_mask. It is valid wherever a Mask is.
 
-    mask: the mask that was prepared. lists: pytrees, each of which knows the calls that it serves. A call that none
-    serves has its lists made from the mask. `&`, `|` and `~` compose the mask, without the lists.
+    mask: the mask that was prepared. lists: pytrees that each know the calls that they serve. The lists of any other
+    call are made from the mask. `&`, `|` and `~` compose the mask, without the lists.
     """
 
     mask: Mask

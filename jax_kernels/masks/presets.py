@@ -16,7 +16,7 @@ from jax_kernels.spelling import did_you_mean
 
 
 def prefix_lm(n: Any) -> Mask:
-    """Causal attention, whose first n tokens all see each other. Raffel et al. (2019), arXiv:1910.10683."""
+    """Causal attention; the first n tokens also attend to each other. Raffel et al. (2019), arXiv:1910.10683."""
     return causal() | prefix(n)
 
 
@@ -45,9 +45,9 @@ def bigbird(
     heads: int = 1,
     seed: int = 0,
 ) -> Mask:
-    """Window, global and random blocks: window_blocks around the diagonal, the first global_blocks, and random ones.
+    """Window, global and random blocks: window_blocks around the diagonal, the first global_blocks, and random blocks.
 
-    Each row of blocks of each head has random_blocks other blocks, drawn by NumPy from the seed, or fewer where fewer
+    Each row of blocks of each head has random_blocks other blocks, drawn by NumPy from the seed, or fewer if fewer
     are left. Zaheer et al. (2020), arXiv:2007.14062.
     """
     q_length, kv_length = checks.lengths(q_length, kv_length)
@@ -65,7 +65,7 @@ def bigbird(
 
 
 def strided(stride: int) -> Mask:
-    """Causal attention to the last `stride` tokens and every stride-th one before.
+    """Causal attention to the last `stride` tokens and every stride-th token before.
 
     Child et al. (2019), arXiv:1904.10509.
     """
@@ -93,7 +93,7 @@ PRESETS: dict[str, Callable[..., Mask]] = {
 
 
 def preset(name: str, **options: Any) -> Mask:
-    """A mask by its name in the literature. The options are those of the function of this name.
+    """A mask by its name in the literature. The options are the arguments of the function of this name.
 
     "causal"(), "sliding_window"(left, right), "dilated"(rate), "block_sparse"(blocks, block_size),
     "global_local"(n, left, right), "prefix_lm"(n), "attention_sinks"(left, n), "strided"(stride),

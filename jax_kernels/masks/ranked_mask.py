@@ -1,4 +1,4 @@
-"""Masks of the keys that rank highest. They hold numbers for each key and for each query, none for each pair."""
+"""Masks of the keys that rank highest. They hold values for each key and each query, not for each pair."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ class Ranked(DenseMask):
 
 
 def is_kept(key: Any, rank: Any, last: Any, start: Any, end: Any) -> Any:
-    """Tells whether a query with this last rank and interval keeps a key of this rank."""
+    """Whether a query with this last rank and interval keeps a key of this rank."""
     return (rank <= last) & (start <= key) & (key < end)
 
 

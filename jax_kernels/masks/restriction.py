@@ -1,4 +1,4 @@
-"""A mask of a whole sequence, as a call sees it that has some of its queries and some of its keys."""
+"""The mask of a whole sequence, seen by a call that has only some of its queries and keys."""
 
 import dataclasses
 import itertools
@@ -20,21 +20,21 @@ from jax_kernels.masks.running_sums import running_sums
 
 __all__ = ["Placed", "keeps_none", "of_heads", "place_of"]
 
-# Numbers of tokens are clamped to this: sums with places fit an int32.
+# Token counts are clamped to this, so that their sums with positions fit an int32.
 _MOST_TOKENS = 1 << 30
 
 
 @node
 class Placed(_Composite):
-    """Pair (i, j) of a call is pair (place of query i, place of key j) of `mask`.
+    """Pair (i, j) of a call is pair (position of query i, position of key j) of `mask`.
 
-    The queries are in pieces of equal length, and so are the keys. Members of a piece are `stride` places apart.
-    mask: of the whole sequence. q_firsts, k_firsts: int32 [pieces], the place of the first member of each, which may be
-    traced; with a stride of 1 they are multiples of the piece's length. lengths: of the call. shift: each of q_firsts
-    less each of k_firsts is shift plus a multiple of stride.
+    The queries form pieces of equal length, and so do the keys. Neighbours in a piece are `stride` positions apart.
+    mask: of the whole sequence. q_firsts, k_firsts: int32 [pieces], the position of each piece's first member. They may
+    be traced; with a stride of 1 they are multiples of the piece's length. lengths: (queries, keys) of the call.
+    shift: every difference q_firsts[i] - k_firsts[j] is shift plus a multiple of stride.
 
-    Blocks are judged by arithmetic where those of `mask` are. Blocks of two pieces may be called partial where they are
-    dead or full.
+    Blocks are judged by arithmetic if the blocks of `mask` are. A block that spans two pieces may be called partial
+    although it is dead or full.
     """
 
     mask: Mask
@@ -54,7 +54,7 @@ class Placed(_Composite):
 
     def check_lengths(self, q_length, kv_length):
         if self.lengths != (q_length, kv_length):
-            raise ValueError(f"mask: got one placed for {self.lengths} queries and keys, want {(q_length, kv_length)}")
+            raise ValueError(f"mask: got a mask for {self.lengths} queries and keys, want {(q_length, kv_length)}")
 
     def terms(self, negated):
         cells = lambda grid: self._live(grid, negated)
@@ -76,7 +76,7 @@ class Placed(_Composite):
         return self.lengths[side] // self._firsts(side).shape[0]
 
     def _blocks(self, grid: Grid, side: int) -> list[tuple[int, int, Any, int]]:
-        """For each piece: its first block, the block after its last, the place of their first member, their length."""
+        """For each piece: (first block, end block, position of the first block's first member, members in blocks)."""
         firsts, size = self._firsts(side), self._size(side)
         block, length = (grid.block_kv, grid.kv_length) if side else (grid.block_q, grid.q_length)
         found = []
@@ -88,7 +88,6 @@ class Placed(_Composite):
         return found
 
     def _tiles(self, grid: Grid) -> "Iterator[_Tile]":
-        """The blocks of each pair of pieces."""
         for q, k in itertools.product(self._blocks(grid, 0), self._blocks(grid, 1)):
             (row, last_row, q_first, q_length), (column, last_column, k_first, k_length) = q, k
             at = lax.div(q_first - k_first - self.shift, jnp.int32(self.stride))
@@ -116,18 +115,18 @@ class Placed(_Composite):
         return whole
 
     def _width(self, grid: Grid, by: str, negated: bool) -> int:
-        """The most live blocks of a list: of a piece along the lists, those of all pieces across them."""
+        """The most live blocks of a list. The list of a piece has blocks from all pieces of the other side."""
         widths: dict[tuple[int, int], int] = {}
         for tile in self._tiles(grid):
             along = tile.rows if by == "query" else tile.columns
             widths[along] = widths.get(along, 0) + width(tile.mask.terms(negated), tile.grid, by)
-        # A block of two pieces has the lists of both.
+        # The list of a block that spans two pieces joins the lists of the two pieces.
         each = sorted(widths.items())
         joint = [a[1] + b[1] for a, b in itertools.pairwise(each) if a[0][1] > b[0][0]]
         return max(*widths.values(), *joint, 1)
 
     def _partial(self, grid: Grid) -> int:
-        """The most blocks that are partial, with those in which two pieces meet."""
+        """The most partial blocks, including each block that spans two pieces."""
         most = sum(most_partial(tile.mask.terms(False), tile.grid) for tile in self._tiles(grid))
         if self._size(0) % grid.block_q:
             most += (self._firsts(0).shape[0] - 1) * grid.columns
@@ -137,7 +136,7 @@ class Placed(_Composite):
 
 
 def place_of(index: Any, firsts: Any, size: int, stride: int) -> Any:
-    """The place of member `index` of pieces of `size` members each, `stride` places apart. firsts: of the pieces."""
+    """The position of member `index`. firsts: of each piece, which has `size` members, `stride` positions apart."""
     place = firsts[0] + stride * index
     for piece in range(1, len(firsts)):
         place = jnp.where(index < piece * size, place, firsts[piece] + stride * (index - piece * size))
@@ -146,7 +145,7 @@ def place_of(index: Any, firsts: Any, size: int, stride: int) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tile:
-    """A piece of queries and a piece of keys: their blocks, with the mask and the grid of these alone."""
+    """A piece of queries and a piece of keys: their blocks, and the mask and the grid restricted to them."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
@@ -156,10 +155,10 @@ class _Tile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Query i stands at q_first + stride * i, and key j at k_first + stride * j.
+    """Query i has position q_first + stride * i, and key j has position k_first + stride * j.
 
-    at: the position of query 0 among the keys: q_first - k_first is stride * at + shift. units: q_first and k_first are
-    multiples of these, where stride is 1 and the blocks of a grid divide them.
+    at: the offset of query 0 among the keys: q_first - k_first is stride * at + shift. units: if stride is 1 and a
+    grid's blocks divide the units, q_first and k_first are multiples of the units.
     """
 
     stride: int
@@ -171,11 +170,11 @@ class _Place:
     units: tuple[int, int]
 
     def count(self, limits: Any, first: Any) -> Any:
-        """How many members stand before each of the places `limits`, from place `first` on."""
+        """The number of members before each position in `limits`; member 0 has position `first`."""
         return -((first - jnp.clip(limits, 0, _MOST_TOKENS)) // self.stride)
 
     def ids(self, ids: Any, side: int) -> Any:
-        """Those of the members: of places that do not exist, any."""
+        """The members' ids. Positions outside the sequence get arbitrary ids."""
         first, length = (self.q_first, self.k_first)[side], self.lengths[side]
         places = first + self.stride * jnp.arange(length, dtype=jnp.int32)
         return ids[:, jnp.clip(places, 0, ids.shape[1] - 1)]
@@ -190,7 +189,7 @@ def _is_known(mask: Mask) -> bool:
 
 
 def _local(mask: Mask, place: _Place) -> Mask:
-    """The mask of the members, for its terms alone. What only its pairs tell keeps all of them there."""
+    """The mask restricted to a piece, for block arithmetic only. Pairwise-only masks count as keeping everything."""
     mask = mask.unprepared
     if isinstance(mask, And | Or):
         return type(mask)(tuple(_local(part, place) for part in mask.masks))
@@ -218,7 +217,7 @@ def _local(mask: Mask, place: _Place) -> Mask:
 
 @node
 class _Any(Mask):
-    """A mask of which nothing is known but pair by pair."""
+    """A mask that block arithmetic cannot judge: every block may be live, in the complement too."""
 
     def terms(self, negated):
         return ((Literal(cells=lambda grid: jnp.ones((1, 1, grid.rows, grid.columns), bool)),),)
@@ -226,7 +225,7 @@ class _Any(Mask):
 
 @node
 class _FirstQueries(_Numbered):
-    """Keeps all keys for the queries that stand before a position."""
+    """Keeps all keys for the queries before a position."""
 
     limit: int | None = static()
     limits: Any
@@ -256,7 +255,7 @@ class _Apart(Mask):
 
 @node
 class _Cells(Mask):
-    """The cells of a BlockSparse of the whole sequence. sizes: of a cell. units: as in _Place."""
+    """The cells of a whole sequence's BlockSparse. sizes: (queries, keys) of a cell. units: as in _Place."""
 
     blocks: Any
     q_first: Any
@@ -300,7 +299,7 @@ class _Cells(Mask):
         return min(most, self.most_blocks * (self.sizes[1] // self.stride // grid.block_kv))
 
     def _counts(self, grid: Grid) -> tuple[jax.Array, jax.Array]:
-        """(live cells, all cells) between the first and the last member of each block. None lies past the last cell."""
+        """(live cells, all cells) from the first to the last member of each block, without cells past the last."""
         sums = running_sums(running_sums(self.blocks.swapaxes(2, 3)).swapaxes(2, 3))
         sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0), (1, 0)))
         sides = []
@@ -315,9 +314,9 @@ class _Cells(Mask):
 
 
 def of_heads(mask: Mask, first: Any, count: int) -> Mask:
-    """The mask of `count` heads from `first` on, which may be traced.
+    """The mask of `count` heads from head `first` on; `first` may be traced.
 
-    Raises NotImplementedError for a class of masks of which this module knows nothing, where it tells heads apart.
+    Raises NotImplementedError for a mask of an unknown class that differs between heads.
     """
     mask = mask.unprepared
     if mask.heads == 1:
@@ -336,12 +335,12 @@ def of_heads(mask: Mask, first: Any, count: int) -> Mask:
     if isinstance(mask, Function):
         arrays = jnp.asarray(first, jnp.int32), *mask.arrays
         return Function(arrays, _OfHeads(mask.function), mask.batch_entries, count)
-    raise NotImplementedError(f"mask: got {type(mask).__name__}, whose heads cannot be shared out")
+    raise NotImplementedError(f"mask: got {type(mask).__name__}, whose heads cannot be sharded")
 
 
 @dataclasses.dataclass(frozen=True)
 class _OfHeads:
-    """A function of from_function, whose heads begin at its first array."""
+    """A function for from_function. Its first array is the index of its first head."""
 
     function: Any
 
@@ -350,7 +349,7 @@ class _OfHeads:
 
 
 def keeps_none(mask: Mask, queries: range, keys: range) -> bool:
-    """Whether it is known while tracing that no query at these places keeps a key at those: by structure and cells."""
+    """Whether structure and known cells show that no query at positions `queries` keeps a key at positions `keys`."""
     mask = mask.unprepared
     if isinstance(mask, Or):
         return all(keeps_none(part, queries, keys) for part in mask.masks)
@@ -363,7 +362,7 @@ def keeps_none(mask: Mask, queries: range, keys: range) -> bool:
 
 
 def _keeps_none(literals: Any, queries: range, keys: range) -> bool:
-    """Whether the limits of a conjunction that are known leave no pair."""
+    """Whether the known limits of a conjunction leave no pair."""
     queries = _within(queries, [x.queries for x in literals])
     keys = _within(keys, [x.keys for x in literals])
     if not queries or not keys:
@@ -379,7 +378,7 @@ def _keeps_none(literals: Any, queries: range, keys: range) -> bool:
 
 
 def _within(places: range, limits: list[tuple[int | None, int | None]]) -> range:
-    """The places within the limits."""
+    """The positions within the limits."""
     low = max([places.start, *(start for start, _ in limits if start is not None)])
     end = min([places.stop, *(stop for _, stop in limits if stop is not None)])
     return range(low + (places.start - low) % places.step, end, places.step)

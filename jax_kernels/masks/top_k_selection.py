@@ -1,4 +1,4 @@
-"""The largest numbers of each row, or of each query's interval of a row."""
+"""The largest values of each row, or of each query's interval of a row."""
 
 import functools
 from typing import Any
@@ -13,21 +13,21 @@ from jax_kernels.masks.block_arithmetic import Grid, interval_of
 from jax_kernels.masks.mask import And, Mask
 from jax_kernels.masks.positions import Band, Prefix
 
-# From so many scores on, rows are searched for the least that counts, in some fifteen passes of 16 bits each; sorting
-# [1, 16, 4096, 4096] takes an H200 37 ms.
+# From this number of scores on, a search finds each row's smallest marked score, in about fifteen passes over 16-bit
+# scores. A sort of [1, 16, 4096, 4096] takes an H200 37 ms.
 SEARCH_FROM = 1 << 22
-SEARCH_BITS = 2  # that are found in one pass
-BUCKET = 64  # ranks of which there is one count for each query
+SEARCH_BITS = 2  # bits found in one pass
+BUCKET = 64  # ranks that share one count for each query
 WORD = 32  # bits
 
 
 def largest(x: jax.Array, k: int) -> jax.Array:
-    """Marks the k largest numbers of each row: bool, shaped like x.
+    """Marks the k largest values of each row: bool, shaped like x.
 
-    Of equal numbers the first are marked; -inf and NaN never are.
+    Among equal values the first are marked; -inf and NaN are never marked.
     """
     x = jnp.where(jnp.isnan(x), -jnp.inf, x)
-    is_known = isinstance(x.shape[-1], int)  # symbolic sizes of jax.export are not, and stand for large ones too
+    is_known = isinstance(x.shape[-1], int)  # False for jax.export's symbolic sizes, which may be large
     if is_known and k >= x.shape[-1]:
         return x > -jnp.inf
     if not isinstance(x.size, int) or x.size >= SEARCH_FROM:
@@ -39,16 +39,16 @@ def largest(x: jax.Array, k: int) -> jax.Array:
 
 
 def _by_search(x: jax.Array, k: int, length_bits: int) -> jax.Array:
-    """largest, for rows without NaNs. It searches, and neither sorts nor sums up a row in order.
+    """`largest` by a search, for rows without NaNs. It needs no sort and no running sum.
 
-    length_bits: those that hold a row's length.
+    length_bits: the bits of a row's length.
     """
     bits, order = 8 * x.dtype.itemsize, _in_order(x)
     least = _most_with(lambda least: (order >= least).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= k, x, bits)
     some = x > -jnp.inf
     above, equal = (order > least) & some, (order == least) & some  # in a row of fewer than k, least is 0
     left = k - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    # Of equals the first `left`: those before the key of which so many come before it.
+    # Marks the first `left` equal keys: `end` is the largest index that at most `left` equal keys precede.
     place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     before = lambda end: (equal & (place < end)).sum(axis=-1, keepdims=True, dtype=jnp.int32) <= left
     end = _most_with(lambda end: before(end.astype(jnp.int32)), x, length_bits)
@@ -56,14 +56,14 @@ def _by_search(x: jax.Array, k: int, length_bits: int) -> jax.Array:
 
 
 def _most_with(holds: Any, x: jax.Array, bits: int) -> jax.Array:
-    """The largest number below 2**bits for each row for which holds(number): uint32 [..., 1].
+    """For each row, the largest number below 2**bits for which holds(number) is true: uint32 [..., 1].
 
-    holds: takes a number for each row. It is true for 0; where it is false for a number, it is so for all above.
+    holds: takes a number for each row. It is true for 0. If it is false for a number, it is false for larger numbers.
     """
     number = jnp.zeros((*x.shape[:-1], 1), jnp.uint32)
     for low in reversed(range(0, bits, SEARCH_BITS)):
         found = number
-        for digit in range(1, 1 << min(SEARCH_BITS, bits - low)):  # one pass: none depends on another
+        for digit in range(1, 1 << min(SEARCH_BITS, bits - low)):  # one pass: the candidates are independent
             candidate = number | jnp.uint32(digit << low)
             found = jnp.where(holds(candidate), candidate, found)
         number = found
@@ -81,7 +81,7 @@ def _in_order(x: jax.Array) -> jax.Array:
 def key_intervals(mask: Mask, q_length: int, kv_length: int, q_offset: Any) -> tuple[jax.Array, jax.Array] | None:
     """The interval [start, end) of keys that each query keeps, each int32 [B or 1, q_length].
 
-    None where the keys may be no interval, or their number is a symbol of jax.export.
+    None if the keys may not form an interval, or if kv_length is a symbolic size of jax.export.
     """
     if not isinstance(kv_length, int):
         return None
@@ -100,8 +100,9 @@ def key_intervals(mask: Mask, q_length: int, kv_length: int, q_offset: Any) -> t
 def largest_between(x: jax.Array, k: int, start: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
     """Finds the k largest keys of each query's interval, as `largest` does: (rank, last, start, end) of a Ranked mask.
 
-    x: [B or 1, H or 1, S]. start, end: int32 [B or 1, T], in range. The keys are sorted once. A query's k-th key is
-    found by counts of the keys before its two ends, for each BUCKET of ranks, and then within one bucket.
+    x: [B or 1, H or 1, S]. start, end: int32 [B or 1, T], in range. The keys are sorted once. For each BUCKET of ranks,
+    the keys before an interval's two ends are counted. These counts give the bucket of a query's k-th key; a search
+    within the bucket gives the key.
     """
     is_one = x.shape[0] == 1 and start.shape[0] == 1
     own = lambda array: 0 if is_one or array.shape[0] != 1 else None
@@ -110,7 +111,7 @@ def largest_between(x: jax.Array, k: int, start: jax.Array, end: jax.Array) -> t
 
 
 def _between(k: int, x: jax.Array, start: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
-    """largest_between of one batch entry: x [H, S], start and end [T]."""
+    """largest_between for one batch entry: x [H, S], start and end [T]."""
     heads, length = x.shape
     x = jnp.where(jnp.isnan(x), -jnp.inf, x)
     index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
@@ -119,7 +120,7 @@ def _between(k: int, x: jax.Array, start: jax.Array, end: jax.Array) -> tuple[ja
     buckets = -(-length // BUCKET)
     ends = (jnp.arange(buckets, dtype=jnp.int32) + 1) * BUCKET
     before = jnp.pad(_sums(rank[..., None] < ends), ((0, 0), (1, 0), (0, 0)))
-    count = before[:, end] - before[:, start]  # [H, T, buckets]: how many ranks are below each bucket's end
+    count = before[:, end] - before[:, start]  # [H, T, buckets]: the number of ranks below each bucket's end
     bucket = (count < k).sum(axis=-1, dtype=jnp.int32)
     members = jnp.pad(order, ((0, 0), (0, -length % BUCKET + BUCKET)), constant_values=length)
     members = members.reshape(heads, buckets + 1, BUCKET)[jnp.arange(heads)[:, None], bucket]
@@ -133,10 +134,10 @@ def _between(k: int, x: jax.Array, start: jax.Array, end: jax.Array) -> tuple[ja
 
 
 def _sums(x: jax.Array) -> jax.Array:
-    """Running counts of True along axis n of x [..., n, m], float32, by products with triangles of BUCKET rows."""
+    """Running counts of True along axis n of x [..., n, m], float32, by matmuls with triangles of BUCKET rows."""
     n = x.shape[-2]
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -n % BUCKET), (0, 0)])
-    # Zeros and ones, which tensor cores take; the sums are exact.
+    # Tensor cores take zeros and ones in bfloat16; the float32 sums are exact.
     parts = x.reshape(*x.shape[:-2], -1, BUCKET, x.shape[-1]).astype(jnp.bfloat16)
     triangle = jnp.tri(BUCKET, dtype=jnp.bfloat16)
     within = jnp.einsum("ij,...jm->...im", triangle, parts, preferred_element_type=jnp.float32)
@@ -148,7 +149,7 @@ def _sums(x: jax.Array) -> jax.Array:
 def _counts_up_to(x: jax.Array) -> jax.Array:
     """Running counts of True in x, bool [..., BUCKET], as the set bits of words: int32 [..., BUCKET]."""
     words = x.reshape(*x.shape[:-1], -1, WORD).astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32)
-    words = lax.optimization_barrier(words.sum(axis=-1, dtype=jnp.uint32))  # made once, not for each of a BUCKET
+    words = lax.optimization_barrier(words.sum(axis=-1, dtype=jnp.uint32))  # made once, not for each bit of a BUCKET
     place, first = np.arange(BUCKET)[:, None], np.arange(0, BUCKET, WORD)
     up_to = (1 << np.clip(place + 1 - first, 0, WORD)) - 1
     return lax.population_count(words[..., None, :] & up_to.astype(np.uint32)).sum(axis=-1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Numbers in 4 or 8 bits with scales: quantize, dequantize, and QuantizedArray, what the first gives."""
+"""Values in 4 or 8 bits with scales: quantize, its result QuantizedArray, and dequantize."""
 
 import dataclasses
 import operator
@@ -21,11 +21,11 @@ __all__ = ["QuantizedArray", "dequantize", "quantize", "quantize_fp8"]
 FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 SCALINGS = ("tensor", "row", "block")
 _NO_DERIVATIVE = (
-    "quantize: rounding to few bits has no derivative. Give it y = jax.lax.stop_gradient(x). To let x's own gradient "
+    "quantize: rounding to few bits has no derivative. Pass it y = jax.lax.stop_gradient(x). To let x's own gradient "
     "through: x + (dequantize(quantize(y)) - y)"
 )
 _NO_DERIVATIVE_OF_VALUES = (
-    "dequantize: numbers of 8 bits have no gradients. Differentiate with respect to the scale, or to what was rounded"
+    "dequantize: 8-bit values have no gradients. Differentiate with respect to the scale, or to the unrounded array"
 )
 
 
@@ -34,15 +34,14 @@ _NO_DERIVATIVE_OF_VALUES = (
 class QuantizedArray:
     """An array as values * scale.
 
-    values: float8_e4m3fn or float8_e5m2. scale: float32. By scaling: "tensor": one number, []. "row": one for all
-    numbers along `axis` (-1, the last, or -2), values' shape without that axis. "block": one for 128 x 128 numbers of
-    the last two axes, [..., ceil(rows / 128), ceil(columns / 128)].
+    values: float8_e4m3fn or float8_e5m2. scale: float32, with a shape set by scaling. "tensor": a scale for the array,
+    []. "row": a scale for all values along `axis` (-1, the last, or -2), values' shape without that axis. "block": a
+    scale for 128 x 128 values of the last two axes, [..., ceil(rows / 128), ceil(columns / 128)].
 
-    Weights of few bits have a layout, and so many numbers (`length`, K) along `axis`, which is the last of their
-    values, whichever it is of the array: int8 [..., N, K padded], float8_e4m3fn likewise (mxfp8), or uint8
-    [..., N, K padded / 2] (int4, mxfp4), see low_bit.LowBit. Their scaling is "group", scale
-    [..., K padded / group, N], or "row", scale [..., N]; float32, bfloat16 or float8_e8m0fnu (MX). `shape` is that of
-    the array.
+    Low-bit weights have a layout. `length` is K, the array's size along `axis`. K is always the last axis of `values`:
+    int8 [..., N, K padded], float8_e4m3fn likewise (mxfp8), or uint8 [..., N, K padded / 2] (int4, mxfp4), see
+    low_bit.LowBit. Their scaling is "group", scale [..., K padded / group, N], or "row", scale [..., N]; the scale is
+    float32, bfloat16 or float8_e8m0fnu (MX). `shape` is the shape of the array, not of `values`.
     """
 
     values: jax.Array
@@ -80,7 +79,7 @@ def quantize(
     group_size: int | None = None,
     scale_dtype: Any = None,
 ) -> QuantizedArray:
-    """Rounds x to 8 or 4 bits, with scales that make its largest numbers the largest of the format.
+    """Rounds x to 8 or 4 bits, with scales that map its largest values to the largest value of the format.
 
     Equivalent to the following JAX code, for scaling="row"::
 
@@ -89,27 +88,27 @@ def quantize(
         values = (x * (1 / scale)).astype(float8_e4m3fn)
 
     Integers are symmetric: int8 is rounded to [-127, 127], int4 to [-7, 7]. The scales of the MX formats are powers of
-    two, 2 ** (floor(log2(largest)) - 8) for mxfp8 and - 2 for mxfp4; numbers beyond 448 and 6 times them saturate.
+    two, 2 ** (floor(log2(largest)) - 8) for mxfp8 and - 2 for mxfp4; values beyond 448 and 6 times the scale saturate.
 
     Args:
-      x: a float array with at least two axes, for "block" and weights of few bits, or one, for "row". Float64 is
-        rounded to float32 first.
-      format: "e4m3" (float8_e4m3fn: 3 bits behind the point, up to 448) or "e5m2" (2 bits, up to 57,344), of operands
-        of products in 8 bits. "int8", "int4", "mxfp8" (e4m3) or "mxfp4" (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6), of weights
-        that are multiplied by numbers of 16 or 32 bits.
-      scaling: which numbers share a scale: all ("tensor", the default), those along `axis` ("row"), or 128 x 128 of
-        the last two axes ("block"). Of weights of few bits: so many along `axis` ("group", the default), or, of
-        integers, all along it ("row").
-      axis: for "row" and weights of few bits, -1 or -2: the axis that a product sums over. None is -1, and -2 for
-        weights of few bits, which is K of matmul's w [K, N].
-      scale: a scale that was found before ("delayed scaling"), positive float32 of the shape that scaling gives.
-        Numbers beyond its range become the largest of the format, with their sign. Not for weights of few bits.
+      x: a float array. "block" and low-bit weights need at least two axes, "row" at least one. Float64 is rounded to
+        float32 first.
+      format: for operands of 8-bit matmuls, "e4m3" (float8_e4m3fn: 3 mantissa bits, up to 448) or "e5m2" (2 bits, up to
+        57,344). For weights that are multiplied by 16-bit or 32-bit values, "int8", "int4", "mxfp8" (e4m3) or "mxfp4"
+        (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6).
+      scaling: the values that share a scale: all ("tensor", the default), all along `axis` ("row"), or 128 x 128 of
+        the last two axes ("block"). For low-bit weights: group_size values along `axis` ("group", the default), or,
+        for integers, all values along `axis` ("row").
+      axis: for "row" and low-bit weights, -1 or -2: the axis that a matmul sums over. None is -1, and -2 for low-bit
+        weights, the K axis of matmul's w [K, N].
+      scale: a known scale ("delayed scaling"), positive float32 of the shape that scaling gives. Values beyond its
+        range become the largest value of the format, with their sign. Not for low-bit weights.
       group_size: for "group", 32, 64, 128 or 256; None is 128. The MX formats have 32.
-      scale_dtype: of integers' scales, float32 (None) or bfloat16.
+      scale_dtype: for the scales of integers, float32 (None) or bfloat16.
 
     Returns:
-      A QuantizedArray. Numbers that share a scale with a NaN or an infinity become NaN; with a given scale NaN stays
-      NaN, and an infinity stays one in e5m2, and becomes NaN in e4m3. The scale of no numbers is 1.
+      A QuantizedArray. Values that share a scale with a NaN or an infinity become NaN. With a given scale, NaN stays
+      NaN, and an infinity stays infinite in e5m2 and becomes NaN in e4m3. The scale of zeros, or of no values, is 1.
 
     Raises:
       TypeError: x is no float array, or scale no float32 array.
@@ -133,7 +132,7 @@ def quantize(
             raise ValueError(f"x: got shape {x.shape}, want two axes or more, for {layout.format!r}")
         return _on_auto_axes(lambda given: _weights(given[0], layout, summed, scale_dtype), [x], _specs_of_rounded)
     if (group_size, scale_dtype) != (None, None):
-        raise ValueError(f"group_size, scale_dtype: got one with format {format!r}, want None")
+        raise ValueError(f"group_size, scale_dtype: got a value with format {format!r}, want None")
     axis = -1 if axis is None else axis
     scaling = "tensor" if scaling is None else scaling
     check_scaling(scaling)
@@ -165,7 +164,7 @@ def quantize_blocks(x: jax.Array, format: str, sizes: Sequence[int], scale: Any 
 
 
 def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: Any) -> QuantizedArray:
-    """x in 8 bits, with the scale that is given, or those that x's largest numbers give."""
+    """x in 8 bits, with the given scale, or with scales from x's largest values."""
     dtype, x, is_given = jnp.dtype(FORMATS[format]), x.astype(jnp.float32), scale is not None
     if not is_given:
         scale = quantization_scale(x, dtype, scaling, axis)
@@ -176,7 +175,7 @@ def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: Any) 
 def _values(x: jax.Array, spread: jax.Array, dtype: Any, is_given: bool) -> jax.Array:
     """x in 8 bits over the scales: the caller's, or scales from x's largest values.
 
-    x times the reciprocal: a compiled division by one value is that, and rounds otherwise than an exact one.
+    It multiplies by the reciprocal, as a compiled division by a scalar does; an exact division rounds otherwise.
     """
     scaled = x * (1 / spread)
     if is_given:
@@ -185,14 +184,14 @@ def _values(x: jax.Array, spread: jax.Array, dtype: Any, is_given: bool) -> jax.
 
 
 def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype: Any) -> LowBit:
-    """The layout of weights of few bits. Raises ValueError."""
+    """The layout of low-bit weights. Raises ValueError."""
     is_mx = LowBit(format=format, group=None).is_mx
     scalings = ("group",) if is_mx else ("group", "row")
     if scaling not in (None, *scalings):
         want = " or ".join(map(repr, scalings))
         raise ValueError(f"scaling: got {scaling!r} with format {format!r}, want {want}")
     if scale is not None:
-        raise ValueError(f"scale: got one with format {format!r}, want None: its scales are found")
+        raise ValueError(f"scale: got a value with format {format!r}, want None: quantize finds its scales")
     sizes: tuple[int, ...] = (formats.MX_BLOCK,) if is_mx else formats.GROUPS
     if scaling == "row":
         sizes = ()
@@ -207,7 +206,7 @@ def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype:
 
 
 def _dtype(dtype: Any) -> Any:
-    """The dtype; None for what is none."""
+    """The dtype; None if `dtype` is no dtype."""
     try:
         return jnp.dtype(dtype)
     except TypeError:
@@ -215,7 +214,7 @@ def _dtype(dtype: Any) -> Any:
 
 
 def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> QuantizedArray:
-    """Weights of few bits. axis: that of K."""
+    """Low-bit weights. axis: the axis of K."""
     x = x.astype(jnp.float32) if axis == -1 else jnp.swapaxes(x, -1, -2).astype(jnp.float32)
     *outer, columns, depth = x.shape
     group = layout.padded(depth) if layout.group is None else layout.group
@@ -251,7 +250,7 @@ def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> jax.Array:
 
 
 def _on_auto_axes(function: Callable[..., Any], given: Any, specs_of: Callable[..., Any]) -> Any:
-    """function(given), on Auto axes where the first array has Explicit ones. specs_of(the array's spec, results)."""
+    """function(given), on Auto axes if the first array has Explicit axes. specs_of(its spec, results): their specs."""
     first, *_ = jax.tree.leaves(given)
     mesh = explicit_mesh(first)
     if mesh is None:
@@ -265,9 +264,10 @@ def _on_auto_axes(function: Callable[..., Any], given: Any, specs_of: Callable[.
 
 
 def _specs_of_rounded(spec: list[Any], x: QuantizedArray) -> Any:
-    """How what stands for an array is shared out that is shared out by `spec`: scales as what they scale.
+    """PartitionSpecs of a QuantizedArray whose array has `spec`; scales shard like their values.
 
-    The axis that a product sums over, and blocks, whose scales the devices need not divide, are whole on each.
+    In low-bit weights the axis that a matmul sums over is not sharded. The scales of blocks are not sharded along the
+    last two axes, because the number of devices need not divide the number of blocks.
     """
     if x.layout is not None:
         *outer, first, last = spec
@@ -281,7 +281,7 @@ def _specs_of_rounded(spec: list[Any], x: QuantizedArray) -> Any:
 
 
 def _in_order(x: QuantizedArray, spec: list[Any]) -> PartitionSpec:
-    """How the array is shared out whose values are shared out by `spec`."""
+    """PartitionSpec of the array whose values have `spec`."""
     if x.layout is None:
         return PartitionSpec(*spec)
     *outer, columns, _ = spec
@@ -320,7 +320,7 @@ def scale_shape(shape: tuple[int, ...], scaling: str, axis: int = -1) -> tuple[i
 
 
 def checked_scale(name: str, scale: Any, shape: tuple[int, ...]) -> jax.Array:
-    """scale, float32 of this shape; a number becomes an array. Raises TypeError or ValueError."""
+    """The scale, float32 of this shape, as an array if it is a number. Raises TypeError or ValueError."""
     if getattr(scale, "dtype", None) != jnp.float32:
         scale = plain(scale)
     if isinstance(scale, int | float) and not isinstance(scale, bool):
@@ -337,13 +337,13 @@ def checked_scale(name: str, scale: Any, shape: tuple[int, ...]) -> jax.Array:
 def quantization_scale(x: jax.Array, dtype: Any, scaling: str, axis: Any) -> jax.Array:
     """The scales with which x's largest values become the largest of `dtype`.
 
-    axis: with scaling="row" the axis, or a tuple of axes, of the values that have one scale.
+    axis: for scaling="row", the axis, or a tuple of axes, along which values share a scale.
     """
     return _scale_of(_largest(x.astype(jnp.float32), scaling, axis), dtype)
 
 
 def _largest(x: jax.Array, scaling: str, axis: Any) -> jax.Array:
-    """The largest magnitudes of the numbers that share a scale."""
+    """The largest magnitudes of the values that share a scale."""
     if scaling == "tensor":
         return _largest_along(x, None)
     if scaling == "row":
@@ -352,7 +352,7 @@ def _largest(x: jax.Array, scaling: str, axis: Any) -> jax.Array:
 
 
 def _largest_along(x: jax.Array, axis: Any, keepdims: bool = False) -> jax.Array:
-    """The largest magnitudes of float32 along axes; NaN where there is one, and 0 of no numbers.
+    """The largest magnitudes of float32 along axes. They are NaN if a value is NaN, and 0 without values.
 
     XLA's maximum drops a NaN on CPUs, but not on GPUs.
     """
@@ -371,24 +371,24 @@ def _spread(scale: jax.Array, scaling: str, axis: Any, shape: tuple[int, ...]) -
 
 
 def _block_sizes(shape: Sequence[int]) -> list[int]:
-    """The sizes of the blocks of the last two axes."""
+    """The block sizes along all axes: blocks cover the last two axes."""
     return [*[1] * (len(shape) - 2), BLOCK, BLOCK]
 
 
 def _scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
-    """The scale of numbers up to `largest`: a normal number, so that its reciprocal is finite."""
+    """The scale of values up to `largest`. It is a normal number, so that its reciprocal is finite."""
     tiny, top = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(dtype).max)
     return jnp.where(largest == 0, 1, jnp.maximum(largest / top, tiny))
 
 
 def _saturated(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in this dtype; finite numbers beyond its largest become that."""
+    """x in this dtype; finite values beyond the dtype's largest value become the largest."""
     top = float(jnp.finfo(dtype).max)
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -top, top), x).astype(dtype)
 
 
 def _checked(x: Any) -> jax.Array:
-    """x, which is not to be differentiated. Raises TypeError."""
+    """x as an array that must not be differentiated. Raises TypeError."""
     if isinstance(x, QuantizedArray) or not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, want a float array")
     return without_derivative(jnp.asarray(x), _NO_DERIVATIVE)
@@ -403,20 +403,21 @@ def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.A
         scales = where(largest > 0, largest / 448, 1)  # 448 is e4m3's largest number
         values = (x / jnp.expand_dims(scales, axis)).astype(float8_e4m3fn)
 
-    The relative error of a number is at most 2**-4. For a number below 2**-14 of the largest one that shares its scale,
-    the absolute error is at most 2**-18 of that largest one.
+    The relative error of a value is at most 2**-4. For a value below 2**-14 times the largest value that shares its
+    scale, the absolute error is at most 2**-18 times the largest value.
 
     Args:
       x: a float array, of any shape.
-      axis: the axes whose numbers share a scale; None is all axes. (1, 3) gives each head of x [B, T, H, D] a scale.
+      axis: the axes along which values share a scale; None is all axes. (1, 3) gives each batch entry and head of x
+        [B, T, H, D] a scale.
 
     Returns:
-      values: float8_e4m3fn, of x's shape. scales: positive float32, of x's shape without `axis`. Numbers that share a
+      values: float8_e4m3fn, of x's shape. scales: positive float32, of x's shape without `axis`. Values that share a
       scale with a NaN or an infinity become NaN.
 
     Raises:
       TypeError: x is no float array.
-      ValueError: x lacks an axis of `axis`, or `axis` has one twice.
+      ValueError: x lacks an axis of `axis`, or `axis` repeats an axis.
       NotImplementedError: a gradient with respect to x is taken.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
@@ -433,12 +434,12 @@ def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.A
 
 
 def _kept(values: jax.Array) -> jax.Array:
-    """The same values. XLA on GPUs takes a conversion to 8 bits and back for nothing, unless it is told to keep it."""
+    """The same values. Without the barrier, XLA on GPUs drops a conversion to 8 bits and back."""
     return jax.lax.optimization_barrier(values)
 
 
 def _axes(axis: Any) -> tuple[int, ...]:
-    """The axes of an int of any kind, or of a sequence of such."""
+    """The axes from an int of any kind, or from a sequence of ints."""
     axis = plain_of("axis", axis)
     try:
         return (operator.index(axis),) if hasattr(axis, "__index__") else tuple(operator.index(x) for x in axis)

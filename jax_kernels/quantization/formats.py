@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits with scales in groups: the formats, how they lie in memory, and their numbers."""
+"""Low-bit weights, 4 or 8 bits with scales in groups: the formats, their layout in memory, and their values."""
 
 import dataclasses
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["FORMATS", "LowBit", "decode", "decode_scale", "dequantized", "encode
 
 MX_BLOCK = 32
 GROUPS = (32, 64, 128, 256)
-# The largest magnitude that quantize gives a number. Integers are symmetric: -8 and -128 are read, and not written.
+# The largest magnitude that quantize writes. Integers are symmetric: -8 and -128 can be read, but are not written.
 FORMATS = {"int8": 127.0, "int4": 7.0, "mxfp8": 448.0, "mxfp4": 6.0}
 # The exponent of the largest power of two of an MX format's elements: 448 is 1.75 * 2**8, 6 is 1.5 * 2**2.
 LARGEST_EXPONENT = {"mxfp8": 8, "mxfp4": 2}
@@ -21,11 +21,11 @@ LARGEST_EXPONENT = {"mxfp8": 8, "mxfp4": 2}
 class LowBit:
     """The format of a matrix of weights, and its layout.
 
-    group: so many numbers along the inner dimension K share a scale; None where all of a column do.
+    group: the number of values along the inner dimension K that share a scale; None if a whole column shares a scale.
 
-    The inner dimension is last, and is padded with zeros to a multiple of `unit`. Two 4-bit numbers share a byte: of
-    each unit, the first half lies in the low bits of the bytes, and the second half in the high ones, so that a kernel
-    takes them apart without moving them. Integers of 4 bits are stored as their sum with 8.
+    The inner dimension is last, and is padded with zeros to a multiple of `unit`. Two 4-bit values share a byte: the
+    first half of each unit is in the low bits of the bytes, the second half in the high bits. So a kernel separates the
+    halves without moving values. Integers of 4 bits are stored as their sum with 8.
     """
 
     format: str
@@ -41,7 +41,7 @@ class LowBit:
 
     @property
     def unit(self) -> int:
-        """Numbers of the inner dimension that lie together, at most 128, with one scale for each half or for all."""
+        """The number of values of the inner dimension in a unit: at most 128, with a scale for each half or for all."""
         most = 128 if self.group is None else self.group * (2 if self.is_packed else 1)
         return min(128, most)
 
@@ -51,7 +51,7 @@ class LowBit:
 
     @property
     def scales_of_unit(self) -> int:
-        """Scales of a unit for each column, 0 where the column has one for all units."""
+        """The number of scales of a unit for each column; 0 if the column has one scale for all units."""
         return 0 if self.group is None else max(1, self.unit // self.group)
 
     @property
@@ -71,7 +71,7 @@ class LowBit:
 
 
 def encode(x: jax.Array, layout: LowBit) -> jax.Array:
-    """The stored values of scaled float32 numbers [..., K], which are rounded and saturate. K is padded already."""
+    """The stored values of scaled float32 values [..., K], rounded and saturated. K must be padded already."""
     top = FORMATS[layout.format]
     if layout.format == "mxfp8":
         return jnp.where(jnp.isnan(x), x, jnp.clip(x, -top, top)).astype(jnp.float8_e4m3fn)
@@ -85,7 +85,7 @@ def encode(x: jax.Array, layout: LowBit) -> jax.Array:
 
 
 def _e2m1(x: jax.Array) -> jax.Array:
-    """The codes of numbers up to 6, rounded to nearest, and to even in the middle."""
+    """The codes of values up to 6, rounded to nearest, ties to even."""
     size = jnp.abs(x)
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     size = jnp.round(size / step) * step
@@ -94,7 +94,7 @@ def _e2m1(x: jax.Array) -> jax.Array:
 
 
 def numbers(stored: jax.Array, layout: LowBit) -> list[jax.Array]:
-    """The float32 numbers of stored values [..., unit_bytes]: one array, or the two halves of a unit."""
+    """The float32 values of stored values [..., unit_bytes]: one array, or the two halves of a unit."""
     if not layout.is_packed:
         return [stored.astype(jnp.float32)]
     codes = [stored & 15, stored >> 4]
@@ -108,14 +108,14 @@ def _of_e2m1(code: jax.Array) -> jax.Array:
 
 
 def decode(stored: jax.Array, layout: LowBit) -> jax.Array:
-    """The float32 numbers [..., K padded] of stored values."""
+    """The float32 values [..., K padded] of stored values."""
     count = stored.shape[-1] // layout.unit_bytes
     units = stored.reshape(*stored.shape[:-1], count, layout.unit_bytes)
     return jnp.concatenate(numbers(units, layout), -1).reshape(*stored.shape[:-1], count * layout.unit)
 
 
 def decode_scale(scale: jax.Array) -> jax.Array:
-    """Scales in float32. Powers of two are taken from their bits: 0 is 2**-127, 255 is NaN."""
+    """Scales in float32. Powers of two are decoded from their bits: 0 is 2**-127, 255 is NaN."""
     if scale.dtype == jnp.float8_e8m0fnu:
         scale = lax.bitcast_convert_type(scale, jnp.uint8)
     if scale.dtype != jnp.uint8:
@@ -126,10 +126,10 @@ def decode_scale(scale: jax.Array) -> jax.Array:
 
 
 def scale_of(largest: jax.Array, layout: LowBit, dtype: Any) -> jax.Array:
-    """The scales of numbers up to `largest`, NaN where that is not finite.
+    """The scales of values up to `largest`; NaN where `largest` is not finite.
 
     MX: 2 ** (floor(log2(largest)) - the exponent of the format's largest power of two), as in the OCP's specification,
-    section 6.3, and at least 2**-126. Of integers: normal numbers, rounded to dtype.
+    section 6.3, and at least 2**-126. Integers: normal numbers, rounded to dtype.
     """
     if layout.is_mx:
         exponent = (lax.bitcast_convert_type(largest, jnp.uint32) >> 23).astype(jnp.int32)

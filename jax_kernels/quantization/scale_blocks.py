@@ -1,7 +1,7 @@
 """The blocks of 128 x 128 values that have one scale, in arrays of any number of axes.
 
-Rows are counted through all outer axes of an array, as if these were one. A block of rows is then a box of `sizes`
-values along the outer axes, so that an array keeps its axes, each of which the devices of a mesh may shard.
+Rows are counted through all outer axes of an array, as if these were one axis. A block of rows is then a box of `sizes`
+values along the outer axes. So an array keeps its axes, and the devices of a mesh may shard each axis.
 """
 
 import math
@@ -33,7 +33,7 @@ def sizes_of(axes: Lengths) -> tuple[int, ...]:
 
 
 def _sizes(axes: Lengths) -> tuple[int, ...] | None:
-    """sizes_of; None where a block is no box."""
+    """sizes_of; None if a block is no box."""
     is_known = all(isinstance(n, int) for n in axes)
     if is_known and 0 < math.prod(axes) <= BLOCK:
         return tuple(axes)

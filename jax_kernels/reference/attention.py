@@ -1,8 +1,8 @@
 """Attention in plain jnp.
 
-`attention` is the textbook form, in whatever precision its inputs have: the oracle, with float64 inputs.
+`attention` is the textbook form, in the precision of its inputs. With float64 inputs it is the oracle.
 `forward` and `backward` are the "xla" implementation: the same mathematics, over chunks of queries, so
-that no array of query length times key length is ever made.
+that no array has the size of query length times key length.
 """
 
 import jax
@@ -18,9 +18,9 @@ CHUNK_BYTES = 1 << 28
 
 
 def live(inputs: AttentionInputs, options: AttentionOptions, rows=None):
-    """Which keys each query may attend to: bool, broadcastable to [B, H, T, S].
+    """Whether each query may attend to each key: bool, broadcastable to [B, H, T, S].
 
-    rows: the indices of the queries, [T] int32, by default all of them. A bias of -inf is not looked at.
+    rows: the indices of the queries, [T] int32, by default all indices. A bias of -inf is ignored.
     """
     rows = jnp.arange(inputs.query.shape[1], dtype=jnp.int32) if rows is None else rows
     offset = first_position(inputs, options)
@@ -46,7 +46,7 @@ def live(inputs: AttentionInputs, options: AttentionOptions, rows=None):
 
 
 def without_ignored(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs with zeros for the keys and values past kv_lengths: a NaN there would be one in products with 0."""
+    """The inputs with zeros for the keys and values past kv_lengths, because a NaN there times 0 is NaN."""
     lengths = key_lengths(inputs)
     if lengths is None:
         return inputs
@@ -56,21 +56,21 @@ def without_ignored(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def rounded(x):
-    """The product x as a rounded number, which XLA cannot fuse with a sum into one multiply-add.
+    """The product x, rounded: XLA cannot fuse it with a sum into one multiply-add.
 
-    In a fused `x - highest` the product is not rounded, but the one that `highest` was taken from is: where both are
-    large, the difference is then far from 0.
+    In a fused `x - highest`, x is not rounded, but `highest` is the maximum of rounded products. If x is large and is
+    the maximum, the difference is then far from 0.
     """
     return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
 def scores_of(products, bias, options: AttentionOptions, modify=None):
-    """The scores [B, H, T, S], from query @ key^T. modify: what score_mod makes of them."""
+    """The scores [B, H, T, S], from query @ key^T. modify: a score_mod's function of all scores, or None."""
     scores = rounded(products * options.scale)
     if options.softcap is not None:
         scores = rounded(options.softcap * jnp.tanh(scores / options.softcap))
     if modify is not None:
-        # Its own sums of products must be rounded alike wherever the scores are read, too.
+        # Sums of products in score_mod must also be rounded alike wherever the scores are read.
         scores = lax.optimization_barrier(modify(scores))
     return scores if bias is None else scores + bias.astype(scores.dtype)
 
@@ -85,7 +85,7 @@ def below_highest(products, keep, inputs: AttentionInputs, options: AttentionOpt
     if is_plain and options.scale >= jnp.finfo(products.dtype).tiny:  # a scale of 0 or below changes the order
         products = jnp.where(keep, products, -jnp.inf)
         highest = _highest(products)
-        # The difference comes first: it is exact for large numbers that are close, and the scale rounds it once.
+        # The difference comes first: it is exact for large values that are close, and the scale rounds it once.
         below = (products - _finite(highest)) * options.scale
         return below, jnp.where(jnp.isneginf(highest), highest, rounded(highest * options.scale))
     scores = jnp.where(keep, scores_of(products, inputs.bias, options, _modify(inputs, rows)), -jnp.inf)
@@ -102,12 +102,12 @@ def _finite(highest):
 
 
 def _modify(inputs: AttentionInputs, rows):
-    """The score_mod of the queries with these indices [T], or None."""
+    """The score_mod for the queries with these indices [T], or None."""
     return None if inputs.score_mod is None else lambda scores: inputs.score_mod(scores, rows)
 
 
 def attention(inputs: AttentionInputs, options: AttentionOptions):
-    """The textbook form. Returns (out [B, T, H, Dv], lse [B, H, T]) in the inputs' precision, float32 at least."""
+    """The textbook form. Returns (out [B, T, H, Dv], lse [B, H, T]) in the inputs' precision, at least float32."""
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
     query, key, value = (x.astype(dtype) for x in without_ignored(inputs)[:3])
     key, value = (jnp.repeat(x, group_of(query, key), axis=2) for x in (key, value))
@@ -123,9 +123,9 @@ def attention(inputs: AttentionInputs, options: AttentionOptions):
 
 
 def _weights(scores, highest, sinks):
-    """(the softmax's numerators, the logarithm of what divides them, the sinks' numerators).
+    """(the softmax's numerators, the logarithm of their common divisor, the sinks' numerators).
 
-    scores, highest: what below_highest gives. sinks: [B or 1, H], or None.
+    scores, highest: the results of below_highest. sinks: [B or 1, H], or None.
     """
     if sinks is None:
         return jnp.exp(scores), _finite(highest), jnp.zeros_like(highest)
@@ -135,9 +135,9 @@ def _weights(scores, highest, sinks):
 
 
 def _chunk_length(query, key):
-    """Queries to a chunk: as many as CHUNK_BYTES holds, a multiple of 16, the whole length if it fits.
+    """The number of queries in a chunk: the largest multiple of 16 within CHUNK_BYTES, or the whole length if it fits.
 
-    Symbolic lengths of jax.export have no known parts: all queries are a chunk.
+    A symbolic length of jax.export has no known divisors: one chunk has all queries.
     """
     if not isinstance(query.shape[1], int):
         return query.shape[1]
@@ -150,7 +150,7 @@ def _chunk_length(query, key):
 
 
 def _parts(length, part):
-    """The number of parts of a length, for reshape: of symbolic sizes reshape knows it better."""
+    """The number of parts of a length, for reshape; -1 for symbolic sizes, so that reshape finds the number."""
     return length // max(part, 1) if isinstance(length, int) and isinstance(part, int) else -1
 
 
@@ -170,12 +170,12 @@ def _join(x, length, axis=1):
     return lax.slice_in_dim(x, 0, length, axis=axis)
 
 
-# The axis of queries of what has one, beside the indices of the queries.
+# The axis of queries in each array that has such an axis, except in the indices of the queries.
 _QUERY_AXES = {"query": 1, "mask": 2, "bias": 2, "q_segment_ids": 1}
 
 
 def _in_chunks(inputs: AttentionInputs, options: AttentionOptions):
-    """(the chunk's length, its arrays with a leading axis of chunks, its inputs and query indices from one of them)."""
+    """(chunk length, arrays with a leading axis of chunks, function of a chunk's arrays: its inputs and indices)."""
     chunk = _chunk_length(inputs.query, inputs.key)
     split = {"rows": _split(jnp.arange(inputs.query.shape[1], dtype=jnp.int32), chunk, axis=0)}
     for name, axis in _QUERY_AXES.items():
@@ -190,7 +190,7 @@ def _in_chunks(inputs: AttentionInputs, options: AttentionOptions):
 
 
 def group_of(query, key) -> int:
-    """How many heads of queries share a head of keys. An array without heads has groups of any size."""
+    """The number of query heads that share a key head. An array without heads has groups of any size."""
     return query.shape[2] // max(key.shape[2], 1)
 
 
@@ -218,7 +218,7 @@ def query_key_products(inputs, options):
 
 
 def _masked_scores(inputs, options, rows):
-    """(scores and highest as below_highest has them, products), of the queries with the indices `rows`, [T]."""
+    """(scores and highest as in below_highest, products), for the queries with the indices `rows`, [T]."""
     products = query_key_products(inputs, options)
     return *below_highest(products, live(inputs, options, rows), inputs, options, rows), products
 
@@ -226,7 +226,7 @@ def _masked_scores(inputs, options, rows):
 def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
     """Returns (out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), with a bias or score_mod also excess.
 
-    excess, like lse, is what the exact log-sum-exp is more than lse: beside scores of -1e9 the log is lost in float32.
+    excess, shaped like lse, is the exact log-sum-exp minus lse: next to scores of -1e9, float32 loses the log.
     """
     kv_heads, inputs = inputs.key.shape[2], without_ignored(inputs)
     _, split, inputs_of = _in_chunks(inputs, options)
@@ -240,7 +240,7 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
         p = _grouped_scores(p, kv_heads)
         out = jnp.einsum("bkgqs,bskd->bqkgd", p, part.value.astype(jnp.float32), precision=_precision(options))
         dead, highest = total == 0, highest[..., 0]
-        log = jnp.log(jnp.where(dead, 1, total))  # of 0 the derivative is infinite
+        log = jnp.log(jnp.where(dead, 1, total))  # log has an infinite derivative at 0
         lse = jnp.where(dead, -jnp.inf, log + highest)
         excess = jnp.where(dead, 0, log + (highest - lse))
         may_be_far = part.bias is not None or part.score_mod is not None
@@ -253,10 +253,10 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
 
 
 def row_terms(out, lse, dout, dlse):
-    """The numbers of every query that a backward needs: (lse, delta), float32 [B, H, T]. dlse may be None.
+    """The values of every query that a backward needs: (lse, delta), float32 [B, H, T]. dlse may be None.
 
     dS = P * (dP - delta), where delta = sum(out * dout) - dlse. A query without keys has an lse of +inf here:
-    exp(score - inf) is 0, and so is all that it would pass on.
+    exp(score - inf) is 0, and so are its contributions to all gradients.
     """
     dead = jnp.isneginf(lse)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
@@ -265,9 +265,9 @@ def row_terms(out, lse, dout, dlse):
 
 
 def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None) -> AttentionGradients:
-    """The gradients but that of the sinks, in the inputs' dtypes or float32; what is summed is summed in float32.
+    """All gradients except dsinks, in the inputs' dtypes or float32. All sums are in float32.
 
-    lse, delta: row_terms. excess: of the forward, with a bias or score_mod.
+    lse, delta: from row_terms. excess: from the forward, with a bias or score_mod.
     """
     excess = jnp.zeros_like(lse) if excess is None else excess
     inputs = without_ignored(inputs)
@@ -299,7 +299,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
         if part.score_mod is not None:
             of_arrays = options.score_mod_gradient
             ds, darrays = part.score_mod.gradients(products * options.scale, rows, ds, of_arrays=of_arrays)
-            ds = jnp.where(jnp.isneginf(s), 0, ds)  # where the derivative may be anything
+            ds = jnp.where(jnp.isneginf(s), 0, ds)  # the derivative may be anything there
         ds = grouped(ds) * options.scale
         dq = jnp.einsum("bkgqs,bskd->bqkgd", ds, k32, precision=precision)
         dk = jnp.einsum("bkgqs,bqkgd->bskd", ds, q, precision=precision)
@@ -307,11 +307,11 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
         sums = (dk, dv, dbias if with_bias and not bias_chunks else None, darrays)
         return jax.tree.map(jnp.add, carry, sums), (dq, dbias if bias_chunks else None)
 
-    # zeros_like keeps what shard_map knows of the arrays: that they vary over the mesh.
+    # zeros_like keeps the mesh axes along which the arrays vary in a shard_map.
     zeros = lambda x: jnp.zeros_like(x, jnp.float32)
     array_zeros = () if score_mod is None else score_mod.zeros(of_arrays=options.score_mod_gradient)
     carry = (zeros(key), zeros(value), zeros(bias) if with_bias and not bias_chunks else None, array_zeros)
-    # Queries past the last have probabilities of 0, whatever score_mod makes of them.
+    # Queries past the last query have probabilities of 0, whatever their scores become in score_mod.
     lse, delta, excess = (_split(x, chunk, axis=2, fill=fill) for x, fill in ((lse, jnp.inf), (delta, 0), (excess, 0)))
     others = (_split(dout, chunk), lse, delta, excess)
     (dk, dv, dbias, darrays), (dq, dbias_chunks) = lax.scan(one, carry, (split, *others))

@@ -1,4 +1,4 @@
-"""Attention of 8-bit arrays in plain jnp, the "xla" implementation: in float32, whose products are exact."""
+"""Attention of 8-bit arrays in plain jnp, the "xla" implementation. float32 products of 8-bit values are exact."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jax_kernels.reference import attention
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factors):
     """(out [B, T, H, Dv] bfloat16, lse [B, H, T] float32).
 
-    Arguments are those of jax_kernels.pallas.attention.forward_fp8.
+    The arguments are as in jax_kernels.pallas.attention.forward_fp8.
     """
     query, key, value = (x.astype(jnp.float32) for x in inputs[:3])
     of_scores, of_out = (factors[..., i][:, None, :, None] for i in range(2))

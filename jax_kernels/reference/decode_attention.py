@@ -9,12 +9,12 @@ from jax_kernels.reference import attention
 def attention_decode(query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left):
     """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32).
 
-    Arguments are those of the kernels: see jax_kernels.pallas.attention.decode_contract. scale may be any number here.
+    The arguments are as in the kernels: see jax_kernels.pallas.attention.decode_contract. scale may be any number here.
     """
     batch = query.shape[0]
     if block_tables is not None:
         page_size = key.shape[1]
-        if key.shape[0] == 0:  # no sequence has a page then, and a lookup needs one
+        if key.shape[0] == 0:  # no sequence has a page then, but a lookup needs a page
             key, value = (jnp.zeros((1, *x.shape[1:]), x.dtype) for x in (key, value))
         counts = jnp.arange(block_tables.shape[1]) * page_size < kv_lengths[:, None]
         pages = jnp.where(counts, block_tables, 0)

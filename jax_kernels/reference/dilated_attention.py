@@ -1,6 +1,6 @@
 """Dilated attention in plain jnp, by its definition: an array of tokens times tokens for each head and branch.
 
-In whatever precision its inputs have: the oracle, with float64 inputs.
+It computes in the precision of its inputs. With float64 inputs it is the oracle.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def classes(
     layout: str = "overlap",
     order: str | None = None,
 ) -> list[np.ndarray]:
-    """For each branch int32 [H, T]: the tokens of a head with one number attend to each other; -1 takes no part."""
+    """For each branch, ids int32 [H, T]: a head's tokens with the same id attend to each other; -1 takes no part."""
     branches = list(zip(segment_lengths, dilation_rates, strict=True))
     largest = max([1, *dilation_rates])
     every_head = np.ones((num_heads, 1), np.int32)
@@ -52,7 +52,7 @@ def classes(
 
 
 def _ranks(size: int, order: str | None) -> np.ndarray:
-    """The place of each token of a segment in the order that is dilated."""
+    """The rank of each token of a segment in the order that is dilated."""
     return np.arange(size) if order is None else invert_order(hilbert_order(size))
 
 
@@ -94,7 +94,7 @@ def dilated_attention(
     return jnp.einsum("nbht,nbthd->bthd", weights, out, precision="highest"), merged_lse
 
 
-# Jitted, as un-jitted einsums in float64 are slow on a CPU.
+# Jitted, because un-jitted einsums in float64 are slow on a CPU.
 oracle = jax.jit(
     dilated_attention,
     static_argnames=(

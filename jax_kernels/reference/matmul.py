@@ -54,7 +54,8 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
         return _in_turn(_sums(x, w, dataclasses.replace(options, precision="tf32")), *scale_factors(*units))
     if options.scaling is None:
         return _sums(x, w, options)
-    wide = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32  # both exact; there XLA finds the 8 bits
+    # Both dtypes are exact. On a GPU, XLA finds the 8-bit operands behind bfloat16.
+    wide = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
     product = _sums(x.astype(wide), w.astype(wide), options)
     if options.scaling == "tensor":
         return _in_turn(product, *scale_factors(x_scale, w_scale))
@@ -63,10 +64,10 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
 
 
 def _raised(x_scale: Any, w_scale: Any) -> tuple[Any, Any, list[Any]]:
-    """Scales of blocks over powers of two, and these powers.
+    """The scales of blocks times powers of two, and the inverse powers.
 
-    They bring the product of the largest scales up to about 1 where it is less: else the terms of a sum would leave
-    float32's range before the sum does.
+    The powers raise the product of the largest scales to about 1 if it is smaller. Otherwise the terms of a sum would
+    leave float32's range before the sum does.
     """
     exponents = []
     for scale in (x_scale, w_scale):
@@ -82,14 +83,14 @@ def _raised(x_scale: Any, w_scale: Any) -> tuple[Any, Any, list[Any]]:
 
 
 def _in_turn(product: Any, *factors: Any) -> Any:
-    """The product times each factor, in this order, which XLA would change."""
+    """The product times each factor, in this order. The barrier keeps XLA from changing the order."""
     for factor in factors:
         product = lax.optimization_barrier(product) * factor
     return product
 
 
 def of_blocks(values: Any, scale: Any, count: int) -> Any:
-    """values * scale in float32, with a scale for 128 rows, along the first `count` axes, x 128 of the others."""
+    """values * scale in float32. A scale covers 128 rows, along the first `count` axes, x 128 along the other axes."""
     sizes = scale_blocks.sizes_of(values.shape[:count]) + scale_blocks.sizes_of(values.shape[count:])
     return values.astype(jnp.float32) * scale_blocks.spread(scale, sizes, values.shape)
 
@@ -100,5 +101,5 @@ def _sums(x: Any, w: Any, options: MatmulOptions) -> Any:
     of_w = range(1, w.ndim) if options.transpose_w else range(count)
     precision: Any = PRECISIONS[options.precision]
     if options.precision == "tf32" and jax.default_backend() != "gpu":
-        precision = lax.Precision.HIGHEST  # XLA knows tf32 on GPUs alone
+        precision = lax.Precision.HIGHEST  # XLA has tf32 only on GPUs
     return lax.dot_general(x, w, ((tuple(of_x), tuple(of_w)), ((), ())), precision, preferred_element_type=jnp.float32)

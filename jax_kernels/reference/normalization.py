@@ -52,7 +52,7 @@ def norm_backward(
 
 
 def _rounded_sum(x: Any, y: Any) -> Any:
-    """x + y in their dtype. XLA would leave out the rounding of 16 bits where it computes on in float32."""
+    """x + y in their dtype. Without reduce_precision, XLA drops the rounding to 16 bits and goes on in float32."""
     total, info = x.astype(jnp.float32) + y.astype(jnp.float32), jnp.finfo(x.dtype)
     return jax.lax.reduce_precision(total, info.nexp, info.nmant).astype(x.dtype)
 

@@ -1,9 +1,9 @@
-"""The gradients of the arrays that a score_mod closes over, by the blocks in which a query may attend to a key.
+"""The gradients of the arrays that a score_mod closes over, computed from the live blocks of a call.
 
-The mathematics of reference.attention.backward, for a number of live blocks at a time, wherever they stand: those that
-are masked out are not visited.
+The mathematics is the same as in reference.attention.backward. It runs over chunks of live blocks, which may be far
+apart; dead blocks are not visited.
 
-What it looks up by the difference q - k is read as kernels read it (see score_mod_reads.Operands).
+Values that a score_mod looks up by the difference q - k are read as kernels read them (see score_mod_reads.Operands).
 """
 
 import functools
@@ -24,14 +24,14 @@ from jax_kernels.reference.score_mod_reads import Arrays, Blocks, Operands, at, 
 from jax_kernels.score_mod.tile_reads import split
 from jax_kernels.score_mod.trace import ScoreMod
 
-# Queries, and keys, of a block.
+# The number of queries, and of keys, in a block.
 BLOCK = 128
 
 
 def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None) -> ScoreMod:
-    """The score_mod with the gradients of its arrays in their place; they are summed in float32 over the chunks.
+    """A ScoreMod whose arrays are the gradients of the score_mod's arrays, summed in float32 over the chunks.
 
-    lse, delta: reference.row_terms. excess: of the forward.
+    lse, delta: from reference.row_terms. excess: from the forward.
     """
     excess = jnp.zeros_like(lse) if excess is None else excess
     inputs = reference.without_ignored(inputs)
@@ -46,7 +46,7 @@ def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, del
     alive, _ = block_status(mask, offset, lengths=lengths, blocks=blocks, static_offset=static_offset)
     together = [1 if told > 1 else of_all for told, of_all in zip(alive.shape, inputs.query.shape[::2], strict=False)]
     chunk = max(1, min(alive.size, reference.CHUNK_BYTES // (4 * math.prod((*together, *blocks)))))
-    # How many are live is known on the device alone: there is room for all, and the loop ends after those that are.
+    # Only the device knows the number of live blocks: there is room for all blocks, and the loop ends at the last live.
     room = -(-alive.size // chunk) * chunk
     places = jnp.flatnonzero(alive, size=room, fill_value=alive.size).astype(jnp.int32)
 
@@ -70,7 +70,7 @@ def _reader(mod: ScoreMod, shape: tuple[int, int], lengths: tuple[int, int], blo
 
 
 def _blocks_at(place, mask: Mask, offset, shape: tuple[int, ...], lengths, blocks) -> Blocks:
-    """The blocks at these places of all blocks, of this shape; nothing is kept of one past the last."""
+    """The blocks at the indices `place` among all blocks, an array of this shape. Indices past the end keep no pair."""
     b, h, row, column = jnp.unravel_index(jnp.minimum(place, math.prod(shape) - 1), shape)
     q, k = (at[:, None] * size + jnp.arange(size) for at, size in zip((row, column), blocks, strict=True))
     keep = (place < math.prod(shape))[:, None, None] & (q < lengths[0])[:, :, None] & (k < lengths[1])[:, None]
@@ -85,7 +85,7 @@ def _blocks_at(place, mask: Mask, offset, shape: tuple[int, ...], lengths, block
 def _of_chunk(
     found: Blocks, reader: Arrays | Operands, inputs: AttentionInputs, options: AttentionOptions, rows, dout
 ) -> tuple[Any, ...]:
-    """The gradients of what the reader gives, from these blocks. Scores: [chunk, batch, heads, block_q, block_kv].
+    """The gradients of reader.given(found), from these blocks. Scores: [chunk, batch, heads, block_q, block_kv].
 
     rows: lse, delta and excess, [B, H, T] each.
     """
@@ -109,7 +109,7 @@ def _of_chunk(
 
 
 def _rows(found: Blocks, x: jax.Array, *, heads: int, index: jax.Array) -> jax.Array:
-    """[chunk, batch, block, heads, D] of x [B, T, heads or key's, D], at the blocks' indices of queries or of keys."""
+    """x [B, T, heads or key heads, D] at the blocks' queries or keys (index): [chunk, batch, block, heads, D]."""
     every = slice(None)
     entry = every if found.b is None else found.b[:, None]
     head = every if found.h is None else (found.h // (heads // x.shape[2]))[:, None]
@@ -119,8 +119,8 @@ def _rows(found: Blocks, x: jax.Array, *, heads: int, index: jax.Array) -> jax.A
 
 
 def _products(x: jax.Array, y: jax.Array, options: AttentionOptions) -> jax.Array:
-    """x @ y^T, float32 [chunk, batch, heads, block_q, block_kv], from what _rows gives."""
-    # Blocks are to it as batch entries.
+    """x @ y^T, float32 [chunk, batch, heads, block_q, block_kv], from results of _rows."""
+    # query_key_products takes blocks as batch entries.
     query, key = (rows.reshape(-1, *rows.shape[2:]) for rows in (x, y))
     products = reference.query_key_products(AttentionInputs(query, key, value=None), options)
     return products.reshape(*x.shape[:2], *products.shape[1:])

@@ -1,10 +1,11 @@
-"""The reads of a score_mod, for the gradients of its arrays by blocks: `Arrays`, or `Operands` under differences.
+"""The reads of a score_mod, for the gradients of its arrays by blocks: `Operands` if it reads by q - k, else `Arrays`.
 
-Both have
-  given(found): what the gradients of some blocks are taken of, in the form of `moving`;
+Both classes have
+  given(found): the values with respect to which some blocks are differentiated, in the form of `moving`;
   modified(given, found, scores): the score_mod on scores [chunk, batch, heads, block_q, block_kv], float32;
-  zeros(): what their sums begin with, and added(sums, gradients, found): the sums and those of these blocks;
-  gradients(sums): the score_mod with the gradients of its arrays in their place.
+  zeros(): the initial sums of the gradients;
+  added(sums, gradients, found): the sums plus the gradients of these blocks;
+  gradients(sums): a ScoreMod whose arrays are the gradients of the score_mod's arrays.
 """
 
 import dataclasses
@@ -21,10 +22,10 @@ __all__ = ["Arrays", "Blocks", "Operands", "at", "mapped"]
 
 
 class Blocks(NamedTuple):
-    """A chunk of blocks, each of one batch entry, or head of query, where the mask tells these apart, else of all.
+    """A chunk of blocks. A block has one batch entry if the mask differs between entries, else all; heads likewise.
 
-    b, h: int32 [chunk], or None for all. q, k: int32 [chunk, block], indices in range.
-    keep: bool [chunk, block_q, block_kv], none of a pair that is out of range.
+    b, h: int32 [chunk], the batch entries and query heads, or None for all. q, k: int32 [chunk, block], indices in
+    range. keep: bool [chunk, block_q, block_kv], False for pairs out of range.
     """
 
     b: Any
@@ -36,7 +37,7 @@ class Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """Its arrays, as it reads them."""
+    """The arrays of a score_mod, read by its own program."""
 
     mod: ScoreMod
     shape: tuple[int, int]  # batch entries and heads
@@ -60,11 +61,11 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The operands that kernels read; of the difference q - k, windows of a vector: those of a block's diagonals.
+    """The operands that kernels read. An operand of the difference q - k is read as windows: a block's diagonals.
 
-    Their gradients are sums along the diagonals: pair by pair, all would add to the same few numbers. Windows of one
-    place are summed by a product, not in order of arrival. operands: of parts and the mod's arrays, made once for all
-    blocks. lengths: of queries and keys. block: queries and keys of each block.
+    The gradients of windows are sums along the diagonals: added pair by pair, all pairs would update the same few
+    values. Windows of the same diagonal of blocks are summed by a matmul, not in order of arrival. operands: of parts
+    and the mod's arrays, made once for all blocks. lengths: of queries and keys. block: queries, and keys, of a block.
     """
 
     mod: ScoreMod
@@ -84,16 +85,16 @@ class Operands:
 
     @property
     def places(self) -> int:
-        """The diagonals of blocks, for windows."""
+        """The number of diagonals of blocks. Each diagonal has a window."""
         return -(-self.lengths[0] // self.block) + self.columns - 1
 
     @property
     def before(self) -> int:
-        """How many differences the first window begins before the first that there is."""
+        """The number of differences in the first window that are below the smallest real difference."""
         return self.columns * self.block - self.lengths[1]
 
     def at(self, found: Blocks) -> list[jax.Array]:
-        """The operands, those of differences as windows [chunk, B or 1, H or 1, 2 * block]."""
+        """The operands. Operands of differences are windows [chunk, B or 1, H or 1, 2 * block]."""
         operands = zip(self.operands, self.are_windows, strict=True)
         return [self._windows(x, found) if is_window else x for x, is_window in operands]
 
@@ -132,7 +133,7 @@ class Operands:
         return ScoreMod(jax.vjp(of_arrays, moving(self.mod.arrays))[1](read)[0], self.mod.program)
 
     def _place(self, found: Blocks) -> jax.Array:
-        """[chunk], of the windows of these blocks."""
+        """The diagonal of each of these blocks, which is the index of its window: [chunk]."""
         return found.q[:, 0] // self.block - found.k[:, 0] // self.block + self.columns - 1
 
     def _windows(self, x: jax.Array, found: Blocks) -> jax.Array:
@@ -148,7 +149,7 @@ class Operands:
         return x
 
     def _summed(self, dx: jax.Array, found: Blocks, shape: tuple[int, int]) -> jax.Array:
-        """[places, B or 1, H or 1, 2 * block], the last but one of this shape, of windows' gradients."""
+        """The sums of windows' gradients for each diagonal: [places, *shape, 2 * block]. shape: (B or 1, H or 1)."""
         for axis, own, count in zip((1, 2), (found.b, found.h), shape, strict=True):
             if own is not None and count > 1:
                 dx = dx * jnp.expand_dims(own[:, None] == jnp.arange(count), (3, 3 - axis))
@@ -156,7 +157,7 @@ class Operands:
         return jnp.einsum("cp,cbhd->pbhd", of_place.astype(jnp.float32), dx, precision=lax.Precision.HIGHEST)
 
     def _vector(self, windows: jax.Array) -> jax.Array:
-        """[B or 1, H or 1, T + S - 1], from windows that overlap by half."""
+        """The vector [B or 1, H or 1, T + S - 1], from windows that overlap by half."""
         half = lambda part, pads: jnp.pad(windows[..., part], (pads, (0, 0), (0, 0), (0, 0)))
         x = half(slice(self.block), (0, 1)) + half(slice(self.block, None), (1, 0))
         x = jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)
@@ -164,9 +165,9 @@ class Operands:
 
 
 def _tile(windows: jax.Array, block: int) -> jax.Array:
-    """[..., block, block] of windows [..., 2 * block]: at (i, j) its number i - j + block - 1.
+    """Tiles [..., block, block] of windows [..., 2 * block]: entry (i, j) is window entry i - j + block - 1.
 
-    Rows of the reversed window, each a place further than the one before: its derivative sums along diagonals.
+    Each row is the reversed window, shifted by one entry from the row before. So the derivative sums along diagonals.
     """
     rows = jnp.broadcast_to(windows[..., None, ::-1], (*windows.shape[:-1], block, 2 * block))
     rows = rows.reshape(*windows.shape[:-1], -1)[..., block:]
@@ -176,8 +177,8 @@ def _tile(windows: jax.Array, block: int) -> jax.Array:
 def mapped(function: Any, found: Blocks, shape: tuple[int, int], scores: jax.Array, tiles: Any = ()) -> jax.Array:
     """function(score, tiles, b, h, q, k), of scalars, over scores [chunk, batch, heads, block_q, block_kv].
 
-    Mapped one axis at a time, so that what it looks up by some indices is of their axes alone, and its gradient is
-    summed over the others before it goes into an array. tiles: arrays of scores' shape.
+    The function is mapped one axis at a time. So a value that it looks up by some indices has only their axes, and the
+    gradient is summed over the other axes before it goes into an array. tiles: arrays of scores' shape.
     """
     of_all = [jnp.arange(size, dtype=jnp.int32) for size in shape]
     b, h = (every if own is None else own[:, None] for own, every in zip((found.b, found.h), of_all, strict=True))
@@ -188,5 +189,5 @@ def mapped(function: Any, found: Blocks, shape: tuple[int, int], scores: jax.Arr
 
 
 def at(array: jax.Array, score: jax.Array, *index: jax.Array) -> jax.Array:
-    """A number of an array with axes that may be of length 1."""
+    """An entry of an array. Axes of length 1 are broadcast."""
     return array[tuple(0 if size == 1 else at for size, at in zip(array.shape, index, strict=True))]

@@ -1,4 +1,4 @@
-"""Along which indices the numbers of a score_mod's program differ; of a query and a key, whether by q - k alone."""
+"""The indices along which values in a score_mod's program vary, and whether query and key enter only as q - k."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,18 +11,18 @@ __all__ = ["axes_of", "called", "constants_of", "flat", "has_constants", "lifted
 
 INT32 = jnp.dtype(jnp.int32)
 WRAP = 1 << 32
-# Of an integer, the same integer in another shape.
+# Primitives that return the same integer, perhaps in another shape.
 SAME = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze", "stop_gradient"}
 COMPARISONS = {"eq", "ge", "gt", "le", "lt", "ne"}
-# Below which lengths are, and constants that are compared with an index.
+# Lengths are below this, and so are constants that may be compared with an index.
 SMALL = 1 << 29
 
 
 class _Sum(NamedTuple):
-    """An int32 that is q * query + k * key + what differs along `others`, exactly: int32 wraps around.
+    """An int32 equal to q * query + k * key + a rest that varies along `others`, in int32 arithmetic with wrap-around.
 
-    Of anything else, q and k are 0, and `others` is all that it differs along. constant: what is beside q and k, of no
-    sign, where that is known.
+    For any other value, q and k are 0, and `others` has all axes along which it varies. constant: a bound on the
+    magnitude of the rest, if known.
     """
 
     q: int
@@ -38,7 +38,7 @@ class _Sum(NamedTuple):
 
     @property
     def wraps(self) -> bool:
-        """Whether it may not be the sum as integers have it."""
+        """Whether int32 may wrap around, so that the value differs from the sum of unbounded integers."""
         once = all(x in (0, 1, WRAP - 1) for x in (self.q, self.k))
         return not once or self.constant is None or self.constant >= SMALL
 
@@ -54,16 +54,16 @@ class _Sum(NamedTuple):
 
 
 def flat(program: Jaxpr) -> Jaxpr:
-    """The same program, with the equations of each jit in it in the place of that."""
+    """The same program, with each inner jit replaced by its equations."""
     found: list[JaxprEqn] = []
     outs = _inline(program, {x: x for x in program.invars}, found, {})
     return program.replace(eqns=found, outvars=outs)
 
 
 def lifted(closed: Any) -> tuple[tuple[Any, ...], Jaxpr]:
-    """(the arrays that a program closes over, the program as one of these arrays and its arguments).
+    """(the arrays that a program closes over, the program with these arrays in front of its arguments).
 
-    Where a jitted function in it has arrays of its own, it is flat.
+    The result is flat if a jitted function in the program closes over arrays.
     """
     program, found = closed.jaxpr, list[JaxprEqn]()
     arrays = dict(zip(program.constvars, closed.consts, strict=True))
@@ -75,9 +75,10 @@ def lifted(closed: Any) -> tuple[tuple[Any, ...], Jaxpr]:
 
 
 def _inline(program: Jaxpr, known: dict[Any, Any], found: list[JaxprEqn], arrays: dict[Any, Any]) -> list[Any]:
-    """The program's results. Its equations, of variables of their own, go into `found`; known: of its invars.
+    """The program's results. Its equations, with new variables, are appended to `found`.
 
-    arrays: where those go that a jitted function closes over, by the variables that stand for them.
+    known: the new variables of its invars. arrays: receives the arrays that jitted functions close over, by their new
+    variables.
     """
     atom = lambda x: x if isinstance(x, Literal) else known[x]
     equation: Any
@@ -96,12 +97,12 @@ def _inline(program: Jaxpr, known: dict[Any, Any], found: list[JaxprEqn], arrays
 
 
 def has_constants(program: Any) -> bool:
-    """Whether a program, or one that it calls, closes over arrays."""
+    """Whether a program, or a program that it calls, closes over arrays."""
     return any(True for _ in constants_of(program))
 
 
 def constants_of(program: Any) -> Iterator[Any]:
-    """The arrays that a program closes over, and those that it calls. JAX lets a jitted function keep its own."""
+    """The arrays that a program and the programs that it calls close over. In JAX a jitted function keeps its own."""
     yield from getattr(program, "consts", ())
     for equation in program.eqns:
         for inner in called(equation):
@@ -115,9 +116,9 @@ def called(equation: Any) -> list[Any]:
 
 
 def axes_of(program: Jaxpr, names: dict[Any, str]) -> dict[Any, frozenset[str]]:
-    """The axes of each variable of a flat program: names of invars, and "d" for "q" and "k" by q - k alone.
+    """The axes of each variable of a flat program: names of invars; "d" replaces "q" and "k" that enter only as q - k.
 
-    What has "d", and neither "q" nor "k", is the same of all queries and keys with this difference.
+    A variable with "d" and neither "q" nor "k" has one value for all queries and keys with the same difference.
     """
     sums = {x: _Sum(0, 0, frozenset()) for x in program.invars}
     for x, name in names.items():

@@ -1,4 +1,4 @@
-"""A score_mod of a whole sequence, as a call sees it that has some of its queries, keys and heads."""
+"""The score_mod of a whole sequence, seen by a call that has only some of its queries, keys and heads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ __all__ = ["placed"]
 
 
 def placed(mod: ScoreMod, places: Callable[..., tuple[Any, Any, Any]], numbers: tuple[Any, ...]) -> ScoreMod:
-    """The score_mod of a call. Its arrays are those of `mod`, then the numbers, int32 scalars.
+    """The score_mod of a call. Its arrays are the arrays of `mod`, then the numbers, int32 scalars.
 
-    places: of (h, q, k, *numbers) of the call, the (h, q, k) of the whole.
+    places: maps the call's (h, q, k, *numbers) to the (h, q, k) of the whole sequence.
     """
     count = len(mod.arrays)
     given = *mod.arrays, *numbers

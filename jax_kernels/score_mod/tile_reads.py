@@ -1,4 +1,4 @@
-"""A score_mod in two parts: what it reads of arrays, before a kernel, and what a kernel does to a tile of scores."""
+"""A score_mod in two parts: reads of arrays, before a kernel, and a program for a tile of scores, in the kernel."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,29 +13,30 @@ from jax_kernels.score_mod.trace import ScoreMod, evaluated
 
 __all__ = ["TRITON_ELEMENTWISE", "TileMod", "primitives", "split", "why_not"]
 
-# What Pallas lowers through Triton for a tile, it and its derivative.
+# Primitives that Pallas lowers through Triton for a tile, with their derivatives.
 TRITON_ELEMENTWISE = {
     "abs", "add", "and", "atan", "convert_element_type", "cos", "custom_jvp_call", "div", "eq", "exp", "exp2", "expm1",
     "floor", "ge", "gt", "integer_pow", "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
     "not", "or", "pow", "rem", "rsqrt", "select_n", "shift_right_arithmetic", "sign", "sin", "sqrt", "square",
     "stop_gradient", "sub", "tanh", "xor",
 }  # fmt: skip
-# What pallas.attention.sm90.score_mod computes on a tile, it and its derivative. sin and cos are coarse there, as its
-# kernels' mathematics is approximate.
+# Primitives that pallas.attention.sm90.score_mod computes on a tile, with their derivatives. sin and cos would be
+# coarse there, because its kernels use approximate mathematics.
 MOSAIC_ELEMENTWISE = TRITON_ELEMENTWISE - {"atan", "cos", "floor", "pow", "shift_right_arithmetic", "sin"}
-# What its kernels had better compute for a row or a column of a tile than read.
+# Primitives whose results its kernels compute faster than they read them, for a row or a column of a tile.
 MOSAIC_CHEAP = {
     "abs", "add", "convert_element_type", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "neg", "sub",
 }  # fmt: skip
-# And for each pair of it, of what depends on q - k alone.
+# The same for each pair of a tile, for values that depend on q and k only as q - k.
 CHEAP_OF_PAIRS = MOSAIC_CHEAP | {"and", "not", "or", "select_n", "sign", "square", "stop_gradient", "xor"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileMod:
-    """reads: a program of (*arrays, b, h, q, k) for each operand, a scalar, and what of "bhqkd" it depends on.
+    """The two parts of a score_mod.
 
-    "d" is the difference q - k, where it depends on q and k by that alone.
+    reads: for each operand, a program of (*arrays, b, h, q, k) that returns a scalar, and the letters of "bhqkd" on
+    which the scalar depends. "d" is the difference q - k, for a scalar that depends on q and k only as q - k.
 
     program: of (score, b, h, q, k, *operands).
     """
@@ -44,9 +45,9 @@ class TileMod:
     program: Any
 
     def operands(self, arrays: tuple[Any, ...], shape: tuple[int, int, int, int]) -> list[jax.Array]:
-        """For scores of this shape: [B or 1, H or 1, T or 1, S or 1] each, float32 or int32.
+        """The operands for scores of this shape: [B or 1, H or 1, T or 1, S or 1] each, float32 or int32.
 
-        Of "d" [B or 1, H or 1, T + S - 1]: of the differences from 1 - S on.
+        An operand of "d" is [B or 1, H or 1, T + S - 1], for the differences from 1 - S on.
         """
         return [self._operand(arrays, shape, *read) for read in self.reads]
 
@@ -54,7 +55,7 @@ class TileMod:
         function: Any = lambda *indices: evaluated(program, (*arrays, *indices))
         sizes = (n if name in axes else 1 for name, n in zip("bhqk", shape, strict=True))
         indices = [jnp.arange(n, dtype=jnp.int32) for n in sizes]
-        if "d" in axes:  # of all pairs with a difference, the one with key 0
+        if "d" in axes:  # of all pairs with a difference, the pair with key 0
             of_pair, indices = function, [*indices[:2], jnp.arange(1 - shape[3], shape[2], dtype=jnp.int32)]
             function = lambda b, h, difference: of_pair(b, h, difference, jnp.int32(0))
         for axis in reversed(range(len(indices))):
@@ -68,14 +69,14 @@ class TileMod:
         return jax.vmap(jax.vmap(function))(scores, q, k, *operands)
 
     def of_pair(self, score: Any, b: Any, h: Any, q: Any, k: Any, operands: Any) -> jax.Array:
-        """A score. All are scalars."""
+        """The new score of a pair. All arguments are scalars."""
         of_dtype = lambda x, dtype: x != 0 if dtype == jnp.dtype(bool) else x.astype(dtype)
         given = [of_dtype(x, of.aval.dtype) for x, of in zip(operands, self.program.invars[5:], strict=True)]
         return jaxpr_as_fun(ClosedJaxpr(self.program, []))(score, b, h, q, k, *given)[0]
 
 
 def why_not(mod: ScoreMod, *, mosaic: bool = False) -> str | None:
-    """Why it has no two parts."""
+    """The reason why `split` refuses a score_mod; None if it does not."""
     try:
         split(mod, mosaic=mosaic)
     except NotImplementedError as error:
@@ -84,10 +85,10 @@ def why_not(mod: ScoreMod, *, mosaic: bool = False) -> str | None:
 
 
 def split(mod: ScoreMod, *, mosaic: bool = False) -> TileMod:
-    """The two parts. Raises NotImplementedError where there are none.
+    """The two parts. Raises NotImplementedError if a score_mod cannot be split.
 
-    mosaic: for the kernels that read, not compute, what is of b and h alone, and what is of one more index and not
-    cheap; the difference q - k is such an index.
+    mosaic: for kernels that read values, rather than compute them, if the values depend only on b and h, or if they
+    depend on one more index (q, k or the difference q - k) and are not cheap.
     """
     program = flat(mod.program)
     arrays, (score, *indices) = program.invars[:-5], program.invars[-5:]
@@ -103,7 +104,7 @@ def split(mod: ScoreMod, *, mosaic: bool = False) -> TileMod:
         if mosaic and is_scalar and constants.issuperset(inputs) and str(equation.primitive) in MOSAIC_ELEMENTWISE:
             constants.update(equation.outvars)
             continue
-        if "d" in of_outputs:  # a number of a head, times the difference, is not
+        if "d" in of_outputs:  # a head's value times the difference is not worth a read
             is_worth = any(x in worth_reading and "d" in axes[x] for x in inputs)
             is_worth |= not (is_scalar and _is_cheap_of_pairs(equation))
         else:
@@ -119,10 +120,10 @@ def split(mod: ScoreMod, *, mosaic: bool = False) -> TileMod:
     results = [x for equation in equations for x in equation.outvars]
     if any(x.aval.shape != () for x in (*operands, *results)):
         by = "query, by key or by their difference, not by both otherwise" if mosaic else "query or by key, not by both"
-        raise NotImplementedError(f"of a score_mod it takes look-ups by {by} or by the score")
+        raise NotImplementedError(f"in a score_mod it takes look-ups by {by} or by the score")
     unknown = sorted(set(primitives(equations)) - (MOSAIC_ELEMENTWISE if mosaic else TRITON_ELEMENTWISE))
     if unknown:
-        raise NotImplementedError(f"of a score_mod its kernels cannot compute {', '.join(unknown)}")
+        raise NotImplementedError(f"in a score_mod its kernels cannot compute {', '.join(unknown)}")
     before = {x: _leading_to([x], program.eqns, set()) for x in operands}
     whole = lambda x: program.replace(invars=[*arrays, *indices], eqns=before[x], outvars=[x])
     reads = tuple((whole(x), axes[x]) for x in operands)
@@ -142,7 +143,7 @@ def _variables(atoms: Any) -> list[Any]:
 
 
 def primitives(equations: Any) -> Iterator[str]:
-    """The names of the primitives of a program, also of those that it calls."""
+    """The names of the primitives of a program and of the programs that it calls."""
     for equation in equations:
         yield str(equation.primitive)
         for program in called(equation):
@@ -150,7 +151,7 @@ def primitives(equations: Any) -> Iterator[str]:
 
 
 def _leading_to(variables: Any, equations: Any, known: set[Any]) -> list[Any]:
-    """The equations that give these variables, from what is known."""
+    """The equations that compute these variables from the known variables."""
     needed, found = set(_variables(variables)) - known, []
     for equation in reversed(equations):
         if any(x in needed for x in equation.outvars):

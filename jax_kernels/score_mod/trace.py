@@ -16,27 +16,27 @@ _WANT = (
     "want an elementwise function score_mod(score, b, h, q_idx, kv_idx) in jnp code: float32 scalar to float32 scalar"
 )
 _EXPLICIT = (
-    "score_mod: got one that closes over an array on Explicit axes of a mesh, want arrays without such axes: make the "
-    "mesh's axes Auto, or call inside jax.sharding.auto_axes, with the array as an argument of the function given to it"
+    "score_mod: got a function that closes over an array on Explicit axes of a mesh, want arrays without such axes: "
+    "make the mesh's axes Auto, or call inside jax.sharding.auto_axes, with the array as an argument of its function"
 )
 
 
 def moving(arrays: Any, wanted: bool = True) -> tuple[Any, ...]:
-    """The arrays, but None for integers, which have no gradient, and for all if none is wanted.
+    """The arrays, with None for integers, which have no gradient, or None for all arrays unless `wanted`.
 
-    None is no leaf: the gradient has it in the same places.
+    None is no leaf, so the gradient has None for the same arrays.
     """
     return tuple(x if wanted and jnp.issubdtype(x.dtype, jnp.inexact) else None for x in arrays)
 
 
 def with_moving(arrays: Any, given: Any) -> tuple[Any, ...]:
-    """The arrays, with what is `given` in the form of `moving` in the place of theirs."""
+    """The arrays, replaced by the entries of `given` that are not None. given: in the form of `moving`."""
     return tuple(x if moved is None else moved for x, moved in zip(arrays, given, strict=True))
 
 
 @node
 class ScoreMod:
-    """A pytree, whose leaves are the arrays. Another trace of the same function is another program to jit.
+    """A pytree with the arrays as leaves. To jit, another trace of the same function is another program.
 
     program: a jaxpr of (*arrays, score, b, h, q_idx, kv_idx).
     """
@@ -45,7 +45,7 @@ class ScoreMod:
     program: Any = static()
 
     def __call__(self, scores: Any, q_idx: Any) -> jax.Array:
-        """scores: [B, H, T, S] of queries q_idx [T], which are in range; the same shape and dtype."""
+        """The new scores, in the shape and dtype of scores [B, H, T, S] of queries q_idx [T], all in range."""
         function = lambda score, *indices: evaluated(self.program, (*self.arrays, score, *indices))
         axes = [jnp.arange(n, dtype=jnp.int32) for n in scores.shape]
         axes[2] = q_idx
@@ -54,16 +54,16 @@ class ScoreMod:
         return function(scores.astype(jnp.float32), *axes).astype(scores.dtype)
 
     def gradients(self, scores: Any, q_idx: Any, dout: Any, *, of_arrays: bool) -> tuple[Any, tuple[Any, ...]]:
-        """(of the scores, of each array or None), from the cotangent of what __call__ gives."""
+        """The gradients (of the scores, of each array or None), from the cotangent of __call__'s result."""
         function = lambda scores, given: ScoreMod(with_moving(self.arrays, given), self.program)(scores, q_idx)
         return jax.vjp(function, scores, moving(self.arrays, of_arrays))[1](dout)
 
     def zeros(self, *, of_arrays: bool) -> tuple[Any, ...]:
-        """Zeros in float32, from which sums of the gradients of arrays begin."""
+        """float32 zeros, the initial sums of the arrays' gradients."""
         return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), moving(self.arrays, of_arrays))
 
     def with_gradients(self, sums: tuple[Any, ...]) -> "ScoreMod":
-        """The gradients in the place of their arrays, in their dtypes."""
+        """A ScoreMod with the gradients as arrays, in the arrays' dtypes."""
         dtypes = (x.dtype for x in self.arrays)
         arrays = tuple(None if x is None else x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True))
         return ScoreMod(arrays, self.program)
@@ -72,8 +72,9 @@ class ScoreMod:
 def evaluated(program: Any, arguments: tuple[Any, ...]) -> Any:
     """The first result of a program.
 
-    Inside a jax.shard_map that checks what varies, an equation's operands have to vary alike. A program that was traced
-    for scalars does not say so: there its equations run one by one, on operands that do.
+    Inside a jax.shard_map that checks varying axes, all operands of an equation must vary along the same axes. A
+    program that was traced for scalars does not ensure this. There its equations run one by one, on operands made to
+    vary alike.
     """
     axes = varying_axes(arguments)
     if not axes:
@@ -99,14 +100,14 @@ def evaluated(program: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def trace(function: Any) -> ScoreMod:
-    """The ScoreMod of a function of scalars. Raises TypeError or ValueError where it is none."""
+    """The ScoreMod of a function of scalars. Raises TypeError or ValueError for anything else."""
     if not callable(function):
         raise TypeError(f"score_mod: got {type(function).__name__}, {_WANT}")
     scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype)
     try:
         program, result = jax.make_jaxpr(function, return_shape=True)(scalar(jnp.float32), *[scalar(jnp.int32)] * 4)
     except Exception as error:
-        if "Explicit" in str(error):  # JAX has no type of error for an array of another kind of mesh
+        if "Explicit" in str(error):  # JAX has no error type for an array on another kind of mesh
             raise TypeError(_EXPLICIT) from error
         raise TypeError(f"score_mod: raised {type(error).__name__} when traced, {_WANT}") from error
     if not isinstance(result, jax.ShapeDtypeStruct):

@@ -1,6 +1,7 @@
 """The float64 oracle of attention, the error that a result may have, and the runs of its cases.
 
-Tests, benchmarks and `jax-kernels check` share them. The cases themselves are in jax_kernels.testing.attention_cases.
+Tests, benchmarks and `jax-kernels check` read the same cases, from jax_kernels.testing.attention_cases. The cases of
+other ops are in jax_kernels.testing.matmul and jax_kernels.testing.normalization.
 """
 
 import functools
@@ -48,7 +49,7 @@ class _AttentionResults(NamedTuple):
 class AttentionResults(_AttentionResults):
     """out [B, T, H, Dv], lse [B, H, T] and the gradients, shaped like query, key, value, bias and sinks.
 
-    What a call does not give is None, and is left out of _asdict().
+    A result that a call does not return is None, and is left out of _asdict().
     """
 
     __slots__ = ()
@@ -69,7 +70,7 @@ def _shapes(case: AttentionCase) -> tuple[tuple[int, ...], ...]:
 
 
 def attention_inputs(case: AttentionCase, seed: int = 0) -> tuple[jax.Array, ...]:
-    """query, key, value and dout in the case's dtype, and dlse float32: normal random numbers."""
+    """query, key, value and dout in the case's dtype, and dlse float32: normal random values."""
     random = np.random.default_rng(seed)
     query, key, value, dout, dlse = (random.standard_normal(shape, np.float32) for shape in _shapes(case))
     if case.garbage:
@@ -80,7 +81,7 @@ def attention_inputs(case: AttentionCase, seed: int = 0) -> tuple[jax.Array, ...
 
 
 def without_garbage(case: AttentionCase, key: Any, value: Any) -> tuple[Any, Any]:
-    """key and value with zeros past kv_lengths, where they count for nothing."""
+    """key and value with zeros past kv_lengths, where the op ignores them."""
     if not case.garbage:
         return key, value
     counts = case.counts()
@@ -88,7 +89,7 @@ def without_garbage(case: AttentionCase, key: Any, value: Any) -> tuple[Any, Any
 
 
 def why_not(case: AttentionCase, implementation: str) -> str | None:
-    """Why run_attention cannot run this case by this implementation here; None where it can."""
+    """The reason why this implementation cannot run the case on this machine; None if it can."""
     query, key, value = (jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype)) for shape in _shapes(case)[:3])
     arguments = case.arguments | {"return_lse": _gives_lse(implementation), "implementation": implementation}
     try:
@@ -103,7 +104,7 @@ def _gives_lse(implementation: str | None) -> bool:
 
 
 def _call(case: AttentionCase, query, key, value, bias, sinks) -> tuple[AttentionInputs, AttentionOptions]:
-    """The case as the reference takes it."""
+    """The case as arguments of the reference."""
     arguments = case.arguments
     q_ids, kv_ids = arguments["segment_ids"] or (None, None)
     inputs = AttentionInputs(
@@ -141,7 +142,7 @@ def _primals(case: AttentionCase, query, key, value) -> dict[str, Any]:
     return {"query": query, "key": key, "value": value} | extra
 
 
-# Most of the time of a small case is XLA's, for compiling: unoptimised code is compiled in half of it.
+# XLA takes most of the time of a small case, for compiling. Without optimisation it compiles in half the time.
 @functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 def _float64(case, primals, cotangents):
     def forward(primals):
@@ -151,7 +152,7 @@ def _float64(case, primals, cotangents):
 
 
 def attention_float64(case: AttentionCase, query, key, value, dout, dlse=None) -> AttentionResults:
-    """The right answer, in numpy float64: the reference on the CPU. dlse None stands for zeros."""
+    """The right answer, in numpy float64: the reference on the CPU. dlse None is zeros."""
     key, value = without_garbage(case, key, value)
     primals = {name: np.asarray(x).astype(np.float64) for name, x in _primals(case, query, key, value).items()}
     dlse = np.zeros(_shapes(case)[-1]) if dlse is None else dlse
@@ -204,8 +205,8 @@ def _plain(case, primals, cotangents):
 def plain_attention(case: AttentionCase, query, key, value, dout, dlse=None) -> AttentionResults:
     """The plain evaluation in the inputs' dtype, the yardstick of error: whole score matrices, JAX's gradient.
 
-    Products accumulate in float32 and softmax is in float32; what goes into a product, and what the gradient of
-    the probabilities comes out as, is rounded to the inputs' dtype, as by PyTorch's own attention.
+    Matmuls accumulate in float32 and softmax is in float32. Operands of matmuls, and the gradient of the probabilities,
+    are rounded to the inputs' dtype, as in PyTorch's own attention.
     """
     dlse = jnp.zeros(_shapes(case)[-1]) if dlse is None else dlse
     key, value = without_garbage(case, key, value)
@@ -213,10 +214,10 @@ def plain_attention(case: AttentionCase, query, key, value, dout, dlse=None) -> 
 
 
 def run_attention(case: AttentionCase, arrays, implementation: str | None = None, **kwargs: Any) -> dict[str, Any]:
-    """flash_attention and its gradients in one jit: what there is of AttentionResults, by name.
+    """flash_attention and its gradients in one jit: the available entries of AttentionResults, by name.
 
-    arrays: those of attention_inputs. kwargs go to flash_attention. "cudnn" gives no lse: there, lse is left
-    out and dlse counts as zero.
+    arrays: from attention_inputs. kwargs go to flash_attention. "cudnn" returns no lse: the result then has no lse,
+    and dlse counts as zero.
     """
     with_lse = _gives_lse(implementation)
 
@@ -235,9 +236,9 @@ def run_attention(case: AttentionCase, arrays, implementation: str | None = None
 
 
 def rms_error(got: Any, want: Any) -> float:
-    """||got - want|| / ||want|| in float64; where want is all zeros, the root mean square of got.
+    """||got - want|| / ||want|| in float64; if want is all zeros, the root mean square of got.
 
-    Infinities must stand at the same places, and count for nothing; otherwise, and with a NaN, it is inf.
+    Equal infinities at equal indices are ignored. Any other infinity, and any NaN, makes the result inf.
     """
     got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
     if got.shape != want.shape:
@@ -250,7 +251,7 @@ def rms_error(got: Any, want: Any) -> float:
 
 
 def largest_error(got: Any, want: Any, floor: float | None = None) -> float:
-    """The largest |got - want|, or with a floor the largest |got - want| / (|want| + floor); a NaN is kept."""
+    """The largest |got - want|, or with a floor the largest |got - want| / (|want| + floor); NaN if there is a NaN."""
     got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
     if got.shape != want.shape:
         raise ValueError(f"got: shape {got.shape}, want {want.shape}")
@@ -262,16 +263,16 @@ def largest_error(got: Any, want: Any, floor: float | None = None) -> float:
 def tolerance(case: AttentionCase, seed: int = 0) -> dict[str, float]:
     """The largest rms_error that each of AttentionResults may have on attention_inputs(case, seed).
 
-    16-bit: 1.1 times the error of plain_attention. lse and exact float32: 2e-6, some ten roundings of
-    float32, or twice the plain error, as tiles add in another order. tf32 rounds every operand to 11 bits,
-    2.8e-4 root mean square each, which gives up to 1e-3 over the backward's chain of products: 2e-3.
+    16-bit: 1.1 times the error of plain_attention. lse and exact float32: 2e-6, about ten roundings of
+    float32, or twice the plain error, because tiles add in another order. tf32: 2e-3. It rounds every operand to
+    11 bits, 2.8e-4 root mean square each, which gives up to 1e-3 over the backward's chain of matmuls.
     """
     arrays = attention_inputs(case, seed)
     return tolerance_of(case, arrays, attention_float64(case, *arrays))
 
 
 def tolerance_of(case: AttentionCase, arrays, want: AttentionResults) -> dict[str, float]:
-    """tolerance(case) on these arrays, whose right answer the caller has."""
+    """tolerance(case) for these arrays. want: the right answer."""
     plain = plain_attention(case, *arrays)
     bounds = {}
     for name, right in want._asdict().items():
@@ -281,19 +282,19 @@ def tolerance_of(case: AttentionCase, arrays, want: AttentionResults) -> dict[st
         elif name == "lse":
             bounds[name] = max(2 * error, 2e-6)
         elif name == "dsinks" and case.dtype != "float32":
-            # A few numbers, each the sum of one rounding of out for every query: what that adds up to is chance.
+            # A few values, each the sum of one rounding of out for every query: the size of such a sum is chance.
             bounds[name] = max(3 * error, float(jnp.finfo(case.dtype).eps))
         elif case.dtype == "float32":
-            # P is exp(score - lse), both rounded where they are largest, at four times the magnitude.
+            # P is exp(score - lse). score and lse are rounded at their largest size, four times the magnitude.
             rounding = 0 if case.magnitude == 1 else 4 * case.magnitude * float(jnp.finfo(jnp.float32).eps)
             bounds[name] = max(2 * error, 2e-6, rounding)
         elif case.bias_whole and name in ("dk", "dv"):
-            # "mosaic_gpu" adds what such rows pass to the rounded gradients of the others: two roundings.
+            # "mosaic_gpu" adds the gradients from masked rows to the rounded gradients of other rows: two roundings.
             bounds[name] = 1.5 * error
         elif case.magnitude > 1 and name in ("dq", "dk"):
-            # Where the softmax is all but one-hot, dP and its row sum delta all but cancel. A tiled backward
-            # takes delta from the rounded out, the plain one from its weights: measured 1.6 times the error
-            # by float32 products, 1.9 times by 16-bit ones.
+            # If the softmax is almost one-hot, dP and its row sum delta almost cancel. A tiled backward takes delta
+            # from the rounded out, the plain backward from its weights: measured 1.6 times the error with float32
+            # matmuls, 1.9 times with 16-bit matmuls.
             bounds[name] = 2.2 * error
         else:
             bounds[name] = max(1.1 * error, float(jnp.finfo(case.dtype).eps) / 8)

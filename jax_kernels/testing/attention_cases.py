@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_kernels import masks
 
-# What others mask by: the lowest finite numbers.
+# The lowest finite values, by which other libraries mask.
 LOWEST, LOWEST_BF16 = float(np.finfo(np.float32).min), float(jnp.finfo(jnp.bfloat16).min)
 
 
@@ -17,17 +17,17 @@ LOWEST, LOWEST_BF16 = float(np.finfo(np.float32).min), float(jnp.finfo(jnp.bfloa
 class AttentionCase:
     """One attention call, without its arrays.
 
-    q_offset: an int, or one per batch entry. kv_lengths: None, or one per batch entry. precision: "fp32" or
+    q_offset: an int, or an int per batch entry. kv_lengths: None, or an int per batch entry. precision: "fp32" or
     "tf32" for float32, else None. magnitude: the standard deviation of the query; key has 1, and
     value value_magnitude.
-    window, softcap: as flash_attention takes them. sinks: whether there are any. segments: None; "packed", one
-    after another and some padding at the end; or "mixed", ids in any order. bias: None, or the axes that a bias
-    has, of "bhts", the others being 1; bias_dtype: "" for dtype. bias_masks: some of it, and whole rows, are -inf.
-    bias_low: added to it where a key comes after its query, as those do who mask by -1e30.
-    mask: None, or the axes that a bool mask has; where it has queries, some of them have no key. Where it has both, all
-    keys of the first half and none of the others are the last and the first third's.
-    pattern: None, or the name of a Mask in PATTERNS, in place of mask.
-    bias_whole: in place of the bias of the first quarter of the queries, which masks them whole.
+    window, softcap: as in flash_attention. sinks: whether the call has sinks. segments: None; "packed", segments in
+    sequence with padding at the end; or "mixed", ids in any order. bias: None, or the axes of a bias, from "bhts"; its
+    other axes have length 1. bias_dtype: "" for dtype. bias_masks: some entries, and some whole rows, are -inf.
+    bias_low: added to the bias where a key comes after its query, as in causal masks by -1e30.
+    mask: None, or the axes of a bool mask, as for bias. With "t", some queries have no key. With "t" and "s", the first
+    third of the queries drops the second half of the keys, and the last third keeps all keys of the first half.
+    pattern: None, or the name of a Mask in PATTERNS, instead of mask.
+    bias_whole: replaces the bias of the first quarter of the queries, and masks these queries whole.
     garbage: keys and values past kv_lengths are NaNs and infinities. no_sink: the sink of the first head is -inf.
     """
 
@@ -86,7 +86,7 @@ class AttentionCase:
         }
 
     def counts(self) -> np.ndarray:
-        """Which keys count, as kv_lengths says: bool [B, S, 1, 1]."""
+        """Whether each key is within kv_lengths: bool [B, S, 1, 1]."""
         lengths = np.full(self.batch, self.kv_length) if self.kv_lengths is None else np.asarray(self.kv_lengths)
         return (np.arange(self.kv_length) < lengths[:, None])[:, :, None, None]
 
@@ -126,7 +126,7 @@ class AttentionCase:
         return mask
 
     def _shape(self, axes: str) -> list[int]:
-        """The lengths of these axes, of "bhts"; the others are 1."""
+        """The lengths of "bhts", with 1 for an axis that is not in `axes`."""
         sizes = {"b": self.batch, "h": self.heads, "t": self.q_length, "s": self.kv_length}
         return [size if axis in axes else 1 for axis, size in sizes.items()]
 
@@ -135,14 +135,14 @@ class AttentionCase:
         if self.segments == "mixed":
             q_ids, kv_ids = (random.integers(-1, 3, (self.batch, length), np.int32) for length in lengths)
             return q_ids, kv_ids
-        # A third, a third, what is left but for a tenth; each batch entry with other borders.
+        # Two segments of about a third each, a shorter segment, a tenth of padding. The borders differ between entries.
         borders = np.array([0.33, 0.66, 0.9]) - random.random((self.batch, 1)) / 10
         q_ids, kv_ids = ((np.arange(n)[:, None] >= borders[:, None] * n).sum(-1, dtype=np.int32) for n in lengths)
         return np.where(q_ids == 3, -1, q_ids), np.where(kv_ids == 3, -1, kv_ids)
 
 
 def _cells(case: AttentionCase, size: int) -> masks.Mask:
-    """Random cells of each batch entry and head; of one head, the first row and the last column have none."""
+    """Random cells of each batch entry and head. Entry 0's first key head has none in the first row and last column."""
     shape = (case.batch, case.heads, -(-case.q_length // size), -(-case.kv_length // size))
     cells = case._random(5).random(shape) < 0.4
     cells[0, : case.heads // case.kv_heads, 0] = False
@@ -169,7 +169,7 @@ def _heads(name: str, head_dim: int, v_head_dim: int | None = None, **fields: An
     return AttentionCase(name, head_dim=head_dim, v_head_dim=v_head_dim or head_dim, **fields)
 
 
-# Small: each takes milliseconds jitted on a CPU, and in interpret mode.
+# Small: each case takes milliseconds jitted on a CPU, and in interpret mode.
 ATTENTION_CASES = (
     AttentionCase("full"),
     AttentionCase("causal", is_causal=True),
@@ -209,7 +209,7 @@ ATTENTION_CASES = (
     AttentionCase("window_left_only", window=(25, -1), q_length=90, kv_length=140, heads=4),
     AttentionCase("window_right_only", window=(-1, 25), q_length=140, kv_length=90),
     AttentionCase("window_of_one", window=0, q_length=70, kv_length=70),
-    # The last queries have no key, and the first ones in the second entry.
+    # The last queries have no key; in the second entry, the first queries have no key either.
     AttentionCase(
         "window_offsets_lengths", window=(20, 9), q_length=150, kv_length=120, q_offset=(17, -40), kv_lengths=(190, 77)
     ),
@@ -240,7 +240,7 @@ ATTENTION_CASES = (
     AttentionCase("bias_full", bias="bhts", q_length=150, kv_length=131, heads=4),
     AttentionCase("bias_heads", bias="hts", bias_dtype="float32", is_causal=True, q_length=70, kv_length=70),
     AttentionCase("bias_keys", bias="bs", q_length=150, kv_length=131, heads=4),
-    # The gradients of a row's scores add up to that of its lse alone: all else cancels, and only float32 shows it.
+    # The gradients of a row's scores add up to the gradient of its lse: all else cancels, and only float32 shows this.
     AttentionCase("bias_queries", bias="ht", dtype="float32", q_length=77, kv_length=131),
     AttentionCase("bias_number", bias="", dtype="float32", q_length=77, kv_length=70, heads=4, is_causal=True),
     AttentionCase("bias_masks", bias="hts", bias_masks=True, q_length=80, kv_length=80, kv_lengths=(99, 40)),
@@ -288,7 +288,7 @@ ATTENTION_CASES = (
         bias="hts",
         bias_masks=True,
     ),
-    # |query . key| reaches 10,000: the softmax must take its maximum out before it exponentiates.
+    # |query . key| reaches 10,000: the softmax must subtract its maximum before it exponentiates.
     AttentionCase("large", magnitude=300.0),
     AttentionCase("large_fp16", dtype="float16", magnitude=300.0, is_causal=True),
     AttentionCase("large_fp32", dtype="float32", magnitude=300.0),
@@ -311,7 +311,7 @@ GPU_ATTENTION_CASES = (
     _long("long_odd_128_causal", 128, q_length=2049, kv_length=2047, is_causal=True),
     _long("long_odd_128_causal_last", 128, q_length=2047, kv_length=2049, is_causal=True, q_offset=2),
     _long("long_odd_256_causal", 256, q_length=1025, kv_length=1025, is_causal=True),
-    # Rows of whole 16 bytes, whose last blocks are not whole.
+    # Rows are multiples of 16 bytes, and the last blocks are not whole.
     _long("long_fours_64", 64, q_length=2044, kv_length=2049),
     _long("long_fours_128_causal", 128, q_length=1028, kv_length=1028, is_causal=True),
     _long("long_fours_bias", 128, q_length=1996, bias="hts"),

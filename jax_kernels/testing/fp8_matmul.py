@@ -1,6 +1,6 @@
-"""The cases of products in 8 bits that tests and `jax-kernels check` share, and their definitions in float64.
+"""The cases of 8-bit matmuls that tests and `jax-kernels check` share, and their definitions in float64.
 
-A definition is a product of the operands as quantize rounds them.
+A definition is a matmul of the operands that quantize has rounded.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ __all__ = ["CASES", "GPU", "HOPPER", "Case", "errors_by", "gated_errors", "why_n
 class Case:
     """A call with precision="fp8", without an activation.
 
-    shape: x's rows in one or more axes, then K. columns: N. magnitudes: of x and w.
+    shape: the axes of x's rows, then K. columns: N. magnitudes: of x and w.
     """
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Case:
         return {"out": out} | {f"d{name}": x for name, x in gradients.items()}
 
     def definition(self) -> dict[str, np.ndarray]:
-        """The same in float64."""
+        """The results of `run`, in float64."""
         arrays, dout = self.arrays()
         x, dout = (y.reshape(-1, y.shape[-1]) for y in (arrays["x"], dout))
         w = arrays["w"].T if self.transpose_w else arrays["w"]
@@ -88,7 +88,7 @@ class Case:
 
 
 def why_not(case: Case, implementation: str) -> str | None:
-    """Why a case cannot run by this implementation here; None where it can."""
+    """The reason why this implementation cannot run a case on this machine; None if it can."""
     arrays, _ = case.arrays()
     try:
         explain(matmul, **arrays, **case.statics, implementation=implementation)
@@ -102,27 +102,27 @@ def _wide(x) -> np.ndarray:
 
 
 def _rounded(x, format: str, scaling: str) -> np.ndarray:
-    """x as numbers of 8 bits have it, whose last axis is summed over."""
-    # Compiled, as the op is: a compiled division may round otherwise, and a number end at the other side of a tie.
+    """x after rounding to 8 bits. The matmul sums over its last axis."""
+    # Compiled, as the op is: a compiled division may round otherwise, and move a value to the other side of a tie.
     quantized = jax.jit(lambda x: quantize(x, format, scaling=scaling))(x)
-    largest = quantized.scale.max(initial=0)  # apart: float32 lacks the smallest products of small scales
+    largest = quantized.scale.max(initial=0)  # a separate factor: float32 lacks the smallest products of small scales
     return _wide(dequantize(dataclasses.replace(quantized, scale=quantized.scale / largest))) * _wide(largest)
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of each result, and its bound: of sums in float32, and one rounding."""
+    """The largest error of each result, and its bound: the error of float32 sums and one rounding."""
     got, want = case.run(implementation), case.definition()
     if sorted(got) != sorted(want):
         raise ValueError(f"got: results {sorted(got)}, want {sorted(want)}")
     found = {}
     for name, right in want.items():
         error = np.abs(_wide(got[name]) - right).max(initial=0)
-        # The tensor cores truncate sums to 14 bits, four times in a step of 128: 2**-11.6 of the largest sum was found,
-        # as in torch._scaled_mm without fast sums.
+        # The tensor cores truncate sums to 14 bits, four times in a step of 128: 2**-11.6 of the largest sum was
+        # measured, as in torch._scaled_mm without fast sums.
         largest = np.abs(right).max(initial=0)
         sums = 2**-11 * largest if implementation == "mosaic_gpu" else 2**-16 * min(1, largest)
         bound = float((0.51 * float(jnp.finfo(got[name].dtype).eps) + 1e-5) * largest + sums)
-        # XLA's products of 8 bits on a GPU are cuBLAS's or tf32 ones.
+        # XLA's 8-bit matmuls on a GPU are cuBLAS matmuls or tf32 matmuls.
         is_loose = implementation != "mosaic_gpu" and jax.default_backend() == "gpu"
         found[name] = float(error), 50 * bound if is_loose else bound
     return found
@@ -137,12 +137,12 @@ CASES = {
         "one": Case((1, 1), 1),
         "transposed": Case((2, 70, 136), 40, transpose_w=True, has_bias=True, has_residual=True),
         "bfloat16_out": Case((9, 32), 40, out_dtype="bfloat16", dtype="float16", has_bias=True),
-        # The scales' product, or the sums times one of them, is outside of float32's range.
+        # The scales' product, or the sums times one scale, is outside of float32's range.
         "small": Case((4, 128), 64, dtype="float32", magnitudes=(1e-31, 1e-3)),
         "large": Case((4, 128), 64, dtype="float32", magnitudes=(1e35, 1e-20)),
     }.items()
 }
-# What the Hopper kernel serves, in all three products.
+# Cases whose three matmuls the Hopper kernel serves.
 HOPPER = {
     "tensor": Case((128, 128), 256),
     "row": Case((2, 128, 256), 384, "row", has_bias=True, out_dtype="bfloat16"),
@@ -157,11 +157,11 @@ GPU = {f"many_{scaling}": Case((1024, 1024), 1536, scaling) for scaling in ("ten
 
 
 def gated_errors(scaling: str, transpose_w: bool, implementation: str | None, size: int = 32) -> dict[str, float]:
-    """The relative errors (2-norm) of a gated unit in 8 bits over one in float32, by result."""
+    """The relative errors (2-norm) of an 8-bit gated unit against a float32 gated unit, by result."""
     random = np.random.default_rng(1)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
     depth, columns = 3 * size, 4 * size
-    # Scales of their own: with the gate's, numbers of the up product would saturate.
+    # w_up needs its own scales: with the scales of w_gate, its values would saturate.
     weights = [normal(depth, columns) / depth**0.5 * magnitude for magnitude in (1, 30)]
     arrays = {"x": normal(6 * size, depth)}
     arrays |= {name: w.T if transpose_w else w for name, w in zip(("w_gate", "w_up"), weights, strict=True)}

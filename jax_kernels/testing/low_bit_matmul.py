@@ -1,6 +1,6 @@
-"""The cases of products with weights of few bits that tests and `jax-kernels check` share, in float64 too.
+"""The cases of matmuls with low-bit weights that tests and `jax-kernels check` share, in float64 too.
 
-A definition is a product of the dequantised weights.
+A definition is a matmul with the dequantised weights.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ LARGE: dict[str, SizesAndOptions] = {
 
 
 def why_not(case: tuple[str, SizesAndOptions], implementation: str) -> str | None:
-    """Why one of HOPPER's, or the like, cannot run by this implementation here; None where it can."""
+    """The reason why this implementation cannot run a case, as in HOPPER, on this machine; None if it can."""
     kind, ((m, k, n), given) = case
     axis = -1 if given.get("transpose_w", False) else -2
     w = jax.eval_shape(lambda w: quantize(w, axis=axis, **KINDS[kind]), jnp.zeros((n, k) if axis == -1 else (k, n)))
@@ -105,7 +105,7 @@ def errors(kind: Options, case: SizesAndOptions, implementation: str | None) -> 
     eps = 2**-10 if given.get("precision") == "tf32" else float(jnp.finfo(dtype).eps)
 
     def bound(name):
-        """One rounding of the kernel's result; of others, those of weights, of cotangents and of preactivations."""
+        """For the kernel's out, one rounding; for other results, roundings of weights, cotangents, preactivations."""
         is_exact = name == "out" and implementation != "xla" and dtype != "float32"
         factor = 0.6 * float(jnp.finfo(got[name].dtype).eps) if is_exact else 6 * eps
         return (factor + 1e-5) * max(1.0, np.abs(want[name]).max())
@@ -114,7 +114,7 @@ def errors(kind: Options, case: SizesAndOptions, implementation: str | None) -> 
     return {name: (error(name), bound(name)) for name in want}
 
 
-# What the Hopper kernel serves: the kind, and the case.
+# Cases that the Hopper kernel serves: the kind, and the case.
 HOPPER: dict[str, tuple[str, SizesAndOptions]] = {
     "int4": ("int4", ((3, 512, 128), {})),
     "int4_32": ("int4_32", ((8, 512, 64), {"bias": "float32", "activation": "gelu"})),
@@ -129,6 +129,6 @@ HOPPER: dict[str, tuple[str, SizesAndOptions]] = {
 
 
 def errors_by(case: tuple[str, SizesAndOptions], implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of each result, and its bound, of one of HOPPER's."""
+    """The largest error of each result of a case, as in HOPPER, and its bound."""
     kind, options = case
     return errors(KINDS[kind], options, implementation)

@@ -1,4 +1,4 @@
-"""The cases of matmul that tests and `jax-kernels check` share, their definitions in float64, and bounds of errors."""
+"""The matmul cases that tests and `jax-kernels check` share, their definitions in float64, and error bounds."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ __all__ = ["CASES", "GPU", "HOPPER", "TRITON", "Case", "errors_by", "errors_of",
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call. shape: x's rows in one or more axes, then K; columns: N. is_gated: of gated_matmul."""
+    """A call. shape: the axes of x's rows, then K. columns: N. is_gated: whether the op is gated_matmul."""
 
     shape: tuple[int, ...]
     columns: int
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """x, w, bias, residual and w_up by name, as far as the call has them, and dout, the cotangent of out."""
+        """x, w, bias, residual and w_up by name, if the call has them, and dout, the cotangent of out."""
         depth, out = self.shape[-1], ((*self.shape[:-1], self.columns), self.out_dtype or self.dtype)
         w = ((self.columns, depth) if self.transpose_w else (depth, self.columns)), self.dtype
         found: dict[str, Any] = {"x": (self.shape, self.dtype), "w": w}
@@ -57,7 +57,7 @@ class Case:
         return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in found.items()}
 
     def arrays(self) -> tuple[dict[str, jax.Array], jax.Array]:
-        """The arrays of the call by name, and the cotangent of out: normal random numbers, w over the root of K."""
+        """The arrays of the call by name, and the cotangent of out: normal random values, w over sqrt(K)."""
         random = np.random.default_rng(0)
         found = {}
         for name, of_type in self.types.items():
@@ -72,7 +72,7 @@ class Case:
         return op(given["x"], *weights, **rest, **self.statics, implementation=implementation)
 
     def run(self, implementation: str | None = None) -> dict[str, jax.Array]:
-        """The results by name. primal: out of the call where it is not differentiated."""
+        """The results by name. primal: the out of a call that is not differentiated."""
         arrays, dout = self.arrays()
 
         @jax.jit
@@ -85,7 +85,7 @@ class Case:
         return {"out": out, "primal": primal} | {f"d{name}": x for name, x in gradients.items()}
 
     def definition(self) -> dict[str, np.ndarray]:
-        """The same in float64."""
+        """The results of `run`, in float64."""
         arrays, dout = self.arrays()
         with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
             wide = {name: jnp.asarray(np.asarray(x).astype(np.float64)) for name, x in arrays.items()}
@@ -104,7 +104,7 @@ class Case:
 
 
 def why_not(case: Case, implementation: str) -> str | None:
-    """Why a case cannot run by this implementation here; None where it can."""
+    """The reason why this implementation cannot run a case on this machine; None if it can."""
     given = {name: x for name, x in case.types.items() if name != "dout"}
     try:
         case.call(given, implementation, functools.partial(explain, case.op))
@@ -119,7 +119,7 @@ def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, 
 
 
 def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """errors_by, of the results of `run`."""
+    """errors_by, from the results of `run`."""
     want = case.definition()
     if sorted(got) != sorted(want):
         raise ValueError(f"got: results {sorted(got)}, want {sorted(want)}")
@@ -130,13 +130,13 @@ def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]
 
 
 def _bound(case: Case, name: str, dtype, right: np.ndarray) -> float:
-    """One rounding of the result, and those of what goes into its sums, whose terms are of magnitude 1."""
+    """Error bound: one rounding of the result plus the roundings of the summands (magnitude 1)."""
     of_inputs, scale = float(jnp.finfo(case.dtype).eps), np.abs(right).max(initial=0)
-    precision = 2**-9 if case.precision == "tf32" else 2**-22  # tf32 is truncated to, not rounded
+    precision = 2**-9 if case.precision == "tf32" else 2**-22  # operands are truncated to tf32, not rounded
     rows = math.prod(case.shape[:-1])
     counts = {"dw": rows, "dw_up": rows, "dbias": rows, "dx": case.columns}
     terms = math.sqrt(counts.get(name, case.shape[-1]))
-    # The gradients are sums of dout, or of dz, which is rounded, and made of a rounded preactivation.
+    # The gradients are sums of dout, or of dz, which is rounded and comes from a rounded preactivation.
     rounded = 0.0 if name in ("out", "primal") else of_inputs * (6 if case.is_gated else 3 if case.activation else 1)
     return float(0.6 * float(jnp.finfo(dtype).eps) * scale + terms * (rounded + precision) + 2**-20 * scale)
 
@@ -156,7 +156,7 @@ CASES = {
 } | {name: Case((17, 32), 24, bias="float32", activation=name) for name in ACTIVATIONS}
 
 
-# What the Hopper kernel serves.
+# Cases that the Hopper kernel serves.
 HOPPER = {
     "plain": Case((128, 64), 64),
     "edges": Case((2, 100, 192), 320, bias="float32"),
@@ -168,7 +168,7 @@ HOPPER = {
 }
 
 
-# What the Triton kernel serves: one block and several, and sizes beside those of its blocks.
+# Cases that the Triton kernel serves: one block, several blocks, and sizes next to its block sizes.
 TRITON = {name: CASES[name] for name in ("plain", "odd", "one", "vector", "tf32", "wide_out", "residual", "gated")} | {
     "one_short": Case((127, 63), 255, activation="silu", bias="bfloat16"),
     "one_more": Case((129, 65), 257, activation="silu", has_residual=True),
@@ -177,7 +177,7 @@ TRITON = {name: CASES[name] for name in ("plain", "odd", "one", "vector", "tf32"
     "gated_odd": Case((131, 33), 129, activation="gelu_tanh", is_gated=True, transpose_w=True, dtype="float16"),
     "gated_tf32": Case((9, 33), 17, activation="silu", is_gated=True, dtype="float32", precision="tf32"),
 }
-# For a GPU: many work tiles, and few that programs share.
+# For a GPU: many work tiles, or few work tiles that several programs share.
 GPU = {
     "many": Case((1000, 1024), 1536, activation="gelu", bias="float32", has_residual=True),
     "many_odd": Case((1001, 1027), 1531, activation="silu", bias="float32"),

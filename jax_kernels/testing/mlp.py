@@ -1,4 +1,4 @@
-"""The cases of mlp that tests and `jax-kernels check` share, their definitions in float64, and bounds of errors."""
+"""The cases of mlp that tests and `jax-kernels check` share, their definitions in float64, and error bounds."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ __all__ = ["CASES", "GPU", "HOPPER", "TRITON", "Case", "errors_by", "errors_of",
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call. shape: x's rows in one or more axes, then K; hidden: H; columns: N."""
+    """A call. shape: the axes of x's rows, then K; hidden: H; columns: N."""
 
     shape: tuple[int, ...]
     hidden: int
@@ -49,7 +49,7 @@ class Case:
         return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in found.items()}
 
     def arrays(self) -> tuple[dict[str, jax.Array], jax.Array]:
-        """The arrays of the call by name, and the cotangent of out: normal random numbers, weights over a root."""
+        """The arrays of the call by name, and the cotangent of out: normal random values, weights over sqrt(K or H)."""
         random = np.random.default_rng(0)
         found = {}
         for name, of_type in self.types.items():
@@ -64,7 +64,7 @@ class Case:
         return op(given["x"], given["w_up"], given["w_down"], **rest, **statics, implementation=implementation)
 
     def run(self, implementation: str | None = None) -> dict[str, jax.Array]:
-        """The results by name. primal: out of the call where it is not differentiated."""
+        """The results by name. primal: the out of a call that is not differentiated."""
         arrays, dout = self.arrays()
 
         @jax.jit
@@ -76,7 +76,7 @@ class Case:
         return {"out": out, "primal": primal} | {f"d{name}": x for name, x in gradients.items()}
 
     def definition(self) -> dict[str, np.ndarray]:
-        """The same in float64."""
+        """The results of `run`, in float64."""
         arrays, dout = self.arrays()
         with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
             wide = {name: jnp.asarray(np.asarray(x).astype(np.float64)) for name, x in arrays.items()}
@@ -95,7 +95,7 @@ class Case:
 
 
 def why_not(case: Case, implementation: str) -> str | None:
-    """Why a case cannot run by this implementation here; None where it can."""
+    """The reason why this implementation cannot run a case on this machine; None if it can."""
     given = {name: x for name, x in case.types.items() if name != "dout"}
     try:
         case.call(given, implementation, functools.partial(explain, mlp))
@@ -105,12 +105,12 @@ def why_not(case: Case, implementation: str) -> str | None:
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The relative error of each result in the 2-norm, and its bound: of four roundings, and of tf32."""
+    """The relative error of each result in the 2-norm, and its bound: four roundings, or the error of tf32."""
     return errors_of(case, case.run(implementation))
 
 
 def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """errors_by, of the results of `run`."""
+    """errors_by, from the results of `run`."""
     want = case.definition()
     if sorted(got) != sorted(want):
         raise ValueError(f"got: results {sorted(got)}, want {sorted(want)}")
@@ -130,17 +130,17 @@ CASES = {
     "transposed": Case((9, 32), 40, 24, is_gated=True, transpose_w=True, has_biases=True, activation="gelu_tanh"),
     "tf32": Case((6, 40), 24, 16, dtype="float32", precision="tf32", activation="relu"),
 }
-# What the Hopper kernel serves, in all products.
+# Cases in which the Hopper kernel serves all matmuls.
 HOPPER = {
     "plain": Case((136, 64), 192, 128, has_biases=True, has_residual=True, activation="gelu_tanh"),
     "gated": Case((2, 100, 128), 192, 64, is_gated=True, has_residual=True, dtype="float16"),
     "transposed": Case((264, 64), 320, 128, is_gated=True, transpose_w=True, has_biases=True),
 }
-# What the Triton kernel serves.
+# Cases that the Triton kernel serves.
 TRITON = {name: CASES[name] for name in ("plain", "biases", "gated", "tf32")} | {
     "primes": Case((131, 67), 269, 137, is_gated=True, transpose_w=True, activation="gelu"),
 }
-# For a GPU: many work tiles, and few that programs share.
+# For a GPU: many work tiles, or few work tiles that several programs share.
 GPU = {
     "many": Case((1000, 1024), 2048, 512, has_biases=True, activation="gelu"),
     "many_gated": Case((1024, 512), 3072, 512, is_gated=True, transpose_w=True),

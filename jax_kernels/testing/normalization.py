@@ -31,7 +31,7 @@ OPS = {"layer_norm": layer_norm, "rms_norm": rms_norm}
 class Case:
     """A call. weights: the dtype of scale and bias.
 
-    centre: the mean of x, over a standard deviation of 1. drift: by so much x rises from a row's start to its end.
+    centre: the mean of x, whose standard deviation is 1. drift: the rise of x from a row's start to its end.
     """
 
     shape: tuple[int, ...]
@@ -46,12 +46,12 @@ class Case:
     drift: float = 0.0
 
     def of_rows(self, count: int) -> "Case":
-        """The same with so many rows."""
+        """The case with `count` rows."""
         return dataclasses.replace(self, shape=(count, *self.shape[-1:]))
 
     @property
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """x, residual, scale and bias by name, as far as the call has them."""
+        """x, residual, scale and bias by name, if the call has them."""
         found: dict[str, Any] = {"x": (self.shape, self.dtype)}
         if self.has_residual:
             found["residual"] = found["x"]
@@ -67,7 +67,7 @@ class Case:
         return {"eps": self.eps, "scale_offset": self.scale_offset}
 
     def arrays(self) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
-        """The arrays of the call by name, and the cotangents of both results: normal random numbers."""
+        """The arrays of the call by name, and the cotangents of out and total: normal random values."""
         random = np.random.default_rng(0)
         normal = lambda shape, dtype, centre=0.0: jnp.asarray(random.standard_normal(shape) + centre, dtype)
         centres: dict[str, Any] = {"scale": 1.0, "bias": 0.0}
@@ -91,7 +91,7 @@ class Case:
         return found | {f"d{name}": x for name, x in gradients.items()}
 
     def definition(self) -> dict[str, np.ndarray]:
-        """The same in float64. x + residual is rounded to x's dtype first."""
+        """The results of `run`, in float64. x + residual is rounded to x's dtype first."""
         arrays, dout, dtotal = self.arrays()
         wide: Any = lambda x: None if x is None else np.asarray(x).astype(np.float64)
         total = arrays["x"] + arrays["residual"] if self.has_residual else arrays["x"]
@@ -116,7 +116,7 @@ class Case:
 
 
 def why_not(case: Case, implementation: str) -> str | None:
-    """Why a case cannot run by this implementation here; None where it can."""
+    """The reason why this implementation cannot run a case on this machine; None if it can."""
     try:
         explain(OPS[case.op], **case.types, **case.statics, implementation=implementation)
     except NotImplementedError as error:
@@ -125,14 +125,14 @@ def why_not(case: Case, implementation: str) -> str | None:
 
 
 def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """The largest relative error of each result of `run`, over a floor for numbers near 0, and its bound."""
+    """The largest relative error of each result of `run`, with a floor for values near 0, and its bound."""
     want = case.definition()
     if sorted(got) != sorted(want):
         raise ValueError(f"got: results {sorted(got)}, want {sorted(want)}")
     found = {}
     for name, right in want.items():
         eps = float(jnp.finfo(got[name].dtype).eps)
-        # Roundings of the result, and of sums in float32 over all that is added, whose terms are of magnitude 1.
+        # Roundings of the result, and of float32 sums whose terms have magnitude 1.
         count = np.prod(case.shape[:-1]) if name in ("dscale", "dbias") else 1
         sums = np.sqrt(count) * max(1.0, np.sqrt(case.shape[-1]) / 16)
         exact = 2**-19 * max(1.0, abs(case.centre)) * sums + eps * 0.01
@@ -142,12 +142,12 @@ def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """errors_of the results by an implementation."""
+    """errors_of for the results of an implementation."""
     return errors_of(case, case.run(implementation))
 
 
 def quantized_why_not(case: Case, implementation: str) -> str | None:
-    """why_not, with an output of 8 bits."""
+    """why_not, for an 8-bit output."""
     try:
         explain(OPS[case.op], **case.types, **case.statics, quantize="e4m3", implementation=implementation)
     except NotImplementedError as error:
@@ -156,7 +156,7 @@ def quantized_why_not(case: Case, implementation: str) -> str | None:
 
 
 def quantized_errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of an output of 8 bits in steps of e4m3, and its bound: half a step, and the sums' error."""
+    """The largest error of an 8-bit output in steps of e4m3, and its bound: half a step, and the sums' error."""
     arrays, *_ = case.arrays()
     options = case.statics | {"quantize": "e4m3", "implementation": implementation}
     got = jax.jit(lambda arrays: OPS[case.op](**arrays, **options))(arrays)
@@ -188,14 +188,14 @@ CASES = {
     "wide": Case((3, 5000), has_residual=True, eps=0.5),
     "rms_wide": Case((3, 5000), "rms_norm", eps=0.5),
 }
-# Rows that do not fit the registers of a program. An eps near their mean square counts in each result.
+# Rows that do not fit the registers of a program. An eps near the rows' mean square changes every result.
 LONG = {
     "long": Case((3, 40_001), eps=0.5),
     "long_far_mean": Case((2, 70_000), dtype="float32", centre=1e4, has_residual=True, eps=0.5),
     "long_drift": Case((3, 40_001), drift=8.0),
     "rms_long": Case((3, 70_000), "rms_norm", has_residual=True, eps=0.5),
 }
-# What the Hopper kernels serve: a row for each warp, and rows of 1, 2 and 4 warpgroups.
+# Cases that the Hopper kernels serve: a row for each warp, and rows of 1, 2 and 4 warpgroups.
 HOPPER = {
     "row_for_each_warp": Case((2, 3, 256), eps=0.5),
     "many_short_rows": Case((37, 384), "rms_norm", weights="bfloat16", has_residual=True, scale_offset=1.0),

@@ -1,7 +1,7 @@
-"""Derivatives: rules for both modes, and clear errors in place of derivatives that would be lost or have no rule.
+"""Derivatives: rules for both modes, and clear errors for derivatives that would be lost or have no rule.
 
-`in_both_modes` gives a function of plain JAX a gradient of its own in reverse mode, as jax.custom_vjp does, and lets
-JAX differentiate the function itself for all else: forward mode, and second derivatives.
+`in_both_modes` gives a function of plain JAX a gradient of its own in reverse mode, as jax.custom_vjp does. For forward
+mode and second derivatives, JAX differentiates the function itself.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ __all__ = [
     "without_derivative",
 ]
 
-NO_SECOND = "gradients of gradients: kernels have none; implementation='xla' has them"
+NO_SECOND = "second derivatives: kernels have none; implementation='xla' has them"
 
 
 def without_derivative[Tree](tree: Tree, told: str) -> Tree:
-    """The same arrays, of which a derivative raises NotImplementedError(told). Other leaves stay as they are."""
+    """Returns the tree. Differentiating its arrays raises NotImplementedError(told). Other leaves are unchanged."""
     leaves, structure = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
     for place, array in zip(places, _same(told)(*(leaves[place] for place in places)), strict=True):
@@ -54,20 +54,20 @@ def _same(told: str) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def no_forward_mode(op: str) -> str:
-    """The error of an op's kernels for in_reverse_mode."""
+    """The error message of an op's kernels, for in_reverse_mode."""
     return (
-        f"{op}: its kernels have a derivative in reverse mode alone; implementation='xla' has forward mode (jax.jvp, "
+        f"{op}: its kernels have a derivative only in reverse mode; implementation='xla' has forward mode (jax.jvp, "
         "jax.linearize, jax.jacfwd, jax.hessian) and second derivatives"
     )
 
 
 def in_reverse_mode[Tree](tree: Tree, message: str) -> Tree:
-    """The same arrays, whose tangents raise NotImplementedError(message) where forward mode computes them.
+    """Returns the tree. Computing tangents of its arrays, in forward mode, raises NotImplementedError(message).
 
     Reverse mode only transposes the tangents.
     """
     is_moving = lambda x: isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
-    # One by one: an array that is not differentiated then has no tangent afterwards either.
+    # Array by array, so that an array that is not differentiated still has no tangent afterwards.
     return jax.tree.map(lambda x: _in_reverse_mode_p.bind(x, message=message) if is_moving(x) else x, tree)
 
 
@@ -75,7 +75,7 @@ def _raised(*_: Any, message: str, **__: Any) -> Any:
     raise NotImplementedError(message)
 
 
-# The identity of an array. vmap maps it, and a derivative comes later: so vmap meets tangents in forward mode alone.
+# The identity on an array. vmap maps it before it is differentiated, so vmap meets tangents only in forward mode.
 _in_reverse_mode_p = Primitive("in_reverse_mode")
 _in_reverse_mode_p.def_impl(lambda x, *, message: x)
 _in_reverse_mode_p.def_abstract_eval(lambda x, *, message: x)
@@ -94,7 +94,7 @@ def _derivative_of_mark(primals: Any, tangents: Any, *, message: str) -> tuple[A
 
 ad.primitive_jvps[_in_reverse_mode_p] = _derivative_of_mark
 
-# The identity of a tangent, which is transposed and never computed.
+# The identity on a tangent, which may be transposed but not computed.
 _transposed_p = Primitive("reverse_mode_tangent")
 _transposed_p.def_impl(_raised)
 _transposed_p.def_abstract_eval(lambda x, *, message: x)
@@ -111,10 +111,10 @@ def in_both_modes(
     plain: Callable[..., Any] | None = None,
     symbolic_zeros: bool = False,
 ) -> Callable[..., Any]:
-    """function(call, *arguments), whose reverse mode is forward and backward, as jax.custom_vjp has them.
+    """function(call, *arguments) with forward and backward as its reverse mode, in the form of jax.custom_vjp.
 
-    Everything but that is JAX's derivative of plain(call, *arguments): of `function` where it is None. To let second
-    derivatives through, JAX must be able to differentiate forward and backward as well.
+    All other derivatives are JAX's derivatives of plain(call, *arguments), or of `function` if plain is None. For
+    second derivatives, JAX must be able to differentiate forward and backward too.
 
     call: static and hashable. arguments: trees of arrays.
     """
@@ -126,7 +126,7 @@ def in_both_modes(
 
 
 def _of_jax[Tree](tree: Tree) -> Tree:
-    """The tree, whose NumPy arrays are arrays of JAX: a rule must not hand on others."""
+    """The tree with NumPy arrays as JAX arrays: a derivative rule must not return NumPy arrays."""
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x, tree)
 
 
@@ -143,7 +143,7 @@ class _Rules:
 def _pushed(rules: _Rules, call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
     """The results, and their tangents as one linear equation, which forward mode computes and reverse mode transposes.
 
-    primals, tangents: of the arguments, as JAX gives them to a custom_jvp with symbolic zeros.
+    primals, tangents: of the arguments, as JAX passes them to a custom_jvp with symbolic zeros.
     """
     leaves, arguments = jax.tree.flatten(_of_jax(primals))
     directions = jax.tree.leaves(tangents, is_leaf=_is_zero)
@@ -199,7 +199,7 @@ class _Linear:
         return _pushed_through(plain, leaves, self.moving, directions)[1]
 
     def pull(self, known: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """The cotangents of the leaves that are moving; None for 0. cotangents: of the results, symbolic zeros too."""
+        """The cotangents of the moving leaves; None for 0. cotangents: of the results; may be symbolic zeros."""
         if not self.rules.symbolic_zeros:
             cotangents = [ad.zeros_like_aval(x.aval) if _is_zero(x) else x for x in cotangents]
         kept = jax.tree.unflatten(self.kept, known[: self.kept.num_leaves])
@@ -217,7 +217,7 @@ class _Linear:
 def _pushed_through(
     function: Callable[..., list[Any]], leaves: list[Any], moving: Sequence[int], directions: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """function(*leaves), and its tangents where the leaves that are `moving` have these directions."""
+    """function(*leaves), and its tangents for these directions of the leaves that are `moving`."""
 
     def of_moving(*moved: Any) -> list[Any]:
         given = list(leaves)
@@ -229,9 +229,9 @@ def _pushed_through(
 
 
 def with_plain_derivative(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """function(call, *arguments), all of whose derivatives are JAX's of plain(call, *arguments), which equals it.
+    """function(call, *arguments), differentiated as JAX differentiates plain(call, *arguments), which equals it.
 
-    It is for functions that JAX differentiates in part alone, such as jax.custom_batching.custom_vmap.
+    Use it for functions that JAX differentiates only in part, such as jax.custom_batching.custom_vmap.
     """
     wrapped = jax.custom_jvp(function, nondiff_argnums=(0,))
 
@@ -261,7 +261,7 @@ def _moving(directions: Sequence[Any]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Mapped:
-    """A linear equation under vmap. axes: of its known operands; all others have theirs in front."""
+    """A linear equation under vmap. axes: of its known operands; all other operands have the mapped axis in front."""
 
     linear: Any
     size: int

@@ -1,4 +1,4 @@
-"""Code that has Auto axes inside, of arrays on a mesh with Explicit ones."""
+"""Runs code on Auto axes, for arrays on a mesh with Explicit axes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +10,13 @@ __all__ = ["explicit_mesh", "on_auto_axes", "with_auto_axes"]
 
 
 def explicit_mesh(x: Any) -> Any:
-    """The mesh of an array that has Explicit axes; None for any other."""
+    """The mesh of an array, if the mesh has Explicit axes; otherwise None."""
     mesh = jax.typeof(x).sharding.mesh
     return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
 def with_auto_axes(function: Callable[..., Any], arrays: Any, mesh: Any, specs: Any) -> Any:
-    """function(arrays) on Auto axes, differentiable, where the mesh has no Manual axes.
+    """function(arrays) on Auto axes, differentiable, for a mesh without Manual axes.
 
     specs: the PartitionSpecs of its results, as a tree's prefix.
     """
@@ -29,7 +29,7 @@ def with_auto_axes(function: Callable[..., Any], arrays: Any, mesh: Any, specs: 
 
 
 def on_auto_axes(function: Callable[..., Any], arrays: Any, specs: Callable[[Any], Any]) -> Any:
-    """function(arrays) on Auto axes, in a jax.shard_map, where JAX cannot transpose auto_axes.
+    """function(arrays) on Auto axes, in a jax.shard_map: there JAX cannot transpose auto_axes.
 
     specs(results): their PartitionSpecs, as a tree's prefix.
     """

@@ -1,4 +1,4 @@
-"""Arrays inside jax.shard_map, as varying over the axes of the mesh."""
+"""Arrays inside jax.shard_map, typed as varying over axes of the mesh."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""JAX's defaults of promotion, whatever the caller has set."""
+"""JAX's default promotion, whatever the caller has set."""
 
 import functools
 from collections.abc import Callable
@@ -12,8 +12,8 @@ __all__ = ["under_defaults"]
 def under_defaults[Function: Callable[..., Any]](function: Function) -> Function:
     """A decorator: the function is traced under JAX's default promotion, whatever its caller has set.
 
-    jax_numpy_rank_promotion="raise" is for the caller's code. Both halves of a custom_vjp need the decorator, as JAX
-    traces them at another time.
+    jax_numpy_rank_promotion="raise" is for the caller's code. Both halves of a custom_vjp need the decorator, because
+    JAX traces them separately.
     """
 
     @functools.wraps(function)

@@ -157,7 +157,7 @@ def test_products_of_8_bits(invoke, text, tmp_path, monkeypatch):
     out = tmp_path / "out"
     result = invoke("--text", text, "--out", out, "--precision", "fp8", "--steps", 40)
     assert result.exit_code == 0, result.output
-    assert "float32, its blocks' products in 8 bits; " in result.output
+    assert "float32, 8-bit matmuls in its blocks; " in result.output
     record = record_of(out)
     assert record["config"]["model"]["precision"] == "fp8"
     assert record["final_held_out_bits_per_byte"] < 0.5 * record["unigram_entropy_bits_per_byte"]

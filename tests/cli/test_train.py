@@ -26,7 +26,7 @@ from jax_kernels.ops.ring.ring_attention import STRATEGIES
 
 MODEL = "--seq-len 32 --batch-size 4 --layers 1 --width 32 --heads 2 --dtype float32 --save-every 2"
 MAIN = "from jax_kernels.cli import main; main()"
-HEADS = "want a divisor of it that gives each head an even number of numbers, up to 256"
+HEADS = "want a divisor of the width that gives heads of an even size, up to 256"
 
 
 def start(*words, devices=4, command="train", script=MAIN):
@@ -233,8 +233,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_unsaved(tmp_path, text):
         train_run.run({"data": 1}, text, tmp_path / "out", **small(settings))
     assert not (tmp_path / "out" / "train.json").exists()
     assert (tmp_path / "out" / "checkpoint" / "1").is_dir()
-    # Between checkpoints the gradient shows it, a step later.
-    message = r"step 3: got a loss of \S+ and a gradient norm of nan, want finite ones, .+; there is no checkpoint"
+    # Between checkpoints the gradient shows the fault, a step later.
+    message = r"step 3: got a loss of \S+ and a gradient norm of nan, want finite values, .+; there is no checkpoint"
     with pytest.raises(SystemExit, match=message):
         train_run.run({"data": 1}, text, tmp_path / "other", **small(settings | {"save_every": 10}))
 

@@ -239,7 +239,7 @@ BAD = {
     "tau_shape": (
         lambda: masks.threshold(jnp.ones((4, 4)), jnp.ones(3)),
         ValueError,
-        "tau: got shape (3,), want one that broadcasts to bias's shape (1, 1, 4, 4)",
+        "tau: got shape (3,), want a shape that broadcasts to bias's shape (1, 1, 4, 4)",
     ),
     "q_length_none": (
         lambda: masks.top_k(jnp.ones((1, 4)), 1, among=masks.causal()),

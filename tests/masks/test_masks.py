@@ -261,22 +261,22 @@ BAD = {
     "density_block": (lambda: causal.density(4, 5, -1), ValueError, "block: got -1, want an int of at least 1"),
     "by": (lambda: causal.block_lists(4, 5, 2, 2, "rows"), ValueError, "by: got 'rows', want 'query' or 'key'"),
     "by_packed": (lambda: causal.packed_partial(4, 5, 2, 2, by=0), ValueError, "by: got 0, want 'query' or 'key'"),
-    "and_array": (lambda: causal & np.ones((4, 4), bool), TypeError, "&: got ndarray beside a Mask, want another"),
-    "array_or": (lambda: np.ones((4, 4), bool) | causal, TypeError, "|: got ndarray beside a Mask, want another Mask;"),
-    "and_jax_array": (lambda: jnp.ones((4, 4), bool) & causal, TypeError, "masks.dense makes one of a bool array"),
-    "or_none": (lambda: causal | None, TypeError, "|: got NoneType beside a Mask, want another Mask"),
+    "and_array": (lambda: causal & np.ones((4, 4), bool), TypeError, "&: got ndarray and a Mask, want another"),
+    "array_or": (lambda: np.ones((4, 4), bool) | causal, TypeError, "|: got ndarray and a Mask, want another Mask;"),
+    "and_jax_array": (lambda: jnp.ones((4, 4), bool) & causal, TypeError, "masks.dense makes a Mask of a bool"),
+    "or_none": (lambda: causal | None, TypeError, "|: got NoneType and a Mask, want another Mask"),
     "truth": (lambda: causal and dense, TypeError, "a Mask has no truth value: compose masks with &, | and ~"),
     "not_callable": (lambda: masks.from_function(3), TypeError, "function: got int, want a function (b, h, q, k)"),
     "function_batch": (lambda: masks.from_function(lambda *x: x, batch=-1), ValueError, "batch: got -1, want an int"),
     "function_of_heads": (
         lambda: masks.from_function(lambda b, h, q, k: q >= k + h, batch=2),
         ValueError,
-        "heads: got None with a function that looks at h, want how many it tells apart",
+        "heads: got None with a function that uses h, want the number that it distinguishes",
     ),
     "function_of_batch": (
         lambda: masks.from_function(lambda b, h, q, k, x: x[b] > q, jnp.arange(2), heads=2),
         ValueError,
-        "batch: got None with a function that looks at b, want how many it tells apart",
+        "batch: got None with a function that uses b, want the number that it distinguishes",
     ),
     "function_dtype": (
         lambda: masks.from_function(lambda b, h, q, k: q - k),
@@ -296,12 +296,12 @@ BAD = {
     "function_reduces": (
         lambda: masks.from_function(lambda b, h, q, k: k < q.max()),
         ValueError,
-        "function: got other values from it for arrays than for each of their numbers, want an elementwise",
+        "function: got other values for arrays of indices than for each index, want an elementwise",
     ),
     "function_sorts": (
         lambda: masks.from_function(lambda b, h, q, k: jnp.flip(jnp.atleast_1d(k), -1).reshape(k.shape) > q),
         ValueError,
-        "function: got other values from it for arrays than for each of their numbers",
+        "function: got other values for arrays of indices than for each index",
     ),
     "function_branches": (
         lambda: masks.from_function(_if),
@@ -326,7 +326,7 @@ def test_a_jitted_function_looks_at_what_it_reads():
         np.testing.assert_array_equal(
             masks.from_function(function).to_dense(4, 4), masks.from_function(plain).to_dense(4, 4)
         )
-    with pytest.raises(ValueError, match="heads: got None with a function that looks at h"):
+    with pytest.raises(ValueError, match="heads: got None with a function that uses h"):
         masks.from_function(jax.jit(lambda b, h, q, k: q >= k + h))
 
 

@@ -107,7 +107,7 @@ def test_the_scale_has_a_derivative_and_the_values_have_none():
     of_scale = lambda scale: dequantize(dataclasses.replace(found, scale=scale)).sum()
     want = float(found.values.astype(jnp.float32).sum())
     assert jax.grad(of_scale)(found.scale) == pytest.approx(want, rel=1e-6)
-    with pytest.raises(NotImplementedError, match="dequantize: numbers of 8 bits have no gradients"):
+    with pytest.raises(NotImplementedError, match="dequantize: 8-bit values have no gradients"):
         jax.grad(lambda values: dequantize(dataclasses.replace(found, values=values)).sum())(found.values)
 
 

@@ -13,7 +13,7 @@ def demo(
         Path | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps in all, those before --resume too.", show_default="by device")
+        int | None, typer.Option(min=1, help="Total steps, with the steps before --resume.", show_default="by device")
     ] = None,
     seq_len: Annotated[int | None, typer.Option(min=2, help="Bytes of context.", show_default="by device")] = None,
     batch_size: Annotated[
@@ -21,10 +21,10 @@ def demo(
     ] = None,
     decay_steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps over which the learning rate decays.", show_default="those of --steps"),
+        typer.Option(min=1, help="Steps over which the learning rate decays.", show_default="the value of --steps"),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=2**32 - 1, help="Of the parameters and the batches.", show_default="0")
+        int | None, typer.Option(min=0, max=2**32 - 1, help="Seed of the parameters and the batches.", show_default="0")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for loss.png, run.json and the checkpoint.")] = Path("runs/demo"),
     resume: Annotated[
@@ -36,14 +36,14 @@ def demo(
     attention: Annotated[
         str | None,
         typer.Option(
-            help="dense; or dilated: LongNet, whose branches see a quarter of the context, every second byte of half "
-            "of it and every fourth of all.",
+            help="dense; or dilated: a LongNet with three branches, which see a quarter of the context, every second "
+            "byte of half the context, and every fourth byte of the whole context.",
             show_default="dense",
         ),
     ] = None,
     implementation: Annotated[
         str | None,
-        typer.Option(help="Of the attention: mosaic_gpu, triton, cudnn or xla.", show_default="the fastest here"),
+        typer.Option(help="For attention: mosaic_gpu, triton, cudnn or xla.", show_default="the fastest here"),
     ] = None,
     mesh: Annotated[
         str | None, typer.Option(help="Devices along each axis: data=2,sequence=2.", show_default="one device")
@@ -51,7 +51,7 @@ def demo(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="fp8: the blocks' products of matrices in 8 bits; emulated on a CPU.", show_default="16 or 32 bits"
+            help="fp8: the matmuls of the model's blocks in 8 bits; emulated on a CPU.", show_default="16 or 32 bits"
         ),
     ] = None,
 ) -> None:
@@ -62,8 +62,8 @@ def demo(
 
     One run at a time writes --out.
 
-    Ends with exit code 1 where held-out bits per byte are not below 0.8 of
-    the unigram entropy, where PyTorch disagrees, or where --out cannot be
+    Ends with exit code 1 if held-out bits per byte are not below 0.8 of
+    the unigram entropy, if PyTorch disagrees, or if --out cannot be
     written; 2 for a wrong option, or an --out that another run writes.
     """
     from jax_kernels.cli import WriteError

@@ -17,10 +17,10 @@ __all__ = ["Comparison", "compare"]
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 if HAS_TORCH:
-    # Before JAX's first use, so that JAX leaves PyTorch its share of the GPU's memory.
+    # Imported before JAX's first use, so that JAX leaves GPU memory for PyTorch.
     import jax_kernels.bridge  # noqa: F401
 
-# Of the largest magnitude: both sides sum float32 products in an order of their own.
+# Relative to the largest magnitude: the two modules sum float32 products in different orders.
 TOLERANCE = 1e-4
 MAX_LENGTH = 256
 
@@ -37,8 +37,8 @@ class Comparison:
 def compare(trainer: Trainer, windows: np.ndarray) -> Comparison:
     """Runs both modules in float32 on windows (uint8 [B, T + 1]) and compares their logits and input gradients.
 
-    The input gradient is that of the mean loss by the input's token embeddings. PyTorch runs on a GPU where JAX
-    does and PyTorch can; else both run on the CPU.
+    The input gradient is the gradient of the mean loss with respect to the input's token embeddings. Both modules run
+    on a GPU if JAX does and PyTorch can; otherwise both run on the CPU.
     """
     if not HAS_TORCH:
         reason = "torch is not installed"
@@ -48,7 +48,8 @@ def compare(trainer: Trainer, windows: np.ndarray) -> Comparison:
     on_gpu = jax.default_backend() == "gpu" and bridge_nn.has_gpu()
     windows = windows[:, : MAX_LENGTH + 1]
     tokens, targets = windows[:, :-1].astype(np.int32), windows[:, 1:].astype(np.int32)
-    # In 8 bits, a last bit of a sum may turn a whole step of the next rounding: both sides would differ by percents.
+    # Without 8-bit matmuls, in which the last bit of a sum may change the next rounding by a whole step: the modules
+    # would differ by percents.
     config = dataclasses.replace(
         trainer.settings.model, dtype="float32", implementation=None, remat=False, precision=None, scaling=None
     )

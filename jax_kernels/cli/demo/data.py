@@ -24,7 +24,7 @@ class Corpus:
     """Bytes in blocks; windows never cross a block's end, so nothing held out is ever trained on.
 
     train, held_out: uint8 [blocks, block_length]; a window is seq_len + 1 bytes, inputs and targets.
-    source: where the bytes came from. sha256: of all of them.
+    source: the origin of the bytes. sha256: of all bytes.
     """
 
     train: np.ndarray
@@ -38,7 +38,7 @@ class Corpus:
         return self.train.size + self.held_out.size
 
     def batch(self, batch_size: int, seed: int, step: int) -> np.ndarray:
-        """The windows of one step, uint8 [batch_size, seq_len + 1]: a function of (seed, step) alone."""
+        """The windows of one step, uint8 [batch_size, seq_len + 1]: a function of only (seed, step)."""
         rng = np.random.default_rng((seed, step))
         block = rng.integers(len(self.train), size=batch_size)
         start = rng.integers(self.train.shape[1] - self.seq_len, size=batch_size)
@@ -61,7 +61,7 @@ def read_corpus(path: Path | None, seq_len: int) -> Corpus:
     """Reads a file, every text file of a folder, or by default the .py source of Python's standard library.
 
     Files are taken in the order of their paths, up to MAX_BYTES. Files with a NUL byte, which are no text, and hidden
-    files are passed over. Raises CorpusError where there is too little or nothing to read.
+    files are skipped. Raises CorpusError if there is too little text or nothing to read.
     """
     if path is None:
         root = standard_library()

@@ -39,7 +39,7 @@ def introduce(
     unigram: float,
 ) -> None:
     settings, model = trainer.settings, trainer.settings.model
-    products = ", its blocks' products in 8 bits" if model.precision == "fp8" else ""
+    products = ", 8-bit matmuls in its blocks" if model.precision == "fp8" else ""
     console.print(
         f"[bold]Device[/] {escape(device.name)}, jax {jax.__version__}\n"
         f"[bold]Text[/] {escape(corpus.source)}: {corpus.size:,} bytes, {corpus.held_out.size:,} of them held out, "
@@ -54,7 +54,7 @@ def introduce(
 
 def print_sample(console: Console, prompt: bytes, sampled: bytes) -> None:
     console.print("[bold]Sample[/], after a held-out beginning:")
-    # Bytes need not be text: what is no UTF-8, or would move the cursor, is shown as a replacement character.
+    # Bytes need not be text: a replacement character is shown for invalid UTF-8, and for bytes that move the cursor.
     clean = lambda data: "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in data.decode(errors="replace"))
     console.print(Text.assemble((clean(prompt), "dim"), clean(sampled)))
 
@@ -88,7 +88,7 @@ def write_record(
     history: dict[str, Any],
     results: dict[str, Any],
 ) -> None:
-    """Writes run.json: what ran, where, on which versions, and all its numbers."""
+    """Writes run.json: the settings, device, versions and all results of the run."""
     record = {
         **results,
         "steps": trainer.step,

@@ -25,7 +25,7 @@ __all__ = ["OptionError", "run"]
 # Held-out bits per byte must end below this part of the unigram entropy.
 LEARNED = 0.8
 SAVE_SECONDS = 60
-# The most; both fit in the context that was trained, beyond which the model knows no positions.
+# Upper limits. Prompt and sample fit in the trained context; the model knows no positions beyond it.
 PROMPT_BYTES, SAMPLE_BYTES = 48, 512
 
 
@@ -40,7 +40,7 @@ class OptionError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """The settings for a device where the options leave them out."""
+    """A device's settings for options that are left out."""
 
     model: TransformerConfig
     seq_len: int
@@ -65,7 +65,7 @@ def preset(device: jax_kernels.DeviceInfo) -> Preset:
 def run(
     *, text: Path | None, steps: int | None, out: Path, resume: bool, mesh: dict[str, int] | None = None, **given: Any
 ) -> bool:
-    """Runs the whole command. Returns whether every check passed; raises OptionError for what the user can mend."""
+    """Runs the whole command. Returns whether every check passed; raises OptionError for errors of the user's input."""
     console = Console(highlight=False)
     device = jax_kernels.device_info()
     defaults = preset(device)
@@ -105,7 +105,7 @@ def finish(
     console: Console, out: Path, device: jax_kernels.DeviceInfo, trainer: Trainer, corpus: Corpus,
     plan: jax_kernels.Plan, unigram: float, history: dict[str, Any], timing: dict[str, Any],
 ) -> bool:  # fmt: skip
-    """The checks after training, a sample and the files. Whether every check passed. Raises NotWritten."""
+    """Runs the checks, samples, and writes the files. Returns whether every check passed. Raises NotWritten."""
     settings = trainer.settings
     held_out = trainer.evaluate(corpus.held_out_batches(settings.batch_size, 16))
     learned = held_out < LEARNED * unigram
@@ -142,11 +142,11 @@ def finish(
 
 
 def check_finite(trainer: Trainer) -> None:
-    """Ends the process with the status 1 where a parameter is not finite: such a state is not saved."""
+    """Ends the process with the status 1 if a parameter is not finite. The state is then not saved."""
     if names := nonfinite(trainer.params, trainer.mesh):
         sys.exit(
             f"jax-kernels: step {trainer.step}: got parameters that are not finite, such as {names[0]}, want finite "
-            "ones; they are not saved"
+            "values; they are not saved"
         )
 
 
@@ -168,7 +168,7 @@ def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]
 
 
 def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> TransformerConfig:
-    """The preset's model with the attention and the products that were asked for."""
+    """The preset's model with the requested attention and precision."""
     if given["precision"] not in (None, "fp8"):
         raise OptionError("--precision", f"got {given['precision']!r}, want fp8, or no --precision")
     config = dataclasses.replace(config, implementation=given["implementation"], precision=given["precision"])
@@ -177,7 +177,7 @@ def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> 
     if given["attention"] != "dilated":
         hint = did_you_mean(given["attention"], ("dense", "dilated"))
         raise OptionError("--attention", f"got {given['attention']!r}, want dense or dilated{hint}")
-    # Each segment has a quarter of the context's tokens; a very short context has room for rate 1 alone.
+    # Each segment has a quarter of the context's tokens; a very short context has room only for rate 1.
     branches = [(max(1, seq_len * rate // 4), rate) for rate in (1, 2, 4)]
     lengths, rates = zip(*((length, rate) for length, rate in branches if rate <= length), strict=True)
     return LongNetConfig(**dataclasses.asdict(config), segment_lengths=lengths, dilation_rates=rates)
@@ -218,12 +218,12 @@ def corpus_of(text: Path | None, seq_len: int) -> Corpus:
 
 
 def check_products(model: TransformerConfig, device: jax_kernels.DeviceInfo) -> None:
-    """Raises OptionError where the model has products of 8 bits and the GPU has none."""
+    """Raises OptionError if the model has 8-bit matmuls and the GPU does not support them."""
     if model.precision == "fp8" and device.compute_capability is not None and not device.supports_fp8:
         raise OptionError(
             "--precision",
-            f"{device.name} has no products of 8 bits; Ada (L4, L40S, RTX 40), Hopper (H100, H200) and Blackwell GPUs "
-            "have",
+            f"{device.name} has no 8-bit matmuls; Ada (L4, L40S, RTX 40), Hopper (H100, H200) and Blackwell GPUs have "
+            "them",
         )
 
 
@@ -283,7 +283,7 @@ def train(
 
         while trainer.step < steps:
             nats = trainer.train(corpus.batch(settings.batch_size, settings.seed, trainer.step))
-            # The loss of the step before is read while this one runs, so that the device never waits for the host.
+            # The loss of the previous step is read while this step runs, so that the device never waits for the host.
             if running is not None:
                 record(running)
             running = nats

@@ -25,10 +25,10 @@ __all__ = ["Checkpoints", "Settings", "Trainer", "bits_per_byte", "make_model", 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """All that a training run depends on, besides its length and the text itself. The checkpoint holds it.
+    """The settings of a training run, except its length and the text itself. The checkpoint holds them.
 
-    learning_rate: the peak. decay_steps: it warms up, then falls along a cosine until this step, so that a run
-    which stops before can be resumed to the same end. text: the path given, or None; sha256: of the bytes read.
+    learning_rate: the peak. decay_steps: the rate warms up, then falls along a cosine until this step. So a run that
+    stops before can be resumed to the same end. text: the path given, or None; sha256: of the bytes read.
     """
 
     model: TransformerConfig
@@ -74,17 +74,17 @@ def bits_per_byte(nats: Any) -> Any:
 class Trainer:
     """The state of a run on the device, and the compiled functions on it.
 
-    state: {"params": nnx.State, "optimizer": the optax state}; every step takes it over (donation) and makes a new
-    one. step: how many steps it has had. mesh: the devices; None for one.
+    state: {"params": nnx.State, "optimizer": the optax state}; every step consumes the state (donation) and makes a new
+    state. step: the number of steps so far. mesh: the devices; None for one device.
 
-    Raises ValueError where the devices do not divide a batch.
+    Raises ValueError if the number of devices does not divide a batch.
     """
 
     def __init__(self, settings: Settings, mesh: Mesh | None = None) -> None:
         self.settings = settings
         self.optimizer = make_optimizer(settings)
 
-        # Not under jit, which would compile the initialisation of each layer anew.
+        # Not under jit, which would compile the initialisation of each layer separately.
         self.graphdef, params = nnx.split(make_model(settings.model, nnx.Rngs(settings.seed)), nnx.Param)
         self.mesh = make_mesh({"data": 1}) if mesh is None else mesh
         check_mesh(self.mesh, ShardingRules(), settings.model.sequence_axis, settings.model.num_layers)
@@ -96,7 +96,7 @@ class Trainer:
         self._loss = jax.jit(self._mean_loss)
 
     def _mean_loss(self, params: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-        """The mean cross-entropy, in nats per byte, of bytes [B, T] and those that follow them."""
+        """The mean cross-entropy, in nats per byte, of bytes [B, T] and the bytes that follow them."""
         return nnx.merge(self.graphdef, params).losses(inputs, targets).mean()
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class Trainer:
             return lowered.compile()
 
     def compile(self) -> None:
-        """Compiles the step ahead of the first one."""
+        """Compiles the step before the first step runs."""
         _ = self._train
 
     def train(self, windows: np.ndarray) -> jax.Array:
@@ -140,7 +140,7 @@ class Trainer:
 
 
 def _inputs_and_targets(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs and the targets of windows [B, T + 1]: each byte is predicted from those before it."""
+    """The inputs and the targets of windows [B, T + 1]: each byte is predicted from the bytes before it."""
     windows = windows.astype(np.int32)
     return windows[:, :-1], windows[:, 1:]
 
@@ -148,10 +148,9 @@ def _inputs_and_targets(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class Checkpoints:
     """The newest checkpoint of a run in a folder: the trainer's state, and `run`, a JSON value, together.
 
-    replace: the first save takes the place of whatever checkpoints the folder has.
+    replace: the first save replaces all checkpoints in the folder.
 
-    Raises FolderInUse where another run writes the folder, NotWritten where it cannot be written. save raises the
-    second, too.
+    Raises FolderInUse if another run writes the folder, NotWritten if it cannot be written. save raises NotWritten too.
     """
 
     def __init__(self, folder: Path, *, replace: bool) -> None:
@@ -162,14 +161,14 @@ class Checkpoints:
             folder.resolve(),
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=ocp.checkpoint_managers.LatestN(1),
-                # An asynchronous save on the CPU would read buffers that the next step takes over.
+                # An asynchronous save on the CPU would read buffers that the next step reuses.
                 enable_async_checkpointing=False,
             ),
         )
 
     @property
     def latest(self) -> int | None:
-        """The step of the newest checkpoint, None where there is none."""
+        """The step of the newest checkpoint, None without a checkpoint."""
         return self._manager.latest_step()
 
     def save(self, trainer: Trainer, run: Any) -> None:
@@ -185,7 +184,7 @@ class Checkpoints:
         return self._manager.restore(self.latest, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
 
     def load_state(self, trainer: Trainer) -> None:
-        """Puts the trainer where the checkpoint was."""
+        """Gives the trainer the state and the step of the newest checkpoint."""
         step = self.latest
         if step is None:
             raise FileNotFoundError(f"no checkpoint in {self._manager.directory}")
@@ -202,12 +201,12 @@ class Checkpoints:
 
 
 def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, temperature: float = 0.8) -> bytes:
-    """Draws `length` bytes one by one after the prompt (uint8 [P]), each from the cache of those before it.
+    """Draws `length` bytes one by one after the prompt (uint8 [P]), each from the cache of the bytes before it.
 
-    Dilated attention has no cache: there, the whole sequence is run anew for each byte.
+    Dilated attention has no cache: the model runs on the whole sequence again for each byte.
     """
-    # Decoding has other needs than training: queries that start within the sequence, and one query a step. Products
-    # of one row gain nothing from 8 bits, and would round the weights anew for each byte.
+    # Decoding has other needs than training: queries that start within the sequence, and one query a step. Matmuls
+    # of one row gain nothing from 8 bits, and would round the weights again for each byte.
     config = dataclasses.replace(trainer.settings.model, implementation=None, precision=None, scaling=None)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, nnx.Rngs(0))))
 

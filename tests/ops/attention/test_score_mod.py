@@ -335,10 +335,10 @@ def test_which_implementation():
     single = jax.ShapeDtypeStruct((B, 64, H, 64), jnp.float32)
     slopes, table = jnp.arange(4.0), jnp.arange(128.0)
     bias = {"bias": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
-    no = "of a score_mod it takes look-ups by query or by key, not by both or by the score"
+    no = "in a score_mod it takes look-ups by query or by key, not by both or by the score"
     others = "by query, by key or by their difference, not by both otherwise or by the score"
-    not_by_both = f"of a score_mod it takes look-ups {others}"
-    cannot = "of a score_mod its kernels cannot compute "
+    not_by_both = f"in a score_mod it takes look-ups {others}"
+    cannot = "in a score_mod its kernels cannot compute "
     with_bias = "it takes a score_mod without a bias"
     looked_up = lambda score, b, h, q, k: score * slopes[h] + table[q] + table[2 * k + b]
     linear = lambda score, b, h, q, k: score * 2
@@ -406,7 +406,7 @@ def test_arrays_on_explicit_axes_are_arguments_of_auto_axes():
         mod = lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k)
         return flash_attention(query, key, value, score_mod=mod)
 
-    told = "score_mod: got one that closes over an array on Explicit axes of a mesh, want arrays without such axes"
+    told = "score_mod: got a function that closes over an array on Explicit axes of a mesh, want arrays without such"
     for call in (attend, jax.jit(attend)):
         with pytest.raises(TypeError, match=told):
             call(*qkv, slopes)

@@ -197,7 +197,7 @@ def test_floats_that_are_no_mask_give_nan():
 
 
 def test_heads_of_an_unknown_mask_are_not_shared_out():
-    with pytest.raises(NotImplementedError, match="mask: got Own, whose heads cannot be shared out"):
+    with pytest.raises(NotImplementedError, match="mask: got Own, whose heads cannot be sharded"):
         ring_of(strategy="all_to_all", mask=Own())
 
 
