@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if case.name in LLAMA and importlib.util.find_spec("transformers") is None:
             row |= {"status": "unavailable", "reason": "the Python module transformers is not installed"}
         else:
-            # JAX's process would otherwise take the GPU memory that the Llama's process needs.
+            # Else JAX in the Llama's process would preallocate the GPU memory that PyTorch needs.
             environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if case.name in LLAMA else {}
             command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--worker"]
             asked = [dataclasses.asdict(case)]
