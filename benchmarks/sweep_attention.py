@@ -92,7 +92,7 @@ WARPS_AND_STAGES = ((4, 2), (8, 2), (4, 3), (8, 3), (4, 1), (4, 4))
 
 
 def grid(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
-    """The configs to try: the one of Hopper's row, then the lists above, the likely ones first."""
+    """The configs to try: Hopper's row, then the lists above, likely configs first."""
     row, _ = attention_row((9, 0), implementation, head_dim=head_dim, bits=16, is_causal=causal)
     standing = row.forward if direction == "fwd" else row.backward
     return list(dict.fromkeys([standing, *_listed(implementation, direction, head_dim, causal)]))

@@ -146,7 +146,7 @@ def _ours(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Bu
 
 def _jax_cudnn(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
     if not case.has_one_head_dim:
-        raise NotImplementedError("jax.nn.dot_product_attention takes values of key's head_dim alone")
+        raise NotImplementedError("jax.nn.dot_product_attention takes only values of key's head_dim")
     function = functools.partial(jax.nn.dot_product_attention, is_causal=case.causal, implementation="cudnn")
     return from_function(function, case, sets, "jax.nn.dot_product_attention, cudnn")
 
@@ -236,7 +236,7 @@ def _jax_triton(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
     if case.heads != case.kv_heads:
         raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention.mha takes no grouped heads")
     if not case.has_one_head_dim:
-        raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention.mha takes values of key's head_dim alone")
+        raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention.mha takes only values of key's head_dim")
     variant = functools.partial(_triton_variant, case, sets)
     default = _JAX_TRITON_BACKWARD[0]
     if case.mode == "bwd":  # num_warps applies to both directions
