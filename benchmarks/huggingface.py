@@ -51,7 +51,6 @@ DECODING = ("jax_kernels", "jax_kernels-growing", "sdpa")
 
 
 def model_of(shape: str, device: str) -> Any:
-    """A LlamaForCausalLM of random weights."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 

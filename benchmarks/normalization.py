@@ -241,7 +241,6 @@ def contenders_of(case: Case, arrays: Arrays, args: argparse.Namespace) -> list[
 
 
 def copy_of(arrays: Arrays) -> Callable[[int], Any]:
-    """The call that copies x."""
     copy = jax.jit(jnp.copy).lower(arrays.x).compile()
     return lambda index: copy(arrays.x)
 

@@ -140,7 +140,6 @@ def cases(args: argparse.Namespace) -> list[RingCase]:
 
 
 def read_cases() -> Iterator[RingCase]:
-    """The cases that run_cases sends."""
     for line in sys.stdin:
         fields = json.loads(line)
         yield RingCase(**fields | {name: tuple(fields[name]) for name in ("modes", "parts")})

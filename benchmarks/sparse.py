@@ -146,7 +146,6 @@ def _window_rule(left: int, right: int, tokens: int, q_idx: Any, kv_idx: Any) ->
 
 
 def names_of(pattern: str, args: argparse.Namespace) -> list[str]:
-    """The contenders of a pattern."""
     is_window = pattern in ("window", "causal-window")
     return [name for name in args.contenders if is_window or name != "window-argument"]
 

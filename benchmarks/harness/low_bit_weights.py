@@ -73,7 +73,6 @@ class Case:
 
 
 def bytes_of(arrays: Any) -> int:
-    """The bytes of a call's arrays."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 

@@ -160,7 +160,6 @@ def measure(case: RingCase) -> list[dict[str, Any]]:
 
 @functools.cache
 def _device_activity() -> DeviceActivity:
-    """CUPTI's records of this process."""
     return DeviceActivity()
 
 
