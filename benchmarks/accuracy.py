@@ -2,12 +2,12 @@
 
     PYTHONPATH=. python benchmarks/accuracy.py --output results/accuracy.json
 
-The error of an array is the root mean square of the difference over that of the float64 array. Each row of results has
-the errors of out and of the gradients of query, key and value. The inputs "peaked" take the queries as keys, so that
-one key of each row stands out; the queries of "large" are eight times as long.
+The error of an array is the root mean square of the difference over the root mean square of the float64 array. Each row
+of results has the errors of out and of the gradients of query, key and value. In "peaked" inputs the keys equal the
+queries, so one key outweighs the others in each row; the queries of "large" are eight times as long.
 
-The exit status is 1 where an implementation failed or gave a NaN, and where an error is larger than rounding explains;
-the errors of "peaked" inputs have no such limit.
+The exit status is 1 if an implementation failed or gave a NaN, or if an error is larger than rounding explains; the
+errors of "peaked" inputs have no limit.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def right(is_causal: bool):
 
 
 def errors(is_causal: bool, implementation: str):
-    """Makes run(arrays, dout, want), which returns the error of each of RESULTS. want: what `right` returns."""
+    """Makes run(arrays, dout, want), which returns the error of each of RESULTS. want: the result of `right`."""
 
     @jax.jit
     def run(arrays, dout, want):
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__)
     parser.add_argument("--lengths", default="256,2048", help="comma list of tokens")
     parser.add_argument("--head-dims", default="64,128,256")
-    parser.add_argument("--implementations", default="mosaic_gpu,cudnn", help="comma list, cudnn among them")
+    parser.add_argument("--implementations", default="mosaic_gpu,cudnn", help="comma list with cudnn")
     args = parser.parse_args(argv)
     try:
         lengths, head_dims = (command_line.numbers(text) for text in (args.lengths, args.head_dims))
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 contender = Contender(name, "jax")
                 with contender.attempt():
                     found[name] = run(arrays, dout, want)
-                    # Where one key stands out, the rounding errors grow with the length and with head_dim.
+                    # If one key outweighs the others, the rounding errors grow with the length and with head_dim.
                     tolerance = math.inf if kind == "peaked" else TOLERANCE
                     contender.judge(float(np.max(list(found[name].values()))), "float64", tolerance)
                 told[name] = {"status": contender.status, "reason": contender.reason}

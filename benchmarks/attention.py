@@ -1,14 +1,14 @@
-"""Attention side by side: this library against its peers, in one run, alternating, by device time.
+"""Attention of this library against its peers, alternating in one run, by device time.
 
     PYTHONPATH=. python benchmarks/attention.py --shapes "2,8192,16,128;2,8192,32,64" --causal both --mode fwd,bwd
 
-Every contender of a case is checked against float32 first. Then all take turns of the same length, round after round,
-over inputs that overflow the L2 cache. A contender that cannot run is listed with the reason. A shape may give the
-values a head_dim of their own:
+Every contender of a case is first checked against float32. Then all take turns of equal length, round after round, over
+inputs that overflow the L2 cache. A contender that cannot run is listed with the reason. A shape may have a separate
+head_dim for the values:
 
     PYTHONPATH=. python benchmarks/attention.py --shapes "2,8192,16,96;2,8192,8,192/128" --peers jax-cudnn,torch-cudnn
 
-The exit status is 1 where a contender failed, was wrong, or was skipped because the budget was spent.
+The exit status is 1 if a contender failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -52,9 +52,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", default="fwd,bwd", help=f"comma list of {', '.join(MODES)}")
     parser.add_argument("--implementations", default="mosaic_gpu,triton", help=f"ours: comma list of {', '.join(OURS)}")
     parser.add_argument("--peers", default=",".join(PEERS), help=f"comma list of {', '.join(PEERS)}; '' for none")
-    told = "seconds after which the run ends, whatever is left"
+    told = "seconds after which the run ends, also with work left"
     parser.add_argument("--budget", type=command_line.positive(float), default=540, help=told)
-    told = f"size of the square matmul behind the ceilings; default {CEILING}, {CEILING_WITHOUT_GPU} without a GPU"
+    told = f"size of the square matmul behind the ceilings; default: {CEILING}, or {CEILING_WITHOUT_GPU} without a GPU"
     parser.add_argument("--ceiling", type=command_line.positive(int), help=told)
     parser.add_argument("--plot", type=pathlib.Path, help="PNG file")
     parser.add_argument("--self-check", action="store_true", help="one matmul and one attention under every timer")
@@ -150,7 +150,7 @@ class Run:
         self.results["rows"] += report.rows(case, contenders, ceilings, self.results["method"])
 
     def announce(self, contender: Contender) -> None:
-        """Prints one line on a contender that was built. The same reason of the same contender is printed once."""
+        """Prints one line about a built contender. The same reason of the same contender is printed once."""
         if contender.status == "ok":
             say(f"  {contender.name}: error {contender.error:.2e}, {contender.plan}")
         elif (contender.name, contender.reason) not in self.told:
@@ -220,7 +220,7 @@ def benchmark(args: argparse.Namespace) -> int:
     try:
         run.everything()
     finally:
-        watchdog.cancel()  # it would end a caller's process after an error, too
+        watchdog.cancel()  # it would end a caller's process also after an error
     report.print_table(run.results)
     if args.plot is not None:
         report.plot(run.results, args.plot)
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_process()
     if args.ceiling is None:
         args.ceiling = CEILING if jax.default_backend() == "gpu" else CEILING_WITHOUT_GPU
-    # The last resort, for a thread that waits for the device with the interpreter's lock in its hands.
+    # The last resort, for a thread that waits for the device and holds the interpreter's lock.
     faulthandler.dump_traceback_later(args.budget + 15, exit=True, file=sys.__stderr__)
     try:
         return min(self_check(args), 1) if args.self_check else benchmark(args)

@@ -1,31 +1,31 @@
-"""The host's time of calls through the PyTorch bridge, by each route, beside PyTorch's own attention.
+"""Host time of calls through the PyTorch bridge, by each route, and of PyTorch's own attention.
 
     PYTHONPATH=. JAX_PLATFORMS= python benchmarks/bridge.py --output benchmarks/results/bridge-h200.json
 
-Host time: microseconds of a call at (1, 256, 8, 64), bfloat16. Calls run in batches, and the GPU is waited for between
-batches, outside of the time, so that its queue never fills. The routes take turns. A host that others use may be twice
-as slow for some seconds: before and after each batch a loop of Python's is timed, and host_us is the median of the
-batches beside which it took at most 1.2 times as long as it ever did, their share being "quiet". all_us is that of all
-batches. The rows:
+Host time: microseconds of a call at (1, 256, 8, 64), bfloat16. Calls run in batches. Between batches, outside the timed
+region, the host waits for the GPU, so the GPU's queue never fills. The routes take turns. A host with other load may be
+twice as slow for some seconds: before and after each batch a Python loop is timed. A batch is quiet if both loops took
+at most 1.2 times the loop's least time. "quiet" is the fraction of quiet batches, host_us the median over quiet
+batches, and all_us the median over all batches. The rows:
 
 | row | call |
 |---|---|
 | no grad | flash_attention under torch.no_grad |
 | forward | flash_attention with gradients |
 | backward | torch.autograd.grad of its output; the no-op's backward is an autograd.Function that returns tensors |
-| backward, one thread | the same, where PyTorch runs it in the calling thread (autograd.set_multithreading_enabled) |
+| backward, one thread | the same, in the calling thread (autograd.set_multithreading_enabled) |
 | compiled | flash_attention in torch.compile, without gradients |
 | from_jax | x * 2 |
-| capture, empty capture | a CUDA graph of one call, and one of none |
+| capture, empty capture | a CUDA graph of one call, and an empty graph |
 
-The routes beside the bridge's two are PyTorch's "sdpa", "fa4" (flash_attn.cute of flash-attn-4, where it is installed)
-and an operator that does nothing, "no-op".
+The other routes, in addition to the bridge's two, are PyTorch's "sdpa", "fa4" (flash_attn.cute of flash-attn-4, if it
+is installed) and an operator that does nothing, "no-op".
 
 Wall time: milliseconds of a call at (2, 8192, 16, 128), from the first to the last of a queue of calls that begins with
-an idle GPU. Device time: CUDA events around the calls of the same queue. A GPU that rested before a queue is faster in
-it, so that two queues cannot be compared.
+an idle GPU. Device time: CUDA events around the calls of the same queue. A GPU that was idle before a queue is faster
+in this queue, so two queues are not comparable.
 
-`--profile` prints where the host's time of 2,000 calls goes, and times nothing.
+`--profile` prints a profile of the host time of 2,000 calls, and no times.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def tensors(shape: tuple[int, ...]) -> list[Any]:
 
 
 def attention_of(route: str) -> Callable[..., Any]:
-    """Attention by the route, on tensors [B, T, H, D], but [B, H, T, D] for "sdpa". The no-op computes nothing."""
+    """The route's attention, on tensors [B, T, H, D], but [B, H, T, D] for "sdpa". The no-op computes nothing."""
     import torch
     import torch.nn.functional as F
 
@@ -101,7 +101,7 @@ def missing(route: str) -> str | None:
 
 
 def define_nothing() -> Any:
-    """Defines an operator that returns an empty tensor: the least that a call of torch.library costs."""
+    """Defines an operator that returns an empty tensor: the minimum cost of a torch.library call."""
     import torch
 
     library = torch.library.Library("jax_kernels_benchmark", "FRAGMENT")
@@ -114,7 +114,7 @@ def define_nothing() -> Any:
 
 
 def no_op_with_gradient() -> Callable[..., Any]:
-    """A function of three tensors that computes nothing, nor does its backward: the least that autograd costs."""
+    """A function of three tensors with an empty forward and backward: the minimum cost of autograd."""
     import torch
 
     class Nothing(torch.autograd.Function):
@@ -132,7 +132,7 @@ def no_op_with_gradient() -> Callable[..., Any]:
 
 
 def host_calls(route: str) -> Calls:
-    """The calls of the host's table that the route has."""
+    """The route's calls in the host table."""
     import torch
 
     from jax_kernels import bridge
@@ -143,7 +143,7 @@ def host_calls(route: str) -> Calls:
     plain = [x.detach() for x in inputs]
     calls: Calls = {"no grad": lambda: attend(*plain)}
     differentiable = no_op_with_gradient() if route == "no-op" else attend
-    differentiable(*inputs)  # the backward of a first call is not known to the bridge
+    differentiable(*inputs)  # the bridge does not cache the backward of a first call
     out = differentiable(*inputs)
     dout = torch.randn_like(out)
 
@@ -154,9 +154,9 @@ def host_calls(route: str) -> Calls:
     calls["forward"] = lambda: differentiable(*inputs)
     calls["backward"] = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
     calls["backward, one thread"] = in_one_thread
-    if route != "fa4":  # which torch.compile does not take whole
+    if route != "fa4":  # torch.compile breaks its graph
         function = lambda *given: attend(*given)
-        # torch.compile knows functions by their code, which those of other routes would share.
+        # torch.compile keys functions by their code, which functions of other routes would share.
         function.__code__ = function.__code__.replace(co_name=f"by_{route.replace('-', '_')}")
         compiled = torch.compile(function, fullgraph=True)
         calls["compiled"] = lambda: compiled(*plain)
@@ -168,7 +168,7 @@ def host_calls(route: str) -> Calls:
 
 
 def capture_calls(route: str) -> Calls:
-    """A call that captures a CUDA graph, and one that does so with nothing in it."""
+    """A call that captures a CUDA graph, and a call that captures an empty graph."""
     inputs = [x.detach() for x in tensors(SMALL)]
     attend = attention_of(route)
     attend(*inputs)
@@ -188,7 +188,7 @@ QUIET = 1.2  # times the least time of the loop
 
 
 def pace() -> float:
-    """The seconds that a loop of Python's takes now."""
+    """The seconds that a Python loop takes now."""
     begin = time.perf_counter()
     sum(range(1000))
     return time.perf_counter() - begin
@@ -196,7 +196,7 @@ def pace() -> float:
 
 @dataclasses.dataclass
 class Timed:
-    """A call and its batches: the seconds of a call in each, and the slower of the loops before and after it."""
+    """A call and its batches: for each batch the seconds per call, and the slower of the loops before and after it."""
 
     route: str
     name: str
@@ -206,7 +206,7 @@ class Timed:
     reason: str = ""
 
     def turn(self, batches: int, batch: int, seconds: float) -> None:
-        """Times so many batches. None begins after so many seconds. An error ends the call's turns."""
+        """Times up to `batches` batches of `batch` calls, none after `seconds`. An error ends the call's turns."""
         import torch
 
         if self.reason:
@@ -244,7 +244,7 @@ class Timed:
 
 
 def timed_calls(routes: Sequence[str], make: Callable[[str], Calls]) -> list[Timed]:
-    """The calls that `make` gives for the routes, those of one name side by side."""
+    """The calls that `make` gives for the routes, sorted by name."""
     found = []
     for route in routes:
         try:
@@ -274,7 +274,7 @@ def measure_host(
 
 
 def queue_times(call: Callable[[], Any], calls: int) -> dict[str, float]:
-    """wall_ms: the host's clock around a queue of calls that ends in a wait. device_ms: CUDA events around them."""
+    """wall_ms: the host's clock around a queue of calls and a wait. device_ms: CUDA events around the calls."""
     import torch
 
     for _ in range(2):
@@ -292,7 +292,7 @@ def queue_times(call: Callable[[], Any], calls: int) -> dict[str, float]:
 
 
 def measure_wall(routes: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """The rows of the large shape, the routes taking turns."""
+    """The rows of the large shape. The routes take turns."""
     import torch
 
     inputs = tensors(LARGE)
@@ -322,7 +322,7 @@ def measure_wall(routes: Sequence[str], rounds: int) -> list[dict[str, Any]]:
 
 
 def profile(route: str, calls: int) -> None:
-    """Prints where the host's time of the calls goes, for one without gradients by the route."""
+    """Prints a profile of the host time of the route's call without gradients."""
     import torch
 
     from jax_kernels import bridge
@@ -359,15 +359,15 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def measure(
     output: Annotated[pathlib.Path | None, Option(help="JSON file")] = None,
-    commit: Annotated[str | None, Option(help="commit to record where the tree has no .git")] = None,
-    calls: Annotated[int, Option(min=20, help="calls of each row of the host's table")] = 3000,
-    seconds: Annotated[float, Option(help="the most that the calls of one row take, all turns together")] = 1.5,
-    rounds: Annotated[int, Option(min=1, help="turns of each route at the large shape, a third of the others")] = 3,
+    commit: Annotated[str | None, Option(help="commit to record if the tree has no .git")] = None,
+    calls: Annotated[int, Option(min=20, help="calls of each row of the host table")] = 3000,
+    seconds: Annotated[float, Option(help="time limit for the calls of one row, over all turns")] = 1.5,
+    rounds: Annotated[int, Option(min=1, help="turns at the large shape; other calls get 3 times as many")] = 3,
     profile_calls: Annotated[bool, Option("--profile", help="print a profile of 2,000 calls, and no times")] = False,
     route: Annotated[str, Option(help="of --profile: direct or dlpack")] = "direct",
-    routes: Annotated[str, Option(help="the routes that are timed, with commas between them")] = ",".join(ROUTES),
+    routes: Annotated[str, Option(help="comma list of the timed routes")] = ",".join(ROUTES),
 ) -> None:
-    """Times calls through the bridge. The exit status is 1 where a row failed."""
+    """Times calls through the bridge. The exit status is 1 if a row failed."""
     import torch
 
     if not torch.cuda.is_available():
@@ -399,7 +399,7 @@ def measure(
     write(output, results)
     if "dlpack" in chosen:
         rows.append({"route": "dlpack", "call": "capture", "shape": SMALL, "status": "refused", "reason": ""})
-    # Last, as a capture that fails leaves PyTorch unusable.
+    # Last, because a failed capture leaves PyTorch unusable.
     for name in [name for name in ("sdpa", "direct") if name in chosen]:
         rows += measure_host([name], capture_calls, 20, 1, seconds, 1)
     show(rows)

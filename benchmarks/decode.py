@@ -1,12 +1,12 @@
-"""Compares the bandwidth of decode_attention with that of a copy of the cache, in one alternating run, by device time.
+"""Compares the bandwidths of decode_attention and of a copy of the cache, in one alternating run, by device time.
 
     PYTHONPATH=. python benchmarks/decode.py --shapes "64,1,32,128,8;1,1,32,128,8" --kv-length 16384
 
 A step reads every key and value once: its bandwidth is their bytes over its time. The copy reads and writes; its
 bandwidth counts both. "cudnn" is jax.nn.dot_product_attention, whose queries attend to all keys. Our queries attend to
-the keys up to their own position. Every contender but the copy is checked against float32 before it is timed.
+the keys up to their own position. Every contender except the copy is checked against float32 before it is timed.
 
-The exit status is 1 where a contender failed or was wrong.
+The exit status is 1 if a contender failed or was wrong.
 """
 
 import functools

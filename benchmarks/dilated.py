@@ -9,12 +9,12 @@ Contenders:
 
     ours          dilated_attention
     plain         ours without --order and --layout
-    gather        the usual form, in one jit. For each branch it gathers the tokens of each head by index, attends to
-                  them by this library's kernel and scatters the result into zeros of the full size. The lses of the
+    gather        the usual form, in one jit. For each branch it gathers the tokens of each head by index, runs this
+                  library's kernel on them and scatters the result into zeros of the full size. The lses of the
                   branches weigh the sum.
     gather-cudnn  the same by cuDNN, for patterns whose branches are not merged (--heads groups, --layout partition):
                   cuDNN's backward takes no gradient of the lse
-    torch-gather  the same in PyTorch, by flex_attention and autograd, compiled as a whole where that is faster
+    torch-gather  the same in PyTorch, by flex_attention and autograd, compiled as a whole if this is faster
     dilated-attention-pytorch
                   the op of the package of that name, if it is installed, for --heads groups, with combine="mean". It
                   also divides each branch's outputs by their sums over the sequence, so its results are not checked.
@@ -23,11 +23,11 @@ Contenders:
 
 Before they are timed, "dense" is checked against float32, "plain" for NaNs, and the other forms against "gather".
 
-A row of ours has an ideal where "dense" and "copy" were timed: the FLOPs of its branches at the rate of "dense", and
+A row of ours has an ideal if "dense" and "copy" were timed: the FLOPs of its branches at the rate of "dense", and
 the bytes that have to move at the bandwidth of "copy". The forward moves query, key, value and out; a backward moves
 them once more, and dout and the three gradients.
 
-The exit status is 1 where a contender failed, was wrong, or was skipped because the budget was spent.
+The exit status is 1 if a contender failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -78,15 +78,15 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--full", action="store_true", help="attend without is_causal")
     parser.add_argument("--mode", default="fwd,fwdbwd", help=f"comma list of {', '.join(MODES)}")
-    told = f"comma list of {', '.join(CONTENDERS)}; default all, plain where there is --order or --layout"
+    told = f"comma list of {', '.join(CONTENDERS)}; default: all, and plain only with --order or --layout"
     parser.add_argument("--contenders", help=told)
-    parser.add_argument("--implementation", help="for ours: mosaic_gpu, triton or xla; default the fastest")
+    parser.add_argument("--implementation", help="for ours: mosaic_gpu, triton or xla; default: the fastest")
     args = parser.parse_args(argv)
     try:
         args.shapes = parse_shapes(args.shapes)
         args.segments, args.rates = (tuple(command_line.numbers(text)) for text in (args.segments, args.rates))
         if len(args.segments) != len(args.rates):
-            raise ValueError(f"segments, rates: got {args.segments} and {args.rates}, want as many of each")
+            raise ValueError(f"segments, rates: got {args.segments} and {args.rates}, want equally many")
         if args.layout == "partition" and args.heads == "groups":
             raise ValueError("layout: got partition with heads groups, want heads all: each token is in one class")
         order = None if args.order == "none" else args.order
@@ -96,7 +96,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.mode = command_line.names("mode", args.mode, MODES)
         args.contenders = command_line.names("contenders", args.contenders or every, CONTENDERS)
         if is_plain and "plain" in args.contenders:
-            raise ValueError("contenders: got plain, which is ours here, want --order or --layout beside it")
+            raise ValueError("contenders: got plain, which is ours here, want plain only with --order or --layout")
         args.cases = [
             Case.of(shape, dtype=args.dtype, causal=not args.full, mode=mode)
             for shape in args.shapes
@@ -142,7 +142,7 @@ def built(name: str, case: Case, args: argparse.Namespace, sets: Sequence[InputS
 
 
 def build(case: Case, args: argparse.Namespace) -> list[Contender]:
-    """The contenders of a case, compiled and checked against "gather" where that one runs."""
+    """The contenders of a case, compiled, and checked against "gather" if it runs."""
     sets = input_sets(case)
     contenders, right = [], None
     for name in sorted(args.contenders, key=lambda name: (name in OURS, name != "gather")):
@@ -159,7 +159,7 @@ def build(case: Case, args: argparse.Namespace) -> list[Contender]:
 
 
 def check(contender: Contender, case: Case, inputs: InputSet, outputs: Any, right: Any) -> Any:
-    """Judges the outputs of a first call. Returns the outputs to check the others against: those of "gather".
+    """Judges the outputs of a first call. Returns the outputs of "gather", the reference for the other contenders.
 
     right: the outputs of "gather", or None before it has run.
     """

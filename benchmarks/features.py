@@ -1,14 +1,14 @@
-"""Measures what masks, lengths, grouped heads and other features cost beside a plain attention.
+"""Measures the cost of masks, lengths, grouped heads and other features over plain attention.
 
     PYTHONPATH=. python benchmarks/features.py --shape 2,8192,16,128 --mode fwd,bwd --output results/features.json
 
 A group is a plain attention and its variants, which take turns in one run, by device time. A variant's share is its
-number of (query, key) pairs that may attend, over that of the plain attention. Its cost is its time over that share of
-the plain attention's time: 1.00 means that the feature itself is free. Each variant is checked against float32 first.
+number of live (query, key) pairs over the plain attention's. Its cost is its time over the plain attention's time
+multiplied by the share: 1.00 means that the feature itself is free. Each variant is first checked against float32.
 
     PYTHONPATH=. python benchmarks/features.py --variants "softcap score_mod,ALiBi score_mod,8 documents"
 
-The exit status is 1 where a variant failed, was wrong, or was skipped because the budget was spent.
+The exit status is 1 if a variant failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.flash_attention import prepare
 
 MODES = ("fwd", "bwd")
-# Jitted once: the backward of a variant uses the forward that was compiled to time it.
+# Jitted once: a variant's backward uses the forward that was compiled for the timing.
 forward = jax.jit(attention.attention_forward, static_argnums=0)
 
 
@@ -56,7 +56,7 @@ class Variant:
 
     @property
     def pairs(self) -> int:
-        """The number of (query, key) pairs that may attend, over all heads."""
+        """The number of live (query, key) pairs, over all heads."""
         window, ids = self.arguments.get("window"), self.arguments.get("segment_ids")
         position = np.arange(self.seq)
         left, right = (window, window) if isinstance(window, int) else window or (self.seq, self.seq)
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05, budget=540)
     parser.add_argument("--shape", default="2,8192,16,128", help="batch,seq,heads,head_dim")
     parser.add_argument("--mode", default=",".join(MODES))
-    parser.add_argument("--variants", help="comma list of names, as they are printed; default all")
+    parser.add_argument("--variants", help="comma list of printed names; default: all")
     parser.add_argument("--implementation", default=None)
     args = parser.parse_args(argv)
     prepare_process()

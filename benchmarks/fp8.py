@@ -1,11 +1,11 @@
-"""The fp8 forward against the bf16 forward of the same values, in one alternating run.
+"""The fp8 forward against the bf16 forward on the same values, in one alternating run.
 
     PYTHONPATH=. python benchmarks/fp8.py --shapes "2,8192,16,128;2,8192,8,256" --output results/fp8.json
 
-The time of quantizing is not included: the keys and values of a cache, and the outputs of a linear layer, are fp8
-already. The error is that of the fp8 output against the bf16 output, and most of it comes from the quantization.
+The time excludes quantization: the keys and values of a cache, and the outputs of a linear layer, are fp8 already. The
+error compares the fp8 output with the bf16 output, and comes mostly from the quantization.
 
-The exit status is 1 where one of the two failed or was wrong.
+The exit status is 1 if a forward failed or was wrong.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from harness.timing import Contender, alternate, speed_ratio, spread
 from jax_kernels import explain, flash_attention, flash_attention_fp8, quantize_fp8
 
 SHAPES = "2,8192,16,128;2,8192,8,256;2,8192,32,64"
-# The rounding of e4m3, whose mantissa has 3 bits, gives 0.05. An error above this is no rounding error.
+# The rounding of e4m3, whose mantissa has 3 bits, gives 0.05. A larger error is not a rounding error.
 TOLERANCE = 0.1
 
 
 def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(case.batch, case.seq, heads, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads)]
-    # Numbers drawn in bfloat16 have a mean of -0.013, and long rows do not average out the mean of their rounding.
+    # Random bfloat16 values have a mean of -0.013, and long rows do not average out the mean of their rounding.
     arrays = [jax.random.normal(k, shape).astype(jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)]
     quantized, scales = zip(*(jax.jit(quantize_fp8)(x) for x in arrays), strict=True)
     scales = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))

@@ -1,20 +1,20 @@
-"""A Llama of random weights by this library's attention, beside the same model by PyTorch's attention.
+"""A Llama with random weights and this library's attention, against the same model with PyTorch's attention.
 
     PYTHONPATH=. JAX_PLATFORMS= python benchmarks/huggingface.py --output benchmarks/results/huggingface-h200.json
 
-The contenders are attention of one model, in bfloat16, by transformers' names:
+The contenders are the attentions of one model, in bfloat16, by transformers' names:
 
 | contender | attention |
 |---|---|
 | jax_kernels | bridge.huggingface, its kernels launched directly |
 | jax_kernels-growing | the same, decoding with bridge.huggingface.growing_cache |
-| sdpa-cudnn | "sdpa", training by cuDNN alone |
+| sdpa-cudnn | "sdpa", training only by cuDNN |
 | sdpa | "sdpa", as PyTorch chooses |
 
-Training: milliseconds of a step, forward and backward of the next tokens' loss, by the host's clock around a queue of
-steps. Decoding: milliseconds of a token, one sequence, greedy, by the host's clock around all tokens, behind a prompt.
-A ratio above 1 is faster than that contender. The error of a contender is the relative difference of its logits of the
-last token of the prompt to those of "sdpa".
+Training: milliseconds per step, forward and backward of the next-token loss, by the host's clock around a queue of
+steps. Decoding: milliseconds per token after a prompt, one sequence, greedy, by the host's clock around all tokens. A
+ratio above 1 means faster than the named contender. A contender's error is the relative difference between its logits
+and "sdpa"'s at the last token of the prompt.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Exit, Option, run
 
-# About 1.2 billion parameters each, with the embedding that is the head too.
+# About 1.2 billion parameters each; the embedding is also the head.
 SHAPES: dict[str, dict[str, Any]] = {
     "heads of 64": {"num_attention_heads": 32, "head_dim": 64, "vocab_size": 128256},  # Llama 3.2 1B
     "heads of 128": {"num_attention_heads": 16, "head_dim": 128, "vocab_size": 32000},
@@ -51,7 +51,6 @@ DECODING = ("jax_kernels", "jax_kernels-growing", "sdpa")
 
 
 def model_of(shape: str, device: str) -> Any:
-    """A LlamaForCausalLM of random weights."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -84,7 +83,7 @@ def attention_of(model: Any, contender: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attempt(contender: Contender) -> Iterator[None]:
-    """contender.attempt(), for which a call that PyTorch's attention has no kernel for is unavailable, not failed."""
+    """contender.attempt(), but if PyTorch's attention has no kernel for a call, it is unavailable, not failed."""
     try:
         with contender.attempt():
             yield
@@ -123,7 +122,7 @@ def measure_training(model: Any, tokens: Any, rounds: int, seconds: float) -> li
 def measure_decoding(
     model: Any, tokens: Any, steps: int, padding: int, rounds: int, write: Callable[[list[Contender]], None]
 ) -> list[Contender]:
-    """padding: so many tokens that do not count, at the front. write: called after each round with what there is."""
+    """padding: number of padding tokens at the front. write: called after each round with the contenders so far."""
     import torch
 
     contenders = [Contender(name, "torch", plan=f"{steps} tokens") for name in DECODING]
@@ -147,7 +146,7 @@ def measure_decoding(
 
 
 def decode(model: Any, tokens: Any, steps: int, padding: int, contender: str) -> float:
-    """The seconds that so many new tokens take behind the prompt."""
+    """The seconds for `steps` new tokens after the prompt."""
     import torch
     from transformers import DynamicCache
 
@@ -195,17 +194,17 @@ def show(results: dict[str, Any]) -> None:
 
 def measure(
     output: Annotated[pathlib.Path | None, Option(help="JSON file")] = None,
-    commit: Annotated[str | None, Option(help="commit to record where the tree has no .git")] = None,
-    shapes: Annotated[str, Option(help="names of SHAPES, with commas")] = "heads of 64,heads of 128",
-    modes: Annotated[str, Option(help="train, decode or both, with a comma")] = "train,decode",
+    commit: Annotated[str | None, Option(help="commit to record if the tree has no .git")] = None,
+    shapes: Annotated[str, Option(help="comma list of names of SHAPES")] = "heads of 64,heads of 128",
+    modes: Annotated[str, Option(help="comma list of train and decode")] = "train,decode",
     length: Annotated[int, Option(min=2, help="tokens of a step, and of the prompt")] = 8192,
-    steps: Annotated[int, Option(min=1, help="tokens that are decoded")] = 256,
-    padding: Annotated[int, Option(min=0, help="tokens of padding before the prompt that is decoded behind")] = 0,
+    steps: Annotated[int, Option(min=1, help="decoded tokens")] = 256,
+    padding: Annotated[int, Option(min=0, help="padding tokens before the prompt for decoding")] = 0,
     rounds: Annotated[int, Option(min=1, help="turns of each contender")] = 3,
     seconds: Annotated[float, Option(help="seconds of a turn of training")] = 0.6,
     device: Annotated[str, Option(help="cuda or cpu")] = "cuda",
 ) -> None:
-    """Times a model by each attention. The exit status is 1 where one failed."""
+    """Times a model with each attention. The exit status is 1 if a contender failed."""
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():

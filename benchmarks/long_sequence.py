@@ -1,4 +1,4 @@
-"""Measures how the time and the memory of causal attention, forward and backward, grow with the length.
+"""Measures the growth of time and memory with the length, for causal attention, forward and backward.
 
     PYTHONPATH=. python benchmarks/long_sequence.py --lengths 32768,65536,131072 --output results/long.json
     PYTHONPATH=. python benchmarks/long_sequence.py --lengths 32768,1048576 --heads 12 --head-dim 64 \\
@@ -6,10 +6,10 @@
 
 Each length runs in its own process. --segments and --rates choose dilated attention.
 
-The time is the best of a few calls, by the wall clock: a call takes tenths of a second. The memory is the most that XLA
-held at once, also given as a multiple of the query's bytes: query, key, value, dout and the four results make eight.
+The time is the best of a few calls, by the wall clock: a call takes tenths of a second. The memory is XLA's peak
+memory, also as a multiple of the query's bytes: query, key, value, dout and the four results make eight.
 
-The exit status is 1 where a length failed or its results held a NaN; the row of that length says so.
+The exit status is 1 if a length failed or its results have a NaN; the row of this length says so.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def measure(length: int, args: argparse.Namespace) -> dict:
         jax.block_until_ready(run(query, key, value, dout))
         seconds.append(time.perf_counter() - start)
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    # Another call, after the peak is read: results that are kept would count in it.
+    # Another call, after the peak is read: kept results would count in the peak.
     nan = bool(has_nan(run(query, key, value, dout)))
     return {
         "length": length,
@@ -67,7 +67,7 @@ def measure(length: int, args: argparse.Namespace) -> dict:
 
 
 def in_its_own_process(length: int, words: Sequence[str]) -> dict[str, Any]:
-    """The row that measure returns in a process of its own, or a row that tells how the process ended."""
+    """The row that measure returns in a separate process, or a row with the reason why the process ended."""
     command = [sys.executable, __file__, *words, "--one", str(length)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode == 0:
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             text if text is None else tuple(command_line.numbers(text)) for text in (args.segments, args.rates)
         )
         if len(args.segments or ()) != len(args.rates or ()):
-            raise ValueError(f"segments, rates: got {args.segments} and {args.rates}, want as many of each")
+            raise ValueError(f"segments, rates: got {args.segments} and {args.rates}, want equally many")
     except ValueError as error:
         parser.error(str(error))
     if args.one:
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.output is not None:
             report.write_json(args.output, results)
     if args.output is not None:
-        # Last: it takes hold of the device, whose memory the other processes measure.
+        # Last, because it initialises the device, whose memory the other processes measure.
         report.write_json(args.output, {"environment": report.environment(args.commit)} | results)
     return report.exit_status(row["status"] for row in rows)
 

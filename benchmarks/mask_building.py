@@ -1,4 +1,4 @@
-"""Measures what making a mask costs, by device time: beside the attention under it, and beside a copy of it.
+"""Measures the device time of making a mask, against the attention under the mask and against a copy of the mask.
 
     PYTHONPATH=. python benchmarks/mask_building.py --output results/mask-building.json
     PYTHONPATH=. python benchmarks/mask_building.py --table builders --num-heads 16 --kv-heads 4 --seq-len 4096
@@ -8,25 +8,25 @@ There are three tables. The parts of each mask take turns in one run.
 
 "builders" makes masks from scores: top_k of --keep keys, causal or not; threshold at 0; top_k_blocks of pooled scores,
 with a quarter of the blocks, causal or not. The scores of top_k and threshold are a bias [batch, key heads, 1, keys];
-those of "top_k of each query" have a row for each query.
+the scores of "top_k of each query" have a row for each query.
 
-    build      the mask from its scores, with the lists of blocks that prepare_mask makes for attention
-    attention  the forward of dynamic_mask_attention under that mask; "share" is a part's time over this one's
-    together   both in one program
+    build      the mask from its scores, with the block lists that prepare_mask makes for attention
+    attention  the forward of dynamic_mask_attention under this mask; "share" is a part's time over this time
+    together   build and attention in one program
 
 "dense" finds which blocks of a bool array [1, heads, --dense-len, --dense-len] are live and which are full.
 
-    status     reads the array; --bar is the share of the copy's bandwidth that is wanted
+    status     reads the array; --bar is the target, as a fraction of the copy's bandwidth
     copy       reads and writes the same number of bytes; its bandwidth counts both
 
-"lists" makes the lists of blocks of block, window and segments masks at --lists-len, and of a function at
+"lists" makes the block lists of block, window and segments masks at --lists-len, and of a function at
 --function-len.
 
     lists      the lists by query and by key
-    prepare    all that attention needs, under jit
+    prepare    everything that attention needs, under jit
 
-Attention is checked against float32. Statuses and lists are checked against those of the same mask in another form. The
-exit status is 1 where something failed, was wrong, or was skipped because the budget was spent.
+Attention is checked against float32. Statuses and lists are checked against the same mask in another form. The exit
+status is 1 if a contender failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--function-len", type=number, default=131072)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--bar", type=command_line.positive(float), default=0.7, help="default 0.7")
-    parser.add_argument("--implementation", help="for ours: mosaic_gpu, triton or xla; default the fastest")
+    parser.add_argument("--implementation", help="for ours: mosaic_gpu, triton or xla; default: the fastest")
     args = parser.parse_args(argv)
     try:
         args.table = command_line.names("table", args.table, TABLES)
@@ -124,7 +124,7 @@ def of_builder(name: str, args: argparse.Namespace) -> list[Contender]:
 
     def build(*scores):
         mask = make(*scores)
-        # A mask over the heads of key is no argument of flash_attention and needs no lists.
+        # flash_attention takes no mask over the key heads, and such a mask needs no lists.
         return prepare_mask(mask, *shapes, **named) if mask.heads in (1, case.heads) else mask
 
     attend = lambda mask, *qkv: dynamic_mask_attention(*qkv, mask, **named)
@@ -158,7 +158,7 @@ def right(case: Case, mask: masks.Mask, inputs: InputSet) -> np.ndarray:
 
 
 def status_of(mask: masks.Mask, length: int) -> tuple[jax.Array, jax.Array]:
-    """Which blocks are live, and which blocks are full."""
+    """Two bool arrays: whether each block is live, and whether it is full."""
     offset = jnp.zeros(1, jnp.int32)
     return block_status(mask, offset, lengths=(length, length), blocks=(BLOCK, BLOCK), static_offset=0)
 
@@ -180,7 +180,7 @@ def of_dense(name: str, args: argparse.Namespace) -> list[Contender]:
         contender("status", lambda array: status_of(masks.dense(array), length), array),
     ]
     if found[1].call is not None and not np.array_equal(found[1].call(0)[0], cells):
-        found[1].give_up("wrong", "its live blocks are others than those of the array")
+        found[1].give_up("wrong", "its live blocks differ from the array's")
     return found
 
 
@@ -214,7 +214,7 @@ def of_lists(name: str, args: argparse.Namespace) -> list[Contender]:
             width = min(got.indices.shape[-1], want.indices.shape[-1])
             pairs = zip(*(x._replace(indices=x.indices[..., :width]) for x in (got, want)), strict=True)
             if not all(np.array_equal(x, y) for x, y in pairs):
-                found[0].give_up("wrong", "its lists are others than those of the same mask in another form")
+                found[0].give_up("wrong", "its lists differ from the lists of the same mask in another form")
     if name != "function":  # under jit, all bits of its mask would be stored
         shape = jax.ShapeDtypeStruct((1, length, args.num_heads, args.head_dim), DTYPES[args.dtype])
         prepare = lambda mask: prepare_mask(mask, shape, shape, implementation=args.implementation)

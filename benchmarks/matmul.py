@@ -3,24 +3,23 @@
     PYTHONPATH=. python benchmarks/matmul.py --shapes "8192,8192,8192;16384,4096,4096" --output results/matmul.json
 
 Kinds: "plain"; "epilogue", which has a bias and gelu by tanh; "gated", silu(x Wg) * (x Wu); "mlp", a gated unit and a
-product back to the width of x, not among the defaults. Peers: XLA, torch (cuBLAS,
-with the epilogue in operators of its own) and torch.compile; of 16 bits QuACK, where it is installed, and of plain
-products the example that comes with JAX; of fp8, torch._scaled_mm with and without fast sums. QuACK compiles its
-epilogues only where its wheels and those of the CuTe DSL lie in a folder named site-packages. Beside scales of blocks
-the Hopper kernel is timed with scales of tensors, too.
---with-gradients times the forward and the gradients of all arrays. --sweep times other blocks of the Hopper kernel
-instead, as "block_n,stages,rows_together,promoted_steps,cluster,compute_wgs", and --sweep-triton those of the Triton
-kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps"; or those that differ from the block
-spec's by name, as "pingpong=1,early_bias=1". They are timed beside the block spec's.
+matmul back to the width of x, not a default. Peers: XLA, torch (cuBLAS, with the epilogue in separate operators) and
+torch.compile; for 16 bits QuACK, if it is installed, and for plain matmuls the example that comes with JAX; for fp8,
+torch._scaled_mm with and without fast sums. QuACK compiles its epilogues only if its wheels and the CuTe DSL's are in a
+folder named site-packages. With block scales the Hopper kernel is also timed with tensor scales.
+--with-gradients times the forward and the gradients of all arrays. --sweep times other blocks of the Hopper kernel, as
+"block_n,stages,rows_together,promoted_steps,cluster,compute_wgs", and --sweep-triton blocks of the Triton kernel, as
+"block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps"; or only the changed fields by name, as
+"pingpong=1,early_bias=1". The block spec's blocks are timed in the same run.
 
---weights int8,int4,mxfp8,mxfp4 times x in --dtype by such weights, and by weights in --dtype, in one run, each with its
-share of the bandwidth of a copy that is timed in the same run. --sweep-low-bit times other blocks of the kernels, as
-"compute_wgs,stages" of the Hopper kernel, or "cluster_join=1,stages=3" by name, or
-"block_m,block_n,block_k,num_warps,num_stages,programs" of Triton's.
+--weights int8,int4,mxfp8,mxfp4 times x in --dtype with these weights, and with weights in --dtype, in one run, each as
+a fraction of the bandwidth of a copy in the same run. --sweep-low-bit times other blocks of the kernels, as
+"compute_wgs,stages" for the Hopper kernel, or "cluster_join=1,stages=3" by name, or
+"block_m,block_n,block_k,num_warps,num_stages,programs" for the Triton kernel.
 
     PYTHONPATH=. python benchmarks/matmul.py --weights int4,int8 --shapes 16,8192,8192 --kinds plain --peers ""
 
-The exit status is 1 where a contender failed or was wrong.
+The exit status is 1 if a contender failed or was wrong.
 """
 
 import argparse
@@ -61,7 +60,7 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "tf32"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A product [m, k] @ [k, n]; two for "gated", and one more for "mlp".
+    """A matmul [m, k] @ [k, n]; two for "gated", three for "mlp".
 
     scaling: of fp8, whose operands are rounded beforehand. has_gradients: the call is the forward and the gradients of
     all arrays.
@@ -82,7 +81,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of the op, beside the arrays."""
+        """Arguments of the op, without the arrays."""
         if self.dtype == "fp8" and self.has_gradients:
             return {"precision": "fp8", "scaling": self.scaling}
         return {"fp8": {"transpose_w": True}, "tf32": {"precision": "tf32"}}.get(self.dtype, {})
@@ -92,7 +91,7 @@ class Case:
         return 2 * self.m * self.n * self.k * products / milliseconds / 1e9
 
     def arrays(self) -> list[tuple[Any, ...]]:
-        """Sets of (x, w, bias) or (x, w_gate, w_up, w_down), and out's cotangent last, more than the L2 cache holds."""
+        """Sets of (x, w, bias) or (x, w_gate, w_up, w_down), each then out's cotangent, larger than the L2 cache."""
         size = jnp.dtype(DTYPES[self.dtype]).itemsize * (self.m * self.k + self.k * self.n + self.m * self.n)
         rest = {"plain": [], "epilogue": [(self.n,)], "gated": [(self.k, self.n)]}
         rest["mlp"] = [(self.k, self.n), (self.n, self.k)]
@@ -110,7 +109,7 @@ class Case:
         return sets
 
     def _quantized(self, x: jax.Array, nth: int) -> Any:
-        """x, or a w as [n, k], in 8 bits; a bias stays."""
+        """x, or a w as [n, k], in 8 bits; a bias unchanged."""
         if x.ndim == 1:
             return x
         return jax.jit(functools.partial(quantize, scaling=self.scaling))(x.T if nth else x)
@@ -138,7 +137,7 @@ class Case:
 def ours(
     case: Case, sets: list[Any], implementation: str, blocks: dict[str, int] | None = None
 ) -> Callable[[int], Any]:
-    """The call. blocks: to replace in the plan, by name."""
+    """The call. blocks: the fields to replace in the plan, by name."""
     run = functools.partial(case.function, implementation=implementation)
     if blocks:
         run = functools.partial(_with_blocks, case, implementation, blocks)
@@ -147,7 +146,7 @@ def ours(
 
 
 def _with_blocks(case: Case, implementation: str, blocks: dict[str, int], *arrays: Any) -> Any:
-    """The call of a kernel, with other blocks in the plans of all its products."""
+    """The call of a kernel, with other blocks in the plans of all its matmuls."""
     found = block_specs.matmul_row
 
     def matmul_row(capability: tuple[int, int], name: str, call: Any) -> Any:
@@ -165,7 +164,7 @@ def by_torch(case: Case, sets: list[Any], compiled: bool) -> Callable[[int], Any
     from torch.nn import functional
 
     if case.dtype == "fp8" and case.has_gradients:
-        raise NotImplementedError("torch has no gradients of products of 8 bits")
+        raise NotImplementedError("torch has no gradients of 8-bit matmuls")
     if case.dtype == "fp8":
         return _scaled_mm(case, sets, is_fast=compiled)
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
@@ -199,10 +198,10 @@ def by_torch(case: Case, sets: list[Any], compiled: bool) -> Callable[[int], Any
 
 
 def by_quack(case: Case, sets: list[Any]) -> Callable[[int], Any]:
-    """QuACK's product with its epilogue, by the blocks that it takes without a search."""
+    """QuACK's matmul with its epilogue, with its blocks without a search."""
     if case.dtype not in ("bf16", "fp16") or (case.has_gradients and case.kind != "mlp"):
         raise NotImplementedError(
-            "of QuACK products of 16 bits are timed, and gradients of mlp, whose kernels it fuses"
+            "QuACK is timed only for 16-bit matmuls, with gradients only for mlp, whose kernels it fuses"
         )
     if importlib.util.find_spec("quack") is None:
         raise NotImplementedError("QuACK is not installed")
@@ -213,7 +212,7 @@ def by_quack(case: Case, sets: list[Any]) -> Callable[[int], Any]:
     if case.kind == "mlp":
         return _mlp_by_quack(case, given)
     act = functools.partial(gemm_act, store_preact=False, tuned=False)
-    if case.kind == "gated":  # it takes the columns of both weights in turns
+    if case.kind == "gated":  # QuACK interleaves the columns of the two weights
         given = [(x, torch.stack((w, up), dim=-1).flatten(-2)) for x, w, up in given]
     calls = {
         "plain": lambda x, w: gemm(x, w, tuned=False),
@@ -224,7 +223,7 @@ def by_quack(case: Case, sets: list[Any]) -> Callable[[int], Any]:
 
 
 def _mlp_by_quack(case: Case, given: list[Any]) -> Callable[[int], Any]:
-    """QuACK's gated block of a model, whose gradients are of its weights as PyTorch has them, [out, in]."""
+    """QuACK's gated block of a model. Its gradients are for weights in PyTorch's layout, [out, in]."""
     import torch
     from quack.mlp import mlp_func
 
@@ -250,7 +249,7 @@ def _mlp_by_quack(case: Case, given: list[Any]) -> Callable[[int], Any]:
 def by_jax(case: Case, sets: list[Any]) -> Callable[[int], Any]:
     """The Hopper example that comes with JAX."""
     if case.kind != "plain" or case.dtype not in ("bf16", "fp16") or case.has_gradients:
-        raise NotImplementedError("JAX's example has plain products of 16 bits, without gradients")
+        raise NotImplementedError("JAX's example has only plain 16-bit matmuls, without gradients")
     if jax.default_backend() != "gpu":
         raise NotImplementedError("JAX's example needs a GPU")
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as peer
@@ -270,11 +269,11 @@ def by_jax(case: Case, sets: list[Any]) -> Callable[[int], Any]:
 
 
 def _scaled_mm(case: Case, sets: list[Any], is_fast: bool) -> Callable[[int], Any]:
-    """torch._scaled_mm, of 8-bit operands; is_fast: with sums that stay in the tensor cores."""
+    """torch._scaled_mm with 8-bit operands. is_fast: sums stay in the tensor cores."""
     import torch
 
     if case.kind != "plain" or case.scaling == "block":
-        raise NotImplementedError("torch has no such product of 8 bits in one operator")
+        raise NotImplementedError("torch has no single operator for this 8-bit matmul")
     given = []
     for x, w in sets:
         values = [torch.from_dlpack(y.values.view(jnp.uint8)).view(torch.float8_e4m3fn) for y in (x, w)]
@@ -301,14 +300,14 @@ def _error(output: Any, wanted: Any) -> float:
 
 
 def _blocks(part: str, names: Sequence[str]) -> dict[str, int]:
-    """The fields of a block spec that a part of --sweep has, by their order or by name."""
+    """The fields of a block spec in a part of --sweep, given in order or by name."""
     if "=" not in part:
         return dict(zip(names, command_line.numbers(part), strict=True))
     return {name: int(value) for name, value in (word.split("=") for word in part.split(","))}
 
 
 def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list[Contender]:
-    """Those that were built; JAX's are judged against XLA."""
+    """The contenders that could be built. JAX's are judged against XLA."""
     found: list[Contender] = []
     with gpu_among_others():
         wanted = jax.block_until_ready(ours(case, sets, "xla")(0))
@@ -331,7 +330,7 @@ def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list
     for name in () if args.sweep or args.sweep_triton else args.implementations:
         add(name, "jax", lambda name=name: ours(case, sets, name))
     if case.scaling == "block" and "mosaic_gpu" in args.implementations:
-        of_tensors = dataclasses.replace(case, scaling="tensor")  # whose operands are rounded to other numbers
+        of_tensors = dataclasses.replace(case, scaling="tensor")  # its operands are rounded differently
         add("scales of tensors", "jax", lambda: ours(of_tensors, of_tensors.arrays(), "mosaic_gpu"), is_judged=False)
     for name in ("torch", "torch.compile"):
         if name in args.peers:
@@ -370,13 +369,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", default=SHAPES, help="m,n,k, separated by ';'")
     parser.add_argument("--kinds", default="plain,epilogue,gated")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
-    parser.add_argument("--scaling", default="tensor", help="of fp8: tensor, row, block; a comma list")
+    parser.add_argument("--scaling", default="tensor", help="comma list of fp8 scalings: tensor, row, block")
     parser.add_argument("--with-gradients", action="store_true", help="time the forward and all gradients")
-    parser.add_argument("--implementations", default="mosaic_gpu,triton,xla", help="of this library's")
-    parser.add_argument("--peers", help=f"default {PEERS}; with a sweep none")
+    parser.add_argument("--implementations", default="mosaic_gpu,triton,xla", help="comma list of this library's")
+    parser.add_argument("--peers", help=f"default {PEERS}; none with a sweep")
     parser.add_argument("--sweep", help="blocks of the Hopper kernel, separated by ';'")
     parser.add_argument("--sweep-triton", help="blocks of the Triton kernel, separated by ';'")
-    parser.add_argument("--weights", default="", help="int8, int8_row, int4, mxfp8, mxfp4; a comma list")
+    parser.add_argument("--weights", default="", help="comma list of int8, int8_row, int4, mxfp8, mxfp4")
     parser.add_argument("--sweep-low-bit", help="blocks of the kernel of --weights, separated by ';'")
     args = parser.parse_args(argv)
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]

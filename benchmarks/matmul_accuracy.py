@@ -1,13 +1,13 @@
-"""Error against float64 of this library's products and of PyTorch's, cuBLAS's on a GPU, on the same inputs.
+"""Error against float64 of this library's matmuls and of PyTorch's (cuBLAS on a GPU), on the same inputs.
 
     PYTHONPATH=. python benchmarks/matmul_accuracy.py --output results/matmul-accuracy.json
 
-The error of an array is the root mean square of the difference over that of the float64 array. A row of results has the
-errors of out and, but for products of 8 bits, of the gradients of x and w. The first implementation that serves a
-product is held against PyTorch: its error is at most 1.05 times PyTorch's for 8 and 16 bits, and 1.5 times for float32
-and tf32, whose sums have another order.
+The error of an array is the root mean square of the difference over the root mean square of the float64 array. A row of
+results has the errors of out and, except for 8-bit matmuls, of the gradients of x and w. The first implementation that
+supports a matmul is compared with PyTorch: its error may be at most 1.05 times PyTorch's for 8 and 16 bits, and 1.5
+times for float32 and tf32, whose sums have another order.
 
-The exit status is 1 where an implementation failed, or is above the limit.
+The exit status is 1 if an implementation failed, or its error is above the limit.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from jax_kernels import bridge
 KINDS = {"bfloat16": 1.05, "float16": 1.05, "float32": 1.5, "tf32": 1.5, "fp8": 1.05}
 RESULTS = ("out", "dx", "dw")
 SHAPES = ("512,1024,4096", "16,2048,8192", "1000,1536,520", "4096,4096,4096")
-EXACT = 1e-12  # errors below it are none
+EXACT = 1e-12  # smaller errors count as 0
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla")
 
 
@@ -52,13 +52,13 @@ def of_torch(x: torch.Tensor, w: torch.Tensor, **scales: torch.Tensor) -> torch.
     if not scales:
         return x @ w
     if any(size % 16 for size in (*x.shape, w.shape[1])):
-        raise NotImplementedError("torch._scaled_mm wants multiples of 16")
+        raise NotImplementedError("torch._scaled_mm needs multiples of 16")
     columns = w.t().contiguous().t()
     return torch._scaled_mm(x, columns, *scales.values(), out_dtype=torch.float32, use_fast_accum=False)
 
 
 def results(kind: str, function: Callable[..., torch.Tensor], drawn: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """RESULTS of a function of (x, w); out alone of 8 bits."""
+    """RESULTS of a function of (x, w); only out for 8 bits."""
     x, w, dout = drawn
     if kind == "fp8":
         one = torch.ones((), device=x.device)
@@ -90,7 +90,7 @@ def tf32_where(wanted: bool):
 
 
 def row(kind: str, shape: Sequence[int], names: Sequence[str]) -> dict[str, Any]:
-    """A row of results. The first of `names` that serves the product is held against PyTorch's."""
+    """A row of results. The first of `names` that supports the matmul is compared with PyTorch."""
     drawn = draw(kind, shape)
     found: dict[str, dict[str, float]] = {}
     told = {}

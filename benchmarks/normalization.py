@@ -2,14 +2,14 @@
 
     PYTHONPATH=. python benchmarks/normalization.py --shapes "32768,4096;65536,1024" --output results/normalization.json
 
-Peers: XLA, torch, torch.compile, and Liger and QuACK where they are installed. The copy of an array of x's size gives
-the bandwidth of the run: a forward moves as many bytes, a backward 1.5 times as many. --sweep times other blocks of
-this library's kernels instead, beside those of the block specs: of Triton's as "block_rows,num_warps" forward and
-"block_rows,num_warps,programs[,chunk]" backward, of Hopper's as "sm90:row_warps,warpgroups,stages" for both, or any of
-them by name as "fwd:triton:num_warps=8,programs=4". The Hopper blocks that do not fit a shape are left out, but for
-those that are given by name.
+Peers: XLA, torch, torch.compile, and Liger and QuACK if they are installed. The copy of an array of x's size gives the
+bandwidth of the run: a forward moves the same number of bytes, a backward 1.5 times this number. --sweep times other
+blocks of this library's kernels, and the block specs': for Triton as "block_rows,num_warps" forward and
+"block_rows,num_warps,programs[,chunk]" backward, for Hopper as "sm90:row_warps,warpgroups,stages" in both directions,
+or any field by name as "fwd:triton:num_warps=8,programs=4". Hopper blocks that do not fit a shape are skipped, unless
+they are given by name.
 
-The exit status is 1 where a contender failed or was wrong.
+The exit status is 1 if a contender failed or was wrong.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def megabytes(self) -> float:
-        """That pass through device memory at least."""
+        """The minimum traffic to and from device memory."""
         return {"fwd": 2, "bwd": 3}[self.mode] * 2 * self.rows * self.columns / 1e6
 
 
@@ -86,7 +86,7 @@ class Arrays:
 
 
 def ours(case: Case, arrays: Arrays, implementation: str, blocks: dict[str, int] | None = None) -> Callable[[int], Any]:
-    """The call. blocks: to replace in the forward's or the backward's, by name."""
+    """The call. blocks: the fields to replace in the forward's or the backward's blocks, by name."""
     op, weights = OPS[case.op], arrays.weights(case.op)
     norm = lambda x, *weights: op(x, *weights, eps=EPS, implementation=implementation)
     if blocks:
@@ -100,7 +100,7 @@ def ours(case: Case, arrays: Arrays, implementation: str, blocks: dict[str, int]
 
 
 def _with_blocks(case: Case, weights: tuple[Any, ...], implementation: str, blocks: dict[str, int], x: Any) -> Any:
-    """The call with other blocks in its plan. A forward whose rows CTAs share has Triton's backward."""
+    """The call with other blocks in its plan. A forward that splits rows over CTAs has Triton's backward."""
     found, direction = block_specs.norm_row, {"fwd": "forward", "bwd": "backward"}[case.mode]
 
     def norm_row(capability: tuple[int, int], name: str, **call: Any) -> Any:
@@ -141,7 +141,7 @@ def by_torch(
 
 
 def torch_functions(op: str) -> dict[str, Callable[[], Callable[..., Any]]]:
-    """By name, what gives a function of (x, *weights). It may raise ImportError."""
+    """By name, makers of functions of (x, *weights). A maker may raise ImportError."""
 
     def plain():
         from torch.nn import functional
@@ -152,8 +152,8 @@ def torch_functions(op: str) -> dict[str, Callable[[], Callable[..., Any]]]:
     def compiled():
         import torch
 
-        torch._dynamo.reset()  # else the shapes of the cases before count among its recompilations
-        torch._functorch.config.donated_buffer = False  # the graph is kept from one backward to the next
+        torch._dynamo.reset()  # else the shapes of earlier cases count as recompilations
+        torch._functorch.config.donated_buffer = False  # several backwards use the same graph
         return torch.compile(plain())
 
     def liger():
@@ -174,7 +174,7 @@ def torch_functions(op: str) -> dict[str, Callable[[], Callable[..., Any]]]:
 
 
 def _quack_layer_norm() -> Callable[..., Any]:
-    """QuACK's layer norm with the gradients that it has functions for. Its weights are float32."""
+    """QuACK's layer norm, with the gradients for which QuACK has functions. Its weights are float32."""
     import torch
     from quack.rmsnorm import layernorm_bwd, layernorm_fwd
 
@@ -204,7 +204,7 @@ def _error(outputs: Any, wanted: Any) -> float:
 
 
 def contenders_of(case: Case, arrays: Arrays, args: argparse.Namespace) -> list[Contender]:
-    """Those that were built, each judged against XLA in bfloat16."""
+    """The contenders that could be built, each judged against XLA in bfloat16."""
     found: list[Contender] = []
     wanted: Any = None
 
@@ -234,20 +234,19 @@ def contenders_of(case: Case, arrays: Arrays, args: argparse.Namespace) -> list[
         add(name, "jax", lambda name=name: ours(case, arrays, name), "" if found else plan)
     for name, function in torch_functions(case.op).items():
         if name in args.peers:
-            is_wide = name == "quack" and case.op == "layer_norm"  # which takes no others
+            is_wide = name == "quack" and case.op == "layer_norm"  # it takes no other weights
             add(name, "torch", lambda function=function, is_wide=is_wide: by_torch(case, arrays, function(), is_wide))
     add("copy", "jax", lambda: copy_of(arrays))
     return found
 
 
 def copy_of(arrays: Arrays) -> Callable[[int], Any]:
-    """The call that copies x."""
     copy = jax.jit(jnp.copy).lower(arrays.x).compile()
     return lambda index: copy(arrays.x)
 
 
 def _blocks(case: Case, text: str) -> list[tuple[str, dict[str, int]]]:
-    """(implementation, blocks) of --sweep for the case's direction and columns, after those of the block specs."""
+    """(implementation, blocks): the block specs', then --sweep's, for the case's direction and columns."""
     modes = {2: "fwd", 3: "bwd", 4: "bwd"}
     found: list[tuple[str, dict[str, int]]] = [("triton", {}), ("mosaic_gpu", {})]
     for part in text.split(";"):
@@ -266,7 +265,7 @@ def _blocks(case: Case, text: str) -> list[tuple[str, dict[str, int]]]:
 
 
 def _fits(case: Case, blocks: NormSm90) -> bool:
-    """Whether the Hopper kernel takes these blocks as they are, not ones that fit the columns better."""
+    """Whether the Hopper kernel takes exactly these blocks, and does not adjust them to the columns."""
     x = jax.ShapeDtypeStruct((case.rows, case.columns), jnp.bfloat16)
     if row_warps_of(case.columns, blocks.row_warps) != blocks.row_warps:
         return False
@@ -300,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", default=SHAPES, help="rows,columns, separated by ';'")
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--modes", default="fwd,bwd")
-    parser.add_argument("--implementations", default=",".join(IMPLEMENTATIONS), help="of this library's")
+    parser.add_argument("--implementations", default=",".join(IMPLEMENTATIONS), help="comma list of this library's")
     parser.add_argument("--peers", default="torch,torch.compile,liger,quack")
     parser.add_argument("--sweep", help="blocks, separated by ';'")
     args = parser.parse_args(argv)

@@ -1,21 +1,20 @@
-"""Times ring_attention over the GPUs of one machine: the op, its kernels alone, its permutes alone, and PyTorch's peer.
+"""Times ring_attention over the GPUs of one machine: the op, only its kernels, only its permutes, and PyTorch's peer.
 
     PYTHONPATH=. python benchmarks/ring.py --devices 1,2 --torch --output benchmarks/results/ring-h200.json
 
 A time is the wall clock over many queued calls, closed by block_until_ready, on [1, tokens, heads, head_dim] in bf16.
-TFLOP/s are per GPU: 4 * tokens^2 * heads * head_dim for the forward and 2.5 times as many for the backward, half of
-them where the mask is causal, over the time and the GPUs. Causal cases have the zigzag
-layout, or that of --layout.
+TFLOP/s are per GPU: 4 * tokens^2 * heads * head_dim for the forward and 2.5 times as many for the backward, half for a
+causal mask, divided by the time and the number of GPUs. Causal cases have the zigzag layout, or the layout of --layout.
 
-"compute" is the op with a local copy in place of each permute, "communication" the permutes alone; they take turns with
-the op. Weak scaling holds TFLOP/s per GPU against one GPU with the same tokens each, strong scaling against one GPU
-with all tokens. --torch adds torch.distributed.tensor.experimental.context_parallel with cuDNN and both rotate methods,
-one process for each GPU, after the JAX process has ended.
+"compute" is the op with each permute replaced by a local copy, "communication" is only the permutes; they take turns
+with the op. Weak scaling compares TFLOP/s per GPU with one GPU that has the same tokens per GPU, strong scaling with
+one GPU that has all tokens. --torch adds torch.distributed.tensor.experimental.context_parallel with cuDNN and both
+rotate methods, one process for each GPU, after the JAX process has ended.
 
-"expected" in the results is the efficiency to be expected of 8, 64 and 512 GPUs, see harness/ring_model.py. --long adds
-one call over all tokens of so many, forward and backward, with the memory that it takes.
+"expected" in the results is the expected efficiency of 8, 64 and 512 GPUs, see harness/ring_model.py. --long adds one
+call with the given number of tokens, forward and backward, and its memory.
 
-The exit status is 1 where a contender failed, was wrong, or was skipped because the budget was spent.
+The exit status is 1 if a contender failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -42,13 +41,13 @@ from jax_kernels.ops.ring.layouts import LAYOUTS
 from jax_kernels.ops.ring.ring_attention import STRATEGIES
 
 CONTENDERS = (*PARTS, "torch alltoall", "torch allgather")
-# The compiler of a case, and its turns, take less on an H200.
+# Compilation and turns of a case take less on an H200.
 LIMIT = 45.0
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--devices", default="1,2,4", help="comma list of GPUs; those that are not there are told")
+    parser.add_argument("--devices", default="1,2,4", help="comma list of numbers of GPUs; missing GPUs are reported")
     parser.add_argument("--tokens", default="16384,65536,131072", help="comma list of global tokens, causal")
     told = "comma list of each GPU's tokens, forward, not causal; '' for none"
     parser.add_argument("--local-tokens", default="4096,8192,16384,32768", help=told)
@@ -56,29 +55,29 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=command_line.positive(int), default=128)
     parser.add_argument("--mode", default=",".join(MODES), help=f"comma list of {', '.join(MODES)}")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"comma list of {', '.join(PARTS)}")
-    parser.add_argument("--implementation", help="of ring_attention; default its own choice")
+    parser.add_argument("--implementation", help="of ring_attention; default: its own choice")
     parser.add_argument("--rounds", type=command_line.positive(int), default=5)
     parser.add_argument("--seconds", type=command_line.positive(float), default=0.1, help="queued work of one turn")
-    told = "the most tokens whose results are held against flash_attention on one GPU"
+    told = "the most tokens whose results are compared with flash_attention on one GPU"
     parser.add_argument("--check", type=int, default=16384, help=told)
     parser.add_argument("--strategy", default="ring", choices=STRATEGIES, help="of ring_attention")
-    told = "of ring_attention: steps that sends go ahead; default its own choice"
+    told = "of ring_attention: steps that sends go ahead; default: its own choice"
     parser.add_argument("--sends-ahead", type=command_line.positive(int), help=told)
-    told = "so many GPUs exchange heads by permutes, more by all-to-alls; default what the block specs say"
+    told = "the most GPUs that exchange heads by permutes; more use all-to-alls; default: from the block specs"
     parser.add_argument("--permutes-up-to", type=command_line.positive(int), help=told)
     parser.add_argument("--nccl", action="store_true", help="sends by NCCL's kernels, without compiler_options")
-    told = "tokens before its own that a query sees in the causal cases; 0 for all"
+    told = "tokens before a query that the query sees in the causal cases; 0 for all"
     parser.add_argument("--window", type=int, default=0, help=told)
     parser.add_argument("--layout", default="zigzag", choices=LAYOUTS, help="of the causal cases")
     told = "the causal cases have their limits, and 128 global tokens, as a mask"
     parser.add_argument("--masked", action="store_true", help=told)
-    told = "time the kernels of the first GPU in calls more, by CUPTI: profile_ms of the rows"
+    told = "time the kernels of the first GPU in extra calls, by CUPTI: profile_ms of the rows"
     parser.add_argument("--profile", action="store_true", help=told)
-    told = "comma list of global tokens of which one call, the first, is timed, causal; '' for none"
+    told = "comma list of global tokens for which only the first call is timed, causal; '' for none"
     parser.add_argument("--long", default="", help=told)
     told = "processes that compile cases at once; they take turns on the GPUs"
     parser.add_argument("--processes", type=command_line.positive(int), default=1, help=told)
-    parser.add_argument("--torch", action="store_true", help="time PyTorch's context_parallel, too")
+    parser.add_argument("--torch", action="store_true", help="also time PyTorch's context_parallel")
     parser.add_argument("--limit", type=command_line.positive(float), default=LIMIT, help="seconds for one case")
     told = "seconds after which no more work begins"
     parser.add_argument("--budget", type=command_line.positive(float), default=230, help=told)
@@ -102,7 +101,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(args: argparse.Namespace) -> list[RingCase]:
-    """The largest mesh first. One device gets each number of tokens that scaling is held against."""
+    """The cases, the largest mesh first. One device gets each number of tokens that scaling needs."""
 
     def case(devices: int, tokens: int, causal: bool) -> RingCase:
         return RingCase(
@@ -141,7 +140,6 @@ def cases(args: argparse.Namespace) -> list[RingCase]:
 
 
 def read_cases() -> Iterator[RingCase]:
-    """The cases that run_cases sends."""
     for line in sys.stdin:
         fields = json.loads(line)
         yield RingCase(**fields | {name: tuple(fields[name]) for name in ("modes", "parts")})
@@ -191,7 +189,7 @@ class Run:
         self.save()
 
     def ask_in_turns(self, command: Sequence[str], todo: Sequence[RingCase]) -> None:
-        """Several processes compile the cases, and take turns on the GPUs."""
+        """Runs the cases in several processes, which compile at once and take turns on the GPUs."""
         shares = [todo[i :: self.args.processes] for i in range(self.args.processes)]
         with tempfile.NamedTemporaryFile() as lock, concurrent.futures.ThreadPoolExecutor(len(shares)) as pool:
             os.environ.setdefault("BENCHMARK_LOCK", lock.name)
@@ -199,7 +197,7 @@ class Run:
 
     def ask(self, command: Sequence[str], todo: Sequence[RingCase], contenders: Sequence[str]) -> None:
         asked = [dataclasses.asdict(case) for case in todo]
-        # Memory is taken as it is needed: PyTorch gets the same GPUs later.
+        # Memory is allocated as needed: PyTorch gets the same GPUs later.
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         answers = run_cases(
             command, asked, limit=self.args.limit, deadline=self.deadline, environment=environment
@@ -216,7 +214,7 @@ class Run:
 
 
 def scaling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The share of one GPU's TFLOP/s that each GPU keeps: weak with as many tokens each, strong with as many in all."""
+    """The TFLOP/s of each GPU over one GPU's: weak with equal tokens per GPU, strong with equal tokens in all."""
     rates = {
         (row["devices"], row["tokens"], row["causal"], row["mode"]): row["tflops"]
         for row in rows
@@ -297,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in reasons:
         console.print(line, markup=False)
     if args.output is not None:
-        # Last: it takes hold of the devices, whose memory the workers need.
+        # Last, because it initialises the devices, whose memory the workers need.
         report.write_json(args.output, {"environment": report.environment(args.commit, args.torch)} | run.results)
     return report.exit_status(row["status"] for row in run.results["rows"])
 

@@ -10,23 +10,23 @@ Patterns:
 
     block          random blocks, the same number in each row of blocks
     window         keys near the query
-    random         pairs drawn one by one, so that no block is dead
+    random         pairs drawn one by one, so no block is dead
     structured     a window and global tokens
-    causal-window  the --window last keys of each query, its own among them
+    causal-window  the last --window keys of each query, including its own
 
-The first four are not causal. Their sparsity is the share of pairs that are masked out; causal-window has none.
+The first four are not causal. Their sparsity is the fraction of masked pairs; causal-window has no sparsity.
 
 Contenders, each checked against float32 before it is timed:
 
-    dense            ours without a mask, which the others are measured against
-    prepared-mask    ours under the Mask, whose lists of blocks prepare_mask made before
+    dense            ours without a mask, the baseline of the other contenders
+    prepared-mask    ours under the Mask, with block lists that prepare_mask made before the calls
     mask             ours under the same Mask, with the lists made in each call
-    window-argument  ours by flash_attention's window, where the pattern is one
+    window-argument  ours by flash_attention's window, if the pattern is a window
     array            ours under the same mask as a bool array
-    jax-cudnn-bias   cuDNN with a bias of -1e30 where the mask is False
-    torch-flex       compiled flex_attention; its block mask, of the window's rule or of the array, is made before
+    jax-cudnn-bias   cuDNN with a bias of -1e30 for masked pairs
+    torch-flex       compiled flex_attention; its block mask, from the window's rule or the array, is made before
 
-The exit status is 1 where a contender failed, was wrong, or was skipped because the budget was spent.
+The exit status is 1 if a contender failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -53,7 +53,7 @@ from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
 OF_SPARSITY = ("block", "window", "random", "structured")
 PATTERNS = (*OF_SPARSITY, "causal-window")
 CONTENDERS = ("dense", "prepared-mask", "mask", "window-argument", "array", "jax-cudnn-bias", "torch-flex")
-# The size of the blocks that the kernels skip and that a row of results counts.
+# The size of the blocks that the kernels skip, and that a row of results counts.
 BLOCK = 128
 
 
@@ -61,7 +61,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.1, budget=540)
     parser.add_argument("--pattern", default=",".join(OF_SPARSITY), help=f"comma list of {', '.join(PATTERNS)}")
     parser.add_argument("--sparsity", default="0.5,0.75,0.9", help="comma list, each from 0 to below 1")
-    told = "keys of a query of the pattern causal-window, its own among them"
+    told = "keys of a query in the pattern causal-window, including its own"
     parser.add_argument("--window", type=command_line.positive(int), default=1024, help=told)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, default=2)
@@ -71,7 +71,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--mode", default="fwd,bwd", help=f"comma list of {', '.join(MODES)}")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"comma list of {', '.join(CONTENDERS)}")
-    parser.add_argument("--implementation", help="for ours: mosaic_gpu, triton, cudnn or xla; default the fastest")
+    parser.add_argument("--implementation", help="for ours: mosaic_gpu, triton, cudnn or xla; default: the fastest")
     args = parser.parse_args(argv)
     try:
         for name, known in (("pattern", PATTERNS), ("mode", MODES), ("contenders", CONTENDERS)):
@@ -117,12 +117,12 @@ def _pairs(seq: int, side: int, tokens: int) -> int:
 
 
 def kept_share(keep: jax.Array) -> float:
-    """The share of pairs that a mask keeps. Counted row by row: the whole count may overflow an int32."""
+    """The fraction of pairs that a mask keeps, counted row by row, because the whole count may overflow an int32."""
     return np.asarray(keep.sum(axis=1)).sum(dtype=np.int64) / keep.size
 
 
 def in_torch(pattern: MaskPattern, keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Built:
-    """Compiled flex_attention under a block mask, made of the pattern's rule or of the bool array `keep`."""
+    """Compiled flex_attention under a block mask, made from the pattern's rule or from the bool array `keep`."""
     import torch
     from harness import torch_contenders
     from torch.nn.attention.flex_attention import create_block_mask
@@ -146,7 +146,6 @@ def _window_rule(left: int, right: int, tokens: int, q_idx: Any, kv_idx: Any) ->
 
 
 def names_of(pattern: str, args: argparse.Namespace) -> list[str]:
-    """The contenders of a pattern."""
     is_window = pattern in ("window", "causal-window")
     return [name for name in args.contenders if is_window or name != "window-argument"]
 
@@ -229,7 +228,7 @@ def row_of(contender: Contender, case: Case, facts: dict[str, Any], dense: Seque
     if contender.times:
         share = 1.0 if contender.name == "dense" else 1 - facts["sparsity"]
         row |= {
-            "tflops": case.flops * share / row["median_ms"] / 1e9,  # only the pairs that are kept count
+            "tflops": case.flops * share / row["median_ms"] / 1e9,  # only live pairs count
             "faster_than_dense_by": speed_ratio(contender.times, dense) if dense else None,
         }
         if dense:

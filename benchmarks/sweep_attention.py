@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/sweep_attention.py --head-dim 128 --causal yes --direction fwd --output sweep.json
 
 Each config is compiled, checked against the control (cuDNN; "xla" without a GPU), timed and printed; the control
-has a turn every few configs. The fastest ones and the control then alternate for the final figures. A config that
-raises is listed; after one that hangs or crashes its process, another process goes on with the rest.
+has a turn every few configs. The fastest configs and the control then alternate for the final figures. A config that
+raises is listed; if a config hangs or crashes its process, another process continues with the rest.
 """
 
 import argparse
@@ -92,14 +92,14 @@ WARPS_AND_STAGES = ((4, 2), (8, 2), (4, 3), (8, 3), (4, 1), (4, 4))
 
 
 def grid(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
-    """The configs to try: the one of Hopper's row, then the lists above, the likely ones first."""
+    """The configs to try: Hopper's row, then the lists above, likely configs first."""
     row, _ = attention_row((9, 0), implementation, head_dim=head_dim, bits=16, is_causal=causal)
     standing = row.forward if direction == "fwd" else row.backward
     return list(dict.fromkeys([standing, *_listed(implementation, direction, head_dim, causal)]))
 
 
 def _listed(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
-    """Every combination of the lists above whose tiles fit in shared memory."""
+    """Every combination of the lists above with tiles that fit in shared memory."""
     width = next(w for w in (64, 128, 256) if head_dim <= w)
     if (implementation, direction) == ("mosaic_gpu", "fwd"):
         free = itertools.product(STAGES[width], (False, True), (True, False))
@@ -148,12 +148,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=count, default=2, help="turns of a config when it is first timed")
     parser.add_argument("--control-every", type=count, default=4, help="configs between two turns of the control")
     parser.add_argument("--limit", type=seconds, default=60, help="seconds that one config may take in all")
-    parser.add_argument("--finalists", type=int, default=4, help="how many alternate with the control at the end")
+    parser.add_argument("--finalists", type=int, default=4, help="configs that alternate with the control at the end")
     parser.add_argument("--rounds", type=count, default=7, help="rounds of that alternation")
     parser.add_argument("--budget", type=seconds, default=240, help="seconds after which the run ends")
     parser.add_argument("--timer", choices=tuple(METHODS), default="cupti")
     parser.add_argument("--output", type=pathlib.Path, required=True, help="JSON file")
-    parser.add_argument("--commit", help="commit to record where the tree has no .git")
+    parser.add_argument("--commit", help="commit to record if the tree has no .git")
     parser.add_argument("--worker-until", type=float, help=argparse.SUPPRESS)  # time.time() of the budget's end
     args = parser.parse_args(argv)
     try:
@@ -196,7 +196,7 @@ def row_of(config: Any, **row: Any) -> dict[str, Any]:
 
 
 class Sweep:
-    """One process of a sweep. Configs that the output file holds from an earlier process are not tried again."""
+    """One process of a sweep. It skips configs that an earlier process wrote to the output file."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -225,7 +225,7 @@ class Sweep:
             raise RuntimeError(f"the control {control.name} does not run: {control.reason}")
         self.wanted = control.call(0)  # type: ignore[misc]
         saved: list = []
-        if args.direction == "bwd":  # the reference makes them: every config gets the same residuals, which are right
+        if args.direction == "bwd":  # from the reference: every config gets the same, correct residuals
             options = AttentionOptions(1 / math.sqrt(case.head_dim), is_causal=case.causal, precision="fp32")
             forward = jax.jit(functools.partial(reference.forward, options=options, out_dtype=DTYPES[case.dtype]))
             saved = [forward(AttentionInputs(*s.qkv)) for s in sets]
@@ -294,7 +294,7 @@ class Sweep:
         os._exit(LOST)
 
     def check_device(self, control: Contender) -> None:
-        """Ends the process after a failure that broke its GPU context, as an illegal access does."""
+        """Ends the process after a failure that broke its GPU context, such as an illegal access."""
         try:
             wait(control.call(0), "jax")  # type: ignore[misc]
         except Exception as error:
@@ -333,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.output.unlink(missing_ok=True)
     until = time.time() + args.budget
     tried = 0
-    while True:  # a worker that a kernel hangs or crashes takes its GPU context with it
+    while True:  # a worker that hangs or crashes loses its GPU context
         command = [sys.executable, __file__, *argv, "--worker-until", str(until)]
         try:
             status = subprocess.run(command, check=False, timeout=max(until - time.time(), 1)).returncode

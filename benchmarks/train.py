@@ -4,18 +4,18 @@
     PYTHONPATH=. python benchmarks/train.py --contenders products --meshes data=2 sequence=2
 
 A step is forward, backward and AdamW on random tokens, with the state donated. Its time is the wall clock over queued
-steps, closed by block_until_ready; "first" is the first step, which traces and compiles. Each contender has a process
-of its own. MFU counts 6 FLOPs for each weight of a product and token, and 12 for each number of a head and each pair of
-a query and a key that the causal mask keeps. Work that a policy repeats does not count.
+steps, closed by block_until_ready; "first" is the first step, which traces and compiles. Each contender has its own
+process. MFU counts 6 FLOPs for each token and weight of a matmul, and 12 for each feature of a head and each (query,
+key) pair that the causal mask keeps. Rematerialised work does not count.
 
 Contenders: a remat policy of TransformerConfig ("none", "all", "attention", "products"), with the linear cross-entropy
-in chunks. Before it may stand "scan-", for the blocks as a loop; "xla-", for the MLP's products by XLA; "plain-", with
-the logits whole; "cudnn-", with cuDNN attention; of sequences that devices share out "all_to_all-" and "ring-", for the
-strategy, and "nccl-", for sends without compiler_options; "triton-", for XLA's Triton products beside cuBLAS's. Of
-PyTorch "llama" and "llama-remat", with SDPA. Their products are in bfloat16; parameters and moments are in the dtype of
---param-dtype, the Llama's, too.
+in chunks. Its prefixes: "scan-" for the blocks as a loop; "xla-" for the MLP's matmuls by XLA; "plain-" for the logits
+without chunks; "cudnn-" for cuDNN attention; for sharded sequences "all_to_all-" and "ring-" for the strategy, and
+"nccl-" for sends without compiler_options; "triton-" to allow XLA Triton matmuls as well as cuBLAS. PyTorch's
+contenders are "llama" and "llama-remat", with SDPA. All matmuls are in bfloat16; parameters and moments are in the
+dtype of --param-dtype, also for the Llama.
 
-The exit status is 1 where a contender failed or was skipped because the budget was spent.
+The exit status is 1 if a contender failed or was skipped because the budget was spent.
 """
 
 import argparse
@@ -40,7 +40,7 @@ CONTENDERS = "products,scan-products,xla-products,attention,all,none,plain-produ
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--contenders", default=CONTENDERS, help="comma list; '' for meshes alone")
+    parser.add_argument("--contenders", default=CONTENDERS, help="comma list; '' for only the meshes")
     told = "further meshes, such as data=2, for the first contender, or for products; or CONTENDER:data=2"
     parser.add_argument("--meshes", nargs="*", default=[], help=told)
     told = "JSON files of earlier runs on the same machine, whose rows come first"
@@ -49,14 +49,14 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=command_line.positive(int), default=default)
     parser.add_argument("--mlp", type=command_line.positive(int), default=5632)
     parser.add_argument("--vocabulary", type=command_line.positive(int), default=32000)
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the products")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the matmuls")
     parser.add_argument("--param-dtype", default="float32", choices=("bfloat16", "float32"))
     parser.add_argument("--steps", type=command_line.positive(int), default=8, help="steps of one turn")
     parser.add_argument("--rounds", type=command_line.positive(int), default=3, help="turns")
     parser.add_argument("--limit", type=command_line.positive(float), default=60, help="seconds for one contender")
     told = "seconds after which no more work begins"
     parser.add_argument("--budget", type=command_line.positive(float), default=400, help=told)
-    told = "time the kernels of the first GPU in a turn more, by CUPTI: profile_ms of the rows"
+    told = "time the kernels of the first GPU in an extra turn, by CUPTI: profile_ms of the rows"
     parser.add_argument("--profile", action="store_true", help=told)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if case.name in LLAMA and importlib.util.find_spec("transformers") is None:
             row |= {"status": "unavailable", "reason": "the Python module transformers is not installed"}
         else:
-            # The Llama's process would leave nothing of a GPU whose memory JAX has taken.
+            # Else JAX in the Llama's process would preallocate the GPU memory that PyTorch needs.
             environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if case.name in LLAMA else {}
             command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--worker"]
             asked = [dataclasses.asdict(case)]
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=160)
     console.print(table(results["rows"]))
     if args.output is not None:
-        # Last: it takes hold of the devices, whose memory the workers need.
+        # Last, because it initialises the devices, whose memory the workers need.
         report.write_json(args.output, {"environment": report.environment(args.commit)} | results)
     return report.exit_status(row["status"] for row in results["rows"])
 

@@ -1,12 +1,13 @@
-"""Times this library beside an earlier version of itself, to see whether a change made a call slower.
+"""Times this library against an earlier version of itself, to see whether a change made a call slower.
 
-    python benchmarks/versions.py --export v0.1 --base .base           # once, where git is
+    python benchmarks/versions.py --export v0.1 --base .base           # once, on a machine with git
     PYTHONPATH=. python benchmarks/versions.py --base .base --cases bias,causal --output results/versions.json
 
 --export writes a commit's package into the folder of --base under another name, so that one process imports both. The
 two versions take turns. Their order changes from round to round, because at the power limit the second of two is a few
-percent slower. The backward is timed alone. The ratio is this version's time over the other's: the median over rounds.
-The results of the two have to agree before they are timed. The exit status is 1 where one failed or they disagree.
+percent slower. The backward is timed without the forward. The ratio is this version's time over the other's: the median
+over rounds. The results of the two versions have to agree before they are timed. The exit status is 1 if a version
+failed or the results disagree.
 """
 
 import argparse
@@ -112,7 +113,8 @@ def _cases() -> list[Case]:
         Case("lengths deterministic", arguments=lambda *given: lengths(*given) | {"deterministic": True}),
         Case("sinks", arguments=lambda case, _: {"sinks": jnp.zeros(case.heads)}),
         Case("softcap score_mod", arguments=always(score_mod=softcap_mod)),
-        # Lazily: the slopes are an array, and an array made here would start JAX's backend before prepare_process.
+        # # Lazy, because the slopes are an array, and an array made here would start JAX's backend before
+        # prepare_process.
         Case("ALiBi score_mod", arguments=lambda case, _: {"score_mod": alibi_mod(case.heads), "is_causal": True}),
         Case("masking score_mod", arguments=always(score_mod=masking_mod)),
         Case("bias hts", **short, arguments=bias("h", "t", "s")),

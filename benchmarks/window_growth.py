@@ -1,16 +1,16 @@
-"""Measures how the time and the memory of attention in a window of fixed width grow with the length, by device time.
+"""Measures the growth of time and memory with the length, for attention under a window of fixed width, by device time.
 
     PYTHONPATH=. python benchmarks/window_growth.py --lengths 16384,32768,65536,131072,262144 --window 1024
 
-Each query sees the --window last keys, its own among them. Contenders: "window-argument", by flash_attention's window;
-"prepared-mask", by a mask's lists of blocks, made before; "mask", with the lists made in each call.
+Each query sees the last --window keys, including its own. Contenders: "window-argument", by flash_attention's window;
+"prepared-mask", by a mask's block lists, made before the calls; "mask", with the lists made in each call.
 
-Memory is what XLA's program holds at once: its arguments, results and temporaries. The time and the memory of a token
-are divided by those at the first length: 1.00 is linear growth, and up to --bar counts as linear. Before a contender is
-timed, the first head of its last tokens is checked against float32; they depend on the tokens of the last two windows
-alone.
+Memory is the sum of the program's arguments, results and temporaries in XLA. The time and the memory per token are
+divided by their values at the first length: 1.00 is linear growth, and values up to --bar count as linear. Before a
+contender is timed, the first head of its last tokens is checked against float32; they depend only on the tokens of the
+last two windows.
 
-The exit status is 1 where a contender failed, was wrong, or was skipped because the budget was spent.
+The exit status is 1 if a contender failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -39,7 +39,7 @@ CONTENDERS = ("window-argument", "prepared-mask", "mask")
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.1, budget=540)
     parser.add_argument("--lengths", default="16384,32768,65536,131072,262144", help="comma list of tokens")
-    told = "keys of a query, its own among them"
+    told = "keys of a query, including its own"
     parser.add_argument("--window", type=command_line.positive(int), default=1024, help=told)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--num-heads", type=int, default=16)
@@ -48,7 +48,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", default=",".join(MODES), help=f"comma list of {', '.join(MODES)}")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"comma list of {', '.join(CONTENDERS)}")
     parser.add_argument("--bar", type=command_line.positive(float), default=1.1, help="default 1.1")
-    parser.add_argument("--implementation", help="for ours: mosaic_gpu, triton or xla; default the fastest")
+    parser.add_argument("--implementation", help="for ours: mosaic_gpu, triton or xla; default: the fastest")
     args = parser.parse_args(argv)
     try:
         for name, known in (("mode", MODES), ("contenders", CONTENDERS)):
@@ -64,7 +64,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def build(name: str, case: Case, inputs: InputSet, args: argparse.Namespace) -> tuple[Contender, int | None]:
-    """The contender, checked, and the bytes that its program holds at once, or None where XLA does not tell."""
+    """The checked contender, and the peak bytes of its program, or None if XLA does not report them."""
     contender, held = Contender(name, "jax"), None
     with contender.attempt():
         mask, named = of_ours(name, MaskPattern.of_window(args.window - 1, 0), None, inputs, args.implementation)
@@ -90,7 +90,7 @@ def _in_mode(mode, mask, query, key, value, dout, **named):
 
 
 def error(outputs: Sequence[jax.Array], inputs: InputSet, case: Case, window: int) -> float:
-    """The error of the last tokens. Queries and keys of the last window depend on the last two windows alone."""
+    """The error of the last tokens. Queries and keys of the last window depend only on the last two windows."""
     tail = [x[:1, -2 * window :, :1].astype(jnp.float32) for x in (*inputs.qkv, inputs.dout)]
     last = case.seq if case.seq <= 2 * window else window
     wanted = _right(case.mode, window, *tail)
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = [contender for contender, _ in built]
             alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
         rows += [row_of(contender, held, case, first, args.bar) for contender, held in built]
-        # Frees their arrays before the next length makes its own.
+        # Frees the arrays before the next length makes its own.
         for contender, _ in built:
             contender.call = None
         if args.output is not None:

@@ -1,10 +1,11 @@
-"""Draws the pictures of these pages: a mask's blocks, which token sees which in dilated attention, the Hilbert order.
+"""Draws the pictures of these pages: a mask's blocks, the tokens that see each other in dilated attention, Hilbert
+order.
 
-    PYTHONPATH=. python docs/pictures.py            # beside this file
+    PYTHONPATH=. python docs/pictures.py            # into this folder
     PYTHONPATH=. python docs/pictures.py some/folder
 
-What they show is asked of the library: `seen` runs dilated_attention itself. The same versions of JAX, NumPy and
-matplotlib write the same bytes.
+The patterns come from the library: `seen` runs dilated_attention. The same versions of JAX, NumPy and matplotlib write
+the same bytes.
 """
 
 import os
@@ -23,14 +24,14 @@ from matplotlib.patches import Patch
 
 from jax_kernels import dilated_attention, hilbert_order, masks
 
-# Those of a mask's dead and full blocks, and darker ones for what several branches see.
+# The colors of a mask's dead and full blocks, and darker colors for tokens that several branches see.
 COLORS = ("#f4f4f2", "#a9c7e8", "#2b6cb0", "#12325c")
 LINE = "#9a9a96"
 TOKENS = 32
-# All modes are drawn of these branches, so that the pictures compare; a partition cuts the sequence by its lengths.
+# All modes have these branches, so the pictures are comparable; a partition cuts the sequence by its lengths.
 BRANCHES = {"segment_lengths": (8, 16, 32), "dilation_rates": (1, 2, 4)}
 PARTS = {"segment_lengths": (8, 8, 16), "dilation_rates": (1, 2, 4)}
-# Name of the file: the heads, and what dilated_attention is given.
+# Name of the file: the number of heads, and the arguments of dilated_attention.
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "dilated-all": (4, BRANCHES),
     "dilated-groups": (3, BRANCHES | {"heads": "groups"}),
@@ -42,10 +43,10 @@ GRID = 64
 
 
 def seen(tokens: int, num_heads: int, **arguments: Any) -> np.ndarray:
-    """int [H, T, T]: how many branches show a token (the second axis) another one (the third).
+    """int [H, T, T]: the number of branches in which a token (second axis) sees another token (third axis).
 
-    With scores of 0 the log-sum-exp is the log of how many pairs of a branch and a token a token sees, and with the
-    unit vectors for values the output is their shares of it.
+    With scores of 0 the log-sum-exp is the log of the number of (branch, token) pairs that a token sees, and with unit
+    vectors as values the output is each token's fraction of them.
     """
     zeros = jnp.zeros((1, tokens, num_heads, 8))
     values = jnp.broadcast_to(jnp.eye(tokens)[None, :, None], (1, tokens, num_heads, tokens))
@@ -79,7 +80,7 @@ def draw_dilated(path: Path, num_heads: int, arguments: dict[str, Any]) -> None:
 
 
 def draw_hilbert(path: Path) -> None:
-    """Both orders of one segment's tokens, and which of them head 0 has at rate 4."""
+    """Draws the two orders of one segment's tokens, and marks the tokens of head 0 at rate 4."""
     side = int(GRID**0.5)
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     panels = figure.subplots(1, 2)
@@ -114,7 +115,7 @@ def draw_all(folder: Path) -> list[Path]:
 
 
 def main(argv: Sequence[str]) -> None:
-    os.environ["SOURCE_DATE_EPOCH"] = "0"  # which matplotlib writes into an SVG
+    os.environ["SOURCE_DATE_EPOCH"] = "0"  # matplotlib writes this date into an SVG
     jax.config.update("jax_platforms", "cpu")
     with matplotlib.rc_context({"svg.hashsalt": "jax_kernels"}):
         for path in draw_all(Path(argv[0]) if argv else Path(__file__).parent):

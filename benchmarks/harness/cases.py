@@ -20,7 +20,7 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 ROTATION_BYTES = 120e6
 # Relative error (2-norm, against float32) above which a result counts as wrong. bf16 rounding alone gives 0.003.
 TOLERANCE = 2e-2
-# The cap of softcap_mod, and of the softcap argument that it is timed beside.
+# The cap of softcap_mod, and of the softcap argument in the same run.
 CAP = 30.0
 
 
@@ -28,7 +28,7 @@ CAP = 30.0
 class Shape:
     """The sizes of one attention. seq is the length of query, key and value.
 
-    value_head_dim is the head_dim of value and out. None stands for head_dim, and is replaced by it.
+    value_head_dim is the head_dim of value and out; None is replaced by head_dim.
     """
 
     batch: int
@@ -49,7 +49,7 @@ class Shape:
 
     @property
     def numbers(self) -> list[int]:
-        """[batch, seq, heads, head_dim, kv_heads], and value_head_dim where it is not head_dim."""
+        """[batch, seq, heads, head_dim, kv_heads], and value_head_dim if it differs from head_dim."""
         found = [self.batch, self.seq, self.heads, self.head_dim, self.kv_heads]
         return found if self.has_one_head_dim else [*found, self.value_head_dim]
 
@@ -62,7 +62,8 @@ class Shape:
 class Case(Shape):
     """One attention. dtype: "bf16" or "fp16".
 
-    mode: "fwd", the forward; "bwd", the whole backward op on its own; "fwdbwd", both in one call.
+    mode: "fwd", the forward; "bwd", the whole backward op without the forward; "fwdbwd", forward and backward in one
+    call.
     """
 
     dtype: str
@@ -82,8 +83,8 @@ class Case(Shape):
 
     @property
     def flops(self) -> float:
-        """Multiply-adds counted twice: two products forward, five backward; causal work is half."""
-        # The scores, made once in each direction, and the gradients of query and key have products over head_dim.
+        """Multiply-adds counted twice: two matmuls forward, five backward; half for causal."""
+        # The scores, computed once in each direction, and the gradients of query and key are matmuls over head_dim.
         forward = self.head_dim + self.value_head_dim
         backward = 3 * self.head_dim + 2 * self.value_head_dim
         width = {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}[self.mode]
@@ -105,9 +106,9 @@ class Case(Shape):
 
 
 def parse_shape(text: str, *, values: bool = False) -> Shape:
-    """The shape behind "2,8192,16,128" or, with grouped heads, "2,8192,16,128,4".
+    """Parses "2,8192,16,128" or, with grouped heads, "2,8192,16,128,4".
 
-    values: whether head_dim may be "192/128", so that value has a head_dim of 128. Raises ValueError for other texts.
+    values: whether head_dim may be "192/128", with a head_dim of 128 for value. Raises ValueError for other texts.
     """
     words = [word.strip() for word in text.split(",")]
     value_head_dim = None
@@ -124,7 +125,7 @@ def parse_shape(text: str, *, values: bool = False) -> Shape:
 
 
 def parse_shapes(text: str, *, values: bool = False) -> list[Shape]:
-    """The shapes behind one or more texts with ";" between them."""
+    """Parses one or more shapes separated by ";"."""
     parts = [part for part in text.split(";") if part.strip()] or [text]
     return [parse_shape(part, values=values) for part in parts]
 
@@ -144,11 +145,11 @@ class InputSet:
 
 
 def input_sets(case: Case, seed: int = 0) -> list[InputSet]:
-    """Standard normal inputs. One round over all sets overflows the L2 cache."""
+    """Sets of standard normal inputs. One round over all sets overflows the L2 cache."""
     queries = (case.batch, case.seq, case.heads, case.head_dim)
     keys = (case.batch, case.seq, case.kv_heads, case.head_dim)
     values, outs = ((*shape[:3], case.value_head_dim) for shape in (keys, queries))
-    size = 2 * sum(map(math.prod, (queries, keys, values, outs)))  # two bytes an element
+    size = 2 * sum(map(math.prod, (queries, keys, values, outs)))  # two bytes per element
     count = 1 if size >= ROTATION_BYTES / 2 else min(64, math.ceil(ROTATION_BYTES / size))
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
     sets = []
@@ -162,9 +163,9 @@ def input_sets(case: Case, seed: int = 0) -> list[InputSet]:
 
 
 class Oracle:
-    """Float32 results of an input set: those of the first and of the last (batch entry, key head).
+    """Float32 results of an input set, for the first and the last (batch entry, key head).
 
-    Every query head of such a key head is among them.
+    All query heads of these key heads are included.
     """
 
     def __init__(self, case: Case, inputs: InputSet):
@@ -208,7 +209,7 @@ def as_numpy(x) -> np.ndarray:
 def relative_error(outputs: Sequence[Any], wanted: Sequence[Any]) -> float:
     """The largest relative error (2-norm, over a whole array) among outputs, or NaN if one of them holds a NaN.
 
-    The error is absolute where a wanted array is all zeros.
+    The error is absolute if a wanted array is all zeros.
     """
     return float(_relative_error(tuple(outputs), tuple(wanted)))
 
@@ -235,7 +236,7 @@ def _float32_attention(q, k, v, do, causal):
 
 
 def softcap_mod(score, b, h, q_idx, kv_idx):
-    """The score_mod that does what flash_attention's softcap does."""
+    """The score_mod that is equivalent to flash_attention's softcap."""
     return CAP * jnp.tanh(score / CAP)
 
 

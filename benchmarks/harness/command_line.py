@@ -1,4 +1,4 @@
-"""The options that several benchmarks share."""
+"""The common options of the benchmarks."""
 
 import argparse
 import math
@@ -13,14 +13,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with --output and --commit."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--output", type=pathlib.Path, help="JSON file")
-    made.add_argument("--commit", help="commit to record where the tree has no .git")
+    made.add_argument("--commit", help="commit to record if the tree has no .git")
     return made
 
 
 def timing_parser(
     description: str | None, *, rounds: int, seconds: float, budget: float | None = None
 ) -> argparse.ArgumentParser:
-    """A parser with the options of timing.alternate, too. budget: None for a benchmark that has no time limit."""
+    """A parser that also has the options of timing.alternate. budget: None for a benchmark without a time limit."""
     made = parser(description)
     made.add_argument("--rounds", type=positive(int), default=rounds)
     made.add_argument("--seconds", type=positive(float), default=seconds, help="queued work of one turn")
@@ -44,7 +44,7 @@ def positive(kind: type) -> Any:
 
 
 def numbers(text: str) -> list[int]:
-    """The integers of a comma list. Raises ValueError for a word that is no positive integer."""
+    """The integers of a comma list. Raises ValueError for a word that is not a positive integer."""
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError:

@@ -1,7 +1,7 @@
-"""The registry of contenders, and those that run in JAX.
+"""The registry of contenders, and the contenders that run in JAX.
 
 A builder takes a Case, its input sets and its Oracle, and returns Built. It raises NotImplementedError for a case that
-its contender does not serve.
+its contender does not support.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 
 PEERS = ("torch-cudnn", "torch-fa2", "torch-flex", "jax-cudnn", "jax-triton", "tokamax", "fa4")
 OURS = tuple(IMPLEMENTATIONS)
-# The modules that a peer needs. unavailable names the first one that is missing.
+# The modules that a peer needs. unavailable() names the first missing module.
 _NEEDS = {
     "torch-cudnn": ("torch",),
     "torch-fa2": ("torch",),
@@ -56,14 +56,14 @@ def unavailable(name: str) -> str | None:
 
 
 def need(name: str) -> None:
-    """Raises NotImplementedError, with the reason, where a contender cannot run."""
+    """Raises NotImplementedError, with the reason, if a contender cannot run."""
     reason = unavailable(name)
     if reason is not None:
         raise NotImplementedError(reason)
 
 
 def build(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Contender:
-    """Compiles a contender, runs it once on the first input set and checks it. Its status tells the outcome."""
+    """Compiles a contender, runs it once on the first input set and checks it. Its status has the outcome."""
     contender = Contender(name, framework(name))
     with contender.attempt():
         need(name)
@@ -87,7 +87,7 @@ def from_function(
 ) -> Built:
     """Compiles a differentiable function(*given, query, key, value) -> out in the case's mode.
 
-    given: arrays that all input sets share. They are arguments of the program, not constants, and get no gradient.
+    given: arrays common to all input sets. They are arguments of the program, not constants, and get no gradient.
     """
     if case.mode == "fwd":
         forward = jax.jit(lambda given, *qkv: (function(*given, *qkv),))
@@ -106,7 +106,7 @@ def from_function(
 
 
 def split_backward(function: Callable[..., jax.Array], sets: Sequence[InputSet], *given: Any) -> Call:
-    """Makes call(i) -> (dq, dk, dv), the backward of function alone. The forward runs here, once for each set."""
+    """Makes call(i) -> (dq, dk, dv), only the backward of function. The forward runs here, once for each set."""
     forward = jax.jit(lambda given, *qkv: jax.vjp(functools.partial(function, *given), *qkv)[1])
     forward.lower(given, *sets[0].qkv).compile()
     with gpu_alone():
@@ -146,7 +146,7 @@ def _ours(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Bu
 
 def _jax_cudnn(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
     if not case.has_one_head_dim:
-        raise NotImplementedError("jax.nn.dot_product_attention takes values of key's head_dim alone")
+        raise NotImplementedError("jax.nn.dot_product_attention takes only values of key's head_dim")
     function = functools.partial(jax.nn.dot_product_attention, is_causal=case.causal, implementation="cudnn")
     return from_function(function, case, sets, "jax.nn.dot_product_attention, cudnn")
 
@@ -167,7 +167,7 @@ class Fastest(NamedTuple):
 
 
 def fastest(variants: Iterable[Variant], oracle: Oracle | None, framework: str = "jax") -> Fastest:
-    """The fastest variant, by a host clock, of those that run and are right. Raises the last error if there is none.
+    """The fastest variant, by a host clock, that runs and is right. Raises the last error if no variant is.
 
     oracle: None to leave the check of the results to the caller.
     """
@@ -204,7 +204,7 @@ class TritonForward(NamedTuple):
 
 
 class TritonBackward(NamedTuple):
-    """The backward blocks of JAX's kernel, which wants block_q_dq = block_kv_dkv."""
+    """The backward blocks of JAX's kernel, which needs block_q_dq = block_kv_dkv."""
 
     block_q_dkv: int
     block_kv_dkv: int
@@ -212,7 +212,7 @@ class TritonBackward(NamedTuple):
     block_kv_dq: int
 
 
-# The first ones are the kernel's defaults.
+# The first blocks are the kernel's defaults.
 _JAX_TRITON_FORWARD = (
     TritonForward(128, 128, None, 2),
     TritonForward(128, 64, 4, 3),
@@ -236,10 +236,10 @@ def _jax_triton(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
     if case.heads != case.kv_heads:
         raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention.mha takes no grouped heads")
     if not case.has_one_head_dim:
-        raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention.mha takes values of key's head_dim alone")
+        raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention.mha takes only values of key's head_dim")
     variant = functools.partial(_triton_variant, case, sets)
     default = _JAX_TRITON_BACKWARD[0]
-    if case.mode == "bwd":  # num_warps belongs to both directions
+    if case.mode == "bwd":  # num_warps applies to both directions
         forwards = [TritonForward(64, 64, num_warps, 2) for num_warps in (4, 8)]
         variants = [variant("bwd", forward, blocks) for blocks in _JAX_TRITON_BACKWARD for forward in forwards]
         best = fastest(variants, oracle)
@@ -278,7 +278,7 @@ def _triton_variant(
 
 
 def _tokamax(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
-    """Tokamax's Mosaic kernel, autotuned. The plan says so where the tuning failed."""
+    """Tokamax's Mosaic kernel, autotuned. The plan says so if the tuning failed."""
     import tokamax
 
     def variant(implementation: str) -> Variant:
@@ -287,7 +287,7 @@ def _tokamax(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
         )
         return Variant(implementation, lambda: _tokamax_tuned(tokamax, function, case, sets, implementation))
 
-    # One name in older, one in newer releases.
+    # Older and newer releases have different names.
     return fastest([variant("mosaic_gpu"), variant("mosaic")], oracle).built
 
 

@@ -1,8 +1,8 @@
-"""Device time by CUPTI's activity records, for whatever launched the work: JAX and PyTorch alike.
+"""Device time by CUPTI's activity records, for work launched by JAX or by PyTorch.
 
-JAX's own profiler (jax.experimental.mosaic.gpu.profiler) records kernels only, so that the zeroing of an
-accumulator, which XLA does with a memset, would go uncounted; and CUPTI serves one subscriber, so that two
-frameworks' profilers get in each other's way. Activity records need no subscriber.
+JAX's own profiler (jax.experimental.mosaic.gpu.profiler) records only kernels, so it would not count the zeroing of an
+accumulator, which XLA does with a memset; and CUPTI has one subscriber, so the profilers of two frameworks conflict.
+Activity records need no subscriber.
 """
 
 import atexit
@@ -32,7 +32,7 @@ _Completed = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, _Bytes, ct
 
 
 class _Record(ctypes.Structure):
-    """The fields that kernels, memsets and copies have at the same place since CUDA 11.
+    """The fields at the same offset in the records of kernels, memsets and copies since CUDA 11.
 
     Only the records of kernels have a name at _NAME_OFFSET.
     """
@@ -49,7 +49,7 @@ _DEVICE_OFFSET, _NAME_OFFSET = 40, 104  # the same in CUpti_ActivityKernel5 to C
 
 
 class Activity(NamedTuple):
-    """A kernel, memset or copy. start, end: in ns. device: the GPU of a kernel, by its number; None for the others."""
+    """A kernel, memset or copy. start, end: in ns. device: a kernel's GPU number; None for memsets and copies."""
 
     name: str
     start: int
@@ -75,7 +75,7 @@ def find_library() -> str:
 
 
 def busy(intervals: Sequence[tuple[int, int]]) -> int:
-    """The length of the union of (start, end): time that overlapping kernels share counts once."""
+    """The length of the union of (start, end): the time of overlapping kernels counts once."""
     total, reached = 0, 0
     for start, end in sorted(intervals):
         total += max(0, end - max(start, reached))
@@ -86,7 +86,7 @@ def busy(intervals: Sequence[tuple[int, int]]) -> int:
 class DeviceActivity:
     """The "cupti" timer. It collects until it is closed or the process ends. Make one before anything is compiled.
 
-    Raises RuntimeError with CUPTI's own words where CUPTI refuses, and OSError where there is no libcupti.
+    Raises RuntimeError with CUPTI's message if CUPTI fails, and OSError without libcupti.
     """
 
     def __init__(self, library: Any = None):
@@ -94,18 +94,18 @@ class DeviceActivity:
         self._lent: dict[int, Any] = {}
         self._records: list[Activity] = []
         self._trouble: list[str] = []
-        # CUPTI keeps the addresses: the two function objects must live as long as it does.
+        # CUPTI keeps the addresses: the two function objects must live as long as CUPTI.
         self._callbacks = (_Requested(self._lend), _Completed(self._take_back))
         self._do("cuptiActivityRegisterCallbacks", *self._callbacks)
         for kind in ENABLED:
             self._do("cuptiActivityEnable", ctypes.c_int(kind))
-        atexit.register(self.close)  # a buffer handed back after Python has ended would crash the process
+        atexit.register(self.close)  # a buffer returned after Python has ended would crash the process
 
     def __call__(self, call: Call, calls: int, framework: str) -> Reading:
         return reading(self.of(lambda: wait(queue(call, calls), framework)), calls)
 
     def profile(self, work: Callable[[], Any], calls: int) -> dict[str, Any]:
-        """The profile of one of the calls that a function makes and waits for."""
+        """The profile of one call. work: makes `calls` calls and waits for them."""
         return profile(self.of(work), calls)
 
     def of(self, work: Callable[[], Any]) -> list[Activity]:
@@ -115,7 +115,7 @@ class DeviceActivity:
         return self._collect()
 
     def close(self) -> None:
-        """Ends the collection; CUPTI hands back the buffers it holds."""
+        """Ends the collection; CUPTI returns its buffers."""
         atexit.unregister(self.close)
         for kind in ENABLED:
             self._cupti.cuptiActivityDisable(ctypes.c_int(kind))
@@ -150,7 +150,7 @@ class DeviceActivity:
         most[0] = 0  # as many records as fit
 
     def _take_back(self, context: Any, stream: int, buffer: Any, size: int, valid: int) -> None:
-        try:  # an exception could not leave a C callback: it is raised by _collect
+        try:  # an exception cannot leave a C callback: _collect raises it
             self._records += records(self._cupti.cuptiActivityGetNextRecord, buffer, valid)
         except Exception as error:
             self._trouble.append(repr(error))
@@ -191,8 +191,8 @@ def profile(found: Sequence[Activity], calls: int) -> dict[str, Any]:
     """A summary of one of `calls` calls on the first GPU, without memsets and copies.
 
     {"kernels": [{"name": without its number, "ms", "launches"}], the longest first; in ms "span": from the first
-    kernel's start to the last one's end, "busy": with any kernel, "sends": with one of NCCL's, "sends_alone": with none
-    but NCCL's}.
+    kernel's start to the last kernel's end, "busy": with any kernel, "sends": with an NCCL kernel, "sends_alone": with
+    only NCCL kernels}.
     """
     mine = [x for x in found if x.device == 0]
     names: dict[str, list[Activity]] = {}

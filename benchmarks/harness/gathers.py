@@ -1,4 +1,4 @@
-"""Dilated attention by index, in JAX and in PyTorch: the usual way to write it.
+"""Dilated attention by index, in JAX and in PyTorch: the usual implementation.
 
 For each branch the tokens of each head are gathered by index, attended to, and scattered into zeros of the full size.
 """
@@ -43,11 +43,11 @@ class Pattern:
 
     @property
     def share(self) -> float:
-        """The factor of each branch where the lses do not weigh them."""
+        """The factor of each branch if the lses do not weigh the branches."""
         return 1 / len(self.segment_lengths) if self.heads == "groups" else 1.0
 
     def flops(self, case: Case) -> float:
-        """The operations of all branches, counted as Case counts those of dense attention."""
+        """The operations of all branches, counted as in Case.flops."""
         pairs = 0.0  # in a batch entry; a class has size / rate tokens
         if self.layout == "partition":
             for size, rate in self._partition(case.seq):
@@ -61,9 +61,9 @@ class Pattern:
     def places(self, length: int, num_heads: int, is_causal: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields for each branch the tokens of its rows, int [entries, rows, heads], and its heads, int [heads].
 
-        A row that a segment lacks has the token `length`. It is the last row of its class, so that under is_causal no
-        other row attends to it. Raises NotImplementedError where a segment does not divide the length, and, unless
-        is_causal, where a rate does not divide its segment.
+        A row that a segment lacks has the token `length`. It is the last row of its class, so under is_causal no other
+        row attends to it. Raises NotImplementedError if a segment does not divide the length, and, unless is_causal, if
+        a rate does not divide its segment.
         """
         if self.layout == "partition":
             start = 0
@@ -83,7 +83,7 @@ class Pattern:
             yield np.where(rows < size, np.arange(0, length, size)[:, None, None] + rows, length), heads
 
     def _classes(self, size: int, rate: int, is_causal: bool) -> np.ndarray:
-        """The tokens of each class of a segment, int [rows, rate], ascending; `size` where a class has no more."""
+        """The tokens of each class of a segment, int [rows, rate], ascending, padded with `size`."""
         if size % rate and not is_causal:
             raise NotImplementedError("if not causal its rates must divide its segments")
         tokens = np.full((-(-size // rate), rate), size)
@@ -99,7 +99,7 @@ class Pattern:
         return [every] * count if self.heads == "all" else np.array_split(every, count)
 
     def _partition(self, length: int) -> Iterator[tuple[int, int]]:
-        """Yields (segment length, rate) of one segment after another, and of the tokens past the last."""
+        """Yields (segment length, rate) of each segment in order, and of the tokens past the last segment."""
         for size, rate in (*zip(self.segment_lengths, self.dilation_rates, strict=True), (length, 1)):
             size = min(size, length)
             if size:
@@ -138,8 +138,8 @@ def gathered(query, key, value, *, pattern: Pattern, is_causal: bool, implementa
 def gathered_in_torch(query, key, value, *, pattern: Pattern, places: Sequence[tuple], attend: Attend):
     """Dilated attention in PyTorch, over query, key and value as arrays of rows, [B * T * H, D].
 
-    places: for each branch of the whole batch, the numbers of the rows to gather, [entries, rows, heads], and those of
-    the rows to scatter to. Row B * T * H takes what is dropped.
+    places: for each branch of the whole batch, the indices of the rows to gather, [entries, rows, heads], and of the
+    rows to scatter to. Row B * T * H takes the dropped rows.
     """
     import torch
 
@@ -182,9 +182,9 @@ def places_in_torch(pattern: Pattern, case: Case, device: Any) -> list[tuple]:
 
 
 def flex(is_causal: bool, rows: Sequence[int], device: Any, wrap: Callable[[Any], Any] = lambda f: f) -> Attend:
-    """Makes an Attend of flex_attention, whose lse has a gradient; that of PyTorch's flash attention has none.
+    """Makes an Attend of flex_attention, whose lse has a gradient, unlike PyTorch's flash attention's.
 
-    rows: the number of rows of each call that may come. wrap: applied to flex_attention, such as torch.compile.
+    rows: the possible numbers of rows of a call. wrap: applied to flex_attention, such as torch.compile.
     """
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -201,7 +201,7 @@ def flex(is_causal: bool, rows: Sequence[int], device: Any, wrap: Callable[[Any]
 
 
 def in_torch(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
-    """The faster of two: flex_attention compiled alone, or with the gathers, the scatters and the merge."""
+    """The faster of two variants: only flex_attention compiled, or also the gathers, the scatters and the merge."""
     import torch
 
     from harness import torch_contenders
@@ -226,9 +226,9 @@ def in_torch(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
 def by_package(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
     """The op of the package dilated-attention-pytorch."""
     if pattern.heads != "groups" or pattern.layout != "overlap" or pattern.order is not None:
-        raise NotImplementedError("it has heads='groups' alone, in the order of the sequence")
+        raise NotImplementedError("it has only heads='groups', in the order of the sequence")
     if case.heads != case.kv_heads or case.heads % len(pattern.segment_lengths):
-        raise NotImplementedError("it takes as many key heads as query heads, and as many of them in each group")
+        raise NotImplementedError("it needs equal numbers of key heads and query heads, and groups of equal size")
     if any(case.seq % size for size in pattern.segment_lengths):
         raise NotImplementedError(f"its segments must divide {case.seq}")
     from harness import torch_contenders
@@ -239,6 +239,6 @@ def by_package(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
         raise NotImplementedError(f"dilated_attention_pytorch cannot be imported: {error}") from error
     op = DilatedAttention(list(pattern.segment_lengths), list(pattern.dilation_rates))
     tensors = torch_contenders.tensors(sets, heads_first=False)
-    # By position: the flag has another name in older releases.
+    # Positional, because the flag has another name in older releases.
     call = torch_contenders.in_mode(lambda q, k, v: op(q, k, v, case.causal), case.mode, tensors, heads_first=False)
     return Built(call, "dilated_attention_pytorch.DilatedAttention, whose outputs are divided by their sums")

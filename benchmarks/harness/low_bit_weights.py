@@ -1,4 +1,4 @@
-"""benchmarks/matmul.py --weights: products by weights of few bits beside those of 16 bits, and a copy."""
+"""benchmarks/matmul.py --weights: matmuls with low-bit weights and with 16-bit weights, and a copy."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A product [m, k] @ [k, n] of x in `dtype` by weights in `weights`, None for those in dtype."""
+    """A matmul [m, k] @ [k, n] of x in `dtype` with weights in `weights`, or in `dtype` if None."""
 
     kind: str
     m: int
@@ -39,7 +39,7 @@ class Case:
     weights: str | None = None
 
     def arrays(self) -> list[tuple[Any, ...]]:
-        """Sets of (x, w, bias) or (x, w_gate, w_up), more than the L2 cache holds."""
+        """Sets of (x, w, bias) or (x, w_gate, w_up), together larger than the L2 cache."""
         count = 2 if self.kind == "gated" else 1
         size = {None: 2.0, "int4": 0.5, "mxfp4": 0.5}.get(self.weights, 1.0) * self.k * self.n * count
         sets = []
@@ -73,7 +73,6 @@ class Case:
 
 
 def bytes_of(arrays: Any) -> int:
-    """The bytes of a call's arrays."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 
@@ -83,7 +82,7 @@ def rotated(function: Callable[..., Any], sets: list[Any]) -> Callable[[int], An
 
 
 def copy() -> Contender:
-    """A copy of 1 GiB, which reads and writes it."""
+    """A copy that reads and writes 1 GiB."""
     contender = Contender("copy", "jax")
     x = jnp.zeros(COPIED_BYTES // 4, jnp.int32)
     with contender.attempt():
@@ -112,7 +111,7 @@ def swept(part: str) -> tuple[str, dict[str, int]]:
 
 
 def contenders_of(case: Case, sets: list[Any], sweep: str | None, name: str) -> list[Contender]:
-    """The kernels and XLA, or the kernels by other blocks, judged against XLA."""
+    """The kernels and XLA, or the kernels with other blocks, judged against XLA."""
     calls: dict[str, Callable[..., Any]] = {}
     if case.weights is None:
         calls = {name: lambda *arrays: case.call(arrays, "xla")}
@@ -135,7 +134,7 @@ def contenders_of(case: Case, sets: list[Any], sweep: str | None, name: str) -> 
 
 
 def measure(kind: str, sizes: tuple[int, int, int], timer: Any, args: Any) -> dict[str, Any]:
-    """The row of results of one product by all weights."""
+    """The row of results of one matmul with all kinds of weights."""
     copied = copy()
     contenders, read = [copied], {"copy": 2 * COPIED_BYTES}
     for weights in (None, *args.weights.split(",")):

@@ -1,4 +1,4 @@
-"""Masks that several benchmarks time, and how each contender of ours is given one."""
+"""The common masks of the benchmarks, and their form for each contender of ours."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ from jax_kernels.masks.mask import Or
 
 @dataclasses.dataclass(frozen=True)
 class MaskPattern:
-    """A mask, and its rule where it is a window.
+    """A mask, and its rule if it is a window.
 
-    window: (left, right). A query sees the keys from `left` before it to `right` after it. None where the mask holds
+    window: (left, right). A query sees the keys from `left` before it to `right` after it. None if the mask has
     more than a window and `tokens`.
     tokens: the first `tokens` queries see every key, and every query sees the first `tokens` keys.
     """
@@ -26,13 +26,13 @@ class MaskPattern:
     @staticmethod
     def of_window(left: int, right: int, tokens: int = 0) -> "MaskPattern":
         window = masks.sliding_window(left, right)
-        # An Or of one mask keeps its lists of blocks; the window alone would become flash_attention's argument.
+        # An Or of one mask keeps its block lists; a bare window would become flash_attention's argument.
         mask = window | masks.global_tokens(tokens) if tokens else Or((window,))
         return MaskPattern(mask, (left, right), tokens)
 
 
 class Given(NamedTuple):
-    """The arguments of a contender of ours: the mask, and the others by name."""
+    """The arguments of a contender of ours: the mask, and the other arguments by name."""
 
     mask: Any
     named: dict[str, Any]
@@ -41,7 +41,7 @@ class Given(NamedTuple):
 def of_ours(
     name: str, pattern: MaskPattern, keep: jax.Array | None, inputs: InputSet, implementation: str | None
 ) -> Given:
-    """The arguments by which "window-argument", "prepared-mask", "mask", "array" or "dense" gets the pattern.
+    """The arguments with which "window-argument", "prepared-mask", "mask", "array" or "dense" gets the pattern.
 
     keep: the mask as a bool array [seq, seq], for "array".
     """

@@ -29,7 +29,7 @@ _PACKAGES = (
 
 
 def _command(*words: str) -> str | None:
-    """The output of a program, or None where there is no such program or it fails."""
+    """The output of a program, or None if the program is missing or fails."""
     if shutil.which(words[0]) is None:
         return None
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -112,14 +112,14 @@ def rows(
 
 
 def exit_status(statuses: Iterable[str]) -> int:
-    """The exit status of a script: 0 where each contender was timed or cannot run on this machine, else 1."""
+    """The exit status of a script: 0 if each contender was timed or cannot run on this machine, else 1."""
     return 0 if all(status in ("ok", "unavailable") for status in statuses) else 1
 
 
 def write_json(path: pathlib.Path, results: dict[str, Any]) -> None:
-    """Replaces the file in one step: a run that is killed leaves the last whole file. NaN is written as null.
+    """Replaces the file atomically: a killed run leaves the last complete file. NaN is written as null.
 
-    Threads may write at once: each has a draft of its own.
+    Threads may write at once: each thread has its own draft.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{threading.get_ident()}.part")
@@ -128,7 +128,7 @@ def write_json(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 
 def _in_json(x: Any) -> Any:
-    """x with None for each number that is not finite, which JSON cannot hold."""
+    """x with None for each number that is not finite, because JSON has no such numbers."""
     if isinstance(x, dict):
         return {key: _in_json(value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
@@ -137,12 +137,12 @@ def _in_json(x: Any) -> Any:
 
 
 def figure(x: float) -> str:
-    """A rate as text: a whole number from 100 on, three digits below, so that no slow machine reads 0."""
+    """A rate as text: an integer from 100 on, three digits below, so a slow machine does not read 0."""
     return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def table(results: dict[str, Any]) -> Table:
-    """The table of the contenders, one section for each case. A ratio above 1 is faster than that control."""
+    """The table of the contenders, one section for each case. A ratio above 1 means faster than the control."""
     made = Table(title=f"{results['environment']['device']}, timer: {results['timer']}")
     for column in (
         "case",

@@ -1,7 +1,7 @@
 """Ring attention in JAX: a case, and its contenders over the first devices of one process.
 
-"ring" is the op. "compute" is the same program with a local copy in place of each permute: a roll by one token, which
-XLA has to write out. "communication" is the permutes of the op alone, one after the other.
+"ring" is the op. "compute" is the same program with each permute replaced by a local copy: a roll by one token, which
+XLA has to materialise. "communication" is only the op's permutes, one after the other.
 """
 
 import concurrent.futures
@@ -35,13 +35,13 @@ PROFILED = 10  # queued calls
 class RingCase:
     """Attention of [1, tokens, heads, head_dim] over some devices. modes: of MODES.
 
-    check: whether the op is held against flash_attention on one device, which takes all tokens' memory. parts: of
-    PARTS. once: its first call alone is timed, for a case that takes many seconds. window: the tokens before its own
-    that a query sees, under a causal mask; 0 for all. layout: of the causal cases. is_masked: whether a causal case has
-    its limits as a mask, with 128 global tokens. sends_ahead: as in ring_attention; XLA hides so many at a time.
-    has_copies: whether sends are copies from GPU to GPU, by compiler_options. permutes_up_to: so many devices exchange
-    heads by permutes; None for what the block specs say. has_profile: whether CUPTI tells, of calls more, the
-    time of each kernel on the first GPU.
+    check: whether the op is compared with flash_attention on one device, which takes all tokens' memory. parts: of
+    PARTS. once: whether only the first call is timed, for a case that takes many seconds. window: the number of tokens
+    before a query that the query sees, under a causal mask; 0 for all. layout: of the causal cases. is_masked: whether
+    a causal case has its limits as a mask, with 128 global tokens. sends_ahead: as in ring_attention; also the number
+    of sends that XLA hides at a time. has_copies: whether sends are copies from GPU to GPU, by compiler_options.
+    permutes_up_to: the most devices that exchange heads by permutes; None for the block specs' number. has_profile:
+    whether CUPTI records the time of each kernel on the first GPU, in extra calls.
     """
 
     devices: int
@@ -85,8 +85,8 @@ class RingCase:
 def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
     """A row of results.
 
-    tflops: TFLOP/s per device; the FLOPs are Case.flops, half of them where the mask is causal. Windows and masks
-    have none.
+    tflops: TFLOP/s per device; the FLOPs are Case.flops, half of them for a causal mask. Cases with a window or a mask
+    have no tflops.
     """
     row = {
         "devices": case.devices,
@@ -160,7 +160,6 @@ def measure(case: RingCase) -> list[dict[str, Any]]:
 
 @functools.cache
 def _device_activity() -> DeviceActivity:
-    """CUPTI's records of this process."""
     return DeviceActivity()
 
 
@@ -172,14 +171,14 @@ def _queued(run: Callable[..., Any], arrays: Sequence[jax.Array]) -> None:
 
 @contextlib.contextmanager
 def _permutes_up_to(devices: int | None) -> Iterator[None]:
-    """Programs that are traced meanwhile exchange heads by permutes among so many devices; None changes nothing."""
+    """Programs traced inside the block exchange heads by permutes among up to `devices` devices; None has no effect."""
     rows = sm90.RING if devices is None else [dataclasses.replace(row, permutes_up_to=devices) for row in sm90.RING]
     with unittest.mock.patch.object(sm90, "RING", tuple(rows)):
         yield
 
 
 def _gigabytes(run: Any) -> float:
-    """The memory of a device that a compiled program takes, its arguments and results included."""
+    """The memory of a compiled program on a device, including its arguments and results."""
     sizes = run.memory_analysis()
     return (sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes) / 1e9
 
@@ -205,7 +204,7 @@ def _layout(case: RingCase) -> str:
 
 
 def _on_one_device(case: RingCase, mesh: jax.sharding.Mesh, mode: str) -> list[jax.Array]:
-    """The results of flash_attention in the order of the layout, shared out as the op's are."""
+    """The results of flash_attention in the order of the layout, sharded like the op's."""
     attend = functools.partial(flash_attention, **case.limits, implementation=case.implementation)
     arrays = _normal(case, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     results = jax.jit(_in_mode(attend, mode))(*arrays[: 3 if mode == "fwd" else 4])
@@ -213,7 +212,7 @@ def _on_one_device(case: RingCase, mesh: jax.sharding.Mesh, mode: str) -> list[j
 
 
 def _in_mode(attend: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """(out,) of query, key and value; with "fwdbwd" (out, dq, dk, dv), also of dout."""
+    """The function (query, key, value) -> (out,); for "fwdbwd" (query, key, value, dout) -> (out, dq, dk, dv)."""
 
     def both(query: Any, key: Any, value: Any, dout: Any) -> Any:
         out, vjp = jax.vjp(attend, query, key, value)
@@ -274,7 +273,7 @@ def _kinds(travels: Sequence[Any]) -> list[Any]:
 
 
 def _travellers(travels: Sequence[Any], mesh: jax.sharding.Mesh) -> list[jax.Array]:
-    """Two arrays for each shape and dtype, as keys and values travel side by side."""
+    """Two arrays for each shape and dtype, because keys and values travel together."""
     sharding = jax.NamedSharding(mesh, TOKENS)
     size = mesh.shape["sequence"]
     make = lambda shape, dtype: jnp.ones((shape[0], shape[1] * size, *shape[2:]), dtype, device=sharding)

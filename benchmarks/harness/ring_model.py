@@ -1,8 +1,8 @@
-"""The efficiency that a ring of many devices can be expected to have, from a measured step and a link's bandwidth.
+"""The expected efficiency of a ring of many devices, from a measured step and a link's bandwidth.
 
-A ring of n devices takes n steps of `step_ms`. In each but the last of a forward, keys and values move on to the next
-device meanwhile; in each but the first of a backward, also the float32 gradients of keys and values, and once more to
-come home. What a step's send takes longer than the step is waited for:
+A ring of n devices takes n steps of `step_ms`. During each step of a forward except the last, keys and values move to
+the next device. During each step of a backward except the first, the float32 gradients of keys and values move too, and
+once more to return to their device. If a step's send takes longer than the step, the ring waits for the difference:
 
     ring_ms = n * step_ms + (n - 1) * max(0, send_ms - step_ms),    efficiency = n * step_ms / ring_ms
 """
@@ -28,8 +28,8 @@ def efficiency(devices: int, step_ms: float, send_ms: float) -> float:
 def expected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The expected efficiency of each causal case of a ring over two devices, for each of DEVICES and each link.
 
-    A step is half of the ring over two devices, of the forward alone, or of the backward alone, which is what
-    "fwdbwd" takes longer. The links are the one that was measured (the forward's communication alone) and NETWORK.
+    A step is half of the time of the ring over two devices, for the forward or for the backward. The backward's time is
+    "fwdbwd" minus the forward. The links are the measured link (only the forward's communication) and NETWORK.
     """
     times = {
         (row["local_tokens"], row["mode"], row["contender"]): row

@@ -1,7 +1,7 @@
 """PyTorch's context_parallel over the GPUs of one machine: the worker of one process, started by torchrun.
 
 The attention is scaled_dot_product_attention by cuDNN, with PyTorch's own load balancing of causal masks. Each process
-queues the same number of calls; a time is that of the slowest process, from a barrier on.
+queues the same number of calls; a time is the slowest process's, from a barrier on.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ ROTATIONS = ("alltoall", "allgather")
 
 
 def work(cases: Iterator[RingCase]) -> None:
-    """Answers cases: process 0 reads them, and tells the others."""
+    """Answers cases: process 0 reads them, and sends them to the others."""
     import torch
     import torch.distributed as dist
 

@@ -3,10 +3,10 @@
     export BENCHMARK_LOCK=/tmp/gpu.lock
     python benchmarks/sparse.py ... & python benchmarks/dilated.py ... & wait
 
-Most of a benchmark's time is compiling, on the host. Processes with the same file in BENCHMARK_LOCK take turns at the
-GPU, one turn for each case, so that none is timed while another runs there. Waiting for a turn counts towards --budget.
-Compilers and PyTorch's first calls also run work on the GPU, which is not timed: several processes may do so at once,
-but no turn begins before it ends.
+Most of a benchmark's time is compilation, on the host. Processes with the same file in BENCHMARK_LOCK take turns on the
+GPU, one turn for each case, so no process is timed while another process uses the GPU. Waiting for a turn counts
+towards --budget. Compilers and PyTorch's first calls also run work on the GPU, which is not timed: several processes
+may do so at once, but no turn begins before it ends.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ _files: dict[str, IO[str]] = {}
 
 
 def gpu_alone() -> contextlib.AbstractContextManager[None]:
-    """A turn at the GPU. Turns of one process may be nested."""
+    """A turn on the GPU. Turns of one process may be nested."""
     return _holding(ALONE)
 
 
 def gpu_among_others() -> contextlib.AbstractContextManager[None]:
-    """Admits several processes at once, for work on the GPU that is not timed and takes long on the host."""
+    """Admits several processes at once, for GPU work that is not timed and takes long on the host."""
     return _holding(AMONG_OTHERS)
 
 
@@ -40,7 +40,7 @@ def _holding(wanted: int) -> Iterator[None]:
         return
     if path not in _files:
         _files[path] = open(path, "w")  # noqa: SIM115
-    # flock releases the lock before it takes the other kind, so two processes cannot block each other.
+    # flock releases the lock before it takes the other kind of lock, so two processes cannot block each other.
     fcntl.flock(_files[path], _FLOCK[wanted])
     _state = wanted
     try:

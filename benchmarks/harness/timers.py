@@ -12,7 +12,7 @@ from harness.timing import METHODS, Call, Contender, Reading, Timer, first_line,
 
 
 def events_timer(call: Call, calls: int, framework: str) -> Reading:
-    """The time from the end of one call to the end of the last of `calls` more, by CUDA events."""
+    """The time from the end of one call to the end of the last of `calls` further calls, by CUDA events."""
     import torch
 
     stream = torch.cuda.Stream() if framework == "jax" else torch.cuda.current_stream()
@@ -71,7 +71,7 @@ def summed(timings: Sequence[tuple[str, float]], calls: int) -> Reading:
 
 
 def make_timer(name: str) -> Timer:
-    """The timer of this name. Raises RuntimeError where it needs a GPU and there is none, ValueError if unknown."""
+    """The timer of this name. Raises RuntimeError if it needs a GPU and there is no GPU, ValueError if unknown."""
     if name not in METHODS:
         raise ValueError(f"timer: got {name!r}, want one of {', '.join(METHODS)}")
     if name == "host":
@@ -103,8 +103,8 @@ def matmul(which: str, size: int) -> Contender:
 def choose_timer(name: str | None, frameworks: Sequence[str]) -> tuple[str, Timer]:
     """The timer and its name, tried on a small matmul of each framework. name: None for "cupti".
 
-    Chooses "events" instead of "cupti" or "profilers" where these do not work. Ends the process, with one line, where
-    there is no GPU for the timer to read.
+    Chooses "events" if "cupti" or "profilers" does not work. Ends the process, with one line, if there is no GPU for
+    the timer to read.
     """
     name = name or "cupti"
     if name != "host" and jax.default_backend() != "gpu":

@@ -1,7 +1,7 @@
 """A contender, its readings, and the loop that alternates contenders under one duty cycle.
 
-A timer is a function (call, calls, framework) -> Reading: call(i) queues the i-th call and returns its outputs,
-framework ("jax" or "torch") says how to wait for them.
+A timer is a function (call, calls, framework) -> Reading: call(i) queues the i-th call and returns its outputs;
+framework ("jax" or "torch") selects the way to wait for them.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ Timer = Callable[[Call, int, str], Reading]
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A compiled op. plan: what runs, in words.
+    """A compiled op. plan: a description of it.
 
     call(i) queues the op on input set i and returns its outputs, [B, T, H, D] each: (out,) for "fwd", (dq, dk, dv) for
     "bwd", (out, dq, dk, dv) for "fwdbwd".
@@ -44,7 +44,7 @@ class Built:
     plan: str
 
 
-# The reading of each --timer, by framework, as the report prints it beside the figures.
+# The method of each --timer, by framework, as the report prints it with the figures.
 METHODS = {
     "cupti": {
         "jax": "CUPTI: device time in which a kernel, memset or copy of the call ran",
@@ -91,11 +91,11 @@ def host_timer(call: Call, calls: int, framework: str) -> Reading:
 
 @dataclasses.dataclass
 class Contender:
-    """One implementation of one case, and what was found.
+    """One implementation of one case, and its results.
 
     status: "ok", "unavailable", "failed", "wrong" or "skipped", with the reason in words.
     times: ms of one call, one entry for each round that it had a turn in.
-    note: anything odd about the readings.
+    note: an irregularity in the readings.
     """
 
     name: str
@@ -135,14 +135,14 @@ class Contender:
         return outputs
 
     def begin(self, build: Callable[[], Call], plan: str = "") -> Any:
-        """start of the call that build() returns. No other process is timed while it is built."""
+        """Starts the call that build() returns. No other process is timed during build()."""
         with gpu_among_others():
             call = build()
         return self.start(call, plan)
 
     @property
     def findings(self) -> dict[str, Any]:
-        """The facts of a row of results: the status, and the times where there are any."""
+        """The fields of a row of results: the status, and the times if there are any."""
         found = {"status": self.status, "reason": self.reason, "plan": self.plan, "error": self.error}
         if self.times:
             kernels = self.reading.kernels if self.reading else {}
@@ -169,7 +169,7 @@ def first_line(error: BaseException) -> str:
 
 
 def take_turn(contender: Contender, timer: Timer, seconds: float) -> None:
-    """Gives a contender one turn: an untimed call, then as many queued calls as fill `seconds`, 3 to 2000."""
+    """Gives a contender one turn: an untimed call, then 3 to 2000 queued calls that fill `seconds`."""
     call = contender.call
     assert call is not None
     if contender.reading is None:
@@ -194,10 +194,10 @@ def alternate(
 ) -> None:
     """Gives every contender one turn in each round. Stops early at the deadline, by time.monotonic.
 
-    After the first round the order is another one in each round, the same in every run: a GPU at its power limit is
-    slower after a contender that drew more power, which would always be the same one.
+    After the first round the order changes in each round, in the same way in every run: a GPU at its power limit is
+    slower after a contender that drew more power, and in a fixed order this would always affect the same contender.
 
-    A contender that raises is marked as failed and left out; the others go on.
+    A contender that raises is marked as failed and skipped; the others continue.
     """
     with gpu_alone():
         _alternate(contenders, timer, rounds, seconds, deadline, say)
@@ -237,6 +237,6 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def speed_ratio(times: Sequence[float], control: Sequence[float]) -> float:
-    """How many times as fast as the control: the median over the rounds that both have, which cancels drift."""
+    """The speed over the control's: the median over the common rounds, which cancels drift."""
     pairs = list(zip(control, times, strict=False))
     return statistics.median(theirs / ours for theirs, ours in pairs)

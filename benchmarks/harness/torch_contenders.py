@@ -1,6 +1,6 @@
-"""Contenders that run in PyTorch, on the JAX arrays' own values.
+"""Contenders that run in PyTorch, on the values of the JAX arrays.
 
-Each gets the layout it is fastest in: [B, H, T, D], contiguous, for scaled_dot_product_attention and
+Each contender gets its fastest layout: [B, H, T, D], contiguous, for scaled_dot_product_attention and
 flex_attention, [B, T, H, D] for FlashAttention-4.
 """
 
@@ -20,7 +20,7 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TensorSet(NamedTuple):
-    """An InputSet in PyTorch: [B, H, T, D] where heads come first, else [B, T, H, D]."""
+    """An InputSet in PyTorch: [B, H, T, D] if heads come first, else [B, T, H, D]."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -33,7 +33,7 @@ class TensorSet(NamedTuple):
 
 
 class TorchAttention(NamedTuple):
-    """A function of query, key and value, what runs in words, and the layout that it takes."""
+    """A function of query, key and value, its description, and its layout."""
 
     function: Attention
     plan: str

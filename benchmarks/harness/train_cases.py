@@ -16,7 +16,7 @@ STRATEGIES = ("all_to_all", "ring")
 PREFIXES = ("scan", "xla", "plain", "cudnn", "nccl", "triton", *STRATEGIES)
 POLICIES: dict[str, Any] = {"none": False, "all": True, "attention": "attention", "products": "products"}
 LLAMA = ("llama", "llama-remat")
-# TFLOP/s of dense products in bfloat16, by the vendor's data sheets.
+# TFLOP/s of dense bfloat16 matmuls, by the vendor's data sheets.
 PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
 
 
@@ -24,9 +24,9 @@ PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
 class TrainCase:
     """A contender by its name (see benchmarks/train.py) on a mesh, such as "data=2"; "" for one device.
 
-    batch: of one device. A mesh of n devices has n times the batch, also along "sequence", where each device has a part
-    of each sequence: so the work of a token, which hangs on the length of its sequence, stays the same. has_profile:
-    whether a turn more tells the time of each kernel, by CUPTI.
+    batch: of one device. A mesh of n devices has n times the batch, also along "sequence", where each device has a
+    shard of each sequence: so the work per token, which depends on the sequence length, stays the same. has_profile:
+    whether CUPTI records the time of each kernel in an extra turn.
     """
 
     name: str
@@ -83,7 +83,7 @@ class TrainCase:
 
     @property
     def flops(self) -> float:
-        """The FLOPs of a step, without what is computed again."""
+        """The FLOPs of a step, without rematerialised work."""
         batch, length = self.shape
         weights = self.layers * (4 * self.width**2 + 3 * self.width * self.mlp) + self.vocabulary * self.width
         pairs = batch * length * (length + 1) / 2
@@ -144,24 +144,23 @@ def measure(case: TrainCase) -> dict[str, Any]:
 
 
 def _device_activity() -> Any:
-    """CUPTI's records, to be made before the GPU is used. Its module imports JAX, whose import is timed."""
+    """CUPTI's records, to be made before the GPU is used. The module imports JAX, and the import of JAX is timed."""
     from harness.device_activity import DeviceActivity
 
     return DeviceActivity()
 
 
 def _tell(part: str, seconds: float) -> None:
-    """Says on standard error that a part has ended: of a process that is stopped, these lines tell how far it came."""
+    """Reports on standard error that a part has ended: the lines show the progress of a process that was stopped."""
     print(f"{part}: {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A contender that stands ready.
+    """A contender that is ready to run.
 
-    built: seconds of the parts of what came before, by name; they have no part in the first step. first: the parts of
-    the first step, by name, but its run. step: queues a step, and returns a function that waits for
-    it and gives its loss.
+    built: seconds of each part before the first step, by name. first: seconds of each part of the first step except its
+    run, by name. step: queues a step, and returns a function that waits for the step and returns its loss.
     """
 
     first: Sequence[tuple[str, Callable[[], Any]]]
@@ -259,7 +258,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
 
 
 def _options(case: TrainCase, mesh: Any) -> dict[str, Any]:
-    """XLA's, as Trainer has them."""
+    """XLA's options, as in Trainer."""
     import jax
 
     from jax_kernels import compiler_options

@@ -1,7 +1,7 @@
-"""Cases that run in processes of their own, each with a time limit: a case that hangs ends its process, not the run.
+"""Cases in separate processes, each with a time limit: a case that hangs ends its process, not the run.
 
-A worker is a command that reads one JSON case after the other on its standard input, and answers each with one line on
-its standard output: ANSWER, then JSON. Other lines are passed on.
+A worker is a command that reads JSON cases from its standard input, and answers each with one line on its standard
+output: ANSWER, then JSON. Other lines are passed on.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ ANSWER = "ANSWER "
 
 
 def answer(found: Any) -> None:
-    """Prints a worker's answer to the case that it read last."""
+    """Prints a worker's answer to its current case."""
     say(ANSWER + json.dumps(found))
 
 
 def run_cases(
     command: Sequence[str], cases: Sequence[Any], *, limit: float, deadline: float, environment: dict[str, str]
 ) -> Iterator[tuple[Any, Any, str]]:
-    """(case, answer, reason) of each case in turn. The answer is None where there is none, and the reason says why.
+    """Yields (case, answer, reason) for each case. Without an answer, the answer is None and the reason explains it.
 
-    limit: seconds for one case. The first case of a process gets twice as many, as it starts the process.
-    deadline: by time.monotonic; no case begins after it. environment: variables beside those of this process.
+    limit: seconds for one case. The first case of a process gets twice the limit, because it starts the process.
+    deadline: by time.monotonic; no case begins after it. environment: variables in addition to this process's.
     """
     worker: _Worker | None = None
     try:
@@ -59,7 +59,7 @@ class _Worker:
     """A process that answers cases."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]):
-        # A session of its own: a launcher's children end with it.
+        # A new session: a launcher's children end with it.
         self.process = subprocess.Popen(
             command, env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -112,7 +112,7 @@ class _Worker:
         return lines
 
     def end(self) -> None:
-        """Ends the process and its children; what has not ended after ten seconds is killed."""
+        """Ends the process and its children, and kills them after ten seconds."""
         with contextlib.suppress(BrokenPipeError):
             assert self.process.stdin is not None
             self.process.stdin.close()

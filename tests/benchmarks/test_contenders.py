@@ -66,7 +66,7 @@ def test_values_of_another_head_dim(mode, monkeypatch):
     for name in ("jax-cudnn", "jax-triton"):
         refused = contenders.build(name, given, sets, oracle)
         assert refused.status == "unavailable"
-        assert "takes values of key's head_dim alone" in refused.reason
+        assert "takes only values of key's head_dim" in refused.reason
 
 
 def test_nan_is_wrong(monkeypatch, make_case):

@@ -157,9 +157,9 @@ def test_by_the_package(monkeypatch, without_gpu):
     want = as_numpy(sum(x.astype(jnp.float32) for x in sets[0].qkv))
     assert np.abs(as_numpy(built.call(0)[0]) - want).max() < 0.1
     for pattern, of, message in (
-        (Pattern((8, 32), (1, 4)), case, "it has heads='groups' alone"),
-        (groups, Case(2, 32, 4, 16, 2, "bf16", True, "fwd"), "as many key heads as query heads"),
-        (groups, Case(2, 32, 3, 16, 3, "bf16", True, "fwd"), "as many of them in each group"),
+        (Pattern((8, 32), (1, 4)), case, "it has only heads='groups'"),
+        (groups, Case(2, 32, 4, 16, 2, "bf16", True, "fwd"), "equal numbers of key heads and query heads"),
+        (groups, Case(2, 32, 3, 16, 3, "bf16", True, "fwd"), "groups of equal size"),
         (groups, Case(2, 36, 4, 16, 4, "bf16", True, "fwd"), "its segments must divide 36"),
     ):
         with pytest.raises(NotImplementedError, match=message):
