@@ -29,7 +29,7 @@ WORDS = {
     "stands": r"\b[Ss]tand(?:s|ing)?\b|\bstood\b",
     "told": r"\b[Tt]old\b",
     "nobody": r"\b[Nn]obody\b",
-    "place": r"\b[Pp]laces?\b(?!holder)",
+    "place": r"(?<![Ii]n )\b[Pp]laces?\b|\b[Ii]n place of\b",
     "of which": r"\b[Oo]f which\b",
     "share out": r"\b[Ss]har(?:e|es|ed|ing) (?:\w+ ){0,3}?out\b",
     "Of ...": START + r"Of (?!\w+ing\b)",

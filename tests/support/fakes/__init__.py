@@ -1,1 +1,1 @@
-"""Stand-ins for hardware."""
+"""Fake hardware."""

@@ -119,7 +119,7 @@ def test_dtypes_of_bias_and_sinks(make_qkv):
 
 
 def test_only_the_gradients_that_are_asked_for_are_computed(make_qkv, monkeypatch):
-    """The second round is that of known calls."""
+    """The second round runs cached calls."""
     programs, made = {}, bridge.ops.attention.flash_attention_operator._backward
 
     def backward(device, options, wanted):

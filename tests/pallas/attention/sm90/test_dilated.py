@@ -19,7 +19,7 @@ from tests.tools import compile_case
 
 ROOT = Path(__file__).parents[4]
 SCRIPT = ROOT / "tests" / "support" / "interpreters" / "dilated.py"
-# Beside the pattern: which calls read views, without gradients and with.
+# The pattern, and which calls read views, without and with gradients.
 INTERPRETED = {
     "one_key_head_and_a_rate_that_divides_nothing": (
         {"num_heads": 2, "kv_heads": 1, "length": 32, "head_dim": 64, "is_causal": True, "bounded": True}

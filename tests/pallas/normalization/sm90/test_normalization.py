@@ -163,7 +163,7 @@ COMPILED += ["2048-65536-rms_norm-float32-0-4-16-2-3"]
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("call", cases(COMPILED, COMPILED[:4]))
 def test_compiled(call):
-    """Two launches, neither of which spills. Where CTAs share rows, Triton has the backward."""
+    """Two launches without spills. Where CTAs share rows, Triton has the backward."""
     printed, mosaic, _ = compile_case.compile_script(__file__, call)
     is_shared = call.count("-") > 4
     assert bool(json.loads(printed)) == is_shared

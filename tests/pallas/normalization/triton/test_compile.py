@@ -40,7 +40,7 @@ def test_compile(shape):
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("shape", cases(QUANTIZED, QUICK_QUANTIZED))
 def test_compile_quantized(shape):
-    """One kernel, and no pass of XLA's beside it."""
+    """One kernel, and no pass by XLA."""
     printed, _, others = compile_case.compile_script(__file__, shape)
     assert json.loads(printed) == ["norm_forward_quantized_triton"]
     assert list(others) == ["norm_forward_quantized_triton"]
