@@ -109,7 +109,7 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
             return _dlpack.call_on_tensors(lambda *arrays: of(compiled, arrays), tensors, device)
         return of(builder, _dlpack.copy_to_jax(tensors, device))
 
-    return torch.compiler.disable(build, reason="jax_kernels: a Mask is no constant that torch.compile takes")
+    return _private.not_in_graph(build, reason="jax_kernels: a Mask is no constant that torch.compile takes")
 
 
 def _checked(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -176,7 +176,7 @@ def from_function(function: Any, *arrays: Any, batch: int | None = None, heads: 
     return _mask_sources.attach(mask, _captures.root_of(function), paths) if paths else mask
 
 
-from_function = torch.compiler.disable(
+from_function = _private.not_in_graph(
     from_function, reason="jax_kernels: a Mask is no constant that torch.compile takes"
 )
 

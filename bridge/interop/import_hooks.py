@@ -1,6 +1,5 @@
-"""Calls that wait until another module has been imported, so that the bridge need not import it."""
+"""Calls that run once another module has been imported, so that the bridge need not import it."""
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -10,41 +9,43 @@ from typing import Any
 
 __all__ = ["when_imported"]
 
+_WAITING: dict[str, list[Callable[[], Any]]] = {}  # the calls by the name of the module
+
 
 def when_imported(module: str, call: Callable[[], Any]) -> None:
-    """Runs call() once `module` has been imported: now if it has been, otherwise at the end of its import."""
+    """Runs call() once `module` has been imported: at once if it has been, otherwise at the end of its import."""
     found = sys.modules.get(module)
     if found is not None and not getattr(found.__spec__, "_initializing", False):
         call()
-    else:
-        sys.meta_path.insert(0, _Finder(module, call))
+        return
+    _WAITING.setdefault(module, []).append(call)
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as the other finders do, with a loader that runs a call after the module."""
-
-    def __init__(self, module: str, call: Callable[[], Any]) -> None:
-        self._module = module
-        self._call = call
+    """Finds the awaited modules as the other finders do, with a loader that runs the calls after the module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._module or self not in sys.meta_path:
+        if fullname not in _WAITING or fullname in sys.modules:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._call)
-        return spec
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, fullname)
+                return spec
+        return None
 
 
 class _Loader(Loader):
-    """Loads a module by its own loader, then runs a call."""
+    """Loads a module by its own loader, then runs the calls that wait for the module."""
 
-    def __init__(self, loader: Loader, call: Callable[[], Any]) -> None:
+    def __init__(self, loader: Loader, module: str) -> None:
         self._loader = loader
-        self._call = call
+        self._module = module
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -54,4 +55,8 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        self._call()
+        for call in _WAITING.pop(self._module, ()):
+            call()
+
+
+_FINDER = _Finder()

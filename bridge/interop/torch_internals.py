@@ -20,11 +20,14 @@ __all__ = [
     "as_in_dual_level",
     "batch_of",
     "break_graph",
+    "constant_in_graph",
     "empty_on_gpu",
     "is_batched",
     "is_forward_mode",
     "is_in_batch",
     "is_plain_eager",
+    "node_in_graph",
+    "not_in_graph",
     "remove_batch_dim",
     "size_hint",
     "skip_dynamo",
@@ -107,6 +110,26 @@ def as_in_dual_level() -> Iterator[None]:
         yield
     finally:
         _GRAPH.is_in_dual_level = before
+
+
+def not_in_graph[Function: Callable[..., Any]](function: Function, reason: str) -> Function:
+    """torch.compiler.disable, without the import of torch._dynamo, which takes 2 seconds. Returns the same function."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    function._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
+    return skip_dynamo(function)
+
+
+def constant_in_graph[Function: Callable[..., Any]](function: Function) -> Function:
+    """torch.compiler.assume_constant_result, without the import of torch._dynamo, which takes 2 seconds."""
+    when_imported("torch._dynamo", lambda: torch.compiler.assume_constant_result(function))
+    return function
+
+
+def node_in_graph[Function: Callable[..., Any]](function: Function) -> Function:
+    """torch.compiler.allow_in_graph, without the import of torch._dynamo, which takes 2 seconds."""
+    when_imported("torch._dynamo", lambda: torch.compiler.allow_in_graph(function))
+    return function
 
 
 def skip_dynamo(function: Any) -> Any:

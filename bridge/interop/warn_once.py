@@ -3,7 +3,7 @@
 import re
 import warnings
 
-import torch
+from jax_kernels.bridge.interop import torch_internals
 
 __all__ = ["warn_once"]
 
@@ -11,7 +11,7 @@ _GIVEN: set[str] = set()
 _NUMBER = re.compile(r"\d[\d.e+-]*")
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant_in_graph
 def warn_once(message: str) -> None:
     """Warns, unless this message was issued before, with the same or other numbers.
 

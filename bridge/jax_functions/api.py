@@ -197,7 +197,7 @@ class JaxOp:
             flat = _flat_call(dynamic_shapes.name_of(name, structure), tensors)
             return unflatten(flat.structure, iter(flat.results))
 
-        self._in_graph = torch.compiler.allow_in_graph(in_graph) if is_whole else in_graph
+        self._in_graph = torch_internals.node_in_graph(in_graph) if is_whole else in_graph
 
     def find(self, seen: CallKey) -> CachedCall | None:
         """The cached call of this key, or None. Not for code that torch.compile traces."""
@@ -302,7 +302,7 @@ def _with_masks(name: str, structure: Any, tensors: list[torch.Tensor], masks: l
     return _run(name, structure, tensors, operands, operands.signature)
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant_in_graph
 def _recipe(name: str, structure: Any) -> str:
     """The name of a call's recipe, a constant for torch.compile."""
     return dynamic_shapes.name_of(name, structure)
@@ -322,26 +322,26 @@ _OUTPUTS: dict[str, Any] = {}  # by recipe: the structure of the results of the 
 _MOST_OUTPUTS = 1024
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant_in_graph
 def _is_in_dual_level() -> bool:
     """Whether the traced code is in torch.autograd.forward_ad.dual_level. torch.compile enters this level, too."""
     return torch_internals.is_forward_mode()
 
 
-@torch.compiler.allow_in_graph
+@torch_internals.node_in_graph
 def _call_in_graph(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The results of a call that is one node of a graph: torch.compile does not trace into it."""
     return _results_of(recipe, tensors)
 
 
-@torch.compiler.allow_in_graph
+@torch_internals.node_in_graph
 def _call_of_duals(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """_call_in_graph for tensors that may have tangents."""
     with torch_internals.as_in_dual_level():
         return _results_of(recipe, tensors)
 
 
-@torch.compiler.allow_in_graph
+@torch_internals.node_in_graph
 def _op_of_duals(program: str, operands: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The operator of a program, as one node of a graph, for tensors that may have tangents."""
     with torch_internals.as_in_dual_level():
@@ -355,7 +355,7 @@ def _results_of(recipe: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Ten
     return tuple(flat.results)
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant_in_graph
 def _outputs(recipe: str) -> Any:
     """The structure of the results of the recipe's last traced call."""
     return _OUTPUTS[recipe]
@@ -385,7 +385,7 @@ class _Traced(NamedTuple):
     operands: str
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant_in_graph
 def _traced(name: str, structure: Any, signatures: tuple[TensorSpec, ...], *ids: int) -> _Traced:
     """ids: ids of the Masks. The traced function keeps the Masks alive."""
     operands: Any = NO_MASKS

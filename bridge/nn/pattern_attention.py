@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
@@ -165,7 +166,7 @@ def _sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
     return (*map(operator.index, query.shape), operator.index(key.shape[1]), operator.index(key.shape[2]), dtype)
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant_in_graph
 def _made(number: int, *facts: Any) -> tuple[int, str]:
     """A module's (mask id, implementation), which are constants of a graph. facts: _Shape's fields, and the device."""
     *shape, device = facts

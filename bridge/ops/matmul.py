@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.interop import dtensors, torch_internals
 from jax_kernels.bridge.interop.plain_numbers import in_float32, plain_arguments
 from jax_kernels.bridge.jax_functions.api import CallKey, JaxOp, call_key
 from jax_kernels.bridge.jax_functions.argument_checks import (
@@ -290,7 +290,7 @@ def _precision(precision: str | None, x: torch.Tensor) -> str | None:
     return "tf32" if precision is None and x.dtype == torch.float32 and _takes_tf32() else precision
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant_in_graph
 def _takes_tf32() -> bool:
     """Whether torch.set_float32_matmul_precision allows tf32. torch.compile keeps the setting of compile time."""
     return torch.get_float32_matmul_precision() != "highest"

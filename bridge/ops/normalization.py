@@ -142,7 +142,7 @@ def _on_shards(norm: Callable[..., Any], tensors: dict[str, Any], options: dict[
     return dtensors.on_shards(norm, tensors, roles, results, options)
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant_in_graph
 def _default_eps(dtype: torch.dtype) -> float:
     """The default eps of torch.nn.functional.rms_norm."""
     return _found_eps(dtype)

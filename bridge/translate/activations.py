@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.keyed_cache import unique_name
 from jax_kernels.bridge.translate import function_identity, score_mods, torch_to_jnp
@@ -31,7 +32,7 @@ _NAMES: dict[Any, str] = {}  # by function
 _WANT = "want a name, or an elementwise function of one tensor, or of one jax.Array"
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant_in_graph
 def name_of(activation: Any) -> str | None:
     """The name by which `with_functions` finds the activation. Names and None are returned unchanged.
 

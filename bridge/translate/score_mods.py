@@ -80,7 +80,7 @@ def _of_function(function: Any) -> tuple[Any, Any]:
         return None, None
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant_in_graph
 def apart_in_graph(function: Any) -> tuple[str, tuple[Path, ...]] | None:
     """apart, for code that torch.compile traces."""
     return split_tensors(function)

@@ -209,7 +209,7 @@ def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv
     return [x for x in every if x is not None], (*there, *kinds, id(mask) if is_object else None)
 
 
-@torch.compiler.allow_in_graph
+@torch_internals.node_in_graph
 def _in_graph(*given: Any) -> Any:
     """A call of a compiled graph without a Mask or a score_mod.
 

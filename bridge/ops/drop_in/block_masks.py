@@ -6,9 +6,9 @@ The blocks in its lists are kept. In a partial block the mask_mod selects pairs;
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention import flex_attention as torchs
 
 from jax_kernels.bridge import masks
+from jax_kernels.bridge.ops.drop_in import torch_flex
 from jax_kernels.bridge.translate import mask_sources, score_mods
 from jax_kernels.masks import Mask
 
@@ -52,7 +52,7 @@ class _Kept(dict[Sizes, _Made]):
 
 def is_whole(block_mask: Any) -> bool:
     """Whether block_mask is PyTorch's BlockMask for calls without a mask."""
-    return tuple(block_mask.BLOCK_SIZE) == (_WHOLE, _WHOLE) and block_mask.mask_mod is torchs.noop_mask
+    return tuple(block_mask.BLOCK_SIZE) == (_WHOLE, _WHOLE) and block_mask.mask_mod is torch_flex.module.noop_mask
 
 
 def mask_of(block_mask: Any, sizes: Sizes) -> Mask:
@@ -86,7 +86,7 @@ def _state_of(block_mask: Any) -> tuple[Any, ...]:
 
 def _make(block_mask: Any, sizes: Sizes) -> Mask:
     mask_mod = block_mask.mask_mod
-    if mask_mod is getattr(torchs, "_sliced_mask_mod_error", None):
+    if mask_mod is getattr(torch_flex.module, "_sliced_mask_mod_error", None):
         raise ValueError(
             "block_mask: got a part of a BlockMask, want its mask_mod set, for example to the mask_mod of the whole"
         )
@@ -106,7 +106,7 @@ def _of_lists(block_mask: Any, sizes: Sizes) -> Mask:
     has_full = block_mask.full_kv_num_blocks is not None
     full = _blocks(block_mask, "full_kv_num_blocks", "full_kv_indices", sizes) if has_full else None
     size = tuple(map(int, block_mask.BLOCK_SIZE))
-    if mask_mod is torchs.noop_mask:
+    if mask_mod is torch_flex.module.noop_mask:
         blocks = partial if full is None else torch.logical_or(*torch.broadcast_tensors(partial, full))
         return masks.block_sparse(blocks, size)
     mask = masks.block_sparse(partial, size) & _of_function(mask_mod, sizes)

@@ -4,8 +4,8 @@ import ctypes
 from typing import Any
 
 import torch
-from torch.nn.attention import flex_attention as torchs
 
+from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.warn_once import warn_once
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
@@ -13,7 +13,7 @@ from jax_kernels.bridge.jax_functions.pytree import MaskById
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
 from jax_kernels.bridge.ops.attention.masked_attention import attend_in_graph
-from jax_kernels.bridge.ops.drop_in import block_masks, heads_first
+from jax_kernels.bridge.ops.drop_in import block_masks, heads_first, torch_flex
 from jax_kernels.bridge.translate.score_mods import RefusedError
 from jax_kernels.masks import Mask
 
@@ -22,8 +22,6 @@ __all__ = ["flex_attention"]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_HEAD_DIM = 256
 _LAYOUT = "want 4 axes [batch, heads, length, head_dim]"
-_OPTIONS = {*getattr(getattr(torchs, "FlexKernelOptions", None), "__annotations__", ()), "FORCE_USE_FLEX_ATTENTION"}
-_torchs = torchs.flex_attention  # PyTorch's own, even if the name is reassigned later
 
 
 def flex_attention(
@@ -95,7 +93,7 @@ def flex_attention(
             raise
         return _by_torch(str(error), *given, return_lse=return_lse, **options)
     if return_aux is not None:
-        return out, torchs.AuxOutput(lse=lse, max_scores=None)
+        return out, torch_flex.module.AuxOutput(lse=lse, max_scores=None)
     return (out, lse) if return_lse else out
 
 
@@ -106,13 +104,13 @@ def _attended(
     batch, heads, length, _ = query.shape
     if key.shape[0] != batch:
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
-    if isinstance(block_mask, torchs.BlockMask) and block_masks.is_whole(block_mask):
+    if torch_flex.is_block_mask(block_mask) and block_masks.is_whole(block_mask):
         block_mask = None
     if score_mod is None and block_mask is None and not has_lse:
         return heads_first.attend(query, key, value, scale=scale), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options: dict[str, Any] = {"score_mod": score_mod, "scale": scale, "return_lse": has_lse}
-    if isinstance(block_mask, torchs.BlockMask):
+    if torch_flex.is_block_mask(block_mask):
         sizes = block_masks.Sizes(*map(int, (batch, heads, length, key.shape[2])))
         if torch.compiler.is_compiling():
             mask = MaskById(_made(id(block_mask), *sizes) + 0)
@@ -125,7 +123,7 @@ def _attended(
     return out.transpose(1, 2), lse
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant_in_graph
 def _made(number: int, *sizes: int) -> int:
     """The id of the Mask of the BlockMask whose id is `number`. The BlockMask keeps the Mask alive."""
     block_mask = ctypes.cast(number, ctypes.py_object).value
@@ -148,15 +146,15 @@ def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool, 
         raise ValueError(
             f"key: got batch {key.shape[0]}, want query's {query.shape[0]}, or 1 with a block_mask for that batch"
         )
-    if block_mask is not None and not isinstance(block_mask, torchs.BlockMask | Mask):
+    if not (block_mask is None or isinstance(block_mask, Mask) or torch_flex.is_block_mask(block_mask)):
         want = "want a torch.nn.attention.flex_attention.BlockMask, as from create_block_mask, or a masks.Mask"
         raise TypeError(f"block_mask: got {type(block_mask).__name__}, {want}")
-    if isinstance(block_mask, torchs.BlockMask) and block_mask.kv_num_blocks.device != query.device:
+    if torch_flex.is_block_mask(block_mask) and block_mask.kv_num_blocks.device != query.device:
         raise ValueError(
             f"block_mask: got one on {block_mask.kv_num_blocks.device}, want query's device {query.device}"
         )
     for name in kernel_options or ():
-        if name.removeprefix("fwd_").removeprefix("bwd_") not in _OPTIONS:
+        if name.removeprefix("fwd_").removeprefix("bwd_") not in torch_flex.option_names():
             raise ValueError(f"kernel_options: got {name!r}, want names of FlexKernelOptions")
 
 
@@ -180,4 +178,7 @@ def _by_torch(reason: str, query: Any, key: Any, value: Any, *arguments: Any, re
     warn_once(f"flex_attention: {reason}; PyTorch's own function runs instead")
     query, key, value, *_ = as_torch_is_set(query, key, value)
     scale, enable_gqa, kernel_options, return_aux = options.values()
-    return _torchs(query, key, value, *arguments, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux)
+    torch_flex.load()
+    return torch_flex.flex_attention(
+        query, key, value, *arguments, scale, enable_gqa, return_lse, kernel_options, return_aux=return_aux
+    )

@@ -2,18 +2,32 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from jax_kernels.bridge.interop.import_hooks import when_imported
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.drop_in import fallback, heads_first
 
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
+
 __all__ = ["scaled_dot_product_attention", "shared_axes"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CAUSAL_BIAS: Any = ()  # CausalBias, once its module is loaded: that imports torch._dynamo
+
+
+def _find_causal_bias() -> None:
+    global _CAUSAL_BIAS
+    from torch.nn.attention.bias import CausalBias
+
+    _CAUSAL_BIAS = (CausalBias,)
+
+
+when_imported("torch.nn.attention.bias", _find_causal_bias)
 
 
 def scaled_dot_product_attention(
@@ -59,8 +73,8 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask, is_causal: got both, want one of them")
     q_offset = 0
-    if isinstance(attn_mask, CausalBias):
-        if attn_mask.variant == CausalVariant.LOWER_RIGHT:
+    if isinstance(attn_mask, _CAUSAL_BIAS):
+        if attn_mask.variant.name == "LOWER_RIGHT":
             q_offset = attn_mask.seq_len_kv - attn_mask.seq_len_q
         _check_lengths(attn_mask, query, key)
         attn_mask, is_causal = None, True
@@ -146,7 +160,7 @@ def _check_tensors(query: Any, key: Any, value: Any, attn_mask: Any) -> bool:
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
             raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {query.dtype}")
-    if attn_mask is None or attn_mask.dtype == torch.bool or isinstance(attn_mask, CausalBias):
+    if attn_mask is None or attn_mask.dtype == torch.bool or isinstance(attn_mask, _CAUSAL_BIAS):
         return True
     casts = torch.is_autocast_enabled(query.device.type) and attn_mask.dtype in _DTYPES
     if attn_mask.dtype not in (query.dtype, torch.float32) and not casts:
@@ -164,7 +178,7 @@ def _number(scale: Any) -> Any:
     return float(scale) if isinstance(scale, torch.Tensor | bool) else scale
 
 
-def _check_lengths(bias: CausalBias, query: torch.Tensor, key: torch.Tensor) -> None:
+def _check_lengths(bias: "CausalBias", query: torch.Tensor, key: torch.Tensor) -> None:
     if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
         raise ValueError(
             f"attn_mask: got a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys, want "

@@ -1,10 +1,12 @@
 """Dilated attention of a sequence that is sharded over processes, on PyTorch tensors."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.ops.sequence_parallel.operator import SequenceParallelOperator
@@ -17,7 +19,9 @@ from jax_kernels.ops.ring.layouts import axis_size
 __all__ = ["sequence_parallel_dilated_attention"]
 
 
-@torch.compiler.disable(reason="jax_kernels: sequence_parallel_dilated_attention runs over several processes")
+@functools.partial(
+    torch_internals.not_in_graph, reason="jax_kernels: sequence_parallel_dilated_attention runs over several processes"
+)
 @plain_arguments
 def sequence_parallel_dilated_attention(
     query: torch.Tensor,

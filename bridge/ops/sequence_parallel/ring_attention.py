@@ -1,10 +1,12 @@
 """ring_attention on PyTorch tensors: one process per device. Each process holds a shard of the sequence."""
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs, check_statics
 from jax_kernels.bridge.ops.sequence_parallel.operator import SequenceParallelOperator
@@ -17,7 +19,7 @@ from jax_kernels.ops.ring import shard_sequence as orders
 __all__ = ["ring_attention", "shard_sequence", "unshard_sequence"]
 
 
-@torch.compiler.disable(reason="jax_kernels: ring_attention runs over several processes")
+@functools.partial(torch_internals.not_in_graph, reason="jax_kernels: ring_attention runs over several processes")
 @plain_arguments
 def ring_attention(
     query: torch.Tensor,

@@ -1,0 +1,40 @@
+"""torch.nn.attention.flex_attention, which imports torch._dynamo: loaded only if a process uses it."""
+
+import importlib
+from typing import Any
+
+from jax_kernels.bridge.interop.import_hooks import when_imported
+
+__all__ = ["is_block_mask", "load", "option_names"]
+
+_MODULE = "torch.nn.attention.flex_attention"
+module: Any = None  # once it is loaded
+flex_attention: Any = None  # PyTorch's own function, even if the name is reassigned later
+
+
+def load() -> None:
+    """Sets `module` and `flex_attention`."""
+    if module is None:
+        importlib.import_module(_MODULE)
+
+
+def is_block_mask(x: Any) -> bool:
+    """Whether x is PyTorch's BlockMask."""
+    return module is not None and isinstance(x, module.BlockMask)
+
+
+def option_names() -> set[str]:
+    """The names in PyTorch's FlexKernelOptions."""
+    load()
+    kinds = getattr(module, "FlexKernelOptions", None)
+    return {*getattr(kinds, "__annotations__", ()), "FORCE_USE_FLEX_ATTENTION"}
+
+
+def _loaded() -> None:
+    global module, flex_attention
+    module = importlib.import_module(_MODULE)
+    flex_attention = module.flex_attention
+
+
+when_imported(_MODULE, _loaded)
+when_imported("torch._dynamo", load)  # a graph cannot import it
