@@ -23,8 +23,6 @@ from jax_kernels.bridge.direct.chain import NotDirectError
 from jax_kernels.bridge.direct.compile import Target, compile_chain
 from jax_kernels.bridge.direct.launcher import LoadedChain, torch_allocator, unload_dropped
 from jax_kernels.bridge.interop import dlpack
-from jax_kernels.ops.matmul import matmul
-from jax_kernels.ops.normalization import normalization
 
 __all__ = ["clear", "count", "disabled", "enabled", "find", "is_enabled", "launch", "reasons"]
 
@@ -267,11 +265,15 @@ def _target(device: torch.device) -> Target:
 
 def _norm(x, scale, dout):
     """A norm and its gradient: Triton kernels, XLA kernels, and workspace between them."""
+    from jax_kernels.ops.normalization import normalization
+
     out, pullback = jax.vjp(lambda *given: normalization.rms_norm(*given, implementation="triton"), x, scale)
     return out, *pullback(dout)
 
 
 def _product(x, w):
+    from jax_kernels.ops.matmul import matmul
+
     return (matmul.matmul(x, w, implementation="mosaic_gpu"),)
 
 

@@ -6,9 +6,6 @@ import jax
 import numpy as np
 import torch
 
-from jax_kernels.ops.activations import ACTIVATIONS
-from jax_kernels.ops.matmul.matmul import PRECISIONS
-
 __all__ = [
     "check_activation",
     "check_optional_tensors",
@@ -50,15 +47,20 @@ def check_activation(activation: Any, *, is_optional: bool = True) -> None:
     if not isinstance(activation, str):
         want = f"want a name, a function{' or None' * is_optional}"
         raise TypeError(f"activation: got {type(activation).__name__}, {want}")
+    from jax_kernels.ops.activations import ACTIVATIONS
+
     if activation not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"activation: got {activation!r}, want {'None or ' * is_optional}one of {known}")
 
 
-def check_precision(precision: Any, wanted: tuple[str, ...] = PRECISIONS) -> None:
-    """Raises ValueError unless precision is one of the wanted names, or None."""
-    if precision is not None and precision not in wanted:
-        raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, wanted))} or None")
+def check_precision(precision: Any, wanted: tuple[str, ...] | None = None) -> None:
+    """Raises ValueError unless precision is None or one of the wanted names, by default the names that matmul takes."""
+    from jax_kernels.ops.matmul.matmul import PRECISIONS
+
+    names = PRECISIONS if wanted is None else wanted
+    if precision is not None and precision not in names:
+        raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, names))} or None")
 
 
 def type_name(x: Any) -> str:

@@ -25,8 +25,6 @@ from jax_kernels.bridge.operators import execute, torch_operator
 from jax_kernels.bridge.operators.call_cache import CachedCall, same_tensors
 from jax_kernels.bridge.ops.attention import length_buckets
 from jax_kernels.inputs.attention import AttentionResult
-from jax_kernels.ops.attention import vjp as attention
-from jax_kernels.ops.attention.flash_attention import prepare
 
 __all__ = [
     "DIFFERENTIATED",
@@ -137,6 +135,8 @@ def _prepare(options: Options, *arrays):
     if arguments["q_offset"] is None:
         del arguments["q_offset"]
     segment_ids = None if q_ids is None else q_ids if q_ids is kv_ids else (q_ids, kv_ids)
+    from jax_kernels.ops.attention.flash_attention import prepare  # the kernels' modules, which take a second
+
     return prepare(**statics | arguments, window=window, segment_ids=segment_ids)
 
 
@@ -145,6 +145,8 @@ def _forward(device: torch.device, options: Options):
     """The jitted forward: (out, rows). device: JAX plans during tracing, and the plan holds only for this device."""
 
     def forward(*arrays):
+        from jax_kernels.ops.attention import vjp as attention
+
         call, inputs = _prepare(options, *arrays)
         out, lse, excess = attention.attention_forward(call, inputs)
         if lse is None:  # unread, but the operator's results must not depend on the plan
@@ -162,6 +164,8 @@ def _inference(device: torch.device, options: Options):
     """The jitted forward without rows: (out,). Its kernel writes no lse."""
 
     def inference(*arrays):
+        from jax_kernels.ops.attention import vjp as attention
+
         call, inputs = _prepare(options, *arrays)
         return (attention.attention_forward(attention.with_options(call, has_lse=False), inputs).out,)
 
@@ -187,6 +191,8 @@ def _backward(device: torch.device, options: Options, wanted: int):
     names = names_of(wanted)
 
     def backward(*arrays):
+        from jax_kernels.ops.attention import vjp as attention
+
         tensors = Tensors(*arrays[:TENSORS])
         out, rows, dout, drows = arrays[TENSORS:]
         lse, dlse = tensors.lse_of(rows), None if drows is None else tensors.lse_of(drows)
