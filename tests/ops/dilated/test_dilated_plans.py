@@ -93,7 +93,7 @@ def test_explain_of_a_sharded_sequence():
     assert plan.shifts == ((0,), (0, 1), (0, 1, 2, 3))
     assert plan.in_place == (True, False, False)
     assert "segments of 4096 at rate 2: mosaic_gpu of gathered rows in 2 steps of a ring of 2 devices, Bl" in str(plan)
-    with pytest.raises(ValueError, match="axis_name: got 'sequence', want an axis of the jax.shard_map around"):
+    with pytest.raises(ValueError, match=r"axis_name: got 'sequence', want an axis of the jax.shard_map around"):
         call()
 
 
