@@ -293,6 +293,7 @@ def arguments_of(op: str) -> dict[str, inspect.Parameter]:
 def sizes_of(op: str) -> dict[str, inspect.Parameter]:
     """The options for the sizes of an op's arrays, as parameters."""
     arguments, required = arguments_of(op), inspect.Parameter.empty
+    found: list[tuple[str, str, Any]]
     if "query" in arguments:
         is_sharded = "axis_name" in arguments
         is_decode = op == "decode_attention"

@@ -104,7 +104,7 @@ LONG = {case.name: case for case in _LONG}
 def arrays_of(case: DecodeCase, seed: int = 0) -> dict[str, Any]:
     """The arrays of a call. Cache entries past a length are NaN; table entries past a length are no page."""
     random = np.random.default_rng(seed)
-    normal = lambda *shape: random.standard_normal(shape, np.float32)
+    normal: Any = lambda *shape: random.standard_normal(shape, np.float32)
     query = normal(case.batch, case.q_length, case.heads, case.head_dim)
     cache = (case.batch, case.kv_length, case.kv_heads)
     key, value = normal(*cache, case.head_dim), normal(*cache, case.v_head_dim)
@@ -167,7 +167,7 @@ def run(case: DecodeCase, arrays: dict[str, Any], implementation: str | None):
 
     @functools.partial(jax.jit, compiler_options=on_cpu)
     def call(q, k, v, **arrays):
-        options = {"window": case.window, "softcap": case.softcap, "scale": case.scale}
+        options: Any = {"window": case.window, "softcap": case.softcap, "scale": case.scale}
         return decode_attention(q, k, v, **arrays, **options, return_lse=True, implementation=implementation)
 
     return call(**arrays)

@@ -54,7 +54,7 @@ class DilatedCase:
         names = "segment_lengths", "dilation_rates", "is_causal", "heads", "combine", "layout", "order"
         return {name: getattr(self, name) for name in (*names, "stop_gradient_weights")}
 
-    def ids(self) -> np.ndarray | None:
+    def ids(self) -> Any:
         """segment_ids: three packed sequences and some padding, or None."""
         if not self.packed:
             return None
@@ -104,7 +104,8 @@ def run_sharded(case: DilatedCase, implementation: str | None) -> dict[str, Any]
         out_specs=(tokens, PartitionSpec(None, None, AXIS)),
         check_vma=False,
     )
-    return jax.jit(functools.partial(_results, lambda *tensors: sharded(*tensors, ids)))(case.arrays())
+    of_whole = lambda query, key, value: sharded(query, key, value, ids)
+    return jax.jit(functools.partial(_results, of_whole))(case.arrays())
 
 
 @functools.cache

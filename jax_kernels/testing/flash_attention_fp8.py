@@ -78,7 +78,8 @@ def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:
         ("key", case.kv_length, case.kv_heads, case.head_dim),
         ("value", case.kv_length, case.kv_heads, case.v_head_dim),
     ):
-        x = random.standard_normal((case.batch, length, heads, columns), np.float32) * (1 + np.arange(heads)[:, None])
+        x: Any = random.standard_normal((case.batch, length, heads, columns), np.float32)
+        x = x * (1 + np.arange(heads)[:, None])
         if name == "key":
             x *= np.linspace(case.rising, 1, length, dtype=np.float32)[:, None, None]
         x, scales = quantize_fp8(x, axis=(1, 3))
@@ -95,7 +96,8 @@ def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:
 
 def run(case: Fp8Case, arrays: dict[str, Any], implementation: str | None):
     """(out, lse) of flash_attention_fp8, jitted."""
-    options = {"is_causal": case.is_causal, "scale": case.scale, "return_lse": True, "implementation": implementation}
+    options: Any = {"is_causal": case.is_causal, "scale": case.scale, "return_lse": True}
+    options["implementation"] = implementation
     if isinstance(case.q_offset, int):
         options["q_offset"] = case.q_offset
     # Compiling dominates a small case. Unoptimised code compiles in half the time.

@@ -80,18 +80,24 @@ def _steps(call: RingCall, arrays: RingArrays) -> tuple[tuple[str, Plan], ...]:
     if call.strategy == "ring":
         visitors = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
         steps = {number: call.step(number, arrays) for number in call.steps}
-        return tuple((f"step {number}", _plan(lambda s=step: s.planned(visitors))) for number, step in steps.items())
+        return tuple((f"step {number}", _plan(step.planned, visitors)) for number, step in steps.items())
     if call.strategy == "halo":
         return tuple((name, _plan(planned)) for name, planned in halo.planned_calls(call, arrays).items())
     if call.strategy == "all_to_all":
         arguments, *_ = all_to_all.attention_arguments(call, arrays)
-        return (("all keys of a device's heads", _plan(lambda: prepare(**arguments)[0])),)
+        return (("all keys of a device's heads", _plan(_prepared, arguments)),)
     chunks = enumerate(all_gather.attention_arguments(call, arrays))
-    return tuple((f"all keys for chunk {chunk}", _plan(lambda a=given: prepare(**a)[0])) for chunk, given in chunks)
+    return tuple((f"all keys for chunk {chunk}", _plan(_prepared, arguments)) for chunk, arguments in chunks)
 
 
-def _plan(planned: Callable[[], Any]) -> Plan:
-    """The Plan of a planned call, with the blocks that the call has."""
+def _prepared(arguments: dict[str, Any]) -> Any:
+    """The planned call of flash_attention with these arguments."""
+    planned, _ = prepare(**arguments)
+    return planned
+
+
+def _plan(planned: Callable[..., Any], *arguments: Any) -> Plan:
+    """The Plan of the call that planned(*arguments) returns, with the blocks that the call has."""
     with recorded_plans() as plans:
-        call = planned()
+        call = planned(*arguments)
     return dataclasses.replace(plans[-1], config=call.config)
