@@ -398,7 +398,7 @@ def test_check_of_every_op(run, monkeypatch, tmp_path):
     for result in results:
         assert result["passed"]
         assert result["errors"].keys() == result["bounds"].keys()
-    assert {"dx", "dw_gate", "dw_up"} <= of_op["gated_matmul"]
+    assert {"dx", "dw", "dw_up"} <= of_op["gated_matmul"]
     assert {"total", "dscale"} <= of_op["layer_norm"]
     assert {"out", "lse", "dq", "dk", "dv"} <= of_op["ring_attention"] & of_op["dilated_attention"]
 
