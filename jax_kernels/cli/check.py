@@ -16,6 +16,8 @@ from rich.table import Table
 from jax_kernels.cli import UserError, WriteError
 from jax_kernels.cli.info import find_device, versions
 from jax_kernels.files import write_whole
+from jax_kernels.ops.attention.decode_attention import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
+from jax_kernels.ops.attention.flash_attention_fp8 import IMPLEMENTATIONS as FP8_IMPLEMENTATIONS
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
 from jax_kernels.ops.normalization.normalization import IMPLEMENTATIONS as NORM_IMPLEMENTATIONS
@@ -25,14 +27,17 @@ from jax_kernels.testing import (
     GPU_ATTENTION_CASES,
     AttentionCase,
     AttentionResults,
-    attention_float64,
     attention_inputs,
+    decode_attention,
+    dilated_attention,
+    errors_of_attention,
+    flash_attention_fp8,
     fp8_matmul,
     low_bit_matmul,
+    masked_attention,
     mlp,
-    rms_error,
+    ring_attention,
     run_attention,
-    tolerance,
     why_not,
 )
 from jax_kernels.testing import (
@@ -48,6 +53,13 @@ QUICK = {
         "full", "causal", "odd_causal", "gqa", "head_dim_128", "offset_negative", "kv_lengths", "fp16", "fp32", "tf32",
         "window", "segments_causal", "softcap", "sinks", "bias_heads",
     ),
+    "flash_attention_fp8": ("causal", "lengths", "odd", "head_dim_64"),
+    "decode_attention": ("plain", "everything", "pages_32_everything", "alibi", "masked_odd"),
+    "block_sparse_attention": ("cells", "cells_causal", "global", "cells_fp32"),
+    "dynamic_mask_attention": ("mask", "mask_bias", "kv_heads", "kv_heads_fp32"),
+    "dilated_attention": ("longnet", "odd", "packed_fp32", "partition_fp16"),
+    "ring_attention": ("causal", "packed", "halo", "striped_fp32"),
+    "sequence_parallel_dilated_attention": ("longnet", "packed_fp32", "hilbert"),
     "matmul": ("plain", "odd", "one_more", "float32", "tf32", "wide_out", "transposed", "residual", "tiles_epilogue"),
     "gated_matmul": ("gated", "gated_odd", "gated_tf32", "tiles_gated"),
     "mlp": ("plain", "biases", "gated", "tf32", "tiles_gated"),
@@ -90,10 +102,38 @@ def _run_attention(case: AttentionCase, implementation: str) -> dict[str, Any]:
     return run_attention(case, attention_inputs(case), implementation)
 
 
-def _judge_attention(case: AttentionCase, got: dict[str, Any]) -> Errors:
-    arrays, bounds = attention_inputs(case), tolerance(case)
-    want = attention_float64(case, *(arrays if "lse" in got else arrays[:-1]))
-    return {name: (rms_error(x, getattr(want, name)), bounds[name]) for name, x in got.items()}
+def _attention_suite(
+    op: Any,
+    cases: dict[str, Any],
+    gpu_cases: dict[str, Any],
+    *,
+    reason: Any = why_not,
+    judge: Any = errors_of_attention,
+) -> Suite:
+    """The suite of an op that has flash_attention's cases. op(case): a function with flash_attention's arguments."""
+    return Suite(
+        implementations=tuple(IMPLEMENTATIONS),
+        cases=cases,
+        gpu_cases=gpu_cases,
+        probe=next(iter(cases.values())),
+        why_not=reason,
+        run=lambda case, implementation: run_attention(case, attention_inputs(case), implementation, op(case)),
+        judge=judge,
+        error="root mean square error",
+    )
+
+
+def _dilated_suite(run: Any, reason: Any) -> Suite:
+    return Suite(
+        implementations=tuple(name for name in IMPLEMENTATIONS if name != "cudnn"),
+        cases=dilated_attention.CASES,
+        gpu_cases=dilated_attention.GPU,
+        probe=dilated_attention.CASES["longnet"],
+        why_not=reason,
+        run=run,
+        judge=dilated_attention.errors_of,
+        error="root mean square error",
+    )
 
 
 def _matmul_suite(is_gated: bool) -> Suite:
@@ -141,18 +181,32 @@ def _norm_suite(op: str) -> Suite:
     )
 
 
-def _suite_of_errors(module: Any, cases: dict[str, Any], gpu_cases: dict[str, Any], probe: Any) -> Suite:
-    """The suite of a module whose errors_by returns a case's errors and bounds."""
+def _suite_of_errors(
+    module: Any,
+    cases: dict[str, Any],
+    gpu_cases: dict[str, Any],
+    probe: Any,
+    *,
+    names: Any = MATMUL_IMPLEMENTATIONS,
+    error: str = "largest error",
+) -> Suite:
+    """The suite of a module whose errors_by gives a case's errors and bounds. names: of the implementations."""
     return Suite(
-        implementations=tuple(MATMUL_IMPLEMENTATIONS),
+        implementations=tuple(names),
         cases=cases,
         gpu_cases=gpu_cases,
         probe=probe,
         why_not=module.why_not,
         run=module.errors_by,
         judge=lambda case, errors: errors,
-        error="largest error",
+        error=error,
     )
+
+
+def _forward_suite(module: Any, names: Any) -> Suite:
+    """The suite of an attention without gradients."""
+    probe, error = next(iter(module.CASES.values())), "root mean square error"
+    return _suite_of_errors(module, module.CASES, module.LONG, probe, names=names, error=error)
 
 
 def _low_bit_suite() -> Suite:
@@ -191,8 +245,27 @@ SUITES = {
         probe=AttentionCase("probe"),
         why_not=lambda case, implementation: why_not(case, implementation),
         run=_run_attention,
-        judge=_judge_attention,
+        judge=errors_of_attention,
         error="root mean square error",
+    ),
+    "flash_attention_fp8": _forward_suite(flash_attention_fp8, FP8_IMPLEMENTATIONS),
+    "decode_attention": _forward_suite(decode_attention, DECODE_IMPLEMENTATIONS),
+    "block_sparse_attention": _attention_suite(
+        masked_attention.block_sparse, masked_attention.BLOCK_SPARSE, masked_attention.GPU_BLOCK_SPARSE
+    ),
+    "dynamic_mask_attention": _attention_suite(
+        masked_attention.dynamic_mask, masked_attention.DYNAMIC_MASK, masked_attention.GPU_DYNAMIC_MASK
+    ),
+    "dilated_attention": _dilated_suite(dilated_attention.run, dilated_attention.why_not),
+    "ring_attention": _attention_suite(
+        ring_attention.ring,
+        ring_attention.CASES,
+        ring_attention.GPU,
+        reason=ring_attention.why_not,
+        judge=ring_attention.errors_of,
+    ),
+    "sequence_parallel_dilated_attention": _dilated_suite(
+        dilated_attention.run_sharded, dilated_attention.why_not_sharded
     ),
     "matmul": _matmul_suite(is_gated=False),
     "gated_matmul": _matmul_suite(is_gated=True),

@@ -1,47 +1,87 @@
-"""The options that the commands of `jax-kernels explain` share, and the conversion of their text to arguments."""
+"""The options of `jax-kernels explain OP`: which arguments of an op are options, and how text becomes an argument.
+
+The signature of an op says which arguments it has, in which order, and their defaults. `OPTIONS` says how each argument
+is written on the command line.
+"""
 
 import dataclasses
-import json
-import re
+import inspect
+import math
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
+import numpy as np
 import typer
 
-from jax_kernels import dispatch
 from jax_kernels.cli import UserError
-from jax_kernels.cli.info import find_device
-from jax_kernels.cli.ops import spec
+from jax_kernels.cli.ops import OPS, spec
 from jax_kernels.spelling import did_you_mean
 
-__all__ = ["arrays", "numbers", "one_array", "optional_spec", "product_arrays", "show_plan", "window_sides"]
+__all__ = [
+    "NOT_OPTIONS",
+    "OPTIONS",
+    "Call",
+    "Option",
+    "arguments_of",
+    "arrays_of",
+    "block_mask",
+    "option_of",
+    "sizes_of",
+]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+E4M3 = "float8_e4m3fn"
 
-Shape = Annotated[str, typer.Option(help="query's batch,length,heads,head_dim")]
-RowsShape = Annotated[str, typer.Option(help="x's shape, as in 8192,4096")]
-KeyShape = Annotated[str | None, typer.Option(help="key's shape, if it differs")]
-ValueHeadDim = Annotated[int | None, typer.Option(min=1, help="value's head_dim, if it differs")]
-Dtype = Annotated[str, typer.Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32)")]
-Columns = Annotated[int, typer.Option(min=1, help="columns of the weights, N")]
-Hidden = Annotated[int, typer.Option(min=1, help="columns of w_up, H")]
-Causal = Annotated[bool, typer.Option("--causal", help="is_causal=True")]
-Bias = Annotated[str | None, typer.Option(help="the shape of a bias, as in 1,16,4096,4096")]
-Window = Annotated[str | None, typer.Option(help="left,right, or one number for both; -1 is no limit")]
-SegmentIds = Annotated[bool, typer.Option("--segment-ids", help="with packed sequences")]
-Sinks = Annotated[bool, typer.Option("--sinks", help="with a sink for each head")]
-Softcap = Annotated[float | None, typer.Option(help="the softcap of the scores")]
-Lengths = Annotated[bool, typer.Option("--kv-lengths", help="with a length for each batch entry")]
-Offset = Annotated[int, typer.Option(help="the position of query 0")]
-ReturnLse = Annotated[bool, typer.Option("--return-lse", help="also return the log-sum-exp")]
-Deterministic = Annotated[bool | None, typer.Option(help="the same bits on every run; left out, XLA's flag decides")]
-Precision = Annotated[str | None, typer.Option(help="fp32 or tf32, for float32")]
-ProductPrecision = Annotated[str | None, typer.Option(help="fp32 or tf32, for float32; fp8, for any dtype")]
-Scaling = Annotated[str | None, typer.Option(help="tensor, row or block: the 8-bit values that share a scale")]
-Implementation = Annotated[str | None, typer.Option(help="use this implementation")]
-Device = Annotated[str | None, typer.Option(help="a device of any machine: h200, 'rtx 4090', cpu, ...")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """The call to explain, while its arguments are made. values: of the options by argument. arrays: made already."""
+
+    op: str
+    values: dict[str, Any]
+    arrays: dict[str, jax.ShapeDtypeStruct]
+
+    @property
+    def first(self) -> jax.ShapeDtypeStruct:
+        """The op's first array."""
+        return next(iter(self.arrays.values()))
+
+
+def _as_it_is(call: Call, value: Any) -> Any:
+    return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """An argument of an op, or a size of its arrays, as an option.
+
+    type: of the option's value, bool for a flag. flag: its name, if it is not the argument's. minimum: of a number.
+    value: makes the op's argument. is_array: a flag whose argument is an array.
+    """
+
+    help: str
+    type: Any = str
+    flag: str | None = None
+    minimum: int | None = None
+    value: Callable[[Call, Any], Any] = _as_it_is
+    is_array: bool = False
+
+    def name(self, argument: str) -> str:
+        """The option's name for an argument."""
+        return self.flag or f"--{argument.replace('_', '-')}"
+
+    def parameter(self, argument: str, default: Any) -> inspect.Parameter:
+        """The option as a parameter of a typer command. default: inspect.Parameter.empty for a required option."""
+        given: dict[str, Any] = {} if self.minimum is None else {"min": self.minimum}
+        names = [] if self.type == bool | None else [self.name(argument)]  # typer adds --no-... without a name
+        kind = self.type | None if default is None and self.type is not bool else self.type
+        return inspect.Parameter(
+            argument,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if self.is_array else default,
+            annotation=Annotated[kind, typer.Option(*names, help=self.help, **given)],
+        )
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
@@ -52,8 +92,7 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def window_sides(text: str | None) -> int | tuple[int, ...] | None:
-    """The argument `window` of an op. Raises UserError."""
+def _window_sides(call: Call, text: str | None) -> int | tuple[int, ...] | None:
     if text is None:
         return None
     try:
@@ -63,83 +102,237 @@ def window_sides(text: str | None) -> int | tuple[int, ...] | None:
     return (left, *right) if right else left
 
 
-def arrays(
-    shape: str, kv_shape: str | None, v_head_dim: int | None, dtype: str
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """query, key and value. dtype: a name of `Dtype`, or "float8_e4m3fn". Raises UserError."""
-    number = _dtype(dtype)
-    q_shape = numbers("--shape", shape)
-    k_shape = q_shape if kv_shape is None else numbers("--kv-shape", kv_shape)
-    v_shape = k_shape if v_head_dim is None else (*k_shape[:-1], v_head_dim)
-    return spec(q_shape, number), spec(k_shape, number), spec(v_shape, number)
+def _of_shape(option: str, dtype: str | None = None) -> Callable[[Call, str | None], Any]:
+    """Makes an array of the shape that an option holds. dtype: None for the first array's."""
+    return lambda call, text: None if text is None else spec(numbers(option, text), dtype or call.first.dtype.name)
 
 
-def one_array(shape: str, dtype: str) -> jax.ShapeDtypeStruct:
-    """The array of an op that takes only one array. Raises UserError."""
-    return spec(numbers("--shape", shape), _dtype(dtype))
+def _numbers_of(option: str) -> Callable[[Call, str], tuple[int, ...]]:
+    return lambda call, text: numbers(option, text)
 
 
-def product_arrays(
-    shape: str, columns: int, dtype: str, transpose_w: bool
-) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """x and w of a matmul. Raises UserError."""
-    x = one_array(shape, dtype)
-    return x, spec((columns, x.shape[-1]) if transpose_w else (x.shape[-1], columns), x.dtype.name)
+def _if_given(array: Callable[[Call], Any]) -> Callable[[Call, bool], Any]:
+    return lambda call, is_given: array(call) if is_given else None
+
+
+def _segment_ids(call: Call) -> Any:
+    """The ids of one array of tokens, or of queries and keys."""
+    query, key = (spec(call.arrays[name].shape[:2], "int32") for name in ("query", "key"))
+    return query if "axis_name" in arguments_of(call.op) or call.op == "dilated_attention" else (query, key)
+
+
+def _vector(of: Callable[[Call], int]) -> Callable[[Call, bool], Any]:
+    return _if_given(lambda call: spec((of(call),), call.first.dtype.name))
+
+
+def _columns(call: Call) -> int:
+    """The columns of a product's result."""
+    return call.values["columns"] if "columns" in call.values else call.first.shape[-1]
+
+
+def _block_size(call: Call, text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    sizes = numbers("--block-size", text)
+    if len(sizes) > 2:
+        raise UserError(f"--block-size: got {text!r}, want queries,keys or one number, as in 128,64")
+    block_q, block_kv = sizes * 2 if len(sizes) == 1 else sizes
+    return block_q, block_kv
+
+
+def block_mask(call: Call) -> np.ndarray:
+    """The argument of block_sparse_attention for the call's arrays: every block is kept."""
+    sizes = _block_size(call, call.values["block_size"]) or (128, 128)
+    # A shape without a length is the op's to refuse.
+    blocks = lambda x, size: math.ceil(x.shape[1] / size) if x.ndim > 1 else 1
+    query, key = (call.arrays[name] for name in ("query", "key"))
+    return np.ones((blocks(query, sizes[0]), blocks(key, sizes[1])), bool)
+
+
+def _flag(help: str, array: Callable[[Call], Any]) -> Option:
+    return Option(help=help, type=bool, is_array=True, value=_if_given(array))
+
+
+def _of_query(axes: slice, dtype: str) -> Callable[[Call], Any]:
+    return lambda call: spec(call.arrays["query"].shape[axes], dtype)
+
+
+_RESIDUAL = _flag("with a residual", lambda call: spec((*call.first.shape[:-1], _columns(call)), call.first.dtype.name))
+_PRODUCT_PRECISION = Option(help="fp32 or tf32, for float32; fp8, for any dtype")
+_ACTIVATION = Option(help="silu, gelu, ...")
+
+# By argument; "op.argument" is for one op alone.
+OPTIONS: dict[str, Option] = {
+    "is_causal": Option(help="is_causal=True", type=bool, flag="--causal"),
+    "mask": Option(help="the shape of a dense mask, as in 1,1,4096,4096", value=_of_shape("--mask", "bool")),
+    "bias": Option(help="the shape of a bias, as in 1,16,4096,4096", value=_of_shape("--bias")),
+    "window": Option(help="left,right, or one number for both; -1 is no limit", value=_window_sides),
+    "segment_ids": _flag("with packed sequences", _segment_ids),
+    "sinks": _flag("with a sink for each head", _of_query(slice(2, 3), "float32")),
+    "softcap": Option(help="the softcap of the scores", type=float),
+    "scale": Option(help="the factor of the scores", type=float),
+    "kv_lengths": _flag("with a length for each batch entry", _of_query(slice(1), "int32")),
+    "q_offset": Option(help="the position of query 0", type=int),
+    "return_lse": Option(help="also return the log-sum-exp", type=bool),
+    "deterministic": Option(help="the same bits on every run; left out, XLA's flag decides", type=bool | None),
+    "precision": Option(help="fp32 or tf32, for float32"),
+    "implementation": Option(help="ask for this one"),
+    # 8 bits
+    "q_scale": Option(help="query's scale", type=float),
+    "k_scale": Option(help="key's scale", type=float),
+    "v_scale": Option(help="value's scale", type=float),
+    # decode_attention
+    "decode_attention.kv_lengths": Option(
+        help="without a length for each sequence",
+        type=bool,
+        flag="--no-kv-lengths",
+        value=lambda call, is_without: None if is_without else _of_query(slice(1), "int32")(call),
+        is_array=True,
+    ),
+    "block_tables": Option(
+        help="the pages of a sequence: --kv-shape is pages,page_size,heads,head_dim",
+        type=int,
+        flag="--pages",
+        minimum=1,
+        value=lambda call, pages: None if pages is None else spec((*call.first.shape[:1], pages), "int32"),
+    ),
+    # dilated attention
+    "segment_lengths": Option(help="of each branch, as in 2048,4096", value=_numbers_of("--segment-lengths")),
+    "dilation_rates": Option(help="of each branch, as in 1,2", value=_numbers_of("--dilation-rates")),
+    "heads": Option(help="all or groups"),
+    "combine": Option(help="lse or mean"),
+    "layout": Option(help="overlap or partition"),
+    "order": Option(help="hilbert, or left out"),
+    "stop_gradient_weights": Option(help="no gradient through the weights of lse", type=bool),
+    # masks
+    "block_size": Option(help="queries,keys of a block, or one number for both; left out, 128", value=_block_size),
+    "dynamic_mask_attention.mask": Option(
+        help="the shape of the mask, as in 1,16,4096,4096", value=_of_shape("--mask", "bool")
+    ),
+    # sharded sequences
+    "ring_attention.layout": Option(help="zigzag, striped or contiguous"),
+    "ring_attention.bias": Option(
+        help="the shape of a bias: one device's queries, and all keys, as in 1,16,512,4096", value=_of_shape("--bias")
+    ),
+    "strategy": Option(help="ring, halo, all_to_all, all_gather or auto"),
+    "sends_ahead": Option(help="the steps by which a ring sends keys ahead", type=int),
+    # products
+    "activation": _ACTIVATION,
+    "transpose_w": Option(help="the weights are [N, K]", type=bool),
+    "scaling": Option(help="tensor, row or block: which numbers of 8 bits share a scale"),
+    "residual": _RESIDUAL,
+    "out_dtype": Option(help="the result's dtype"),
+    "x_scale": Option(help="x's scale", type=float),
+    "w_scale": Option(help="w's scale", type=float),
+    "w_gate_scale": Option(help="w_gate's scale", type=float),
+    "w_up_scale": Option(help="w_up's scale", type=float),
+    "w_gate": Option(
+        help="with w_gate",
+        type=bool,
+        flag="--gated",
+        is_array=True,
+        value=_if_given(lambda call: call.arrays["w_up"]),
+    ),
+    "bias_up": Option(help="with bias_up", type=bool, is_array=True, value=_vector(lambda call: call.values["hidden"])),
+    "bias_down": Option(help="with bias_down", type=bool, is_array=True, value=_vector(_columns)),
+    "matmul.bias": Option(help="with a bias", type=bool, is_array=True, value=_vector(_columns)),
+    "matmul.precision": _PRODUCT_PRECISION,
+    "gated_matmul.precision": _PRODUCT_PRECISION,
+    "mlp.precision": _PRODUCT_PRECISION,
+    # norms
+    "layer_norm.scale": Option(help="with a scale", type=bool, is_array=True, value=_vector(_columns)),
+    "rms_norm.scale": Option(help="with a scale", type=bool, is_array=True, value=_vector(_columns)),
+    "layer_norm.bias": Option(help="with a bias", type=bool, is_array=True, value=_vector(_columns)),
+    "eps": Option(help="is added to the variance", type=float),
+    "scale_offset": Option(help="is added to the scale", type=float),
+    "quantize": Option(help="e4m3 or e5m2: an 8-bit result"),
+}
+# Arguments that are no options, with the reason. Keys as in OPTIONS.
+NOT_OPTIONS = {
+    "ring_attention.mask": "a masks.Mask, which has no short text",
+    "score_mod": "a function",
+    "axis_name": "--devices gives the size of the axis",
+    "block_mask": "made of --block-size",
+}
+
+# The sizes of an op's arrays, which are no arguments.
+SIZES: dict[str, Option] = {
+    "shape": Option(help="query's batch,length,heads,head_dim"),
+    "kv_shape": Option(help="key's, where it differs"),
+    "v_head_dim": Option(help="value's head_dim, where it differs", type=int, minimum=1),
+    "dtype": Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32)"),
+    "rows.shape": Option(help="x's shape, as in 8192,4096"),
+    "columns": Option(help="of the weights, N", type=int, minimum=1),
+    "hidden": Option(help="columns of w_up, H", type=int, minimum=1),
+    "decode_attention.kv_shape": Option(help="the cache's batch,length,heads,head_dim; see --pages"),
+    "sharded.shape": Option(help="one device's batch,length,heads,head_dim of query"),
+    "devices": Option(help="over which the sequence is sharded", type=int, minimum=1),
+}
+
+
+def option_of(op: str, argument: str) -> Option | None:
+    """The option for an argument of an op, or None."""
+    if f"{op}.{argument}" in NOT_OPTIONS:
+        return None
+    return OPTIONS.get(f"{op}.{argument}") or OPTIONS.get(argument)
+
+
+def arguments_of(op: str) -> dict[str, inspect.Parameter]:
+    """The arguments of an op by name. An op's **arguments are flash_attention's."""
+    found = dict(inspect.signature(OPS[op].function).parameters)
+    rest = [name for name, x in found.items() if x.kind is x.VAR_KEYWORD]
+    for name in rest:
+        del found[name]
+        others = inspect.signature(OPS["flash_attention"].function).parameters
+        found |= {name: x for name, x in others.items() if name not in found}
+    if "block_mask" in found:
+        del found["mask"]  # the op takes block_mask in its place
+    return found
+
+
+def sizes_of(op: str) -> dict[str, inspect.Parameter]:
+    """The options for the sizes of an op's arrays, as parameters."""
+    arguments, required = arguments_of(op), inspect.Parameter.empty
+    found: list[tuple[str, str, Any]]
+    if "query" in arguments:
+        is_sharded = "axis_name" in arguments
+        is_decode = op == "decode_attention"
+        found = [("shape", "sharded.shape" if is_sharded else "shape", required)]
+        found += [("devices", "devices", required)] if is_sharded else []
+        found.append(("kv_shape", "decode_attention.kv_shape", required) if is_decode else ("kv_shape",) * 2 + (None,))
+        found.append(("v_head_dim", "v_head_dim", None))
+    else:
+        found = [("shape", "rows.shape", required)]
+        found += [("hidden", "hidden", required)] if "w_down" in arguments else []
+        found += [("columns", "columns", required)] if "transpose_w" in arguments else []
+    found += [] if op == "flash_attention_fp8" else [("dtype", "dtype", "bfloat16")]
+    return {name: SIZES[key].parameter(name, default) for name, key, default in found}
+
+
+def arrays_of(op: str, values: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays that an op cannot do without, by argument. values: of the options. Raises UserError."""
+    dtype = _dtype(values["dtype"]) if "dtype" in values else E4M3
+    shape = numbers("--shape", values["shape"])
+    arguments = arguments_of(op)
+    if "query" in arguments:
+        k_shape = shape if values["kv_shape"] is None else numbers("--kv-shape", values["kv_shape"])
+        v_shape = k_shape if values["v_head_dim"] is None else (*k_shape[:-1], values["v_head_dim"])
+        return {"query": spec(shape, dtype), "key": spec(k_shape, dtype), "value": spec(v_shape, dtype)}
+    weight = lambda *sizes: spec(sizes[::-1] if values["transpose_w"] else sizes, dtype)
+    found = {"x": spec(shape, dtype)}
+    columns = values.get("hidden", values.get("columns"))
+    for name in ("w", "w_gate", "w_up"):
+        if name in arguments and arguments[name].default is inspect.Parameter.empty:
+            found[name] = weight(shape[-1], columns)
+    if "w_down" in arguments:
+        found["w_down"] = weight(values["hidden"], values["columns"])
+    return found
 
 
 def _dtype(name: str) -> str:
     """JAX's name of a dtype. Raises UserError."""
     found = DTYPES.get(name, name)
-    if found not in (*DTYPES.values(), "float8_e4m3fn"):
+    if found not in (*DTYPES.values(), E4M3):
         names = [*DTYPES.values(), *DTYPES]
         raise UserError(f"--dtype: got {name!r}, want one of {', '.join(names)}{did_you_mean(name, names)}")
     return found
-
-
-def optional_spec(option: str, shape: str | None, dtype: str) -> jax.ShapeDtypeStruct | None:
-    """The array whose shape an option holds, or None without the option. Raises UserError."""
-    return None if shape is None else spec(numbers(option, shape), dtype)
-
-
-def _with_option(text: str) -> str:
-    """An op's error message, with the command-line option that its argument came from."""
-    name = re.match(r"\w+(?=[:,=])", text)
-    if name is None:
-        return text
-    of_shapes = {"query": "--shape", "x": "--shape", "key": "--kv-shape", "value": "--v-head-dim", "w": "--columns"}
-    if name[0] in of_shapes:
-        return f"{of_shapes[name[0]]}: {text}"
-    return f"--{name[0].replace('_', '-')}{text[name.end() :]}" if name[0] in _ARGUMENTS else text
-
-
-# The ops' arguments that have an option of the same name.
-_ARGUMENTS = (
-    "activation",
-    "bias",
-    "block_size",
-    "combine",
-    "dilation_rates",
-    "dtype",
-    "heads",
-    "implementation",
-    "kv_lengths",
-    "layout",
-    "mask",
-    "order",
-    "precision",
-    "q_offset",
-    "scaling",
-    "segment_lengths",
-    "softcap",
-    "window",
-)
-
-
-def show_plan(device: str | None, as_json: bool, function: Callable[..., Any], *given: Any, **arguments: Any) -> None:
-    """Prints the plan of function(*given, **arguments) on the device. Raises UserError for a call without a plan."""
-    try:
-        with dispatch.on_device(find_device(device)):
-            plan = dispatch.explain(function, *given, **arguments)
-    except (TypeError, ValueError, NotImplementedError, OverflowError) as error:
-        raise UserError(_with_option(str(error))) from None
-    print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else plan)

@@ -1,5 +1,6 @@
 """The public ops as the command line names them. For plans, the command line imports jax_kernels.ops only here."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType
 
 from jax_kernels import dispatch
 from jax_kernels.ops.attention.block_sparse_attention import block_sparse_attention
@@ -15,13 +17,16 @@ from jax_kernels.ops.attention.dynamic_mask_attention import dynamic_mask_attent
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8
 from jax_kernels.ops.dilated.dilated_attention import dilated_attention
+from jax_kernels.ops.dilated.sequence_parallel import sequence_parallel_dilated_attention
 from jax_kernels.ops.matmul.matmul import gated_matmul, matmul
 from jax_kernels.ops.matmul.mlp import mlp
 from jax_kernels.ops.normalization.normalization import layer_norm, rms_norm
+from jax_kernels.ops.ring.ring_attention import ring_attention
 
-__all__ = ["OPS", "Op", "spec"]
+__all__ = ["AXIS", "OPS", "Op", "on_devices", "spec"]
 
 LENGTH = 1024
+AXIS = "sequence"  # the mesh axis over which a sequence is sharded
 EVERY = ("mosaic_gpu", "triton", "cudnn", "xla")
 
 
@@ -29,9 +34,10 @@ EVERY = ("mosaic_gpu", "triton", "cudnn", "xla")
 class Op:
     """A public op, and a typical call, by which `info` judges its implementations.
 
-    function: the op, for jax_kernels.explain. implementations: the names that the op knows.
-    q_length: the number of queries in the call, which has LENGTH keys and 8 heads of 128. shapes: of the arrays, for an
-    op that is not attention. dtype: None for the device's 16-bit dtype. arguments: the other arguments of the call.
+    function: what jax_kernels.explain takes. implementations: the names that it knows.
+    q_length: the queries of the call; LENGTH keys, 8 heads of 128. shapes: of the arrays of an op that is no attention.
+    dtype: None for 16 bits, as the device has them.
+    arguments: the other arguments of the call. devices: over which the sequence is sharded; None for a whole sequence.
     """
 
     function: Callable[..., Any]
@@ -40,12 +46,21 @@ class Op:
     shapes: tuple[tuple[int, ...], ...] = ()
     dtype: str | None = None
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    devices: int | None = None
 
     def plan(self, sixteen_bits: str, implementation: str) -> dispatch.Plan:
         """The plan of the typical call by this implementation. Raises NotImplementedError if it cannot serve."""
         shapes = [(1, length, 8, 128) for length in (self.q_length, LENGTH, LENGTH)]
         given = (spec(shape, self.dtype or sixteen_bits) for shape in self.shapes or shapes)
-        return dispatch.explain(self.function, *given, **self.arguments, implementation=implementation)
+        with on_devices(self.devices):
+            return dispatch.explain(self.function, *given, **self.arguments, implementation=implementation)
+
+
+def on_devices(count: int | None) -> contextlib.AbstractContextManager[Any]:
+    """Plans inside the block see a mesh of so many devices along AXIS. None: no mesh."""
+    if count is None:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(AbstractMesh((count,), (AXIS,), (AxisType.Auto,)))
 
 
 def spec(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
@@ -53,21 +68,22 @@ def spec(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-_DILATED = Op(
-    dilated_attention,
-    implementations=("mosaic_gpu", "triton", "xla"),
-    arguments={"segment_lengths": (LENGTH // 2,), "dilation_rates": (2,)},
-)
+_PATTERN = {"segment_lengths": (LENGTH // 2,), "dilation_rates": (2,)}
 
 OPS = {
     "flash_attention": Op(flash_attention),
     "flash_attention_fp8": Op(flash_attention_fp8, implementations=("mosaic_gpu", "xla"), dtype="float8_e4m3fn"),
     "decode_attention": Op(decode_attention, implementations=("mosaic_gpu", "triton", "xla"), q_length=1),
-    "dilated_attention": _DILATED,
-    # Inside jax.shard_map each device's shard has the plan of dilated_attention.
-    "sequence_parallel_dilated_attention": _DILATED,
-    # The plan is for the tokens of one device.
-    "ring_attention": Op(flash_attention),
+    "dilated_attention": Op(
+        dilated_attention, implementations=("mosaic_gpu", "triton", "xla"), arguments=dict(_PATTERN)
+    ),
+    "sequence_parallel_dilated_attention": Op(
+        sequence_parallel_dilated_attention,
+        implementations=("mosaic_gpu", "triton", "xla"),
+        arguments=_PATTERN | {"axis_name": AXIS},
+        devices=8,
+    ),
+    "ring_attention": Op(ring_attention, arguments={"axis_name": AXIS}, devices=8),
     "dynamic_mask_attention": Op(dynamic_mask_attention, arguments={"mask": spec((1, 1, LENGTH, LENGTH), "bool")}),
     "block_sparse_attention": Op(
         block_sparse_attention, arguments={"block_mask": np.ones((LENGTH // 128, LENGTH // 128), bool)}

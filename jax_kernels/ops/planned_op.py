@@ -10,12 +10,16 @@ An op is a public function and a `PlannedOp`. To write one:
 
        request, arrays = check(query=query, ...)
        return batched(OP, OP.call(request, options, implementation))(*arrays)
+
+An op that calls other ops has no table of its own: `explained_as(plan)` gives it a plan that is made of their plans.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -31,11 +35,13 @@ __all__ = [
     "PlannedCall",
     "PlannedOp",
     "batched",
+    "explained_as",
     "jitted_in_eager_shard_map",
     "join_batch",
     "kernel",
     "named_arguments",
     "no_calls",
+    "recorded_plans",
     "split_batch",
     "with_batch",
 ]
@@ -43,6 +49,8 @@ __all__ = [
 # The number of last used calls whose functions are cached: a call holds its caller's functions and their closed-over
 # arrays.
 MOST_CALLS = 256
+
+_RECORD: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("jax_kernels_plans", default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +91,11 @@ class PlannedOp:
 
     def plan(self, request: Request, implementation: str | None = None) -> Plan:
         """The plan for a request. Raises the errors of dispatch.choose."""
-        return dispatch.choose(request, self.implementations, self.order, implementation)
+        plan = dispatch.choose(request, self.implementations, self.order, implementation)
+        record = _RECORD.get()
+        if record is not None:
+            record.append(plan)
+        return plan
 
     def call(self, request: Request, options: Any, implementation: str | None = None) -> PlannedCall:
         """The planned call for a request, with this process's setting of the interpreter."""
@@ -96,16 +108,42 @@ class PlannedOp:
         check: takes the function's arguments by name, and returns the request first.
         """
 
-        def decorate(function: Any) -> Any:
-            def plan(*args: Any, **kwargs: Any) -> Plan:
-                arguments = named_arguments(self.name, function, args, kwargs)
-                request, *_ = check(**arguments)
-                return self.plan(request, arguments["implementation"])
+        def plan(**arguments: Any) -> Plan:
+            request, *_ = check(**arguments)
+            return self.plan(request, arguments["implementation"])
 
-            function.plan = plan
-            return function
+        return explained_as(plan)
 
-        return decorate
+
+def explained_as(plan: Callable[..., Plan]) -> Callable[[Any], Any]:
+    """A decorator that gives a public function its `plan`, for jax_kernels.explain.
+
+    plan: takes the function's arguments by name, and returns the Plan.
+    """
+
+    def decorate(function: Any) -> Any:
+        rest = [name for name, x in inspect.signature(function).parameters.items() if x.kind is x.VAR_KEYWORD]
+
+        def of_call(*args: Any, **kwargs: Any) -> Plan:
+            arguments = named_arguments(function.__name__, function, args, kwargs)
+            more = [arguments.pop(name, {}) for name in rest]
+            return plan(**arguments, **dict(*more))
+
+        function.plan = of_call
+        return function
+
+    return decorate
+
+
+@contextlib.contextmanager
+def recorded_plans() -> Iterator[list[Plan]]:
+    """Yields a list that gets each plan which is made inside the block, in order."""
+    plans: list[Plan] = []
+    token = _RECORD.set(plans)
+    try:
+        yield plans
+    finally:
+        _RECORD.reset(token)
 
 
 def jitted_in_eager_shard_map[Function: Callable[..., Any]](function: Function) -> Function:

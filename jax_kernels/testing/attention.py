@@ -6,6 +6,7 @@ other ops are in jax_kernels.testing.matmul and jax_kernels.testing.normalizatio
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ __all__ = [
     "AttentionResults",
     "attention_float64",
     "attention_inputs",
+    "errors_of_attention",
     "largest_error",
     "plain_attention",
     "rms_error",
@@ -213,11 +215,17 @@ def plain_attention(case: AttentionCase, query, key, value, dout, dlse=None) -> 
     return _plain(case, _primals(case, query, key, value), (dout, dlse))
 
 
-def run_attention(case: AttentionCase, arrays, implementation: str | None = None, **kwargs: Any) -> dict[str, Any]:
-    """flash_attention and its gradients in one jit: the available entries of AttentionResults, by name.
+def run_attention(
+    case: AttentionCase,
+    arrays,
+    implementation: str | None = None,
+    op: Callable[..., Any] = flash_attention,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """flash_attention and its gradients in one jit: what there is of AttentionResults, by name.
 
-    arrays: from attention_inputs. kwargs go to flash_attention. "cudnn" returns no lse: the result then has no lse,
-    and dlse counts as zero.
+    arrays: those of attention_inputs. op: a function with the arguments and results of flash_attention. kwargs go to
+    it. "cudnn" gives no lse: there, lse is left out and dlse counts as zero.
     """
     with_lse = _gives_lse(implementation)
 
@@ -226,13 +234,20 @@ def run_attention(case: AttentionCase, arrays, implementation: str | None = None
         arguments = case.arguments | {"return_lse": with_lse, "implementation": implementation} | kwargs
 
         def forward(primals):
-            results = flash_attention(**arguments | primals)
+            results = op(**arguments | primals)
             return results if with_lse else (results, None)
 
         return _results(case, forward, primals, (dout, dlse if with_lse else None))
 
     query, key, value, dout, dlse = arrays
     return run(_primals(case, query, key, value), dout, dlse)._asdict()
+
+
+def errors_of_attention(case: AttentionCase, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """(error, bound) of each result that run_attention gave for attention_inputs(case)."""
+    arrays, bounds = attention_inputs(case), tolerance(case)
+    want = attention_float64(case, *(arrays if "lse" in got else arrays[:-1]))
+    return {name: (rms_error(x, getattr(want, name)), bounds[name]) for name, x in got.items()}
 
 
 def rms_error(got: Any, want: Any) -> float:

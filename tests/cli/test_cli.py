@@ -159,6 +159,22 @@ def test_explain_of_products(run, op, options):
             "dynamic_mask_attention --shape 2,512,16,64 --kv-shape 2,512,4,64 --mask 2,4,512,512 --bias 2,4,1,512",
             "flash_attention: mosaic_gpu",
         ),
+        ("ring_attention --shape 1,4096,16,128 --devices 8 --causal", "ring_attention: mosaic_gpu"),
+        ("ring_attention --shape 1,4096,16,128 --devices 1 --strategy ring --sinks", "ring_attention: mosaic_gpu"),
+        (
+            "ring_attention --shape 1,512,16,128 --devices 2 --segment-ids --bias 1,16,512,1024",
+            "ring_attention: mosaic_gpu",
+        ),
+        (
+            "sequence_parallel_dilated_attention --shape 1,4096,16,64 --devices 8 --segment-lengths 2048,16384 "
+            "--dilation-rates 1,4 --segment-ids",
+            "sequence_parallel_dilated_attention: mosaic_gpu",
+        ),
+        ("dynamic_mask_attention --shape 2,512,16,64 --mask 512 --window 64,0", "flash_attention: mosaic_gpu"),
+        ("mlp --shape 8192,1024 --hidden 4096 --columns 1024 --gated --bias-down --residual", "mlp: mosaic_gpu"),
+        ("matmul --shape 8192,4096 --columns 4096 --bias --residual --activation gelu", "matmul: mosaic_gpu"),
+        ("layer_norm --shape 512,256 --scale --bias --residual --eps 1e-5", "layer_norm: triton"),
+        ("rms_norm --shape 512,256 --scale --quantize e4m3", "rms_norm: triton"),
         ("block_sparse_attention --shape 2,4096,16,64", "flash_attention: mosaic_gpu"),
         ("block_sparse_attention --shape 2,1000,16,64 --block-size 128,64 --sinks", "flash_attention: mosaic_gpu"),
     ],
@@ -176,7 +192,7 @@ def test_explain_of_every_op(run, arguments, first_line):
 def test_explain_without_arguments_lists_the_ops(run):
     for arguments in ((), ("--help",)):
         _, out, err = run("explain", *arguments)
-        for op in OPS.keys() - {"sequence_parallel_dilated_attention", "ring_attention"}:
+        for op in OPS:
             assert op in out
         assert err == ""
 
@@ -189,7 +205,22 @@ def test_explain_without_arguments_lists_the_ops(run):
         ("nonsense", ("nonsense",)),
         ("explain attention", ("--shape",)),
         ("explain nope --shape 1,8,4,64", ("op: got 'nope', want one of attention, flash_attention, ",)),
-        ("explain sequence_parallel_dilated_attention", ("jax.shard_map", "want dilated_attention")),
+        ("explain sequence_parallel_dilated_attention", ("--shape",)),
+        ("explain ring_attention --shape 1,8,4,64", ("--devices",)),
+        ("explain ring_attention --shape 1,8,4,64 --devices 0", ("'--devices': ", ", got '0'")),
+        (
+            "explain ring_attention --shape 1,7,4,64 --devices 2 --causal",
+            ("--shape: query: got 7 tokens on each device with layout='zigzag', want an even number",),
+        ),
+        (
+            "explain ring_attention --shape 1,8,4,64 --devices 2 --strategy rings",
+            ("--strategy: got 'rings', want one",),
+        ),
+        (
+            "explain ring_attention --shape 1,8,3,64 --devices 2 --strategy all_to_all",
+            ("--shape: query: got 3 heads on 2 devices with strategy='all_to_all'",),
+        ),
+        ("explain block_sparse_attention --shape 1,8,4,64 --mask 1,1,8,8", ("No such option", "--mask")),
         ("explain --shape 1,x", ("--shape: got '1,x', want whole numbers above 0",)),
         ("explain attention --shape 1,8,4,64 --pages 3", ("No such option", "--pages")),
         ("explain attention --shape 1,8,4,64 --window 1,x", ("--window: got '1,x', want left,right",)),
@@ -227,7 +258,7 @@ def test_explain_without_arguments_lists_the_ops(run):
             ("scaling: got 'x', want 'tensor', 'row' or 'block'",),
         ),
         ("check --implementation nope", ("--implementation: got 'nope', want one of mosaic_gpu, triton",)),
-        ("check --op nope", ("--op: got 'nope', want one of flash_attention, matmul",)),
+        ("check --op nope", ("--op: got 'nope', want one of flash_attention, flash_attention_fp8",)),
         (
             "check --op rms_norm --implementation cudnn",
             ("--implementation: got 'cudnn', want one of triton, mosaic_gpu, xla",),
@@ -315,11 +346,15 @@ def test_check_counts_what_is_not_served(run, two_cases, monkeypatch):
     assert "1 passed, 0 failed, 1 not served" in out
 
 
+# Triton has no 8-bit matmuls, and takes no mask that is an array.
+WITHOUT_TRITON = ("fp8_matmul", "flash_attention_fp8", "block_sparse_attention", "dynamic_mask_attention")
+
+
 def test_check_takes_interpreted_kernels_when_asked(monkeypatch):
     here = check._implementations(None, list(check.SUITES))
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for op, names in check._implementations(None, list(check.SUITES)).items():
-        triton = [] if op == "fp8_matmul" else ["triton"]  # it has no 8-bit matmuls
+        triton = [] if op in WITHOUT_TRITON else ["triton"]
         assert set(names) == {*here[op], *triton}, op
 
 
@@ -329,32 +364,43 @@ def test_check_of_every_op(run, monkeypatch, tmp_path):
     assert set(check.QUICK) == set(check.SUITES)
     quick = {
         "flash_attention": "one_query",
+        "flash_attention_fp8": "odd",
+        "decode_attention": "masked_odd",
+        "block_sparse_attention": "cells_fp32",
+        "dynamic_mask_attention": "kv_heads_fp32",
+        "dilated_attention": "longnet",
+        "ring_attention": "causal",
+        "sequence_parallel_dilated_attention": "longnet",
         "matmul": "odd",
         "gated_matmul": "gated_odd",
         "mlp": "gated",
         "layer_norm": "residual",
+        "fp8_matmul": "odd_row",
         "low_bit_matmul": "int4_gated",
         "fp8_norm": "rms_offset",
     }
     for op, name in quick.items():
         monkeypatch.setitem(check.QUICK, op, (name,))
     monkeypatch.setitem(check.QUICK, "rms_norm", ())
-    monkeypatch.setitem(check.QUICK, "fp8_matmul", ("odd_row",))
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     names = [word for name in ("triton", "xla") for word in ("--implementation", name)]
     code, out, _ = run("check", *names, "--json", str(tmp_path / "report.json"))
     assert code == 0
-    assert "15 passed, 0 failed, 0 not served" in out
+    assert "26 passed, 0 failed, 0 not served" in out
     results = json.loads((tmp_path / "report.json").read_text())["results"]
     assert {(x["op"], x["implementation"], x["case"]) for x in results} == {
-        *((op, by, case) for op, case in quick.items() for by in ("triton", "xla")),
-        ("fp8_matmul", "xla", "odd_row"),  # Triton has no 8-bit matmuls
+        (op, by, case)
+        for op, case in quick.items()
+        for by in ("triton", "xla")
+        if by == "xla" or op not in WITHOUT_TRITON
     }
+    of_op = {result["op"]: result["errors"].keys() for result in results}
     for result in results:
         assert result["passed"]
         assert result["errors"].keys() == result["bounds"].keys()
-    assert {"dx", "dw", "dw_up"} <= results[4]["errors"].keys()
-    assert {"total", "dscale"} <= results[8]["errors"].keys()
+    assert {"dx", "dw", "dw_up"} <= of_op["gated_matmul"]
+    assert {"total", "dscale"} <= of_op["layer_norm"]
+    assert {"out", "lse", "dq", "dk", "dv"} <= of_op["ring_attention"] & of_op["dilated_attention"]
 
 
 @pytest.mark.parametrize("op", ["matmul", "layer_norm"])

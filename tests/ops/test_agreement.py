@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from jax_kernels import flash_attention, masks
-from tests.support.cases import decode as decode_cases
-from tests.support.cases import fp8 as fp8_cases
+from jax_kernels.testing import decode_attention as decode_cases
+from jax_kernels.testing import flash_attention_fp8 as fp8_cases
 from tests.support.oracles import attention as attention_oracle
 
 EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))

@@ -7,6 +7,7 @@ import jax
 from jax_kernels import dispatch, masks
 from jax_kernels.masks.arrays import named_block_sparse
 from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.planned_op import explained_as
 from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
 from jax_kernels.tracing.promotion import under_defaults
 
@@ -60,7 +61,7 @@ def _plan(
     return dispatch.explain(flash_attention, query, key, value, mask=mask, **arguments)
 
 
-block_sparse_attention.plan = _plan  # type: ignore[attr-defined]
+explained_as(_plan)(block_sparse_attention)
 
 
 def _mask(block_mask: Any, block_size: Any, arguments: dict[str, Any], query: Any, key: Any) -> masks.Mask:

@@ -12,6 +12,7 @@ from jax_kernels.masks.arrays import Dense, DenseMask
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.traced_masks import mask_or_nan, with_validity
 from jax_kernels.ops.checks import check_shapes, checked_array, checked_sinks, reshaped
+from jax_kernels.ops.planned_op import explained_as
 from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
 from jax_kernels.tracing.promotion import under_defaults
@@ -119,7 +120,7 @@ def _plan(query: Any, key: Any, value: Any, mask: Any, bias: Any = None, **argum
     return dispatch.explain(flash_attention, query, key, value, mask=mask, bias=bias, **arguments)
 
 
-dynamic_mask_attention.plan = _plan  # type: ignore[attr-defined]
+explained_as(_plan)(dynamic_mask_attention)
 
 
 def _checked(query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[Any, ...]:

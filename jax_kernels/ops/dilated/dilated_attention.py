@@ -1,6 +1,7 @@
 """dilated_attention: its checks and its plan. Its views are in views, its forward and backward in vjp."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,12 +24,12 @@ from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.branches import BranchCall, Piece
 from jax_kernels.ops.dilated.sharded_segments import Shards
 from jax_kernels.ops.dilated.vjp import DilatedCall
-from jax_kernels.ops.planned_op import named_arguments
+from jax_kernels.ops.planned_op import explained_as
 from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.plain_numbers import DILATED, plain, plain_of, with_plain_numbers
 from jax_kernels.tracing.promotion import under_defaults
 
-__all__ = ["DilatedPlan", "check_pattern", "dilated_attention", "prepare"]
+__all__ = ["DilatedPlan", "check_pattern", "dilated_attention", "plan_of_call", "prepare"]
 
 
 @with_plain_numbers(*DILATED)
@@ -162,25 +163,32 @@ class DilatedPlan(dispatch.Plan):
 
     branches: (segment length, rate, plan) of each run of equal segments; a shorter last segment is a run of its own.
     in_place, in_place_differentiated: whether each run is read in place (else its rows are gathered): in a call without
-    gradients, and in a call with gradients.
+    gradients, and in a call with gradients. devices: the number of devices that share a segment of each run; a length
+    in `branches` is then the tokens of one device. shifts: the distances round the ring of these devices over which
+    keys travel, one for each step.
     """
 
     branches: tuple[tuple[int, int, dispatch.Plan], ...] = ()
     in_place: tuple[bool, ...] = ()
     in_place_differentiated: tuple[bool, ...] = ()
+    devices: tuple[int, ...] = ()
+    shifts: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.implementation} ({self.why})"]
-        of_branches = zip(self.branches, self.in_place, self.in_place_differentiated, strict=True)
-        for (length, rate, plan), in_place, in_place_differentiated in of_branches:
+        rows = zip(self.branches, self.in_place, self.in_place_differentiated, self.devices, self.shifts, strict=True)
+        for (length, rate, plan), in_place, in_place_differentiated, devices, shifts in rows:
             how = f"{plan.implementation} {'in place' if in_place else 'of gathered rows'}"
             how += "" if in_place == in_place_differentiated else ", with gradients of gathered rows"
+            if devices > 1:
+                how += f" in {len(shifts)} steps of a ring of {devices} devices"
             lines.append(f"  segments of {length} at rate {rate}: {how}, {plan.config} from {plan.source}")
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.passed_over])
 
 
-def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
-    checked = _check(**named_arguments("dilated_attention", dilated_attention, args, kwargs))
+def plan_of_call(op: str, **arguments: Any) -> DilatedPlan:
+    """The plan of a call of the op of this name. arguments: of `prepare`."""
+    checked = _check(**arguments)
     request, arguments = checked.request, checked.arguments
     plans: dict[Piece, dispatch.Plan] = {}
     in_place: tuple[set[Piece], ...] = set(), set()
@@ -199,14 +207,16 @@ def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
     branches = tuple((piece.length, piece.rate, plans[piece]) for piece in pieces)
     of_pieces = [tuple(piece in found for piece in pieces) for found in in_place]
     return DilatedPlan(
-        **fields | {"op": "dilated_attention"},
+        **fields | {"op": op},
         branches=branches,
         in_place=of_pieces[0],
         in_place_differentiated=of_pieces[1],
+        devices=tuple(1 if piece.span is None else piece.span.devices for piece in pieces),
+        shifts=tuple((0,) if piece.span is None else piece.span.shifts for piece in pieces),
     )
 
 
-dilated_attention.plan = _plan  # type: ignore[attr-defined]
+explained_as(functools.partial(plan_of_call, "dilated_attention"))(dilated_attention)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

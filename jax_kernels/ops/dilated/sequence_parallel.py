@@ -6,9 +6,11 @@ from typing import Any
 import jax
 
 from jax_kernels.ops.dilated import vjp as dilated_vjp
-from jax_kernels.ops.dilated.dilated_attention import prepare
+from jax_kernels.ops.dilated.dilated_attention import DilatedPlan, plan_of_call, prepare
 from jax_kernels.ops.dilated.sharded_segments import Shards
+from jax_kernels.ops.planned_op import explained_as
 from jax_kernels.ops.ring.layouts import axis_size
+from jax_kernels.ops.sharding.axis_plans import on_axis
 from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.plain_numbers import DILATED, with_plain_numbers
 from jax_kernels.tracing.promotion import under_defaults
@@ -111,3 +113,14 @@ def sequence_parallel_dilated_attention(
     )
     results = dilated_vjp.run(call, arrays)
     return results if return_lse else results[0]
+
+
+def _plan(*, axis_name: str, **arguments: Any) -> DilatedPlan:
+    def plan(**arguments: Any) -> DilatedPlan:
+        shards = Shards(axis_name, axis_size(axis_name))
+        return plan_of_call("sequence_parallel_dilated_attention", **arguments, shards=shards)
+
+    return on_axis(axis_name, plan, arguments)
+
+
+explained_as(_plan)(sequence_parallel_dilated_attention)

@@ -5,6 +5,7 @@ than its launch.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
 from jax_kernels.score_mod.restriction import placed
 from jax_kernels.tracing.derivatives import in_both_modes
 
-__all__ = ["all_gather_attention"]
+__all__ = ["all_gather_attention", "attention_arguments"]
 
 
 def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
@@ -25,6 +26,12 @@ def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array,
 
     Each device rounds its gradients of all keys and values to their dtype. The sums over devices are float32.
     """
+    found = [flash_attention(**arguments) for arguments in attention_arguments(call, arrays)]
+    return jnp.concatenate([out for out, _ in found], 1), jnp.concatenate([lse for _, lse in found], 2)
+
+
+def attention_arguments(call: RingCall, arrays: RingArrays) -> Iterator[dict[str, Any]]:
+    """The arguments of flash_attention for each chunk of a device's queries."""
     layout, axis_name = call.layout, call.axis_name
     if layout.name == "striped":
         raise ValueError("layout: got 'striped' with strategy='all_gather', want 'zigzag' or 'contiguous'")
@@ -33,7 +40,6 @@ def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array,
     ids = arrays.segment_ids
     all_ids = None if ids is None else layout.in_order(lax.all_gather(ids, axis_name, axis=1, tiled=True))
     index = lax.axis_index(axis_name)
-    found = []
     for chunk, (query, q_ids) in enumerate(zip(of_chunks(arrays.query), of_chunks(ids), strict=True)):
         first = layout.first(chunk, index)
         limits: dict[str, Any] = {**layout.limits, "q_offset": first}
@@ -44,19 +50,16 @@ def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array,
         if arrays.bias is not None:
             has_rows = arrays.bias.shape[2] > 1
             limits["bias"] = jnp.split(arrays.bias, layout.chunks, 2)[chunk] if has_rows else arrays.bias
-        found.append(
-            flash_attention(
-                query,
-                keys[chunk],
-                values[chunk],
-                **limits,
-                segment_ids=None if all_ids is None else (q_ids, all_ids),
-                sinks=None if arrays.sinks is None else arrays.sinks[0],
-                return_lse=True,
-                **dict(call.options),
-            )
-        )
-    return jnp.concatenate([out for out, _ in found], 1), jnp.concatenate([lse for _, lse in found], 2)
+        yield {
+            "query": query,
+            "key": keys[chunk],
+            "value": values[chunk],
+            **limits,
+            "segment_ids": None if all_ids is None else (q_ids, all_ids),
+            "sinks": None if arrays.sinks is None else arrays.sinks[0],
+            "return_lse": True,
+            **dict(call.options),
+        }
 
 
 def _in_order(to: tuple[str, Layout], x: jax.Array) -> tuple[jax.Array, ...]:

@@ -15,7 +15,7 @@ from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
 from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.score_mod.restriction import placed
 
-__all__ = ["OF_HEADS", "all_to_all_attention"]
+__all__ = ["OF_HEADS", "all_to_all_attention", "attention_arguments"]
 
 # Names for policies of jax.checkpoint. The arrays have all tokens of a device's heads.
 OF_HEADS = "ring_attention_query", "ring_attention_key", "ring_attention_value"
@@ -27,6 +27,22 @@ def all_to_all_attention(
     """(out, lse) of a device's queries, differentiable.
 
     results: (out, lse) if they are known already; the call then only adds their gradients with respect to the arrays.
+
+    Raises:
+      ValueError: the number of devices does not divide the heads.
+    """
+    arguments, exchange, of_rows = attention_arguments(call, arrays)
+    if results is None:
+        out, lse = flash_attention(**arguments)
+    else:
+        out, lse = *exchange.to_heads(results[0]), *of_rows.to_heads(results[1])
+        out, lse = vjp.with_results(*prepare(**arguments), out, lse)
+    # A policy that keeps this result spares the layers after the attention a second exchange in their backward.
+    return checkpoint_name(exchange.to_tokens(out), RESIDUALS[0]), of_rows.to_tokens(lse)
+
+
+def attention_arguments(call: RingCall, arrays: RingArrays) -> tuple[dict[str, Any], Exchange, Exchange]:
+    """(the arguments of flash_attention for the device's heads, the exchange of tensors, the exchange of lse).
 
     Raises:
       ValueError: the number of devices does not divide the heads.
@@ -55,13 +71,7 @@ def all_to_all_attention(
         arguments["score_mod"] = placed(arrays.score_mod, of_whole, (first,))
     if arrays.bias is not None:
         arguments["bias"] = _own_bias(call, arrays.bias, of_rows)
-    if results is None:
-        out, lse = flash_attention(**arguments)
-    else:
-        out, lse = *exchange.to_heads(results[0]), *of_rows.to_heads(results[1])
-        out, lse = vjp.with_results(*prepare(**arguments), out, lse)
-    # A policy that keeps this result spares the layers after the attention a second exchange in their backward.
-    return checkpoint_name(exchange.to_tokens(out), RESIDUALS[0]), of_rows.to_tokens(lse)
+    return arguments, exchange, of_rows
 
 
 def _all_ids(call: RingCall, arrays: RingArrays) -> jax.Array | None:

@@ -7,6 +7,8 @@ the own keys are computed.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
 from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, forward_onto, gradients_onto
 
-__all__ = ["forward", "gradients", "reason_against"]
+__all__ = ["forward", "gradients", "planned_calls", "reason_against"]
 
 TILE = 128  # tokens; halos are rounded up to a multiple of it if they can be: kernels take whole blocks of keys
 
@@ -200,6 +202,25 @@ def _of_side(call: RingCall, side: Side, query: jax.Array, own: Visitors, halo: 
 
 def _halos(call: RingCall, own: Visitors) -> list[Visitors]:
     return [side.exchanged(jax.tree.map(lambda x, at=side.edge: x[:, at], own)) for side in _sides(call)]
+
+
+def planned_calls(call: RingCall, arrays: RingArrays) -> dict[str, Callable[[], Any]]:
+    """Functions that plan each call of `forward`, by the keys that the call takes."""
+    query, own = _own(call, arrays)
+
+    def of_halo(side: Side) -> Any:
+        halo = jax.tree.map(lambda x: x[:, side.edge], own)  # a halo has the shapes of an edge
+        return _of_side(call, side, query, own, halo)[0]
+
+    sinks = None if arrays.sinks is None else arrays.sinks[0]
+    found: dict[str, Callable[[], Any]] = {
+        "own keys": lambda: _prepared(call, query, own.segment_ids, own, None, sinks)[0]
+    }
+    for side in _sides(call):
+        found[f"{side.count} keys {'before' if side.is_before else 'after'} each run"] = functools.partial(
+            of_halo, side
+        )
+    return found
 
 
 def forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, list[Visitors]]:

@@ -19,13 +19,15 @@ from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
 from jax_kernels.ops.attention.flash_attention import OP
 from jax_kernels.ops.attention.traced_masks import mask_or_nan
-from jax_kernels.ops.planned_op import jitted_in_eager_shard_map
+from jax_kernels.ops.planned_op import explained_as, jitted_in_eager_shard_map, recorded_plans
 from jax_kernels.ops.ring import halo, vjp
 from jax_kernels.ops.ring.all_gather import all_gather_attention
 from jax_kernels.ops.ring.all_to_all import OF_HEADS, all_to_all_attention
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size, not_an_axis
+from jax_kernels.ops.ring.plan import RingPlan, plan_of
 from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
 from jax_kernels.ops.ring.vjp import run
+from jax_kernels.ops.sharding.axis_plans import on_axis
 from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import RingRow
@@ -155,6 +157,18 @@ def ring_attention(
     )
     out, lse = attention_of(call, arrays)
     return (out, lse) if return_lse else out
+
+
+def _plan(*, axis_name: str, **arguments: Any) -> RingPlan:
+    def plan(**arguments: Any) -> RingPlan:
+        with recorded_plans() as plans:
+            call, arrays = prepare(**arguments, axis_name=axis_name)
+        return plan_of(call, arrays, plans[-1] if plans else None)
+
+    return on_axis(axis_name, plan, arguments)
+
+
+explained_as(_plan)(ring_attention)
 
 
 def prepare(

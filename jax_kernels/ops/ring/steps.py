@@ -243,6 +243,16 @@ class Step:
         planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
         return attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, excess=rows.excess)
 
+    def planned(self, visitors: Visitors) -> Any:
+        """The planned call of the step's forward; of one batch of its pairs of chunks if the step has several calls."""
+        if self.has_far_scores:
+            return self._general_call(visitors)[0]
+        whole = self._whole_call(visitors)
+        if whole is not None:
+            return whole[0]
+        _, planned, _ = self._pairs(visitors)
+        return planned
+
     def in_parts(self, visitors: Visitors, share: float) -> list[HeadView]:
         """The key heads in two parts, if `gradients` can compute them separately; else an empty list.
 

@@ -15,8 +15,8 @@ from jax_kernels.ops.attention.decode_attention import IMPLEMENTATIONS
 from jax_kernels.pallas.attention import decode_contract
 from jax_kernels.pallas.attention.triton.decode import merge
 from jax_kernels.testing import rms_error
+from jax_kernels.testing.decode_attention import CASES, LONG, DecodeCase, arrays_of, definition, errors, run
 from tests.support.cases import tiers
-from tests.support.cases.decode import CASES, DecodeCase, arrays_of, definition, errors, run
 
 pytestmark = pytest.mark.timeout(120)
 ON_XLA = DecodeCase("float32", dtype="float32", q_length=3, window=30, softcap=4.0, sinks=True, kv_lengths=(190, 2))
@@ -57,22 +57,9 @@ def test_triton_interpreted_in_one_split(name, monkeypatch):
         check(CASES[name], "triton")
 
 
-LONG = (
-    DecodeCase("long", batch=3, q_length=1, kv_length=8192, heads=32, kv_heads=8, head_dim=128, v_head_dim=128,
-               kv_lengths=(8192, 4000, 1)),
-    DecodeCase("long_64_pages", batch=2, q_length=4, kv_length=4096, heads=16, kv_heads=2, kv_lengths=(4001, 900),
-               page_size=16, dtype="float16"),
-    # The merged rows are 192 columns of views of 256: a store without a mask would reach the next row.
-    DecodeCase("long_192", batch=8, q_length=4, kv_length=2048, heads=16, kv_heads=4, head_dim=192, v_head_dim=192,
-               kv_lengths=(2048, 1999, 77, 1024, 5, 1500, 1700, 2000)),
-    DecodeCase("many", batch=40, kv_length=1024, heads=16, kv_heads=8, head_dim=128, v_head_dim=128,
-               kv_lengths=tuple(range(5, 1005, 25)), page_size=64, q_length=2),
-)  # fmt: skip
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", [*CASES.values(), *LONG, ON_XLA], ids=str)
+@pytest.mark.parametrize("case", [*CASES.values(), *LONG.values(), ON_XLA], ids=str)
 def test_on_gpu(case, implementation, no_interpret):
     arrays = arrays_of(case)
     try:
@@ -86,8 +73,9 @@ def test_on_gpu(case, implementation, no_interpret):
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_on_gpu_the_same_bits(implementation, no_interpret):
-    arrays = arrays_of(LONG[0])
-    for once, twice in zip(run(LONG[0], arrays, implementation), run(LONG[0], arrays, implementation), strict=True):
+    arrays = arrays_of(LONG["long"])
+    results = [run(LONG["long"], arrays, implementation) for _ in range(2)]
+    for once, twice in zip(*results, strict=True):
         np.testing.assert_array_equal(once, twice)
 
 

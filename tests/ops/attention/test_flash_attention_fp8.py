@@ -12,9 +12,10 @@ from jax_kernels import explain, flash_attention_fp8
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.attention.flash_attention_fp8 import IMPLEMENTATIONS
 from jax_kernels.testing import rms_error
-from tests.support.cases.fp8 import CASES, E4M3, Fp8Case, arrays_of, definition, errors, run
+from jax_kernels.testing.flash_attention_fp8 import CASES, LONG, Fp8Case, arrays_of, definition, errors, run
 
 pytestmark = pytest.mark.timeout(120)
+E4M3 = jnp.float8_e4m3fn
 SMALL = Fp8Case("small", q_length=20, kv_length=30, head_dim=32, v_head_dim=24)
 
 
@@ -33,18 +34,9 @@ def test_xla(case, no_interpret):
     check(case, "xla")
 
 
-LONG = (
-    Fp8Case("long", batch=2, q_length=1000, kv_length=2001, heads=4, kv_heads=2, is_causal=True, q_offset=1001),
-    Fp8Case("long_256", q_length=700, kv_length=1500, heads=2, head_dim=256, v_head_dim=256),
-    Fp8Case("many_tiles", batch=8, q_length=512, kv_length=256, heads=16, kv_heads=16, is_causal=True),
-    Fp8Case("many_tiles_256", batch=8, q_length=512, kv_length=256, heads=8, head_dim=256, is_causal=True),
-    Fp8Case("causal_rising", q_length=900, kv_length=900, is_causal=True, rising=30),
-)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", [*CASES.values(), *LONG], ids=str)
+@pytest.mark.parametrize("case", [*CASES.values(), *LONG.values()], ids=str)
 def test_on_gpu(case, implementation, no_interpret):
     arrays = arrays_of(case)
     try:
@@ -56,8 +48,9 @@ def test_on_gpu(case, implementation, no_interpret):
 
 @pytest.mark.gpu
 def test_on_gpu_the_same_bits(no_interpret):
-    arrays = arrays_of(LONG[0])
-    for once, twice in zip(run(LONG[0], arrays, None), run(LONG[0], arrays, None), strict=True):
+    arrays = arrays_of(LONG["long"])
+    results = [run(LONG["long"], arrays, None) for _ in range(2)]
+    for once, twice in zip(*results, strict=True):
         np.testing.assert_array_equal(once, twice)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import dilated_attention, explain
+from jax_kernels import dilated_attention, explain, sequence_parallel_dilated_attention
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.dilated import dilated_attention as ops
@@ -76,6 +76,25 @@ def test_explain():
     plan = explain(dilated_attention, *inputs, segment_lengths=[64], dilation_rates=[1], implementation="xla")
     assert plan.implementation == "xla"
     assert plan.why == "asked for by name"
+
+
+def test_explain_of_a_sharded_sequence():
+    """The plan tells how many devices share a segment, and the distances that its keys travel."""
+    shapes = [jax.ShapeDtypeStruct((1, 4096, 8, 64), jnp.bfloat16)] * 3
+    mesh = jax.sharding.AbstractMesh((8,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    pattern = {"segment_lengths": (2048, 8192, 9999), "dilation_rates": (1, 2, 4), "is_causal": True}
+    call = functools.partial(explain, sequence_parallel_dilated_attention, *shapes, axis_name="sequence", **pattern)
+    with on_device("h200"), jax.sharding.use_abstract_mesh(mesh):
+        plan = call()
+        ids = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+        assert call(segment_ids=ids, implementation="triton").implementation == "triton"
+    assert (plan.op, plan.implementation) == ("sequence_parallel_dilated_attention", "mosaic_gpu")
+    assert plan.devices == (1, 2, 8)
+    assert plan.shifts == ((0,), (0, 1), (0, 1, 2, 3))
+    assert plan.in_place == (True, False, False)
+    assert "segments of 4096 at rate 2: mosaic_gpu of gathered rows in 2 steps of a ring of 2 devices, Bl" in str(plan)
+    with pytest.raises(ValueError, match=r"axis_name: got 'sequence', want an axis of the jax.shard_map around"):
+        call()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_kernels import masks, ring_attention
+from jax_kernels import explain, masks, ring_attention
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.attention.vjp import RESIDUALS as OF_ATTENTION
 from jax_kernels.ops.ring.ring_attention import OF_HEADS, prepare, with_results
@@ -198,3 +198,86 @@ def _forwards(jaxpr) -> int:
             inner = getattr(part, "jaxpr", part)
             found += _forwards(inner) if hasattr(inner, "eqns") else 0
     return found
+
+
+def plan_on(devices, tokens=4096, *, kv_heads=16, gpu="h200", **arguments):
+    """The plan of a call on an abstract mesh. tokens: of one device."""
+    of = lambda heads: jax.ShapeDtypeStruct((1, tokens, heads, 128), jnp.bfloat16)
+    mesh = jax.sharding.AbstractMesh((devices,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    with on_device(gpu), jax.sharding.use_abstract_mesh(mesh):
+        return explain(ring_attention, of(16), of(kv_heads), of(kv_heads), axis_name="sequence", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "strategies", "steps"),
+    [
+        ({"is_causal": True}, ("ring", "all_to_all"), [f"step {i}" for i in range(4)]),
+        ({"is_causal": True, "kv_heads": 2}, ("ring", "ring"), [f"step {i}" for i in range(4)]),
+        ({"window": (100, 0)}, ("halo", "halo"), ["own keys", "128 keys before each run"]),
+        (
+            {"window": (300, 7), "strategy": "halo"},
+            ("halo", "halo"),
+            ["own keys", "384 keys before each run", "128 keys after each run"],
+        ),
+        ({"window": (5000, 0), "layout": "contiguous"}, ("ring", "all_to_all"), ["step 0", "step 1", "step 2"]),
+        ({"strategy": "all_to_all"}, ("all_to_all", "all_to_all"), ["all keys of a device's heads"]),
+        (
+            {"strategy": "all_gather", "is_causal": True},
+            ("all_gather", "all_gather"),
+            ["all keys for chunk 0", "all keys for chunk 1"],
+        ),
+    ],
+)
+def test_explain_tells_the_strategy_and_the_steps(arguments, strategies, steps):
+    plan = plan_on(4, **arguments)
+    assert (plan.op, plan.implementation, plan.devices) == ("ring_attention", "mosaic_gpu", 4)
+    assert (plan.strategy, plan.differentiated) == strategies
+    assert [name for name, _ in plan.steps] == steps
+    assert {step.op for _, step in plan.steps} == {"flash_attention"}
+    assert plan.config == plan.steps[0][1].config
+    assert f"strategy {strategies[0]}: 4 devices, layout {plan.layout}" in str(plan)
+    assert ("with gradients strategy all_to_all" in str(plan)) == (strategies == ("ring", "all_to_all"))
+
+
+def test_the_plan_of_a_step_is_its_call():
+    """The plan has the blocks of the step's reach, which the block specs alone do not give."""
+    first, second, *rest = (step for _, step in plan_on(4, is_causal=True).steps)
+    assert rest == [second] * 2
+    assert first.config.forward.heads_together != second.config.forward.heads_together == 16
+    assert "    step 1, 2, 3: mosaic_gpu, Blocks(" in str(plan_on(4, is_causal=True))
+    assert plan_on(4, gpu="a100").implementation == "triton"
+    named = plan_on(1, implementation="xla")
+    assert (named.why, named.layout, str(named).count("step 0: xla")) == ("asked for by name", "contiguous", 1)
+
+
+def test_explain_inside_and_outside_a_shard_map():
+    """Inside, the arrays are traced, and planning adds nothing to the program. Outside, one device's shapes do."""
+    x, plans = jnp.ones((1, 8, 4, 8)), []
+    ids = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+
+    def look(x):
+        plans.append(explain(ring_attention, x, x, x, axis_name="sequence", is_causal=True))
+        return x
+
+    spec = jax.P(None, "sequence")
+    program = jax.make_jaxpr(jax.shard_map(look, mesh=MESH, in_specs=spec, out_specs=spec))(x)
+    assert not next(equation.params["jaxpr"].eqns for equation in program.jaxpr.eqns)
+    with jax.set_mesh(MESH):
+        assert explain(ring_attention, x, x, x, axis_name="sequence", is_causal=True) == plans[0]
+        packed = explain(ring_attention, x, x, x, axis_name="sequence", segment_ids=ids, mask=masks.causal())
+        empty = explain(ring_attention, *[x[:, :0]] * 3, axis_name="sequence")
+    assert packed.implementation == "xla"
+    assert (empty.implementation, empty.steps) == ("xla", ())
+    with pytest.raises(ValueError, match=r"axis_name: got 'sequence', want an axis of the jax.shard_map around this c"):
+        explain(ring_attention, x, x, x, axis_name="sequence")
+    with pytest.raises(TypeError, match="axis_name: got int, want the name of a mesh axis"):
+        explain(ring_attention, x, x, x, axis_name=1)
+
+
+def test_explain_raises_the_errors_of_the_call():
+    with pytest.raises(ValueError, match="key: got 2 heads on 4 devices with strategy='all_to_all', want a multiple"):
+        plan_on(4, kv_heads=2, strategy="all_to_all")
+    with pytest.raises(NotImplementedError, match="gradient of the log-sum-exp"):
+        plan_on(4, implementation="cudnn")
+    with pytest.raises(ValueError, match="layout: got 'zig', want one of"):
+        plan_on(4, layout="zig")

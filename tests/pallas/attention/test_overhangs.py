@@ -16,7 +16,7 @@ from jax_kernels.pallas.attention.passes import fp8_values, merge_branches, prep
 from jax_kernels.pallas.attention.passes import mask_bits as mask_bits_pass
 from jax_kernels.pallas.attention.triton import decode as decode_triton
 from jax_kernels.testing import ATTENTION_CASES, attention_inputs, run_attention, why_not
-from tests.support.cases import decode as decode_cases
+from jax_kernels.testing import decode_attention as decode_cases
 from tests.support.cases import dilated as dilated_cases
 from tests.support.interpreters.overhangs import unmasked
 from tests.tools import compile_case

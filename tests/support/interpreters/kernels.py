@@ -2,7 +2,7 @@
 
     python tests/support/interpreters/kernels.py MODULE CORES RACES NAME...
 
-MODULE: for example decode_cases or jax_kernels.testing.matmul. CORES: the number of SMs to plan for. RACES: 1 to detect
+MODULE: for example jax_kernels.testing.matmul. CORES: the number of SMs to plan for. RACES: 1 to detect
 races. The interpreter confuses the registers of different CTAs, so that its races are real only with one core. Prints a
 JSON object by name of the case.
 """

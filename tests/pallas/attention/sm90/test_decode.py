@@ -26,7 +26,7 @@ INTERPRETED = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", INTERPRETED)
 def test_interpreted(group):
-    cases_interpreter.check("decode_cases", *INTERPRETED[group])
+    cases_interpreter.check("jax_kernels.testing.decode_attention", *INTERPRETED[group])
 
 
 EVERYTHING = {"window": 1000, "softcap": 30.0, "sinks": True, "q_length": 4}

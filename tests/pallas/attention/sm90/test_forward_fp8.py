@@ -76,7 +76,7 @@ def test_values(shape, with_lengths):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", tiers.cases(INTERPRETED, {"one_core", "lengths"}))
 def test_interpreted(group):
-    cases_interpreter.check("fp8_cases", *INTERPRETED[group])
+    cases_interpreter.check("jax_kernels.testing.flash_attention_fp8", *INTERPRETED[group])
 
 
 def _compile(options: dict) -> None:

@@ -1,4 +1,4 @@
-"""Cases of flash_attention_fp8, and its definition written out in NumPy, for the tests and the interpreter's script."""
+"""The cases of flash_attention_fp8 for tests and `jax-kernels check`, its definition in NumPy, and error bounds."""
 
 import dataclasses
 import functools
@@ -8,8 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels import flash_attention_fp8, quantize_fp8
-from jax_kernels.testing import rms_error
+from jax_kernels.dispatch import explain
+from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8
+from jax_kernels.quantization import quantize_fp8
+from jax_kernels.testing.attention import rms_error
+
+__all__ = ["CASES", "LONG", "Fp8Case", "arrays_of", "definition", "errors", "errors_by", "run", "why_not"]
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -52,6 +56,17 @@ CASES = {
         Fp8Case("odd", heads=1, head_dim=72, v_head_dim=40, q_length=67, kv_length=133, scale=-0.1),
     )
 }
+# For a GPU: many tiles.
+LONG = {
+    case.name: case
+    for case in (
+        Fp8Case("long", batch=2, q_length=1000, kv_length=2001, heads=4, kv_heads=2, is_causal=True, q_offset=1001),
+        Fp8Case("long_256", q_length=700, kv_length=1500, heads=2, head_dim=256, v_head_dim=256),
+        Fp8Case("many_tiles", batch=8, q_length=512, kv_length=256, heads=16, kv_heads=16, is_causal=True),
+        Fp8Case("many_tiles_256", batch=8, q_length=512, kv_length=256, heads=8, head_dim=256, is_causal=True),
+        Fp8Case("causal_rising", q_length=900, kv_length=900, is_causal=True, rising=30),
+    )
+}
 
 
 def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:
@@ -63,7 +78,8 @@ def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:
         ("key", case.kv_length, case.kv_heads, case.head_dim),
         ("value", case.kv_length, case.kv_heads, case.v_head_dim),
     ):
-        x = random.standard_normal((case.batch, length, heads, columns), np.float32) * (1 + np.arange(heads)[:, None])
+        x: Any = random.standard_normal((case.batch, length, heads, columns), np.float32)
+        x = x * (1 + np.arange(heads)[:, None])
         if name == "key":
             x *= np.linspace(case.rising, 1, length, dtype=np.float32)[:, None, None]
         x, scales = quantize_fp8(x, axis=(1, 3))
@@ -80,12 +96,26 @@ def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:
 
 def run(case: Fp8Case, arrays: dict[str, Any], implementation: str | None):
     """(out, lse) of flash_attention_fp8, jitted."""
-    options = {"is_causal": case.is_causal, "scale": case.scale, "return_lse": True, "implementation": implementation}
+    options: Any = {"is_causal": case.is_causal, "scale": case.scale, "return_lse": True}
+    options["implementation"] = implementation
     if isinstance(case.q_offset, int):
         options["q_offset"] = case.q_offset
     # Compiling dominates a small case. Unoptimised code compiles in half the time.
     on_cpu = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
     return jax.jit(functools.partial(flash_attention_fp8, **options), compiler_options=on_cpu)(**arrays)
+
+
+def why_not(case: Fp8Case, implementation: str) -> str | None:
+    """The reason why this implementation cannot run a case here, or None."""
+    of = lambda length, heads, columns: jax.ShapeDtypeStruct((case.batch, length, heads, columns), E4M3)
+    query = of(case.q_length, case.heads, case.head_dim)
+    key = of(case.kv_length, case.kv_heads, case.head_dim)
+    value = of(case.kv_length, case.kv_heads, case.v_head_dim)
+    try:
+        explain(flash_attention_fp8, query, key, value, is_causal=case.is_causal, implementation=implementation)
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 def definition(case: Fp8Case, arrays: dict[str, Any], rounded: bool = False, score_bits: int | None = None):

@@ -1,4 +1,4 @@
-"""Cases of decode_attention, and its definition written out in NumPy, for the tests and the interpreter's script."""
+"""The cases of decode_attention that tests and `jax-kernels check` share, its definition in NumPy, and error bounds."""
 
 import dataclasses
 import functools
@@ -8,8 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels import decode_attention
-from jax_kernels.testing import rms_error
+from jax_kernels.dispatch import explain
+from jax_kernels.ops.attention.decode_attention import decode_attention
+from jax_kernels.testing.attention import rms_error
+
+__all__ = ["CASES", "LONG", "DecodeCase", "arrays_of", "definition", "errors", "errors_by", "run", "why_not"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +86,25 @@ _CASES = (
     DecodeCase("odd_pages", head_dim=40, v_head_dim=72, kv_length=80, kv_lengths=(99, 13), page_size=16, q_length=5),
 )  # fmt: skip
 CASES = {case.name: case for case in _CASES}
+# For a GPU: enough keys that a kernel splits them.
+_LONG = (
+    DecodeCase("long", batch=3, q_length=1, kv_length=8192, heads=32, kv_heads=8, head_dim=128, v_head_dim=128,
+               kv_lengths=(8192, 4000, 1)),
+    DecodeCase("long_64_pages", batch=2, q_length=4, kv_length=4096, heads=16, kv_heads=2, kv_lengths=(4001, 900),
+               page_size=16, dtype="float16"),
+    # The merged rows are 192 columns of views of 256: a store without a mask would reach the next row.
+    DecodeCase("long_192", batch=8, q_length=4, kv_length=2048, heads=16, kv_heads=4, head_dim=192, v_head_dim=192,
+               kv_lengths=(2048, 1999, 77, 1024, 5, 1500, 1700, 2000)),
+    DecodeCase("many", batch=40, kv_length=1024, heads=16, kv_heads=8, head_dim=128, v_head_dim=128,
+               kv_lengths=tuple(range(5, 1005, 25)), page_size=64, q_length=2),
+)  # fmt: skip
+LONG = {case.name: case for case in _LONG}
 
 
 def arrays_of(case: DecodeCase, seed: int = 0) -> dict[str, Any]:
     """The arrays of a call. Cache entries past a length are NaN; table entries past a length are no page."""
     random = np.random.default_rng(seed)
-    normal = lambda *shape: random.standard_normal(shape, np.float32)
+    normal: Any = lambda *shape: random.standard_normal(shape, np.float32)
     query = normal(case.batch, case.q_length, case.heads, case.head_dim)
     cache = (case.batch, case.kv_length, case.kv_heads)
     key, value = normal(*cache, case.head_dim), normal(*cache, case.v_head_dim)
@@ -118,6 +134,17 @@ def arrays_of(case: DecodeCase, seed: int = 0) -> dict[str, Any]:
     return arrays | {name: jnp.asarray(x, case.dtype) for name, x in zip("qkv", (query, key, value), strict=True)}
 
 
+def why_not(case: DecodeCase, implementation: str) -> str | None:
+    """The reason why this implementation cannot run a case here, or None."""
+    specs = jax.eval_shape(lambda: arrays_of(case))
+    options = {"window": case.window, "softcap": case.softcap, "scale": case.scale, "implementation": implementation}
+    try:
+        explain(decode_attention, *(specs.pop(name) for name in "qkv"), **specs, **options)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
 def _in_pages(x, numbers, page_size):
     """[B, S, heads, D] -> [pages + 2, page_size, heads, D]: page i is at numbers[i]; two more pages are NaN."""
     pages = np.full((len(numbers) + 2, page_size, *x.shape[2:]), np.nan, np.float32)
@@ -140,7 +167,7 @@ def run(case: DecodeCase, arrays: dict[str, Any], implementation: str | None):
 
     @functools.partial(jax.jit, compiler_options=on_cpu)
     def call(q, k, v, **arrays):
-        options = {"window": case.window, "softcap": case.softcap, "scale": case.scale}
+        options: Any = {"window": case.window, "softcap": case.softcap, "scale": case.scale}
         return decode_attention(q, k, v, **arrays, **options, return_lse=True, implementation=implementation)
 
     return call(**arrays)

@@ -1,0 +1,103 @@
+"""The plan of ring_attention: the strategy, and the plans of its attentions."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax_kernels.dispatch import Plan
+from jax_kernels.ops.attention.flash_attention import prepare
+from jax_kernels.ops.planned_op import recorded_plans
+from jax_kernels.ops.ring import all_gather, all_to_all, halo
+from jax_kernels.ops.ring.ring_call import RingArrays, RingCall
+from jax_kernels.ops.ring.steps import Pair, Visitors
+
+__all__ = ["RingPlan", "plan_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RingPlan(Plan):
+    """The plan of a device's first attention, and the plans of all its attentions in `steps`.
+
+    devices, layout: of the sequence. strategy: "ring", "halo", "all_to_all" or "all_gather". differentiated: the
+    strategy of the call under differentiation. steps: (the keys that an attention takes, its plan), in order. In step s
+    of a ring, a device takes the keys of the device that is s before it. differentiated_steps: the same under
+    differentiation. A call without a token or a head has no step.
+    """
+
+    devices: int = 1
+    layout: str = ""
+    strategy: str = ""
+    differentiated: str = ""
+    steps: tuple[tuple[str, Plan], ...] = ()
+    differentiated_steps: tuple[tuple[str, Plan], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.implementation} ({self.why})"]
+        lines += self._lines(f"strategy {self.strategy}", self.steps)
+        if self.differentiated != self.strategy:
+            lines += self._lines(f"with gradients strategy {self.differentiated}", self.differentiated_steps)
+        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.passed_over])
+
+    def _lines(self, heading: str, steps: tuple[tuple[str, Plan], ...]) -> list[str]:
+        """The heading, and one line for each run of steps with one plan."""
+        runs: list[tuple[list[str], Plan]] = []
+        for name, plan in steps:
+            if runs and runs[-1][1] == plan:
+                runs[-1][0].append(name)
+            else:
+                runs.append(([name], plan))
+        lines = [f"  {heading}: {self.devices} {'device' if self.devices == 1 else 'devices'}, layout {self.layout}"]
+        for names, plan in runs:
+            blocks = "" if plan.config is None else f", {plan.config} from {plan.source}"
+            words = ", ".join(names).replace(", step ", ", ")  # "step 0, 1, 7"
+            lines.append(f"    {words}: {plan.implementation}{blocks}")
+        return lines
+
+
+def plan_of(call: RingCall, arrays: RingArrays, checked: Plan | None) -> RingPlan:
+    """The plan of a prepared call, inside jax.shard_map. checked: the plan that checks a call without a step."""
+    is_empty = 0 in arrays.query.shape[:3]
+    steps = () if is_empty else _steps(call, arrays)
+    differentiated = steps
+    if call.differentiated != call.strategy:
+        differentiated = _steps(dataclasses.replace(call, strategy=call.differentiated), arrays)
+    first = steps[0][1] if steps else checked
+    assert first is not None
+    fields = {field.name: getattr(first, field.name) for field in dataclasses.fields(first)}
+    return RingPlan(
+        **fields | {"op": "ring_attention"},
+        devices=call.layout.devices,
+        layout=call.layout.name,
+        strategy=call.strategy,
+        differentiated=call.differentiated,
+        steps=steps,
+        differentiated_steps=differentiated,
+    )
+
+
+def _steps(call: RingCall, arrays: RingArrays) -> tuple[tuple[str, Plan], ...]:
+    """(the keys of an attention, its plan) for each attention of a call."""
+    if call.strategy == "ring":
+        visitors = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
+        steps = {number: call.step(number, arrays) for number in call.steps}
+        return tuple((f"step {number}", _plan(step.planned, visitors)) for number, step in steps.items())
+    if call.strategy == "halo":
+        return tuple((name, _plan(planned)) for name, planned in halo.planned_calls(call, arrays).items())
+    if call.strategy == "all_to_all":
+        arguments, *_ = all_to_all.attention_arguments(call, arrays)
+        return (("all keys of a device's heads", _plan(_prepared, arguments)),)
+    chunks = enumerate(all_gather.attention_arguments(call, arrays))
+    return tuple((f"all keys for chunk {chunk}", _plan(_prepared, arguments)) for chunk, arguments in chunks)
+
+
+def _prepared(arguments: dict[str, Any]) -> Any:
+    """The planned call of flash_attention with these arguments."""
+    planned, _ = prepare(**arguments)
+    return planned
+
+
+def _plan(planned: Callable[..., Any], *arguments: Any) -> Plan:
+    """The Plan of the call that planned(*arguments) returns, with the blocks that the call has."""
+    with recorded_plans() as plans:
+        call = planned(*arguments)
+    return dataclasses.replace(plans[-1], config=call.config)
