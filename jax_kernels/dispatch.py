@@ -1,7 +1,8 @@
 """From a request to a plan: which implementation of an op serves it, with which blocks, and why.
 
-An op owns a table of `Implementation`s; `choose` walks it in the order that the block specs give for the
-device. Nothing here knows an op's arguments: an implementation judges a request with its own `supports`.
+An op owns a table of `Implementation`s; `choose` walks it in the order that the block specs give for the device, and
+`plan_of` puts the choice into words. Nothing here knows an op's arguments: an implementation judges a request with its
+own `supports`.
 """
 
 import contextlib
@@ -19,7 +20,20 @@ from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.plain_numbers import plain_options
 from jax_kernels.spelling import did_you_mean
 
-__all__ = ["Implementation", "Plan", "Request", "choose", "explain", "interpreting", "on_device", "target_device"]
+__all__ = [
+    "Choice",
+    "Implementation",
+    "Order",
+    "Plan",
+    "Request",
+    "choose",
+    "explain",
+    "interpreting",
+    "on_device",
+    "plan_of",
+    "target_device",
+    "without_blocks",
+]
 
 _TARGET: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("jax_kernels_target", default=None)
 
@@ -42,7 +56,7 @@ class Implementation:
     """One way to run an op.
 
     supports(request) gives None, or the reason why the request cannot be served, forward and backward alike.
-    config(request) gives the blocks and where they came from: "block spec", "tuned cache" or "heuristic".
+    config(request) gives the blocks, and in words where they come from; see Plan.source.
     forward and backward are the op's own; a None backward means that JAX differentiates forward itself.
     """
 
@@ -53,35 +67,74 @@ class Implementation:
     backward: Callable[..., Any] | None
 
 
-@dataclasses.dataclass(frozen=True)
+def without_blocks(request: Request) -> tuple[None, str]:
+    """The config of an implementation that has no blocks of this library, such as "xla"."""
+    return None, "no block spec"
+
+
+# order(request): the implementations in the order in which they are tried, and in words where the order comes from.
+Order = Callable[[Any], tuple[Sequence[str], str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The implementation that will run, and why.
 
-    implementation: its name. config: its blocks (None where it has none). source: where they came from.
-    why: one line. passed_over: the implementations tried before it, each with the reason.
+    op, device: their names. implementation: its name. config: its blocks, None if it has none.
+    source: where the blocks come from, and on which GPU they were measured. "sm_90's rows, measured on NVIDIA H200";
+      "sm_86's rows, inherited by sm_89, not measured"; "heuristic: sm_86's rows, for sm_87, which has none, not
+      measured", for a GPU without rows; "no block spec" if config is None.
+    why: why this implementation, and where the order of the implementations was measured.
+    order: the op's implementations in the order in which they were tried. Empty if the caller named one.
+    passed_over: (name, reason) of each implementation that was tried before it, and of each that the order lacks.
     """
 
     op: str
+    device: str
     implementation: str
     config: Any
     source: str
     why: str
+    order: tuple[str, ...] = ()
     passed_over: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def why_not(self) -> dict[str, str]:
+        """The reason against each other implementation of the op, by name. Empty if the caller named one."""
+        tried = self.order.index(self.implementation) + 1 if self.order else 0
+        later = dict.fromkeys(self.order[tried:], f"it comes after {self.implementation} in the order")
+        return dict(self.passed_over) | later
+
     def __str__(self) -> str:
-        lines = [f"{self.op}: {self.implementation} ({self.why})"]
+        lines = [f"{self.op}: {self.implementation} ({self.why})", f"  device: {self.device}"]
         lines += [] if self.config is None else [f"  blocks: {self.config} from {self.source}"]
-        lines += [f"  not {name}: {reason}" for name, reason in self.passed_over]
-        return "\n".join(lines)
+        return "\n".join(lines + self.lines_of_others())
+
+    def lines_of_others(self) -> list[str]:
+        """Lines of text about the other implementations."""
+        return [f"  not {name}: {reason}" for name, reason in self.why_not.items()]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What a call needs of its Plan, and what the rest of the Plan is made from.
+
+    order, order_source: as Order gives them. why: "" if the implementation is the first in the order.
+    """
+
+    implementation: str
+    config: Any
+    source: str
+    order: tuple[str, ...] = ()
+    order_source: str = ""
+    why: str = ""
+    passed_over: tuple[tuple[str, str], ...] = ()
 
 
 def choose(
-    request: Request,
-    table: Mapping[str, Implementation],
-    order: Callable[[Any], Sequence[str]],
-    implementation: str | None = None,
-) -> Plan:
-    """The plan for a request: the named implementation, or the first of order(request) in the table that can serve it.
+    request: Request, table: Mapping[str, Implementation], order: Order, implementation: str | None = None
+) -> Choice:
+    """The named implementation, or the first of order(request) in the table that can serve the request.
 
     A request with a symbolic size, under jax.export, is served by "xla", and so is one with an axis of length 0, also
     where another implementation that takes such calls is named: a kernel cannot be launched without a block.
@@ -90,42 +143,107 @@ def choose(
     """
     symbolic, empty = _symbolic(request), _empty(request)
     if implementation is not None:
-        if implementation not in table:
-            known = ", ".join(repr(name) for name in table)
-            hint = did_you_mean(implementation, table)
-            raise ValueError(
-                f"implementation={implementation!r} is not known for {request.op}; want one of {known}{hint}"
-            )
-        reason = _reason(table[implementation], request, symbolic)
-        if reason is not None:
-            raise NotImplementedError(f"implementation={implementation!r} cannot serve this {request.op}: {reason}")
-        why = "asked for by name"
-        if empty is not None and implementation != "xla":
-            implementation, why = "xla", f"{empty}, which leaves {implementation!r} nothing to compute"
-        config, source = table[implementation].config(request)
-        return Plan(request.op, implementation, config, source, why)
-
+        return _named(request, table, implementation, symbolic, empty)
     passed_over: list[tuple[str, str]] = []
-    names = order(request) if symbolic is None else table  # an order goes by sizes, too
-    for name in (name for name in names if name in table):
-        reason = _reason(table[name], request, symbolic)
-        if reason is None and empty is not None and name != "xla":
-            reason = f"{empty}, which leaves a kernel nothing to compute"
+    names, order_source = order(request) if symbolic is None else (table, "")  # an order goes by sizes, too
+    names = tuple(name for name in names if name in table)
+    for name in names:
+        reason = _reason(table[name], request, symbolic, empty)
         if reason is None:
             config, source = table[name].config(request)
-            why = f"the fastest that serves this on {request.device.name}"
-            return Plan(request.op, name, config, source, why, tuple(passed_over))
+            return Choice(
+                implementation=name,
+                config=config,
+                source=source,
+                order=names,
+                order_source=order_source,
+                passed_over=tuple(passed_over),
+            )
         passed_over.append((name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
     raise NotImplementedError(f"no implementation serves this {request.op} on {request.device.name}: {reasons}")
 
 
-def _reason(implementation: Implementation, request: Request, symbolic: str | None) -> str | None:
-    """Why an implementation cannot serve a request, None where it can. symbolic: as _symbolic gives it."""
-    if symbolic is None or implementation.name == "xla":
+def _named(
+    request: Request,
+    table: Mapping[str, Implementation],
+    implementation: str,
+    symbolic: str | None,
+    empty: str | None,
+) -> Choice:
+    if implementation not in table:
+        known = ", ".join(repr(name) for name in table)
+        hint = did_you_mean(implementation, table)
+        raise ValueError(f"implementation={implementation!r} is not known for {request.op}; want one of {known}{hint}")
+    reason = _reason(table[implementation], request, symbolic)
+    if reason is not None:
+        raise NotImplementedError(f"implementation={implementation!r} cannot serve this {request.op}: {reason}")
+    why = "asked for by name"
+    if empty is not None and implementation != "xla":
+        implementation, why = "xla", f"{empty}, which leaves {implementation!r} nothing to compute"
+    config, source = table[implementation].config(request)
+    return Choice(implementation=implementation, config=config, source=source, why=why)
+
+
+def plan_of(
+    request: Request, table: Mapping[str, Implementation], order: Order, implementation: str | None = None
+) -> Plan:
+    """The Plan of `choose`, which a call does not need: with every reason in words. Raises the errors of `choose`."""
+    choice = choose(request, table, order, implementation)
+    passed_over = choice.passed_over
+    if implementation is None:
+        symbolic, empty = _symbolic(request), _empty(request)
+        left_out = f"the order of {request.device.name} leaves it out"
+        passed_over += tuple(
+            (name, _reason(table[name], request, symbolic, empty) or left_out)
+            for name in table
+            if name not in choice.order
+        )
+    return Plan(
+        op=request.op,
+        device=request.device.name,
+        implementation=choice.implementation,
+        config=choice.config,
+        source=choice.source,
+        why=choice.why or _why(request, choice, table, passed_over),
+        order=choice.order,
+        passed_over=passed_over,
+    )
+
+
+def _why(
+    request: Request,
+    choice: Choice,
+    table: Mapping[str, Implementation],
+    passed_over: Sequence[tuple[str, str]],
+) -> str:
+    device = request.device
+    if len(passed_over) == len(table) - 1:
+        why = f"no other implementation serves this on {device.name}"
+    else:
+        why = f"first in this GPU's order that serves the call: {', '.join(choice.order)}; {choice.order_source}"
+    is_slow = device.compute_capability is not None and not device.supports_bf16
+    if is_slow and getattr(request, "dtype", None) == "bfloat16":
+        why += f"; {device.name} has no bfloat16 arithmetic, want {device.optimal_dtype} for speed"
+    return why
+
+
+def _reason(
+    implementation: Implementation, request: Request, symbolic: str | None, empty: str | None = None
+) -> str | None:
+    """Why an implementation cannot serve a request, None where it can. symbolic, empty: as the functions give them.
+
+    empty: left out for an implementation that the caller named.
+    """
+    if implementation.name == "xla":
         return implementation.supports(request)
-    wanted = "want an int, for which kernels are compiled; export with fixed sizes, or with implementation='xla'"
-    return f"{symbolic}, {wanted}"
+    if symbolic is not None:
+        wanted = "want an int, for which kernels are compiled; export with fixed sizes, or with implementation='xla'"
+        return f"{symbolic}, {wanted}"
+    reason = implementation.supports(request)
+    if reason is None and empty is not None:
+        return f"{empty}, which leaves a kernel nothing to compute"
+    return reason
 
 
 def _symbolic(request: Request) -> str | None:

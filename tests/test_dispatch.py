@@ -12,7 +12,7 @@ import pytest
 
 from jax_kernels import Plan, dispatch, explain, flash_attention, masks
 from jax_kernels.device import device_info
-from jax_kernels.dispatch import Implementation, Request, choose
+from jax_kernels.dispatch import Implementation, Request, choose, plan_of
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.pallas.mosaic import interpreter
 
@@ -27,7 +27,7 @@ def attention_on(device, *, heads=8, kv_heads=8, head_dim=128, dtype="bfloat16",
 
 
 def implementation(name, reason):
-    return Implementation(name, lambda request: reason, lambda request: (name, "block spec"), None, None)
+    return Implementation(name, lambda request: reason, lambda request: (name, "its rows, measured"), None, None)
 
 
 def table(**reasons):
@@ -37,35 +37,50 @@ def table(**reasons):
 REQUEST = Request("an_op", device_info("h200"))
 
 
+def order_of(*names):
+    return lambda request: (names, "an order of this test")
+
+
 def test_choose_takes_the_first_that_serves():
-    plan = choose(REQUEST, table(fast="too old", good=None, slow=None), lambda request: ("fast", "good", "slow"))
-    assert (plan.op, plan.implementation, plan.source) == ("an_op", "good", "block spec")
-    assert plan.passed_over == (("fast", "too old"),)
+    given = table(fast="too old", good=None, slow=None, odd=None, none="too new")
+    plan = plan_of(REQUEST, given, order_of("fast", "good", "slow"))
+    assert (plan.op, plan.implementation, plan.source) == ("an_op", "good", "its rows, measured")
+    assert (plan.device, plan.order) == ("NVIDIA H200", ("fast", "good", "slow"))
+    assert dict(plan.passed_over) == {
+        "fast": "too old",
+        "odd": "the order of NVIDIA H200 leaves it out",
+        "none": "too new",
+    }
+    assert plan.why_not == dict(plan.passed_over) | {"slow": "it comes after good in the order"}
     assert str(plan).splitlines() == [
-        "an_op: good (the fastest that serves this on NVIDIA H200)",
-        f"  blocks: {plan.config} from block spec",
-        "  not fast: too old",
+        "an_op: good (first in this GPU's order that serves the call: fast, good, slow; an order of this test)",
+        "  device: NVIDIA H200",
+        f"  blocks: {plan.config} from its rows, measured",
+        *(f"  not {name}: {reason}" for name, reason in plan.why_not.items()),
     ]
+    choice = choose(REQUEST, given, order_of("fast", "good", "slow"))
+    assert (choice.implementation, choice.config, choice.source) == (plan.implementation, plan.config, plan.source)
 
 
 def test_choose_by_name():
-    plan = choose(REQUEST, table(fast=None, good=None), lambda request: ("fast", "good"), "good")
+    plan = plan_of(REQUEST, table(fast=None, good=None), order_of("fast", "good"), "good")
     assert (plan.implementation, plan.why, plan.passed_over) == ("good", "asked for by name", ())
+    assert (plan.order, plan.why_not) == ((), {})
 
 
 def test_choose_by_name_that_cannot_serve():
     with pytest.raises(NotImplementedError, match="'fast' cannot serve this an_op: too old"):
-        choose(REQUEST, table(fast="too old", good=None), lambda request: ("fast", "good"), "fast")
+        choose(REQUEST, table(fast="too old", good=None), order_of("fast", "good"), "fast")
 
 
 def test_choose_unknown_name():
     with pytest.raises(ValueError, match="implementation='nope' is not known for an_op; want one of 'fast', 'good'"):
-        choose(REQUEST, table(fast=None, good=None), lambda request: ("fast", "good"), "nope")
+        choose(REQUEST, table(fast=None, good=None), order_of("fast", "good"), "nope")
 
 
 def test_choose_gives_every_reason_where_none_serves():
     with pytest.raises(NotImplementedError, match=r"no implementation .* on NVIDIA H200: a: too old; b: too new"):
-        choose(REQUEST, table(a="too old", b="too new"), lambda request: ("a", "b"))
+        choose(REQUEST, table(a="too old", b="too new"), order_of("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -88,25 +103,30 @@ def test_attention_plans(device, kwargs, name):
     plan = attention_on(device, **kwargs)
     assert plan.implementation == name
     order = device_info(device).implementations
-    assert tuple(other for other, _ in plan.passed_over) == order[: order.index(name)]
-    assert all(reason for _, reason in plan.passed_over)
+    assert plan.order == order
+    tried = order[: order.index(name)]
+    assert set(dict(plan.passed_over)) == {*tried, *(set(IMPLEMENTATIONS) - set(order))}
+    assert tuple(other for other, _ in plan.passed_over)[: len(tried)] == tried
+    assert set(plan.why_not) == set(IMPLEMENTATIONS) - {name}
+    assert all(plan.why_not.values())
 
 
 def test_dense_mask_goes_to_what_takes_it():
     mask = jax.ShapeDtypeStruct((1024, 1024), jnp.dtype(bool))
     plan = attention_on("a100", mask=mask)
     assert plan.implementation == "cudnn"
-    assert plan.passed_over == (("triton", "it does not take a dense mask"),)
+    assert plan.passed_over[0] == ("triton", "it does not take a dense mask")
 
 
 def test_plan_has_the_blocks_of_the_device():
     plan = attention_on("h200", is_causal=True)
-    assert plan.source == "block spec"
+    assert plan.source == "sm_90's rows, measured on NVIDIA H200"
     assert plan.config.core_count == 132
     assert plan.config.forward.block_kv % 64 == 0
     # A capability without rows takes the rows of the nearest older capability.
     tomorrow = dataclasses.replace(device_info("a100"), compute_capability=(8, 7))
-    assert attention_on(tomorrow, return_lse=True).source == "heuristic"
+    source = attention_on(tomorrow, return_lse=True).source
+    assert source == "heuristic: sm_86's rows, for sm_87, which has none, not measured"
 
 
 @pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "xla"])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels import dispatch
-from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.masks import Mask
 from jax_kernels.ops import checks, unsupported
 from jax_kernels.ops.attention.checks import checked_bias, checked_mask
@@ -362,11 +362,11 @@ def _implementation(name, supports, forward) -> Implementation:
 IMPLEMENTATIONS = {
     "mosaic_gpu": _implementation("mosaic_gpu", _supports_mosaic, decode_sm90.attention_decode),
     "triton": _implementation("triton", _supports_triton, decode_triton.attention_decode),
-    "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _of_options(_xla), None),
+    "xla": Implementation("xla", lambda request: None, without_blocks, _of_options(_xla), None),
 }
 
 
-def _order(request: DecodeRequest) -> tuple[str, ...]:
+def _order(request: DecodeRequest) -> tuple[tuple[str, ...], str]:
     return block_specs.attention_order(request.device.compute_capability)
 
 

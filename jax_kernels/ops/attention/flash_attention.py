@@ -226,7 +226,7 @@ OP.explained_by(_check)(flash_attention)
 def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionCall, AttentionInputs]:
     """Checks the arguments of flash_attention and plans the call. Returns the arguments of attention_forward."""
     request, inputs = check(implementation=implementation, scale=scale, **arguments)
-    plan = OP.plan(request, implementation)
+    choice = OP.choose(request, implementation)
     inputs = vary_alike(inputs)
     query, scale = with_positive_scale(inputs.query, scale)
     inputs = inputs._replace(query=query)
@@ -240,8 +240,8 @@ def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionC
         deterministic=request.deterministic,
     )
     call = AttentionCall(
-        implementation=plan.implementation,
-        config=plan.config,
+        implementation=choice.implementation,
+        config=choice.config,
         options=options,
         interpret=dispatch.interpreting(),
         out_dtype=str(inputs.query.dtype),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dispatch
-from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.ops import checks, unsupported
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, kernel, no_calls, with_batch
@@ -403,13 +403,11 @@ IMPLEMENTATIONS = {
         _shared(kernel(forward_sm90.norm_forward, "forward", once=True), _by_joined_rows),
         _shared(kernel(_mosaic_backward, "backward", once=True), _one_by_one),
     ),
-    "xla": Implementation(
-        "xla", lambda request: None, lambda request: (None, "heuristic"), _xla_forward, _xla_backward
-    ),
+    "xla": Implementation("xla", lambda request: None, without_blocks, _xla_forward, _xla_backward),
 }
 
 
-def _order(request: NormRequest) -> tuple[str, ...]:
+def _order(request: NormRequest) -> tuple[tuple[str, ...], str]:
     return block_specs.norm_order(request.device.compute_capability, columns=request.columns)
 
 
