@@ -9,7 +9,7 @@ import jax
 from jax_kernels.pallas import block_specs
 from jax_kernels.spelling import did_you_mean
 
-__all__ = ["ARCHITECTURES", "DeviceInfo", "device_info"]
+__all__ = ["ARCHITECTURES", "DeviceInfo", "device_info", "device_names"]
 
 GB = 10**9
 GIB = 1 << 30
@@ -198,13 +198,19 @@ def _describe(
     )
 
 
+def device_names() -> tuple[str, ...]:
+    """The names that device_info and explain take: "cpu", and a short one for each GPU ("h200", "a100", "4090")."""
+    shortest = (min((" ".join(_words(name)) for name in (gpu.name, *gpu.also)), key=len) for gpu in _GPUS)
+    return ("cpu", *shortest)
+
+
 def _named(name: str) -> DeviceInfo:
     if name.strip().lower() == "cpu":
         return CPU
     gpu = _find(name)
     if gpu is None:
-        names = [min((" ".join(_words(n)) for n in (g.name, *g.also)), key=len) for g in _GPUS]
-        hint = did_you_mean(name, ("cpu", *names))
+        _, *names = device_names()
+        hint = did_you_mean(" ".join(_words(name)), device_names())
         raise ValueError(f"device: got {name!r}, want cpu or the name of a GPU: {', '.join(names)}{hint}")
     return _describe(gpu.name, gpu.compute_capability, gpu.memory, gpu.core_count, gpu.bandwidth)
 
@@ -239,8 +245,8 @@ def device_info(device: "str | jax.Device | DeviceInfo | None" = None) -> Device
     """Describes a device.
 
     device: a `jax.Device`; None for JAX's default device; or a name, to plan without the GPU. The name may be the
-    driver's ("NVIDIA A100-SXM4-80GB") or short ("a100", "4090", "cpu"). A machine without a GPU is described as a CPU,
-    without an error.
+    driver's ("NVIDIA A100-SXM4-80GB") or a short one of device_names ("a100", "4090", "cpu"). A machine without a GPU
+    is described as a CPU, without an error.
 
     Raises ValueError for a name that is not known, and TypeError for anything else.
     """

@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ __all__ = [
     "Plan",
     "Request",
     "choose",
+    "device_to_explain",
     "explain",
     "interpreting",
     "on_device",
@@ -222,9 +224,9 @@ def _why(
         why = f"no other implementation serves this on {device.name}"
     else:
         why = f"first in this GPU's order that serves the call: {', '.join(choice.order)}; {choice.order_source}"
-    is_slow = device.compute_capability is not None and not device.supports_bf16
-    if is_slow and getattr(request, "dtype", None) == "bfloat16":
-        why += f"; {device.name} has no bfloat16 arithmetic, want {device.optimal_dtype} for speed"
+    is_emulated = device.compute_capability is not None and not device.supports_bf16
+    if is_emulated and getattr(request, "dtype", None) == "bfloat16":
+        why += f"; it has no bfloat16 arithmetic, its dtype to train in is {device.optimal_dtype}"
     return why
 
 
@@ -270,18 +272,56 @@ def _symbolic_size(x: Any) -> Any:
     return x if export.is_symbolic_dim(x) else None
 
 
-def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
+def explain(
+    op: Callable[..., Any], *args: Any, device: "DeviceInfo | jax.Device | str | None" = None, **kwargs: Any
+) -> Plan:
     """The Plan of `op(*args, **kwargs)`, without running it. Arrays may be `jax.ShapeDtypeStruct`s.
 
-    op may be a functools.partial of an op, or what compile_attention gives. Raises what the call itself would raise for
-    these arguments; TypeError where `op` has no plan.
+    op may be a functools.partial of an op, or what compile_attention gives.
+    device: plans for this device, which need not be there: "a100", or another name of device_names(). None: for the
+      device on which the call would run.
+
+    Raises what the call itself would raise for these arguments; TypeError where `op` has no plan, and for `device` with
+    a function that has a parameter `device`; ValueError for an unknown device, and for a device other than the one for
+    which compile_attention planned.
     """
+    if device is not None:
+        with on_device(device_to_explain(op, device)):
+            return _explain(op, args, kwargs)
+    return _explain(op, args, kwargs)
+
+
+def _explain(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     if isinstance(op, functools.partial):
-        return explain(op.func, *op.args, *args, **op.keywords | kwargs)
-    plan = getattr(op, "plan_of_call", None) or getattr(op, "plan", None)
-    if not callable(plan):
+        return _explain(op.func, (*op.args, *args), op.keywords | kwargs)
+    plan_of_call = getattr(op, "plan_of_call", None) or getattr(op, "plan", None)
+    if not callable(plan_of_call):
         raise TypeError(f"op: got {op!r}, want an op of this library (flash_attention, ...)")
-    return plan(*args, **plain_options(getattr(op, "plain_numbers", ()), kwargs))
+    return plan_of_call(*args, **plain_options(getattr(op, "plain_numbers", ()), kwargs))
+
+
+def device_to_explain(op: Callable[..., Any], device: "DeviceInfo | jax.Device | str") -> DeviceInfo:
+    """The DeviceInfo of explain's `device`.
+
+    Raises TypeError if op has a parameter of this name, which explain's own would hide from it; ValueError for an
+    unknown name, and if op is planned for another device.
+    """
+    info = device_info(device)
+    planned = getattr(op, "plan", None)
+    if isinstance(planned, Plan) and planned.device != info.name:
+        raise ValueError(f"device: got {info.name}, want None: {op!r} is planned for {planned.device}")
+    try:
+        parameters = inspect.signature(op).parameters
+    except (TypeError, ValueError):  # it has no signature, or is no function
+        return info
+    is_bound = isinstance(op, functools.partial) and "device" in op.keywords
+    if "device" in parameters and not is_bound:
+        name = getattr(op, "__name__", repr(op))
+        raise TypeError(
+            f"device: {name} has a parameter of this name, want functools.partial({name}, device=...) as op, because "
+            "explain's device is the one to plan for"
+        )
+    return info
 
 
 def interpreting() -> bool:
@@ -305,7 +345,7 @@ class _Target:
         _TARGET.reset(self._token)
 
 
-def on_device(device: DeviceInfo | str) -> contextlib.AbstractContextManager[DeviceInfo]:
+def on_device(device: "DeviceInfo | jax.Device | str") -> contextlib.AbstractContextManager[DeviceInfo]:
     """Plan for this device inside the block, whatever the machine has: compiling ahead, and the bridge, use it."""
     return _Target(device if isinstance(device, DeviceInfo) else device_info(device))
 

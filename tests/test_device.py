@@ -6,7 +6,7 @@ import types
 import jax
 import pytest
 
-from jax_kernels.device import ARCHITECTURES, DeviceInfo, device_info
+from jax_kernels.device import ARCHITECTURES, DeviceInfo, device_info, device_names
 from jax_kernels.pallas import block_specs
 
 # The driver's name, a short name, and the data sheet's figures.
@@ -120,6 +120,18 @@ def test_no_backend_is_a_cpu(monkeypatch):
 @pytest.mark.parametrize("name", ["", "h3000", "rtx 4090 laptop gpu", "3080 ti", "100", "nvidia"])
 def test_unknown_name(name):
     with pytest.raises(ValueError, match=r"device: got .*, want cpu or the name of a GPU: .*h200.* 4090,"):
+        device_info(name)
+
+
+def test_names():
+    names = device_names()
+    assert {"cpu", "h200", "a100", "4090", "v100", "t4"} <= set(names)
+    assert len(set(names)) == len(names) == len({device_info(name).name for name in names})
+
+
+@pytest.mark.parametrize(("name", "near"), [("h20O", "h20"), ("RTX 4091", "4090"), ("NVIDIA A1000", "a100")])
+def test_misspelt_name(name, near):
+    with pytest.raises(ValueError, match=f"; did you mean '{near}'"):
         device_info(name)
 
 

@@ -138,8 +138,7 @@ _ARGUMENTS = (
 def show_plan(device: str | None, as_json: bool, function: Callable[..., Any], *given: Any, **arguments: Any) -> None:
     """Prints the plan of function(*given, **arguments) on the device. Raises UserError for a call that has none."""
     try:
-        with dispatch.on_device(find_device(device)):
-            plan = dispatch.explain(function, *given, **arguments)
+        plan = dispatch.explain(function, *given, device=find_device(device), **arguments)
     except (TypeError, ValueError, NotImplementedError, OverflowError) as error:
         raise UserError(_with_option(str(error))) from None
     print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else plan)
