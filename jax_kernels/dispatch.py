@@ -119,7 +119,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What a call needs of its Plan, and what the rest of the Plan is made from.
+    """The part of a Plan that a call needs, and the facts from which plan_of makes the rest.
 
     order, order_source: as Order gives them. why: "" if the implementation is the first in the order.
     """
@@ -277,7 +277,7 @@ def explain(
 ) -> Plan:
     """The Plan of `op(*args, **kwargs)`, without running it. Arrays may be `jax.ShapeDtypeStruct`s.
 
-    op may be a functools.partial of an op, or what compile_attention gives.
+    op may be a functools.partial of an op, or a result of compile_attention.
     device: plans for this device, which need not be there: "a100", or another name of device_names(). None: for the
       device on which the call would run.
 

@@ -86,7 +86,7 @@ class PlannedOp:
         return dispatch.plan_of(request, self.implementations, self.order, implementation)
 
     def choose(self, request: Request, implementation: str | None = None) -> Choice:
-        """What a call needs of the plan for a request. Raises the errors of dispatch.choose."""
+        """The part of the plan for a request that a call needs. Raises the errors of dispatch.choose."""
         return dispatch.choose(request, self.implementations, self.order, implementation)
 
     def call(self, request: Request, options: Any, implementation: str | None = None) -> PlannedCall:

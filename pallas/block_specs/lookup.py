@@ -220,7 +220,7 @@ def _owner(specs: BlockSpecs, table: str, row: Any) -> str:
 def _source(
     noun: str, owner: str, specs: BlockSpecs, compute_capability: Capability, measured_on: TimedGpu | None
 ) -> str:
-    """Where a row or an order comes from: "sm_86's rows, inherited by sm_89, not measured"."""
+    """The origin of a row or an order, in words: "sm_86's rows, inherited by sm_89, not measured"."""
     words = f"{owner}'s {noun}"
     if owner != specs.name:
         words += f", inherited by {specs.name}"

@@ -20,7 +20,7 @@ from jax_kernels.pallas.block_specs.specs import (
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class BlockSpecs:
-    """The block specs of one compute capability. Of each table, the first row that matches a call is used.
+    """The block specs of one compute capability. A call uses the first row of a table that serves it.
 
     capability: (major, minor). inherited_from: the name ("sm_86") of the record whose attention_order this one takes;
     None if the order is its own. measured_on: the GPU on which attention_order was timed; None if it was not. Rows and

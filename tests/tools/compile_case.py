@@ -44,7 +44,7 @@ TIMEOUT = 240  # seconds for one compile
 class Spec:
     """A program to compile: flash_attention with its gradients, or the forward only.
 
-    row: index of a row of ATTENTION in the GPU's block spec file. The program takes this row's blocks instead of the
+    row: index of a row of `attention` in the GPU's BlockSpecs. The program takes this row's blocks instead of the
     planned row's blocks; give the row's head_dim and dtype too.
     kv_lengths, q_offsets, segment_ids, sinks: pass them as arrays. lse: also pass a cotangent of the log-sum-exp.
     window: "left,right". softcap: 0 is none. bias, mask: the axes of "bhts" that are not of size 1; "" is none. The

@@ -135,7 +135,7 @@ def decode_attention(
         sink.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
       return_lse: also return the log-sum-exp of the scores, including the sink.
-      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that supports the call.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query

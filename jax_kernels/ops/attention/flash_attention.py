@@ -163,7 +163,7 @@ def flash_attention(
         is faster on some GPUs; None follows XLA's --xla_gpu_deterministic_ops. The forward is always deterministic.
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
       implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; only "xla" has forward mode (jax.jvp) and second
-        derivatives. None picks the fastest implementation that supports the call.
+        derivatives. None picks the first in the device's order that supports the call: explain shows it.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query

@@ -93,7 +93,7 @@ def flash_attention_fp8(
       kv_lengths: [B] int32, the number of keys of each sequence; below 0 it counts as 0 and above S as S. Values past a
         length have no effect, not even NaN.
       return_lse: also return the log-sum-exp of the scores.
-      implementation: "mosaic_gpu" or "xla"; None picks the fastest that supports the call.
+      implementation: "mosaic_gpu" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out [B, T, H, Dv] bfloat16; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query that

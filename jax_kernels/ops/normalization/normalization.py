@@ -85,7 +85,7 @@ def layer_norm(
       quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass. The result equals
         quantize(out, quantize, scaling="row") with out in float32: each row has a scale, namely its largest magnitude
         before any rounding divided by the format's largest value. None leaves out in x's dtype.
-      implementation: "triton", "mosaic_gpu" or "xla"; None picks the fastest that supports the call.
+      implementation: "triton", "mosaic_gpu" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out, like x; with a residual, (out, x + residual). With quantize, out is a QuantizedArray with scaling="row" and
@@ -141,7 +141,7 @@ def rms_norm(
       eps: added to the mean square; 0 or more.
       scale_offset: added to scale: 1.0 for weights that are stored as differences from 1, such as Gemma's.
       quantize: as in layer_norm.
-      implementation: "triton", "mosaic_gpu" or "xla"; None picks the fastest that supports the call.
+      implementation: "triton", "mosaic_gpu" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out, like x; with a residual, (out, x + residual). With quantize, out is a QuantizedArray with scaling="row" and
