@@ -121,13 +121,13 @@ class Plan:
 class Choice:
     """The part of a Plan that a call needs, and the facts from which plan_of makes the rest.
 
-    order, order_source: as Order gives them. why: "" if the implementation is the first in the order.
+    order, order_source: as Order gives them, also with names that the op lacks. why: "" if the order decided.
     """
 
     implementation: str
     config: Any
     source: str
-    order: tuple[str, ...] = ()
+    order: Sequence[str] = ()
     order_source: str = ""
     why: str = ""
     passed_over: tuple[tuple[str, str], ...] = ()
@@ -147,9 +147,10 @@ def choose(
     if implementation is not None:
         return _named(request, table, implementation, symbolic, empty)
     passed_over: list[tuple[str, str]] = []
-    names, order_source = order(request) if symbolic is None else (table, "")  # an order goes by sizes, too
-    names = tuple(name for name in names if name in table)
+    names, order_source = order(request) if symbolic is None else (tuple(table), "")  # an order goes by sizes, too
     for name in names:
+        if name not in table:
+            continue
         reason = _reason(table[name], request, symbolic, empty)
         if reason is None:
             config, source = table[name].config(request)
@@ -192,14 +193,13 @@ def plan_of(
 ) -> Plan:
     """The Plan of `choose`, which a call does not need: with every reason in words. Raises the errors of `choose`."""
     choice = choose(request, table, order, implementation)
-    passed_over = choice.passed_over
+    passed_over, tried = choice.passed_over, tuple(name for name in choice.order if name in table)
     if implementation is None:
         symbolic, empty = _symbolic(request), _empty(request)
-        left_out = f"the order of {request.device.name} leaves it out"
         passed_over += tuple(
-            (name, _reason(table[name], request, symbolic, empty) or left_out)
+            (name, _reason(table[name], request, symbolic, empty) or _left_out(request))
             for name in table
-            if name not in choice.order
+            if name not in tried
         )
     return Plan(
         op=request.op,
@@ -207,23 +207,27 @@ def plan_of(
         implementation=choice.implementation,
         config=choice.config,
         source=choice.source,
-        why=choice.why or _why(request, choice, table, passed_over),
-        order=choice.order,
+        why=choice.why or _why(request, choice, tried, passed_over),
+        order=tried,
         passed_over=passed_over,
     )
+
+
+def _left_out(request: Request) -> str:
+    return f"the order of {request.device.name} leaves it out"
 
 
 def _why(
     request: Request,
     choice: Choice,
-    table: Mapping[str, Implementation],
+    tried: Sequence[str],
     passed_over: Sequence[tuple[str, str]],
 ) -> str:
     device = request.device
-    if len(passed_over) == len(table) - 1:
+    if choice.implementation == tried[-1] and all(reason != _left_out(request) for _, reason in passed_over):
         why = f"no other implementation serves this on {device.name}"
     else:
-        why = f"first in this GPU's order that serves the call: {', '.join(choice.order)}; {choice.order_source}"
+        why = f"first in this GPU's order that serves the call: {', '.join(tried)}; {choice.order_source}"
     is_emulated = device.compute_capability is not None and not device.supports_bf16
     if is_emulated and getattr(request, "dtype", None) == "bfloat16":
         why += f"; it has no bfloat16 arithmetic, its dtype to train in is {device.optimal_dtype}"
