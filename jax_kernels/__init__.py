@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from jax_kernels.compilation import compiler_options as compiler_options
     from jax_kernels.device import DeviceInfo as DeviceInfo
     from jax_kernels.device import device_info as device_info
+    from jax_kernels.device import device_names as device_names
     from jax_kernels.dispatch import Plan as Plan
     from jax_kernels.dispatch import explain as explain
     from jax_kernels.hilbert import hilbert_order as hilbert_order
@@ -49,6 +50,7 @@ _MODULES = {
     "jax_kernels.device": (
         "DeviceInfo",
         "device_info",
+        "device_names",
     ),
     "jax_kernels.dispatch": (
         "Plan",

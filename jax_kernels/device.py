@@ -6,48 +6,41 @@ from typing import Any
 
 import jax
 
+from jax_kernels.pallas import block_specs
 from jax_kernels.spelling import did_you_mean
 
-__all__ = ["ARCHITECTURES", "DeviceInfo", "device_info"]
+__all__ = ["ARCHITECTURES", "DeviceInfo", "device_info", "device_names"]
 
 GB = 10**9
 GIB = 1 << 30
 KIB = 1 << 10
 
-# Compute capability -> architecture. A capability that is not listed counts as the newest listed capability below it.
-ARCHITECTURES = {
-    (6, 0): "Pascal",
-    (6, 1): "Pascal",
-    (7, 0): "Volta",
-    (7, 5): "Turing",
-    (8, 0): "Ampere",
-    (8, 6): "Ampere",
-    (8, 7): "Ampere",
-    (8, 9): "Ada",
-    (9, 0): "Hopper",
-    (10, 0): "Blackwell",
-    (10, 3): "Blackwell",
-    (11, 0): "Blackwell",
-    (12, 0): "Blackwell",
-    (12, 1): "Blackwell",
-}
 
-# The most shared memory one block may ask for (CUDA C++ Programming Guide, technical specifications).
-_SHARED_MEMORY = {
-    (6, 0): 48 * KIB,
-    (6, 1): 48 * KIB,
-    (7, 0): 96 * KIB,
-    (7, 5): 64 * KIB,
-    (8, 0): 163 * KIB,
-    (8, 6): 99 * KIB,
-    (8, 7): 163 * KIB,
-    (8, 9): 99 * KIB,
-    (9, 0): 227 * KIB,
-    (10, 0): 227 * KIB,
-    (10, 3): 227 * KIB,
-    (11, 0): 227 * KIB,
-    (12, 0): 99 * KIB,
-    (12, 1): 99 * KIB,
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A compute capability's architecture, and the most shared memory that one block may ask for, in bytes."""
+
+    name: str
+    shared_memory_per_block: int
+
+
+# By compute capability (CUDA C++ Programming Guide, technical specifications). One that is not here counts as the
+# newest one below it.
+ARCHITECTURES = {
+    (6, 0): Architecture("Pascal", 48 * KIB),
+    (6, 1): Architecture("Pascal", 48 * KIB),
+    (7, 0): Architecture("Volta", 96 * KIB),
+    (7, 5): Architecture("Turing", 64 * KIB),
+    (8, 0): Architecture("Ampere", 163 * KIB),
+    (8, 6): Architecture("Ampere", 99 * KIB),
+    (8, 7): Architecture("Ampere", 163 * KIB),
+    (8, 9): Architecture("Ada", 99 * KIB),
+    (9, 0): Architecture("Hopper", 227 * KIB),
+    (10, 0): Architecture("Blackwell", 227 * KIB),
+    (10, 3): Architecture("Blackwell", 227 * KIB),
+    (11, 0): Architecture("Blackwell", 227 * KIB),
+    (12, 0): Architecture("Blackwell", 99 * KIB),
+    (12, 1): Architecture("Blackwell", 99 * KIB),
 }
 
 
@@ -152,7 +145,7 @@ class DeviceInfo:
     not listed, the bytes that XLA may allocate; None for a CPU. core_count: the number of SMs, or 1 for a CPU.
     shared_memory_per_block: bytes, the most that one block may have. memory_bandwidth: bytes per second from the data
     sheet, None if unknown. optimal_dtype: the name of the dtype to train in. implementations: the attention
-    implementations that this device has, the fastest first.
+    implementations that this device has, in the order in which they are tried.
     """
 
     name: str
@@ -177,16 +170,6 @@ class DeviceInfo:
 CPU = DeviceInfo("CPU", "CPU", None, None, 1, 0, None, True, False, False, "float32", ("xla",))
 
 
-def _implementations(capability: tuple[int, int]) -> tuple[str, ...]:
-    if capability < (8, 0):
-        return ("xla",)
-    if capability[0] == 9:
-        return ("mosaic_gpu", "cudnn", "triton", "xla")
-    if capability[0] == 8:
-        return ("triton", "cudnn", "xla")
-    return ("cudnn", "triton", "xla")
-
-
 def _describe(
     name: str,
     capability: tuple[int, int],
@@ -195,23 +178,30 @@ def _describe(
     bandwidth: int | None,
     shared_memory: int | None = None,
 ) -> DeviceInfo:
-    known = max((c for c in ARCHITECTURES if c <= capability), default=min(ARCHITECTURES))
+    known = ARCHITECTURES[max((c for c in ARCHITECTURES if c <= capability), default=min(ARCHITECTURES))]
+    implementations, _ = block_specs.attention_order(capability)
     bf16 = capability >= (8, 0)
     tensor_cores = capability >= (7, 0)
     return DeviceInfo(
         name=name,
-        architecture=ARCHITECTURES[known],
+        architecture=known.name,
         compute_capability=capability,
         total_memory_bytes=memory,
         core_count=cores,
-        shared_memory_per_block=shared_memory or _SHARED_MEMORY[known],
+        shared_memory_per_block=shared_memory or known.shared_memory_per_block,
         memory_bandwidth=bandwidth,
         supports_bf16=bf16,
         supports_fp8=capability >= (8, 9),
         has_tensor_cores=tensor_cores,
         optimal_dtype="bfloat16" if bf16 else "float16" if tensor_cores else "float32",
-        implementations=_implementations(capability),
+        implementations=implementations,
     )
+
+
+def device_names() -> tuple[str, ...]:
+    """The names that device_info and explain take: "cpu", and a short one for each GPU ("h200", "a100", "4090")."""
+    shortest = (min((" ".join(_words(name)) for name in (gpu.name, *gpu.also)), key=len) for gpu in _GPUS)
+    return ("cpu", *shortest)
 
 
 def _named(name: str) -> DeviceInfo:
@@ -219,8 +209,8 @@ def _named(name: str) -> DeviceInfo:
         return CPU
     gpu = _find(name)
     if gpu is None:
-        names = [min((" ".join(_words(n)) for n in (g.name, *g.also)), key=len) for g in _GPUS]
-        hint = did_you_mean(name, ("cpu", *names))
+        _, *names = device_names()
+        hint = did_you_mean(" ".join(_words(name)), device_names())
         raise ValueError(f"device: got {name!r}, want cpu or the name of a GPU: {', '.join(names)}{hint}")
     return _describe(gpu.name, gpu.compute_capability, gpu.memory, gpu.core_count, gpu.bandwidth)
 
@@ -255,8 +245,8 @@ def device_info(device: "str | jax.Device | DeviceInfo | None" = None) -> Device
     """Describes a device.
 
     device: a `jax.Device`; None for JAX's default device; or a name, to plan without the GPU. The name may be the
-    driver's ("NVIDIA A100-SXM4-80GB") or short ("a100", "4090", "cpu"). A machine without a GPU is described as a CPU,
-    without an error.
+    driver's ("NVIDIA A100-SXM4-80GB") or a short one of device_names ("a100", "4090", "cpu"). A machine without a GPU
+    is described as a CPU, without an error.
 
     Raises ValueError for a name that is not known, and TypeError for anything else.
     """

@@ -1,13 +1,15 @@
 """Turns a request into a plan: the implementation of an op that serves it, its blocks, and the reason.
 
 An op owns a table of `Implementation`s; `choose` walks the table in the order that the block specs give for the
-device. This module does not know an op's arguments: an implementation judges a request with its own `supports`.
+device, and `plan_of` puts the choice into words. This module does not know an op's arguments: an implementation judges
+a request with its own `supports`.
 """
 
 import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -19,7 +21,21 @@ from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.plain_numbers import plain_options
 from jax_kernels.spelling import did_you_mean
 
-__all__ = ["Implementation", "Plan", "Request", "choose", "explain", "interpreting", "on_device", "target_device"]
+__all__ = [
+    "Choice",
+    "Implementation",
+    "Order",
+    "Plan",
+    "Request",
+    "choose",
+    "device_to_explain",
+    "explain",
+    "interpreting",
+    "on_device",
+    "plan_of",
+    "target_device",
+    "without_blocks",
+]
 
 _TARGET: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("jax_kernels_target", default=None)
 
@@ -42,7 +58,7 @@ class Implementation:
     """One way to run an op.
 
     supports(request) returns None, or the reason why the request cannot be served, forward and backward alike.
-    config(request) returns the blocks and their source: "block spec", "tuned cache" or "heuristic".
+    config(request) returns the blocks and their source in words; see Plan.source.
     forward and backward are the op's own; a None backward means that JAX differentiates forward itself.
     """
 
@@ -53,35 +69,74 @@ class Implementation:
     backward: Callable[..., Any] | None
 
 
-@dataclasses.dataclass(frozen=True)
+def without_blocks(request: Request) -> tuple[None, str]:
+    """The config of an implementation that has no blocks of this library, such as "xla"."""
+    return None, "no block spec"
+
+
+# order(request): the implementations in the order in which they are tried, and in words where the order comes from.
+Order = Callable[[Any], tuple[Sequence[str], str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The implementation that will run, and why.
 
-    implementation: its name. config: its blocks, or None if it has no blocks. source: the source of the blocks.
-    why: one line. passed_over: the implementations tried before it, each with the reason.
+    op, device: their names. implementation: its name. config: its blocks, None if it has none.
+    source: the source of the blocks, and the GPU on which they were measured. "sm_90's rows, measured on NVIDIA H200";
+      "sm_86's rows, inherited by sm_89, not measured"; "heuristic: sm_86's rows, for sm_87, which has none, not
+      measured", for a GPU without rows; "no block spec" if config is None.
+    why: the reason for this implementation, and where the order of the implementations was measured.
+    order: the op's implementations in the order in which they were tried. Empty if the caller named one.
+    passed_over: (name, reason) of each implementation that was tried before it, and of each that the order lacks.
     """
 
     op: str
+    device: str
     implementation: str
     config: Any
     source: str
     why: str
+    order: tuple[str, ...] = ()
     passed_over: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def why_not(self) -> dict[str, str]:
+        """The reason against each other implementation of the op, by name. Empty if the caller named one."""
+        tried = self.order.index(self.implementation) + 1 if self.order else 0
+        later = dict.fromkeys(self.order[tried:], f"it comes after {self.implementation} in the order")
+        return dict(self.passed_over) | later
+
     def __str__(self) -> str:
-        lines = [f"{self.op}: {self.implementation} ({self.why})"]
+        lines = [f"{self.op}: {self.implementation} ({self.why})", f"  device: {self.device}"]
         lines += [] if self.config is None else [f"  blocks: {self.config} from {self.source}"]
-        lines += [f"  not {name}: {reason}" for name, reason in self.passed_over]
-        return "\n".join(lines)
+        return "\n".join(lines + self.lines_of_others())
+
+    def lines_of_others(self) -> list[str]:
+        """Lines of text about the other implementations."""
+        return [f"  not {name}: {reason}" for name, reason in self.why_not.items()]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The part of a Plan that a call needs, and the facts from which plan_of makes the rest.
+
+    order, order_source: as Order gives them, also with names that the op lacks. why: "" if the order decided.
+    """
+
+    implementation: str
+    config: Any
+    source: str
+    order: Sequence[str] = ()
+    order_source: str = ""
+    why: str = ""
+    passed_over: tuple[tuple[str, str], ...] = ()
 
 
 def choose(
-    request: Request,
-    table: Mapping[str, Implementation],
-    order: Callable[[Any], Sequence[str]],
-    implementation: str | None = None,
-) -> Plan:
-    """The plan for a request: the named implementation, or the first of order(request) in the table that can serve it.
+    request: Request, table: Mapping[str, Implementation], order: Order, implementation: str | None = None
+) -> Choice:
+    """The named implementation, or the first of order(request) in the table that can serve the request.
 
     "xla" serves a request with a symbolic size, under jax.export. It also serves a request with an axis of length 0,
     even if the caller names another implementation that takes such calls: a kernel cannot be launched without a block.
@@ -90,42 +145,111 @@ def choose(
     """
     symbolic, empty = _symbolic(request), _empty(request)
     if implementation is not None:
-        if implementation not in table:
-            known = ", ".join(repr(name) for name in table)
-            hint = did_you_mean(implementation, table)
-            raise ValueError(
-                f"implementation={implementation!r} is not known for {request.op}; want one of {known}{hint}"
-            )
-        reason = _reason(table[implementation], request, symbolic)
-        if reason is not None:
-            raise NotImplementedError(f"implementation={implementation!r} cannot serve this {request.op}: {reason}")
-        why = "asked for by name"
-        if empty is not None and implementation != "xla":
-            implementation, why = "xla", f"{empty}, which leaves {implementation!r} nothing to compute"
-        config, source = table[implementation].config(request)
-        return Plan(request.op, implementation, config, source, why)
-
+        return _named(request, table, implementation, symbolic, empty)
     passed_over: list[tuple[str, str]] = []
-    names = order(request) if symbolic is None else table  # an order may depend on sizes
-    for name in (name for name in names if name in table):
-        reason = _reason(table[name], request, symbolic)
-        if reason is None and empty is not None and name != "xla":
-            reason = f"{empty}, which leaves a kernel nothing to compute"
+    names, order_source = order(request) if symbolic is None else (tuple(table), "")  # an order goes by sizes, too
+    for name in names:
+        if name not in table:
+            continue
+        reason = _reason(table[name], request, symbolic, empty)
         if reason is None:
             config, source = table[name].config(request)
-            why = f"the fastest that serves this on {request.device.name}"
-            return Plan(request.op, name, config, source, why, tuple(passed_over))
+            return Choice(
+                implementation=name,
+                config=config,
+                source=source,
+                order=names,
+                order_source=order_source,
+                passed_over=tuple(passed_over),
+            )
         passed_over.append((name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
     raise NotImplementedError(f"no implementation serves this {request.op} on {request.device.name}: {reasons}")
 
 
-def _reason(implementation: Implementation, request: Request, symbolic: str | None) -> str | None:
-    """The reason why an implementation cannot serve a request; None if it can. symbolic: the result of _symbolic."""
-    if symbolic is None or implementation.name == "xla":
+def _named(
+    request: Request,
+    table: Mapping[str, Implementation],
+    implementation: str,
+    symbolic: str | None,
+    empty: str | None,
+) -> Choice:
+    if implementation not in table:
+        known = ", ".join(repr(name) for name in table)
+        hint = did_you_mean(implementation, table)
+        raise ValueError(f"implementation={implementation!r} is not known for {request.op}; want one of {known}{hint}")
+    reason = _reason(table[implementation], request, symbolic)
+    if reason is not None:
+        raise NotImplementedError(f"implementation={implementation!r} cannot serve this {request.op}: {reason}")
+    why = "asked for by name"
+    if empty is not None and implementation != "xla":
+        implementation, why = "xla", f"{empty}, which leaves {implementation!r} nothing to compute"
+    config, source = table[implementation].config(request)
+    return Choice(implementation=implementation, config=config, source=source, why=why)
+
+
+def plan_of(
+    request: Request, table: Mapping[str, Implementation], order: Order, implementation: str | None = None
+) -> Plan:
+    """The Plan of `choose`, which a call does not need: with every reason in words. Raises the errors of `choose`."""
+    choice = choose(request, table, order, implementation)
+    passed_over, tried = choice.passed_over, tuple(name for name in choice.order if name in table)
+    if implementation is None:
+        symbolic, empty = _symbolic(request), _empty(request)
+        passed_over += tuple(
+            (name, _reason(table[name], request, symbolic, empty) or _left_out(request))
+            for name in table
+            if name not in tried
+        )
+    return Plan(
+        op=request.op,
+        device=request.device.name,
+        implementation=choice.implementation,
+        config=choice.config,
+        source=choice.source,
+        why=choice.why or _why(request, choice, tried, passed_over),
+        order=tried,
+        passed_over=passed_over,
+    )
+
+
+def _left_out(request: Request) -> str:
+    return f"the order of {request.device.name} leaves it out"
+
+
+def _why(
+    request: Request,
+    choice: Choice,
+    tried: Sequence[str],
+    passed_over: Sequence[tuple[str, str]],
+) -> str:
+    device = request.device
+    if choice.implementation == tried[-1] and all(reason != _left_out(request) for _, reason in passed_over):
+        why = f"no other implementation serves this on {device.name}"
+    else:
+        why = f"first in this GPU's order that serves the call: {', '.join(tried)}; {choice.order_source}"
+    is_emulated = device.compute_capability is not None and not device.supports_bf16
+    if is_emulated and getattr(request, "dtype", None) == "bfloat16":
+        why += f"; it has no bfloat16 arithmetic, its dtype to train in is {device.optimal_dtype}"
+    return why
+
+
+def _reason(
+    implementation: Implementation, request: Request, symbolic: str | None, empty: str | None = None
+) -> str | None:
+    """Why an implementation cannot serve a request, None where it can. symbolic, empty: as the functions give them.
+
+    empty: left out for an implementation that the caller named.
+    """
+    if implementation.name == "xla":
         return implementation.supports(request)
-    wanted = "want an int, for which kernels are compiled; export with fixed sizes, or with implementation='xla'"
-    return f"{symbolic}, {wanted}"
+    if symbolic is not None:
+        wanted = "want an int, for which kernels are compiled; export with fixed sizes, or with implementation='xla'"
+        return f"{symbolic}, {wanted}"
+    reason = implementation.supports(request)
+    if reason is None and empty is not None:
+        return f"{empty}, which leaves a kernel nothing to compute"
+    return reason
 
 
 def _symbolic(request: Request) -> str | None:
@@ -152,18 +276,56 @@ def _symbolic_size(x: Any) -> Any:
     return x if export.is_symbolic_dim(x) else None
 
 
-def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
+def explain(
+    op: Callable[..., Any], *args: Any, device: "DeviceInfo | jax.Device | str | None" = None, **kwargs: Any
+) -> Plan:
     """The Plan of `op(*args, **kwargs)`, without running it. Arrays may be `jax.ShapeDtypeStruct`s.
 
-    op may be a functools.partial of an op, or a result of compile_attention. Raises the error that the call itself
-    would raise for these arguments; TypeError if `op` has no plan.
+    op may be a functools.partial of an op, or a result of compile_attention.
+    device: plans for this device, which need not be present: "a100", or another name of device_names(). None: the
+      device on which the call would run.
+
+    Raises the error that the call itself would raise for these arguments; TypeError if `op` has no plan, and for
+    `device` with a function that has a parameter `device`; ValueError for an unknown device, and for a device other
+    than the one for which compile_attention planned.
     """
+    if device is not None:
+        with on_device(device_to_explain(op, device)):
+            return _explain(op, args, kwargs)
+    return _explain(op, args, kwargs)
+
+
+def _explain(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     if isinstance(op, functools.partial):
-        return explain(op.func, *op.args, *args, **op.keywords | kwargs)
-    plan = getattr(op, "plan_of_call", None) or getattr(op, "plan", None)
-    if not callable(plan):
+        return _explain(op.func, (*op.args, *args), op.keywords | kwargs)
+    plan_of_call = getattr(op, "plan_of_call", None) or getattr(op, "plan", None)
+    if not callable(plan_of_call):
         raise TypeError(f"op: got {op!r}, want an op of this library (flash_attention, ...)")
-    return plan(*args, **plain_options(getattr(op, "plain_numbers", ()), kwargs))
+    return plan_of_call(*args, **plain_options(getattr(op, "plain_numbers", ()), kwargs))
+
+
+def device_to_explain(op: Callable[..., Any], device: "DeviceInfo | jax.Device | str") -> DeviceInfo:
+    """The DeviceInfo of explain's `device`.
+
+    Raises TypeError if op has a parameter of this name, which explain's own would hide from it; ValueError for an
+    unknown name, and if op is planned for another device.
+    """
+    info = device_info(device)
+    planned = getattr(op, "plan", None)
+    if isinstance(planned, Plan) and planned.device != info.name:
+        raise ValueError(f"device: got {info.name}, want None: {op!r} is planned for {planned.device}")
+    try:
+        parameters = inspect.signature(op).parameters
+    except (TypeError, ValueError):  # it has no signature, or is no function
+        return info
+    is_bound = isinstance(op, functools.partial) and "device" in op.keywords
+    if "device" in parameters and not is_bound:
+        name = getattr(op, "__name__", repr(op))
+        raise TypeError(
+            f"device: {name} has a parameter of this name, want functools.partial({name}, device=...) as op, because "
+            "explain's device is the one to plan for"
+        )
+    return info
 
 
 def interpreting() -> bool:
@@ -187,7 +349,7 @@ class _Target:
         _TARGET.reset(self._token)
 
 
-def on_device(device: DeviceInfo | str) -> contextlib.AbstractContextManager[DeviceInfo]:
+def on_device(device: "DeviceInfo | jax.Device | str") -> contextlib.AbstractContextManager[DeviceInfo]:
     """Plan for this device inside the block, whatever the machine has: for ahead-of-time compiles and the bridge."""
     return _Target(device if isinstance(device, DeviceInfo) else device_info(device))
 

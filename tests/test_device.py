@@ -6,7 +6,7 @@ import types
 import jax
 import pytest
 
-from jax_kernels.device import ARCHITECTURES, DeviceInfo, device_info
+from jax_kernels.device import ARCHITECTURES, DeviceInfo, device_info, device_names
 from jax_kernels.pallas import block_specs
 
 # The driver's name, a short name, and the data sheet's figures.
@@ -64,14 +64,17 @@ def test_abilities_follow_the_generation():
 @pytest.mark.parametrize("capability", ARCHITECTURES)
 def test_implementations_are_what_dispatch_offers(capability):
     info = device_info(fake_gpu("A GPU of tomorrow", f"{capability[0]}.{capability[1]}"))
-    assert info.implementations == block_specs.attention_order(capability)
-    assert info.architecture == ARCHITECTURES[capability]
+    order, _ = block_specs.attention_order(capability)
+    assert info.implementations == order
+    assert info.architecture == ARCHITECTURES[capability].name
 
 
 def test_named_device_has_the_implementations_of_its_capability():
     for gpu in GPUS:
-        assert device_info(gpu[0]).implementations == block_specs.attention_order(gpu[3])
-    assert device_info("cpu").implementations == block_specs.attention_order(None)
+        order, _ = block_specs.attention_order(gpu[3])
+        assert device_info(gpu[0]).implementations == order
+    order, _ = block_specs.attention_order(None)
+    assert device_info("cpu").implementations == order
 
 
 def test_real_gpu_is_described_by_itself():
@@ -117,6 +120,18 @@ def test_no_backend_is_a_cpu(monkeypatch):
 @pytest.mark.parametrize("name", ["", "h3000", "rtx 4090 laptop gpu", "3080 ti", "100", "nvidia"])
 def test_unknown_name(name):
     with pytest.raises(ValueError, match=r"device: got .*, want cpu or the name of a GPU: .*h200.* 4090,"):
+        device_info(name)
+
+
+def test_names():
+    names = device_names()
+    assert {"cpu", "h200", "a100", "4090", "v100", "t4"} <= set(names)
+    assert len(set(names)) == len(names) == len({device_info(name).name for name in names})
+
+
+@pytest.mark.parametrize(("name", "near"), [("h20O", "h20"), ("RTX 4091", "4090"), ("NVIDIA A1000", "a100")])
+def test_misspelt_name(name, near):
+    with pytest.raises(ValueError, match=f"; did you mean '{near}'"):
         device_info(name)
 
 

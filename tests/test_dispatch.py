@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import types
 
 import jax
@@ -10,9 +11,10 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 
-from jax_kernels import Plan, dispatch, explain, flash_attention, masks
+import jax_kernels
+from jax_kernels import Plan, device_names, dispatch, explain, flash_attention, masks
 from jax_kernels.device import device_info
-from jax_kernels.dispatch import Implementation, Request, choose
+from jax_kernels.dispatch import Implementation, Request, choose, plan_of
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.pallas.mosaic import interpreter
 
@@ -27,7 +29,7 @@ def attention_on(device, *, heads=8, kv_heads=8, head_dim=128, dtype="bfloat16",
 
 
 def implementation(name, reason):
-    return Implementation(name, lambda request: reason, lambda request: (name, "block spec"), None, None)
+    return Implementation(name, lambda request: reason, lambda request: (name, "its rows, measured"), None, None)
 
 
 def table(**reasons):
@@ -37,35 +39,50 @@ def table(**reasons):
 REQUEST = Request("an_op", device_info("h200"))
 
 
+def order_of(*names):
+    return lambda request: (names, "an order of this test")
+
+
 def test_choose_takes_the_first_that_serves():
-    plan = choose(REQUEST, table(fast="too old", good=None, slow=None), lambda request: ("fast", "good", "slow"))
-    assert (plan.op, plan.implementation, plan.source) == ("an_op", "good", "block spec")
-    assert plan.passed_over == (("fast", "too old"),)
+    given = table(fast="too old", good=None, slow=None, odd=None, none="too new")
+    plan = plan_of(REQUEST, given, order_of("fast", "good", "slow"))
+    assert (plan.op, plan.implementation, plan.source) == ("an_op", "good", "its rows, measured")
+    assert (plan.device, plan.order) == ("NVIDIA H200", ("fast", "good", "slow"))
+    assert dict(plan.passed_over) == {
+        "fast": "too old",
+        "odd": "the order of NVIDIA H200 leaves it out",
+        "none": "too new",
+    }
+    assert plan.why_not == dict(plan.passed_over) | {"slow": "it comes after good in the order"}
     assert str(plan).splitlines() == [
-        "an_op: good (the fastest that serves this on NVIDIA H200)",
-        f"  blocks: {plan.config} from block spec",
-        "  not fast: too old",
+        "an_op: good (first in this GPU's order that serves the call: fast, good, slow; an order of this test)",
+        "  device: NVIDIA H200",
+        f"  blocks: {plan.config} from its rows, measured",
+        *(f"  not {name}: {reason}" for name, reason in plan.why_not.items()),
     ]
+    choice = choose(REQUEST, given, order_of("fast", "good", "slow"))
+    assert (choice.implementation, choice.config, choice.source) == (plan.implementation, plan.config, plan.source)
 
 
 def test_choose_by_name():
-    plan = choose(REQUEST, table(fast=None, good=None), lambda request: ("fast", "good"), "good")
+    plan = plan_of(REQUEST, table(fast=None, good=None), order_of("fast", "good"), "good")
     assert (plan.implementation, plan.why, plan.passed_over) == ("good", "asked for by name", ())
+    assert (plan.order, plan.why_not) == ((), {})
 
 
 def test_choose_by_name_that_cannot_serve():
     with pytest.raises(NotImplementedError, match="'fast' cannot serve this an_op: too old"):
-        choose(REQUEST, table(fast="too old", good=None), lambda request: ("fast", "good"), "fast")
+        choose(REQUEST, table(fast="too old", good=None), order_of("fast", "good"), "fast")
 
 
 def test_choose_unknown_name():
     with pytest.raises(ValueError, match="implementation='nope' is not known for an_op; want one of 'fast', 'good'"):
-        choose(REQUEST, table(fast=None, good=None), lambda request: ("fast", "good"), "nope")
+        choose(REQUEST, table(fast=None, good=None), order_of("fast", "good"), "nope")
 
 
 def test_choose_gives_every_reason_where_none_serves():
     with pytest.raises(NotImplementedError, match=r"no implementation .* on NVIDIA H200: a: too old; b: too new"):
-        choose(REQUEST, table(a="too old", b="too new"), lambda request: ("a", "b"))
+        choose(REQUEST, table(a="too old", b="too new"), order_of("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -88,25 +105,107 @@ def test_attention_plans(device, kwargs, name):
     plan = attention_on(device, **kwargs)
     assert plan.implementation == name
     order = device_info(device).implementations
-    assert tuple(other for other, _ in plan.passed_over) == order[: order.index(name)]
-    assert all(reason for _, reason in plan.passed_over)
+    assert plan.order == order
+    tried = order[: order.index(name)]
+    assert set(dict(plan.passed_over)) == {*tried, *(set(IMPLEMENTATIONS) - set(order))}
+    assert tuple(other for other, _ in plan.passed_over)[: len(tried)] == tried
+    assert set(plan.why_not) == set(IMPLEMENTATIONS) - {name}
+    assert all(plan.why_not.values())
 
 
 def test_dense_mask_goes_to_what_takes_it():
     mask = jax.ShapeDtypeStruct((1024, 1024), jnp.dtype(bool))
     plan = attention_on("a100", mask=mask)
     assert plan.implementation == "cudnn"
-    assert plan.passed_over == (("triton", "it does not take a dense mask"),)
+    assert plan.passed_over[0] == ("triton", "it does not take a dense mask")
 
 
 def test_plan_has_the_blocks_of_the_device():
     plan = attention_on("h200", is_causal=True)
-    assert plan.source == "block spec"
+    assert plan.source == "sm_90's rows, measured on NVIDIA H200"
     assert plan.config.core_count == 132
     assert plan.config.forward.block_kv % 64 == 0
     # A capability without rows takes the rows of the nearest older capability.
     tomorrow = dataclasses.replace(device_info("a100"), compute_capability=(8, 7))
-    assert attention_on(tomorrow, return_lse=True).source == "heuristic"
+    source = attention_on(tomorrow, return_lse=True).source
+    assert source == "heuristic: sm_86's rows, for sm_87, which has none, not measured"
+
+
+def test_a_plan_says_what_was_measured():
+    """The order and the blocks each name their GPU. Nothing was timed on GPUs other than Hopper's."""
+    assert "; sm_90's order, measured on NVIDIA H200" in attention_on("h100").why
+    inherited = attention_on("4090")
+    assert inherited.why.endswith("; sm_86's order, inherited by sm_89, not measured")
+    assert inherited.source == "sm_86's rows, inherited by sm_89, not measured"
+    elsewhere = attention_on("a100")
+    assert elsewhere.why.endswith("; sm_80's order, not measured")
+    assert elsewhere.source == "sm_80's rows, not measured on sm_80, only on NVIDIA H200"
+    assert attention_on("b200").source == "no block spec"
+    for name in device_names():
+        text = str(attention_on(name))
+        is_hopper = device_info(name).architecture == "Hopper"
+        assert ("measured on NVIDIA H200" in text.replace("not measured", "")) == is_hopper
+        assert "fastest" not in text
+
+
+@pytest.mark.parametrize(("device", "version", "kind"), [("v100", "7.0", "Volta"), ("t4", "7.5", "Turing")])
+def test_a_gpu_without_kernels_says_why(device, version, kind):
+    name, older = device_info(device).name, f"it needs compute capability 8.0, and {device_info(device).name} has"
+    plan = attention_on(device)
+    assert plan.implementation == "xla"
+    assert plan.why == (
+        f"no other implementation serves this on {name}; "
+        "it has no bfloat16 arithmetic, its dtype to train in is float16"
+    )
+    assert plan.why_not == {
+        "mosaic_gpu": f"it needs Hopper (compute capability 9.0), and {name} is {kind}",
+        "triton": f"{older} {version}",
+        "cudnn": f"{older} {version}",
+    }
+    assert attention_on(device, dtype="float16").why == f"no other implementation serves this on {name}"
+
+
+def test_a_cpu_says_why():
+    plan = attention_on("cpu")
+    assert plan.why == "no other implementation serves this on CPU"
+    assert all(reason.startswith("it needs an NVIDIA GPU, and this runs on CPU") for reason in plan.why_not.values())
+
+
+def test_explain_for_a_device_that_is_not_there():
+    arrays = [jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16)] * 3
+    for name in ("h200", "NVIDIA H200", device_info("h200")):
+        with dispatch.on_device("a100"):
+            plan = explain(flash_attention, *arrays, device=name, is_causal=True)
+        assert plan == attention_on("h200", is_causal=True)
+    assert explain(functools.partial(flash_attention, *arrays), device="t4").device == "Tesla T4"
+    concrete = jnp.ones((1, 8, 2, 16), jnp.bfloat16)
+    assert explain(flash_attention, concrete, concrete, concrete, device="h200").implementation == "mosaic_gpu"
+    assert explain(jax_kernels.layer_norm, jnp.ones((4, 512)), device="l4").device == "NVIDIA L4"
+
+
+def test_explain_for_a_wrong_device():
+    arrays = [jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)] * 3
+    with pytest.raises(ValueError, match=r"device: got 'a10o', want cpu or .*; did you mean 'a10'\?"):
+        explain(flash_attention, *arrays, device="a10o")
+    with pytest.raises(TypeError, match="device: got int"):
+        explain(flash_attention, *arrays, device=0)
+    compiled = jax_kernels.compile_attention("causal", 64, 64, num_heads=2)
+    with pytest.raises(ValueError, match=r"device: got NVIDIA H200, want None: CompiledAttention.* is planned for"):
+        explain(compiled, *arrays, device="h200")
+
+
+def test_explain_of_a_function_with_a_parameter_device():
+    def attend(x, device=None):
+        return (x, device)
+
+    attend.plan = lambda x, device=None: (x, device)
+    with pytest.raises(TypeError, match=r"device: attend has a parameter of this name, want functools.partial\(attend"):
+        explain(attend, 1, device="h200")
+    assert explain(functools.partial(attend, device="own"), 1, device="h200") == (1, "own")
+    for name in jax_kernels.__dict__:
+        op = getattr(jax_kernels, name)
+        if hasattr(op, "plan"):
+            assert "device" not in inspect.signature(op).parameters
 
 
 @pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "xla"])

@@ -18,7 +18,7 @@ __all__ = ["AdaptiveAttention"]
 
 
 class AdaptiveAttention(torch.nn.Module):
-    """Multi-head attention over [B, T, dim] by the fastest implementation for each call's device, dtype and shapes.
+    """Multi-head attention over [B, T, dim] by an implementation chosen for each call's device, dtype and shapes.
 
     Equivalent to the following code::
 
@@ -37,7 +37,7 @@ class AdaptiveAttention(torch.nn.Module):
       context_dim: width of the context (None: dim).
       bias: whether the projections have a bias.
       is_causal: default of a call's is_causal.
-      implementation: implementation of the attention, as in flash_attention; None picks the fastest for each call.
+      implementation: as in flash_attention; None picks the device's first that supports each call.
       device, dtype: device and dtype of the parameters, as in any PyTorch module.
 
     Raises:

@@ -5,6 +5,7 @@ The plan is made from the arguments that the op gives to JAX, after autocast and
 
 import contextlib
 import contextvars
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +15,19 @@ from torch.overrides import TorchFunctionMode
 
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack, planning_device
+from jax_kernels.device import DeviceInfo
 
 __all__ = ["PlanFound", "planning_only", "raise_plan_if_asked"]
 
-_ASKING: contextvars.ContextVar[bool] = contextvars.ContextVar("jax_kernels_asking", default=False)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Question:
+    """A request for a plan. device: the device to plan for; None for the device of the tensors."""
+
+    device: DeviceInfo | None
+
+
+_ASKED: contextvars.ContextVar[_Question | None] = contextvars.ContextVar("jax_kernels_asked", default=None)
 
 
 class PlanFound(Exception):
@@ -36,14 +46,17 @@ class _BypassCache(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def planning_only() -> Iterator[None]:
-    """Makes the ops that this thread calls raise PlanFound inside the block."""
-    token = _ASKING.set(True)
+def planning_only(device: DeviceInfo | None = None) -> Iterator[None]:
+    """Makes the ops that this thread calls raise PlanFound inside the block.
+
+    device: the device to plan for; None for the device of the tensors.
+    """
+    token = _ASKED.set(_Question(device=device))
     try:
         with _BypassCache():
             yield
     finally:
-        _ASKING.reset(token)
+        _ASKED.reset(token)
 
 
 def raise_plan_if_asked(function: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> None:
@@ -51,10 +64,12 @@ def raise_plan_if_asked(function: Callable[..., Any], device: torch.device, *arg
 
     args, kwargs: the function's arguments, with tensors for arrays. Raises TypeError if the function has no plan.
     """
-    if _ASKING.get():
+    if (question := _ASKED.get()) is not None:
         args, kwargs = jax.tree.map(_without_values, (args, kwargs))
         with planning_device.planning_on(device):
-            raise PlanFound(dispatch.explain(function, *args, **kwargs))
+            asked = contextlib.nullcontext() if question.device is None else dispatch.on_device(question.device)
+            with asked:
+                raise PlanFound(dispatch.explain(function, *args, **kwargs))
 
 
 def _without_values(x: Any) -> Any:

@@ -8,34 +8,45 @@ from typing import Any
 
 import torch
 
-from jax_kernels import device, dispatch
+from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack
 from jax_kernels.bridge.operators import plan_query
+from jax_kernels.device import DeviceInfo
 
 __all__ = ["benchmark_implementations", "device_info", "explain"]
 
 _NAMES = ("mosaic_gpu", "triton", "cudnn", "xla")
 
 
-def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch.Plan:
+def explain(
+    op: Callable[..., Any], *args: Any, device: DeviceInfo | torch.device | str | None = None, **kwargs: Any
+) -> dispatch.Plan:
     """The Plan of `op(*args, **kwargs)` on tensors, without running it: the implementation, its blocks and the reasons.
 
     op: a function of jax_kernels.bridge, or a module or function that calls such a function; the first call gives the
     plan. Autocast and PyTorch's settings apply as in a call.
+    device: plans for this device, which need not be there: "a100", or another name of jax_kernels.device_names(). None:
+      for the tensors' device.
 
-    Raises the errors that the call would raise for these arguments; TypeError if op calls no op that has a plan.
+    Raises the errors that the call would raise for these arguments; TypeError if op calls no op that has a plan, and
+    for `device` with an op that has a parameter `device`; ValueError for an unknown device, and for a device other than
+    the one for which compile_attention planned.
     """
     if not callable(op):
         raise TypeError(f"op: got {type(op).__name__}, want a function of jax_kernels.bridge")
+    target = None
+    if device is not None:
+        given = device_info(device) if isinstance(device, torch.device) else device
+        target = dispatch.device_to_explain(op.forward if isinstance(op, torch.nn.Module) else op, given)
     try:
-        with plan_query.planning_only():
+        with plan_query.planning_only(target):
             op(*args, **kwargs)
     except plan_query.PlanFound as found:
         return found.plan
     raise TypeError(f"op: got {op!r}, which calls no op of jax_kernels.bridge, want one (bridge.flash_attention, ...)")
 
 
-def device_info(place: torch.device | str | int | None = None) -> device.DeviceInfo:
+def device_info(place: torch.device | str | int | None = None) -> DeviceInfo:
     """jax_kernels' facts about a PyTorch device. place: None is the current GPU, or the CPU if there is no GPU.
 
     Raises ValueError for a device that is neither a CPU nor a CUDA GPU, and for "cuda" without a GPU; RuntimeError if

@@ -71,7 +71,7 @@ def matmul(
       precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision. For all inputs,
         "fp8": an 8-bit matmul, as in jax_kernels.matmul; "bf16" or "fp16": x and w are rounded to this dtype first.
       scaling: for 8-bit matmuls, "tensor", "row" or "block", as in jax_kernels.matmul.
-      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest one that supports the call.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out [..., N] in out_dtype: activation(x @ w + bias) + residual.

@@ -59,7 +59,7 @@ def layer_norm(
       eps: added to the variance; PyTorch's default.
       scale_offset: added to scale.
       quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass, as in jax_kernels.layer_norm; forward only.
-      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest one that supports the call.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out, of x's shape and dtype; with a residual, (out, x + residual). With quantize (values, scale), or
@@ -107,7 +107,7 @@ def rms_norm(
         recent versions, torch.finfo(x.dtype).eps in older versions.
       scale_offset: added to scale: 1.0 for weights that are stored as their difference from 1, such as Gemma's.
       quantize: as in layer_norm.
-      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest one that supports the call.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out, of x's shape and dtype; with a residual, (out, x + residual). With quantize (values, scale), or

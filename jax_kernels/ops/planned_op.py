@@ -19,14 +19,14 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from jax_kernels import dispatch
-from jax_kernels.dispatch import Implementation, Plan, Request
+from jax_kernels.dispatch import Choice, Implementation, Order, Plan, Request
 from jax_kernels.tracing.derivatives import NO_SECOND, without_derivative
 
 __all__ = [
@@ -83,24 +83,27 @@ class PlannedCall:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedOp:
-    """An op: its name in messages, its implementations by name, and order(request): their names, fastest first."""
+    """An op: its name in messages, its implementations by name, and the order in which they are tried."""
 
     name: str
     implementations: Mapping[str, Implementation]
-    order: Callable[[Any], Sequence[str]]
+    order: Order
 
     def plan(self, request: Request, implementation: str | None = None) -> Plan:
-        """The plan for a request. Raises the errors of dispatch.choose."""
-        plan = dispatch.choose(request, self.implementations, self.order, implementation)
+        """The plan for a request, with its reasons in words. Raises the errors of dispatch.choose."""
+        return dispatch.plan_of(request, self.implementations, self.order, implementation)
+
+    def choose(self, request: Request, implementation: str | None = None) -> Choice:
+        """The part of the plan for a request that a call needs. Raises the errors of dispatch.choose."""
         record = _RECORD.get()
         if record is not None:
-            record.append(plan)
-        return plan
+            record.append(self.plan(request, implementation))
+        return dispatch.choose(request, self.implementations, self.order, implementation)
 
     def call(self, request: Request, options: Any, implementation: str | None = None) -> PlannedCall:
         """The planned call for a request, with this process's setting of the interpreter."""
-        plan = self.plan(request, implementation)
-        return PlannedCall(plan.implementation, plan.config, options, dispatch.interpreting())
+        choice = self.choose(request, implementation)
+        return PlannedCall(choice.implementation, choice.config, options, dispatch.interpreting())
 
     def explained_by(self, check: Callable[..., tuple[Any, ...]]) -> Callable[[Any], Any]:
         """A decorator that gives a public function its `plan`, for jax_kernels.explain.

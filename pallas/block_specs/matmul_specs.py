@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jax_kernels.pallas.block_specs.specs import positive, powers_of_two
+from jax_kernels.pallas.block_specs.specs import TimedGpu, positive, powers_of_two
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class MatmulTriton:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulOrder:
-    """The implementations of a matmul, the fastest first. The first row that matches is used.
+    """The implementations of a matmul, in the order in which they are tried. The first row that matches is used.
 
     rows: the largest number of rows of x, None for any. tiles: the largest number of tiles of 128 x 256 values of out,
     None for any.
@@ -103,8 +103,11 @@ class MatmulOrder:
     names: tuple[str, ...]
     rows: int | None = None
     tiles: int | None = None
+    measured_on: TimedGpu | None = None
 
-    def serves(self, rows: int, columns: int) -> bool:
+    def serves(self, size: tuple[int, int]) -> bool:
+        """size: (rows of x, columns of w)."""
+        rows, columns = size
         tiles = -(-rows // 128) * -(-columns // 256)
         return (self.rows is None or rows <= self.rows) and (self.tiles is None or tiles <= self.tiles)
 
@@ -149,6 +152,7 @@ class MatmulRow:
     derives: bool | None = None
     has_long_epilogue: bool | None = None
     unused: float | None = None
+    measured_on: TimedGpu | None = None
 
     def serves(self, call: MatmulCall) -> bool:
         return (
@@ -207,6 +211,15 @@ class MatmulLowBitSm90:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LowBitCall:
+    """The facts of a matmul with low-bit weights that determine its row. rows: of x. bits: of x's dtype."""
+
+    rows: int
+    bits: int
+    weight_bits: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulLowBitRow:
     """The blocks of a matmul of low-bit weights. The first row that matches is used.
 
@@ -218,3 +231,11 @@ class MatmulLowBitRow:
     config: Any
     rows: int | None = None
     weight_bits: int | None = None
+    measured_on: TimedGpu | None = None
+
+    def serves(self, call: LowBitCall) -> bool:
+        return (
+            call.bits == self.bits
+            and (self.rows is None or call.rows <= self.rows)
+            and self.weight_bits in (None, call.weight_bits)
+        )

@@ -1,8 +1,12 @@
 """Block specs of Blackwell's desktop and professional GPUs (RTX 50, RTX PRO 6000): shared memory and mma of sm_86."""
 
-from jax_kernels.pallas.block_specs.sm86 import ATTENTION, ATTENTION_DECODE, MATMUL, MATMUL_ORDER, NORM, NORM_ORDER
+import dataclasses
 
-__all__ = ["ATTENTION", "ATTENTION_DECODE", "ATTENTION_ORDER", "MATMUL", "MATMUL_ORDER", "NORM", "NORM_ORDER"]
+from jax_kernels.pallas.block_specs.sm86 import SM86
 
-# cuDNN first until the Triton rows, which were chosen for sm_86, are measured on these GPUs.
-ATTENTION_ORDER = ("cudnn", "triton", "xla")
+SM120 = dataclasses.replace(
+    SM86,
+    capability=(12, 0),
+    # cuDNN first until the Triton rows, which were chosen for sm_86, are measured on these GPUs.
+    attention_order=("cudnn", "triton", "xla"),
+)

@@ -11,15 +11,13 @@ from jax_kernels.pallas.block_specs.matmul_specs import (
     MatmulRow,
     MatmulTriton,
 )
+from jax_kernels.pallas.block_specs.record import BlockSpecs, measured
+from jax_kernels.pallas.block_specs.specs import H200, NormBackwardTriton, NormOrder, NormRow, NormTriton
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Backward
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeTriton as Decode
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
-from jax_kernels.pallas.block_specs.specs import NormBackwardTriton, NormOrder, NormRow, NormTriton
-
-ATTENTION_ORDER = ("triton", "cudnn", "xla")
-NORM_ORDER = (NormOrder(names=("triton", "xla")),)
 
 # 8 warps for 128 x 128 scores: with 4 warps, kernels spill on sm_80, and on Hopper ptxas serialises wgmma for lack of
 # registers. The backward's blocks of 64 x 128 have twice the values that one warpgroup can hold. They halve the bytes
@@ -28,8 +26,11 @@ WIDE_SCORES = Forward(block_q=128, block_kv=128, num_warps=8, num_stages=2)
 WIDE_BACKWARD = Backward(block_q_dkv=64, block_kv_dkv=128, block_q_dq=128, block_kv_dq=64, num_warps=8, num_stages=2)
 
 ATTENTION = (
-    Row(implementation="triton", head_dim=64, bits=16, forward=WIDE_SCORES, backward=WIDE_BACKWARD),
-    Row(implementation="triton", head_dim=128, bits=16, forward=WIDE_SCORES, backward=WIDE_BACKWARD),
+    *measured(
+        H200,
+        Row(implementation="triton", head_dim=64, bits=16, forward=WIDE_SCORES, backward=WIDE_BACKWARD),
+        Row(implementation="triton", head_dim=128, bits=16, forward=WIDE_SCORES, backward=WIDE_BACKWARD),
+    ),
     # Half the rows, because 256 columns of the accumulator take twice the registers.
     Row(
         implementation="triton",
@@ -85,6 +86,7 @@ NORM = (
         columns=1024,
         forward=NormTriton(block_rows=1, chunk=1024, num_warps=1),
         backward=NormBackwardTriton(block_rows=1, chunk=1024, num_warps=4, programs=8),
+        measured_on=H200,
     ),
     # (32768, 4096): forward 0.142, with 16 warps 0.160; backward 0.238, with 16 warps 0.241, with 1 program 0.353.
     NormRow(
@@ -92,6 +94,7 @@ NORM = (
         columns=4096,
         forward=NormTriton(block_rows=1, chunk=4096, num_warps=8),
         backward=NormBackwardTriton(block_rows=1, chunk=4096, num_warps=8, programs=2),
+        measured_on=H200,
     ),
     # (16384, 8192): forward 0.147, with 16 warps 0.152; backward 0.326, with 2 programs 0.331.
     NormRow(
@@ -99,6 +102,7 @@ NORM = (
         columns=8192,
         forward=NormTriton(block_rows=1, chunk=8192, num_warps=8),
         backward=NormBackwardTriton(block_rows=1, chunk=8192, num_warps=16, programs=1),
+        measured_on=H200,
     ),
     # (8192, 16384): forward 0.168, with 16 warps 0.174; backward 0.428, with one chunk and 32 warps 0.627 (spills).
     NormRow(
@@ -106,6 +110,7 @@ NORM = (
         columns=16384,
         forward=NormTriton(block_rows=1, chunk=16384, num_warps=8),
         backward=NormBackwardTriton(block_rows=1, chunk=8192, num_warps=16, programs=2),
+        measured_on=H200,
     ),
     # Not measured.
     NormRow(
@@ -164,7 +169,10 @@ MATMUL = (
 
 # Measured on an H200, N = K = 8192, ms, Triton and XLA. One row: int4 0.026 and 0.088, int8 0.031 and 0.124, mxfp8
 # 0.077 and 0.126. 64 rows: int4 0.054 and 0.090, but mxfp8 0.149 and 0.128. More rows are not measured.
-LOW_BIT_ORDER = (MatmulOrder(rows=32, names=("triton", "xla")), MatmulOrder(names=("xla", "triton")))
+LOW_BIT_ORDER = (
+    MatmulOrder(rows=32, names=("triton", "xla"), measured_on=H200),
+    MatmulOrder(names=("xla", "triton")),
+)
 
 # Not swept. With 16 rows and 64 columns, a work tile reads equally many bytes of x and of 4-bit weights. With N = 8192
 # there are 128 tiles, about one per SM, each with three stages of 16 KiB in flight. All rows need less than 99 KiB of
@@ -176,12 +184,14 @@ MATMUL_LOW_BIT = (
         rows=16,
         weight_bits=4,
         config=MatmulLowBitTriton(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=4, programs=2),
+        measured_on=H200,
     ),
     MatmulLowBitRow(
         implementation="triton",
         bits=16,
         rows=16,
         config=MatmulLowBitTriton(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, programs=2),
+        measured_on=H200,
     ),
     MatmulLowBitRow(
         implementation="triton",
@@ -193,6 +203,7 @@ MATMUL_LOW_BIT = (
         implementation="triton",
         bits=16,
         config=MatmulLowBitTriton(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3, programs=1),
+        measured_on=H200,
     ),
     # float32, in tf32 matmuls.
     MatmulLowBitRow(
@@ -200,4 +211,17 @@ MATMUL_LOW_BIT = (
         bits=32,
         config=MatmulLowBitTriton(block_m=32, block_n=32, block_k=128, num_warps=4, num_stages=3, programs=2),
     ),
+)
+
+SM80 = BlockSpecs(
+    capability=(8, 0),
+    attention_order=("triton", "cudnn", "xla"),
+    attention=ATTENTION,
+    attention_decode=ATTENTION_DECODE,
+    matmul_order=MATMUL_ORDER,
+    matmul=MATMUL,
+    low_bit_order=LOW_BIT_ORDER,
+    matmul_low_bit=MATMUL_LOW_BIT,
+    norm_order=(NormOrder(names=("triton", "xla")),),
+    norm=NORM,
 )

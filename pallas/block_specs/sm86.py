@@ -4,15 +4,13 @@ Their tensor cores have half to a quarter of sm_80's rate, so that small blocks 
 row is measured yet.
 """
 
+import dataclasses
+
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulRow, MatmulTriton
-from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE, MATMUL_ORDER, NORM, NORM_ORDER
+from jax_kernels.pallas.block_specs.sm80 import SM80
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Backward
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
-
-__all__ = ["ATTENTION", "ATTENTION_DECODE", "ATTENTION_ORDER", "MATMUL", "MATMUL_ORDER", "NORM", "NORM_ORDER"]
-
-ATTENTION_ORDER = ("triton", "cudnn", "xla")
 
 ATTENTION = (
     Row(
@@ -83,4 +81,12 @@ MATMUL = (
         bits=32,
         config=MatmulTriton(block_m=128, block_n=64, block_k=32, num_warps=8, num_stages=3, split_steps=16),
     ),
+)
+
+SM86 = dataclasses.replace(
+    SM80,
+    capability=(8, 6),
+    attention_order=("triton", "cudnn", "xla"),
+    attention=ATTENTION,
+    matmul=MATMUL,
 )

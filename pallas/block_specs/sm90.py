@@ -11,9 +11,8 @@ from jax_kernels.pallas.block_specs.matmul_specs import (
     MatmulSm90,
     MatmulTriton,
 )
-from jax_kernels.pallas.block_specs.sm80 import MATMUL as SM80_MATMUL
-from jax_kernels.pallas.block_specs.sm80 import MATMUL_LOW_BIT as SM80_LOW_BIT
-from jax_kernels.pallas.block_specs.sm80 import NORM as SM80_NORM
+from jax_kernels.pallas.block_specs.record import BlockSpecs, measured
+from jax_kernels.pallas.block_specs.sm80 import SM80
 from jax_kernels.pallas.block_specs.sm90_attention import (
     ATTENTION,
     ATTENTION_DECODE,
@@ -21,30 +20,12 @@ from jax_kernels.pallas.block_specs.sm90_attention import (
     ATTENTION_FP8,
     DILATED_LAUNCHES,
 )
-from jax_kernels.pallas.block_specs.specs import NormOrder, NormRow, NormSm90, RingRow
-
-__all__ = [
-    "ATTENTION",
-    "ATTENTION_DECODE",
-    "ATTENTION_DQUERY",
-    "ATTENTION_FP8",
-    "ATTENTION_ORDER",
-    "DILATED_LAUNCHES",
-    "LOW_BIT_ORDER",
-    "MATMUL",
-    "MATMUL_LOW_BIT",
-    "MATMUL_ORDER",
-    "MATMUL_TRITON",
-    "NORM",
-    "NORM_ORDER",
-    "RING",
-]
-
-ATTENTION_ORDER = ("mosaic_gpu", "cudnn", "triton", "xla")
+from jax_kernels.pallas.block_specs.specs import H100, H200, NormOrder, NormRow, NormSm90, RingRow
 
 # rows: 16 x 8192 x 8192 (rows, columns, inner) takes 0.033 ms in Triton, 0.035 in XLA and 0.076 in the Hopper kernel;
 # 64 x 4096 x 4096 takes 0.0122, 0.0145 and 0.0392. tiles: with fewer tiles than SMs some SMs idle.
-MATMUL_ORDER = (
+MATMUL_ORDER = measured(
+    H200,
     MatmulOrder(rows=64, names=("triton", "xla", "mosaic_gpu")),
     MatmulOrder(tiles=100, names=("xla", "triton", "mosaic_gpu")),
     MatmulOrder(names=("mosaic_gpu", "xla", "triton")),
@@ -52,7 +33,7 @@ MATMUL_ORDER = (
 
 # Not measured. wgmma reads its operands from shared memory, which leaves registers for twice sm_80's block_k.
 MATMUL_TRITON = (
-    SM80_MATMUL[0],
+    SM80.matmul[0],
     MatmulRow(
         implementation="triton",
         columns=None,
@@ -60,7 +41,7 @@ MATMUL_TRITON = (
         is_aligned=True,
         config=MatmulTriton(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4, split_steps=8),
     ),
-    *SM80_MATMUL[-2:],
+    *SM80.matmul[-2:],
 )
 
 WIDE = MatmulSm90(block_n=192, stages=4, rows_together=8, pingpong=True, wg_rows=128, short_activation=True)
@@ -77,6 +58,7 @@ MATMUL = (
         columns=None,
         bits=8,
         config=MatmulSm90(block_n=256, stages=4, rows_together=8, promoted_steps=2),
+        measured_on=H200,
     ),
     MatmulRow(
         implementation="mosaic_gpu",
@@ -90,6 +72,7 @@ MATMUL = (
         columns=None,
         config=MatmulSm90(block_n=256, stages=4, rows_together=8, promoted_steps=2, short_activation=True),
         is_gated=True,
+        measured_on=H200,
     ),
     # Each warpgroup has work tiles of 128 x 192, and its epilogue runs during the other warpgroup's matmuls. At 8192 x
     # 8192 x 8192, bias and gelu: 1.552 ms, with the last Hopper row 1.618, with clusters of two 1.578; plain: 1.528,
@@ -102,6 +85,7 @@ MATMUL = (
         bits=16,
         derives=False,
         unused=0.025,
+        measured_on=H200,
     ),
     # The shorter the inner dimension, the larger the epilogue's share. On an H100, ms with this row and with the last
     # Hopper row:
@@ -117,6 +101,7 @@ MATMUL = (
         derives=False,
         has_long_epilogue=True,
         unused=0.08,
+        measured_on=H100,
     ),
     # Bias and gelu, ms at 8192 x 8192 x 8192 and at 16384 x 4096 x 4096:
     #   this row 1.566, 0.819
@@ -135,12 +120,13 @@ MATMUL = (
             early_bias=True,
             short_activation=True,
         ),
+        measured_on=H200,
     ),
     *MATMUL_TRITON,
 )
 
 LOW_BIT_ORDER = (
-    MatmulOrder(rows=64, names=("mosaic_gpu", "triton", "xla")),
+    MatmulOrder(rows=64, names=("mosaic_gpu", "triton", "xla"), measured_on=H200),
     MatmulOrder(names=("xla", "triton")),
 )
 
@@ -150,17 +136,24 @@ LOW_BIT_ORDER = (
 #   int8                    0.0230  0.0237  0.0249  0.0228  0.0320
 #   mxfp8                   0.0293  0.0295  0.0297  0.0327  0.0779
 MATMUL_LOW_BIT = (
-    MatmulLowBitRow(implementation="mosaic_gpu", bits=16, rows=32, config=MatmulLowBitSm90(compute_wgs=4, stages=3)),
-    # With four warpgroups a thread has 112 registers, and sums of more than 32 rows would spill.
-    MatmulLowBitRow(implementation="mosaic_gpu", bits=16, rows=64, config=MatmulLowBitSm90(compute_wgs=2, stages=6)),
-    *SM80_LOW_BIT,
+    *measured(
+        H200,
+        MatmulLowBitRow(
+            implementation="mosaic_gpu", bits=16, rows=32, config=MatmulLowBitSm90(compute_wgs=4, stages=3)
+        ),
+        # With four warpgroups a thread has 112 registers, and sums of more than 32 rows would spill.
+        MatmulLowBitRow(
+            implementation="mosaic_gpu", bits=16, rows=64, config=MatmulLowBitSm90(compute_wgs=2, stages=6)
+        ),
+    ),
+    *SM80.matmul_low_bit,
 )
 
 # Hopper's time over Triton's, layer norm: forward 0.91 at (32768, 4096), 0.90 at (16384, 8192), 0.99 at (65536, 1024),
 # 0.81 at (8192, 16384); backward 0.82, 0.62, 0.90, 0.47. Fewer columns are not measured.
 NORM_ORDER = (
     NormOrder(columns=768, names=("triton", "mosaic_gpu", "xla")),
-    NormOrder(names=("mosaic_gpu", "triton", "xla")),
+    NormOrder(names=("mosaic_gpu", "triton", "xla"), measured_on=H200),
 )
 
 # A thread has up to 32 columns of a block. With four warpgroups it has 128 registers, and the sums of the backward take
@@ -181,26 +174,30 @@ NORM = (
         columns=1024,
         forward=NormSm90(row_warps=1, warpgroups=1, stages=3, turns=2),
         backward=NormSm90(row_warps=1, warpgroups=4, stages=3, claims=True),
+        measured_on=H200,
     ),
     NormRow(
         implementation="mosaic_gpu",
         columns=4096,
         forward=NormSm90(row_warps=4, warpgroups=1, stages=3, turns=2),
         backward=NormSm90(row_warps=4, warpgroups=4, stages=3, claims=True),
+        measured_on=H200,
     ),
     NormRow(
         implementation="mosaic_gpu",
         columns=8192,
         forward=NormSm90(row_warps=8, warpgroups=2, stages=4, turns=3),
         backward=NormSm90(row_warps=8, warpgroups=4, stages=3, claims=True),
+        measured_on=H200,
     ),
     NormRow(
         implementation="mosaic_gpu",
         columns=None,
         forward=NormSm90(row_warps=16, warpgroups=4, stages=3, claims=True),
         backward=NormSm90(row_warps=16, warpgroups=4, stages=3, claims=True),
+        measured_on=H200,
     ),
-    *SM80_NORM,
+    *SM80.norm,
 )
 
 # NVLink, causal, 16 heads of 128, tokens per GPU. Times in ms: the forward, then forward and backward together.
@@ -231,4 +228,22 @@ NORM = (
 RING = (
     RingRow(strategy="ring", differentiated="all_to_all", is_windowed=False),
     RingRow(strategy="halo", differentiated="all_to_all"),
+)
+
+SM90 = BlockSpecs(
+    capability=(9, 0),
+    measured_on=H200,
+    attention_order=("mosaic_gpu", "cudnn", "triton", "xla"),
+    attention=ATTENTION,
+    attention_decode=ATTENTION_DECODE,
+    attention_dquery=ATTENTION_DQUERY,
+    attention_fp8=ATTENTION_FP8,
+    matmul_order=MATMUL_ORDER,
+    matmul=MATMUL,
+    low_bit_order=LOW_BIT_ORDER,
+    matmul_low_bit=MATMUL_LOW_BIT,
+    norm_order=NORM_ORDER,
+    norm=NORM,
+    dilated_launches=DILATED_LAUNCHES,
+    ring=RING,
 )

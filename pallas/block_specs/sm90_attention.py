@@ -7,10 +7,10 @@ another. benchmarks/notes has the other values that were tried.
 
 import dataclasses
 
-from jax_kernels.pallas.block_specs.sm80 import ATTENTION as SM80
-from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE as SM80_DECODE
+from jax_kernels.pallas.block_specs.record import measured
+from jax_kernels.pallas.block_specs.sm80 import SM80
+from jax_kernels.pallas.block_specs.specs import H200, AttentionBackwardTriton, AttentionForwardTriton, DilatedLaunches
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90 as Backward
-from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton, AttentionForwardTriton, DilatedLaunches
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeSm90 as Decode
 from jax_kernels.pallas.block_specs.specs import AttentionDqueryRow as DqueryRow
@@ -110,7 +110,8 @@ ATTENTION_DQUERY = (
 DILATED_LAUNCHES = DilatedLaunches(launch_seconds=14e-6, core_flops=4.5e12, gather_seconds=3e-6, gather_bandwidth=5 / 6)
 
 # Rows without a bias, a dense mask or lists.
-MOSAIC = (
+MOSAIC = measured(
+    H200,
     Row(
         implementation="mosaic_gpu",
         head_dim=64,
@@ -275,6 +276,7 @@ MOSAIC_DENSE = (
         backward=BACKWARD_DENSE_128,
         is_limited=False,
         dense_bits=16,
+        measured_on=H200,
     ),
     Row(
         implementation="mosaic_gpu",
@@ -304,6 +306,7 @@ MOSAIC_LISTS = (
         forward=Forward(compute_warpgroups=2, block_kv=128, stages=4, dynamic=True, heads_together=16),
         backward=BACKWARD_CAUSAL_64,
         has_lists=True,
+        measured_on=H200,
     ),
     Row(
         implementation="mosaic_gpu",
@@ -312,6 +315,7 @@ MOSAIC_LISTS = (
         forward=LISTS_128,
         backward=BACKWARD_LISTS_128,
         has_lists=True,
+        measured_on=H200,
     ),
     # Not measured.
     Row(
@@ -329,7 +333,8 @@ MOSAIC_LISTS = (
 BACKWARD_TRITON = AttentionBackwardTriton(
     block_q_dkv=64, block_kv_dkv=128, block_q_dq=128, block_kv_dq=64, num_warps=8, num_stages=2
 )
-TRITON = (
+TRITON = measured(
+    H200,
     Row(
         implementation="triton",
         head_dim=64,
@@ -348,24 +353,32 @@ TRITON = (
     ),
 )
 
-ATTENTION = (*MOSAIC_LISTS, *MOSAIC_DENSE, *MOSAIC, *TRITON, *SM80[1:])
+ATTENTION = (*MOSAIC_LISTS, *MOSAIC_DENSE, *MOSAIC, *TRITON, *SM80.attention[1:])
 
 # (64, 1, 32 / 8 heads) and (1, 1, 32 / 8) over 16,384 keys: one or two warpgroups with 64 or 128 keys per block are all
 # within 3 %, at 4.4 to 4.5 TB/s.
 ATTENTION_DECODE = (
-    # One warpgroup takes 1.17 of two's time here: its softmax is slower than the loads of keys.
-    DecodeRow(implementation="mosaic_gpu", head_dim=64, config=Decode(compute_warpgroups=2, block_kv=128, stages=2)),
-    DecodeRow(implementation="mosaic_gpu", head_dim=128, config=Decode(compute_warpgroups=1, block_kv=128, stages=2)),
+    *measured(
+        H200,
+        # One warpgroup takes 1.17 of two's time here: its softmax is slower than the loads of keys.
+        DecodeRow(
+            implementation="mosaic_gpu", head_dim=64, config=Decode(compute_warpgroups=2, block_kv=128, stages=2)
+        ),
+        DecodeRow(
+            implementation="mosaic_gpu", head_dim=128, config=Decode(compute_warpgroups=1, block_kv=128, stages=2)
+        ),
+    ),
     # 192 and 256 are not measured: as many stages as fit shared memory.
     DecodeRow(implementation="mosaic_gpu", head_dim=192, config=Decode(compute_warpgroups=1, block_kv=64, stages=3)),
     DecodeRow(implementation="mosaic_gpu", head_dim=256, config=Decode(compute_warpgroups=1, block_kv=64, stages=2)),
-    *SM80_DECODE,
+    *SM80.attention_decode,
 )
 
 # The comment at a row gives its speed over the bf16 forward's, and the speed of other blocks (keys x stages).
 FP8_128 = ForwardFp8(compute_warpgroups=2, block_kv=128, stages=4, dynamic=True, heads_together=16)
 FP8_256 = ForwardFp8(compute_warpgroups=2, block_kv=128, stages=2)
-ATTENTION_FP8 = (
+ATTENTION_FP8 = measured(
+    H200,
     # Full 1.15; two warpgroups 0.92.
     Fp8Row(
         implementation="mosaic_gpu",

@@ -18,6 +18,18 @@ def powers_of_two(spec: Any, *names: str) -> None:
             raise ValueError(f"{type(spec).__name__}.{name}={value} must be a power of two")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimedGpu:
+    """A GPU on which rows and orders were timed. name: as the driver gives it."""
+
+    name: str
+    capability: tuple[int, int]
+
+
+H100 = TimedGpu(name="NVIDIA H100", capability=(9, 0))
+H200 = TimedGpu(name="NVIDIA H200", capability=(9, 0))
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionForwardSm90:
     """Blocks of the Hopper forward: 64 queries per compute warpgroup."""
@@ -165,6 +177,20 @@ class AttentionBackwardTriton:
         powers_of_two(self, "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq", "num_warps")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """The facts of an attention call that determine its row. head_dim: the larger one of key and value."""
+
+    head_dim: int
+    bits: int
+    is_causal: bool
+    is_limited: bool
+    has_segments: bool
+    dense_bits: int
+    has_lists: bool
+    kv_length: int
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionRow:
     """The blocks for one kind of attention. The first row that matches is used.
@@ -175,6 +201,7 @@ class AttentionRow:
       per query and key.
     has_lists: matches only calls with Masks as lists of blocks.
     up_to: the largest number of keys; None for any.
+    measured_on: the GPU on which a call with these blocks was timed; None if on none.
     """
 
     implementation: str
@@ -188,6 +215,27 @@ class AttentionRow:
     dense_bits: int | None = None
     has_lists: bool = False
     up_to: int | None = None
+    measured_on: TimedGpu | None = None
+
+    def serves(self, call: AttentionCall) -> bool:
+        return (
+            call.head_dim <= self.head_dim
+            and call.bits == self.bits
+            and self.is_causal in (None, call.is_causal)
+            and self.is_limited in (None, call.is_limited)
+            and self.has_segments in (None, call.has_segments)
+            and self.has_lists == call.has_lists
+            and (self.dense_bits is None or 0 < call.dense_bits <= self.dense_bits)
+            and (self.up_to is None or call.kv_length <= self.up_to)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DqueryCall:
+    """The facts of a deterministic backward that determine the blocks of its dquery."""
+
+    head_dim: int
+    bias_bits: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,6 +248,17 @@ class AttentionDqueryRow:
     head_dim: int
     bias_bits: int
     blocks: AttentionDquerySm90
+
+    def serves(self, call: DqueryCall) -> bool:
+        return call.head_dim <= self.head_dim and call.bias_bits <= self.bias_bits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RingCall:
+    """The facts of a ring_attention call that determine its row. tokens: on a device."""
+
+    tokens: int
+    is_windowed: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,6 +293,9 @@ class RingRow:
             raise ValueError(f"{self.sends_ahead=} must be 1 or more")
         if self.permutes_up_to < 0:
             raise ValueError(f"{self.permutes_up_to=} must be 0 or more")
+
+    def serves(self, call: RingCall) -> bool:
+        return (self.up_to is None or call.tokens <= self.up_to) and self.is_windowed in (None, call.is_windowed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,6 +344,18 @@ class AttentionDecodeRow:
     implementation: str
     head_dim: int
     config: Any
+    measured_on: TimedGpu | None = None
+
+    def serves(self, head_dim: int) -> bool:
+        return head_dim <= self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fp8Call:
+    """The facts of an 8-bit attention call that determine its row. head_dim: as in AttentionCall."""
+
+    head_dim: int
+    is_causal: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,6 +366,10 @@ class AttentionFp8Row:
     head_dim: int
     config: Any
     is_causal: bool | None = None
+    measured_on: TimedGpu | None = None
+
+    def serves(self, call: Fp8Call) -> bool:
+        return call.head_dim <= self.head_dim and self.is_causal in (None, call.is_causal)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -365,14 +443,22 @@ class NormRow:
     columns: int | None
     forward: Any
     backward: Any
+    measured_on: TimedGpu | None = None
+
+    def serves(self, columns: int) -> bool:
+        return self.columns is None or columns <= self.columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormOrder:
-    """The implementations of a normalisation, the fastest first. The first row that matches is used.
+    """The implementations of a normalisation, in the order in which they are tried. The first row that matches is used.
 
     columns: the largest number, None for any.
     """
 
     names: tuple[str, ...]
     columns: int | None = None
+    measured_on: TimedGpu | None = None
+
+    def serves(self, columns: int) -> bool:
+        return self.columns is None or columns <= self.columns

@@ -97,12 +97,20 @@ def test_info_without_a_package(monkeypatch):
 def test_explain(run):
     code, out, _ = run("explain", "attention", "--shape", "1,4096,16,128", "--return-lse", "--device", "a100")
     assert code == 0
-    first, blocks, *passed_over = out.splitlines()
-    assert first == "flash_attention: triton (the fastest that serves this on NVIDIA A100-SXM4-80GB)"
+    first, device, blocks, *others = out.splitlines()
+    order = "triton, cudnn, xla; sm_80's order, not measured"
+    assert first == f"flash_attention: triton (first in this GPU's order that serves the call: {order})"
+    assert device == "  device: NVIDIA A100-SXM4-80GB"
     assert "AttentionForwardTriton(" in blocks
-    assert passed_over == []
+    assert blocks.endswith("from sm_80's rows, not measured on sm_80, only on NVIDIA H200")
+    assert others == [
+        "  not mosaic_gpu: it needs Hopper (compute capability 9.0), and NVIDIA A100-SXM4-80GB is Ampere",
+        "  not cudnn: it comes after triton in the order",
+        "  not xla: it comes after triton in the order",
+    ]
     _, out, _ = run("explain", "attention", "--shape", "1,4096,16,128", "--return-lse", "--device", "b200")
-    assert out.splitlines()[2:] == ["  not cudnn: its backward takes no gradient of the log-sum-exp"]
+    assert out.splitlines()[3] == "  not cudnn: its backward takes no gradient of the log-sum-exp"
+    assert "fastest" not in out
 
 
 @pytest.mark.parametrize(
@@ -132,7 +140,7 @@ def test_explain_of_products(run, op, options):
     arguments = ("explain", op, "--shape", "1024,4096", "--columns", "4096", *options.split(), "--device")
     code, out, err = run(*arguments, "h200", "--implementation", "mosaic_gpu")
     assert (code, err) == (0, "")
-    assert out.startswith(f"{op}: mosaic_gpu (asked for by name)\n  blocks: ")
+    assert out.startswith(f"{op}: mosaic_gpu (asked for by name)\n  device: NVIDIA H200\n  blocks: ")
     if options:
         assert_one_line(run(*arguments, "a100"), "precision: NVIDIA A100-SXM4-80GB has no 8-bit matmuls; Ada")
 
@@ -182,7 +190,8 @@ def test_explain_of_products(run, op, options):
 def test_explain_of_every_op(run, arguments, first_line):
     code, out, err = run("explain", *arguments.split(), "--device", "h200")
     assert (code, err) == (0, "")
-    assert out.startswith(f"{first_line} (the fastest that serves this on NVIDIA H200)\n")
+    assert out.startswith(f"{first_line} (first in this GPU's order that serves the call: mosaic_gpu, ")
+    assert "; sm_90's order, measured on NVIDIA H200)\n  device: NVIDIA H200\n" in out
     code, out, _ = run("explain", *arguments.split(), "--device", "h200", "--json")
     assert code == 0
     plan = json.loads(out)

@@ -11,7 +11,7 @@ import pytest
 
 from jax_kernels import dilated_attention, explain, flash_attention, gated_matmul, matmul, mlp, rms_norm
 from jax_kernels.device import device_info
-from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, batched, join_batch, kernel, split_batch
 from jax_kernels.tracing.promotion import under_defaults
 
@@ -40,16 +40,16 @@ TABLE = {
     "short": Implementation(
         "short",
         lambda request: "it takes up to 4" if request.length > 4 else None,
-        lambda request: (Blocks(forward="blocks of 8", core_count=3), "block spec"),
+        lambda request: (Blocks(forward="blocks of 8", core_count=3), "this test"),
         kernel(_scaled),
         None,
     ),
     "any": Implementation(
-        "any", lambda request: None, lambda request: (None, "heuristic"),
+        "any", lambda request: None, without_blocks,
         lambda x, y, *, options, config, interpret: (x * options + (0 if y is None else y), x.sum(axis=1)), None,
     ),
 }  # fmt: skip
-OP = PlannedOp("scale", TABLE, lambda request: ("short", "any"))
+OP = PlannedOp("scale", TABLE, lambda request: (("short", "any"), "an order of this test"))
 OP.explained_by(_check)(scale)
 
 

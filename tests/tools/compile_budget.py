@@ -5,18 +5,26 @@ import dataclasses
 from jax_kernels.pallas import block_specs
 from tests.tools.compile_case import Spec
 
-GPUS = {80: "a100", 86: "a6000", 89: "rtx4090", 90: "h200", 100: "b200", 120: "rtx pro 6000"}
+GPUS = {
+    (8, 0): "a100",
+    (8, 6): "a6000",
+    (8, 9): "rtx4090",
+    (9, 0): "h200",
+    (10, 0): "b200",
+    (12, 0): "rtx pro 6000",
+}
 
 
 def rows():
     """Yields (GPU, row, Spec) for every program to compile."""
-    for number, file in block_specs._FILES.items():
-        for row in file.ATTENTION:
+    for capability, specs in block_specs.BLOCK_SPECS.items():
+        gpu = GPUS[capability]
+        for row in specs.attention:
             if row.has_lists:  # one list per query head; the lists of a group are merged
-                yield GPUS[number], row, dataclasses.replace(_spec(row, False, ""), cells="bhts", kv_heads=4)
+                yield gpu, row, dataclasses.replace(_spec(row, False, ""), cells="bhts", kv_heads=4)
                 continue
             if row.dense_bits is not None:
-                yield from _dense(GPUS[number], row)
+                yield from _dense(gpu, row)
                 continue
             # A causal kernel has a loop with the predicate and one without. It is enough in float32, which compiles
             # slowly.
@@ -26,9 +34,9 @@ def rows():
             for is_causal in both if row.is_causal is None else (row.is_causal,):
                 for precision in ("fp32", "tf32") if row.bits == 32 else ("",):
                     spec = _spec(row, is_causal, precision)
-                    if row.up_to is None and planned(GPUS[number], row, spec) is not row:  # a row with up_to is first
+                    if row.up_to is None and planned(gpu, row, spec) is not row:  # a row with up_to is first
                         spec = dataclasses.replace(spec, q_length=2 * spec.q_length, kv_length=2 * spec.kv_length)
-                    yield GPUS[number], row, spec
+                    yield gpu, row, spec
 
 
 def _dense(gpu, row):
@@ -48,10 +56,10 @@ def _dense(gpu, row):
 
 def planned(gpu, wanted, spec):
     """The planned row for a spec that `wanted` could serve."""
-    capability = next(number for number, gpu_of_file in GPUS.items() if gpu_of_file == gpu)
+    capability = next(capability for capability, name in GPUS.items() if name == gpu)
     bits = 32 if spec.bias_dtype == "float32" else 16 if spec.bias else 1
     row, _ = block_specs.attention_row(
-        divmod(capability, 10),
+        capability,
         wanted.implementation,
         head_dim=wanted.head_dim,
         bits=wanted.bits,

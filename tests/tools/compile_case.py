@@ -44,7 +44,7 @@ TIMEOUT = 240  # seconds for one compile
 class Spec:
     """A program to compile: flash_attention with its gradients, or the forward only.
 
-    row: index of a row of ATTENTION in the GPU's block spec file. The program takes this row's blocks instead of the
+    row: index of a row of `attention` in the GPU's BlockSpecs. The program takes this row's blocks instead of the
     planned row's blocks; give the row's head_dim and dtype too.
     kv_lengths, q_offsets, segment_ids, sinks: pass them as arrays. lse: also pass a cotangent of the log-sum-exp.
     window: "left,right". softcap: 0 is none. bias, mask: the axes of "bhts" that are not of size 1; "" is none. The
@@ -205,7 +205,7 @@ def compile_here(gpu: str, spec: Spec) -> list[str]:
     from tests.support.cases import score_mods as score_mod_cases
 
     if spec.row >= 0 or spec.blocks:
-        attention_table._row = lambda name, request: (_row(gpu, spec), "block spec")
+        attention_table._row = lambda name, request: (_row(gpu, spec), "the command line")
     q_shape = (spec.batch, spec.q_length, spec.heads, spec.head_dim)
     k_shape = (spec.batch, spec.kv_length, spec.kv_heads, spec.head_dim)
     v_shape = (*k_shape[:3], spec.v_head_dim or spec.head_dim)
@@ -277,7 +277,7 @@ def _row(gpu: str, spec: Spec):
     from jax_kernels.pallas.block_specs import nearest, specs
 
     if spec.row >= 0:
-        return nearest(device_info(gpu).compute_capability)[0].ATTENTION[spec.row]
+        return nearest(device_info(gpu).compute_capability).attention[spec.row]
     names = {name: getattr(specs, name) for name in dir(specs) if name.startswith("Attention")}
     forward, backward = eval(spec.blocks, names)
     return specs.AttentionRow(spec.implementation, 256, 16, forward, backward)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels import dispatch
-from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.masks import Mask
 from jax_kernels.ops import checks, unsupported
 from jax_kernels.ops.attention.checks import checked_bias, checked_mask
@@ -135,7 +135,7 @@ def decode_attention(
         sink.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
       return_lse: also return the log-sum-exp of the scores, including the sink.
-      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that supports the call.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
@@ -362,11 +362,11 @@ def _implementation(name, supports, forward) -> Implementation:
 IMPLEMENTATIONS = {
     "mosaic_gpu": _implementation("mosaic_gpu", _supports_mosaic, decode_sm90.attention_decode),
     "triton": _implementation("triton", _supports_triton, decode_triton.attention_decode),
-    "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _of_options(_xla), None),
+    "xla": Implementation("xla", lambda request: None, without_blocks, _of_options(_xla), None),
 }
 
 
-def _order(request: DecodeRequest) -> tuple[str, ...]:
+def _order(request: DecodeRequest) -> tuple[tuple[str, ...], str]:
     return block_specs.attention_order(request.device.compute_capability)
 
 

@@ -163,7 +163,7 @@ def flash_attention(
         is faster on some GPUs; None follows XLA's --xla_gpu_deterministic_ops. The forward is always deterministic.
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
       implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; only "xla" has forward mode (jax.jvp) and second
-        derivatives. None picks the fastest implementation that supports the call.
+        derivatives. None picks the first in the device's order that supports the call: explain shows it.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
@@ -226,7 +226,7 @@ OP.explained_by(_check)(flash_attention)
 def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionCall, AttentionInputs]:
     """Checks the arguments of flash_attention and plans the call. Returns the arguments of attention_forward."""
     request, inputs = check(implementation=implementation, scale=scale, **arguments)
-    plan = OP.plan(request, implementation)
+    choice = OP.choose(request, implementation)
     inputs = vary_alike(inputs)
     query, scale = with_positive_scale(inputs.query, scale)
     inputs = inputs._replace(query=query)
@@ -240,8 +240,8 @@ def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionC
         deterministic=request.deterministic,
     )
     call = AttentionCall(
-        implementation=plan.implementation,
-        config=plan.config,
+        implementation=choice.implementation,
+        config=choice.config,
         options=options,
         interpret=dispatch.interpreting(),
         out_dtype=str(inputs.query.dtype),

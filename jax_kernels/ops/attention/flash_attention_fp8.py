@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dispatch
-from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.ops import checks, unsupported
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
@@ -93,7 +93,7 @@ def flash_attention_fp8(
       kv_lengths: [B] int32, the number of keys of each sequence; below 0 it counts as 0 and above S as S. Values past a
         length have no effect, not even NaN.
       return_lse: also return the log-sum-exp of the scores.
-      implementation: "mosaic_gpu" or "xla"; None picks the fastest that supports the call.
+      implementation: "mosaic_gpu" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out [B, T, H, Dv] bfloat16; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query that
@@ -255,11 +255,11 @@ IMPLEMENTATIONS = {
     "mosaic_gpu": Implementation(
         "mosaic_gpu", _supports_mosaic, _config, _of_arrays(kernel(forward_fp8.attention_forward)), None
     ),
-    "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _of_arrays(_xla), None),
+    "xla": Implementation("xla", lambda request: None, without_blocks, _of_arrays(_xla), None),
 }
 
 
-def _order(request: Fp8Request) -> tuple[str, ...]:
+def _order(request: Fp8Request) -> tuple[tuple[str, ...], str]:
     return block_specs.attention_order(request.device.compute_capability)
 
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jax_kernels.dispatch import Implementation, Plan, Request, interpreting
+from jax_kernels.dispatch import Choice, Implementation, Request, interpreting, without_blocks
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.masks.block_lists import count_arrays_by
 from jax_kernels.ops import checks, unsupported
@@ -90,8 +90,8 @@ class AttentionRequest(Request):
         return 16 if mask_shape is not None or self.bias_shape is not None else 0
 
 
-def order(request: AttentionRequest) -> tuple[str, ...]:
-    """The implementations for this request, the fastest first."""
+def order(request: AttentionRequest) -> tuple[tuple[str, ...], str]:
+    """The implementations in the order in which they are tried, and where this order comes from."""
     return block_specs.attention_order(request.device.compute_capability)
 
 
@@ -316,14 +316,14 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
     return gradients
 
 
-def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:
-    """The lists that a PreparedMask carries for calls of this plan: the lists that "mosaic_gpu" reads."""
-    if plan.implementation != "mosaic_gpu" or inputs.mask is None:
+def prepared_lists(choice: Choice, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:
+    """The lists that a PreparedMask carries for calls of this choice: the lists that "mosaic_gpu" reads."""
+    if choice.implementation != "mosaic_gpu" or inputs.mask is None:
         return ()
     widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
-    of_backward = backward_sm90.listed_blocks(plan.config.backward, widest, options)
+    of_backward = backward_sm90.listed_blocks(choice.config.backward, widest, options)
     with jax.enable_x64(False):
-        every = [forward_sm90.listed_blocks(plan.config.forward), *of_backward]
+        every = [forward_sm90.listed_blocks(choice.config.forward), *of_backward]
         interpret = interpreting()
         return tuple(block_lists.prepared_lists(inputs, options, **blocks, interpret=interpret) for blocks in every)
 
@@ -354,13 +354,11 @@ IMPLEMENTATIONS = {
         kernel(forward_triton.attention_forward, "forward"),
         kernel(backward_triton.attention_backward, "backward"),
     ),
-    "cudnn": Implementation(
-        "cudnn", _without_mask_objects(_supports_cudnn), lambda request: (None, "heuristic"), _cudnn, None
-    ),
+    "cudnn": Implementation("cudnn", _without_mask_objects(_supports_cudnn), without_blocks, _cudnn, None),
     "xla": Implementation(
         "xla",
         lambda request: None,
-        lambda request: (None, "heuristic"),
+        without_blocks,
         _xla_forward,
         _xla_backward,
     ),

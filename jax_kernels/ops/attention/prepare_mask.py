@@ -81,7 +81,7 @@ def prepare_mask(
     request = dataclasses.replace(request, has_lists=inputs.mask is not None)  # also for a mask's array
     if inputs.mask is not None and not isinstance(inputs.mask, Mask):
         inputs = inputs._replace(mask=dense_part(mask))  # its blocks may be computed without the array
-    plan = OP.plan(request, arguments.get("implementation"))
+    choice = OP.choose(request, arguments.get("implementation"))
     options = AttentionOptions(
         scale=1.0,
         is_causal=request.is_causal,
@@ -89,4 +89,4 @@ def prepare_mask(
         q_offset=request.q_offset,
         deterministic=request.deterministic,
     )
-    return PreparedMask(mask, prepared_lists(plan, inputs, options))
+    return PreparedMask(mask, prepared_lists(choice, inputs, options))

@@ -175,15 +175,16 @@ class DilatedPlan(dispatch.Plan):
     shifts: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.op}: {self.implementation} ({self.why})"]
+        lines = [f"{self.op}: {self.implementation} ({self.why})", f"  device: {self.device}"]
         rows = zip(self.branches, self.in_place, self.in_place_differentiated, self.devices, self.shifts, strict=True)
         for (length, rate, plan), in_place, in_place_differentiated, devices, shifts in rows:
             how = f"{plan.implementation} {'in place' if in_place else 'of gathered rows'}"
             how += "" if in_place == in_place_differentiated else ", with gradients of gathered rows"
             if devices > 1:
                 how += f" in {len(shifts)} steps of a ring of {devices} devices"
-            lines.append(f"  segments of {length} at rate {rate}: {how}, {plan.config} from {plan.source}")
-        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.passed_over])
+            blocks = "" if plan.config is None else f", {plan.config} from {plan.source}"
+            lines.append(f"  segments of {length} at rate {rate}: {how}{blocks}")
+        return "\n".join(lines + self.lines_of_others())
 
 
 def plan_of_call(op: str, **arguments: Any) -> DilatedPlan:
@@ -412,7 +413,7 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
     call = recipe.call()
     arrays = vary_alike((query, checked.inputs.key, checked.inputs.value, checked.inputs.q_segment_ids))
     if not call.attentions:
-        OP.plan(checked.request, checked.arguments["implementation"])  # raises for a name that cannot be served
+        OP.choose(checked.request, checked.arguments["implementation"])  # raises for a name that cannot be served
         return call, arrays
     parts = dataclasses.replace(recipe, implementation=call.attentions[0][1].implementation)
     return dataclasses.replace(call, of_heads=parts.call), arrays

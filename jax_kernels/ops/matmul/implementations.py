@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.inputs.matmul import MatmulOptions
 from jax_kernels.ops import unsupported
 from jax_kernels.ops.activations import not_for_mosaic, not_for_triton
@@ -191,11 +191,11 @@ IMPLEMENTATIONS = {
         kernel(_triton, once=True),
         None,
     ),
-    "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _xla, None),
+    "xla": Implementation("xla", lambda request: None, without_blocks, _xla, None),
 }
 
 
-def _order(request: MatmulRequest) -> tuple[str, ...]:
+def _order(request: MatmulRequest) -> tuple[tuple[str, ...], str]:
     if request.low_bit is not None:
         return block_specs.low_bit_order(request.device.compute_capability, request.m)
     return block_specs.matmul_order(request.device.compute_capability, rows=request.m, columns=request.n)

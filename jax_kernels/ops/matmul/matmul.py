@@ -87,8 +87,8 @@ def matmul(
         and the columns of w, x_scale [...] and w_scale [N]. "block": 128 x 128 values, x_scale [ceil(M / 128),
         ceil(K / 128)] with M the product of x's axes except the last, and w_scale [ceil(K / 128), ceil(N / 128)],
         transposed with transpose_w. None: follows from the given scales' shapes, or "tensor".
-      implementation: "mosaic_gpu", "triton" or "xla" (cuBLAS on a GPU); None picks the fastest that supports the call.
-        Only "xla" has derivatives in forward mode (jax.jvp) and second derivatives.
+      implementation: "mosaic_gpu", "triton" or "xla" (cuBLAS on a GPU); None picks the device's first that supports
+        the call. Only "xla" has derivatives in forward mode (jax.jvp) and second derivatives.
 
     Returns:
       out [..., N] in out_dtype.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dispatch
-from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.dispatch import Implementation, Request, without_blocks
 from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.ops import checks, unsupported
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, kernel, no_calls, with_batch
@@ -85,7 +85,7 @@ def layer_norm(
       quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass. The result equals
         quantize(out, quantize, scaling="row") with out in float32: each row has a scale, namely its largest magnitude
         before any rounding divided by the format's largest value. None leaves out in x's dtype.
-      implementation: "triton", "mosaic_gpu" or "xla"; None picks the fastest that supports the call.
+      implementation: "triton", "mosaic_gpu" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out, like x; with a residual, (out, x + residual). With quantize, out is a QuantizedArray with scaling="row" and
@@ -141,7 +141,7 @@ def rms_norm(
       eps: added to the mean square; 0 or more.
       scale_offset: added to scale: 1.0 for weights that are stored as differences from 1, such as Gemma's.
       quantize: as in layer_norm.
-      implementation: "triton", "mosaic_gpu" or "xla"; None picks the fastest that supports the call.
+      implementation: "triton", "mosaic_gpu" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out, like x; with a residual, (out, x + residual). With quantize, out is a QuantizedArray with scaling="row" and
@@ -403,13 +403,11 @@ IMPLEMENTATIONS = {
         _shared(kernel(forward_sm90.norm_forward, "forward", once=True), _by_joined_rows),
         _shared(kernel(_mosaic_backward, "backward", once=True), _one_by_one),
     ),
-    "xla": Implementation(
-        "xla", lambda request: None, lambda request: (None, "heuristic"), _xla_forward, _xla_backward
-    ),
+    "xla": Implementation("xla", lambda request: None, without_blocks, _xla_forward, _xla_backward),
 }
 
 
-def _order(request: NormRequest) -> tuple[str, ...]:
+def _order(request: NormRequest) -> tuple[tuple[str, ...], str]:
     return block_specs.norm_order(request.device.compute_capability, columns=request.columns)
 
 

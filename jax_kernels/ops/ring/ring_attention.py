@@ -229,7 +229,7 @@ def prepare(
     query, scale = checks.with_positive_scale(query, scale)
     bias = checked_bias(bias, (*inputs.query.shape[::2], request.q_length, devices * request.q_length), query.dtype)
     if is_empty:  # no device computes anything
-        OP.plan(request, implementation)  # raises for a name that cannot be served
+        OP.choose(request, implementation)  # raises for a name that cannot be served
         ids = bias = None
     arrays = RingArrays(query, key, value, ids, inputs.sinks, mask, inputs.score_mod, bias)
     arrays = as_varying(arrays, varying_axes(arrays) | {axis_name})
@@ -251,7 +251,7 @@ def prepare(
         permutes_up_to=row.permutes_up_to,
         dead=() if mask is None else arrangement.dead_steps(joined_band(mask, *limits)),
         by_xla=implementation == "xla"
-        or (implementation is None and flash_attention.OP.plan(request).implementation == "xla"),
+        or (implementation is None and flash_attention.OP.choose(request).implementation == "xla"),
         options=tuple(options.items()),
     )
     return call, arrays

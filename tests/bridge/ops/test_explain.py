@@ -42,6 +42,38 @@ def test_a_plan_is_the_one_of_the_jax_op():
     assert bridge.explain(bridge.flash_attention, *QKV, window=3) == want
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_a_plan_for_a_device_that_is_not_there(name):
+    plan = CALLS[name](lambda op, *args, **kwargs: bridge.explain(op, *args, device="v100", **kwargs))
+    assert (plan.implementation, plan.device) == ("xla", "Tesla V100-SXM2-16GB")
+
+
+def test_a_plan_for_a_device_is_the_one_of_the_jax_op():
+    arrays = [jax_kernels.bridge.interop.dlpack.jax.numpy.asarray(x.numpy()) for x in QKV]
+    want = jax_kernels.explain(jax_kernels.flash_attention, *arrays, window=3, device="a100")
+    assert want.implementation == "triton"
+    assert bridge.explain(bridge.flash_attention, *QKV, window=3, device="a100") == want
+    assert bridge.explain(bridge.flash_attention, *QKV, device=torch.device("cpu")).device == "CPU"
+    assert (
+        bridge.explain(bridge.flash_attention, *QKV).device == bridge.device_info("cpu").name
+    )  # it is no longer asked
+
+
+def test_a_wrong_device_is_an_error():
+    with pytest.raises(ValueError, match=r"device: got 'a10o', .*; did you mean 'a10'"):
+        bridge.explain(bridge.flash_attention, *QKV, device="a10o")
+    compiled = bridge.compile_attention("causal", 16, 16, num_heads=4, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"device: got NVIDIA H200, want None: CompiledAttention.* is planned for CPU"):
+        bridge.explain(compiled, *QKV, device="h200")
+
+    class Attend(torch.nn.Module):
+        def forward(self, query, device=None):
+            return bridge.flash_attention(query, query, query)
+
+    with pytest.raises(TypeError, match="device: forward has a parameter of this name"):
+        bridge.explain(Attend(), QKV[0], device="h200")
+
+
 def test_what_is_wrong_is_an_error():
     with pytest.raises(TypeError, match=r"^op: got int"):
         bridge.explain(3)

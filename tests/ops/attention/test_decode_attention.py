@@ -201,7 +201,10 @@ def test_plans(no_interpret):
     assert [plan(gpu).implementation for gpu in ("h200", "a100", "rtx4090", "b200", "t4", "cpu")] == [
         "mosaic_gpu", "triton", "triton", "triton", "xla", "xla",
     ]  # fmt: skip
-    assert plan("h200").source == plan("a100").source == plan("rtx4090").source == "block spec"
+    assert plan("h200").source == "sm_90's rows, measured on NVIDIA H200"
+    assert plan("h200", head_dim=192).source == "sm_90's rows, not measured"
+    assert plan("a100").source == "sm_80's rows, not measured"
+    assert plan("rtx4090").source == "sm_80's rows, inherited by sm_89, not measured"
     assert plan("h200").config.core_count == 132
     assert "multiples of 64" in dict(plan("h200", head_dim=80).passed_over)["mosaic_gpu"]
     assert "multiple of 8" in dict(plan("h200", kv_length=255).passed_over)["mosaic_gpu"]

@@ -10,7 +10,7 @@ import pytest
 from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops import unsupported
-from jax_kernels.pallas.block_specs import sm80
+from jax_kernels.pallas.block_specs.sm80 import SM80
 from jax_kernels.testing.normalization import CASES, HOPPER, LONG, Case, errors_by
 from tests.support.cases import tiers
 
@@ -64,7 +64,7 @@ def test_hopper_serves_every_row_of_its_block_specs_on_gpu(columns, op):
 def test_every_row_of_the_block_specs(monkeypatch):
     """Each row with its largest number of columns, and with one more block of rows than programs."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
-    for row in sm80.NORM:
+    for row in SM80.norm:
         rows = row.backward.block_rows + 1
         case = Case((rows, (row.columns or 20_000) - 1), has_residual=True, dtype="float32")
         check(case, "triton")

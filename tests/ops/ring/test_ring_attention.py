@@ -18,7 +18,7 @@ from jax_kernels.inputs.attention import HeadView
 from jax_kernels.ops.ring import halo
 from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.steps import Pair, Step
-from jax_kernels.pallas.block_specs import sm90
+from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import RingRow
 from tests.support.cases import rings, tiers
 from tests.support.processes import cpu_devices
@@ -124,8 +124,7 @@ def run_case(devices, layout, options):
     if "permutes_up_to" in options:
         options = dict(options)
         row = RingRow(strategy="ring", permutes_up_to=options.pop("permutes_up_to"))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sm90, "RING", (row,))
+        with block_specs.replaced_tables((9, 0), ring=(row,)):
             return run_case(devices, layout, options)
     options = dict(options)
     random = np.random.default_rng(0)

@@ -13,22 +13,20 @@ from jax_kernels.ops.attention.vjp import RESIDUALS as OF_ATTENTION
 from jax_kernels.ops.ring.ring_attention import OF_HEADS, prepare, with_results
 from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors
 from jax_kernels.ops.ring.vjp import RESIDUALS
-from jax_kernels.pallas.block_specs import sm90
+from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import RingRow
 
 MESH = jax.make_mesh((1,), ("sequence",), (jax.sharding.AxisType.Auto,))
 X = jnp.ones((1, 6, 4, 8))
 
 
-def test_the_block_specs_choose_by_size(monkeypatch):
+def test_the_block_specs_choose_by_size():
     """Strategy "auto" takes the row for its tokens and its window. An explicit strategy or number of sends wins."""
     rows = (
         RingRow(strategy="all_gather", up_to=4, is_windowed=False),
         RingRow(strategy="ring", sends_ahead=3, up_to=6),
         RingRow(strategy="halo"),
     )
-    monkeypatch.setattr(sm90, "RING", rows)
-
     two = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
 
     def chosen(tokens, **options):
@@ -40,16 +38,17 @@ def test_the_block_specs_choose_by_size(monkeypatch):
         jax.eval_shape(shared, jnp.ones((1, tokens, 4, 8)))
         return found[0].strategy, found[0].sends_ahead
 
-    assert chosen(4) == ("all_gather", 1)
-    assert chosen(4, window=(1, 1)) == chosen(6) == ("ring", 3)
-    assert chosen(4, layout="striped") == ("ring", 1)
-    assert chosen(8) == chosen(8, window=(5, 2)) == chosen(8, window=(-1, 2)) == ("ring", 1)
-    assert chosen(8, window=(4, 2)) == chosen(8, window=(8, 2), layout="contiguous") == ("halo", 1)
-    assert chosen(8, window=(4, 2), layout="striped") == ("ring", 1)
-    assert chosen(8, window=(4, 2), sends_ahead=2) == ("ring", 2)
-    assert chosen(8, window=(4, 2), mask=masks.global_tokens(2)) == ("ring", 1)
-    assert chosen(6, strategy="all_gather")[0] == "all_gather"
-    assert chosen(6, sends_ahead=2) == ("ring", 2)
+    with block_specs.replaced_tables((9, 0), ring=rows):
+        assert chosen(4) == ("all_gather", 1)
+        assert chosen(4, window=(1, 1)) == chosen(6) == ("ring", 3)
+        assert chosen(4, layout="striped") == ("ring", 1)
+        assert chosen(8) == chosen(8, window=(5, 2)) == chosen(8, window=(-1, 2)) == ("ring", 1)
+        assert chosen(8, window=(4, 2)) == chosen(8, window=(8, 2), layout="contiguous") == ("halo", 1)
+        assert chosen(8, window=(4, 2), layout="striped") == ("ring", 1)
+        assert chosen(8, window=(4, 2), sends_ahead=2) == ("ring", 2)
+        assert chosen(8, window=(4, 2), mask=masks.global_tokens(2)) == ("ring", 1)
+        assert chosen(6, strategy="all_gather")[0] == "all_gather"
+        assert chosen(6, sends_ahead=2) == ("ring", 2)
     with pytest.raises(ValueError, match=r"self.strategy='all_to_all' must be 'ring', 'halo' or 'all_gather'"):
         RingRow(strategy="all_to_all")
     with pytest.raises(ValueError, match=r"self.differentiated='ring' must be 'all_to_all' or None"):

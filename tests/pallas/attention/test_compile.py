@@ -33,7 +33,7 @@ def figures(report):
 
 
 def test_every_generation_is_compiled():
-    assert set(GPUS) == set(block_specs._FILES)
+    assert set(GPUS) == set(block_specs.BLOCK_SPECS)
 
 
 def test_the_budget_has_the_rows_that_there_are():

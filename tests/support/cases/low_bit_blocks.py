@@ -5,7 +5,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jax_kernels.pallas.block_specs import sm90
+from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.sm90 import SM90
 from jax_kernels.testing import low_bit_matmul as plain
 
 JOINED = {"cluster_join": True}
@@ -29,17 +30,14 @@ GPU = {
 @contextlib.contextmanager
 def replaced(blocks: dict[str, Any]) -> Iterator[None]:
     """Inside, matmuls are planned with other blocks in all rows of the Hopper kernel."""
-    before = sm90.MATMUL_LOW_BIT
-    sm90.MATMUL_LOW_BIT = tuple(
+    rows = tuple(
         dataclasses.replace(row, config=dataclasses.replace(row.config, **blocks))
         if row.implementation == "mosaic_gpu"
         else row
-        for row in before
+        for row in SM90.matmul_low_bit
     )
-    try:
+    with block_specs.replaced_tables((9, 0), matmul_low_bit=rows):
         yield
-    finally:
-        sm90.MATMUL_LOW_BIT = before
 
 
 def errors_by(case: Any, implementation: str | None) -> dict[str, tuple[float, float]]:

@@ -5,7 +5,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jax_kernels.pallas.block_specs import sm90
+from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.sm90 import SM90
 from jax_kernels.testing import matmul as testing_matmul
 from jax_kernels.testing import mlp
 
@@ -59,16 +60,13 @@ GPU = {
 @contextlib.contextmanager
 def replaced(blocks: dict[str, Any]) -> Iterator[None]:
     """Inside, matmuls are planned with other blocks in all rows of the Hopper matmul."""
-    before = sm90.MATMUL
     of_hopper = lambda row: row.implementation == "mosaic_gpu" and row.bits != 8
-    sm90.MATMUL = tuple(
+    rows = tuple(
         dataclasses.replace(row, config=dataclasses.replace(row.config, **blocks)) if of_hopper(row) else row
-        for row in before
+        for row in SM90.matmul
     )
-    try:
+    with block_specs.replaced_tables((9, 0), matmul=rows):
         yield
-    finally:
-        sm90.MATMUL = before
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:

@@ -4,7 +4,9 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from jax_kernels.pallas.block_specs import sm80, sm90
+from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.sm80 import SM80
+from jax_kernels.pallas.block_specs.sm90 import SM90
 from jax_kernels.pallas.block_specs.specs import NormRow, NormSm90
 from jax_kernels.testing import normalization as testing_normalization
 from jax_kernels.testing.normalization import Case as Call
@@ -35,13 +37,10 @@ CASES = {
 @contextlib.contextmanager
 def replaced(forward: NormSm90) -> Iterator[None]:
     """Inside, Hopper's norms are planned with these blocks, and with Triton's backward."""
-    before = sm90.NORM
-    backward = next(row.backward for row in sm80.NORM if row.columns is None)
-    sm90.NORM = (NormRow(implementation="mosaic_gpu", columns=None, forward=forward, backward=backward), *before)
-    try:
+    backward = next(row.backward for row in SM80.norm if row.columns is None)
+    row = NormRow(implementation="mosaic_gpu", columns=None, forward=forward, backward=backward)
+    with block_specs.replaced_tables((9, 0), norm=(row, *SM90.norm)):
         yield
-    finally:
-        sm90.NORM = before
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:

@@ -26,9 +26,10 @@ from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels import flash_attention, prepare_mask
+from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90.backward import kernel as backward_kernel
 from jax_kernels.pallas.attention.sm90.features import block_lists
-from jax_kernels.pallas.block_specs import sm90
+from jax_kernels.pallas.block_specs.sm90 import SM90
 from jax_kernels.pallas.mosaic import split_tail
 from jax_kernels.testing import attention as testing
 from tests.support.oracles import attention as attention_oracle
@@ -36,7 +37,6 @@ from tests.support.oracles import attention as attention_oracle
 _PARAMS, _SPLIT = plgpu.InterpretGPUParams, split_tail.SplitTail.of
 _BUILT = block_lists._built
 _KEY_GRADIENTS = backward_kernel.key_gradients
-_ROWS = sm90.ATTENTION
 _ADDING = threading.Lock()
 _RACES: list = []  # of every kernel: the interpreter keeps only the last kernel's races
 
@@ -190,8 +190,8 @@ def set_bounded(bounded: bool) -> None:
     """If bounded, bounds the scores beforehand for any number of keys. Otherwise follows the block specs."""
     always = {"bounded_from": 0, "bounded_from_limited": 0, "bounded_from_lists": 0}
     of_row = lambda row: dataclasses.replace(row, forward=dataclasses.replace(row.forward, **always))
-    rows = (of_row(row) if bounded and row.implementation == "mosaic_gpu" else row for row in _ROWS)
-    sm90.ATTENTION = tuple(rows)
+    rows = (of_row(row) if bounded and row.implementation == "mosaic_gpu" else row for row in SM90.attention)
+    block_specs.BLOCK_SPECS[9, 0] = dataclasses.replace(SM90, attention=tuple(rows))
 
 
 def run(case: dict) -> dict:

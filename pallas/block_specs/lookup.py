@@ -1,0 +1,235 @@
+"""The look-up of block specs: from a compute capability and a call to a row, and where the row comes from."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from jax_kernels.pallas.block_specs.matmul_specs import LowBitCall, MatmulCall, MatmulLowBitRow, MatmulRow
+from jax_kernels.pallas.block_specs.record import BlockSpecs, first, sm_name
+from jax_kernels.pallas.block_specs.sm80 import SM80
+from jax_kernels.pallas.block_specs.sm86 import SM86
+from jax_kernels.pallas.block_specs.sm89 import SM89
+from jax_kernels.pallas.block_specs.sm90 import SM90
+from jax_kernels.pallas.block_specs.sm100 import SM100
+from jax_kernels.pallas.block_specs.sm120 import SM120
+from jax_kernels.pallas.block_specs.specs import (
+    AttentionCall,
+    AttentionDecodeRow,
+    AttentionDquerySm90,
+    AttentionFp8Row,
+    AttentionRow,
+    DilatedLaunches,
+    DqueryCall,
+    Fp8Call,
+    NormRow,
+    RingCall,
+    RingRow,
+    TimedGpu,
+)
+
+Capability = tuple[int, int] | None
+
+# By compute capability, the oldest first.
+BLOCK_SPECS = {specs.capability: specs for specs in (SM80, SM86, SM89, SM90, SM100, SM120)}
+
+# The number of last used calls whose rows are cached.
+_MOST_CALLS = 4096
+
+
+def nearest(compute_capability: tuple[int, int]) -> BlockSpecs:
+    """The block specs of a compute capability, or of the nearest older one if it has none."""
+    return BLOCK_SPECS[max((known for known in BLOCK_SPECS if known <= compute_capability), default=SM80.capability)]
+
+
+@contextlib.contextmanager
+def replaced_tables(compute_capability: tuple[int, int], **tables: Any) -> Iterator[None]:
+    """Inside, calls are planned with other tables, given by their names in BlockSpecs: for tests and benchmarks."""
+    before = BLOCK_SPECS[compute_capability]
+    BLOCK_SPECS[compute_capability] = dataclasses.replace(before, **tables)
+    try:
+        yield
+    finally:
+        BLOCK_SPECS[compute_capability] = before
+
+
+def attention_order(compute_capability: Capability) -> tuple[tuple[str, ...], str]:
+    """(the implementations of attention in the order in which they are tried, where this order comes from).
+
+    Only "xla" without a GPU, and below compute capability 8.0.
+    """
+    if (specs := _with_kernels(compute_capability)) is None:
+        return _XLA_ALONE
+    return specs.attention_order, _order_source(specs, compute_capability)
+
+
+def attention_row(
+    compute_capability: Capability,
+    implementation: str,
+    *,
+    head_dim: int,
+    bits: int,
+    is_causal: bool,
+    is_limited: bool = False,
+    has_segments: bool = False,
+    dense_bits: int = 0,
+    has_lists: bool = False,
+    kv_length: int = 1 << 31,
+) -> tuple[AttentionRow, str]:
+    """The row for this attention, and where it comes from, in words.
+
+    Without a GPU (interpret mode) the rows of sm_80 and sm_90 are used. Raises LookupError if no row matches.
+    """
+    call = AttentionCall(
+        head_dim=head_dim,
+        bits=bits,
+        is_causal=is_causal,
+        is_limited=is_limited,
+        has_segments=has_segments,
+        dense_bits=dense_bits,
+        has_lists=has_lists,
+        kv_length=kv_length,
+    )
+    return _row(compute_capability, implementation, "attention", call)
+
+
+def decode_row(compute_capability: Capability, implementation: str, *, head_dim: int) -> tuple[AttentionDecodeRow, str]:
+    """The row for decoding, and where it comes from, as attention_row gives them."""
+    return _row(compute_capability, implementation, "attention_decode", head_dim)
+
+
+def fp8_row(
+    compute_capability: Capability, implementation: str, *, head_dim: int, is_causal: bool
+) -> tuple[AttentionFp8Row, str]:
+    """The row for 8-bit attention, and where it comes from, as attention_row gives them. Only Hopper has such rows."""
+    call = Fp8Call(head_dim=head_dim, is_causal=is_causal)
+    return _row(compute_capability, implementation, "attention_fp8", call)
+
+
+def dquery_blocks(*, head_dim: int, bias_bits: int) -> AttentionDquerySm90:
+    """The blocks of a deterministic dquery. Only Hopper has them."""
+    call = DqueryCall(head_dim=head_dim, bias_bits=bias_bits)
+    return first(BLOCK_SPECS[SM90.capability].attention_dquery, None, call).blocks
+
+
+def dilated_launches(compute_capability: Capability) -> DilatedLaunches:
+    """The costs of launches and gathers of dilated attention. Measured on Hopper, and used for all GPUs."""
+    costs = _specs(compute_capability, "mosaic_gpu").dilated_launches
+    costs = BLOCK_SPECS[SM90.capability].dilated_launches if costs is None else costs
+    assert costs is not None
+    return costs
+
+
+def ring_row(compute_capability: Capability, *, tokens: int, is_windowed: bool) -> RingRow:
+    """The row for a ring with `tokens` on each device. Measured on Hopper, and used for all GPUs."""
+    rows = _specs(compute_capability, "mosaic_gpu").ring
+    rows = BLOCK_SPECS[SM90.capability].ring if rows is None else rows
+    assert rows is not None
+    return first(rows, None, RingCall(tokens=tokens, is_windowed=is_windowed))
+
+
+def matmul_order(compute_capability: Capability, *, rows: int, columns: int) -> tuple[tuple[str, ...], str]:
+    """The order for a matmul with these rows of x and columns of w, as attention_order gives it."""
+    return _order(compute_capability, "matmul_order", (rows, columns))
+
+
+def matmul_row(compute_capability: Capability, implementation: str, call: MatmulCall) -> tuple[MatmulRow, str]:
+    """The row for a matmul, and where it comes from, as attention_row gives them."""
+    return _row(compute_capability, implementation, "matmul", call)
+
+
+def low_bit_order(compute_capability: Capability, rows: int) -> tuple[tuple[str, ...], str]:
+    """The order for a matmul with low-bit weights, as attention_order gives it."""
+    return _order(compute_capability, "low_bit_order", (rows, 0))
+
+
+def low_bit_row(
+    compute_capability: Capability, implementation: str, *, rows: int, bits: int, weight_bits: int
+) -> tuple[MatmulLowBitRow, str]:
+    """The row for a matmul with low-bit weights, and where it comes from, as attention_row gives them."""
+    call = LowBitCall(rows=rows, bits=bits, weight_bits=weight_bits)
+    return _row(compute_capability, implementation, "matmul_low_bit", call)
+
+
+def norm_order(compute_capability: Capability, *, columns: int) -> tuple[tuple[str, ...], str]:
+    """The order for layer_norm and rms_norm, as attention_order gives it."""
+    return _order(compute_capability, "norm_order", columns)
+
+
+def norm_row(compute_capability: Capability, implementation: str, *, columns: int) -> tuple[NormRow, str]:
+    """The row for a normalisation, and where it comes from, as attention_row gives them."""
+    return _row(compute_capability, implementation, "norm", columns)
+
+
+_XLA_ALONE = ("xla",), "without kernels for this device"
+
+
+def _with_kernels(compute_capability: Capability) -> BlockSpecs | None:
+    """The block specs of a GPU that has kernels; None for other devices."""
+    if compute_capability is None or compute_capability < SM80.capability:
+        return None
+    return nearest(compute_capability)
+
+
+def _specs(compute_capability: Capability, implementation: str) -> BlockSpecs:
+    """nearest() with a GPU; without one the block specs for interpret mode."""
+    if compute_capability is None:
+        return BLOCK_SPECS[SM90.capability if implementation == "mosaic_gpu" else SM80.capability]
+    return nearest(compute_capability)
+
+
+def _row(compute_capability: Capability, implementation: str, table: str, request: Hashable) -> Any:
+    return _cached_row(_specs(compute_capability, implementation), compute_capability, implementation, table, request)
+
+
+@functools.lru_cache(maxsize=_MOST_CALLS)
+def _cached_row(
+    specs: BlockSpecs, compute_capability: Capability, implementation: str | None, table: str, request: Hashable
+) -> tuple[Any, str]:
+    row = first(getattr(specs, table), implementation, request)
+    return row, _source("rows", _owner(specs, table, row), specs, compute_capability, row.measured_on)
+
+
+def _order(compute_capability: Capability, table: str, request: Hashable) -> tuple[tuple[str, ...], str]:
+    if (specs := _with_kernels(compute_capability)) is None:
+        return _XLA_ALONE
+    return _cached_order(specs, compute_capability, table, request)
+
+
+@functools.lru_cache(maxsize=_MOST_CALLS)
+def _cached_order(
+    specs: BlockSpecs, compute_capability: Capability, table: str, request: Hashable
+) -> tuple[tuple[str, ...], str]:
+    row = first(getattr(specs, table), None, request)
+    return row.names, _source("order", _owner(specs, table, row), specs, compute_capability, row.measured_on)
+
+
+@functools.lru_cache(maxsize=_MOST_CALLS)
+def _order_source(specs: BlockSpecs, compute_capability: Capability) -> str:
+    owner = specs.inherited_from or specs.name
+    return _source("order", owner, specs, compute_capability, specs.measured_on)
+
+
+def _owner(specs: BlockSpecs, table: str, row: Any) -> str:
+    """The name of the oldest block specs that have this row, or the name of `specs`."""
+    owners = (x.name for x in BLOCK_SPECS.values() if any(row is other for other in getattr(x, table)))
+    return next(owners, specs.name)
+
+
+def _source(
+    noun: str, owner: str, specs: BlockSpecs, compute_capability: Capability, measured_on: TimedGpu | None
+) -> str:
+    """The origin of a row or an order, in words: "sm_86's rows, inherited by sm_89, not measured"."""
+    words = f"{owner}'s {noun}"
+    if owner != specs.name:
+        words += f", inherited by {specs.name}"
+    if compute_capability is None:
+        words = f"heuristic: {words}, for the interpreter"
+    elif compute_capability != specs.capability:
+        words = f"heuristic: {words}, for {sm_name(compute_capability)}, which has none"
+    if measured_on is None:
+        return f"{words}, not measured"
+    if compute_capability in (None, measured_on.capability):
+        return f"{words}, measured on {measured_on.name}"
+    return f"{words}, not measured on {sm_name(compute_capability)}, only on {measured_on.name}"
