@@ -94,15 +94,17 @@ def test_overloads_have_the_parameters_of_their_function(name):
     """Type checkers learn from the overloads of a function, one for each case, which type a result has."""
     function = getattr(jax_kernels, name)
     want, overloads = inspect.signature(function).parameters, typing.get_overloads(function)
-    assert overloads[-1].__annotations__ == function.__annotations__
+    assert str(overloads[-1].__annotations__) == str(function.__annotations__)  # the types of arrays are never equal
     for overload in overloads:
         parameters = inspect.signature(overload).parameters
         assert list(parameters) == list(want)
         for parameter, x in parameters.items():
             assert x.kind == want[parameter].kind, parameter
-            assert x.annotation == want[parameter].annotation or parameter in OVERLOADED[name], parameter
+            is_same = str(x.annotation) == str(want[parameter].annotation)
+            assert is_same or parameter in OVERLOADED[name], parameter
 
 
 def test_overloads_by_return_lse():
     overloads = typing.get_overloads(jax_kernels.flash_attention)
-    assert [x.__annotations__["return"] for x in overloads] == [OUT, tuple[OUT, LSE], OUT | tuple[OUT, LSE]]
+    got = [str(x.__annotations__["return"]) for x in overloads]
+    assert got == [str(OUT), str(tuple[OUT, LSE]), str(OUT | tuple[OUT, LSE])]

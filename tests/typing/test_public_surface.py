@@ -14,7 +14,10 @@ ROOT = FILE.parents[2]
 
 @pytest.mark.slow
 def test_pyright_accepts_the_public_surface():
-    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, str(FILE)]
+    pyright = [sys.executable, "-m", "pyright"]
+    if subprocess.run([*pyright, "--version"], capture_output=True).returncode:  # it loads its program once
+        pytest.skip("pyright has no program")
+    command = [*pyright, "--outputjson", "--pythonpath", sys.executable, str(FILE)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     report = json.loads(done.stdout)
     assert report["summary"]["filesAnalyzed"] == 1

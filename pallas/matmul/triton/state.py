@@ -24,7 +24,7 @@ class Sums(NamedTuple):
 
 
 class EpilogueTraits(Protocol):
-    """What the epilogue, and the addition of the splits' sums, read of a launch's traits."""
+    """The traits of a launch that the epilogue and the addition of the splits' sums read."""
 
     @property
     def options(self) -> MatmulOptions: ...
