@@ -41,7 +41,7 @@ _BY_COPIES = {"xla_gpu_use_memcpy_local_p2p": True, "xla_gpu_collective_permute_
 _WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 
-def compiler_options(mesh: jax.sharding.Mesh, *, triton_products: bool = True) -> dict[str, Any]:
+def compiler_options(mesh: jax.sharding.Mesh, *, triton_products: bool = True) -> dict[str, bool | str]:
     """Options for `jax.jit(compiler_options=...)` that speed up programs over the devices of a mesh.
 
     If the mesh has several GPUs, all of this process, permutes and all-to-alls are copies from GPU to GPU. A GPU's copy
@@ -77,7 +77,7 @@ def _is_option(name: str, value: bool | str) -> bool:
     return True
 
 
-def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None, wait: bool = True) -> int:
+def compile_kernels(lowered: jax.stages.Lowered, *, device: jax.Device | None = None, wait: bool = True) -> int:
     """Compiles the Hopper kernels of a program on all of the host's cores, so that `lowered.compile()` is faster.
 
     Mosaic caches compiled kernels in this process. XLA asks for the kernels of a program one after the other: the

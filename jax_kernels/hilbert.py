@@ -1,9 +1,9 @@
 """The order in which a Hilbert curve visits a sequence that is laid out on a square grid."""
 
 import functools
-from typing import Any
 
 import numpy as np
+from jaxtyping import Array, Int32, Integer
 
 from jax_kernels.plain_numbers import plain_arguments
 
@@ -12,7 +12,7 @@ __all__ = ["hilbert_order", "invert_order"]
 
 @plain_arguments
 @functools.lru_cache(maxsize=32, typed=True)  # 1 and True are equal
-def hilbert_order(n: int) -> np.ndarray:
+def hilbert_order(n: int) -> Int32[np.ndarray, " n"]:
     """The first n tokens, in the order of a Hilbert curve.
 
     Token t is in row t // side and column t % side of a square grid: the smallest grid that holds n tokens and whose
@@ -54,7 +54,7 @@ def hilbert_order(n: int) -> np.ndarray:
     return order
 
 
-def invert_order(order: Any) -> np.ndarray:
+def invert_order(order: Integer[Array, " n"] | Integer[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
     """The order that undoes `order`: x[order][invert_order(order)] is x.
 
     Args:

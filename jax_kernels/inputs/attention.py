@@ -1,7 +1,13 @@
 """The arrays, options and results of an attention call, from the public op down to a kernel."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+if TYPE_CHECKING:
+    from jax_kernels.masks import Mask
+    from jax_kernels.score_mod.trace import ScoreMod
 
 
 class AttentionInputs(NamedTuple):
@@ -23,22 +29,22 @@ class AttentionInputs(NamedTuple):
     earlier_out, earlier_lse: [B, T, H, Dv] and [B, H, T] float32, of the earlier steps, to merge with the result.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    mask: Any = None
-    bias: Any = None
-    sinks: Any = None
-    q_segment_ids: Any = None
-    kv_segment_ids: Any = None
-    kv_lengths: Any = None
-    q_offset: Any = None
-    score_mod: Any = None
+    query: Float[Array, "B T H D"]
+    key: Float[Array, "B S Hkv D"]
+    value: Float[Array, "B S Hkv Dv"]
+    mask: "Bool[Array, '#B #H #T #S'] | Mask | None" = None
+    bias: Float[Array, "#B #H #T #S"] | None = None
+    sinks: Float32[Array, "#B H"] | None = None
+    q_segment_ids: Int32[Array, "B T"] | None = None
+    kv_segment_ids: Int32[Array, "B S"] | None = None
+    kv_lengths: Int32[Array, " B"] | None = None
+    q_offset: Int32[Array, " B"] | None = None
+    score_mod: "ScoreMod | None" = None
     lists: Any = None
-    reach: Any = None
-    key_norms: Any = None
-    earlier_out: Any = None
-    earlier_lse: Any = None
+    reach: Int32[Array, "B 2"] | None = None
+    key_norms: Float32[Array, "B Hkv"] | None = None
+    earlier_out: Float32[Array, "B T H Dv"] | None = None
+    earlier_lse: Float32[Array, "B H T"] | None = None
 
 
 class AttentionResult(NamedTuple):
@@ -49,9 +55,9 @@ class AttentionResult(NamedTuple):
     inexact only with a bias or a score_mod that may mask: next to scores of -1e9, float32 loses the log of the sum.
     """
 
-    out: Any
-    lse: Any
-    excess: Any = None
+    out: Float[Array, "B T H Dv"]
+    lse: Float32[Array, "B H T"] | None
+    excess: Float32[Array, "B H T"] | None = None
 
 
 class AttentionGradients(NamedTuple):
@@ -60,12 +66,12 @@ class AttentionGradients(NamedTuple):
     score_mod: a ScoreMod of the gradients of its arrays.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    bias: Any = None
-    sinks: Any = None
-    score_mod: Any = None
+    query: Float[Array, "B T H D"]
+    key: Float[Array, "B S Hkv D"]
+    value: Float[Array, "B S Hkv Dv"]
+    bias: Float[Array, "#B #H #T #S"] | None = None
+    sinks: Float32[Array, "#B H"] | None = None
+    score_mod: "ScoreMod | None" = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +126,6 @@ class AttentionOptions:
     kv_heads: HeadView | None = None
 
 
-def first_position(inputs: AttentionInputs, options: AttentionOptions) -> Any:
+def first_position(inputs: AttentionInputs, options: AttentionOptions) -> int | Int32[Array, " B"]:
     """The position of query 0: an int, or [B] int32."""
-    return options.q_offset if inputs.q_offset is None else inputs.q_offset
+    return cast(int, options.q_offset) if inputs.q_offset is None else inputs.q_offset

@@ -3,9 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Num
 
 from jax_kernels.quantization.formats import LowBit
 
@@ -35,17 +37,17 @@ class MatmulInputs(NamedTuple):
     The devices of a mesh shard each of these axes. With block scales, the last of several axes has whole blocks.
     """
 
-    x: Any
-    w: Any
-    bias: Any = None
-    residual: Any = None
-    w_up: Any = None
-    x_scale: Any = None
-    w_scale: Any = None
-    w_up_scale: Any = None
-    x_up: Any = None
-    preactivation: Any = None
-    up: Any = None
+    x: Float[Array, "*M K"] | Float[Array, "*K M"]
+    w: Num[Array, "K N"] | Num[Array, "N K"]
+    bias: Float[Array, " N"] | None = None
+    residual: Float[Array, "*M N"] | None = None
+    w_up: Num[Array, "K N"] | Num[Array, "N K"] | None = None
+    x_scale: Float32[Array, "..."] | None = None
+    w_scale: Float[Array, "..."] | None = None
+    w_up_scale: Float[Array, "..."] | None = None
+    x_up: Float[Array, "*M K"] | Float[Array, "*K M"] | None = None
+    preactivation: Float[Array, "*M N"] | None = None
+    up: Float[Array, "*M N"] | None = None
 
     @property
     def is_gated(self) -> bool:
@@ -62,10 +64,10 @@ class MatmulResult(NamedTuple):
     is its result.
     """
 
-    out: Any
-    preactivation: Any = None
-    up: Any = None
-    activated: Any = None
+    out: Float[Array, "*M N"]
+    preactivation: Float[Array, "*M N"] | None = None
+    up: Float[Array, "*M N"] | None = None
+    activated: Float[Array, "*M N"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,8 +89,8 @@ class MatmulOptions:
     out_dtype: str
     transpose_x: bool = False
     transpose_w: bool = False
-    activation: Callable[[Any], Any] | None = None
-    derivative: Callable[[Any], Any] | None = None
+    activation: Callable[[Array], Array] | None = None
+    derivative: Callable[[Array], Array] | None = None
     precision: str | None = None
     saves_preactivation: bool = False
     scaling: str | None = None
@@ -106,7 +108,9 @@ class MatmulOptions:
         rows, depth = self.axes(inputs)
         return math.prod(rows), inputs.w.shape[0 if self.transpose_w else -1], math.prod(depth)
 
-    def gradients(self, g: Any, z: Any, load_up: Callable[[], Any] | None) -> Iterator[tuple[str, Any]]:
+    def gradients(
+        self, g: Float32[Array, "..."], z: Float32[Array, "..."], load_up: Callable[[], Array] | None
+    ) -> Iterator[tuple[str, Float32[Array, "..."]]]:
         """The fields of a derivative's MatmulResult, from the cotangent g of activation(z) * up: all in float32.
 
         load_up: loads up when it is needed; None if there is no up.
@@ -122,7 +126,7 @@ class MatmulOptions:
         yield "activated", activated
 
 
-def in_range(z: Any, dtype: Any) -> Any:
+def in_range(z: Float32[Array, "..."], dtype: DTypeLike) -> Float32[Array, "..."]:
     """A float32 sum that was saved in this dtype: float16's infinities become its largest values.
 
     The sums were finite before they were saved. At an infinity, silu's derivative, for example, is NaN, and NaN times 0
@@ -134,7 +138,7 @@ def in_range(z: Any, dtype: Any) -> Any:
     return jnp.minimum(jnp.maximum(z, -top), top)
 
 
-def scale_factors(x_scale: Any, w_scale: Any) -> tuple[Any, Any]:
+def scale_factors(x_scale: Array, w_scale: Array) -> tuple[Array, Array]:
     """(first, second): sums * first * second is sums * x_scale * w_scale if the result is in float32's range.
 
     The product of two scales may leave this range even if the result does not. Then the scales multiply in turn: sums
@@ -145,7 +149,7 @@ def scale_factors(x_scale: Any, w_scale: Any) -> tuple[Any, Any]:
     return jnp.where(is_normal, both, x_scale), jnp.where(is_normal, 1.0, w_scale)
 
 
-def scale_shares(scale: Any) -> tuple[Any, Any]:
+def scale_shares(scale: Array) -> tuple[Array, Array]:
     """(first, last), two factors of a row's scale: the result is sums * first * other_scale * last.
 
     first is between 2**-60 and 2**60, so that no step leaves float32's range before the result does.

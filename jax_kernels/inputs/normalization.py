@@ -1,7 +1,9 @@
 """The arrays, options and results of a normalisation, from the public op down to a kernel."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from jaxtyping import Array, Float, Float32
 
 
 class NormInputs(NamedTuple):
@@ -11,10 +13,10 @@ class NormInputs(NamedTuple):
     scale, bias: [columns], in x's dtype or float32.
     """
 
-    x: Any
-    residual: Any = None
-    scale: Any = None
-    bias: Any = None
+    x: Float[Array, "*rows columns"]
+    residual: Float[Array, "*rows columns"] | None = None
+    scale: Float[Array, " columns"] | None = None
+    bias: Float[Array, " columns"] | None = None
 
 
 class NormResult(NamedTuple):
@@ -28,19 +30,19 @@ class NormResult(NamedTuple):
     inverse may be None.
     """
 
-    out: Any
-    total: Any
-    mean: Any
-    inverse: Any
-    out_scale: Any = None
+    out: Float[Array, "*rows columns"]
+    total: Float[Array, "*rows columns"] | None
+    mean: Float32[Array, "*rows"] | None
+    inverse: Float32[Array, "*rows"] | None
+    out_scale: Float32[Array, "*rows"] | None = None
 
 
 class NormGradients(NamedTuple):
     """The gradients of x (the same for residual), scale and bias. None for an array without gradient."""
 
-    x: Any
-    scale: Any = None
-    bias: Any = None
+    x: Float[Array, "*rows columns"]
+    scale: Float[Array, " columns"] | None = None
+    bias: Float[Array, " columns"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Num
 
 from jax_kernels.plain_numbers import plain, plain_of
 from jax_kernels.quantization import formats, scale_blocks
@@ -44,8 +47,8 @@ class QuantizedArray:
     float32, bfloat16 or float8_e8m0fnu (MX). `shape` is the shape of the array, not of `values`.
     """
 
-    values: jax.Array
-    scale: jax.Array
+    values: Num[Array, "..."]
+    scale: Float[Array, "..."]
     scaling: str = dataclasses.field(default="tensor", metadata={"static": True})
     axis: int = dataclasses.field(default=-1, metadata={"static": True})
     layout: LowBit | None = dataclasses.field(default=None, metadata={"static": True})
@@ -70,14 +73,14 @@ class QuantizedArray:
 
 
 def quantize(
-    x: Any,
+    x: Float[Array, "..."] | Float[np.ndarray, "..."],
     format: str = "e4m3",
     *,
     scaling: str | None = None,
     axis: int | None = None,
-    scale: Any = None,
+    scale: Float32[Array, "..."] | float | None = None,
     group_size: int | None = None,
-    scale_dtype: Any = None,
+    scale_dtype: DTypeLike | None = None,
 ) -> QuantizedArray:
     """Rounds x to 8 or 4 bits, with scales that map its largest values to the largest value of the format.
 
@@ -233,7 +236,7 @@ def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> Quant
     )
 
 
-def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> jax.Array:
+def dequantize(x: QuantizedArray, dtype: DTypeLike = jnp.float32) -> Float[Array, "..."]:
     """The array values * scale, rounded to dtype once.
 
     It has gradients with respect to the scale.
@@ -394,7 +397,9 @@ def _checked(x: Any) -> jax.Array:
     return without_derivative(jnp.asarray(x), _NO_DERIVATIVE)
 
 
-def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.Array, jax.Array]:
+def quantize_fp8(
+    x: Float[Array, "..."] | Float[np.ndarray, "..."], axis: int | Sequence[int] | None = None
+) -> tuple[Float8e4m3fn[Array, "..."], Float32[Array, "..."]]:
     """Rounds x to float8_e4m3fn. Returns (values, scales), with x ≈ values * scales.
 
     Equivalent to the following JAX code::

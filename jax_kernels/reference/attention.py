@@ -35,7 +35,7 @@ def live(inputs: AttentionInputs, options: AttentionOptions, rows=None):
         keep = keep & (keys <= positions + right) if right >= 0 else keep
     if inputs.kv_lengths is not None:
         keep = keep & (keys < inputs.kv_lengths[:, None, None, None])
-    if inputs.q_segment_ids is not None:
+    if inputs.q_segment_ids is not None and inputs.kv_segment_ids is not None:
         q_ids, kv_ids = inputs.q_segment_ids[:, None, :, None], inputs.kv_segment_ids[:, None, None, :]
         keep = keep & (q_ids == kv_ids) & (q_ids >= 0)
     if isinstance(inputs.mask, Mask):
@@ -277,7 +277,8 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
     k32, v32 = key.astype(jnp.float32), value.astype(jnp.float32)
     dtype_of = lambda x: jnp.float32 if options.float32_gradients else x.dtype
     with_bias = bias is not None and options.bias_gradient
-    bias_chunks = with_bias and bias.shape[2] != 1
+    bias_shape = () if bias is None else bias.shape
+    bias_chunks = with_bias and bias_shape[2] != 1
 
     def one(carry, args):
         arrays, do, l, d, more = args
@@ -291,7 +292,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
         ds = p * (dp.reshape(p.shape) - d[..., None])
         dbias = None
         if with_bias:
-            broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
+            broadcast = tuple(axis for axis in range(4) if bias_shape[axis] == 1)
             dbias = ds.sum(broadcast, keepdims=True)
         if options.softcap is not None:
             ds = ds * (1 - jnp.tanh(products * (options.scale / options.softcap)) ** 2)
@@ -315,7 +316,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
     lse, delta, excess = (_split(x, chunk, axis=2, fill=fill) for x, fill in ((lse, jnp.inf), (delta, 0), (excess, 0)))
     others = (_split(dout, chunk), lse, delta, excess)
     (dk, dv, dbias, darrays), (dq, dbias_chunks) = lax.scan(one, carry, (split, *others))
-    if with_bias:
+    if bias is not None and with_bias:
         dbias = jnp.asarray(_join(dbias_chunks, length, axis=2) if bias_chunks else dbias, bias.dtype)
     dmod = None if score_mod is None else score_mod.with_gradients(darrays)
     gradients = (_join(dq, length), dk.astype(dtype_of(key)), dv.astype(dtype_of(value)))

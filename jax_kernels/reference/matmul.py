@@ -1,6 +1,7 @@
 """matmul in plain jnp: the implementation "xla", and the equations of the kernels."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,7 +23,8 @@ def matmul(inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
         product = product + _product(inputs.x_up, inputs.w_up, None, None, options)
     dtype = jnp.dtype(options.out_dtype)
     if inputs.preactivation is not None:
-        load_up = None if inputs.up is None else lambda: inputs.up.astype(jnp.float32)
+        up = inputs.up
+        load_up = None if up is None else functools.partial(up.astype, jnp.float32)
         found = options.gradients(product, inputs.preactivation.astype(jnp.float32), load_up)
         return MatmulResult(**{name: y.astype(dtype) for name, y in found})
     if inputs.bias is not None:

@@ -34,6 +34,7 @@ def norm_backward(
 ) -> NormGradients:
     """The gradients, from the result of the forward and the cotangents of out and total (dtotal may be None)."""
     x = (inputs.x if result.total is None else result.total).astype(jnp.float32)
+    assert result.inverse is not None
     dout = dout.astype(jnp.float32)
     normed = (x if result.mean is None else x - result.mean[..., None]) * result.inverse[..., None]
     weight = _weight(inputs, options)

@@ -8,7 +8,7 @@ Values that a score_mod looks up by the difference q - k are read as kernels rea
 
 import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +35,12 @@ def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, del
     """
     excess = jnp.zeros_like(lse) if excess is None else excess
     inputs = reference.without_ignored(inputs)
-    mod, lengths = inputs.score_mod, (inputs.query.shape[1], inputs.key.shape[1])
+    mod, lengths = cast(ScoreMod, inputs.score_mod), (inputs.query.shape[1], inputs.key.shape[1])
     sums = mod.zeros(of_arrays=True)
     if 0 in lengths or not jax.tree.leaves(sums):
         return mod.with_gradients(sums)
     mask, blocks = whole_mask(inputs, options), tuple(min(BLOCK, length) for length in lengths)
-    reader = _reader(mod, inputs.query.shape[::2], lengths, max(blocks))
+    reader = _reader(mod, _batch_and_heads(inputs), lengths, max(blocks))
     blocks = blocks if isinstance(reader, Arrays) else (reader.block,) * 2
     static_offset, offset = offset_of(first_position(inputs, options))
     alive, _ = block_status(mask, offset, lengths=lengths, blocks=blocks, static_offset=static_offset)
@@ -57,6 +57,11 @@ def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, del
 
     count = jnp.sum(alive, dtype=jnp.int32)
     return reader.gradients(lax.fori_loop(0, (count + chunk - 1) // chunk, one, reader.zeros()))
+
+
+def _batch_and_heads(inputs: AttentionInputs) -> tuple[int, int]:
+    batch, _, heads, _ = inputs.query.shape
+    return batch, heads
 
 
 def _reader(mod: ScoreMod, shape: tuple[int, int], lengths: tuple[int, int], block: int) -> Arrays | Operands:
@@ -100,7 +105,7 @@ def _of_chunk(
         bias = None
         if inputs.bias is not None:
             number = lambda score, _, *index: at(inputs.bias, score, *index)
-            bias = mapped(number, found, inputs.query.shape[::2], products)
+            bias = mapped(number, found, _batch_and_heads(inputs), products)
         return reference.scores_of(products, bias, options, modified)
 
     scores, pull = jax.vjp(scores_of, reader.given(found))
@@ -122,5 +127,6 @@ def _products(x: jax.Array, y: jax.Array, options: AttentionOptions) -> jax.Arra
     """x @ y^T, float32 [chunk, batch, heads, block_q, block_kv], from results of _rows."""
     # query_key_products takes blocks as batch entries.
     query, key = (rows.reshape(-1, *rows.shape[2:]) for rows in (x, y))
-    products = reference.query_key_products(AttentionInputs(query, key, value=None), options)
+    given = AttentionInputs(query, key, value=None)  # type: ignore[arg-type]
+    products = reference.query_key_products(given, options)
     return products.reshape(*x.shape[:2], *products.shape[1:])

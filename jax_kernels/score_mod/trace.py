@@ -1,5 +1,6 @@
 """A function of the scores, traced to a program of jax primitives and the arrays that it closes over."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ from jax_kernels.masks.mask import node, static
 from jax_kernels.score_mod.axes import flat, lifted
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
-__all__ = ["ScoreMod", "evaluated", "moving", "trace", "with_moving"]
+__all__ = ["ScoreMod", "ScoreModFunction", "evaluated", "moving", "trace", "with_moving"]
+
+type ScoreModFunction = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 _WANT = (
     "want an elementwise function score_mod(score, b, h, q_idx, kv_idx) in jnp code: float32 scalar to float32 scalar"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ __all__ = [
     "why_not",
 ]
 
-OPS = {"layer_norm": layer_norm, "rms_norm": rms_norm}
+OPS: dict[str, Callable[..., Any]] = {"layer_norm": layer_norm, "rms_norm": rms_norm}
 
 
 @dataclasses.dataclass(frozen=True)

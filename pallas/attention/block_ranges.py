@@ -7,15 +7,18 @@ A tile numbers its blocks in the order of its visits. Partial blocks evaluate th
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int32
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
+from jax_kernels.pallas.kernel_types import Index, Ref
+from jax_kernels.pallas.mosaic.layouts import RegisterLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +28,12 @@ class BlockRange:
     Partial blocks come first, except `last` of them, which come at the end.
     """
 
-    count: Any
-    partial: Any
-    at: Callable[[Any], Any]
-    last: Any = 0
+    count: Index
+    partial: Index
+    at: Callable[[Index], Index]
+    last: Index = 0
 
-    def is_partial(self, step: Any) -> Any:
+    def is_partial(self, step: Index) -> bool | jax.Array:
         if isinstance(self.last, int) and self.last == 0:
             return step < self.partial
         return (step < self.partial - self.last) | (step >= self.count - self.last)
@@ -49,13 +52,13 @@ class Limits:
     are Python ints or traced scalars of one batch entry.
     """
 
-    q_offset: Any
-    kv_length: Any
+    q_offset: Index
+    kv_length: Index
     is_causal: bool
     window: tuple[int, int] | None = None
-    first_query: Any = 0
+    first_query: Index = 0
 
-    def of_queries(self, q_start: Any) -> "Limits":
+    def of_queries(self, q_start: Index) -> "Limits":
         """The Limits of the block of queries at q_start: kv_length is 0 if the block lies before first_query."""
         if _static(self.first_query):
             return self
@@ -72,20 +75,28 @@ class Limits:
             return 0
         return -1 if self.window is None else self.window[1]
 
-    def key_limit(self, q_index: Any) -> Any:
+    def key_limit(self, q_index: Index) -> Index:
         """The end (exclusive) of the keys that query `q_index` may attend to."""
         if self.right < 0:
             return self.kv_length
         return _clip(self.q_offset + q_index + (self.right + 1), 0, self.kv_length)
 
-    def key_start(self, q_index: Any) -> Any:
+    def key_start(self, q_index: Index) -> Index:
         """The first key that query `q_index` may attend to."""
         if self.left < 0:
             return 0
         return _clip(self.q_offset + q_index - self.left, 0, self.kv_length)
 
     def keep(
-        self, shape: tuple[int, int], kv_start: Any, q_start: Any, *, layout: Any, kv_axis: int, may_end: bool, ids=None
+        self,
+        shape: tuple[int, ...],
+        kv_start: Index,
+        q_start: Index,
+        *,
+        layout: RegisterLayout,
+        kv_axis: int,
+        may_end: bool,
+        ids=None,
     ):
         """The predicate of the block of keys at kv_start and queries at q_start: bool, in a register layout.
 
@@ -131,7 +142,7 @@ class Limits:
         return self.left < 0 and self.right < 0 and isinstance(length, int) and length % block_kv == 0
 
     def key_blocks(
-        self, q_start: Any, block_q: int, block_kv: int, among: "Among | None" = None, *, in_order=False
+        self, q_start: Index, block_q: int, block_kv: int, among: "Among | None" = None, *, in_order=False
     ) -> BlockRange:
         """The blocks of keys that queries q_start ... q_start + block_q - 1 attend to, right to left.
 
@@ -140,7 +151,8 @@ class Limits:
         """
         q_end = q_start + block_q - 1
         longest, shortest = self.key_limit(q_end), self.key_limit(q_start)
-        first, last = 0, _ceil_div(longest, block_kv)
+        first: Index = 0
+        last = _ceil_div(longest, block_kv)
         if self.left >= 0:
             first = _div(self.key_start(q_start), block_kv)
             last = _where(self.key_start(q_start) < longest, last, first)
@@ -155,7 +167,7 @@ class Limits:
 
     def query_blocks(
         self,
-        kv_start: Any,
+        kv_start: Index,
         block_kv: int,
         block_q: int,
         q_length: int,
@@ -172,8 +184,10 @@ class Limits:
         """
         total = -(-q_length // block_q)
         kv_end = kv_start + block_kv - 1
-        first, full_start = 0, 0
-        last, full_end = total, total
+        first: Index = 0
+        full_start: Index = 0
+        last: Index = total
+        full_end: Index = total
         if self.right >= 0:
             offset = self.q_offset + self.right if self.right else self.q_offset
             first = _clip(_div(maximum(kv_start - offset, 0), block_q), 0, total)
@@ -205,12 +219,14 @@ class Limits:
 class Among(NamedTuple):
     """Blocks first ... end - 1. In blocks full_first ... full_end - 1, by default none, only Limits can mask a pair."""
 
-    first: Any
-    end: Any
-    full_first: Any = 0
-    full_end: Any = 0
+    first: Index
+    end: Index
+    full_first: Index = 0
+    full_end: Index = 0
 
-    def within(self, first: Any, full_start: Any, full_end: Any, last: Any) -> tuple[Any, Any, Any, Any]:
+    def within(
+        self, first: Index, full_start: Index, full_end: Index, last: Index
+    ) -> tuple[Index, Index, Index, Index]:
         """The intersection with these bounds, as (first, full_start, full_end, last)."""
         first = maximum(first, self.first)
         last = maximum(minimum(last, self.end), first)
@@ -220,7 +236,7 @@ class Among(NamedTuple):
 
 
 def _partial_at_both_ends(
-    first: Any, full_start: Any, full_end: Any, last: Any, *, descending: bool, in_order: bool
+    first: Index, full_start: Index, full_end: Index, last: Index, *, descending: bool, in_order: bool
 ) -> BlockRange:
     """Blocks first ... last - 1. Blocks full_start ... full_end - 1, if any, are full."""
     if isinstance(full_end, int) and full_end == 0:  # no block is full
@@ -241,31 +257,31 @@ def _partial_at_both_ends(
     return BlockRange(count, partial, at)
 
 
-def _static(*values: Any) -> bool:
+def _static(*values: Index) -> bool:
     return all(isinstance(v, int | bool) for v in values)
 
 
-def _div(a: Any, b: int) -> Any:
+def _div(a: Index, b: int) -> Index:
     return a // b if _static(a) else lax.div(a, jnp.int32(b))
 
 
-def _ceil_div(a: Any, b: int) -> Any:
+def _ceil_div(a: Index, b: int) -> Index:
     return _div(a + (b - 1), b)
 
 
-def minimum(a: Any, b: Any) -> Any:
+def minimum(a: Index, b: Index) -> Index:
     return min(a, b) if _static(a, b) else jnp.minimum(a, b)
 
 
-def maximum(a: Any, b: Any) -> Any:
+def maximum(a: Index, b: Index) -> Index:
     return max(a, b) if _static(a, b) else jnp.maximum(a, b)
 
 
-def _clip(x: Any, low: Any, high: Any) -> Any:
+def _clip(x: Index, low: Index, high: Index) -> Index:
     return minimum(maximum(x, low), high)
 
 
-def _where(condition: Any, a: Any, b: Any) -> Any:
+def _where(condition: bool | jax.Array, a: Index, b: Index) -> Index:
     if _static(condition):
         return a if condition else b
     if _static(a, b):  # two weak constants would not lower through Triton
@@ -273,7 +289,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return jnp.where(condition, a, b)
 
 
-def bounds_array(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array | None:
+def bounds_array(inputs: AttentionInputs, options: AttentionOptions) -> Int32[Array, "B columns"] | None:
     """[B, 2] int32 of (q_offset, number of keys that count), for a kernel to read; None if tracing knows both.
 
     With inputs.reach: [B, 3], whose last column is the first query with keys.
@@ -290,11 +306,17 @@ def bounds_array(inputs: AttentionInputs, options: AttentionOptions) -> jax.Arra
 
 
 def limits(
-    bounds_ref: Any, batch_index: Any, q_offset: Any, kv_length: int, *, is_causal: bool, window: Any = None
+    bounds_ref: Ref | None,
+    batch_index: Index,
+    q_offset: int | None,
+    kv_length: Index,
+    *,
+    is_causal: bool,
+    window: tuple[int, int] | None = None,
 ) -> Limits:
     """The Limits of a batch entry; bounds_ref is None or holds bounds_array."""
     if bounds_ref is None:
-        return Limits(q_offset, kv_length, is_causal, window)
+        return Limits(cast(int, q_offset), kv_length, is_causal, window)
     first_query = bounds_ref[batch_index, 2] if bounds_ref.shape[1] > 2 else 0
     return Limits(bounds_ref[batch_index, 0], bounds_ref[batch_index, 1], is_causal, window, first_query)
 
@@ -303,12 +325,16 @@ def limits(
 NO_QUERY, NO_KEY = -1, -2
 
 
-def segment_arrays(q_ids: Any, kv_ids: Any) -> tuple[jax.Array, jax.Array]:
+def segment_arrays(
+    q_ids: Int32[Array, "B T"], kv_ids: Int32[Array, "B S"]
+) -> tuple[Int32[Array, "B T"], Int32[Array, "B S"]]:
     """Segment ids of queries and keys. A query may attend to a key if and only if their ids are equal."""
     return jnp.where(q_ids < 0, NO_QUERY, q_ids), jnp.where(kv_ids < 0, NO_KEY, kv_ids)
 
 
-def segment_ranges(ids: jax.Array, block: int, other_ids: jax.Array, other_block: int) -> jax.Array:
+def segment_ranges(
+    ids: Int32[Array, "B T"], block: int, other_ids: Int32[Array, "B S"], other_block: int
+) -> Int32[Array, "B blocks 4"]:
     """[B, blocks, 4] int32: for each block of ids, the fields of Among for the blocks of other_ids that it meets.
 
     Two blocks meet if they may share an id. If the ids are not sorted, the range also holds blocks that do not meet.
@@ -327,7 +353,7 @@ def segment_ranges(ids: jax.Array, block: int, other_ids: jax.Array, other_block
     return jnp.stack([first, end, full_first, jnp.maximum(full_end, full_first)], axis=-1).astype(jnp.int32)
 
 
-def among(ranges_ref: Any, batch_index: Any, block: Any) -> Among:
+def among(ranges_ref: Ref, batch_index: Index, block: Index) -> Among:
     """The blocks that a block may meet, from segment_ranges."""
     return Among(*(ranges_ref[batch_index, block, i] for i in range(4)))
 

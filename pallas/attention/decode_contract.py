@@ -15,16 +15,16 @@ The T queries of the H / Hkv query heads with the same key head are the rows of 
 for all of them: row t * H / Hkv + g is query t of head g.
 """
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Float32
 
 # The cost of a split in addition to its keys, and the cost of merging, in blocks of keys: a few microseconds each.
 SPLIT_OVERHEAD = 4
 MERGE_OVERHEAD = 4
 
 
-def pack(query: jax.Array, kv_heads: int, rows: int) -> jax.Array:
+def pack(query: Float[Array, "B T H D"], kv_heads: int, rows: int) -> Float[Array, "B Hkv rows D"]:
     """[B, T, H, D] -> [B, Hkv, rows, D], with rows of zeros at the end."""
     batch, q_length, heads, head_dim = query.shape
     query = query.reshape(batch, q_length, kv_heads, heads // kv_heads, head_dim).swapaxes(1, 2)
@@ -32,7 +32,9 @@ def pack(query: jax.Array, kv_heads: int, rows: int) -> jax.Array:
     return jnp.pad(query, [(0, 0), (0, 0), (0, rows - query.shape[2]), (0, 0)])
 
 
-def unpack(out: jax.Array, lse: jax.Array, q_length: int, heads: int) -> tuple[jax.Array, jax.Array]:
+def unpack(
+    out: Float[Array, "B Hkv rows Dv"], lse: Float32[Array, "B Hkv rows"], q_length: int, heads: int
+) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """[B, Hkv, rows, Dv] and [B, Hkv, rows] -> [B, T, H, Dv] and [B, H, T]."""
     batch, kv_heads = out.shape[:2]
     group = heads // kv_heads
@@ -40,7 +42,9 @@ def unpack(out: jax.Array, lse: jax.Array, q_length: int, heads: int) -> tuple[j
     return out.swapaxes(1, 2).reshape(batch, q_length, heads, -1), lse.swapaxes(2, 3).reshape(batch, heads, q_length)
 
 
-def row_sinks(sinks: jax.Array | None, kv_heads: int, q_length: int, rows: int) -> jax.Array | None:
+def row_sinks(
+    sinks: Float32[Array, "B H"] | None, kv_heads: int, q_length: int, rows: int
+) -> Float32[Array, "B Hkv rows"] | None:
     """[B, Hkv, rows] float32 from [B, H]: the sink of each row's head."""
     if sinks is None:
         return None

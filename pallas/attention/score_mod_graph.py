@@ -22,7 +22,7 @@ class Node:
     """
 
     kind: str
-    dtype: Any
+    dtype: jnp.dtype
     axes: frozenset[str] = frozenset()
     inputs: "tuple[Node, ...]" = ()
     params: Any = None
@@ -72,7 +72,7 @@ def _bool(x: Node) -> Node:
     return Node("ne", jnp.dtype(bool), x.axes, (x, Node("literal", x.dtype, value=x.dtype.type(0))))
 
 
-def _converted(x: Node, dtype: Any) -> Node:
+def _converted(x: Node, dtype: jnp.dtype) -> Node:
     if x.dtype == dtype:
         return x
     return Node("convert_element_type", jnp.dtype(dtype), x.axes, (x,), {"new_dtype": dtype})
@@ -172,11 +172,11 @@ def interval(node: Node, known: dict[Any, tuple[Any, Any]]) -> tuple[Any, Any] |
     return (lows[0], highs[0]) if kind == "convert_element_type" and inputs[0].dtype != bool else None
 
 
-def _least(numbers: Any) -> Any:
+def _least(numbers: Any) -> jax.Array | float:
     return -_largest([-x for x in numbers])
 
 
-def _largest(numbers: Any) -> Any:
+def _largest(numbers: Any) -> jax.Array | float:
     return max(numbers) if all(isinstance(x, float) for x in numbers) else functools.reduce(jnp.maximum, numbers)
 
 

@@ -1,12 +1,13 @@
 """The order of a matmul's work tiles."""
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_kernels.pallas.kernel_types import Index
 
-def banded(index: Any, m_blocks: int, n_blocks: int, rows_together: int) -> tuple[Any, Any]:
+
+def banded(index: Index, m_blocks: int, n_blocks: int, rows_together: int) -> tuple[jax.Array, jax.Array]:
     """(row, column) of work tile `index`, in blocks.
 
     rows_together rows of tiles run column by column, because the L2 cache holds their part of x.

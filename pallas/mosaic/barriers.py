@@ -1,10 +1,12 @@
 """Barriers between warpgroups, and counters in device memory that CTAs share."""
 
-from typing import Any, NamedTuple
+import dataclasses
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.pallas.kernel_types import Barrier, Index
 from jax_kernels.pallas.mosaic import interpreter
+from jax_kernels.pallas.mosaic.scratch import barrier_ref
 
 
 class Barriers:
@@ -14,37 +16,38 @@ class Barriers:
     """
 
     def __init__(self, wanted: dict[str, tuple[int, int]], *, merged: bool):
-        self._places: dict[str, tuple[Any, int]] = {}
-        self._arrays: dict[Any, tuple[int, int]] = {}
+        self._places: dict[str, tuple[int | str, int]] = {}
+        self._arrays: dict[int | str, tuple[int, int]] = {}
         for name, (count, arrivals) in wanted.items():
-            array = arrivals if merged else name
+            array: int | str = arrivals if merged else name
             first, _ = self._arrays.get(array, (0, 0))
             self._places[name] = array, first
             self._arrays[array] = first + count, arrivals
 
-    def scratch(self) -> list[Any]:
+    def scratch(self) -> list[Barrier]:
         """The arrays of barriers, for pl.run_scoped."""
-        return [plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n, arrivals in self._arrays.values()]
+        return [barrier_ref(num_arrivals=arrivals, num_barriers=n) for n, arrivals in self._arrays.values()]
 
-    def of(self, scratch: list[Any], name: str) -> Any:
+    def of(self, scratch: list[Barrier], name: str) -> "BarrierSlice | None":
         """The barriers of a name: `.at[i]` is barrier i. None if no barriers of this name were wanted."""
         if name not in self._places:
             return None
         array, first = self._places[name]
-        return _From(scratch[list(self._arrays).index(array)], first)
+        return BarrierSlice(scratch[list(self._arrays).index(array)], first)
 
 
-class _From(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class BarrierSlice:
     """A slice of a barrier array, starting at `first`."""
 
-    array: Any
+    array: Barrier
     first: int
 
     @property
-    def at(self) -> "_From":
+    def at(self) -> "BarrierSlice":
         return self
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Index) -> Barrier:
         is_only = isinstance(index, int) and self.array.shape == (1,)
         return self.array if is_only else self.array.at[self.first + index]
 

@@ -44,32 +44,32 @@ def _log1p(x: Any) -> Any:
 _ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
-def erf_polynomial(size: Any) -> Any:
+def erf_polynomial(size: jax.Array) -> jax.Array:
     """(1 - erf(size)) / exp(-size * size), for size >= 0."""
     t = 1.0 / (1.0 + 0.3275911 * size)
     return t * (_ERF[4] + t * (_ERF[3] + t * (_ERF[2] + t * (_ERF[1] + t * _ERF[0]))))
 
 
-def gelu_tanh(x: Any) -> Any:
+def gelu_tanh(x: jax.Array) -> jax.Array:
     """x Φ(x) by Hendrycks and Gimpel's approximation (2016), arXiv:1606.08415."""
     return 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
-def sigmoid(x: Any) -> Any:
+def sigmoid(x: jax.Array) -> jax.Array:
     return lax.logistic(x)
 
 
-def silu(x: Any) -> Any:
+def silu(x: jax.Array) -> jax.Array:
     return x * sigmoid(x)
 
 
-def _gelu_tanh(x: Any) -> Any:
+def _gelu_tanh(x: jax.Array) -> jax.Array:
     """gelu_tanh in five instructions and one tanh per value. The form above takes eight."""
     half = 0.5 * x
     return half + half * jnp.tanh(x * (0.7978845608028654 + 0.035677408136300125 * (x * x)))
 
 
-def _sigmoid(x: Any) -> Any:
+def _sigmoid(x: jax.Array) -> jax.Array:
     """sigmoid without the four instructions of a division that handle the smallest values."""
     return registers.reciprocal(1.0 + jnp.exp(-x))
 

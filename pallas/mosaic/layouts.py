@@ -1,6 +1,15 @@
 """Layouts of tiles in registers and shared memory for wgmma and the tensor memory accelerator."""
 
+from typing import TYPE_CHECKING
+
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+if TYPE_CHECKING:  # JAX has no public type for plgpu.Layout and its reductions
+    from jax._src.pallas.mosaic_gpu.core import SomeLayout as RegisterLayout
+else:
+    RegisterLayout = plgpu.Layout
+
+type Transforms = tuple[plgpu.Transform, ...]
 
 WGMMA = plgpu.Layout.WGMMA
 PART = 8  # neighbouring columns of a WGMMA array in which a thread has two

@@ -1,17 +1,20 @@
 """Tiles of 16-bit arrays in shared memory, and the copies between them and device memory."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
+from jax_kernels.pallas.kernel_types import Barrier, Ref
 from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.layouts import ROWS, SWIZZLED
 from jax_kernels.pallas.mosaic.registers import recomputed
+from jax_kernels.pallas.mosaic.scratch import smem_ref
 
 
 class SmemTiles:
@@ -36,24 +39,24 @@ class SmemTiles:
         self.retiled = self.any_rows and not interpreter.INTERPRETED
         self.eights = self.whole and self.retiled
 
-    def scratch(self, *shape: int, dtype: Any) -> Any:
+    def scratch(self, *shape: int, dtype: DTypeLike) -> Ref:
         """The memory, for pl.run_scoped. shape: the shape of the tiles without the columns."""
         *outer, rows = shape
-        tiles = plgpu.SMEM((*outer, self.count, rows, self.width), dtype, transforms=self.transforms)
+        tiles = smem_ref((*outer, self.count, rows, self.width), dtype, transforms=self.transforms)
         if not self.retiled:
             return tiles
         copied = (rows // 8, self.width // 64, 8, 64) if self.eights else (self.count, rows, 64)
-        return plgpu.RefUnion(tiles, plgpu.SMEM((*outer, *copied), dtype, transforms=ROWS))
+        return cast(Ref, plgpu.RefUnion(tiles, smem_ref((*outer, *copied), dtype, transforms=ROWS)))
 
-    def views(self, smem: Any) -> tuple[Any, Any]:
+    def views(self, smem: Ref) -> tuple[Ref, Ref]:
         """(the view of the scratch memory for wgmma and stores, the view for copies)."""
-        return tuple(smem) if self.retiled else (smem, smem)
+        return cast(tuple[Ref, Ref], tuple(cast(Any, smem))) if self.retiled else (smem, smem)
 
     def copies(self, rows: int) -> int:
         """The number of copies of a tile, which its barrier counts."""
         return rows // 8 * (self.width // 64) if self.eights else self.count
 
-    def _each(self, gmem: Any, smem: Any, copy: Callable[[Any, Any], None]) -> None:
+    def _each(self, gmem: Ref, smem: Ref, copy: Callable[[Ref, Ref], None]) -> None:
         if not self.eights:
             for c in range(self.count):
                 copy(gmem if self.count == 1 else gmem.at[:, pl.ds(self.width * c, self.width)], smem.at[c])
@@ -66,19 +69,19 @@ class SmemTiles:
         # The count is opaque: the unrolled loop takes more registers than a loading warpgroup has.
         lax.fori_loop(0, recomputed(smem.shape[0] * (self.width // 64)), eight, None)
 
-    def load(self, gmem: Any, smem: Any, barrier: Any) -> None:
+    def load(self, gmem: Ref, smem: Ref, barrier: Barrier) -> None:
         """Starts the copies of a tile. gmem: [rows, columns] in device memory. smem: the tile's view for copies."""
         self._each(gmem, smem, lambda gmem, smem: plgpu.copy_gmem_to_smem(gmem, smem, barrier))
 
-    def store(self, smem: Any, gmem: Any) -> None:
+    def store(self, smem: Ref, gmem: Ref) -> None:
         """Starts the copies of a tile to device memory."""
         self._each(gmem, smem, lambda gmem, smem: plgpu.copy_smem_to_gmem(smem, gmem))
 
-    def chunks(self, x: Any) -> list[Any]:
+    def chunks(self, x: jax.Array) -> list[jax.Array]:
         """The chunks of an array's columns."""
         return [x] if self.count == 1 else [x[:, self.width * c : self.width * (c + 1)] for c in range(self.count)]
 
-    def sixty_four(self, smem: Any, start: int) -> Any:
+    def sixty_four(self, smem: Ref, start: int) -> Ref:
         """A ref of 64 columns of a tile, from column `start` on."""
         c, start = divmod(start, self.width)
         return smem.at[c, :, start : start + 64] if self.width > 64 else smem.at[c]

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_kernels.pallas.kernel_types import Index
+
 # The extra cost of a part, in steps: its start, and its additions.
 OVERHEAD = 2.0
 MOST_PARTS = 32
@@ -51,17 +53,17 @@ class SplitTail:
     def ctas(self) -> int:
         return self.whole + (self.tiles - self.whole) * self.parts
 
-    def tile(self, cta: Any) -> Any:
+    def tile(self, cta: Index) -> Index:
         if self.parts == 1:
             return cta
         return jnp.where(cta < self.whole, cta, self.whole + lax.div(cta - self.whole, jnp.int32(self.parts)))
 
-    def first(self, cta: Any) -> Any:
+    def first(self, cta: Index) -> Index:
         """The CTA's first step within its tile."""
         part = lax.rem(cta - self.whole, jnp.int32(self.parts))
         return jnp.where(cta < self.whole, 0, lax.div(part * self.steps, jnp.int32(self.parts)))
 
-    def count(self, cta: Any) -> Any:
+    def count(self, cta: Index) -> Index:
         """The CTA's number of steps."""
         part = lax.rem(cta - self.whole, jnp.int32(self.parts))
         end = lax.div((part + 1) * self.steps, jnp.int32(self.parts))

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.pallas.kernel_types import Ref
 from jax_kernels.pallas.mosaic.barriers import count_up
 from jax_kernels.pallas.mosaic.registers import as_int32
+from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 
 
 class Fetched(NamedTuple):
@@ -72,16 +74,16 @@ class TileScheduler:
         """Whether there is a counter. If each CTA has one tile, no counter is needed."""
         return self.dynamic and self.count > self.core_count
 
-    def counter(self) -> Any:
+    def counter(self) -> Ref | None:
         """A new counter for a launch; None without a counter."""
-        return jax.new_ref(jnp.zeros((1,), jnp.int32)) if self.fetches else None
+        return cast(Ref, jax.new_ref(jnp.zeros((1,), jnp.int32))) if self.fetches else None
 
     def scratch(self, warpgroups: int) -> Fetched:
         """The memory of Fetched, for pl.run_scoped. Its fields are None without a counter."""
         if not self.fetches:
             return Fetched(None, None, None)
-        barrier = functools.partial(plgpu.Barrier, num_barriers=2)
-        return Fetched(plgpu.SMEM((2,), jnp.int32), barrier(num_arrivals=1), barrier(num_arrivals=warpgroups))
+        barrier = functools.partial(barrier_ref, num_barriers=2)
+        return Fetched(smem_ref((2,), jnp.int32), barrier(num_arrivals=1), barrier(num_arrivals=warpgroups))
 
     @property
     def _ends(self) -> list[int]:
@@ -132,7 +134,7 @@ class TileScheduler:
         plgpu.barrier_arrive(fetched.free.at[slot])
         return following
 
-    def leave_following(self, counter, index, smem) -> Any:
+    def leave_following(self, counter, index, smem) -> jax.Array:
         """The tile after `index`. One warpgroup calls this; smem [1] then holds the tile for the other warpgroups."""
         if self.fetches:
             count_up(counter, smem, self.ctas)

@@ -1,11 +1,11 @@
 """Sizes of Triton's tensors and grids, and masks of the valid values of a tensor."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+
+from jax_kernels.pallas.kernel_types import Index
 
 SMALLEST = 16  # the least size of a tensor core operand
 MOST_PROGRAMS = 65535  # along the second and the third axis of CUDA's grid
@@ -34,7 +34,7 @@ def iota(size: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, (size,), 0)
 
 
-def row_mask(start: Any, rows: int, length: Any, block: int | None = None) -> jax.Array | None:
+def row_mask(start: Index, rows: int, length: Index | None, block: int | None = None) -> jax.Array | None:
     """Whether each row from `start` exists; None if all exist: length is None, or a multiple of the block.
 
     block: the rows of a block, if these rows are a part of a block; None for `rows`.
@@ -44,7 +44,7 @@ def row_mask(start: Any, rows: int, length: Any, block: int | None = None) -> ja
     return start + iota(rows) < length
 
 
-def both(rows: jax.Array | None, columns: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
+def both(rows: jax.Array | None, columns: jax.Array | None, shape: tuple[int, ...]) -> jax.Array | None:
     """The mask of a matrix from the masks of its rows and columns; None if both masks are None."""
     mask = None if rows is None else jnp.broadcast_to(rows[:, None], shape)
     if columns is not None:

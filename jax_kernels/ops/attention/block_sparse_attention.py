@@ -1,11 +1,13 @@
 """block_sparse_attention: flash_attention under a mask of blocks."""
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
+from jaxtyping import Array, Bool, Float, Float32
 
 from jax_kernels import dispatch, masks
 from jax_kernels.masks.arrays import named_block_sparse
+from jax_kernels.ops.attention.arguments import BiasedAttentionArguments
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.planned_op import explained_as
 from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
@@ -14,17 +16,50 @@ from jax_kernels.tracing.promotion import under_defaults
 __all__ = ["block_sparse_attention"]
 
 
+@overload
+def block_sparse_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
+    block_mask: Bool[Array, "*#B_H rows columns"] | Float[Array, "*#B_H rows columns"] | masks.Mask,
+    *,
+    block_size: int | tuple[int, int] | None = ...,
+    return_lse: Literal[False] = ...,
+    **arguments: Unpack[BiasedAttentionArguments],
+) -> Float[Array, "B T H Dv"]: ...
+@overload
+def block_sparse_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
+    block_mask: Bool[Array, "*#B_H rows columns"] | Float[Array, "*#B_H rows columns"] | masks.Mask,
+    *,
+    block_size: int | tuple[int, int] | None = ...,
+    return_lse: Literal[True],
+    **arguments: Unpack[BiasedAttentionArguments],
+) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
+@overload
+def block_sparse_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
+    block_mask: Bool[Array, "*#B_H rows columns"] | Float[Array, "*#B_H rows columns"] | masks.Mask,
+    *,
+    block_size: int | tuple[int, int] | None = ...,
+    return_lse: bool = ...,
+    **arguments: Unpack[BiasedAttentionArguments],
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
 @with_plain_numbers(*ATTENTION)
 @under_defaults
 def block_sparse_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    block_mask: jax.Array | masks.Mask,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
+    block_mask: Bool[Array, "*#B_H rows columns"] | Float[Array, "*#B_H rows columns"] | masks.Mask,
     *,
     block_size: int | tuple[int, int] | None = None,
     **arguments: Any,
-) -> Any:
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """Attention within the blocks of queries and keys that a mask keeps.
 
     Equivalent to the following JAX code::

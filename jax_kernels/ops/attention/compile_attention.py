@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
 
 from jax_kernels import dispatch, masks
 from jax_kernels.device import DeviceInfo
@@ -76,10 +78,14 @@ class CompiledAttention:
         attend = functools.partial(flash_attention, implementation=plan.implementation)
         self._attend = jax.jit(lambda mask, query, key, value: attend(query, key, value, mask=mask))
 
-    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def __call__(
+        self, query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"], value: Float[Array, "B S Hkv D"]
+    ) -> Float[Array, "B T H D"]:
         return self._attend(self.prepared_mask, *self._checked(query, key, value))
 
-    def plan_of_call(self, query: Any, key: Any, value: Any) -> dispatch.Plan:
+    def plan_of_call(
+        self, query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"], value: Float[Array, "B S Hkv D"]
+    ) -> dispatch.Plan:
         """The plan, for jax_kernels.explain. Raises the errors of a call."""
         self._checked(query, key, value)
         return self.plan
@@ -150,7 +156,7 @@ def compile_attention(
     batch: int = 1,
     num_heads: int = 8,
     num_kv_heads: int | None = None,
-    dtype: Any = jnp.bfloat16,
+    dtype: DTypeLike = jnp.bfloat16,
     implementation: str | None = None,
     **options: Any,
 ) -> CompiledAttention:

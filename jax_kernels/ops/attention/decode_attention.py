@@ -3,10 +3,11 @@
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Integer
 
 from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request, without_blocks
@@ -70,25 +71,76 @@ class DecodeOptions:
     left: int
 
 
+@overload
+def decode_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"] | Float[Array, "pages page_size Hkv D"],
+    value: Float[Array, "B S Hkv Dv"] | Float[Array, "pages page_size Hkv Dv"],
+    *,
+    kv_lengths: Integer[Array, " B"] | None = ...,
+    block_tables: Integer[Array, "B max_pages"] | None = ...,
+    mask: Bool[Array, "*#BHTS"] | Float[Array, "*#BHTS"] | Mask | None = ...,
+    bias: Float[Array, "*#BHTS"] | None = ...,
+    window: int | tuple[int, int] | None = ...,
+    softcap: float | None = ...,
+    sinks: Float[Array, " H"] | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: str | None = ...,
+) -> Float[Array, "B T H Dv"]: ...
+@overload
+def decode_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"] | Float[Array, "pages page_size Hkv D"],
+    value: Float[Array, "B S Hkv Dv"] | Float[Array, "pages page_size Hkv Dv"],
+    *,
+    kv_lengths: Integer[Array, " B"] | None = ...,
+    block_tables: Integer[Array, "B max_pages"] | None = ...,
+    mask: Bool[Array, "*#BHTS"] | Float[Array, "*#BHTS"] | Mask | None = ...,
+    bias: Float[Array, "*#BHTS"] | None = ...,
+    window: int | tuple[int, int] | None = ...,
+    softcap: float | None = ...,
+    sinks: Float[Array, " H"] | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    implementation: str | None = ...,
+) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
+@overload
+def decode_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"] | Float[Array, "pages page_size Hkv D"],
+    value: Float[Array, "B S Hkv Dv"] | Float[Array, "pages page_size Hkv Dv"],
+    *,
+    kv_lengths: Integer[Array, " B"] | None = ...,
+    block_tables: Integer[Array, "B max_pages"] | None = ...,
+    mask: Bool[Array, "*#BHTS"] | Float[Array, "*#BHTS"] | Mask | None = ...,
+    bias: Float[Array, "*#BHTS"] | None = ...,
+    window: int | tuple[int, int] | None = ...,
+    softcap: float | None = ...,
+    sinks: Float[Array, " H"] | None = ...,
+    scale: float | None = ...,
+    return_lse: bool = ...,
+    implementation: str | None = ...,
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
 @with_plain_numbers("window", "softcap", "scale", "return_lse")
 @with_explicit_axes(as_attention)
 @under_defaults
 def decode_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"] | Float[Array, "pages page_size Hkv D"],
+    value: Float[Array, "B S Hkv Dv"] | Float[Array, "pages page_size Hkv Dv"],
     *,
-    kv_lengths: jax.Array | None = None,
-    block_tables: jax.Array | None = None,
-    mask: jax.Array | Mask | None = None,
-    bias: jax.Array | None = None,
+    kv_lengths: Integer[Array, " B"] | None = None,
+    block_tables: Integer[Array, "B max_pages"] | None = None,
+    mask: Bool[Array, "*#BHTS"] | Float[Array, "*#BHTS"] | Mask | None = None,
+    bias: Float[Array, "*#BHTS"] | None = None,
     window: int | tuple[int, int] | None = None,
     softcap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float[Array, " H"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> Any:
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """Attention of the newest 1 to 16 tokens of each sequence to its cache of keys and values. Forward only.
 
     Equivalent to the following JAX code (with key and value repeated for grouped heads)::

@@ -1,14 +1,16 @@
 """dynamic_mask_attention: flash_attention under a mask and a bias, which may have one entry per key head."""
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Float, Float32
 
 from jax_kernels import dispatch, masks
 from jax_kernels.masks import Mask, checks
 from jax_kernels.masks.arrays import Dense, DenseMask
+from jax_kernels.ops.attention.arguments import AttentionArguments
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.traced_masks import mask_or_nan, with_validity
 from jax_kernels.ops.checks import check_shapes, checked_array, checked_sinks, reshaped
@@ -20,17 +22,50 @@ from jax_kernels.tracing.promotion import under_defaults
 __all__ = ["dynamic_mask_attention", "keys_of_largest_bias"]
 
 
+@overload
+def dynamic_mask_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
+    mask: Bool[Array, "*#BHTS"] | Float[Array, "*#BHTS"] | Mask,
+    bias: Float[Array, "*#BHTS"] | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **arguments: Unpack[AttentionArguments],
+) -> Float[Array, "B T H Dv"]: ...
+@overload
+def dynamic_mask_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
+    mask: Bool[Array, "*#BHTS"] | Float[Array, "*#BHTS"] | Mask,
+    bias: Float[Array, "*#BHTS"] | None = ...,
+    *,
+    return_lse: Literal[True],
+    **arguments: Unpack[AttentionArguments],
+) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
+@overload
+def dynamic_mask_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
+    mask: Bool[Array, "*#BHTS"] | Float[Array, "*#BHTS"] | Mask,
+    bias: Float[Array, "*#BHTS"] | None = ...,
+    *,
+    return_lse: bool = ...,
+    **arguments: Unpack[AttentionArguments],
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
 @with_plain_numbers(*ATTENTION)
 @with_explicit_axes(as_attention)
 @under_defaults
 def dynamic_mask_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: jax.Array | Mask,
-    bias: jax.Array | None = None,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
+    mask: Bool[Array, "*#BHTS"] | Float[Array, "*#BHTS"] | Mask,
+    bias: Float[Array, "*#BHTS"] | None = None,
     **arguments: Any,
-) -> Any:
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """Attention to the keys that a mask keeps, with a bias that is added to the scores and differentiated.
 
     Equivalent to the following JAX code::

@@ -3,6 +3,7 @@
 from typing import Any, Literal, overload
 
 import jax
+from jaxtyping import Array, Bool, Float, Float32, Integer
 
 from jax_kernels import dispatch
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
@@ -15,6 +16,7 @@ from jax_kernels.ops.checks import with_positive_scale
 from jax_kernels.ops.planned_op import PlannedOp
 from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
+from jax_kernels.score_mod.trace import ScoreMod, ScoreModFunction
 from jax_kernels.tracing.promotion import under_defaults
 
 __all__ = ["OP", "flash_attention", "prepare"]
@@ -22,94 +24,94 @@ __all__ = ["OP", "flash_attention", "prepare"]
 
 @overload
 def flash_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
     *,
-    bias: jax.Array | None = ...,
-    mask: jax.Array | Mask | None = ...,
+    bias: Float[Array, "*#BHTS"] | None = ...,
+    mask: Bool[Array, "*#BHTS"] | Float[Array, "*#BHTS"] | Mask | None = ...,
     is_causal: bool = ...,
     window: int | tuple[int, int] | None = ...,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = ...,
-    kv_lengths: jax.Array | None = ...,
-    q_offset: int | jax.Array = ...,
-    score_mod: Any = ...,
-    sinks: jax.Array | None = ...,
+    segment_ids: Integer[Array, "B T"] | tuple[Integer[Array, "B T"], Integer[Array, "B S"]] | None = ...,
+    kv_lengths: Integer[Array, " B"] | None = ...,
+    q_offset: int | Integer[Array, ""] | Integer[Array, " B"] = ...,
+    score_mod: ScoreModFunction | ScoreMod | None = ...,
+    sinks: Float[Array, " H"] | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     return_lse: Literal[False] = ...,
     deterministic: bool | None = ...,
     precision: str | None = ...,
     implementation: str | None = ...,
-) -> jax.Array: ...
+) -> Float[Array, "B T H Dv"]: ...
 @overload
 def flash_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
     *,
-    bias: jax.Array | None = ...,
-    mask: jax.Array | Mask | None = ...,
+    bias: Float[Array, "*#BHTS"] | None = ...,
+    mask: Bool[Array, "*#BHTS"] | Float[Array, "*#BHTS"] | Mask | None = ...,
     is_causal: bool = ...,
     window: int | tuple[int, int] | None = ...,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = ...,
-    kv_lengths: jax.Array | None = ...,
-    q_offset: int | jax.Array = ...,
-    score_mod: Any = ...,
-    sinks: jax.Array | None = ...,
+    segment_ids: Integer[Array, "B T"] | tuple[Integer[Array, "B T"], Integer[Array, "B S"]] | None = ...,
+    kv_lengths: Integer[Array, " B"] | None = ...,
+    q_offset: int | Integer[Array, ""] | Integer[Array, " B"] = ...,
+    score_mod: ScoreModFunction | ScoreMod | None = ...,
+    sinks: Float[Array, " H"] | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     return_lse: Literal[True],
     deterministic: bool | None = ...,
     precision: str | None = ...,
     implementation: str | None = ...,
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
 @overload
 def flash_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
     *,
-    bias: jax.Array | None = ...,
-    mask: jax.Array | Mask | None = ...,
+    bias: Float[Array, "*#BHTS"] | None = ...,
+    mask: Bool[Array, "*#BHTS"] | Float[Array, "*#BHTS"] | Mask | None = ...,
     is_causal: bool = ...,
     window: int | tuple[int, int] | None = ...,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = ...,
-    kv_lengths: jax.Array | None = ...,
-    q_offset: int | jax.Array = ...,
-    score_mod: Any = ...,
-    sinks: jax.Array | None = ...,
+    segment_ids: Integer[Array, "B T"] | tuple[Integer[Array, "B T"], Integer[Array, "B S"]] | None = ...,
+    kv_lengths: Integer[Array, " B"] | None = ...,
+    q_offset: int | Integer[Array, ""] | Integer[Array, " B"] = ...,
+    score_mod: ScoreModFunction | ScoreMod | None = ...,
+    sinks: Float[Array, " H"] | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
     return_lse: bool = ...,
     deterministic: bool | None = ...,
     precision: str | None = ...,
     implementation: str | None = ...,
-) -> Any: ...
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
 @with_plain_numbers(*ATTENTION)
 @with_explicit_axes(as_attention)
 @under_defaults
 def flash_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"],
+    value: Float[Array, "B S Hkv Dv"],
     *,
-    bias: jax.Array | None = None,
-    mask: jax.Array | Mask | None = None,
+    bias: Float[Array, "*#BHTS"] | None = None,
+    mask: Bool[Array, "*#BHTS"] | Float[Array, "*#BHTS"] | Mask | None = None,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    kv_lengths: jax.Array | None = None,
-    q_offset: int | jax.Array = 0,
-    score_mod: Any = None,
-    sinks: jax.Array | None = None,
+    segment_ids: Integer[Array, "B T"] | tuple[Integer[Array, "B T"], Integer[Array, "B S"]] | None = None,
+    kv_lengths: Integer[Array, " B"] | None = None,
+    q_offset: int | Integer[Array, ""] | Integer[Array, " B"] = 0,
+    score_mod: ScoreModFunction | ScoreMod | None = None,
+    sinks: Float[Array, " H"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """Exact attention in tiles, without an array of query length times key length, forward or backward.
 
     Equivalent to the following JAX code (with key and value repeated for grouped heads)::

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, BFloat16, Float8e4m3fn, Float32, Integer
 
 from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request, without_blocks
@@ -46,24 +47,72 @@ class Fp8Request(Request):
     q_offset: int | None
 
 
+@overload
+def flash_attention_fp8(
+    query: Float8e4m3fn[Array, "B T H D"],
+    key: Float8e4m3fn[Array, "B S Hkv D"],
+    value: Float8e4m3fn[Array, "B S Hkv Dv"],
+    *,
+    q_scale: Float32[Array, "B H"] | float | None = ...,
+    k_scale: Float32[Array, "B Hkv"] | float | None = ...,
+    v_scale: Float32[Array, "B Hkv"] | float | None = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    q_offset: int | Integer[Array, ""] | Integer[Array, " B"] = ...,
+    kv_lengths: Integer[Array, " B"] | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: str | None = ...,
+) -> BFloat16[Array, "B T H Dv"]: ...
+@overload
+def flash_attention_fp8(
+    query: Float8e4m3fn[Array, "B T H D"],
+    key: Float8e4m3fn[Array, "B S Hkv D"],
+    value: Float8e4m3fn[Array, "B S Hkv Dv"],
+    *,
+    q_scale: Float32[Array, "B H"] | float | None = ...,
+    k_scale: Float32[Array, "B Hkv"] | float | None = ...,
+    v_scale: Float32[Array, "B Hkv"] | float | None = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    q_offset: int | Integer[Array, ""] | Integer[Array, " B"] = ...,
+    kv_lengths: Integer[Array, " B"] | None = ...,
+    return_lse: Literal[True],
+    implementation: str | None = ...,
+) -> tuple[BFloat16[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
+@overload
+def flash_attention_fp8(
+    query: Float8e4m3fn[Array, "B T H D"],
+    key: Float8e4m3fn[Array, "B S Hkv D"],
+    value: Float8e4m3fn[Array, "B S Hkv Dv"],
+    *,
+    q_scale: Float32[Array, "B H"] | float | None = ...,
+    k_scale: Float32[Array, "B Hkv"] | float | None = ...,
+    v_scale: Float32[Array, "B Hkv"] | float | None = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    q_offset: int | Integer[Array, ""] | Integer[Array, " B"] = ...,
+    kv_lengths: Integer[Array, " B"] | None = ...,
+    return_lse: bool = ...,
+    implementation: str | None = ...,
+) -> BFloat16[Array, "B T H Dv"] | tuple[BFloat16[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
 @with_plain_numbers("is_causal", "scale", "return_lse")
 @with_explicit_axes(as_attention)
 @under_defaults
 def flash_attention_fp8(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float8e4m3fn[Array, "B T H D"],
+    key: Float8e4m3fn[Array, "B S Hkv D"],
+    value: Float8e4m3fn[Array, "B S Hkv Dv"],
     *,
-    q_scale: jax.Array | float | None = None,
-    k_scale: jax.Array | float | None = None,
-    v_scale: jax.Array | float | None = None,
+    q_scale: Float32[Array, "B H"] | float | None = None,
+    k_scale: Float32[Array, "B Hkv"] | float | None = None,
+    v_scale: Float32[Array, "B Hkv"] | float | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    q_offset: int | jax.Array = 0,
-    kv_lengths: jax.Array | None = None,
+    q_offset: int | Integer[Array, ""] | Integer[Array, " B"] = 0,
+    kv_lengths: Integer[Array, " B"] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> Any:
+) -> BFloat16[Array, "B T H Dv"] | tuple[BFloat16[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """Attention of 8-bit arrays, whose matmuls take half the time of 16-bit matmuls. Forward only.
 
     Equivalent to the following JAX code (with key, value and their scales repeated for grouped heads)::

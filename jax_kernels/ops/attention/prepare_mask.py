@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jaxtyping import Array, Float
 
 from jax_kernels.inputs.attention import AttentionOptions
 from jax_kernels.masks import Mask, PreparedMask
@@ -24,9 +25,9 @@ _ARRAYS = {"segment_ids": "masks.segments(...)", "kv_lengths": "masks.prefix(...
 @under_defaults
 def prepare_mask(
     mask: Mask,
-    query: jax.Array | jax.ShapeDtypeStruct,
-    key: jax.Array | jax.ShapeDtypeStruct,
-    value: jax.Array | jax.ShapeDtypeStruct | None = None,
+    query: Float[Array, "B T H D"] | jax.ShapeDtypeStruct,
+    key: Float[Array, "B S Hkv D"] | jax.ShapeDtypeStruct,
+    value: Float[Array, "B S Hkv Dv"] | jax.ShapeDtypeStruct | None = None,
     **arguments: Any,
 ) -> PreparedMask:
     """The mask with its lists of blocks, which attention then reads instead of computing them in each call.

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ def _attention_fwd(call, primals):
     perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree, is_leaf=_is_primal))
     wanted = {f"{name}_gradient": perturbed(getattr(primals, name)) for name in ("bias", "score_mod")}
     call = with_options(call, has_lse=True, **wanted)
-    named = lambda x, name: None if x is None else checkpoint_name(x, name)
+    named: Callable[[Any, str], Any] = lambda x, name: None if x is None else checkpoint_name(x, name)
     found = attention_forward(call, inputs)
     result = AttentionResult(
         out=named(found.out, RESIDUALS[0]),
@@ -131,7 +131,8 @@ def _plain(call, inputs):
 def _input_gradients(call, inputs, result, dout, dlse) -> AttentionInputs:
     """attention_backward, with its gradients in the fields of the inputs."""
     gradients = attention_backward(call, inputs, result, dout, dlse)
-    return AttentionInputs(**dict.fromkeys(AttentionInputs._fields) | gradients._asdict())
+    fields: dict[str, Any] = dict.fromkeys(AttentionInputs._fields) | gradients._asdict()
+    return AttentionInputs(**fields)
 
 
 def with_results(call: AttentionCall, inputs: AttentionInputs, out: jax.Array, lse: jax.Array):
@@ -301,7 +302,7 @@ def _batched(function, call):
         bias, with_gradient = inputs.bias, function is _backward and call.options.bias_gradient
         # Each mapped call has its own gradient of a bias that its batch entries may share.
         sum_bias = with_gradient and bias is not None and length != 1 and bias.shape[int(batched[0].bias)] == 1
-        if sum_bias:
+        if bias is not None and sum_bias:
             inputs = inputs._replace(bias=bias.astype(jnp.float32))
 
         def join_input(name, x, has_axis):
@@ -319,12 +320,12 @@ def _batched(function, call):
     return wrapped
 
 
-def _has_own_lists(inputs: AttentionInputs, batched: AttentionInputs) -> bool:
+def _has_own_lists(inputs: AttentionInputs, batched: Any) -> bool:
     """Whether batch entries, or the calls under a vmap, have block lists of their own. batched: as in def_vmap."""
     mask = inputs.mask
     if not isinstance(mask, Mask) and inputs.lists is None:
         return False
-    batch = mask.batch if isinstance(mask, Mask) else mask.shape[int(batched.mask)]
+    batch = mask.batch if isinstance(mask, Mask) else cast(jax.Array, mask).shape[int(batched.mask)]
     return batch != 1 or any(jax.tree.leaves((batched.mask, batched.lists)))
 
 

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Float32, Integer
 
 from jax_kernels import dispatch
 from jax_kernels.inputs.attention import AttentionInputs
@@ -32,13 +33,76 @@ from jax_kernels.tracing.promotion import under_defaults
 __all__ = ["DilatedPlan", "check_pattern", "dilated_attention", "plan_of_call", "prepare"]
 
 
+@overload
+def dilated_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = ...,
+    heads: str = ...,
+    combine: str = ...,
+    layout: str = ...,
+    order: str | None = ...,
+    stop_gradient_weights: bool = ...,
+    return_lse: Literal[False] = ...,
+    segment_ids: Integer[Array, "B T"] | None = ...,
+    scale: float | None = ...,
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> Float[Array, "B T H Dv"]: ...
+@overload
+def dilated_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = ...,
+    heads: str = ...,
+    combine: str = ...,
+    layout: str = ...,
+    order: str | None = ...,
+    stop_gradient_weights: bool = ...,
+    return_lse: Literal[True],
+    segment_ids: Integer[Array, "B T"] | None = ...,
+    scale: float | None = ...,
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
+@overload
+def dilated_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = ...,
+    heads: str = ...,
+    combine: str = ...,
+    layout: str = ...,
+    order: str | None = ...,
+    stop_gradient_weights: bool = ...,
+    return_lse: bool = ...,
+    segment_ids: Integer[Array, "B T"] | None = ...,
+    scale: float | None = ...,
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
 @with_plain_numbers(*DILATED)
 @with_explicit_axes(as_attention)
 @under_defaults
 def dilated_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
     *,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
@@ -49,12 +113,12 @@ def dilated_attention(
     order: str | None = None,
     stop_gradient_weights: bool = False,
     return_lse: bool = False,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
     scale: float | None = None,
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """Self-attention of every rate-th token within segments, by several branches of (segment length, rate).
 
     Equivalent to the following JAX code, where branch i gives head h the tokens whose position in their segment is

@@ -66,6 +66,7 @@ def gradients(
             travelling = pair if travelling is None else jax.tree.map(jnp.add, travelling, pair)
         came = number
     assert mine is not None
+    assert dquery is not None
     home = mine
     if travelling is not None:
         home = jax.tree.map(jnp.add, span.shifted(travelling, span.devices - came), mine)

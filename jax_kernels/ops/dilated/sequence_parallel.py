@@ -1,9 +1,9 @@
 """sequence_parallel_dilated_attention: dilated attention of a sequence whose tokens are sharded over devices."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, overload
 
-import jax
+from jaxtyping import Array, Float, Float32, Integer
 
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.dilated_attention import DilatedPlan, plan_of_call, prepare
@@ -18,13 +18,79 @@ from jax_kernels.tracing.promotion import under_defaults
 __all__ = ["sequence_parallel_dilated_attention"]
 
 
+@overload
+def sequence_parallel_dilated_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
+    *,
+    axis_name: str,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = ...,
+    heads: str = ...,
+    combine: str = ...,
+    layout: str = ...,
+    order: str | None = ...,
+    stop_gradient_weights: bool = ...,
+    return_lse: Literal[False] = ...,
+    segment_ids: Integer[Array, "B T"] | None = ...,
+    scale: float | None = ...,
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> Float[Array, "B T H Dv"]: ...
+@overload
+def sequence_parallel_dilated_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
+    *,
+    axis_name: str,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = ...,
+    heads: str = ...,
+    combine: str = ...,
+    layout: str = ...,
+    order: str | None = ...,
+    stop_gradient_weights: bool = ...,
+    return_lse: Literal[True],
+    segment_ids: Integer[Array, "B T"] | None = ...,
+    scale: float | None = ...,
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
+@overload
+def sequence_parallel_dilated_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
+    *,
+    axis_name: str,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = ...,
+    heads: str = ...,
+    combine: str = ...,
+    layout: str = ...,
+    order: str | None = ...,
+    stop_gradient_weights: bool = ...,
+    return_lse: bool = ...,
+    segment_ids: Integer[Array, "B T"] | None = ...,
+    scale: float | None = ...,
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
 @with_plain_numbers(*DILATED)
 @with_explicit_axes(as_attention)
 @under_defaults
 def sequence_parallel_dilated_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
     *,
     axis_name: str,
     segment_lengths: Sequence[int],
@@ -36,12 +102,12 @@ def sequence_parallel_dilated_attention(
     order: str | None = None,
     stop_gradient_weights: bool = False,
     return_lse: bool = False,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
     scale: float | None = None,
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """dilated_attention inside jax.shard_map, where device i of an axis has the tokens i * T ... (i + 1) * T - 1.
 
     Equivalent to the following JAX code, without the gathered arrays::

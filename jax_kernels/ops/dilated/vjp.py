@@ -275,7 +275,7 @@ def _backward(call: DilatedCall, arrays):
         else:
             gradients = attention.attention_gradients(planned, inputs, lse_of_rows, delta, dout_of_rows, so_far)
         if views.is_strided and dquery is not None:
-            dquery, gradients = gradients.query.reshape(query.shape), gradients._replace(query=None)
+            dquery, gradients = gradients.query.reshape(query.shape), gradients._replace(query=None)  # type: ignore[arg-type]
         for name, part in parts.items():
             part.append(getattr(gradients, name))
     scale = call.attentions[0][1].options.scale if call.sums_dquery else 1.0
@@ -335,6 +335,7 @@ def _branch_terms(
     else:
         branch_out, branch_lse, _ = ring_steps.forward(views.span, planned, inputs)
     dlse = None if dlse is None else rows(dlse.swapaxes(1, 2)).swapaxes(1, 2)
+    assert branch_lse is not None
     if call.is_mean and dlse is not None:
         dlse = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse_of_rows)) * dlse / call.share
     branch_lse, delta = row_terms(branch_out, branch_lse, rows(dout), dlse)

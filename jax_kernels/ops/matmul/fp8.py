@@ -8,7 +8,8 @@ for dw so are the two operands.
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +123,7 @@ def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
         return _planned(call, inputs)
     *outer, _ = inputs.x.shape
     axes = boxes(outer)
-    of_axes = lambda y: None if y is None else y.reshape(*axes, y.shape[-1])
+    of_axes: Callable[[Any], Any] = lambda y: None if y is None else y.reshape(*axes, y.shape[-1])
     scale = inputs.x_scale
     if scale is not None:
         scale = scale.reshape(counts((*axes, inputs.x.shape[-1]), (*sizes_of(axes), BLOCK)))
@@ -175,7 +176,7 @@ def _forward(call, inputs):
     result = _run(call, inputs._replace(x=x.values, x_scale=x.scale), saves=saves)
     token = lambda y: None if y is None else y.dtype.type(0)  # shows that the array existed, and its dtype
     kept = inputs._replace(x=token(inputs.x), x_scale=None, bias=token(inputs.bias), residual=token(inputs.residual))
-    return result.out, (kept, x_of_columns, result._replace(out=None))
+    return result.out, (kept, x_of_columns, result._replace(out=None))  # type: ignore[arg-type]
 
 
 @under_defaults
@@ -280,7 +281,7 @@ def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     x = rounded(inputs.x, _operand(fixed.x, fixed.x_scale, call.options.scaling))
     weights = (inputs.w, fixed.w, fixed.w_scale), (inputs.w_up, fixed.w_up, fixed.w_up_scale)
     w, w_up = (
-        None
+        cast(Any, None)
         if given is None
         else rounded(given if call.options.transpose_w else given.T, _summed_last(known, scale, call.options))
         for given, known, scale in weights

@@ -51,7 +51,7 @@ def _forward(call, inputs):
         inputs
     )
     residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # shows that the residual existed
-    return result.out, (inputs._replace(residual=residual), result._replace(out=None))
+    return result.out, (inputs._replace(residual=residual), result._replace(out=None))  # type: ignore[arg-type]
 
 
 @under_defaults

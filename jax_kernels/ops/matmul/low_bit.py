@@ -69,7 +69,7 @@ def _forward(call, inputs):
     options = dataclasses.replace(call.options, saves_preactivation=saves)
     result = gradients.batched(dataclasses.replace(call, options=options))(inputs)
     residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # shows that the residual existed
-    return result.out, (inputs._replace(residual=residual), result._replace(out=None))
+    return result.out, (inputs._replace(residual=residual), result._replace(out=None))  # type: ignore[arg-type]
 
 
 @under_defaults
@@ -86,7 +86,8 @@ def _backward(call, residuals, dout):
         found["bias"] = gradients.sum_of_rows(dz).astype(inputs.bias.dtype)
     if inputs.residual is not None:
         found["residual"] = dout
-    return (MatmulInputs(**{name: found.get(name) for name in MatmulInputs._fields}),)
+    fields: dict[str, Any] = {name: found.get(name) for name in MatmulInputs._fields}
+    return (MatmulInputs(**fields),)
 
 
 def _dx(call: PlannedCall, inputs: MatmulInputs, w: Any, scale: Any, dz: Any, *, summed: bool) -> jax.Array:

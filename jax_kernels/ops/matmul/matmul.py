@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
 
 from jax_kernels import dispatch
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
@@ -35,20 +37,20 @@ PRECISIONS = ("fp32", "tf32", *ROUNDED, "fp8")
 @with_explicit_axes(as_product)
 @under_defaults
 def matmul(
-    x: jax.Array,
-    w: jax.Array,
+    x: Float[Array, "*M K"] | QuantizedArray,
+    w: Float[Array, "K N"] | Float[Array, "N K"] | QuantizedArray,
     *,
-    bias: jax.Array | None = None,
+    bias: Float[Array, " N"] | None = None,
     activation: str | Callable[[jax.Array], jax.Array] | None = None,
-    residual: jax.Array | None = None,
-    x_scale: jax.Array | float | None = None,
-    w_scale: jax.Array | float | None = None,
+    residual: Float[Array, "*M N"] | None = None,
+    x_scale: Float32[Array, "..."] | float | None = None,
+    w_scale: Float32[Array, "..."] | float | None = None,
     transpose_w: bool = False,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     precision: str | None = None,
     scaling: str | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "*M N"]:
     """The matmul of x and w, with a bias, an activation and a residual in the same pass.
 
     Equivalent to the following JAX code, in float32 after the matmul::
@@ -122,21 +124,21 @@ def matmul(
 @with_explicit_axes(as_product)
 @under_defaults
 def gated_matmul(
-    x: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
+    x: Float[Array, "*M K"] | QuantizedArray,
+    w_gate: Float[Array, "K N"] | Float[Array, "N K"] | QuantizedArray,
+    w_up: Float[Array, "K N"] | Float[Array, "N K"] | QuantizedArray,
     activation: str | Callable[[jax.Array], jax.Array] = "silu",
     *,
-    residual: jax.Array | None = None,
-    x_scale: jax.Array | float | None = None,
-    w_gate_scale: jax.Array | float | None = None,
-    w_up_scale: jax.Array | float | None = None,
+    residual: Float[Array, "*M N"] | None = None,
+    x_scale: Float32[Array, "..."] | float | None = None,
+    w_gate_scale: Float32[Array, "..."] | float | None = None,
+    w_up_scale: Float32[Array, "..."] | float | None = None,
     transpose_w: bool = False,
-    out_dtype: Any = None,
+    out_dtype: DTypeLike | None = None,
     precision: str | None = None,
     scaling: str | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "*M N"]:
     """The gated unit activation(x @ w_gate) * (x @ w_up), in one pass over x.
 
     Equivalent to the following JAX code, in float32 after the matmuls::

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float
 
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
@@ -42,19 +43,19 @@ class MlpInputs(NamedTuple):
 @with_explicit_axes(as_product)
 @under_defaults
 def mlp(
-    x: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
+    x: Float[Array, "*M K"],
+    w_up: Float[Array, "K H"] | Float[Array, "H K"],
+    w_down: Float[Array, "H N"] | Float[Array, "N H"],
     *,
-    w_gate: jax.Array | None = None,
-    bias_up: jax.Array | None = None,
-    bias_down: jax.Array | None = None,
+    w_gate: Float[Array, "K H"] | Float[Array, "H K"] | None = None,
+    bias_up: Float[Array, " H"] | None = None,
+    bias_down: Float[Array, " N"] | None = None,
     activation: str | Callable[[jax.Array], jax.Array] = "silu",
-    residual: jax.Array | None = None,
+    residual: Float[Array, "*M N"] | None = None,
     transpose_w: bool = False,
     precision: str | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "*M N"]:
     """The feed-forward block of a transformer, with or without a gate.
 
     Equivalent to the following JAX code, in float32 after each matmul, hidden in x's dtype::
@@ -181,7 +182,7 @@ def _forward(call, inputs):
     saving = dataclasses.replace(call, options=dataclasses.replace(call.options, saves_preactivation=True))
     result = gradients.batched(saving)(inputs.first)
     saved = MatmulResult(
-        out=None,
+        out=None,  # type: ignore[arg-type]
         preactivation=checkpoint_name(result.preactivation, RESIDUALS[0]),
         up=None if result.up is None else checkpoint_name(result.up, RESIDUALS[1]),
     )

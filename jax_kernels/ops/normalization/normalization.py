@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request, without_blocks
@@ -48,20 +49,80 @@ class NormRequest(Request):
     quantize: str | None = None
 
 
+@overload
+def layer_norm(
+    x: Float[Array, "*M N"],
+    scale: Float[Array, " N"] | None = ...,
+    bias: Float[Array, " N"] | None = ...,
+    *,
+    residual: None = ...,
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: None = ...,
+    implementation: str | None = ...,
+) -> Float[Array, "*M N"]: ...
+@overload
+def layer_norm(
+    x: Float[Array, "*M N"],
+    scale: Float[Array, " N"] | None = ...,
+    bias: Float[Array, " N"] | None = ...,
+    *,
+    residual: Float[Array, "*M N"],
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: None = ...,
+    implementation: str | None = ...,
+) -> tuple[Float[Array, "*M N"], Float[Array, "*M N"]]: ...
+@overload
+def layer_norm(
+    x: Float[Array, "*M N"],
+    scale: Float[Array, " N"] | None = ...,
+    bias: Float[Array, " N"] | None = ...,
+    *,
+    residual: None = ...,
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: str,
+    implementation: str | None = ...,
+) -> QuantizedArray: ...
+@overload
+def layer_norm(
+    x: Float[Array, "*M N"],
+    scale: Float[Array, " N"] | None = ...,
+    bias: Float[Array, " N"] | None = ...,
+    *,
+    residual: Float[Array, "*M N"],
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: str,
+    implementation: str | None = ...,
+) -> tuple[QuantizedArray, Float[Array, "*M N"]]: ...
+@overload
+def layer_norm(
+    x: Float[Array, "*M N"],
+    scale: Float[Array, " N"] | None = ...,
+    bias: Float[Array, " N"] | None = ...,
+    *,
+    residual: Float[Array, "*M N"] | None = ...,
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: str | None = ...,
+    implementation: str | None = ...,
+) -> Float[Array, "*M N"] | QuantizedArray | tuple[Float[Array, "*M N"] | QuantizedArray, Float[Array, "*M N"]]: ...
 @with_plain_numbers("eps", "scale_offset")
 @with_explicit_axes(as_rows)
 @under_defaults
 def layer_norm(
-    x: jax.Array,
-    scale: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    x: Float[Array, "*M N"],
+    scale: Float[Array, " N"] | None = None,
+    bias: Float[Array, " N"] | None = None,
     *,
-    residual: jax.Array | None = None,
+    residual: Float[Array, "*M N"] | None = None,
     eps: float = 1e-6,
     scale_offset: float = 0.0,
     quantize: str | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Float[Array, "*M N"] | QuantizedArray | tuple[Float[Array, "*M N"] | QuantizedArray, Float[Array, "*M N"]]:
     """Layer normalisation over the last axis, after the addition of an optional residual.
 
     Equivalent to the following JAX code, with statistics in float32::
@@ -113,19 +174,74 @@ def layer_norm(
     return run(call, inputs)
 
 
+@overload
+def rms_norm(
+    x: Float[Array, "*M N"],
+    scale: Float[Array, " N"] | None = ...,
+    *,
+    residual: None = ...,
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: None = ...,
+    implementation: str | None = ...,
+) -> Float[Array, "*M N"]: ...
+@overload
+def rms_norm(
+    x: Float[Array, "*M N"],
+    scale: Float[Array, " N"] | None = ...,
+    *,
+    residual: Float[Array, "*M N"],
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: None = ...,
+    implementation: str | None = ...,
+) -> tuple[Float[Array, "*M N"], Float[Array, "*M N"]]: ...
+@overload
+def rms_norm(
+    x: Float[Array, "*M N"],
+    scale: Float[Array, " N"] | None = ...,
+    *,
+    residual: None = ...,
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: str,
+    implementation: str | None = ...,
+) -> QuantizedArray: ...
+@overload
+def rms_norm(
+    x: Float[Array, "*M N"],
+    scale: Float[Array, " N"] | None = ...,
+    *,
+    residual: Float[Array, "*M N"],
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: str,
+    implementation: str | None = ...,
+) -> tuple[QuantizedArray, Float[Array, "*M N"]]: ...
+@overload
+def rms_norm(
+    x: Float[Array, "*M N"],
+    scale: Float[Array, " N"] | None = ...,
+    *,
+    residual: Float[Array, "*M N"] | None = ...,
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: str | None = ...,
+    implementation: str | None = ...,
+) -> Float[Array, "*M N"] | QuantizedArray | tuple[Float[Array, "*M N"] | QuantizedArray, Float[Array, "*M N"]]: ...
 @with_plain_numbers("eps", "scale_offset")
 @with_explicit_axes(as_rows)
 @under_defaults
 def rms_norm(
-    x: jax.Array,
-    scale: jax.Array | None = None,
+    x: Float[Array, "*M N"],
+    scale: Float[Array, " N"] | None = None,
     *,
-    residual: jax.Array | None = None,
+    residual: Float[Array, "*M N"] | None = None,
     eps: float = 1e-6,
     scale_offset: float = 0.0,
     quantize: str | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Float[Array, "*M N"] | QuantizedArray | tuple[Float[Array, "*M N"] | QuantizedArray, Float[Array, "*M N"]]:
     """Normalisation by the root mean square of the last axis, after the addition of an optional residual.
 
     Equivalent to the following JAX code, in float32::
@@ -450,7 +566,7 @@ def _norm_fwd(call, inputs):
     result = _forward(call, inputs)
     if result.total is not None:  # the backward reads only the sum of x and residual
         inputs = inputs._replace(x=result.total, residual=None)
-    return (result.out, result.total), (inputs, result._replace(out=None, total=None), result.total is not None)
+    return (result.out, result.total), (inputs, result._replace(out=None, total=None), result.total is not None)  # type: ignore[arg-type]
 
 
 @under_defaults

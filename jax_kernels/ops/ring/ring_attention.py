@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import operator
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Integer
 
 from jax_kernels.masks import Mask
 from jax_kernels.masks.arrays import Segments
@@ -32,6 +33,7 @@ from jax_kernels.ops.sharding.explicit_axes import as_attention, with_explicit_a
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import RingRow
 from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
+from jax_kernels.score_mod.trace import ScoreMod, ScoreModFunction
 from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 from jax_kernels.tracing.promotion import under_defaults
@@ -41,13 +43,85 @@ __all__ = ["OF_HEADS", "STRATEGIES", "attention_of", "prepare", "ring_attention"
 STRATEGIES = ("ring", "halo", "all_to_all", "all_gather", "auto")
 
 
+@overload
+def ring_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
+    *,
+    axis_name: str,
+    layout: str | None = ...,
+    strategy: str = ...,
+    sends_ahead: int | None = ...,
+    mask: Mask | None = ...,
+    is_causal: bool = ...,
+    window: int | tuple[int, int] | None = ...,
+    segment_ids: Integer[Array, "B T"] | None = ...,
+    sinks: Float[Array, " H"] | None = ...,
+    score_mod: ScoreModFunction | ScoreMod | None = ...,
+    bias: Float[Array, "*#BHTS"] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> Float[Array, "B T H Dv"]: ...
+@overload
+def ring_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
+    *,
+    axis_name: str,
+    layout: str | None = ...,
+    strategy: str = ...,
+    sends_ahead: int | None = ...,
+    mask: Mask | None = ...,
+    is_causal: bool = ...,
+    window: int | tuple[int, int] | None = ...,
+    segment_ids: Integer[Array, "B T"] | None = ...,
+    sinks: Float[Array, " H"] | None = ...,
+    score_mod: ScoreModFunction | ScoreMod | None = ...,
+    bias: Float[Array, "*#BHTS"] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
+@overload
+def ring_attention(
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
+    *,
+    axis_name: str,
+    layout: str | None = ...,
+    strategy: str = ...,
+    sends_ahead: int | None = ...,
+    mask: Mask | None = ...,
+    is_causal: bool = ...,
+    window: int | tuple[int, int] | None = ...,
+    segment_ids: Integer[Array, "B T"] | None = ...,
+    sinks: Float[Array, " H"] | None = ...,
+    score_mod: ScoreModFunction | ScoreMod | None = ...,
+    bias: Float[Array, "*#BHTS"] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: bool = ...,
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]: ...
 @with_plain_numbers(*ATTENTION, "sends_ahead")
 @with_explicit_axes(as_attention)
 @under_defaults
 def ring_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
     *,
     axis_name: str,
     layout: str | None = None,
@@ -56,17 +130,17 @@ def ring_attention(
     mask: Mask | None = None,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
-    segment_ids: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    score_mod: Any = None,
-    bias: jax.Array | None = None,
+    segment_ids: Integer[Array, "B T"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
+    score_mod: ScoreModFunction | ScoreMod | None = None,
+    bias: Float[Array, "*#BHTS"] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """flash_attention inside jax.shard_map, where each device of a mesh axis holds some tokens of the sequence.
 
     Equivalent to the following JAX code, without the gathered arrays::
@@ -172,9 +246,9 @@ explained_as(_plan)(ring_attention)
 
 
 def prepare(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B T Hkv D"],
+    value: Float[Array, "B T Hkv Dv"],
     *,
     axis_name: str,
     layout: str | None,
@@ -186,7 +260,7 @@ def prepare(
     implementation: str | None,
     sends_ahead: int | None = None,
     mask: Mask | None = None,
-    bias: jax.Array | None = None,
+    bias: Float[Array, "*#BHTS"] | None = None,
     **arguments: Any,
 ) -> tuple[RingCall, RingArrays]:
     """Checks the arguments of ring_attention; returns the arguments of attention_of. arguments: passed to `check`."""
@@ -227,7 +301,8 @@ def prepare(
     if ids is None:
         mask, ids = _without_segments(mask, arrangement, lax.axis_index(axis_name), query.shape[0])
     query, scale = checks.with_positive_scale(query, scale)
-    bias = checked_bias(bias, (*inputs.query.shape[::2], request.q_length, devices * request.q_length), query.dtype)
+    scores = request.batch, request.heads, request.q_length, devices * request.q_length
+    bias = checked_bias(bias, scores, query.dtype)
     if is_empty:  # no device computes anything
         OP.choose(request, implementation)  # raises for a name that cannot be served
         ids = bias = None

@@ -12,7 +12,7 @@ from jax_kernels.plain_numbers import plain
 __all__ = ["order_of", "shard_sequence", "unshard_sequence"]
 
 
-def shard_sequence(x: Any, mesh: Mesh, axis_name: str, *, layout: str = "zigzag", axis: int = 1) -> Any:
+def shard_sequence[Tree](x: Tree, mesh: Mesh, axis_name: str, *, layout: str = "zigzag", axis: int = 1) -> Tree:
     """An array with its tokens in the order of a layout, sharded over a mesh axis.
 
     Equivalent to device_put(x[:, order], NamedSharding(mesh, P(None, axis_name))), where order has the tokens of device
@@ -38,7 +38,7 @@ def shard_sequence(x: Any, mesh: Mesh, axis_name: str, *, layout: str = "zigzag"
     return jax.tree.map(lambda x: _placed(x, order(_tokens(x, axis)), mesh, axis_name, axis), x)
 
 
-def unshard_sequence(x: Any, mesh: Mesh, axis_name: str, *, layout: str = "zigzag", axis: int = 1) -> Any:
+def unshard_sequence[Tree](x: Tree, mesh: Mesh, axis_name: str, *, layout: str = "zigzag", axis: int = 1) -> Tree:
     """The inverse of shard_sequence: tokens in sequence order, still sharded. Same arguments and errors."""
     axis, order = plain(axis), lambda length: np.argsort(_order(mesh, axis_name, layout, length))
     return jax.tree.map(lambda x: _placed(x, order(_tokens(x, axis)), mesh, axis_name, axis), x)

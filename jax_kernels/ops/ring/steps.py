@@ -136,6 +136,7 @@ def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: 
     if planned.implementation != "mosaic_gpu":
         planned = dataclasses.replace(planned, out_dtype="float32")
         out, lse, *_ = attention_forward(planned, inputs)
+        assert lse is not None
         return (out, lse) if total is None else merged(total, (out, lse))
     joins = total is not None and inputs.value.shape[-1] <= WIDEST_JOINED
     is_rounded = is_last and (joins or total is None)
@@ -146,6 +147,7 @@ def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: 
     if joins:
         inputs = inputs._replace(earlier_out=total[0], earlier_lse=total[1])
     out, lse, *_ = attention_forward(planned, inputs)
+    assert lse is not None
     return (out, lse) if total is None or joins else merged(total, (out, lse))
 
 
@@ -204,6 +206,7 @@ class Step:
         if self.has_far_scores:
             planned, inputs = self._general_call(visitors)
             result = attention_forward(dataclasses.replace(planned, out_dtype="float32"), inputs)
+            assert result.lse is not None
             excess = jnp.zeros_like(result.lse) if result.excess is None else result.excess
             terms = result.out, result.lse, excess
             return terms if total is None else merged_exactly(total, terms)
@@ -330,6 +333,7 @@ class Step:
         layout = self.layout
         pairs, planned, inputs = self._pairs(visitors)
         out, lse, *_ = attention_forward(dataclasses.replace(planned, out_dtype="float32"), inputs)
+        assert lse is not None
         of_chunk: list[Any] = [None] * layout.chunks
         for pair, *found in zip(pairs, jnp.split(out, len(pairs)), jnp.split(lse, len(pairs)), strict=True):
             for chunk in range(layout.chunks):

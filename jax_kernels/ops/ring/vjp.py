@@ -226,10 +226,12 @@ def _all_gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[Any,
         dquery = dquery + found.query.astype(jnp.float32) / call.scale
         if jax.tree.leaves(sums):
             assert mod is not None
+            assert found.score_mod is not None
             sums = jax.tree.map(jnp.add, sums, found.score_mod.arrays[: len(mod.arrays)])
         if of_columns:
             dbias = call.layout.with_keys(dbias, found.bias, call.layout.source(number, call.index))
         elif bias is not None:
+            assert found.bias is not None
             dbias = dbias + found.bias.astype(jnp.float32)
         pair = Pair.of(*(x.astype(jnp.float32) for x in (found.key, found.value)))
         if number == 0:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Int32
 
 from jax_kernels.pallas.triton.tensors import MOST_PROGRAMS, iota, reaches
 
@@ -38,7 +39,9 @@ def _tile(kv_length: int, block_q: int, block_kv: int) -> tuple[int, int]:
     return rows, columns
 
 
-def counts(keep: jax.Array, block_q: int, block_kv: int, *, interpret: bool) -> jax.Array:
+def counts(
+    keep: Bool[Array, "B H T S"], block_q: int, block_kv: int, *, interpret: bool
+) -> Int32[Array, "B H rows columns"]:
     """int32 [B, H, ceil(T / block_q), ceil(S / block_kv)] from bool [B, H, T, S]."""
     batch, heads, q_length, kv_length = keep.shape
     rows, columns = _tile(kv_length, block_q, block_kv)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int32
 
 from jax_kernels.pallas.triton.tensors import iota, reaches
 from jax_kernels.pallas.varying import result_types
@@ -18,7 +19,9 @@ KEY_ORDER = tuple(8 * half + 2 * thread + i for thread in range(4) for half in r
 BLOCK = 128  # keys of a program, and the longest row of a swizzled tile
 
 
-def transposed(value: jax.Array, kv_lengths: jax.Array | None, *, interpret: bool) -> jax.Array:
+def transposed(
+    value: Float[Array, "B S Hkv Dv"], kv_lengths: Int32[Array, " B"] | None, *, interpret: bool
+) -> Float[Array, "B Hkv columns rows"]:
     """[B, S, Hkv, Dv] of an 8-bit type -> [B, Hkv, Dv rounded up to 64, S rounded up to BLOCK], in KEY_ORDER.
 
     kv_lengths: [B] int32. The values of keys at or past this length become zeros, as does the padding of the axes.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Int32
 
 from jax_kernels.pallas.mosaic.layouts import PART
 from jax_kernels.pallas.triton.tensors import iota, reaches
@@ -23,7 +24,9 @@ def takes(pairs: int, columns: int) -> bool:
     return columns & (columns - 1) == 0 and columns % PART == 0 and reaches(pairs, itemsize=1)
 
 
-def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interpret: bool) -> jax.Array:
+def packed(
+    keep: Bool[Array, "B H T S"], rows: int, columns: int, *, transposed: bool, interpret: bool
+) -> Int32[Array, "B H blocks rows 8"]:
     """sm90.mask_bits.packed with the rows of all blocks in one axis: int32 [B, H, blocks of columns, rows, PART].
 
     keep: bool [B, H, T, S]. The rows are padded to whole blocks.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32, Shaped
 
 from jax_kernels.pallas.attention.triton.common import head_mask
 from jax_kernels.pallas.triton.tensors import iota, padded
@@ -128,8 +129,14 @@ class Compact(NamedTuple):
 
 
 def merge(
-    compact: Compact, outs: Sequence[jax.Array], lses: Sequence[jax.Array], *, like, share, interpret
-) -> tuple[jax.Array, jax.Array]:
+    compact: Compact,
+    outs: Sequence[Float[Array, "entries rows heads D"]],
+    lses: Sequence[Float32[Array, "entries heads rows"]],
+    *,
+    like: jax.ShapeDtypeStruct,
+    share: float | None,
+    interpret: bool,
+) -> tuple[Float[Array, "B T H D"], Float32[Array, "B H T"]]:
     """(out [B, T, H, D] in the shape and dtype of `like`, lse [B, H, T]), merged from compact outs and lses.
 
     lses: [entries, heads, rows]. share: the weight of each out; None for the softmax of the lses. A token in no branch
@@ -168,8 +175,14 @@ def merge(
 
 
 def total(
-    compact: Compact, parts: Sequence[jax.Array], whole: jax.Array | None, factor: float, *, like, interpret
-) -> jax.Array:
+    compact: Compact,
+    parts: Sequence[Float[Array, "entries rows heads D"]],
+    whole: Float32[Array, "B T H D"] | None,
+    factor: float,
+    *,
+    like: jax.ShapeDtypeStruct,
+    interpret: bool,
+) -> Float[Array, "B T H D"]:
     """factor * (sum of the compact parts + whole), in the shape and dtype of `like`. whole: float32, or None."""
     _, length, _, head_dim = like.shape
     block = MOVE.block(head_dim)
@@ -193,7 +206,9 @@ def total(
     return _run(kernel, "dilated_total", MOVE, arrays, [like], interpret)[0]
 
 
-def gather(compact: Compact, arrays: Sequence[jax.Array], count: int, *, interpret) -> list[jax.Array]:
+def gather(
+    compact: Compact, arrays: Sequence[Shaped[Array, "B T H D"]], count: int, *, interpret: bool
+) -> list[Shaped[Array, "entries count in_entry D"]]:
     """The compact arrays [entries, count, in_entry, D] of arrays [B, T, heads, D], which have equal shapes.
 
     compact: the layout of one compact array. A row without a token is zeros. XLA takes three times as long.

@@ -4,12 +4,13 @@ Bound by reading out and dout once and by writing the zeros. At (2, 8192, 16, 12
 each, which take 0.065 ms at 4.2 TB/s. XLA takes three launches.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32
 
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.common import head_mask
@@ -23,12 +24,12 @@ WARPS = 4
 class Rows(NamedTuple):
     """lse (in base 2) and delta: [B, H, whole blocks] float32. dquery: [B, T, H, width] float32 zeros, or None."""
 
-    lse: Any
-    delta: Any
-    dquery: Any
+    lse: Float32[Array, "B H rows"]
+    delta: Float32[Array, "B H rows"]
+    dquery: Float32[Array, "B T H width"] | None
 
 
-def takes(out: jax.Array, width: int, block_q: int) -> bool:
+def takes(out: Float[Array, "B T H Dv"], width: int, block_q: int) -> bool:
     """Whether CUDA's grid has room for the programs of out [B, T, H, Dv] and of a dquery of `width` columns."""
     batch, length, _, v_head_dim = out.shape
     blocks = pl.cdiv(length, block_q) * block_q // _rows_of(v_head_dim, width, block_q)
@@ -40,7 +41,17 @@ def _rows_of(v_head_dim: int, width: int, block_q: int) -> int:
     return min(ELEMENTS // max(padded(v_head_dim), width), block_q & -block_q)
 
 
-def rows_of(out, dout, lse, dlse, *, block_q: int, width: int, zeros: bool, interpret: bool) -> Rows:
+def rows_of(
+    out: Float[Array, "B T H Dv"],
+    dout: Float[Array, "B T H Dv"],
+    lse: Float32[Array, "B H T"],
+    dlse: Float32[Array, "B H T"] | None,
+    *,
+    block_q: int,
+    width: int,
+    zeros: bool,
+    interpret: bool,
+) -> Rows:
     """The Rows of whole blocks of block_q queries. Past the last query lse is inf, and delta 0.
 
     out, dout: [B, T, H, Dv]. lse, dlse: [B, H, T], the forward's lse and its cotangent, which may be None. zeros:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Int32
 
 from jax_kernels.masks.ranked_mask import Ranked, is_kept
 from jax_kernels.pallas.mosaic.layouts import PART
@@ -25,7 +26,9 @@ def takes(mask: Ranked, columns: int) -> bool:
     return columns % PART == 0 and max(mask.batch * mask.heads, pl.cdiv(longest, columns)) <= MOST_PROGRAMS
 
 
-def packed(mask: Ranked, rows: int, columns: int, *, transposed: bool, interpret: bool) -> jax.Array:
+def packed(
+    mask: Ranked, rows: int, columns: int, *, transposed: bool, interpret: bool
+) -> Int32[Array, "B H blocks rows 8"]:
     """sm90.mask_bits.packed of mask.array with the rows of all blocks in one axis, as passes.mask_bits.packed."""
     batch, heads, q_length, kv_length = mask.batch, mask.heads, mask.last.shape[2], mask.rank.shape[2]
     row_count, column_count = (kv_length, q_length) if transposed else (q_length, kv_length)

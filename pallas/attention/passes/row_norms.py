@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32
 
 from jax_kernels.pallas.attention.triton.common import head_mask
 from jax_kernels.pallas.triton.tensors import iota, padded
@@ -17,7 +18,7 @@ ELEMENTS = 4096  # elements of a program's rows; 2048 to 16384 perform alike
 WARPS = 4
 
 
-def longest(x: jax.Array, *, interpret: bool, entries: int | None = None) -> jax.Array:
+def longest(x: Float[Array, "B T H D"], *, interpret: bool, entries: int | None = None) -> Float32[Array, "entries H"]:
     """[B, heads] float32: the largest squared norm of a row of x [B, T, heads, D]. entries: only the first entries."""
     batch, length, heads, head_dim = x.shape
     batch = batch if entries is None else entries

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32
 
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
@@ -37,11 +38,22 @@ from jax_kernels.pallas.attention.triton.common import (
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import array_gradients, operands_of, summed, tile_scores
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
+from jax_kernels.pallas.kernel_types import needed
 from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
 
 
 def attention_backward(
-    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None, *, config, core_count, interpret
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    lse: Float32[Array, "B H T"],
+    delta: Float32[Array, "B H T"],
+    dout: Float[Array, "B T H Dv"],
+    excess: Float32[Array, "B H T"] | None = None,
+    *,
+    config: AttentionBackwardTriton,
+    core_count: int,
+    interpret: bool,
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardTriton."""
     del core_count  # one program per tile: nothing is persistent
@@ -147,7 +159,7 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
         if partial:
             ids = None
             if kv_ids is not None:
-                ids = load_rows(refs.q_ids.at[rows], start, call.q_length, block_ranges.NO_QUERY)
+                ids = load_rows(needed(refs.q_ids).at[rows], start, call.q_length, block_ranges.NO_QUERY)
             p = jnp.where(Queries.of(limits, start, block_q, ids).keep(keys, kv_ids, transposed=True), p, 0.0)
         dout = load(of_head(refs.dout), start, call.q_length, call.v_head_dim)
         dv = dv + call.dot(p.astype(dout.dtype), dout, (1, 0))
@@ -202,9 +214,9 @@ def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
     blocks = call.key_blocks(refs, limits, batch_index, q_index)
     rows = row_mask(q_start, block_q, call.q_length)
     q = load(refs.query, q_start, call.q_length, call.head_dim)
-    dout = load(refs.dout, q_start, call.q_length, call.v_head_dim)
-    lse = load_rows(refs.lse, q_start, call.q_length, jnp.inf)
-    delta = load_rows(refs.delta, q_start, call.q_length, 0.0)
+    dout = load(needed(refs.dout), q_start, call.q_length, call.v_head_dim)
+    lse = load_rows(needed(refs.lse), q_start, call.q_length, jnp.inf)
+    delta = load_rows(needed(refs.delta), q_start, call.q_length, 0.0)
     excess = None if refs.excess is None else load_rows(refs.excess, q_start, call.q_length, 0.0)[:, None]
     q_ids = None if refs.q_ids is None else load_rows(refs.q_ids, q_start, call.q_length, block_ranges.NO_QUERY)
     queries = Queries.of(limits, q_start, block_q, q_ids)
@@ -223,7 +235,7 @@ def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
         if partial:
             kv_ids = None
             if q_ids is not None:
-                kv_ids = load_rows(refs.kv_ids.at[these], start, call.kv_length, block_ranges.NO_KEY)
+                kv_ids = load_rows(needed(refs.kv_ids).at[these], start, call.kv_length, block_ranges.NO_KEY)
             p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
         ds, doperands = pullback(p, p * (call.dot(dout, v, (1, 1)) - delta[:, None]))
         sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_query, sums, strict=True)]

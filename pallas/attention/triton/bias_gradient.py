@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
@@ -34,6 +35,8 @@ from jax_kernels.pallas.attention.triton.common import (
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
+from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.triton.tensors import both, iota, padded, reaches, row_mask
 
 DEAD, WHOLE = -2, -1  # of Pairs.entries
@@ -49,9 +52,9 @@ class Pairs(NamedTuple):
     if the mask is an array that a kernel can address: `mask`, bool, then has its pairs.
     """
 
-    entries: Any
-    words: Any = None
-    mask: Any = None
+    entries: jax.Array | None
+    words: jax.Array | None = None
+    mask: jax.Array | None = None
 
     @classmethod
     def of(
@@ -101,19 +104,28 @@ def is_kept(refs: Refs, call: TracedCall, tile: Tile) -> jax.Array:
         masks = row_mask(q_start, call.block_q, call.q_length), row_mask(kv_start, call.block_kv, call.columns)
         places = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
         return load_tile(refs.mask, *places, masks, *of_head(refs.mask))
-    entry = refs.entries[(*of_head(refs.entries), tile.q_index, tile.kv_index)]
-    return (entry != DEAD) & _kept(refs.words, entry, call)
+    entry = needed(refs.entries)[(*of_head(refs.entries), tile.q_index, tile.kv_index)]
+    return (entry != DEAD) & _kept(needed(refs.words), entry, call)
 
 
 def bias_gradient(
-    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None, *, config, core_count, interpret
-) -> jax.Array:
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    lse: Float32[Array, "B H T"],
+    delta: Float32[Array, "B H T"],
+    dout: Float[Array, "B T H Dv"],
+    excess: Float32[Array, "B H T"] | None = None,
+    *,
+    config: AttentionBackwardTriton,
+    core_count: int,
+    interpret: bool,
+) -> Float32[Array, "#B #H #T #S"]:
     """The gradient of inputs.bias; allows a mask. config: AttentionBackwardTriton.
 
     The other arguments: see attention_backward in triton/backward.py.
     """
     del core_count
-    keys, inputs = inputs.bias.shape[3], inputs._replace(bias=aligned(inputs.bias))
+    keys, inputs = needed(inputs.bias).shape[3], inputs._replace(bias=aligned(inputs.bias))
     call = TracedCall.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
     limiting = limiting_arrays(inputs, options)
     pairs = Pairs.of(inputs, options, call)
@@ -180,14 +192,14 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
         q_start = q_index * block_q
         limits = call.limits(refs, b)
         of_head = lambda ref: tuple(jnp.int32(0) if n == 1 else i for n, i in zip(ref.shape, (b, h), strict=False))
-        entry = lambda block: refs.entries[(*of_head(refs.entries), q_index, block)]
+        entry = lambda block: needed(refs.entries)[(*of_head(refs.entries), q_index, block)]
         first, end = (0, call.kv_blocks) if bias_shape[3] == 1 else (own_kv, own_kv + 1)
         if refs.entries is not None and bias_shape[3] > 1:
             end = jnp.where(entry(own_kv) == DEAD, own_kv, end)
         among = block_ranges.Among(first, end)
         q_ids = None
         if refs.q_ids is not None:
-            meets = block_ranges.among(refs.ranges, b, q_index)
+            meets = block_ranges.among(needed(refs.ranges), b, q_index)
             among = block_ranges.Among(
                 block_ranges.maximum(among.first, meets.first), block_ranges.minimum(among.end, meets.end)
             )
@@ -195,9 +207,9 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
         blocks = limits.key_blocks(q_start, block_q, block_kv, among)
         these = pl.ds(q_start, block_q)
         q = load(refs.query.at[b, these, h, :], q_start, call.q_length, call.head_dim)
-        dout = load(refs.dout.at[b, these, h, :], q_start, call.q_length, call.v_head_dim)
-        lse = load_rows(refs.lse.at[b, h, these], q_start, call.q_length, jnp.inf)
-        delta = load_rows(refs.delta.at[b, h, these], q_start, call.q_length, 0.0)
+        dout = load(needed(refs.dout).at[b, these, h, :], q_start, call.q_length, call.v_head_dim)
+        lse = load_rows(needed(refs.lse).at[b, h, these], q_start, call.q_length, jnp.inf)
+        delta = load_rows(needed(refs.delta).at[b, h, these], q_start, call.q_length, 0.0)
         excess = None
         if refs.excess is not None:
             excess = load_rows(refs.excess.at[b, h, these], q_start, call.q_length, 0.0)[:, None]
@@ -215,7 +227,7 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
             if not (q_ids is None and limits.keep_all(block_kv)):
                 kv_ids = None
                 if q_ids is not None:
-                    kv_ids = load_rows(refs.kv_ids.at[b, keys], start, call.kv_length, block_ranges.NO_KEY)
+                    kv_ids = load_rows(needed(refs.kv_ids).at[b, keys], start, call.kv_length, block_ranges.NO_KEY)
                 p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
             if refs.entries is not None:
                 tile = Tile(b=b, h=h, q_index=q_index, kv_index=blocks.at(index))
@@ -250,7 +262,7 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
     plgpu.store(dbias_ref, acc.astype(dbias_ref.dtype), mask=both(rows, columns, acc.shape))
 
 
-def _kept(words: Any, entry: Any, call: TracedCall) -> jax.Array:
+def _kept(words: Ref, entry: Index, call: TracedCall) -> jax.Array:
     """The kept pairs of a block that is not dead: bool [block_q, block_kv]."""
     keys, of_block = iota(call.block_kv)[None, :], jnp.maximum(entry, 0)
     load_word = lambda i: plgpu.load(words.at[of_block, jnp.int32(i), :])[:, None]

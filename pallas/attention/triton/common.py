@@ -6,7 +6,7 @@ A kernel is a function of `Refs`, the call's arrays by name, and of a `TracedCal
 import dataclasses
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +18,16 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton, AttentionForwardTriton
+from jax_kernels.pallas.kernel_types import Index, Ref, Slice, needed
 from jax_kernels.pallas.triton.tensors import both, fit, iota, padded, row_mask
 from jax_kernels.pallas.varying import result_types
 from jax_kernels.score_mod.tile_reads import TileMod, split
 
 ALIGNED = 8  # 16-bit values in 16 bytes
+
+
+type Limiting = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 
 
 class Refs(NamedTuple):
@@ -34,26 +39,26 @@ class Refs(NamedTuple):
     outs: the arrays that the kernel writes.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    bias: Any = None
-    mask: Any = None
-    entries: Any = None
-    words: Any = None
-    sinks: Any = None
-    q_ids: Any = None
-    kv_ids: Any = None
-    ranges: Any = None
-    bounds: Any = None
-    dout: Any = None
-    lse: Any = None
-    delta: Any = None
-    excess: Any = None
-    sums: Any = ()
-    far: Any = None
-    operands: Any = ()
-    outs: Any = ()
+    query: Ref
+    key: Ref
+    value: Ref
+    bias: Ref | None = None
+    mask: Ref | None = None
+    entries: Ref | None = None
+    words: Ref | None = None
+    sinks: Ref | None = None
+    q_ids: Ref | None = None
+    kv_ids: Ref | None = None
+    ranges: Ref | None = None
+    bounds: Ref | None = None
+    dout: Ref | None = None
+    lse: Ref | None = None
+    delta: Ref | None = None
+    excess: Ref | None = None
+    sums: tuple[Ref, ...] = ()
+    far: Ref | None = None
+    operands: tuple[Ref, ...] = ()
+    outs: tuple[Ref, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +126,7 @@ class TracedCall:
             return 1.0
         return LOG2E * (self.options.scale if self.options.softcap is None else self.options.softcap)
 
-    def limits(self, refs: Refs, batch_index: Any) -> block_ranges.Limits:
+    def limits(self, refs: Refs, batch_index: Index) -> block_ranges.Limits:
         return block_ranges.limits(
             refs.bounds,
             batch_index,
@@ -132,7 +137,7 @@ class TracedCall:
         )
 
     def key_blocks(
-        self, refs: Refs, limits: block_ranges.Limits, batch_index: Any, q_index: Any
+        self, refs: Refs, limits: block_ranges.Limits, batch_index: Index, q_index: Index
     ) -> block_ranges.BlockRange:
         """The blocks of keys that a block of queries visits."""
         among = None
@@ -222,7 +227,17 @@ def _bits(x: float) -> str:
     return struct.pack(">f", x).hex()
 
 
-def run(kernel: Callable[..., None], call: TracedCall, config: Any, *, name: str, grid, ins, outs, **rest: Any) -> Any:
+def run(
+    kernel: Callable[..., None],
+    call: TracedCall,
+    config: AttentionBackwardTriton | AttentionForwardTriton,
+    *,
+    name: str,
+    grid,
+    ins,
+    outs,
+    **rest: Any,
+) -> tuple[jax.Array, ...]:
     """pallas_call of kernel(refs, call=call, **rest). outs: (shape, spec) pairs.
 
     ins: by the names of Refs: an (array, spec) pair, a list of pairs, or None. If ins has "sums", the outs use the
@@ -252,12 +267,12 @@ def run(kernel: Callable[..., None], call: TracedCall, config: Any, *, name: str
     )(*arrays)
 
 
-def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, Any, Any]:
+def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> Limiting:
     """(bounds, segment ids of queries, of keys) as the kernels read them; None for arrays that the call lacks."""
     bounds = block_ranges.bounds_array(inputs, options)
     if inputs.q_segment_ids is None:
         return bounds, None, None
-    return bounds, *block_ranges.segment_arrays(inputs.q_segment_ids, inputs.kv_segment_ids)
+    return bounds, *block_ranges.segment_arrays(inputs.q_segment_ids, needed(inputs.kv_segment_ids))
 
 
 def all_rows(length: int, block: int) -> int:
@@ -265,7 +280,9 @@ def all_rows(length: int, block: int) -> int:
     return pl.cdiv(length, block) * block
 
 
-def whole(length: int, block: int, heads: int | None, head_dim: int, index_map: Any) -> pl.BlockSpec:
+def whole(
+    length: int, block: int, heads: int | None, head_dim: int, index_map: Callable[..., tuple[Index, ...]]
+) -> pl.BlockSpec:
     """The spec of all rows of one head of [B, T, H, D], or of `heads` heads. index_map: (batch entry, block of heads).
 
     The spec is only a view: a program loads the blocks of rows that it visits.
@@ -290,7 +307,9 @@ class QueryPrograms:
     `run`.
     """
 
-    def __init__(self, call: TracedCall, inputs: AttentionInputs, limiting: tuple[Any, Any, Any], operands: Any = ()):
+    def __init__(
+        self, call: TracedCall, inputs: AttentionInputs, limiting: Limiting, operands: Sequence[jax.Array | None] = ()
+    ):
         bounds, q_ids, kv_ids = limiting
         block_q, kv_rows = call.block_q, all_rows(call.kv_length, call.block_kv)
         # Under a causal mask the last queries have the most keys: they go first, so that short programs fill the end.
@@ -300,7 +319,7 @@ class QueryPrograms:
         self._block_q = block_q
         kv_spec = lambda d: whole(call.kv_length, call.block_kv, None, d, lambda i, h, b: (b, h // call.group))
         tile = lambda x: bias_spec(x, (None, None, block_q, kv_rows), lambda i, h, b: (b, h, q_block(i), 0))
-        self.ins = {
+        self.ins: dict[str, Any] = {
             "bounds": whole_array(bounds),
             "query": (inputs.query, self.q_spec(call.head_dim)),
             "key": (inputs.key, kv_spec(call.head_dim)),
@@ -311,7 +330,7 @@ class QueryPrograms:
         if q_ids is not None:
             self.ins["q_ids"] = q_ids, pl.BlockSpec((None, block_q), lambda i, h, b: (b, q_block(i)))
             self.ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
-            self.ins["ranges"] = whole_array(block_ranges.segment_ranges(q_ids, block_q, kv_ids, call.block_kv))
+            self.ins["ranges"] = whole_array(block_ranges.segment_ranges(q_ids, block_q, needed(kv_ids), call.block_kv))
 
     def q_spec(self, head_dim: int) -> pl.BlockSpec:
         """The spec of an array [B, T, H, head_dim]."""
@@ -319,7 +338,7 @@ class QueryPrograms:
         return pl.BlockSpec(block, lambda i, h, b: (b, self.q_block(i), h, 0))
 
 
-def aligned(x: Any) -> Any:
+def aligned(x: jax.Array | None) -> jax.Array | None:
     """Pads a bias, a mask or an operand of score_mod to rows of whole 16 bytes.
 
     Loads of single values would take thousands of registers.
@@ -329,7 +348,9 @@ def aligned(x: Any) -> Any:
     return jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % ALIGNED)])
 
 
-def bias_spec(bias: jax.Array, block: tuple[int | None, ...], index_map: Any) -> pl.BlockSpec:
+def bias_spec(
+    bias: jax.Array, block: tuple[int | None, ...], index_map: Callable[..., tuple[Index, ...]]
+) -> pl.BlockSpec:
     """The spec of a bias [B or 1, H or 1, T or 1, S or 1], whose axes of length 1 are broadcast.
 
     block, index_map: for full axes. A batch or head axis of length 1 is dropped from the view, like None in block.
@@ -350,7 +371,7 @@ def head_mask(rows: jax.Array | None, count: int, head_dim: int) -> jax.Array | 
     return both(rows, columns, (count, width))
 
 
-def load(view: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
+def load(view: Ref, start: Index, length: Index | None, head_dim: int) -> jax.Array:
     """Rows of a head, from row `start` on: [rows, padded head_dim], zeros for absent rows and columns.
 
     length: the number of rows that count; rows past it are never read. None if all rows of the view count.
@@ -360,13 +381,15 @@ def load(view: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
     return plgpu.load(view, mask=mask, other=None if mask is None else 0.0)
 
 
-def load_rows(view: Any, start: Any, length: Any, other: Any) -> jax.Array:
+def load_rows(view: Ref, start: Index, length: Index, other: float) -> jax.Array:
     """A value per row from `start` on, `other` for absent rows."""
     mask = row_mask(start, view.shape[0], length)
     return plgpu.load(view, mask=mask, other=None if mask is None else other)
 
 
-def load_tile(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leading: Any) -> jax.Array:
+def load_tile(
+    ref: Ref, rows: Slice, columns: Slice, masks: tuple[jax.Array | None, jax.Array | None], *leading: Index
+) -> jax.Array:
     """A tile of an array whose axes may be 1: [rows or 1, columns or 1].
 
     rows, columns: indices along the view's last two axes, used if the axis is not 1. masks: which of them exist.
@@ -379,7 +402,7 @@ def load_tile(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leadin
     return plgpu.load(view, mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
 
-def store(ref: Any, x: jax.Array, start: Any, length: int, head_dim: int) -> None:
+def store(ref: Ref, x: jax.Array, start: Index, length: int, head_dim: int) -> None:
     """Stores the rows and columns of a block that exist."""
     plgpu.store(ref, x, mask=head_mask(row_mask(start, len(x), length), len(x), head_dim))
 
@@ -387,12 +410,12 @@ def store(ref: Any, x: jax.Array, start: Any, length: int, head_dim: int) -> Non
 class Queries(NamedTuple):
     """The keys that each query of a block may attend to: from `start` (None: the first) to `limit`, with equal ids."""
 
-    start: jax.Array | None
+    start: Index | None
     limit: jax.Array
     ids: jax.Array | None
 
     @classmethod
-    def of(cls, limits: block_ranges.Limits, q_start: Any, block_q: int, ids: jax.Array | None) -> "Queries":
+    def of(cls, limits: block_ranges.Limits, q_start: Index, block_q: int, ids: jax.Array | None) -> "Queries":
         queries = q_start + iota(block_q)
         start = limits.key_start(queries) if limits.left >= 0 else None
         return cls(start, jnp.broadcast_to(limits.key_limit(queries), (block_q,)), ids)
@@ -409,7 +432,7 @@ class Queries(NamedTuple):
         return live
 
 
-def block_loop(blocks: block_ranges.BlockRange, step: Any, state: Any) -> Any:
+def block_loop[State](blocks: block_ranges.BlockRange, step: Callable[..., State], state: State) -> State:
     """Runs step(index, state, partial=...) over the blocks: the partial blocks, then the full blocks."""
     nothing = lambda first, last: first is last or (isinstance(first, int) and isinstance(last, int) and first >= last)
     for first, last, partial in ((0, blocks.partial, True), (blocks.partial, blocks.count, False)):

@@ -5,17 +5,20 @@ an A100 at 2.04 TB/s. The 69 GFLOP, with rows padded to 16, take 0.2 ms at 312 T
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_kernels.pallas.attention import decode_contract
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.common import all_rows, load, store, whole, whole_array
+from jax_kernels.pallas.block_specs.specs import AttentionDecodeTriton
+from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.triton.tensors import SMALLEST, fit, iota, padded
 from jax_kernels.pallas.varying import result_types
 
@@ -35,15 +38,15 @@ class Refs(NamedTuple):
     lengths: [B] int32. tables: [pages of a sequence] int32. sinks: [rows of a tile] float32. mask, bias: whole.
     """
 
-    query: Any
-    key: Any
-    value: Any
-    lengths: Any
-    tables: Any = None
-    sinks: Any = None
-    mask: Any = None
-    bias: Any = None
-    outs: Any = ()
+    query: Ref
+    key: Ref
+    value: Ref
+    lengths: Ref
+    tables: Ref | None = None
+    sinks: Ref | None = None
+    mask: Ref | None = None
+    bias: Ref | None = None
+    outs: tuple[Ref, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +73,28 @@ class TracedCall:
 
 
 def attention_decode(
-    query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left, config, core_count,
-    interpret,
-):  # fmt: skip
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"] | Float[Array, "pages page_size Hkv D"],
+    value: Float[Array, "B S Hkv Dv"] | Float[Array, "pages page_size Hkv Dv"],
+    kv_lengths: Int32[Array, " B"],
+    block_tables: Int32[Array, "B max_pages"] | None,
+    sinks: Float32[Array, "B H"] | None,
+    mask: Bool[Array, "B H T S"] | None,
+    bias: Float[Array, "B H T S"] | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    left: int,
+    config: AttentionDecodeTriton,
+    core_count: int,
+    interpret: bool,
+) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """See jax_kernels.pallas.attention.decode_contract. config: AttentionDecodeTriton. 16-bit arrays."""
     batch, q_length, heads, head_dim = query.shape
     kv_heads, v_head_dim = key.shape[2], value.shape[3]
     group = heads // kv_heads
     page_size = None if block_tables is None else key.shape[1]
-    capacity = key.shape[1] if block_tables is None else page_size * block_tables.shape[1]
+    capacity = key.shape[1] * (1 if block_tables is None else block_tables.shape[1])
     tile = min(MOST_ROWS, max(SMALLEST, pl.next_power_of_2(group * q_length)))
     tiles = pl.cdiv(group * q_length, tile)
     rows = tile * tiles
@@ -119,7 +135,7 @@ def attention_decode(
         "value": (value, kv_spec(v_head_dim)),
         "lengths": whole_array(kv_lengths),
     }
-    if page_size is not None:
+    if block_tables is not None:
         ins["tables"] = block_tables, pl.BlockSpec((None, block_tables.shape[1]), lambda i, split, b: (b, 0))
     if sinks is not None:
         spec = pl.BlockSpec((None, None, tile), lambda i, split, b: (b, head_of(i), tile_of(i)))
@@ -218,7 +234,7 @@ def _merge_kernel(out_ref, lse_ref, merged_ref, merged_lse_ref, *, parts, v_head
     plgpu.store(merged_lse_ref, jnp.full((1,), lse))
 
 
-def _load_pages(call: TracedCall, tables: Any, start: Any, length: Any) -> Any:
+def _load_pages(call: TracedCall, tables: Ref | None, start: Index, length: Index) -> Any:
     """The pages of the block of keys from `start` on: one page for all keys, or one per key; 0 past the length.
 
     Past the length a table may hold invalid page numbers.
@@ -226,12 +242,14 @@ def _load_pages(call: TracedCall, tables: Any, start: Any, length: Any) -> Any:
     if call.page_size is None:
         return ()
     if call.page_size >= call.block_kv:
-        return plgpu.load(tables.at[lax.div(start, call.page_size)], mask=start < length, other=0)
+        return plgpu.load(
+            needed(tables).at[lax.div(start, call.page_size)], mask=cast(jax.Array, start < length), other=0
+        )
     keys = start + iota(call.block_kv)
-    return plgpu.load(tables.at[lax.div(keys, call.page_size)], mask=keys < length, other=0)
+    return plgpu.load(needed(tables).at[lax.div(keys, call.page_size)], mask=keys < length, other=0)
 
 
-def _load_block(call: TracedCall, ref: Any, page: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
+def _load_block(call: TracedCall, ref: Ref, page: Any, start: Index, length: Index, head_dim: int) -> jax.Array:
     """Keys (or values) start ... start + block_kv - 1 of a sequence, zeros past its length: [block_kv, head_dim]."""
     block_kv, page_size = call.block_kv, call.page_size
     if page_size is None:
@@ -255,7 +273,7 @@ class _Rows(NamedTuple):
     query: jax.Array
 
 
-def _load_scores(call: TracedCall, ref: Any, rows: _Rows, start: Any, length: Any) -> jax.Array:
+def _load_scores(call: TracedCall, ref: Ref, rows: _Rows, start: Index, length: Index) -> jax.Array:
     """The part of a mask or bias for the keys from `start` on: [1 or tile, block_kv], zeros past the length."""
     entries, heads, queries, _ = ref.shape
     entry = lax.div(rows.entry, jnp.int32(rows.entries // entries))

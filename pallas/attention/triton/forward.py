@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
@@ -29,12 +31,20 @@ from jax_kernels.pallas.attention.triton.common import (
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import operands_of, tile_scores
+from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton
+from jax_kernels.pallas.kernel_types import needed
 from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
 
 
 def attention_forward(
-    inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret
-):  # fmt: skip
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    *,
+    out_dtype: DTypeLike,
+    config: AttentionForwardTriton,
+    core_count: int,
+    interpret: bool,
+) -> tuple[Float[Array, "B T H Dv"], *tuple[Float32[Array, "B H T"], ...]]:
     """See the package's docstring. config: AttentionForwardTriton."""
     del core_count  # one program per tile: nothing is persistent
     inputs = inputs._replace(bias=aligned(inputs.bias))
@@ -42,7 +52,7 @@ def attention_forward(
     programs = QueryPrograms(call, inputs, limiting_arrays(inputs, options), operands_of(call, inputs))
     out = jax.ShapeDtypeStruct((*inputs.query.shape[:3], call.v_head_dim), out_dtype)
     lse = jax.ShapeDtypeStruct((len(inputs.query), call.heads, call.q_length), jnp.float32)
-    return run(
+    found, *rows = run(
         _kernel,
         call,
         config,
@@ -52,6 +62,7 @@ def attention_forward(
         outs=[(out, programs.q_spec(call.v_head_dim)), *[(lse, programs.row_spec)] * (1 + call.may_mask)],
         q_block=programs.q_block,
     )
+    return found, *rows
 
 
 def _kernel(refs: Refs, *, call: TracedCall, q_block):
@@ -77,7 +88,7 @@ def _kernel(refs: Refs, *, call: TracedCall, q_block):
         if partial:
             kv_ids = None
             if q_ids is not None:
-                kv_ids = load_rows(refs.kv_ids.at[these], start, call.kv_length, block_ranges.NO_KEY)
+                kv_ids = load_rows(needed(refs.kv_ids).at[these], start, call.kv_length, block_ranges.NO_KEY)
             s = jnp.where(queries.keep(start + iota(block_kv), kv_ids), s, -jnp.inf)
         new = jnp.maximum(row_max, s.max(axis=1) * call.factor)
         # A row may have met no key so far: -inf - -inf would be NaN.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32
 
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
@@ -39,6 +40,8 @@ from jax_kernels.pallas.attention.triton.common import (
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
+from jax_kernels.pallas.kernel_types import Index, Ref, Slice, needed
 from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
 
 PROGRAMS = 1  # per SM
@@ -48,12 +51,12 @@ def far_rows(
     inputs: AttentionInputs,
     options: AttentionOptions,
     gradients: AttentionGradients,
-    lse: jax.Array,
-    delta: jax.Array,
-    dout: jax.Array,
-    excess: jax.Array,
+    lse: Float32[Array, "B H T"],
+    delta: Float32[Array, "B H T"],
+    dout: Float[Array, "B T H Dv"],
+    excess: Float32[Array, "B H T"],
     *,
-    config: Any,
+    config: AttentionBackwardTriton,
     core_count: int,
     interpret: bool,
 ) -> AttentionGradients:
@@ -73,7 +76,7 @@ def far_rows(
     if gradients.bias is None:
         return gradients
     more = gradient_of_tiles(inputs, *limiting, *rows, pairs, call, config, far=of_heads)
-    return gradients._replace(bias=(gradients.bias + more[..., : bias.shape[3]]).astype(gradients.bias.dtype))
+    return gradients._replace(bias=(gradients.bias + more[..., : needed(bias).shape[3]]).astype(gradients.bias.dtype))
 
 
 def _added(
@@ -136,7 +139,7 @@ def _kernel(refs: Refs, *, call: TracedCall, splits: int):
         count = lax.div(blocks - 1 - split, jnp.int32(splits)) + 1
         lax.fori_loop(0, count, lambda n, _: program(split + n * splits), None)
 
-    @pl.when(refs.far[batch_index, kv_head] != 0)
+    @pl.when(needed(refs.far)[batch_index, kv_head] != 0)
     def _():
         tile = functools.partial(_tile, refs, call, batch_index, kv_head)
         of_split(call.kv_blocks, lambda kv_index: _key_program(refs, call, kv_index, tile))
@@ -144,16 +147,18 @@ def _kernel(refs: Refs, *, call: TracedCall, splits: int):
         of_split(call.q_blocks * call.group, lambda index: _query_program(refs, call, index, tile))
 
 
-def _of_head(ref: Any, head: Any, group: int, rows: Any) -> Any:
+def _of_head(ref: Ref, head: Index, group: int, rows: Slice) -> Ref:
     """Rows of [rows, D], or of a head of [rows, group, D]."""
     return ref.at[rows, :] if group == 1 else ref.at[rows, head, :]
 
 
-def _row_of_head(ref: Any, head: Any, group: int, rows: Any) -> Any:
+def _row_of_head(ref: Ref, head: Index, group: int, rows: Slice) -> Ref:
     return ref.at[rows] if group == 1 else ref.at[head, rows]
 
 
-def _tile(refs: Refs, call: TracedCall, batch_index: Any, kv_head: Any, head: Any, q_index: Any, kv_index: Any):
+def _tile(
+    refs: Refs, call: TracedCall, batch_index: Index, kv_head: Index, head: Index, q_index: Index, kv_index: Index
+):
     """(query, key, dout, P, dS) of a tile of one head of the group. P is zero in rows that are not far."""
     group, q_start, kv_start = call.group, q_index * call.block_q, kv_index * call.block_kv
     queries, keys = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
@@ -170,7 +175,7 @@ def _tile(refs: Refs, call: TracedCall, batch_index: Any, kv_head: Any, head: An
     q_ids = kv_ids = None
     if refs.q_ids is not None:
         q_ids = load_rows(refs.q_ids.at[queries], q_start, call.q_length, block_ranges.NO_QUERY)
-        kv_ids = load_rows(refs.kv_ids.at[keys], kv_start, call.kv_length, block_ranges.NO_KEY)
+        kv_ids = load_rows(needed(refs.kv_ids).at[keys], kv_start, call.kv_length, block_ranges.NO_KEY)
     keep = Queries.of(limits, q_start, call.block_q, q_ids).keep(kv_start + iota(call.block_kv), kv_ids)
     if refs.entries is not None or refs.mask is not None:
         keep = keep & is_kept(refs, call, Tile(b=batch_index, h=own_head, q_index=q_index, kv_index=kv_index))
@@ -179,7 +184,7 @@ def _tile(refs: Refs, call: TracedCall, batch_index: Any, kv_head: Any, head: An
     return query, key, dout, p, ds.astype(query.dtype)
 
 
-def _key_program(refs: Refs, call: TracedCall, kv_index: Any, tile: Any) -> None:
+def _key_program(refs: Refs, call: TracedCall, kv_index: Index, tile: Any) -> None:
     """Adds the gradients from all queries to a block of keys."""
 
     def step(index, state):
@@ -197,7 +202,7 @@ def _key_program(refs: Refs, call: TracedCall, kv_index: Any, tile: Any) -> None
     _add(place(outs[1]), place(sums[1]), dvalue, start, call.kv_length, call.v_head_dim)
 
 
-def _query_program(refs: Refs, call: TracedCall, index: Any, tile: Any) -> None:
+def _query_program(refs: Refs, call: TracedCall, index: Index, tile: Any) -> None:
     """Adds the gradients from all keys to a block of queries. index: of the block among the blocks of a group."""
     head, q_index = lax.div(index, jnp.int32(call.q_blocks)), lax.rem(index, jnp.int32(call.q_blocks))
 
@@ -213,7 +218,7 @@ def _query_program(refs: Refs, call: TracedCall, index: Any, tile: Any) -> None:
     _add(out, so_far, dquery * call.options.scale, start, call.q_length, call.head_dim)
 
 
-def _add(out: Any, so_far: Any, x: jax.Array, start: Any, length: int, head_dim: int) -> None:
+def _add(out: Ref, so_far: Ref, x: jax.Array, start: Index, length: int, head_dim: int) -> None:
     """Stores the sum of x and so_far. so_far: the same memory as out."""
     mask = head_mask(row_mask(start, len(x), length), len(x), head_dim)
     x = x + load(so_far, start, length, head_dim).astype(jnp.float32)

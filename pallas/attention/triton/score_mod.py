@@ -5,34 +5,41 @@ loads a tile of each operand. The backward returns each operand's gradient as su
 an axis of keys, over the queries. The sums over the other axes are added up outside.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jax_kernels.inputs.attention import AttentionInputs
 from jax_kernels.pallas.attention.triton.common import Refs, TracedCall, aligned
+from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.triton.tensors import iota
 from jax_kernels.score_mod.trace import ScoreMod, moving, with_moving
 
 
-def operands_of(call: TracedCall, inputs: AttentionInputs) -> list[jax.Array]:
+def operands_of(call: TracedCall, inputs: AttentionInputs) -> list[jax.Array | None]:
     """The operands of score_mod, aligned."""
     if call.mod is None:
         return []
-    return [aligned(x) for x in call.mod.operands(inputs.score_mod.arrays, _shape(call, inputs))]
+    return [aligned(x) for x in call.mod.operands(needed(inputs.score_mod).arrays, _shape(call, inputs))]
 
 
-def summed(call: TracedCall, operands: Any, *, by_key: bool) -> list[int]:
+def summed(call: TracedCall, operands: Sequence[jax.Array | Ref | None], *, by_key: bool) -> list[int]:
     """The indices of operands whose gradient is summed over queries (by_key), or over keys."""
     floats = moving(operands, call.options.score_mod_gradient)
     return [i for i, x in enumerate(floats) if x is not None and (x.shape[-1] > 1) == by_key]
 
 
-def array_gradients(call: TracedCall, inputs: AttentionInputs, operands: Any, by_query: Any, by_key: Any) -> ScoreMod:
+def array_gradients(
+    call: TracedCall,
+    inputs: AttentionInputs,
+    operands: Sequence[jax.Array | None],
+    by_query: Iterable[jax.Array],
+    by_key: Iterable[jax.Array],
+) -> ScoreMod:
     """The gradients of score_mod's arrays, from the sums of operands by query [B, H, T] or key [B, H, S], in order."""
     assert call.mod is not None
-    mod, tiles, of_query, of_key = inputs.score_mod, call.mod, iter(by_query), iter(by_key)
+    mod, tiles, of_query, of_key = needed(inputs.score_mod), call.mod, iter(by_query), iter(by_key)
 
     def of_operand(x):
         whole = next(of_key)[:, :, None] if x.shape[3] > 1 else next(of_query)[..., None]
@@ -49,7 +56,14 @@ def _shape(call: TracedCall, inputs: AttentionInputs) -> tuple[int, int, int, in
 
 
 def tile_scores(
-    call: TracedCall, refs: Refs, load: Any, q: jax.Array, k: jax.Array, at: Any, *, transposed: bool = False
+    call: TracedCall,
+    refs: Refs,
+    load: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    at: tuple[Index, ...],
+    *,
+    transposed: bool = False,
 ):
     """(the scores of a tile as TracedCall.scores returns them, their pullback).
 

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Float32
 
+from jax_kernels.pallas.kernel_types import Ref
 from jax_kernels.pallas.triton.tensors import iota
 from jax_kernels.pallas.varying import result_types
 
@@ -23,12 +25,18 @@ BLOCK = 128  # rows and columns of a program, and of a block of values that shar
 class BothWays(NamedTuple):
     """values: [M, N]. transposed: [N, M]. scale: [ceil(M / 128), ceil(N / 128)] float32 if the kernel computes it."""
 
-    values: jax.Array
-    transposed: jax.Array
-    scale: jax.Array | None = None
+    values: Float[Array, "M N"]
+    transposed: Float[Array, "N M"]
+    scale: Float32[Array, "row_blocks column_blocks"] | None = None
 
 
-def both_ways(x: jax.Array, factors: tuple[Any, Any] | None, dtype: Any, *, interpret: bool = False) -> BothWays:
+def both_ways(
+    x: Float[Array, "M N"],
+    factors: tuple[Float32[Array, " rows"], Float32[Array, " columns"]] | None,
+    dtype: jnp.dtype,
+    *,
+    interpret: bool = False,
+) -> BothWays:
     """x [M, N] of 16 or 32 bits, times factors, in the 8-bit `dtype`.
 
     factors: float32, of x and of its transpose: [1] and [1], or [M] and [N]. None computes a scale for each block of
@@ -79,45 +87,45 @@ class _Place(NamedTuple):
     blocks_across: int
 
     @property
-    def row_block(self) -> Any:
+    def row_block(self) -> jax.Array:
         return self.block // self.blocks_across
 
     @property
-    def column_block(self) -> Any:
+    def column_block(self) -> jax.Array:
         return self.block % self.blocks_across
 
     @property
-    def row_exists(self) -> Any:
+    def row_exists(self) -> jax.Array:
         return self.row_block * BLOCK + iota(BLOCK) < self.rows
 
     @property
-    def column_exists(self) -> Any:
+    def column_exists(self) -> jax.Array:
         return self.column_block * BLOCK + iota(BLOCK) < self.columns
 
     @property
-    def exists(self) -> Any:
+    def exists(self) -> jax.Array:
         return self.row_exists[:, None] & self.column_exists[None]
 
-    def of(self, ref: Any) -> Any:
+    def of(self, ref: Ref) -> Ref:
         return ref.at[pl.ds(self.row_block * BLOCK, BLOCK), pl.ds(self.column_block * BLOCK, BLOCK)]
 
-    def transposed_of(self, ref: Any) -> Any:
+    def transposed_of(self, ref: Ref) -> Ref:
         return ref.at[pl.ds(self.column_block * BLOCK, BLOCK), pl.ds(self.row_block * BLOCK, BLOCK)]
 
-    def rows_of(self, ref: Any) -> Any:
+    def rows_of(self, ref: Ref) -> jax.Array:
         """A scalar, or one value per row, [BLOCK, 1]."""
         if ref.shape == (1,):
             return ref[0]
         return plgpu.load(ref.at[pl.ds(self.row_block * BLOCK, BLOCK)], mask=self.row_exists, other=0)[:, None]
 
-    def columns_of(self, ref: Any) -> Any:
+    def columns_of(self, ref: Ref) -> jax.Array:
         """A scalar, or one value per column, [1, BLOCK]."""
         if ref.shape == (1,):
             return ref[0]
         return plgpu.load(ref.at[pl.ds(self.column_block * BLOCK, BLOCK)], mask=self.column_exists, other=0)[None]
 
 
-def _scale(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _scale(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """(the scale of a block, its reciprocal)."""
     # The bits of magnitudes order like the magnitudes, with NaN above infinity. A maximum of floats would drop a NaN.
     magnitudes = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
@@ -134,7 +142,7 @@ def reciprocal(scale: jax.Array) -> jax.Array:
     return jnp.where(scale < jnp.inf, 1 / scale, jnp.nan)
 
 
-def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     top = float(jnp.finfo(dtype).max)
     clipped = jnp.where(x > top, top, jnp.where(x < -top, -top, x))  # a NaN passes
     return jnp.where(jnp.abs(x) < jnp.inf, clipped, jnp.nan).astype(dtype)

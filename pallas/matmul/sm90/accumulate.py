@@ -7,12 +7,14 @@ promoted: added to float32 sums in registers, 128 columns at a time. The other w
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, scale_factors, scale_shares
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, Slice, needed
 from jax_kernels.pallas.matmul.sm90.state import ROWS, SCALE_BLOCK, Kernel, WorkTile
 from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import zeros_stay
@@ -25,18 +27,18 @@ class Sums:
     bias: for each part of a work tile, None if it is not loaded yet.
     """
 
-    product: list[Any]
+    product: list[jax.Array]
     up: list[Any] | None
     bias: list[Any] | None = None
 
 
-def columns_of(arrays: list[Any], part: int, columns: int) -> Any:
+def columns_of(arrays: list[jax.Array], part: int, columns: int) -> jax.Array:
     """Part `part`, of `columns` columns, of the arrays of a Sums."""
     nth, start = divmod(part * columns, arrays[0].shape[1])
     return arrays[nth] if arrays[0].shape[1] == columns else arrays[nth][:, start : start + columns]
 
 
-def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
+def plain_sums(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> list[Sums]:
     """16-bit matmuls, 64 rows each. A step's wgmmas are issued before the wait for the previous step's."""
     traits, smem = kernel.traits, kernel.smem
     operands = [smem.w] if smem.w_up is None else [smem.w, smem.w_up]
@@ -79,7 +81,7 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
     return [Sums(product=[product], up=up or None, bias=bias) for product, *up in of_half]
 
 
-def _bias(kernel: Kernel, tile: WorkTile) -> list[Any]:
+def _bias(kernel: Kernel, tile: WorkTile) -> list[jax.Array]:
     """The bias of a work tile, for each of its parts. Parts past the last column have other columns' values."""
     columns = kernel.traits.columns
     starts = [tile.column + start for start in range(0, kernel.traits.block_n, columns)]
@@ -94,11 +96,11 @@ class _Part:
     gmem, smem, scale: of the weights. ready: [stages], barriers: the weights have arrived, for the first part also x.
     """
 
-    gmem: Any
-    smem: Any
-    scale: Any
+    gmem: Ref
+    smem: Ref
+    scale: Ref
     first: int
-    ready: Any
+    ready: Barrier
 
 
 def _parts(kernel: Kernel) -> list[_Part]:
@@ -107,13 +109,13 @@ def _parts(kernel: Kernel) -> list[_Part]:
     given = [(inputs.w, smem.w, inputs.w_scale), (inputs.w_up, smem.w_up, inputs.w_up_scale)]
     barriers = iter((smem.ready, smem.second_ready))
     return [
-        _Part(gmem=gmem, smem=of_stage, scale=scale, first=first, ready=next(barriers))
+        _Part(gmem=gmem, smem=needed(of_stage), scale=scale, first=first, ready=needed(next(barriers)))
         for gmem, of_stage, scale in given[: 2 if traits.is_gated else 1]
         for first in range(0, traits.block_n, traits.promoted)
     ]
 
 
-def load_parts(kernel: Kernel, column: Any, depth: Any, slot: Any) -> None:
+def load_parts(kernel: Kernel, column: Index, depth: Slice, slot: Index) -> None:
     """Loads a step's 8-bit weights."""
     width = kernel.traits.promoted
     for part in _parts(kernel):
@@ -121,7 +123,7 @@ def load_parts(kernel: Kernel, column: Any, depth: Any, slot: Any) -> None:
         kernel.load_w(part.gmem.at[pl.ds(column + part.first, width), depth], place, part.ready.at[slot])
 
 
-def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
+def promoted_sums(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> list[Sums]:
     """8-bit matmuls with block scales; scaled() applies other scales.
 
     Each part waits for its weights. The wait keeps ptxas from starting a part's wgmmas before the previous part is
@@ -186,14 +188,14 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sum
     return [Sums(product=totals[:of_product], up=totals[of_product:] or None)]
 
 
-def scaled(kernel: Kernel, x: Any, w_scale: Any, rows: Any, columns: Any) -> Any:
+def scaled(kernel: Kernel, x: jax.Array, w_scale: Ref | None, rows: Slice, columns: Slice) -> jax.Array:
     """Applies the scales of 8-bit operands to a part's sums x. Block scales are already applied."""
     if kernel.traits.options.scaling == "tensor":
-        first, second = scale_factors(kernel.inputs.x_scale[0], w_scale[0])
+        first, second = scale_factors(kernel.inputs.x_scale[0], needed(w_scale)[0])
         return x * first * second
     if kernel.traits.options.scaling == "row":
         of_rows = plgpu.load(kernel.inputs.x_scale.at[rows], layout=ROW, optimized=False)
-        of_columns = plgpu.load(w_scale.at[columns], layout=COLUMN, optimized=False)
+        of_columns = plgpu.load(needed(w_scale).at[columns], layout=COLUMN, optimized=False)
         first, last = (lax.broadcast_in_dim(share, x.shape, [0]) for share in scale_shares(of_rows))
         return x * first * lax.broadcast_in_dim(of_columns, x.shape, [1]) * last
     return x
@@ -205,6 +207,6 @@ def with_scales_to_load(inputs: MatmulInputs, options: MatmulOptions) -> MatmulI
         scales = inputs.x_scale, inputs.w_scale, inputs.w_up_scale
         x_scale, w_scale, w_up_scale = (None if x is None else x.reshape(1) for x in scales)
         return inputs._replace(x_scale=x_scale, w_scale=w_scale, w_up_scale=w_up_scale)
-    if options.scaling == "row" and (past := -inputs.x_scale.shape[0] % ROWS):
-        return inputs._replace(x_scale=jnp.pad(inputs.x_scale, (0, past)))
+    if options.scaling == "row" and (past := -needed(inputs.x_scale).shape[0] % ROWS):
+        return inputs._replace(x_scale=jnp.pad(needed(inputs.x_scale), (0, past)))
     return inputs

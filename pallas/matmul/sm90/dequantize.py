@@ -1,7 +1,5 @@
 """Decodes low-bit weights to 16-bit values in registers, in the layout of wgmma's first operand."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,7 +15,7 @@ __all__ = ["decoded"]
 TOGETHER = 16  # bytes of a row in which a thread owns two pairs: the columns of two neighbouring tiles of 8
 
 
-def decoded(stored: jax.Array, layout: LowBit, dtype: Any, *, byte: int, half: int, width: int) -> jax.Array:
+def decoded(stored: jax.Array, layout: LowBit, dtype: jnp.dtype, *, byte: int, half: int, width: int) -> jax.Array:
     """The values [columns, width] in `dtype` of the bytes from `byte` on, or of one half of each byte.
 
     stored: [columns, bytes] uint8, in the layout of wgmma's results.

@@ -15,7 +15,7 @@ another 8 MB come from the L2 cache. Decoding takes 1.4 instructions per weight,
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitSm90
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, Slice, needed
+from jax_kernels.pallas.matmul.refs import MatmulResultRefs
 from jax_kernels.pallas.matmul.sm90 import split_k_reduce
 from jax_kernels.pallas.matmul.sm90.dequantize import decoded
 from jax_kernels.pallas.matmul.sm90.low_bit_traits import COLUMNS, STEP_BYTES, LowBitTraits
@@ -34,6 +36,7 @@ from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.barriers import cluster_barrier
 from jax_kernels.pallas.mosaic.launch import CLUSTER, launch
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED_8BIT, WGMMA
+from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 from jax_kernels.quantization import formats
 
 __all__ = ["COLUMNS", "MOST_ROWS", "STEP_BYTES", "LowBitTraits", "matmul"]
@@ -55,29 +58,30 @@ class Smem:
     """
 
     x: Any
-    w: list[Any]
-    scale: list[Any]
-    ready: Any
-    free: Any
-    exchange: Any
-    joining: Any
+    w: list[Ref]
+    scale: list[Ref]
+    ready: Barrier
+    free: Barrier
+    exchange: Ref | None
+    joining: Barrier | None
 
     @classmethod
     def scratch(cls, traits: LowBitTraits, inputs: "Inputs") -> "Smem":
         """The scratch shapes for pl.run_scoped."""
         stages = traits.stages
-        w = plgpu.SMEM((stages, traits.block_n, STEP_BYTES), jnp.uint8, transforms=SWIZZLED_8BIT)
+        w = smem_ref((stages, traits.block_n, STEP_BYTES), jnp.uint8, transforms=SWIZZLED_8BIT)
         scales = inputs.scales if traits.scales_of_step else []
         copies = traits.chunks + traits.weights + len(scales)
         in_memory = traits.exchanges and not interpreter.INTERPRETED
-        joining = plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.compute_wgs)
+        barriers = plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.compute_wgs)
+        joining = cast(Barrier, barriers)
         return cls(
             x=cls._x(traits),
             w=[w] * traits.weights,
-            scale=[plgpu.SMEM((stages, traits.scales_of_step, traits.block_n), y.dtype) for y in scales],
-            ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-            free=plgpu.Barrier(num_arrivals=traits.compute_wgs, num_barriers=stages),
-            exchange=plgpu.SMEM(traits.exchange, jnp.float32) if in_memory else None,
+            scale=[smem_ref((stages, traits.scales_of_step, traits.block_n), y.dtype) for y in scales],
+            ready=barrier_ref(num_arrivals=copies, num_barriers=stages),
+            free=barrier_ref(num_arrivals=traits.compute_wgs, num_barriers=stages),
+            exchange=smem_ref(traits.exchange, jnp.float32) if in_memory else None,
             joining=joining if traits.exchanges and interpreter.INTERPRETED else None,
         )
 
@@ -85,7 +89,7 @@ class Smem:
     def _x(traits: LowBitTraits) -> Any:
         """Memory that wgmma reads as tiles of 8 rows. Copies write it as rows, in any number."""
         shape, width = (traits.stages, traits.chunks, traits.rows, traits.width), traits.width
-        of_tiles = lambda *tile: plgpu.SMEM(
+        of_tiles = lambda *tile: smem_ref(
             shape,
             traits.dtype,
             transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(2 * width)),  # type: ignore[abstract]
@@ -95,30 +99,30 @@ class Smem:
         return plgpu.RefUnion(of_tiles(8, width), of_tiles(width))
 
     @property
-    def x_tiles(self) -> Any:
+    def x_tiles(self) -> Ref:
         """x in the layout of wgmma."""
         return self.x if interpreter.INTERPRETED else next(iter(self.x))
 
     @property
-    def x_rows(self) -> Any:
+    def x_rows(self) -> Ref:
         """x in the layout of copies."""
         return self.x if interpreter.INTERPRETED else tuple(self.x)[1]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Inputs[A: jax.Array | Ref]:
     """x: [m or m + 1, k]. weights: stored values [n, bytes]. scales: [groups, n] or [n].
 
     rest: the inputs of the epilogue, if the kernel joins splits. exchange: for the interpreter, if the kernel exchanges
     sums: [work tiles, matmuls, splits, columns, rows].
     """
 
-    x: Any
-    weights: list[Any]
-    scales: list[Any]
-    rest: MatmulInputs | None
-    exchange: Any
+    x: A
+    weights: list[A]
+    scales: list[A]
+    rest: Any
+    exchange: A | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,13 +135,13 @@ class Kernel:
 
     traits: LowBitTraits
     inputs: Inputs
-    sums: list[Any]
-    results: MatmulResult | None
+    sums: list[Ref]
+    results: MatmulResultRefs | None
     smem: Smem
-    split: Any
-    column: Any
-    first: Any
-    steps: Any
+    split: Index
+    column: Index
+    first: Index
+    steps: Index
 
 
 def matmul(
@@ -158,12 +162,13 @@ def matmul(
         weights=len(weights),
         core_count=core_count,
     )
+    of_epilogue: dict[str, Any] = {"x": None, "w": None, "bias": inputs.bias, "residual": inputs.residual}
     given = Inputs(
         # A copy has at least 128 bytes: two rows of a chunk of 32 values.
         x=jnp.pad(inputs.x, ((0, 1), (0, 0))) if m % 2 and traits.width == 32 else inputs.x,
         weights=[_as_bytes(w) for w in weights],
         scales=[_as_bytes(y) for y in (inputs.w_scale, inputs.w_up_scale) if y is not None],
-        rest=MatmulInputs(x=None, w=None, bias=inputs.bias, residual=inputs.residual) if traits.joins else None,
+        rest=MatmulInputs(**of_epilogue) if traits.joins else None,
         exchange=_exchange_of_interpreter(traits),
     )
     leaves, tree = jax.tree.flatten(given)
@@ -207,7 +212,7 @@ def _as_bytes(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _state(traits: LowBitTraits, inputs: Inputs, results: Any, smem: Smem) -> Kernel:
+def _state(traits: LowBitTraits, inputs: Inputs[Ref], results: Any, smem: Smem) -> Kernel:
     cta = lax.axis_index("cta")
     if traits.joins:
         split = lax.axis_index(CLUSTER) if traits.splits > 1 else jnp.int32(0)
@@ -245,7 +250,7 @@ def _kernel(kernel: Kernel) -> None:
         _multiply(kernel, wg)
 
 
-def _load(kernel: Kernel, i: Any) -> None:
+def _load(kernel: Kernel, i: Index) -> None:
     """Loads the operands of step i, when its stage is free."""
     traits, smem = kernel.traits, kernel.smem
     slot = lax.rem(i, jnp.int32(traits.stages))
@@ -266,7 +271,7 @@ def _load(kernel: Kernel, i: Any) -> None:
         plgpu.copy_gmem_to_smem(x, target, smem.ready.at[slot])
 
 
-def _first_group(traits: LowBitTraits, step: Any) -> Any:
+def _first_group(traits: LowBitTraits, step: Index) -> Index:
     """The scale group of a step's first value."""
     assert traits.layout.group is not None
     if traits.layout.group > traits.block_k:
@@ -274,7 +279,7 @@ def _first_group(traits: LowBitTraits, step: Any) -> Any:
     return step * traits.scales_of_step
 
 
-def _multiply(kernel: Kernel, wg: Any) -> None:
+def _multiply(kernel: Kernel, wg: Index) -> None:
     """Sums a compute warpgroup's 64 columns over all steps, and stores the sums or joins them."""
     traits = kernel.traits
     zeros = plgpu.layout_cast(jnp.zeros((COLUMNS, traits.rows), jnp.float32), WGMMA)
@@ -299,7 +304,7 @@ def _multiply(kernel: Kernel, wg: Any) -> None:
         _join(kernel, wg, scaled, columns)
 
 
-def _join(kernel: Kernel, wg: Any, sums: list[Any], columns: Any) -> None:
+def _join(kernel: Kernel, wg: Index, sums: list[jax.Array], columns: Slice) -> None:
     """Adds the sums of all splits, and runs the epilogue of a warpgroup's columns in one CTA of the cluster."""
     traits, smem, inputs, results = kernel.traits, kernel.smem, kernel.inputs.rest, kernel.results
     assert inputs is not None
@@ -308,7 +313,9 @@ def _join(kernel: Kernel, wg: Any, sums: list[Any], columns: Any) -> None:
     if not traits.exchanges:
         finish(sums)
         return
-    exchange = kernel.inputs.exchange.at[lax.axis_index("cta")] if interpreter.INTERPRETED else smem.exchange
+    exchange = (
+        needed(kernel.inputs.exchange).at[lax.axis_index("cta")] if interpreter.INTERPRETED else needed(smem.exchange)
+    )
     split_k_reduce.exchange_sums(sums, exchange, smem.joining, wg, kernel.split, traits.splits)
 
     @pl.when(lax.rem(wg, jnp.int32(traits.splits)) == kernel.split)
@@ -316,7 +323,7 @@ def _join(kernel: Kernel, wg: Any, sums: list[Any], columns: Any) -> None:
         finish(split_k_reduce.joined_sums(exchange, wg, traits.splits, traits.rows))
 
 
-def _step(kernel: Kernel, wg: Any, slot: Any, nth: int, total: Any) -> Any:
+def _step(kernel: Kernel, wg: Index, slot: Index, nth: int, total: jax.Array) -> jax.Array:
     """total plus the sums of a step of matmul `nth`: x @ w or x @ w_up."""
     traits, smem = kernel.traits, kernel.smem
     mine = pl.ds(wg * COLUMNS, COLUMNS)
@@ -338,6 +345,6 @@ def _step(kernel: Kernel, wg: Any, slot: Any, nth: int, total: Any) -> Any:
     return total
 
 
-def _spread(scale: Any, x: Any) -> Any:
+def _spread(scale: jax.Array, x: jax.Array) -> jax.Array:
     """Scales of columns of w, in float32, broadcast to sums [columns, rows]."""
     return lax.broadcast_in_dim(formats.decode_scale(scale), x.shape, [0])

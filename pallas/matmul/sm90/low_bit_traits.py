@@ -3,8 +3,9 @@
 import dataclasses
 import itertools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jax_kernels.inputs.matmul import MatmulOptions
@@ -39,7 +40,7 @@ class LowBitTraits:
     m: int
     n: int
     k: int
-    dtype: Any
+    dtype: jnp.dtype
     weights: int
     core_count: int
 

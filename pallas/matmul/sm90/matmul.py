@@ -12,7 +12,7 @@ per byte from the L2 cache.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulSm90
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, Slice, needed
 from jax_kernels.pallas.matmul.sm90.accumulate import (
     Sums,
     columns_of,
@@ -94,7 +95,7 @@ def matmul(
     return _named(traits, results)
 
 
-def _named(traits: Traits, results: Any) -> MatmulResult:
+def _named(traits: Traits, results: Any) -> Any:
     return MatmulResult(**({"out": None} | dict(zip(traits.results, results, strict=True))))
 
 
@@ -117,7 +118,7 @@ def _kernel(kernel: Kernel) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load_tile(kernel: Kernel, tile: WorkTile, nth: Any) -> None:
+def _load_tile(kernel: Kernel, tile: WorkTile, nth: Index) -> None:
     """Loads the operands of a work tile, step by step."""
     traits, inputs = kernel.traits, kernel.inputs
 
@@ -135,14 +136,14 @@ def _load_tile(kernel: Kernel, tile: WorkTile, nth: Any) -> None:
     for i, name in enumerate(traits.operands):
         for nth_rows in range(blocks):
             slot = _free_slot(kernel, nth * traits.fills + traits.steps + i * blocks + nth_rows)
-            ready = kernel.smem.operands_ready.at[kernel.barrier_of(slot, nth)]
+            ready = needed(kernel.smem.operands_ready).at[kernel.barrier_of(slot, nth)]
             for first, width in traits.operand_parts:
                 rows, columns = pl.ds(tile.row + nth_rows * ROWS, ROWS), pl.ds(tile.column + first, width)
                 place = kernel.operand(slot, first, width)
                 plgpu.copy_gmem_to_smem(getattr(inputs, name).at[rows, columns], place, ready)
 
 
-def _free_slot(kernel: Kernel, number: Any) -> Any:
+def _free_slot(kernel: Kernel, number: Index) -> jax.Array:
     """Waits until the stage of fill `number` is free, and returns the stage's index."""
     slot = lax.rem(number, jnp.int32(kernel.traits.stages))
 
@@ -153,7 +154,9 @@ def _free_slot(kernel: Kernel, number: Any) -> Any:
     return slot
 
 
-def _load_step(kernel: Kernel, tile: WorkTile, i: Any, x: Any, weights: list[Any], *, slot: Any, ready: Any) -> None:
+def _load_step(
+    kernel: Kernel, tile: WorkTile, i: Index, x: Ref, weights: list[Ref], *, slot: Index, ready: Index
+) -> None:
     """Loads a step's block of x and of each of the weights. ready: the index of the stage's barrier."""
     traits, smem = kernel.traits, kernel.smem
     rows, columns = pl.ds(tile.row, traits.block_m), pl.ds(tile.column, traits.block_n)
@@ -168,16 +171,16 @@ def _load_step(kernel: Kernel, tile: WorkTile, i: Any, x: Any, weights: list[Any
         places = [smem.w.at[slot, pl.ds(i * traits.block_n, traits.block_n)] for i in range(2)]
     for w, place in zip(weights, places, strict=False):
         part = w.at[columns, depth] if traits.options.transpose_w else w.at[depth, columns]
-        kernel.load_w(part, place, smem.ready.at[ready])
+        kernel.load_w(part, needed(place), smem.ready.at[ready])
 
 
-def _wait_for_readers(kernel: Kernel, tiles: Any) -> None:
+def _wait_for_readers(kernel: Kernel, tiles: Index) -> None:
     """Waits until all stages are free: until then the other CTA of a cluster signals to this CTA's shared memory."""
     fills = tiles * kernel.traits.fills
     lax.fori_loop(fills, fills + kernel.traits.stages, lambda number, _: (_free_slot(kernel, number), None)[1], None)
 
 
-def _compute_tile(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
+def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> None:
     """A warpgroup's rows of a work tile: sums in registers, then the epilogue."""
     traits, smem = kernel.traits, kernel.smem
     sums = (promoted_sums if traits.is_8_bit else plain_sums)(kernel, wg, tile, nth)
@@ -185,7 +188,7 @@ def _compute_tile(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
     slot_of = lambda i: lax.rem(first + i, jnp.int32(traits.stages))
     loaded = len(traits.operands) * blocks
     for i in range(loaded):  # other warpgroups' operands too: each warpgroup must count the barriers' phases
-        plgpu.barrier_wait(smem.operands_ready.at[kernel.barrier_of(slot_of(i), nth)])
+        plgpu.barrier_wait(needed(smem.operands_ready).at[kernel.barrier_of(slot_of(i), nth)])
     for half, of_half in enumerate(sums):
         mine = traits.block_of(wg, half)
         slots = [slot_of(i * blocks + mine) for i in range(len(traits.operands))]
@@ -194,7 +197,7 @@ def _compute_tile(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
         plgpu.barrier_arrive(smem.free.at[slot_of(i)])
 
 
-def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, half: int, sums: Sums, slots: list[Any]) -> None:
+def _epilogue(kernel: Kernel, wg: Index, tile: WorkTile, half: int, sums: Sums, slots: Sequence[Index]) -> None:
     """Stores 64 rows of a warpgroup in parts of traits.columns columns, through alternating buffers.
 
     half: the index of the warpgroup's 64 rows. slots: the stages that hold the operands.
@@ -214,7 +217,9 @@ def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, half: int, sums: Sums, sl
 
             def operand(name):
                 if name not in traits.operands:
-                    return _residual(buffers.at[0], smem.residual_ready.at[wg], kernel.inputs.residual.at[place])
+                    return _residual(
+                        buffers.at[0], needed(smem.residual_ready).at[wg], kernel.inputs.residual.at[place]
+                    )
                 found = kernel.operand(slots[traits.operands.index(name)], part * columns, columns)
                 return plgpu.load(found, layout=WGMMA).astype(jnp.float32)
 
@@ -225,7 +230,12 @@ def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, half: int, sums: Sums, sl
 
 
 def _results_of_part(
-    kernel: Kernel, z: Any, up: Any, bias: Any, operand: Callable[[str], Any], place: Any
+    kernel: Kernel,
+    z: jax.Array,
+    up: jax.Array | None,
+    bias: jax.Array | None,
+    operand: Callable[[str], Any],
+    place: tuple[Slice, Slice],
 ) -> Iterator[tuple[str, Any]]:
     """(field of MatmulResult, float32 values of a part) pairs. operand(name) loads an operand of the epilogue.
 
@@ -254,7 +264,7 @@ def _results_of_part(
             yield "up", up
 
 
-def _store_part(smem: Any, x: Any, gmem: Any) -> None:
+def _store_part(smem: Ref, x: jax.Array, gmem: Ref) -> None:
     """Stores the values of a part through a buffer that the last store did not use."""
     plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
     smem[...] = x.astype(smem.dtype)
@@ -262,7 +272,7 @@ def _store_part(smem: Any, x: Any, gmem: Any) -> None:
     plgpu.copy_smem_to_gmem(smem, gmem)
 
 
-def _residual(smem: Any, ready: Any, gmem: Any) -> Any:
+def _residual(smem: Ref, ready: Barrier, gmem: Ref) -> jax.Array:
     """The residual of a part in float32, loaded through the result's buffer."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.copy_gmem_to_smem(gmem, smem, ready)

@@ -15,7 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.inputs.matmul import MatmulOptions, MatmulResult
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, Slice, needed
+from jax_kernels.pallas.matmul.refs import MatmulInputRefs, MatmulResultRefs
 from jax_kernels.pallas.matmul.sm90.low_bit_traits import COLUMNS
 from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.barriers import cluster_barrier
@@ -29,12 +31,14 @@ THREADS = 128
 
 def results_of(options: MatmulOptions, m: int, n: int, is_gated: bool) -> MatmulResult:
     """The types of the arrays that a call writes."""
-    out = jax.ShapeDtypeStruct((m, n), jnp.dtype(options.out_dtype))
+    out: Any = jax.ShapeDtypeStruct((m, n), jnp.dtype(options.out_dtype))
     saves = options.saves_preactivation
     return MatmulResult(out=out, preactivation=out if saves else None, up=out if saves and is_gated else None)
 
 
-def exchange_sums(totals: list[Any], exchange: Any, ready: Any, wg: Any, split: Any, splits: int) -> None:
+def exchange_sums(
+    totals: list[jax.Array], exchange: Ref, ready: Barrier | None, wg: Index, split: Index, splits: int
+) -> None:
     """Sends a warpgroup's sums to CTA wg % splits, and waits for the sums of all CTAs.
 
     exchange: shared memory [matmuls, adding warpgroups of a CTA, splits, pairs of values, threads, 2]. For the
@@ -43,15 +47,15 @@ def exchange_sums(totals: list[Any], exchange: Any, ready: Any, wg: Any, split: 
     if interpreter.INTERPRETED:
         for i, total in enumerate(totals):
             exchange[i, split, pl.ds(wg * COLUMNS, COLUMNS)] = total
-        plgpu.barrier_arrive(ready)
-        plgpu.barrier_wait(ready)
+        plgpu.barrier_arrive(needed(ready))
+        plgpu.barrier_wait(needed(ready))
         return
     for i, total in enumerate(totals):
         _send(total, exchange.at[i, lax.div(wg, jnp.int32(splits)), split], splits)
     cluster_barrier()
 
 
-def joined_sums(exchange: Any, wg: Any, splits: int, rows: int) -> list[Any]:
+def joined_sums(exchange: Ref, wg: Index, splits: int, rows: int) -> list[jax.Array]:
     """The sums over all splits of a warpgroup's columns, in CTA wg % splits, after exchange_sums."""
     if interpreter.INTERPRETED:
         read = lambda i, part: exchange[i, part, pl.ds(wg * COLUMNS, COLUMNS)]
@@ -60,7 +64,7 @@ def joined_sums(exchange: Any, wg: Any, splits: int, rows: int) -> list[Any]:
     return [functools.reduce(operator.add, [read(i, part) for part in range(splits)]) for i in range(exchange.shape[0])]
 
 
-def _send(numbers: Any, to: Any, splits: int) -> None:
+def _send(numbers: jax.Array, to: Ref, splits: int) -> None:
     """Stores a warpgroup's sums in the CTA that adds them. to: a ref in shared memory, [pairs, threads, 2]."""
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()), return_type=None)
@@ -82,7 +86,7 @@ def _send(numbers: Any, to: Any, splits: int) -> None:
     store(numbers, to)
 
 
-def _received(place: Any, rows: int) -> Any:
+def _received(place: Ref, rows: int) -> jax.Array:
     """The sums that one CTA stored in this CTA's shared memory [pairs, threads, 2]."""
     result = plgpu.ShapeDtypeStruct((COLUMNS, rows), jnp.float32, layout=WGMMA)
 
@@ -116,7 +120,7 @@ def _thread() -> Any:
 
 
 def epilogue(
-    options: MatmulOptions, inputs: MatmulInputs, results: MatmulResult, sums: list[Any], columns: Any
+    options: MatmulOptions, inputs: MatmulInputRefs, results: MatmulResultRefs, sums: list[jax.Array], columns: Slice
 ) -> None:
     """Computes the epilogue of a warpgroup's columns in float32, and stores the results. columns: a slice."""
     z, *up = sums
@@ -135,7 +139,7 @@ def epilogue(
             _store(numbers.astype(ref.dtype), ref, columns)
 
 
-def _store(numbers: Any, ref: Any, columns: Any) -> None:
+def _store(numbers: jax.Array, ref: Ref, columns: Slice) -> None:
     """Stores the transpose of values [columns, rows] in a ref [m, n] in device memory. m may be less than rows."""
     if interpreter.INTERPRETED:
         ref[:, columns] = numbers[:, : ref.shape[0]].T
@@ -160,7 +164,7 @@ def _store(numbers: Any, ref: Any, columns: Any) -> None:
     store(numbers, ref.at[:, columns])
 
 
-def _load(ref: Any, columns: Any, rows: int) -> Any:
+def _load(ref: Ref, columns: Slice, rows: int) -> jax.Array:
     """The transpose of columns of a ref [m, n] in device memory, [columns, rows], with zeros for rows from m on."""
     if interpreter.INTERPRETED:
         return jnp.pad(ref[:, columns].T, ((0, 0), (0, rows - ref.shape[0])))

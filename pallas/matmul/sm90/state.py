@@ -1,7 +1,7 @@
 """State of the Hopper matmul: sizes, shared memory, and the order of the work tiles."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulSm90
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
+from jax_kernels.pallas.matmul.refs import MatmulInputRefs, MatmulResultRefs
 from jax_kernels.pallas.matmul.work_tiles import banded
 from jax_kernels.pallas.mosaic.launch import CLUSTER
-from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_8BIT, SWIZZLED_32, SWIZZLED_F32
+from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_8BIT, SWIZZLED_32, SWIZZLED_F32, Transforms
+from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 
 ROWS = 64  # rows of a warpgroup's wgmma
 DEPTH_BYTES = 128  # bytes of the inner dimension in a step: 64 values of 16 bits
@@ -26,8 +29,8 @@ SHARED_MEMORY = 225 << 10  # bytes of a CTA's shared memory, without its barrier
 class WorkTile(NamedTuple):
     """A block of the result: its first row and first column."""
 
-    row: Any
-    column: Any
+    row: Index
+    column: Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,8 @@ class Traits:
     m: int
     n: int
     k: int
-    dtype: Any
-    w_dtype: Any
+    dtype: jnp.dtype
+    w_dtype: jnp.dtype
     has_bias: bool
     has_residual: bool
     derives: bool
@@ -68,7 +71,7 @@ class Traits:
         )
 
     @property
-    def out_dtype(self) -> Any:
+    def out_dtype(self) -> jnp.dtype:
         return jnp.dtype(self.options.out_dtype)
 
     @property
@@ -90,13 +93,13 @@ class Traits:
         """Rows of a work tile."""
         return self.config.wg_rows * self.tile_wgs
 
-    def block_of(self, wg: Any, half: int) -> Any:
+    def block_of(self, wg: Index, half: int) -> Index:
         """The index, in the work tile, of a warpgroup's 64-row block `half`."""
         if self.config.pingpong:
             return half
         return wg if self.halves == 1 else wg * self.halves + half
 
-    def first_row(self, wg: Any, half: int) -> Any:
+    def first_row(self, wg: Index, half: int) -> Index:
         """The first row, in the work tile, of a warpgroup's 64-row block `half`."""
         return self.block_of(wg, half) * ROWS
 
@@ -120,12 +123,12 @@ class Traits:
         return 32 if self.block_n % 64 else 64
 
     @property
-    def transforms(self) -> Any:
+    def transforms(self) -> Transforms:
         """The transforms of the operands in shared memory."""
         return SWIZZLED_8BIT if self.is_8_bit else SWIZZLED if self.columns == 64 else SWIZZLED_32
 
     @property
-    def out_transforms(self) -> Any:
+    def out_transforms(self) -> Transforms:
         """The transforms of the output buffers."""
         if self.out_dtype.itemsize == 4:
             return SWIZZLED_F32
@@ -233,7 +236,7 @@ class Traits:
         """The number of work tiles of each CTA if the launch had one cluster."""
         return pl.cdiv(self.m_blocks, self.cluster) * self.n_blocks
 
-    def place(self, index: Any, nth: Any = 0) -> WorkTile:
+    def place(self, index: Index, nth: Index = 0) -> WorkTile:
         """Work tile `index` of the CTA `nth` of a cluster. The tile may lie below the last row."""
         rows = pl.cdiv(self.m_blocks, self.cluster)
         row, n_block = banded(index, rows, self.n_blocks, max(1, self.config.rows_together // self.cluster))
@@ -254,21 +257,21 @@ class Smem:
     residual_ready: [warpgroups], barriers.
     """
 
-    x: Any
-    w: Any
-    w_up: Any
-    out: Any
-    ready: Any
-    second_ready: Any
-    free: Any
-    operands_ready: Any
-    residual_ready: Any
+    x: Ref
+    w: Ref
+    w_up: Ref | None
+    out: Ref
+    ready: Barrier
+    second_ready: Barrier | None
+    free: Barrier
+    operands_ready: Barrier | None
+    residual_ready: Barrier | None
 
     @classmethod
     def scratch(cls, traits: Traits) -> "Smem":
         """The scratch shapes for pl.run_scoped."""
         options, stages, block_n, block_k = traits.options, traits.stages, traits.block_n, traits.block_k
-        operand = lambda dtype, *shape: plgpu.SMEM((stages, *shape), dtype, transforms=traits.transforms)
+        operand = lambda dtype, *shape: smem_ref((stages, *shape), dtype, transforms=traits.transforms)
         rows = 2 * block_n if traits.is_joined else block_n
         w = operand(traits.w_dtype, *((rows, block_k) if options.transpose_w else (block_k, block_n)))
         out = traits.compute_wgs, BUFFERS, ROWS, traits.columns
@@ -276,14 +279,14 @@ class Smem:
             x=operand(traits.dtype, *((block_k, traits.block_m) if options.transpose_x else (traits.block_m, block_k))),
             w=w,
             w_up=w if traits.is_gated and not traits.is_joined else None,
-            out=plgpu.SMEM(out, traits.out_dtype, transforms=traits.out_transforms),
-            ready=plgpu.Barrier(
+            out=smem_ref(out, traits.out_dtype, transforms=traits.out_transforms),
+            ready=barrier_ref(
                 num_arrivals=3 if traits.is_gated and not traits.is_8_bit else 2, num_barriers=_ready_barriers(traits)
             ),
-            second_ready=plgpu.Barrier(num_barriers=stages) if traits.has_second_part else None,
+            second_ready=barrier_ref(num_barriers=stages) if traits.has_second_part else None,
             free=_free_barrier(traits),
             operands_ready=_operand_barriers(traits),
-            residual_ready=plgpu.Barrier(num_barriers=traits.compute_wgs) if traits.loads_residual else None,
+            residual_ready=barrier_ref(num_barriers=traits.compute_wgs) if traits.loads_residual else None,
         )
 
 
@@ -292,18 +295,21 @@ def _ready_barriers(traits: Traits) -> int:
     return traits.stages * (traits.compute_wgs // traits.tile_wgs)
 
 
-def _free_barrier(traits: Traits) -> Any:
+def _free_barrier(traits: Traits) -> Barrier:
     """A stage is free when all warpgroups of its work tile have read it; in a cluster, in all CTAs."""
     if traits.cluster == 1:
-        return plgpu.Barrier(num_arrivals=traits.tile_wgs, num_barriers=traits.stages)
-    return plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.tile_wgs, num_barriers=traits.stages)
+        return barrier_ref(num_arrivals=traits.tile_wgs, num_barriers=traits.stages)
+    barriers = plgpu.ClusterBarrier(
+        collective_axes=(CLUSTER,), num_arrivals=traits.tile_wgs, num_barriers=traits.stages
+    )
+    return cast(Barrier, barriers)
 
 
-def _operand_barriers(traits: Traits) -> Any:
+def _operand_barriers(traits: Traits) -> Barrier | None:
     """The barriers of the epilogue's operands: each waits for all copies of 64 rows."""
     if not traits.operands:
         return None
-    return plgpu.Barrier(num_arrivals=len(traits.operand_parts), num_barriers=_ready_barriers(traits))
+    return barrier_ref(num_arrivals=len(traits.operand_parts), num_barriers=_ready_barriers(traits))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,11 +318,11 @@ class Kernel:
 
     traits: Traits
     clusters: int
-    inputs: MatmulInputs
-    results: MatmulResult
+    inputs: MatmulInputRefs
+    results: MatmulResultRefs
     smem: Smem
 
-    def for_each_tile(self, run, wg: Any = None) -> Any:
+    def for_each_tile(self, run, wg: Index | None = None) -> Index:
         """Calls run(tile, nth) for the CTA's work tiles, with their index nth. Returns the number of tiles.
 
         wg: a compute warpgroup. With pingpong it takes every second tile.
@@ -328,22 +334,22 @@ class Kernel:
             run(self.traits.place(index, lax.axis_index(CLUSTER) if self.traits.cluster > 1 else 0), nth)
             return index + every * self.clusters, nth + every
 
-        start = lax.axis_index("cta"), jnp.int32(0)
-        if every > 1:
+        start: tuple[Index, Index] = lax.axis_index("cta"), jnp.int32(0)
+        if every > 1 and wg is not None:
             start = start[0] + wg * self.clusters, wg
         return lax.while_loop(lambda carry: carry[0] < self.traits.tiles, body, start)[1]
 
-    def barrier_of(self, slot: Any, nth: Any) -> Any:
+    def barrier_of(self, slot: Index, nth: Index) -> Index:
         """The index of a stage's barrier for the warpgroups of the CTA's work tile `nth`."""
         if not self.traits.config.pingpong:
             return slot
         return slot + self.traits.stages * lax.rem(nth, jnp.int32(self.traits.compute_wgs))
 
-    def operand(self, slot: Any, first: int, width: int) -> Any:
+    def operand(self, slot: Index, first: int, width: int) -> Ref:
         """A ref of columns of an operand of the epilogue: the memory of w's block in a stage of the ring."""
         columns = pl.ds(first, width)
         return self.smem.w.at[slot, columns] if self.traits.options.transpose_w else self.smem.w.at[slot, :, columns]
 
-    def load_w(self, w: Any, smem: Any, ready: Any) -> None:
+    def load_w(self, w: Ref, smem: Ref, ready: Barrier) -> None:
         """Loads a block of weights. In a cluster each CTA loads a part of it for all CTAs."""
         plgpu.copy_gmem_to_smem(w, smem, ready, collective_axes=None if self.traits.cluster == 1 else CLUSTER)

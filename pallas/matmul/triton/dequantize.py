@@ -21,7 +21,7 @@ __all__ = ["assembly", "decoded"]
 BELOW, ABOVE = ("0x4140", "0x4342"), ("0x1404", "0x3424")
 
 
-def decoded(stored: jax.Array, layout: LowBit, dtype: Any, interpret: bool) -> list[jax.Array]:
+def decoded(stored: jax.Array, layout: LowBit, dtype: jnp.dtype, interpret: bool) -> list[jax.Array]:
     """The decoded values of stored bytes [columns, unit_bytes]: one array, or the two halves of a unit."""
     if interpret:
         return [x.astype(dtype) for x in formats.numbers(_typed(stored, layout), layout)]

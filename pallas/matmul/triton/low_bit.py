@@ -10,7 +10,6 @@ If there are few work tiles, several programs split a tile's inner dimension, as
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitTriton
+from jax_kernels.pallas.kernel_types import Index, Ref
+from jax_kernels.pallas.matmul.refs import MatmulInputRefs, MatmulResultRefs
 from jax_kernels.pallas.matmul.triton import matmul as plain
 from jax_kernels.pallas.matmul.triton.dequantize import decoded
 from jax_kernels.pallas.matmul.triton.state import Part, Span, Sums, Traits
@@ -33,7 +34,7 @@ __all__ = ["LowBitTraits", "matmul"]
 class LowBitTraits(Traits):
     """Traits of a matmul with low-bit weights. block_k is a multiple of the layout's unit."""
 
-    config: Any
+    config: MatmulLowBitTriton  # type: ignore[assignment]
     layout: LowBit
     interpret: bool
 
@@ -75,7 +76,7 @@ class LowBitTraits(Traits):
         most = 1 if self.config.programs is None else self.config.programs * self.core_count // self.tiles
         return pl.cdiv(self.k_steps, max(1, most))
 
-    def load_x(self, ref: Any, rows: Span, start: Any, size: int) -> jax.Array:
+    def load_x(self, ref: Ref, rows: Span, start: Index, size: int) -> jax.Array:
         """[rows, size] of x, with 0 past its end."""
         within = None if self.k == self.layout.padded(self.k) else start + iota(size) < self.k
         mask = both(rows.exists, within, (rows.size, size))
@@ -97,18 +98,18 @@ def _as_bytes(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8) if is_float8 else x
 
 
-def _kernel(traits: LowBitTraits, inputs: MatmulInputs, results: MatmulResult) -> None:
+def _kernel(traits: LowBitTraits, inputs: MatmulInputRefs, results: MatmulResultRefs) -> None:
     """Computes one work tile."""
     tile = traits.tile(pl.program_id(0))
     plain.epilogue(traits, tile, _sums(traits, inputs, tile, 0, traits.k_steps), inputs, results)
 
 
-def _split_kernel(traits: LowBitTraits, inputs: MatmulInputs, results: Sums) -> None:
+def _split_kernel(traits: LowBitTraits, inputs: MatmulInputRefs, results: Sums) -> None:
     """Computes the sums of a split of a work tile."""
     plain.store_split(traits, functools.partial(_sums, traits, inputs), results)
 
 
-def _sums(traits: LowBitTraits, inputs: MatmulInputs, tile: Part, first: Any, last: Any) -> Sums:
+def _sums(traits: LowBitTraits, inputs: MatmulInputRefs, tile: Part, first: Index, last: Index) -> Sums:
     """The sums of a work tile over the steps [first, last)."""
     layout, weights = traits.layout, [w for w in (inputs.w, inputs.w_up) if w is not None]
     scales = [scale for scale in (inputs.w_scale, inputs.w_up_scale) if scale is not None]
@@ -126,8 +127,14 @@ def _sums(traits: LowBitTraits, inputs: MatmulInputs, tile: Part, first: Any, la
 
 
 def _unit(
-    traits: LowBitTraits, tile: Part, x_ref: Any, weights: list[Any], scales: list[Any], unit: Any, sums: list[Any]
-) -> list[Any]:
+    traits: LowBitTraits,
+    tile: Part,
+    x_ref: Ref,
+    weights: list[Ref],
+    scales: list[Ref],
+    unit: Index,
+    sums: list[jax.Array],
+) -> list[jax.Array]:
     """sums plus the products of a unit, which has one scale or one scale per half."""
     layout, dtype = traits.layout, x_ref.dtype
     parts = 2 if layout.is_packed else 1
@@ -152,14 +159,14 @@ def _unit(
     return found
 
 
-def _group(layout: LowBit, unit: Any, nth: int) -> Any:
+def _group(layout: LowBit, unit: Index, nth: int) -> Index:
     """The index of the unit's scale `nth`."""
     if layout.group is not None and layout.group > layout.unit:
         return lax.div(unit, jnp.int32(layout.group // layout.unit))
     return unit * layout.scales_of_unit + nth
 
 
-def _scale(tile: Part, ref: Any, group: Any) -> jax.Array:
+def _scale(tile: Part, ref: Ref, group: Index) -> jax.Array:
     """The scales of a group, [1, columns] float32."""
     mask = tile.columns.exists
     other = None if mask is None else jnp.zeros((), ref.dtype)

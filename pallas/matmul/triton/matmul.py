@@ -21,7 +21,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
-from jax_kernels.pallas.matmul.triton.state import Part, Span, Sums, Traits
+from jax_kernels.pallas.kernel_types import Index
+from jax_kernels.pallas.matmul.refs import MatmulInputRefs, MatmulResultRefs
+from jax_kernels.pallas.matmul.triton.state import EpilogueTraits, Part, Span, Sums, Traits
 from jax_kernels.pallas.triton.tensors import fit
 from jax_kernels.pallas.varying import result_types
 
@@ -61,13 +63,15 @@ def launched(
     return joined(traits, inputs, found, stages=traits.config.num_stages, interpret=interpret)
 
 
-def joined(traits: Any, inputs: MatmulInputs, sums: Sums, *, stages: int = 1, interpret: bool) -> MatmulResult:
+def joined(
+    traits: EpilogueTraits, inputs: MatmulInputs, sums: Sums, *, stages: int = 1, interpret: bool
+) -> MatmulResult:
     """Launches the addition of all splits' sums, and the epilogue.
 
     traits: m, n, splits and options of the launch that computed the sums. Each sum is [splits, m, n], or [splits, n, m
     or more] if traits.transposes_sums.
     """
-    rest = inputs._replace(x=None, w=None, x_up=None, w_up=None, w_scale=None, w_up_scale=None)
+    rest = inputs._replace(x=None, w=None, x_up=None, w_up=None, w_scale=None, w_up_scale=None)  # type: ignore[arg-type]
     return _launch(
         _join_kernel,
         (rest, sums),
@@ -81,29 +85,27 @@ def joined(traits: Any, inputs: MatmulInputs, sums: Sums, *, stages: int = 1, in
     )
 
 
-def _results(traits: Any, inputs: MatmulInputs) -> MatmulResult:
+def _results(traits: EpilogueTraits, inputs: MatmulInputs) -> MatmulResult:
     """The types of the arrays that a call writes."""
-    out, saves = (
-        jax.ShapeDtypeStruct((traits.m, traits.n), traits.options.out_dtype),
-        traits.options.saves_preactivation,
-    )
+    out: Any = jax.ShapeDtypeStruct((traits.m, traits.n), traits.options.out_dtype)
+    saves = traits.options.saves_preactivation
     if inputs.preactivation is not None:
         return MatmulResult(out=out, up=None if inputs.up is None else out, activated=out)
     return MatmulResult(out=out, preactivation=out if saves else None, up=out if saves and inputs.is_gated else None)
 
 
-def _launch(
+def _launch[Written: (MatmulResult, Sums)](
     kernel: Callable[..., None],
     given: Any,
-    written: Any,
+    written: Written,
     *,
-    traits: Any,
+    traits: EpilogueTraits,
     name: str,
     grid: tuple[int, ...],
     warps: int,
     stages: int,
     interpret: bool,
-) -> Any:
+) -> Written:
     """pallas_call of kernel(traits, given, written). The kernel gets refs in trees of the same structure."""
     arrays, tree = jax.tree.flatten(given)
     types, types_tree = jax.tree.flatten(written)
@@ -123,13 +125,13 @@ def _launch(
     return jax.tree.unflatten(types_tree, found)
 
 
-def _kernel(traits: Traits, inputs: MatmulInputs, results: MatmulResult) -> None:
+def _kernel(traits: Traits, inputs: MatmulInputRefs, results: MatmulResultRefs) -> None:
     """Computes one work tile."""
     tile = traits.tile(pl.program_id(0))
     epilogue(traits, tile, _sums(traits, inputs, tile, 0, traits.k_steps), inputs, results)
 
 
-def _split_kernel(traits: Traits, inputs: MatmulInputs, results: Sums) -> None:
+def _split_kernel(traits: Traits, inputs: MatmulInputRefs, results: Sums) -> None:
     """Computes the sums of a split of a work tile."""
     store_split(traits, functools.partial(_sums, traits, inputs), results)
 
@@ -144,7 +146,7 @@ def store_split(traits: Traits, sum_steps: Callable[..., Sums], results: Sums) -
             tile.store(ref, sums, split)
 
 
-def _join_kernel(traits: Any, given: tuple[MatmulInputs, Sums], results: MatmulResult) -> None:
+def _join_kernel(traits: EpilogueTraits, given: tuple[MatmulInputRefs, Sums], results: MatmulResultRefs) -> None:
     """Adds the sums of all splits, and computes the epilogue."""
     inputs, sums = given
     rows, columns = fit(JOINED_ROWS, traits.m), fit(JOINED_COLUMNS, traits.n)
@@ -163,7 +165,7 @@ def _join_kernel(traits: Any, given: tuple[MatmulInputs, Sums], results: MatmulR
     epilogue(traits, tile, Sums(*(None if ref is None else total(ref) for ref in sums)), inputs, results)
 
 
-def _sums(traits: Traits, inputs: MatmulInputs, tile: Part, first: Any, last: Any) -> Sums:
+def _sums(traits: Traits, inputs: MatmulInputRefs, tile: Part, first: Index, last: Index) -> Sums:
     """The sums of a work tile over the steps [first, last)."""
     options = traits.options
     weights = [inputs.w, inputs.w_up] if inputs.is_gated else [inputs.w]
@@ -183,7 +185,9 @@ def _sums(traits: Traits, inputs: MatmulInputs, tile: Part, first: Any, last: An
     return Sums(*sums)
 
 
-def epilogue(traits: Any, tile: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:
+def epilogue(
+    traits: EpilogueTraits, tile: Part, sums: Sums, inputs: MatmulInputRefs, results: MatmulResultRefs
+) -> None:
     """Computes the epilogue in float32 and stores the results, part by part, so that fewer values are live at once."""
     parts = tile.parts(EPILOGUE_COLUMNS)
     of_parts = [lax.split(x, [part.columns.size for part in parts], axis=1) for x in sums if x is not None]
@@ -191,7 +195,9 @@ def epilogue(traits: Any, tile: Part, sums: Sums, inputs: MatmulInputs, results:
         _store_part(traits, part, Sums(*of_part), inputs, results)
 
 
-def _store_part(traits: Any, part: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:
+def _store_part(
+    traits: EpilogueTraits, part: Part, sums: Sums, inputs: MatmulInputRefs, results: MatmulResultRefs
+) -> None:
     z = sums.product
     if inputs.preactivation is not None:
         load = lambda ref: part.load(ref).astype(jnp.float32)

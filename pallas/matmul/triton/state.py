@@ -1,7 +1,7 @@
 """State of the Triton matmul: sizes of a launch, and work tiles with their masks."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
+from jax_kernels.pallas.kernel_types import Index, Ref, Slice
 from jax_kernels.pallas.matmul.work_tiles import banded
 from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, row_mask
 
@@ -20,6 +21,21 @@ class Sums(NamedTuple):
 
     product: Any
     up: Any = None
+
+
+class EpilogueTraits(Protocol):
+    """The traits of a launch that the epilogue and the addition of the splits' sums read."""
+
+    @property
+    def options(self) -> MatmulOptions: ...
+    @property
+    def m(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def splits(self) -> int: ...
+    @property
+    def transposes_sums(self) -> bool: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,14 +105,14 @@ class Traits:
     def splits(self) -> int:
         return pl.cdiv(self.k_steps, self.steps_of_split)
 
-    def tile(self, index: Any) -> "Part":
+    def tile(self, index: Index) -> "Part":
         m_block, n_block = banded(index, self.m_blocks, self.n_blocks, self.config.rows_together)
         return Part(
             rows=Span(start=m_block * self.block_m, size=self.block_m, length=self.m),
             columns=Span(start=n_block * self.block_n, size=self.block_n, length=self.n),
         )
 
-    def depth(self, step: Any) -> "Span":
+    def depth(self, step: Index) -> "Span":
         """The part of the inner dimension of a step."""
         return Span(start=step * self.block_k, size=self.block_k, length=self.k)
 
@@ -120,7 +136,7 @@ class Span(NamedTuple):
     block: int | None = None
 
     @property
-    def slice(self) -> Any:
+    def slice(self) -> Slice:
         return pl.ds(self.start, self.size)
 
     @property
@@ -150,18 +166,18 @@ class Part(NamedTuple):
         part = whole._replace(size=size, block=whole.block or whole.size)
         return [self._replace(columns=part._replace(start=whole.start + start)) for start in range(0, whole.size, size)]
 
-    def load(self, ref: Any, *leading: Any) -> jax.Array:
+    def load(self, ref: Ref, *leading: Index) -> jax.Array:
         """[rows, columns] in the array's dtype, 0 outside the array. leading: indices of the axes before the rows."""
         exists = self.exists
         other = None if exists is None else jnp.zeros((), ref.dtype)
         return plgpu.load(ref.at[(*leading, self.rows.slice, self.columns.slice)], mask=exists, other=other)
 
-    def load_columns(self, ref: Any) -> jax.Array:
+    def load_columns(self, ref: Ref) -> jax.Array:
         """[1, columns] float32, from an array with one value per column."""
         exists = self.columns.exists
         other = None if exists is None else jnp.zeros((), ref.dtype)
         return plgpu.load(ref.at[self.columns.slice], mask=exists, other=other).astype(jnp.float32)[None]
 
-    def store(self, ref: Any, x: jax.Array, *leading: Any) -> None:
+    def store(self, ref: Ref, x: jax.Array, *leading: Index) -> None:
         view = ref.at[(*leading, self.rows.slice, self.columns.slice)]
         plgpu.store(view, x.astype(ref.dtype), mask=self.exists)

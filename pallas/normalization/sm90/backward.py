@@ -8,18 +8,23 @@ of its groups in shared memory, and XLA adds the sums of the CTAs.
 import dataclasses
 import functools
 import itertools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
 
 from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.layouts import RegisterLayout
 from jax_kernels.pallas.mosaic.registers import as_float32
+from jax_kernels.pallas.normalization.refs import NormGradientRefs
 from jax_kernels.pallas.normalization.sm90.state import Place, Smem, Warpgroup, sum_of_parts, wide
 from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, LINES, WARPS, Traits
 
@@ -27,24 +32,24 @@ SUMS = ("scale", "bias")
 X, DOUT, DTOTAL = range(3)  # indices of the rings
 
 
-class _Arrays(NamedTuple):
+class _Arrays[A: jax.Array | Ref](NamedTuple):
     """The arrays that the kernel reads. x, dout, dtotal: by parts. scale: by parts of a row. counter: see Warpgroup."""
 
-    x: Any
-    dout: Any
-    dtotal: Any
-    scale: Any
-    mean: Any
-    inverse: Any
-    counter: Any
+    x: A
+    dout: A
+    dtotal: A | None
+    scale: A | None
+    mean: A | None
+    inverse: A
+    counter: Ref | None
 
 
 def norm_backward(
     inputs: NormInputs,
     options: NormOptions,
     result: NormResult,
-    dout: jax.Array,
-    dtotal: jax.Array | None = None,
+    dout: Float[Array, "rows columns"],
+    dtotal: Float[Array, "rows columns"] | None = None,
     *,
     config: NormSm90,
     core_count: int,
@@ -63,9 +68,9 @@ def norm_backward(
         copies=2 if dtotal is None else 3,
         scale_bytes=0 if inputs.scale is None else inputs.scale.size * inputs.scale.dtype.itemsize,
     )
-    optional = lambda function, x: None if x is None else function(x)
+    optional: Callable[..., jax.Array | None] = lambda function, x: None if x is None else function(x)
     missing = traits.numbers().shape[0] - rows
-    whole_blocks = lambda x: jnp.pad(x, (0, missing)) if missing else x
+    whole_blocks: Callable[..., jax.Array] = lambda x: jnp.pad(x, (0, missing)) if missing else x
     given = _Arrays(
         x=traits.by_parts(x),
         dout=traits.by_parts(dout),
@@ -76,9 +81,10 @@ def norm_backward(
         counter=traits.counter(),
     )
     leaves, tree = jax.tree.flatten(given)
-    sums = jax.ShapeDtypeStruct((traits.ctas, traits.row_warps, traits.lines, LINE), jnp.float32)
+    sums: Any = jax.ShapeDtypeStruct((traits.ctas, traits.row_warps, traits.lines, LINE), jnp.float32)
     wanted = {name: sums for name in SUMS if getattr(inputs, name) is not None}
-    out_leaves, out_tree = jax.tree.flatten(NormGradients(x=jax.ShapeDtypeStruct(given.x.shape, x.dtype), **wanted))
+    dx: Any = jax.ShapeDtypeStruct(given.x.shape, x.dtype)
+    out_leaves, out_tree = jax.tree.flatten(NormGradients(x=dx, **wanted))
 
     def entry(*refs):
         given = jax.tree.unflatten(tree, refs[: len(leaves)])
@@ -104,7 +110,7 @@ def norm_backward(
     return NormGradients(x=found.x.reshape(rows, columns), **totals)
 
 
-def _kernel(traits: Traits, given: _Arrays, gradients: NormGradients, smem: Smem) -> None:
+def _kernel(traits: Traits, given: _Arrays, gradients: NormGradientRefs, smem: Smem) -> None:
     """One warpgroup of a CTA."""
     names = tuple(name for name in SUMS if getattr(gradients, name) is not None)
     rings, totals = tuple(smem.memory) if names else (smem.memory, None)
@@ -133,7 +139,7 @@ class _Backward:
 
     worker: Warpgroup
     given: _Arrays
-    gradients: NormGradients
+    gradients: NormGradientRefs
     names: tuple[str, ...]
 
     def load_scale(self) -> None:
@@ -144,12 +150,12 @@ class _Backward:
         @pl.when(self.worker.group == 0)
         def _copy():
             for line in range(self.worker.traits.lines):
-                to = self.worker.weights_at(self.worker.smem.scale, line)
-                to[...] = self.worker.load_weights(self.given.scale, line)
+                to = self.worker.weights_at(needed(self.worker.smem.scale), line)
+                to[...] = self.worker.load_weights(needed(self.given.scale), line)
 
         self.worker.wait_for_all()
 
-    def load_numbers(self, block: Any) -> _Numbers:
+    def load_numbers(self, block: Index) -> _Numbers:
         """The statistics of a block; of the last block if the index is past it."""
         block = jnp.minimum(block, self.worker.traits.blocks - 1)
         mean = None if self.given.mean is None else self.worker.load_numbers(block, self.given.mean)
@@ -194,7 +200,7 @@ class _Backward:
         weight = self.worker.wide_weights(weight, self.worker.traits.options.scale_offset)
         return centred, dout, dout * weight
 
-    def _means(self, place: Place, numbers: _Numbers) -> tuple[Any, Any]:
+    def _means(self, place: Place, numbers: _Numbers) -> tuple[jax.Array | None, jax.Array]:
         """(mean(g), or None for rms_norm; mean(g * normed)) of the rows, with g = dout * weight."""
         traits = self.worker.traits
         found = [_zeros() for _ in range(1 if numbers.mean is None else 2)]
@@ -203,11 +209,11 @@ class _Backward:
             found = [x + y for x, y in zip(found, (g * centred, g), strict=False)]
         found = [sum_of_parts(x) for x in found]
         if traits.is_split:
-            found = [sum(of_parts) for of_parts in self.worker.exchange(place, *found)]
+            found = [cast(jax.Array, sum(of_parts)) for of_parts in self.worker.exchange(place, *found)]
         found = [x * (1 / traits.columns) for x in found]
         return (None if numbers.mean is None else found[1]), found[0] * numbers.inverse
 
-    def store_sums(self, sums: Any, totals: Any) -> None:
+    def store_sums(self, sums: Any, totals: Ref) -> None:
         """Adds the groups' sums over rows, and the parts' sums if parts are rows, and stores the totals."""
         worker, traits = self.worker, self.worker.traits
         if not self.names:
@@ -224,23 +230,23 @@ class _Backward:
                 totals[i, worker.group, mine, pl.ds(line, 1)] = sums[name][line]
         worker.wait_for_all()
         for step in range(pl.cdiv(traits.lines, traits.groups)):  # each group adds a part of the lines
-            line = step * traits.groups + worker.group
-            pl.when(line < traits.lines)(functools.partial(self._add_up_line, line, totals))
+            of_group = step * traits.groups + worker.group
+            pl.when(of_group < traits.lines)(functools.partial(self._add_up_line, of_group, totals))
 
-    def _sums_of_cta(self, name: str) -> Any:
+    def _sums_of_cta(self, name: str) -> Ref:
         return getattr(self.gradients, name).at[lax.axis_index("cta")]
 
-    def _add_up_line(self, line: Any, totals: Any) -> None:
-        worker, traits, line = self.worker, self.worker.traits, pl.ds(line, 1)
+    def _add_up_line(self, line: Index, totals: Ref) -> None:
+        worker, traits, lines = self.worker, self.worker.traits, pl.ds(line, 1)
         mine = pl.ds(worker.member * WARPS, WARPS)
         for i, name in enumerate(self.names):
             to = self._sums_of_cta(name)
             if traits.is_split:
-                of_groups = [totals.at[i, group, mine, line] for group in range(traits.groups)]
-                to[mine, line] = _sum_of(of_groups, BLOCK)
+                of_groups = [totals.at[i, group, mine, lines] for group in range(traits.groups)]
+                to[mine, lines] = _sum_of(of_groups, BLOCK)
             else:
                 rows = itertools.product(range(traits.groups), range(WARPS))
-                to[0, line] = _sum_of([totals.at[i, group, part, line] for group, part in rows], LINES)
+                to[0, lines] = _sum_of([totals.at[i, group, part, lines] for group, part in rows], LINES)
 
 
 def _zeros() -> jax.Array:
@@ -248,6 +254,6 @@ def _zeros() -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((WARPS, 1, LINE), jnp.float32), BLOCK)
 
 
-def _sum_of(refs: list[Any], layout: Any) -> jax.Array:
+def _sum_of(refs: list[Ref], layout: RegisterLayout) -> jax.Array:
     first, *rest = (plgpu.load(ref, layout=layout, optimized=False) for ref in refs)
     return sum(rest, start=first)

@@ -1,21 +1,22 @@
 """The exchange of sums between the CTAs of a cluster: each CTA stores its sums in the other CTAs' shared memory."""
 
-from typing import Any
-
+import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.pallas.kernel_types import Ref
 from jax_kernels.pallas.mosaic.launch import CLUSTER
+from jax_kernels.pallas.mosaic.layouts import RegisterLayout
 
 __all__ = ["rank", "send"]
 
 
-def rank() -> Any:
+def rank() -> jax.Array:
     """The index of the CTA in its cluster."""
     return lax.axis_index(CLUSTER)
 
 
-def send(numbers: Any, to: Any, ctas: int, layout: Any) -> None:
+def send(numbers: jax.Array, to: Ref, ctas: int, layout: RegisterLayout) -> None:
     """Stores a warpgroup's values [4], one per warp, in the shared memory of all CTAs of its cluster.
 
     to: a ref [4], at the same address in all CTAs. The values are visible after cluster_barrier. All CTAs have started,

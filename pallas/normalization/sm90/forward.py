@@ -9,7 +9,7 @@ its warpgroups claim blocks one by one.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.normalization import NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.kernel_types import Ref
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.registers import as_float32
+from jax_kernels.pallas.normalization.refs import NormInputRefs, NormResultRefs
 from jax_kernels.pallas.normalization.sm90.state import Place, Smem, Warpgroup, sum_of_parts, wide
 from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, Traits
 
@@ -39,12 +41,13 @@ def norm_forward(
         bias=optional(traits.weights_by_parts, inputs.bias),
     )
     leaves, tree = jax.tree.flatten((given, traits.counter(), traits.exchanged()))
-    like_x = jax.ShapeDtypeStruct(given.x.shape, inputs.x.dtype)
+    like_x: Any = jax.ShapeDtypeStruct(given.x.shape, inputs.x.dtype)
+    numbers: Any = traits.numbers()
     wanted = NormResult(
         out=like_x,
         total=None if inputs.residual is None else like_x,
-        mean=traits.numbers() if options.is_centred else None,
-        inverse=traits.numbers(),
+        mean=numbers if options.is_centred else None,
+        inverse=numbers,
     )
     out_leaves, out_tree = jax.tree.flatten(wanted)
 
@@ -75,7 +78,9 @@ def norm_forward(
     )
 
 
-def _kernel(traits: Traits, given: NormInputs, counter: Any, exchanged: Any, results: NormResult, smem: Smem) -> None:
+def _kernel(
+    traits: Traits, given: NormInputRefs, counter: Ref | None, exchanged: Any, results: NormResultRefs, smem: Smem
+) -> None:
     """One warpgroup of a CTA. counter, exchanged: see Warpgroup."""
     arrays = (given.x,) if given.residual is None else (given.x, given.residual)
     worker = Warpgroup(
@@ -98,9 +103,9 @@ class _Forward:
     """A warpgroup with the weights of its columns in registers."""
 
     worker: Warpgroup
-    results: NormResult
-    scale: Any
-    bias: Any
+    results: NormResultRefs
+    scale: jax.Array
+    bias: jax.Array | None
 
     def step(self, place: Place, state: Any) -> Any:
         """Computes a block's statistics and out, and starts the copies to device memory."""
@@ -136,7 +141,7 @@ class _Forward:
         to[...] = total
         return as_float32(total, BLOCK)
 
-    def _statistics(self, place: Place, x: jax.Array) -> tuple[Any, Any]:
+    def _statistics(self, place: Place, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
         """(mean, inverse) of the rows; mean is None for rms_norm.
 
         Each warp computes the mean and the squared deviations of its part. The parts are joined as in Chan et al.
@@ -147,16 +152,16 @@ class _Forward:
         if not traits.options.is_centred:
             squares = sum_of_parts(jnp.square(x))
             if traits.is_split:
-                squares = sum(self.worker.exchange(place, squares)[0])
+                squares = cast(jax.Array, sum(self.worker.exchange(place, squares)[0]))
             return None, self._inverse(squares)
         mean = sum_of_parts(x) * (1 / count)
         squares = sum_of_parts(jnp.square(x - wide(mean, x)))
         if traits.is_split:
             means, of_parts = self.worker.exchange(place, mean, squares)
-            mean = sum(means) * (1 / traits.row_parts)
-            squares = sum(of_parts) + sum(jnp.square(x - mean) for x in means) * count
+            mean = cast(jax.Array, sum(means)) * (1 / traits.row_parts)
+            squares = cast(jax.Array, sum(of_parts)) + cast(jax.Array, sum(jnp.square(x - mean) for x in means)) * count
         return mean, self._inverse(squares)
 
-    def _inverse(self, squares: Any) -> Any:
+    def _inverse(self, squares: jax.Array) -> jax.Array:
         traits = self.worker.traits
         return lax.rsqrt(squares * (1 / traits.columns) + traits.options.eps)

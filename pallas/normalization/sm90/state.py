@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, Slice, needed
 from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.barriers import cluster_barrier, count_up, group_barrier
 from jax_kernels.pallas.mosaic.launch import CLUSTER
+from jax_kernels.pallas.mosaic.layouts import RegisterLayout
 from jax_kernels.pallas.mosaic.registers import as_float32, kept
+from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 from jax_kernels.pallas.normalization.sm90 import cluster
 from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, LINES, PARTS, WARPS, Traits
 
@@ -36,30 +39,32 @@ class Smem:
     """
 
     memory: Any
-    ready: Any
-    sums: Any
-    scale: Any
-    claimed: Any
-    row_ready: Any
-    all_ready: Any
-    cluster_ready: Any
+    ready: Barrier
+    sums: Ref | None
+    scale: Ref | None
+    claimed: Ref | None
+    row_ready: Barrier | None
+    all_ready: Barrier | None
+    cluster_ready: Barrier | None
 
     @classmethod
-    def scratch(cls, traits: Traits, dtype: Any, weights: int = 0, scale_dtype: Any = None) -> "Smem":
+    def scratch(
+        cls, traits: Traits, dtype: jnp.dtype, weights: int = 0, scale_dtype: jnp.dtype | None = None
+    ) -> "Smem":
         """The scratch shapes for pl.run_scoped. weights: the number of weights with sums over the rows."""
         shape = (traits.warpgroups, traits.stages, WARPS, traits.lines, LINE)
-        rings = tuple(plgpu.SMEM(shape, dtype) for _ in range(traits.copies))
-        totals = plgpu.SMEM((max(1, weights), traits.groups, traits.block_parts, traits.lines, LINE), jnp.float32)
+        rings = tuple(smem_ref(shape, dtype) for _ in range(traits.copies))
+        totals = smem_ref((max(1, weights), traits.groups, traits.block_parts, traits.lines, LINE), jnp.float32)
         interpreted = interpreter.INTERPRETED
-        of_cluster = plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.members)
+        of_cluster = cast(Barrier, plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.members))
         return cls(
             memory=plgpu.RefUnion(rings, totals) if weights else rings,
-            ready=plgpu.Barrier(num_arrivals=traits.copies, num_barriers=traits.warpgroups * traits.stages),
-            sums=plgpu.SMEM((traits.groups, 2, 2, traits.row_parts), jnp.float32) if traits.is_split else None,
-            scale=plgpu.SMEM((traits.row_warps, traits.lines, LINE), scale_dtype) if traits.keeps_scale else None,
-            claimed=plgpu.SMEM((traits.groups, 2), jnp.int32) if traits.claims else None,
-            row_ready=plgpu.Barrier(num_arrivals=traits.members, num_barriers=traits.groups) if interpreted else None,
-            all_ready=plgpu.Barrier(num_arrivals=traits.warpgroups) if weights or traits.keeps_scale else None,
+            ready=barrier_ref(num_arrivals=traits.copies, num_barriers=traits.warpgroups * traits.stages),
+            sums=smem_ref((traits.groups, 2, 2, traits.row_parts), jnp.float32) if traits.is_split else None,
+            scale=smem_ref((traits.row_warps, traits.lines, LINE), needed(scale_dtype)) if traits.keeps_scale else None,
+            claimed=smem_ref((traits.groups, 2), jnp.int32) if traits.claims else None,
+            row_ready=barrier_ref(num_arrivals=traits.members, num_barriers=traits.groups) if interpreted else None,
+            all_ready=barrier_ref(num_arrivals=traits.warpgroups) if weights or traits.keeps_scale else None,
             cluster_ready=of_cluster if interpreted and traits.cluster > 1 else None,
         )
 
@@ -68,10 +73,10 @@ class Smem:
 class Place:
     """A warpgroup's block: its index, the next block's index, the index of the turn, and the slot in the rings."""
 
-    block: Any
-    following: Any
-    turn: Any
-    slot: Any
+    block: Index
+    following: Index
+    turn: Index
+    slot: Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,38 +90,38 @@ class Warpgroup:
 
     traits: Traits
     smem: Smem
-    rings: tuple[Any, ...]
-    arrays: tuple[Any, ...]
-    wg: Any
-    counter: Any = None
-    exchanged: Any = None
+    rings: tuple[Ref, ...]
+    arrays: tuple[Ref, ...]
+    wg: Index
+    counter: Ref | None = None
+    exchanged: Ref | None = None
 
     @property
-    def group(self) -> Any:
+    def group(self) -> Index:
         return lax.div(self.wg, jnp.int32(self.traits.members))
 
     @property
-    def member(self) -> Any:
+    def member(self) -> Index:
         return lax.rem(self.wg, jnp.int32(self.traits.members))
 
     @property
-    def first(self) -> Any:
+    def first(self) -> Index:
         """The group's first block."""
         return lax.axis_index("cta") * self.traits.groups * max(1, self.traits.turns) + self.group
 
-    def parts(self, block: Any) -> Any:
+    def parts(self, block: Index) -> Slice:
         """The slice of this warpgroup's 4 parts of a block."""
         if self.traits.cluster == 1:
             return pl.ds(block * self.traits.block_parts + self.member * WARPS, WARPS)
         return pl.ds(block * self.traits.row_parts + self._first_part, WARPS)
 
     @property
-    def _first_part(self) -> Any:
+    def _first_part(self) -> Index:
         """The index of this warpgroup's first part in a row that a cluster works on."""
         return cluster.rank() * self.traits.row_warps + self.member * WARPS
 
     @property
-    def count(self) -> Any:
+    def count(self) -> Index:
         """The number of the group's blocks."""
         stride, turns = self.traits.stride, self.traits.turns
         count = lax.div(self.traits.blocks - self.first + (stride - 1), jnp.int32(stride))
@@ -127,7 +132,7 @@ class Warpgroup:
         for turn in range(self.traits.stages - 1):
             pl.when(turn < self.count)(functools.partial(self._load, self.first + turn * self.traits.stride, turn))
 
-    def for_each_block(self, step: Callable[[Place, Any], Any], state: Any, stores: int) -> Any:
+    def for_each_block[State](self, step: Callable[[Place, State], State], state: State, stores: int) -> State:
         """Calls step(place, state) -> state for the group's blocks, after load_first.
 
         Each block is loaded stages - 1 turns ahead, when the stores from its slot have read the slot. stores: the
@@ -149,7 +154,7 @@ class Warpgroup:
         plgpu.wait_smem_to_gmem(0)
         return state
 
-    def _for_each_claimed_block(self, step: Callable[[Place, Any], Any], state: Any, stores: int) -> Any:
+    def _for_each_claimed_block[State](self, step: Callable[[Place, State], State], state: State, stores: int) -> State:
         """for_each_block with claims: the first group that is ready to load takes the next block."""
         traits, ahead = self.traits, self.traits.stages - 1
         claimed_before = ahead * traits.stride  # the first blocks of all groups
@@ -159,7 +164,7 @@ class Warpgroup:
             turn, slot, blocks, state = carry
             place = Place(block=blocks[0], following=blocks[1], turn=turn, slot=slot)
             state = self._turn(step, place, state)  # the step has a barrier, after which the claim is visible
-            new = claimed_before + self.smem.claimed[self.group, lax.rem(turn, jnp.int32(2))]
+            new = claimed_before + needed(self.smem.claimed)[self.group, lax.rem(turn, jnp.int32(2))]
             self._load_ahead(new, new < traits.blocks, slot, stores)
             self._claim(turn + 1)
             return turn + 1, self._next(slot), (*blocks[1:], new), state
@@ -170,9 +175,9 @@ class Warpgroup:
         plgpu.wait_smem_to_gmem(0)
         return state
 
-    def _claim(self, turn: Any) -> None:
+    def _claim(self, turn: Index) -> None:
         """Claims the next block and writes its index to shared memory, for a turn."""
-        place = self.smem.claimed.at[self.group, pl.ds(lax.rem(turn, jnp.int32(2)), 1)]
+        place = needed(self.smem.claimed).at[self.group, pl.ds(lax.rem(turn, jnp.int32(2)), 1)]
 
         @pl.when(self.member == 0)
         def _():
@@ -181,14 +186,14 @@ class Warpgroup:
             else:
                 count_up(self.counter, place)
 
-    def _turn(self, step: Callable[[Place, Any], Any], place: Place, state: Any) -> Any:
+    def _turn[State](self, step: Callable[[Place, State], State], place: Place, state: State) -> State:
         plgpu.barrier_wait(self.smem.ready.at[self.wg * self.traits.stages + place.slot])
         return step(place, state)
 
-    def _next(self, slot: Any) -> Any:
+    def _next(self, slot: Index) -> jax.Array:
         return jnp.where(slot == self.traits.stages - 1, 0, slot + 1)
 
-    def _load_ahead(self, block: Any, exists: Any, slot: Any, stores: int) -> None:
+    def _load_ahead(self, block: Index, exists: jax.Array, slot: Index, stores: int) -> None:
         """Loads a block into the slot before this one, when the stores from that slot have read it."""
 
         @pl.when(exists)
@@ -196,35 +201,35 @@ class Warpgroup:
             plgpu.wait_smem_to_gmem(stores, wait_read_only=True)
             self._load(block, jnp.where(slot == 0, self.traits.stages - 1, slot - 1))
 
-    def _load(self, block: Any, slot: Any) -> None:
+    def _load(self, block: Index, slot: Index) -> None:
         for gmem, ring in zip(self.arrays, self.rings, strict=True):
             ready = self.smem.ready.at[self.wg * self.traits.stages + slot]
             plgpu.copy_gmem_to_smem(gmem.at[self.parts(block)], ring.at[self.wg, slot], ready)
 
-    def slot(self, array: int, place: Place) -> Any:
+    def slot(self, array: int, place: Place) -> Ref:
         """A ref [4 parts, lines, 128] of an array's slot."""
         return self.rings[array].at[self.wg, place.slot]
 
-    def weights_at(self, ref: Any, line: int | None = None) -> Any:
+    def weights_at(self, ref: Ref, line: int | None = None) -> Ref:
         """A ref of this warpgroup's weights in [parts of a row, lines, 128], or of one line of each part."""
         lines = pl.ds(0, self.traits.lines) if line is None else pl.ds(line, 1)
         if self.traits.cluster > 1:
             return ref.at[pl.ds(self._first_part, WARPS), lines]
         return ref.at[pl.ds(self.member * WARPS, WARPS) if self.traits.is_split else 0, lines]
 
-    def load_weights(self, ref: Any, line: int | None = None) -> Any:
+    def load_weights(self, ref: Ref, line: int | None = None) -> jax.Array:
         """The weights of weights_at, in their dtype."""
         return plgpu.load(self.weights_at(ref, line), layout=self._weights_layout, optimized=False)
 
     @property
-    def _weights_layout(self) -> Any:
+    def _weights_layout(self) -> RegisterLayout:
         return BLOCK if self.traits.is_split else LINES
 
-    def kept(self, weights: Any) -> Any:
+    def kept(self, weights: jax.Array) -> jax.Array:
         """The weights, kept in their dtype between blocks: in float32 they take twice the registers."""
         return kept(weights, self._weights_layout)
 
-    def wide_weights(self, weights: Any, offset: float = 0.0) -> jax.Array:
+    def wide_weights(self, weights: jax.Array, offset: float = 0.0) -> jax.Array:
         """Weights + offset as float32 [4 parts, lines, 128]."""
         weights = as_float32(weights, self._weights_layout)
         weights = weights + offset if offset else weights
@@ -232,13 +237,13 @@ class Warpgroup:
             return weights
         return plgpu.layout_cast(lax.broadcast_in_dim(weights, (WARPS, *weights.shape), [1, 2]), BLOCK)
 
-    def load_numbers(self, block: Any, gmem: Any) -> Any:
+    def load_numbers(self, block: Index, gmem: Ref) -> jax.Array:
         """One value per row of a block."""
         if self.traits.is_split:
             return gmem[block]
         return plgpu.load(gmem.at[self.parts(block)], layout=PARTS, optimized=False)
 
-    def store_numbers(self, place: Place, gmem: Any, numbers: Any) -> None:
+    def store_numbers(self, place: Place, gmem: Ref, numbers: jax.Array) -> None:
         """Stores one value per row of a block."""
         if not self.traits.is_split:
             gmem[self.parts(place.block)] = numbers
@@ -248,9 +253,9 @@ class Warpgroup:
         def _store():
             gmem[place.block] = numbers
 
-    def exchange(self, place: Place, *values: Any) -> list[list[Any]]:
+    def exchange(self, place: Place, *values: jax.Array) -> list[list[jax.Array]]:
         """For each value [4], one per part of this warpgroup, the values of all parts of the row."""
-        traits, sums = self.traits, self.smem.sums.at[self.group, lax.rem(place.turn, jnp.int32(2))]
+        traits, sums = self.traits, needed(self.smem.sums).at[self.group, lax.rem(place.turn, jnp.int32(2))]
         if traits.cluster > 1:
             return self._exchange_in_cluster(place, sums, values)
         for i, value in enumerate(values):
@@ -258,15 +263,15 @@ class Warpgroup:
         self._wait_for_group()
         return [[sums[i, part] for part in range(traits.row_warps)] for i in range(len(values))]
 
-    def _exchange_in_cluster(self, place: Place, sums: Any, values: tuple[Any, ...]) -> list[list[Any]]:
+    def _exchange_in_cluster(self, place: Place, sums: Ref, values: tuple[jax.Array, ...]) -> list[list[jax.Array]]:
         """exchange for rows of a cluster. sums: a ref [values, parts]; the turn after the next reuses it."""
         mine = pl.ds(self._first_part, WARPS)
         if interpreter.INTERPRETED:  # without stores to another CTA's memory
-            sums = self.exchanged.at[place.block]
+            sums = needed(self.exchanged).at[place.block]
             for i, value in enumerate(values):
                 sums[i, mine] = value
-            plgpu.barrier_arrive(self.smem.cluster_ready)
-            plgpu.barrier_wait(self.smem.cluster_ready)
+            plgpu.barrier_arrive(needed(self.smem.cluster_ready))
+            plgpu.barrier_wait(needed(self.smem.cluster_ready))
         else:
             for i, value in enumerate(values):
                 cluster.send(value, sums.at[i, mine], self.traits.cluster, PARTS)
@@ -277,8 +282,8 @@ class Warpgroup:
         if not interpreter.INTERPRETED:
             group_barrier(self.traits.members, FIRST_BARRIER)
         else:
-            plgpu.barrier_arrive(self.smem.row_ready.at[self.group])
-            plgpu.barrier_wait(self.smem.row_ready.at[self.group])
+            plgpu.barrier_arrive(needed(self.smem.row_ready).at[self.group])
+            plgpu.barrier_wait(needed(self.smem.row_ready).at[self.group])
 
     def wait_for_all(self) -> None:
         """Waits for all warpgroups of the CTA, with an mbarrier.
@@ -286,8 +291,8 @@ class Warpgroup:
         racecheck does not see that a hardware barrier orders the stores of a warpgroup before the loads of a warpgroup
         without a block.
         """
-        plgpu.barrier_arrive(self.smem.all_ready)
-        plgpu.barrier_wait(self.smem.all_ready)
+        plgpu.barrier_arrive(needed(self.smem.all_ready))
+        plgpu.barrier_wait(needed(self.smem.all_ready))
 
 
 def sum_of_parts(x: jax.Array) -> jax.Array:

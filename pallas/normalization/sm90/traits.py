@@ -5,7 +5,7 @@ warps of 1, 2 or 4 warpgroups. A warpgroup always holds 4 parts, one per warp.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.normalization import NormOptions
 from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.kernel_types import Ref
 from jax_kernels.pallas.mosaic import interpreter
 
 LINE = 128  # columns: 4 for each lane of a warp
@@ -163,9 +164,9 @@ class Traits:
         """Whether a group claims its blocks one by one, two blocks ahead of its computation."""
         return self.config.claims and not self.turns and self.stages > 2
 
-    def counter(self) -> Any:
+    def counter(self) -> Ref | None:
         """A new counter of claimed blocks for a launch; None if no blocks are claimed."""
-        return jax.new_ref(jnp.zeros(1, jnp.int32)) if self.claims else None
+        return cast(Ref, jax.new_ref(jnp.zeros(1, jnp.int32))) if self.claims else None
 
     def exchanged(self) -> Any:
         """See Warpgroup; None outside the interpreter."""

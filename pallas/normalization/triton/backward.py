@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
 
 from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormBackwardTriton
+from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.normalization.triton.rows import Place, Refs, Traits, chunk_loop
 from jax_kernels.pallas.varying import result_types
 
@@ -28,8 +30,8 @@ def norm_backward(
     inputs: NormInputs,
     options: NormOptions,
     result: NormResult,
-    dout: jax.Array,
-    dtotal: jax.Array | None = None,
+    dout: Float[Array, "rows columns"],
+    dtotal: Float[Array, "rows columns"] | None = None,
     *,
     config: NormBackwardTriton,
     core_count: int,
@@ -51,11 +53,12 @@ def norm_backward(
     dx = jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype)
     partial_sums = jax.ShapeDtypeStruct((programs, traits.columns), jnp.float32)
 
-    def launch(kernel, name: str, outs: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
+    def launch(kernel, name: str, outs: dict[str, jax.ShapeDtypeStruct], grid: tuple[int, ...]) -> dict[str, jax.Array]:
         def body(*refs):
-            written = NormGradients(
-                **dict.fromkeys(NormGradients._fields) | dict(zip(outs, refs[len(arrays) :], strict=True))
+            fields: dict[str, Any] = dict.fromkeys(NormGradients._fields) | dict(
+                zip(outs, refs[len(arrays) :], strict=True)
             )
+            written = NormGradients(**fields)
             kernel(Refs(**dict(zip(arrays, refs[: len(arrays)], strict=True)), outs=written), traits, programs)
 
         found = pl.pallas_call(
@@ -91,14 +94,16 @@ class _Rows:
     @classmethod
     def load(cls, refs: Refs, place: Place) -> "_Rows":
         mean = None if refs.mean is None else place.load_numbers(refs.mean)
-        return cls(refs=refs, traits=place.traits, inverse=place.load_numbers(refs.inverse), mean=mean)
+        return cls(refs=refs, traits=place.traits, inverse=place.load_numbers(needed(refs.inverse)), mean=mean)
 
     def normed(self, place: Place) -> jax.Array:
         """(x - mean) * inverse."""
         x = place.load(self.refs.x).astype(jnp.float32)
         return (x if self.mean is None else x - self.mean) * self.inverse
 
-    def dx(self, place: Place, normed: jax.Array, g: jax.Array, mean_g: Any, mean_normed: jax.Array) -> jax.Array:
+    def dx(
+        self, place: Place, normed: jax.Array, g: jax.Array, mean_g: jax.Array | None, mean_normed: jax.Array
+    ) -> jax.Array:
         """dx = (g - mean(g) - normed * mean(g * normed)) * inverse, plus dtotal."""
         dx = g - normed * mean_normed
         dx = (dx if mean_g is None else dx - mean_g) * self.inverse
@@ -106,7 +111,7 @@ class _Rows:
             dx = dx + place.load(self.refs.dtotal).astype(jnp.float32)
         return dx
 
-    def means(self, g: jax.Array, normed: jax.Array) -> tuple[Any, jax.Array]:
+    def means(self, g: jax.Array, normed: jax.Array) -> tuple[jax.Array | None, jax.Array]:
         """These columns' parts of mean(g), None for rms_norm, and of mean(g * normed), [rows, 1]."""
         mean = lambda x: x.sum(axis=1)[:, None] / self.traits.columns
         return (mean(g) if self.traits.options.is_centred else None), mean(g * normed)
@@ -123,7 +128,7 @@ def _rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
         row = (program + i * programs) * traits.block_rows
         place = Place(traits=traits, row=row, column=0)
         rows = _Rows.load(refs, place)
-        normed, dout = rows.normed(place), place.load(refs.dout).astype(jnp.float32)
+        normed, dout = rows.normed(place), place.load(needed(refs.dout)).astype(jnp.float32)
         g = dout if weight is None else dout * weight
         mean_g, mean_normed = rows.means(g, normed)
         place.store(refs.outs.x, rows.dx(place, normed, g, mean_g, mean_normed))
@@ -136,7 +141,7 @@ def _rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
         _store_sums(getattr(refs.outs, name), traits, program, 0, sums[name])
 
 
-def _store_sums(ref: Any, traits: Traits, program: Any, column: Any, sums: jax.Array) -> None:
+def _store_sums(ref: Ref, traits: Traits, program: Index, column: Index, sums: jax.Array) -> None:
     exists = Place(traits=traits, row=0, column=column).column_exists
     plgpu.store(ref.at[program, pl.ds(column, traits.chunk)], sums.sum(axis=0), mask=exists)
 
@@ -152,7 +157,7 @@ def _chunked_rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
 
         def terms(column):
             place = Place(traits=traits, row=row, column=column)
-            dout, weight = place.load(refs.dout).astype(jnp.float32), place.weight(refs)
+            dout, weight = place.load(needed(refs.dout)).astype(jnp.float32), place.weight(refs)
             return place, rows.normed(place), dout if weight is None else dout * weight
 
         def add(column, state):
@@ -165,8 +170,8 @@ def _chunked_rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
             place.store(refs.outs.x, rows.dx(place, normed, g, mean_g, mean_normed))
             return state
 
-        mean_g, mean_normed = chunk_loop(traits, add, (zeros, zeros))
-        mean_g = mean_g if traits.options.is_centred else None
+        found, mean_normed = chunk_loop(traits, add, (zeros, zeros))
+        mean_g = found if traits.options.is_centred else None
         chunk_loop(traits, write, ())
         return ()
 
@@ -182,7 +187,7 @@ def _columns_kernel(refs: Refs, traits: Traits, programs: int) -> None:
     def step(i, sums):
         row = (program + i * programs) * traits.block_rows
         place = Place(traits=traits, row=row, column=column)
-        dout = place.load(refs.dout).astype(jnp.float32)
+        dout = place.load(needed(refs.dout)).astype(jnp.float32)
         added = {"scale": lambda: dout * _Rows.load(refs, place).normed(place), "bias": lambda: dout}
         return {name: sums[name] + added[name]() for name in names}
 

@@ -8,6 +8,7 @@ A quantised output is scaled by the largest magnitude of its row, which is compu
 0.095 ms. Rows of several chunks are read a third time for the scale, again from the L2 cache.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,9 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 
 from jax_kernels.inputs.normalization import NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormTriton
+from jax_kernels.pallas.kernel_types import Index, needed
 from jax_kernels.pallas.normalization.triton.rows import Place, Refs, Traits, chunk_loop
 from jax_kernels.pallas.varying import result_types
 from jax_kernels.quantization import FORMATS
@@ -43,7 +46,8 @@ def norm_forward(
 
     def body(*refs):
         given, written = refs[: len(arrays)], refs[len(arrays) :]
-        results = NormResult(**dict.fromkeys(NormResult._fields) | dict(zip(outs, written, strict=True)))
+        fields: dict[str, Any] = dict.fromkeys(NormResult._fields) | dict(zip(outs, written, strict=True))
+        results = NormResult(**fields)
         kernel = _kernel if options.quantize is None else _quantized_kernel
         kernel(Refs(**dict(zip(arrays, given, strict=True)), outs=results), traits)
 
@@ -55,7 +59,8 @@ def norm_forward(
         interpret=interpret,
         name="norm_forward_triton" if options.quantize is None else "norm_forward_quantized_triton",
     )(*arrays.values())
-    return NormResult(**dict.fromkeys(NormResult._fields) | dict(zip(outs, found, strict=True)))
+    fields: dict[str, Any] = dict.fromkeys(NormResult._fields) | dict(zip(outs, found, strict=True))
+    return NormResult(**fields)
 
 
 def _kernel(refs: Refs, traits: Traits) -> None:
@@ -78,7 +83,7 @@ def _kernel(refs: Refs, traits: Traits) -> None:
     results = refs.outs
     place(0).store_numbers(results.inverse, inverse[:, 0])
     if results.mean is not None:
-        place(0).store_numbers(results.mean, mean[:, 0])
+        place(0).store_numbers(results.mean, needed(mean)[:, 0])
 
 
 def _quantized_kernel(refs: Refs, traits: Traits) -> None:
@@ -127,7 +132,7 @@ def _largest(place: Place, out: jax.Array) -> jax.Array:
     return jnp.where(place.exists, magnitudes, 0).max(axis=1)[:, None]
 
 
-def _scales(largest: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _scales(largest: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """(the scales of rows, the factors of their values), as in quantize. A row with NaN or infinity gets factor NaN."""
     top, tiny = float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).tiny)
     magnitude = lax.bitcast_convert_type(largest, jnp.float32)
@@ -156,7 +161,7 @@ def _sum(x: jax.Array) -> jax.Array:
     return x.sum(axis=1)[:, None]
 
 
-def _statistics(place: Place, x: jax.Array) -> tuple[Any, jax.Array]:
+def _statistics(place: Place, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
     """(mean, inverse), [block_rows, 1]. mean: None for rms_norm."""
     traits, x = place.traits, x.astype(jnp.float32)
     mean, centred = None, x
@@ -166,7 +171,9 @@ def _statistics(place: Place, x: jax.Array) -> tuple[Any, jax.Array]:
     return mean, jax.lax.rsqrt(_sum(jnp.square(centred)) / traits.columns + traits.options.eps)
 
 
-def _chunked_statistics(refs: Refs, traits: Traits, place: Any) -> tuple[Any, jax.Array]:
+def _chunked_statistics(
+    refs: Refs, traits: Traits, place: Callable[[Index], Place]
+) -> tuple[jax.Array | None, jax.Array]:
     """_statistics for rows of several chunks. Means and squared deviations are joined as in Chan et al. (1979)."""
     zeros = jnp.zeros((traits.block_rows, 1), jnp.float32)
 
@@ -188,7 +195,7 @@ def _chunked_statistics(refs: Refs, traits: Traits, place: Any) -> tuple[Any, ja
     return (mean if traits.options.is_centred else None), inverse
 
 
-def _normed(refs: Refs, place: Place, x: jax.Array, mean: Any, inverse: jax.Array) -> jax.Array:
+def _normed(refs: Refs, place: Place, x: jax.Array, mean: jax.Array | None, inverse: jax.Array) -> jax.Array:
     """The normalised values with scale and bias, in float32."""
     out = x.astype(jnp.float32)
     out = (out if mean is None else out - mean) * inverse
@@ -199,7 +206,7 @@ def _normed(refs: Refs, place: Place, x: jax.Array, mean: Any, inverse: jax.Arra
     return out
 
 
-def _write(refs: Refs, place: Place, x: jax.Array, mean: Any, inverse: jax.Array) -> None:
+def _write(refs: Refs, place: Place, x: jax.Array, mean: jax.Array | None, inverse: jax.Array) -> None:
     """Stores out, and total if there is a residual."""
     place.store(refs.outs.out, _normed(refs, place, x, mean, inverse))
     if refs.outs.total is not None:

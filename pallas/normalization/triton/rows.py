@@ -1,6 +1,7 @@
 """Blocks of rows in the Triton kernels of normalisation: loads, stores, and loops over chunks of columns."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,20 +11,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.inputs.normalization import NormInputs, NormOptions
+from jax_kernels.pallas.kernel_types import Index, Ref
 from jax_kernels.pallas.triton.tensors import iota, padded
 
 
 class Refs(NamedTuple):
     """The arrays of a kernel in device memory; None if the call lacks the array. outs: the results."""
 
-    x: Any
-    residual: Any = None
-    scale: Any = None
-    bias: Any = None
-    mean: Any = None
-    inverse: Any = None
-    dout: Any = None
-    dtotal: Any = None
+    x: Ref
+    residual: Ref | None = None
+    scale: Ref | None = None
+    bias: Ref | None = None
+    mean: Ref | None = None
+    inverse: Ref | None = None
+    dout: Ref | None = None
+    dtotal: Ref | None = None
     outs: Any = ()
 
 
@@ -64,44 +66,44 @@ class Place(NamedTuple):
     """Rows and columns of a program, with masks. row, column: the first; traced integers, or 0."""
 
     traits: Traits
-    row: Any
-    column: Any
+    row: Index
+    column: Index
 
     @property
-    def row_exists(self) -> Any:
+    def row_exists(self) -> jax.Array:
         return self.row + iota(self.traits.block_rows) < self.traits.rows
 
     @property
-    def column_exists(self) -> Any:
+    def column_exists(self) -> jax.Array:
         return self.column + iota(self.traits.chunk) < self.traits.columns
 
     @property
-    def exists(self) -> Any:
+    def exists(self) -> jax.Array:
         """[block_rows, chunk] bool: whether the array has the value."""
         mask = self.row_exists[:, None]
         if self.traits.columns % self.traits.chunk:
             mask = mask & self.column_exists[None]
         return jnp.broadcast_to(mask, (self.traits.block_rows, self.traits.chunk))
 
-    def _view(self, ref: Any) -> Any:
+    def _view(self, ref: Ref) -> Ref:
         return ref.at[pl.ds(self.row, self.traits.block_rows), pl.ds(self.column, self.traits.chunk)]
 
-    def load(self, ref: Any) -> jax.Array:
+    def load(self, ref: Ref) -> jax.Array:
         """[block_rows, chunk] in the array's dtype, 0 outside the array."""
         return plgpu.load(self._view(ref), mask=self.exists, other=0)
 
-    def store(self, ref: Any, x: jax.Array) -> None:
+    def store(self, ref: Ref, x: jax.Array) -> None:
         plgpu.store(self._view(ref), x.astype(ref.dtype), mask=self.exists)
 
-    def load_numbers(self, ref: Any) -> jax.Array:
+    def load_numbers(self, ref: Ref) -> jax.Array:
         """[block_rows, 1] float32, from an array with one value per row."""
         view = ref.at[pl.ds(self.row, self.traits.block_rows)]
         return plgpu.load(view, mask=self.row_exists, other=0)[:, None]
 
-    def store_numbers(self, ref: Any, x: jax.Array) -> None:
+    def store_numbers(self, ref: Ref, x: jax.Array) -> None:
         plgpu.store(ref.at[pl.ds(self.row, self.traits.block_rows)], x, mask=self.row_exists)
 
-    def load_columns(self, ref: Any) -> jax.Array:
+    def load_columns(self, ref: Ref) -> jax.Array:
         """[1, chunk] float32, from an array with one value per column."""
         view = ref.at[pl.ds(self.column, self.traits.chunk)]
         return plgpu.load(view, mask=self.column_exists, other=0).astype(jnp.float32)[None]
@@ -120,7 +122,7 @@ class Place(NamedTuple):
         return self.load_columns(refs.scale) + self.traits.options.scale_offset
 
 
-def chunk_loop(traits: Traits, step: Any, state: Any) -> Any:
+def chunk_loop[State](traits: Traits, step: Callable[[jax.Array, State], State], state: State) -> State:
     """lax.fori_loop of step(first column of a chunk, state); a single call of step if there is one chunk."""
     if traits.chunks == 1:
         return step(jnp.int32(0), state)

@@ -1,7 +1,6 @@
 """The arrays that the Hopper backward kernels read and add to."""
 
 import dataclasses
-from typing import Any
 
 import jax
 
@@ -10,11 +9,12 @@ from jax_kernels.pallas.attention.sm90.features.block_lists import Lists
 from jax_kernels.pallas.attention.sm90.features.score_mod import Mod
 from jax_kernels.pallas.attention.sm90.features.segments import Segments
 from jax_kernels.pallas.attention.sm90.features.tail_block import CleanEnd
+from jax_kernels.pallas.kernel_types import Ref
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrays:
+class Arrays[A: jax.Array | Ref]:
     """Arrays in device memory; inside a kernel, their refs. None: the call does not have the array.
 
     query, key, value and dout are [B, length, H, D], all with the same D. lse (in base 2) and delta are
@@ -25,19 +25,19 @@ class Arrays:
     The kernel takes the arrays in the order of the fields.
     """
 
-    arrived: Any = None
-    bounds: Any
-    counter: Any = None
-    delta: Any
+    arrived: A | None = None
+    bounds: A | None
+    counter: Ref | None = None
+    delta: A
     bias: Bias | None
-    dout: Any
-    dquery: Any = None
+    dout: A
+    dquery: Ref | None = None
     end: CleanEnd | None
-    key: Any
+    key: A
     lists: Lists | None
-    lse: Any
+    lse: A
     mod: Mod | None
-    query: Any
+    query: A
     segments: Segments | None
-    sums: Any = None
-    value: Any
+    sums: A | None = None
+    value: A

@@ -23,6 +23,7 @@ from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward.dquery_scores import KvStep, final_scores, over_queries, probabilities
 from jax_kernels.pallas.attention.sm90.backward.dquery_state import BLOCK_Q, COMPUTE_WGS, Kernel, Rows, Smem, Traits
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
+from jax_kernels.pallas.kernel_types import AccumulatorRef, Index, needed
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.registers import recomputed
 
@@ -31,7 +32,7 @@ COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24  # per thread of a compute and of 
 
 def query_gradient(
     arrays: Arrays, options: AttentionOptions, kv_length: int, *, config: AttentionBackwardSm90, interpret: bool
-) -> Any:
+) -> jax.Array:
     """dquery, in query's shape and dtype. The segments and lists of arrays belong to blocks of queries.
 
     All arrays have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of BLOCK_Q] float32.
@@ -92,7 +93,7 @@ def _load(kernel: Kernel) -> None:
     lax.fori_loop(0, kernel.blocks.count, lambda step, _: _load_step(kernel, kv_head, step), None)
 
 
-def _load_step(kernel: Kernel, kv_head: Any, step: Any) -> None:
+def _load_step(kernel: Kernel, kv_head: Index, step: Index) -> None:
     """Loads a block of keys and values, and its bias."""
     traits, arrays, smem, tile, blocks = kernel.traits, kernel.arrays, kernel.smem, kernel.tile, kernel.blocks
     block_kv = traits.blocks.block_kv
@@ -126,7 +127,7 @@ def _load_step(kernel: Kernel, kv_head: Any, step: Any) -> None:
         stage.fill(bias, tile.b, tile.head, tile.q_start, kv_start, kv_start)
 
 
-def _kv_loop(rows: Rows, dq_acc: Any) -> Any:
+def _kv_loop(rows: Rows, dq_acc: AccumulatorRef) -> jax.Array:
     """dquery without the scale, float32 [64, head_dim]."""
     traits, smem = rows.kernel.traits, rows.kernel.smem
 
@@ -139,7 +140,7 @@ def _kv_loop(rows: Rows, dq_acc: Any) -> Any:
     return dq_acc[...]
 
 
-def _mma_step(rows: Rows, dq_acc: Any, i: Any, s: Any) -> Any:
+def _mma_step(rows: Rows, dq_acc: AccumulatorRef, i: Index, s: jax.Array | None) -> jax.Array | None:
     """Adds a block of keys to dquery. s and the result: S of this step and of the next step, if scores_ahead."""
     step = KvStep.of(rows, i)
     traits, smem, blocks = step.traits, step.kernel.smem, step.kernel.blocks
@@ -171,7 +172,7 @@ def _mma_step(rows: Rows, dq_acc: Any, i: Any, s: Any) -> Any:
     return None
 
 
-def _dscores(step: KvStep, s: Any, dp_acc: Any, s_acc: Any = None) -> Any:
+def _dscores(step: KvStep, s: jax.Array | None, dp_acc: AccumulatorRef, s_acc: Any = None) -> jax.Array:
     """dS in 16 bits. s: S, if scores_ahead; otherwise s_acc is the accumulator of S."""
     smem = step.kernel.smem
     if s_acc is not None:
@@ -183,7 +184,7 @@ def _dscores(step: KvStep, s: Any, dp_acc: Any, s_acc: Any = None) -> Any:
     if s_acc is not None:
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
     # P = exp2(S - lse), times the derivative of the softcap or the score_mod
-    p = probabilities(step, final_scores(step, s))
+    p = probabilities(step, final_scores(step, needed(s)))
     # dS = P (dP - delta)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
     plgpu.barrier_arrive(smem.v_free.at[step.v_slot])
@@ -191,7 +192,7 @@ def _dscores(step: KvStep, s: Any, dp_acc: Any, s_acc: Any = None) -> Any:
     return ds.astype(step.traits.dtype)
 
 
-def _store(kernel: Kernel, dq: Any) -> None:
+def _store(kernel: Kernel, dq: jax.Array) -> None:
     """Stores a warpgroup's dquery through the shared memory of its queries."""
     traits, q_smem = kernel.traits, kernel.smem.q
     tile = kernel.tile_again()

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -12,6 +12,7 @@ from jax_kernels.pallas.attention.sm90.backward.dquery_state import Kernel, Rows
 from jax_kernels.pallas.attention.sm90.features import score_mod
 from jax_kernels.pallas.attention.sm90.features.softcap import softcapped
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.kernel_types import Index, needed
 from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import recomputed
 
@@ -21,13 +22,13 @@ class KvStep:
     """One step of a kv_loop: a block of keys. slot, v_slot: the stages of keys and values."""
 
     rows: Rows
-    wg: Any
-    index: Any
-    slot: Any
-    v_slot: Any
+    wg: Index
+    index: Index
+    slot: Index
+    v_slot: Index
 
     @classmethod
-    def of(cls, rows: Rows, i: Any) -> "KvStep":
+    def of(cls, rows: Rows, i: Index) -> "KvStep":
         """Finds the stages of step `i`, and waits for its loads."""
         traits, smem = rows.kernel.traits, rows.kernel.smem
         blocks = traits.blocks
@@ -50,7 +51,7 @@ class KvStep:
     def traits(self) -> Traits:
         return self.rows.kernel.traits
 
-    def kv_start(self) -> Any:
+    def kv_start(self) -> Index:
         return self.kernel.blocks.at(self.index) * self.traits.blocks.block_kv
 
 
@@ -58,12 +59,12 @@ class KvStep:
 class Scores:
     """The final scores of a step. Under a score_mod with a derivative, live: the pairs that count; mod: its tile."""
 
-    s: Any
-    live: Any = None
+    s: jax.Array
+    live: jax.Array | None = None
     mod: score_mod.Tile | None = None
 
 
-def final_scores(step: KvStep, s: Any) -> Scores:
+def final_scores(step: KvStep, s: jax.Array) -> Scores:
     """The scores from which P is computed. s: from the matmul."""
     traits = step.traits
     if traits.has_mod and not traits.has_slope:
@@ -75,12 +76,12 @@ def final_scores(step: KvStep, s: Any) -> Scores:
     return Scores(s=mod.scores(), live=live, mod=mod)
 
 
-def over_queries(x: Any, s: Any) -> Any:
+def over_queries(x: Index, s: jax.Array) -> jax.Array:
     """Broadcasts a value per query to all pairs of the scores."""
     return lax.broadcast_in_dim(x, s.shape, [0])
 
 
-def probabilities(step: KvStep, scores: Scores) -> Any:
+def probabilities(step: KvStep, scores: Scores) -> jax.Array:
     """P = exp2(S - lse), times the derivative of the softcap or the score_mod."""
     traits, s, bias = step.traits, scores.s, step.kernel.smem.bias
     cap = traits.options.softcap
@@ -94,7 +95,7 @@ def probabilities(step: KvStep, scores: Scores) -> Any:
         # In a row that a bias of -1e30 masks, lse is too coarse for P: keep P finite.
         p = jnp.minimum(p, 1)
     if scores.mod is not None:
-        p = jnp.where(scores.live, p, 0) if traits.predicate else p
+        p = jnp.where(needed(scores.live), p, 0) if traits.predicate else p
         p = scores.mod.times_derivative(p, scores.live if traits.predicate else None)
     if cap:
         # A masked score is -inf: P times its square would be a NaN.
@@ -102,21 +103,21 @@ def probabilities(step: KvStep, scores: Scores) -> Any:
     return p
 
 
-def _modified(step: KvStep, s: Any) -> score_mod.Tile:
+def _modified(step: KvStep, s: jax.Array) -> score_mod.Tile:
     """The score_mod's Tile of the scores."""
     rows, tile, mod = step.rows, step.kernel.tile, step.kernel.arrays.mod
     assert mod is not None
     return mod.on(s, rows.mod_numbers, tile.b, tile.head, rows.q_start, step.kv_start())
 
 
-def _biased(step: KvStep, s: Any) -> Any:
+def _biased(step: KvStep, s: jax.Array) -> jax.Array:
     """S + bias, in the bias's units."""
     options, bias = step.traits.options, step.kernel.smem.bias
     assert bias is not None
     return bias.added(s, options.softcap or options.scale, 64 * step.wg, transposed=False)
 
 
-def _masked(step: KvStep, s: Any) -> Any:
+def _masked(step: KvStep, s: jax.Array) -> jax.Array:
     """The scores under the softcap, or otherwise with the bias, and -inf for pairs that do not count."""
     options = step.traits.options
     if options.softcap:
@@ -129,7 +130,7 @@ def _masked(step: KvStep, s: Any) -> Any:
     return lax.cond(is_partial, functools.partial(_under_predicate, step), lambda s: s, s)
 
 
-def _under_predicate(step: KvStep, s: Any) -> Any:
+def _under_predicate(step: KvStep, s: jax.Array) -> jax.Array:
     """The scores of a partial block, -inf where the predicate is False."""
     traits, kernel, rows = step.traits, step.kernel, step.rows
     if kernel.arrays.lists is not None:

@@ -11,12 +11,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.attention import AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.block_ranges import BlockRange
 from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
 from jax_kernels.pallas.attention.sm90.features.bias import Bias, Stage
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90, AttentionDquerySm90
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED
 from jax_kernels.pallas.mosaic.registers import recomputed
+from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
 
 COMPUTE_WGS = 2
@@ -40,7 +43,7 @@ class Traits:
     heads: int
     group: int
     head_dim: int
-    dtype: Any
+    dtype: jnp.dtype
     scheduler: TileScheduler
     bias: Bias
     has_segments: bool
@@ -118,33 +121,33 @@ class Smem:
     overwritten.
     """
 
-    q: Any
-    do: Any
-    k: Any
-    v: Any
-    lse: Any
-    delta: Any
-    q_ready: Any
-    k_ready: Any
-    v_ready: Any
-    k_free: Any
-    v_free: Any
+    q: Ref
+    do: Ref
+    k: Ref
+    v: Ref
+    lse: Ref
+    delta: Ref
+    q_ready: Barrier
+    k_ready: Barrier
+    v_ready: Barrier
+    k_free: Barrier
+    v_free: Barrier
     bias: Stage | None
 
     @classmethod
     def scratch(cls, traits: Traits) -> "Smem":
         """The scratch of pl.run_scoped."""
         blocks, head_dim = traits.blocks, traits.head_dim
-        tile = lambda *shape: plgpu.SMEM(shape, traits.dtype, transforms=SWIZZLED)
-        barriers = lambda count, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+        tile = lambda *shape: smem_ref(shape, traits.dtype, transforms=SWIZZLED)
+        barriers = lambda count, arrivals=1: barrier_ref(num_arrivals=arrivals, num_barriers=count)
         return cls(
             q=tile(COMPUTE_WGS, 64, head_dim),
             do=tile(COMPUTE_WGS, 64, head_dim),
             k=tile(blocks.k_stages, blocks.block_kv, head_dim),
             v=tile(blocks.v_stages, blocks.block_kv, head_dim),
-            lse=plgpu.SMEM((BLOCK_Q,), jnp.float32),
-            delta=plgpu.SMEM((BLOCK_Q,), jnp.float32),
-            q_ready=plgpu.Barrier(num_arrivals=2 * COMPUTE_WGS + 2),
+            lse=smem_ref((BLOCK_Q,), jnp.float32),
+            delta=smem_ref((BLOCK_Q,), jnp.float32),
+            q_ready=barrier_ref(num_arrivals=2 * COMPUTE_WGS + 2),
             k_ready=barriers(blocks.k_stages),
             v_ready=barriers(blocks.v_stages),
             k_free=barriers(blocks.k_stages, COMPUTE_WGS),
@@ -173,16 +176,16 @@ class Kernel:
 
     traits: Traits
     arrays: Arrays
-    dq_gmem: Any
+    dq_gmem: Ref
     smem: Smem
-    wg: Any
-    cta: Any
+    wg: Index
+    cta: Index
     tile: QueryBlock
-    blocks: Any
+    blocks: BlockRange
     limits: block_ranges.Limits | None
 
     @classmethod
-    def of(cls, traits: Traits, arrays: Arrays, dq_gmem: Any, smem: Smem) -> "Kernel":
+    def of(cls, traits: Traits, arrays: Arrays, dq_gmem: Ref, smem: Smem) -> "Kernel":
         options, limits = traits.options, None
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -221,7 +224,7 @@ class Kernel:
         return _query_block(self.traits, self.arrays, recomputed(self.cta))
 
 
-def _query_block(traits: Traits, arrays: Arrays, cta: Any) -> QueryBlock:
+def _query_block(traits: Traits, arrays: Arrays, cta: Index) -> QueryBlock:
     """The block of queries of a CTA. Heads that run together alternate."""
     if arrays.lists is not None:
         listed = arrays.lists.blocks_of(cta)
@@ -235,9 +238,9 @@ class Rows:
     """The 64 queries of a warpgroup. q_start: the first query. mod_numbers: from score_mod.Mod.of_head, or None."""
 
     kernel: Kernel
-    q_start: Any
-    lse: Any
-    delta: Any
+    q_start: Index
+    lse: jax.Array
+    delta: jax.Array
     mod_numbers: Any
 
     @classmethod

@@ -32,6 +32,7 @@ from jax_kernels.pallas.attention.sm90.backward.step import Accumulators, Carry,
 from jax_kernels.pallas.attention.sm90.backward.store import epilogue
 from jax_kernels.pallas.attention.sm90.backward.traits import COMPUTE_WGS, Traits
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
+from jax_kernels.pallas.kernel_types import Index, needed
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import PART, WGMMA
 
@@ -39,7 +40,7 @@ COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24  # per thread of a compute and of 
 
 
 def key_gradients(
-    arrays: Arrays,
+    arrays: Arrays[jax.Array],
     options: AttentionOptions,
     kv_length: int,
     *,
@@ -47,7 +48,7 @@ def key_gradients(
     config: AttentionBackwardSm90,
     core_count: int,
     interpret: bool,
-) -> Results:
+) -> Results[jax.Array]:
     """dkey, dvalue and dbias. If arrays have dquery, a float32 ref, the kernel adds dquery / scale to it.
 
     dquery has all heads of query, or only the heads that the call takes.
@@ -127,7 +128,9 @@ def _kernel(kernel: Kernel) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=kernel.traits.config.leave_early)
 
 
-def _compute_tile(kernel: Kernel, tile: Any, turn: Any, state: tuple[Any, Any]) -> Any:
+def _compute_tile(
+    kernel: Kernel, tile: Index, turn: Index, state: tuple[Index, jax.Array | None]
+) -> tuple[Index, tuple[Index, jax.Array | None]] | None:
     """Computes the CTA's work tile number `turn`. In a persistent CTA, returns (the next work tile, the next state).
 
     state: (number of earlier steps, the scores of the first step).
@@ -137,7 +140,7 @@ def _compute_tile(kernel: Kernel, tile: Any, turn: Any, state: tuple[Any, Any]) 
     block = kernel.block(tile)
     q_loop = kernel.q_loop(tile, block)
     if traits.is_persistent:
-        plgpu.barrier_wait(barriers.v_ready.at[kernel.schedule.stages_of(turn).v])
+        plgpu.barrier_wait(needed(barriers.v_ready).at[kernel.schedule.stages_of(turn).v])
     else:
         plgpu.barrier_wait(barriers.k_ready.at[0])
     work = WorkTile(
@@ -156,10 +159,10 @@ def _compute_tile(kernel: Kernel, tile: Any, turn: Any, state: tuple[Any, Any]) 
         lambda *accs: _q_loop(work, Accumulators(accs[: traits.parts], accs[traits.parts :]), scores), *accs, *accs
     )
     epilogue(work, dk, dv, carry.dbias)
-    return (kernel.smem.tile[(turn + 1) & 1], (steps, carry.scores)) if traits.is_persistent else None
+    return (needed(kernel.smem.tile)[(turn + 1) & 1], (steps, carry.scores)) if traits.is_persistent else None
 
 
-def _q_loop(work: WorkTile, accs: Accumulators, scores: Any) -> tuple[list[Any], list[Any], Any, Carry]:
+def _q_loop(work: WorkTile, accs: Accumulators, scores: jax.Array | None) -> tuple[list[Any], list[Any], Any, Carry]:
     """(dkey without the scale, dvalue, the steps so far of a persistent CTA, the last step's Carry)."""
     kernel, traits = work.kernel, work.kernel.traits
     if traits.scores_ahead and not traits.is_persistent:

@@ -1,10 +1,11 @@
 """Attention backward on Hopper: XLA prepares the kernels' operands, and finishes their results."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.masks.limits import without_limits
@@ -28,6 +29,7 @@ from jax_kernels.pallas.attention.sm90.features import score_mod as score_mod_sm
 from jax_kernels.pallas.attention.sm90.features.segments import segments_of
 from jax_kernels.pallas.attention.softmax import LOG2E, is_far
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
+from jax_kernels.pallas.kernel_types import Ref, needed
 from jax_kernels.pallas.mosaic.smem_tiles import pad_for_tma
 from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
@@ -52,15 +54,17 @@ class Prepared:
 class Given:
     """The arguments of attention_backward, by name, that come from the forward and its cotangents."""
 
-    lse: Any
-    delta: Any
-    dout: Any
-    excess: Any
-    out: Any
-    dlse: Any
+    lse: jax.Array
+    delta: jax.Array | None
+    dout: jax.Array
+    excess: jax.Array | None
+    out: jax.Array | None
+    dlse: jax.Array | None
 
 
-def makes_rows(inputs: AttentionInputs, options: AttentionOptions, out, *, config: AttentionBackwardSm90) -> bool:
+def makes_rows(
+    inputs: AttentionInputs, options: AttentionOptions, out: Float[Array, "B T H Dv"], *, config: AttentionBackwardSm90
+) -> bool:
     """Whether attention_backward takes out and dlse, not delta. A bias or a score_mod changes lse or dout."""
     if not (inputs.bias is None and inputs.score_mod is None and options.query_heads is None):
         return False
@@ -70,13 +74,13 @@ def makes_rows(inputs: AttentionInputs, options: AttentionOptions, out, *, confi
 def attention_backward(
     inputs: AttentionInputs,
     options: AttentionOptions,
-    lse,
-    delta,
-    dout,
-    dquery=None,
-    excess=None,
-    out=None,
-    dlse=None,
+    lse: Float32[Array, "B H T"],
+    delta: Float32[Array, "B H T"] | None,
+    dout: Float[Array, "B T H Dv"],
+    dquery: Float32[Array, "B T H D"] | None = None,
+    excess: Float32[Array, "B H T"] | None = None,
+    out: Float[Array, "B T H Dv"] | None = None,
+    dlse: Float32[Array, "B H T"] | None = None,
     *,
     config: AttentionBackwardSm90,
     core_count: int,
@@ -118,7 +122,7 @@ def attention_backward(
         start = jax.lax.optimization_barrier(dquery) if adds else prepared.zeros
         if start is None:
             start = jnp.zeros(arrays.query.shape if dquery is None else dquery.shape, jnp.float32)
-        arrays = dataclasses.replace(arrays, dquery=jax.new_ref(pad_for_tma(start, width)))
+        arrays = dataclasses.replace(arrays, dquery=cast(Ref, jax.new_ref(pad_for_tma(start, width))))
     dk, dv, dbias = backward_kernel.key_gradients(
         arrays,
         options,
@@ -133,12 +137,12 @@ def attention_backward(
         arrays = _of_queries(prepared, config.dquery.block_kv)
         dq = backward_deterministic.query_gradient(arrays, options, kv_length, config=config, interpret=interpret)
     else:
-        dq = as_varying(jax.freeze(arrays.dquery), axes)
+        dq = as_varying(jax.freeze(cast(jax.Ref, arrays.dquery)), axes)
         if dquery is None:
             dq = (dq * options.scale).astype(jnp.float32 if options.float32_gradients else inputs.query.dtype)
         elif not adds:
             dq = dq + pad_for_tma(dquery, width)
-    if dbias is not None:
+    if dbias is not None and inputs.bias is not None:
         shared = tuple(axis for axis in (0, 1) if inputs.bias.shape[axis] == 1)
         dbias = dbias[:, :, None, :kv_length].sum(shared, keepdims=True).astype(inputs.bias.dtype)
     pairs = zip((dq, dk, dv), inputs[:3], strict=True)
@@ -171,7 +175,7 @@ def _prepared(
     if given.delta is None:
         dout = given.dout
         rows = prepare_backward.rows_of(
-            given.out,
+            needed(given.out),
             dout,
             given.lse,
             given.dlse,
@@ -214,21 +218,23 @@ def _prepared(
     )
 
 
-def _rows(inputs: AttentionInputs, given: Given, *, natural: bool, block_q: int) -> tuple[Any, prepare_backward.Rows]:
+def _rows(
+    inputs: AttentionInputs, given: Given, *, natural: bool, block_q: int
+) -> tuple[jax.Array, prepare_backward.Rows]:
     """(dout, the Rows that the kernels read), by XLA. natural: under a score_mod that may mask."""
     lse, delta, dout = given.lse, given.delta, given.dout
     far = is_far(lse)
     if natural:
         # P comes out exp(excess) times too large. It reaches the gradients only as a factor of dout and delta.
-        factor = jnp.where(far, jnp.exp(-given.excess), 1.0)
+        factor = jnp.where(far, jnp.exp(-needed(given.excess)), 1.0)
         dout = (dout * factor.swapaxes(1, 2)[..., None]).astype(inputs.query.dtype)
-        delta = delta * factor
+        delta = needed(delta) * factor
     # exp2(score - inf) = 0: rows past the end pass no gradient, like rows without keys.
     pad = [(0, 0), (0, 0), (0, -inputs.query.shape[1] % block_q)]
     # With a bias, far_rows adds the gradients of far rows.
     lse = jnp.where(far, jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
     lse = jnp.pad(lse, pad, constant_values=jnp.inf)
-    return dout, prepare_backward.Rows(lse=lse, delta=jnp.pad(delta, pad), dquery=None)
+    return dout, prepare_backward.Rows(lse=lse, delta=jnp.pad(needed(delta), pad), dquery=None)
 
 
 def _whole_rows(options: AttentionOptions, config: AttentionBackwardSm90) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.sm90.backward.state import Kernel, StepNumbers
 from jax_kernels.pallas.attention.sm90.features import head_views
+from jax_kernels.pallas.kernel_types import Index, Ref, Slice, needed
+from jax_kernels.pallas.mosaic.barriers import BarrierSlice
 from jax_kernels.pallas.mosaic.registers import recomputed
 
 KEYS_AT_ONCE = 64
@@ -24,16 +25,16 @@ class RowLoads:
     ids, if they are loaded as well. steps_smem: for the StepNumbers of a persistent CTA.
     """
 
-    gmem: Any
-    numbers: Any
-    smem: Any
-    numbers_smem: Any
-    ready: Any
-    free: Any
+    gmem: Ref
+    numbers: Ref
+    smem: Ref
+    numbers_smem: Ref
+    ready: BarrierSlice
+    free: BarrierSlice
     stages: int
-    ids: Any = None
-    ids_smem: Any = None
-    steps_smem: Any = None
+    ids: Ref | None = None
+    ids_smem: Ref | None = None
+    steps_smem: Ref | None = None
 
     @classmethod
     def of_queries(cls, kernel: Kernel) -> "RowLoads":
@@ -73,14 +74,14 @@ class StepLoads:
     """
 
     kernel: Kernel
-    tile: Any
-    nth: Any
-    step: Any
-    b: Any
-    head: Any
-    rows: Any
+    tile: Index
+    nth: Index
+    step: Index
+    b: Index
+    head: Index
+    rows: Slice
 
-    def place_again(self) -> tuple[Any, Any, Any]:
+    def place_again(self) -> tuple[Index, Index, Slice]:
         """(batch entry, head, rows of the queries)."""
         kernel = self.kernel
         if not kernel.traits.q_tiles.whole:
@@ -122,7 +123,7 @@ class StepLoads:
         b, head, rows = self.place_again()
         plgpu.copy_gmem_to_smem(loads.numbers.at[b, head, rows], loads.numbers_smem.at[slot], ready)
         if loads.ids is not None:
-            plgpu.copy_gmem_to_smem(loads.ids.at[b, rows], loads.ids_smem.at[slot], ready)
+            plgpu.copy_gmem_to_smem(loads.ids.at[b, rows], needed(loads.ids_smem).at[slot], ready)
         if loads.steps_smem is not None:
             self.numbers_again().leave(loads.steps_smem, slot, ready)
 
@@ -132,14 +133,14 @@ def load_tiles(kernel: Kernel) -> None:
     kernel.schedule.for_each(kernel.cta, functools.partial(_load_tile, kernel))
 
 
-def _load_tile(kernel: Kernel, tile: Any, turn: Any, first: Any) -> tuple[Any, Any]:
+def _load_tile(kernel: Kernel, tile: Index, turn: Index, first: Index) -> tuple[Index, Index]:
     """Loads the CTA's work tile number `turn`, after `first` earlier steps. Returns (the next tile, steps so far)."""
     schedule, barriers = kernel.schedule, kernel.barriers
     is_persistent = schedule.is_persistent
     late_values = is_persistent and schedule.v_stages == 1
     queries, dout = RowLoads.of_queries(kernel), RowLoads.of_dout(kernel)
     if is_persistent:
-        pl.when(turn > 0)(lambda: plgpu.barrier_wait(barriers.k_free.at[recomputed(0)]))
+        pl.when(turn > 0)(lambda: plgpu.barrier_wait(needed(barriers.k_free).at[recomputed(0)]))
         plgpu.barrier_arrive(barriers.k_ready.at[turn & 1])
     _load_block(kernel, tile, turn, values=not late_values)
     # After the first copies: q_loop's values and the values of these copies together do not fit the registers.
@@ -157,7 +158,7 @@ def _load_tile(kernel: Kernel, tile: Any, turn: Any, first: Any) -> tuple[Any, A
 
             @pl.when(step == 0)
             def _load_values():
-                pl.when(turn > 0)(lambda: plgpu.barrier_wait(barriers.v_free.at[recomputed(0)]))
+                pl.when(turn > 0)(lambda: plgpu.barrier_wait(needed(barriers.v_free).at[recomputed(0)]))
                 _load_block(kernel, tile, turn, keys=False)
 
         if kernel.smem.bias is not None:
@@ -168,7 +169,7 @@ def _load_tile(kernel: Kernel, tile: Any, turn: Any, first: Any) -> tuple[Any, A
     return _following(kernel, tile, turn, first, q_loop.steps) if is_persistent else (tile, first)
 
 
-def _load_block(kernel: Kernel, tile: Any, turn: Any, *, keys: bool = True, values: bool = True) -> None:
+def _load_block(kernel: Kernel, tile: Index, turn: Index, *, keys: bool = True, values: bool = True) -> None:
     """Loads the keys, the values, or both, of the CTA's work tile number `turn`."""
     traits, schedule, arrays, smem = kernel.traits, kernel.schedule, kernel.arrays, kernel.smem
     _, kv_head_of = head_views.head_maps(traits.options)
@@ -177,7 +178,7 @@ def _load_block(kernel: Kernel, tile: Any, turn: Any, *, keys: bool = True, valu
     stages = schedule.stages_of(turn)
     k_ready = v_ready = kernel.barriers.k_ready.at[stages.k]
     if schedule.is_persistent:
-        v_ready = kernel.barriers.v_ready.at[stages.v]
+        v_ready = needed(kernel.barriers.v_ready).at[stages.v]
     for r in range(traits.row_groups):
         start = kv_index * schedule.block_kv + KEYS_AT_ONCE * r
 
@@ -198,7 +199,7 @@ def _load_block(kernel: Kernel, tile: Any, turn: Any, *, keys: bool = True, valu
             end.load(b, start, KEYS_AT_ONCE, whole, functools.partial(load, end.key, end.value, 0))
 
 
-def _load_bias(kernel: Kernel, tile: Any, nth: Any, head: Any, q_block: Any) -> None:
+def _load_bias(kernel: Kernel, tile: Index, nth: Index, head: Index, q_block: Index) -> None:
     """Loads the bias of the CTA's step number `nth`, after the previous step's bias is freed."""
     schedule, stage, bias = kernel.schedule, kernel.smem.bias, kernel.arrays.bias
     assert stage is not None
@@ -213,11 +214,11 @@ def _load_bias(kernel: Kernel, tile: Any, nth: Any, head: Any, q_block: Any) -> 
     stage.fill(bias, block.b, head, kv_start, q_block * schedule.block_q, kv_start)
 
 
-def _following(kernel: Kernel, tile: Any, turn: Any, first: Any, steps: Any) -> tuple[Any, Any]:
+def _following(kernel: Kernel, tile: Index, turn: Index, first: Index, steps: Index) -> tuple[Index, Index]:
     """(the next work tile of a persistent CTA, the number of its steps so far)."""
     scheduler, k_ready = kernel.schedule.scheduler, kernel.barriers.k_ready
     stage = pl.ds((turn + 1) & 1, 1)
-    following = scheduler.leave_following(kernel.arrays.counter, tile, kernel.smem.tile.at[stage])
+    following = scheduler.leave_following(needed(kernel.arrays.counter), tile, needed(kernel.smem.tile).at[stage])
 
     @pl.when(following >= scheduler.count)
     def _end():

@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.sm90.backward.schedule import KeyBlock, QLoop, StepPlace
 from jax_kernels.pallas.attention.sm90.backward.state import Kernel, StepNumbers
 from jax_kernels.pallas.attention.sm90.backward.traits import Traits
+from jax_kernels.pallas.kernel_types import Index, needed
 from jax_kernels.pallas.mosaic.registers import recomputed
 
 
@@ -19,19 +21,19 @@ class WorkTile:
     """
 
     kernel: Kernel
-    tile: Any
-    turn: Any
-    first: Any
+    tile: Index
+    turn: Index
+    first: Index
     block: KeyBlock
     q_loop: QLoop
-    first_key: Any
+    first_key: Index
 
-    def steps_again(self) -> Any:
+    def steps_again(self) -> Index:
         """The number of steps. For a list it is recomputed: it would occupy registers through all steps."""
         kernel = self.kernel
         return kernel.q_loop(self.tile, self.block).steps if kernel.traits.has_lists else self.q_loop.steps
 
-    def place_again(self, index: Any) -> StepPlace:
+    def place_again(self, index: Index) -> StepPlace:
         """The StepPlace of a step, recomputed."""
         return self.kernel.q_loop(self.tile, self.kernel.block(recomputed(self.tile))).place(index)
 
@@ -54,24 +56,24 @@ class QStep:
     """
 
     work: WorkTile
-    wg: Any
-    row_group: Any
-    row: Any
-    half: Any
-    nth: Any
-    index: Any
-    k_stage: Any
-    v_stage: Any
-    slot: Any
-    do_slot: Any
-    head: Any
-    q_block: Any
-    q_start: Any
-    is_partial: Any
-    words: Any
+    wg: Index
+    row_group: Index
+    row: Index
+    half: Index
+    nth: Index
+    index: Index
+    k_stage: Index
+    v_stage: Index
+    slot: Index
+    do_slot: Index
+    head: Index
+    q_block: Index
+    q_start: Index
+    is_partial: bool | jax.Array
+    words: jax.Array | None
 
     @classmethod
-    def of(cls, work: WorkTile, i: Any) -> "QStep":
+    def of(cls, work: WorkTile, i: Index) -> "QStep":
         """Finds step `i`, which is nth in a persistent CTA and index otherwise, and waits for its loads."""
         kernel, traits, schedule = work.kernel, work.kernel.traits, work.kernel.schedule
         config, is_persistent = traits.config, schedule.is_persistent
@@ -81,7 +83,7 @@ class QStep:
         stages = schedule.stages_of(work.turn)
         slot = schedule.slot_of(nth, config.q_stages)
         do_slot = schedule.slot_of(nth, config.do_stages) if config.do_stages > 1 else recomputed(0)
-        index = StepNumbers.read(kernel.smem.steps, slot).index if is_persistent else i
+        index = StepNumbers.read(needed(kernel.smem.steps), slot).index if is_persistent else i
         # Values that depend on segments and lists are read again, not kept in registers.
         if traits.has_lists or is_persistent:
             place = _place_again(work, slot, index)
@@ -124,18 +126,18 @@ class QStep:
 
     def numbers(self) -> StepNumbers:
         """The StepNumbers that the memory warpgroup of a persistent CTA left for this step, read again."""
-        return StepNumbers.read(self.kernel.smem.steps, self.slot)
+        return StepNumbers.read(needed(self.kernel.smem.steps), self.slot)
 
     def place_again(self) -> StepPlace:
         return _place_again(self.work, self.slot, self.index)
 
-    def b_again(self) -> Any:
+    def b_again(self) -> Index:
         """The batch entry."""
         if self.traits.is_persistent:
             return self.numbers().b
         return self.kernel.block(recomputed(self.work.tile)).b
 
-    def first_key(self) -> Any:
+    def first_key(self) -> Index:
         """The first of the warpgroup's keys within the sequence."""
         if self.traits.is_persistent:
             return self.numbers().kv_block * self.traits.block_kv + 64 * recomputed(self.kernel.wg)
@@ -149,7 +151,7 @@ class QStep:
         return [DqBlock(self.wg, 0)] if traits.q_chunks == 1 else [DqBlock(0, self.wg)]
 
 
-def _wait_for_loads(kernel: Kernel, slot: Any, do_slot: Any) -> None:
+def _wait_for_loads(kernel: Kernel, slot: Index, do_slot: Index) -> None:
     """All waits come before the accumulators: a wait between zeroing and matmul costs a fence (C7519)."""
     traits, barriers, bias = kernel.traits, kernel.barriers, kernel.smem.bias
     if not traits.scores_ahead:
@@ -160,9 +162,9 @@ def _wait_for_loads(kernel: Kernel, slot: Any, do_slot: Any) -> None:
         plgpu.barrier_wait(bias.ready)
 
 
-def _place_again(work: WorkTile, slot: Any, index: Any) -> StepPlace:
+def _place_again(work: WorkTile, slot: Index, index: Index) -> StepPlace:
     """The StepPlace of a step, which is not kept in registers: read from shared memory, or recomputed."""
     if not work.kernel.traits.is_persistent:
         return work.place_again(index)
-    read = lambda: StepNumbers.read(work.kernel.smem.steps, slot)
+    read = lambda: StepNumbers.read(needed(work.kernel.smem.steps), slot)
     return StepPlace(read().head, read().q_block, read().is_partial != 0)

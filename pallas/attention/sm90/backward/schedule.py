@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -18,6 +19,7 @@ from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
 from jax_kernels.pallas.attention.sm90.features import head_views
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
+from jax_kernels.pallas.kernel_types import Index
 from jax_kernels.pallas.mosaic.registers import as_int32, recomputed
 from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length
 from jax_kernels.pallas.mosaic.split_tail import SplitTail
@@ -27,31 +29,31 @@ from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
 class KeyBlock(NamedTuple):
     """The block of keys of a work tile: batch entry, kv head, index of the block."""
 
-    b: Any
-    kv_head: Any
-    kv_index: Any
+    b: Index
+    kv_head: Index
+    kv_index: Index
 
 
 class StepPlace(NamedTuple):
     """The block of queries of a step. is_partial: whether the predicate may drop a pair of the block."""
 
-    head: Any
-    q_block: Any
-    is_partial: Any
+    head: Index
+    q_block: Index
+    is_partial: bool | jax.Array
 
 
 class QLoop(NamedTuple):
     """The loop over the queries of a work tile: the number of steps, and the StepPlace of each step."""
 
-    steps: Any
-    place: Callable[[Any], StepPlace]
+    steps: Index
+    place: Callable[[Index], StepPlace]
 
 
 class Stages(NamedTuple):
     """The stages that hold the keys and the values of a work tile."""
 
-    k: Any
-    v: Any
+    k: Index
+    v: Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,14 +139,14 @@ class Schedule:
     def k_stages(self) -> int:
         return 2 if self.is_persistent else 1
 
-    def stages_of(self, turn: Any) -> Stages:
+    def stages_of(self, turn: Index) -> Stages:
         """The stages of the CTA's work tile number `turn`."""
         if not self.is_persistent:
             return Stages(0, 0)
         stage = recomputed(turn) & 1
         return Stages(stage, stage if self.v_stages == 2 else recomputed(0))
 
-    def slot_of(self, nth: Any, stages: int) -> Any:
+    def slot_of(self, nth: Index, stages: int) -> Index:
         """The stage of the CTA's step number `nth`, if `stages` stages hold blocks of queries."""
         if self.is_persistent and stages & (stages - 1) == 0:  # a bit mask, not a signed division
             return nth & (stages - 1)
@@ -155,28 +157,28 @@ class Schedule:
         counter = self.scheduler.counter() if self.is_persistent else None
         return {"counter": counter} | self.split.shared(sums, self.block_kv, head_dim, warpgroups=warpgroups)
 
-    def for_each(self, cta: Any, run: Callable, state: Any = 0) -> None:
+    def for_each(self, cta: Index, run: Callable, state: Any = 0) -> None:
         """TileScheduler.for_each, or its only call of `run` if the CTA has one work tile."""
         if self.is_persistent:
             self.scheduler.for_each(recomputed(cta), run, state)
         else:
             run(cta, 0, state)
 
-    def block(self, arrays: Arrays, tile: Any) -> KeyBlock:
+    def block(self, arrays: Arrays, tile: Index) -> KeyBlock:
         """The block of keys of a work tile. Heads that run together alternate."""
         if arrays.lists is not None:
             listed = arrays.lists.blocks_of(tile)
             return KeyBlock(listed.b, listed.head, listed.block)
         return KeyBlock(*self.scheduler.place(self.split.tile(tile)))
 
-    def limits(self, arrays: Arrays, b: Any) -> block_ranges.Limits:
+    def limits(self, arrays: Arrays, b: Index) -> block_ranges.Limits:
         """The limits of a batch entry."""
         options = self.options
         return block_ranges.limits(
             arrays.bounds, b, options.q_offset, self.kv_length, is_causal=options.is_causal, window=options.window
         )
 
-    def q_loop(self, arrays: Arrays, tile: Any, block: KeyBlock) -> QLoop:
+    def q_loop(self, arrays: Arrays, tile: Index, block: KeyBlock) -> QLoop:
         """The loop over the queries that attend to a work tile's block of keys."""
         b, kv_head, kv_index = block
         group, q_blocks = self.group, pl.cdiv(self.q_length, self.block_q)

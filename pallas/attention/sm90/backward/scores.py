@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -16,18 +17,19 @@ from jax_kernels.pallas.attention.sm90.backward.loop import QStep
 from jax_kernels.pallas.attention.sm90.features import mask_bits, score_mod
 from jax_kernels.pallas.attention.sm90.features.softcap import softcapped
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.kernel_types import needed
 from jax_kernels.pallas.mosaic.layouts import COLUMN, PART, ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import recomputed
 
 
-def biased(step: QStep, s: Any) -> Any:
+def biased(step: QStep, s: jax.Array) -> jax.Array:
     """S + bias, in the bias's units."""
     options, bias = step.traits.options, step.kernel.smem.bias
     assert bias is not None
     return bias.added(s, options.softcap or options.scale, step.row, transposed=True)
 
 
-def modified(step: QStep, s: Any) -> score_mod.Tile:
+def modified(step: QStep, s: jax.Array) -> score_mod.Tile:
     """The score_mod's Tile of the scores."""
     b, mod = step.b_again(), step.kernel.arrays.mod
     assert mod is not None
@@ -35,7 +37,7 @@ def modified(step: QStep, s: Any) -> score_mod.Tile:
     return mod.on(s, numbers, b, step.head, step.q_start, step.first_key(), transposed=True)
 
 
-def masked(step: QStep, s: Any) -> Any:
+def masked(step: QStep, s: jax.Array) -> jax.Array:
     """The scores under the softcap, or otherwise with the bias, and -inf for pairs that do not count."""
     traits = step.traits
     if traits.options.softcap:
@@ -50,7 +52,7 @@ def masked(step: QStep, s: Any) -> Any:
     return s
 
 
-def _under_predicate(step: QStep, s: Any) -> Any:
+def _under_predicate(step: QStep, s: jax.Array) -> jax.Array:
     """The scores of a partial block, -inf where the predicate is False."""
     kernel = step.kernel
     if kernel.arrays.lists is not None:
@@ -60,7 +62,7 @@ def _under_predicate(step: QStep, s: Any) -> Any:
     if segments is not None:
         ids = (
             plgpu.load(segments.kv_ids.at[b, pl.ds(step.first_key(), 64)], layout=ROW, optimized=False),
-            plgpu.load(kernel.smem.ids.at[step.slot], layout=COLUMN, optimized=False),
+            plgpu.load(needed(kernel.smem.ids).at[step.slot], layout=COLUMN, optimized=False),
         )
     keep = kernel.schedule.limits(kernel.arrays, b).keep(
         s.shape, step.first_key(), step.q_start, layout=WGMMA, kv_axis=0, may_end=step.traits.may_end, ids=ids
@@ -72,12 +74,12 @@ def _under_predicate(step: QStep, s: Any) -> Any:
 class Scores:
     """The final scores of a step. Under a score_mod with a derivative, live: the pairs that count; mod: its tile."""
 
-    s: Any
-    live: Any = None
+    s: jax.Array
+    live: jax.Array | None = None
     mod: score_mod.Tile | None = None
 
 
-def final_scores(step: QStep, s: Any) -> Scores:
+def final_scores(step: QStep, s: jax.Array) -> Scores:
     """The scores from which P is computed. s: from the matmul, or already masked if Traits.mask_first."""
     traits = step.traits
     if traits.has_mod and not traits.has_slope:
@@ -90,12 +92,12 @@ def final_scores(step: QStep, s: Any) -> Scores:
     return Scores(s=mod.scores(), live=live, mod=mod)
 
 
-def over_keys(x: Any, s: Any) -> Any:
+def over_keys(x: jax.Array, s: jax.Array) -> jax.Array:
     """Broadcasts a value per query to all pairs of the scores."""
     return lax.broadcast_in_dim(x, s.shape, [1])
 
 
-def probabilities(step: QStep, scores: Scores) -> Any:
+def probabilities(step: QStep, scores: Scores) -> jax.Array:
     """P^T = exp2(S^T - lse)."""
     traits, s = step.traits, scores.s
     lse = plgpu.load(step.kernel.smem.lse.at[step.slot], layout=COLUMN, optimized=False)
@@ -106,11 +108,11 @@ def probabilities(step: QStep, scores: Scores) -> Any:
         # In a row that a bias of -1e30 masks, lse is too coarse for P: keep P finite.
         p = jnp.minimum(p, 1)
     if traits.has_slope and traits.predicate:
-        p = jnp.where(scores.live, p, 0)
+        p = jnp.where(needed(scores.live), p, 0)
     return p
 
 
-def times_slope(step: QStep, p: Any, scores: Scores) -> tuple[Any, Any]:
+def times_slope(step: QStep, p: jax.Array, scores: Scores) -> tuple[jax.Array | None, jax.Array]:
     """(P in 16 bits or None, P times the derivative of the softcap or the score_mod).
 
     P in 16 bits is returned if it differs from the second value.

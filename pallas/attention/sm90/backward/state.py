@@ -1,7 +1,8 @@
 """The named state of the Hopper backward's kernel: shared memory, barriers, and data that warpgroups exchange."""
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,10 @@ from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward.schedule import KeyBlock, QLoop, Schedule
 from jax_kernels.pallas.attention.sm90.backward.traits import COMPUTE_WGS, Traits
 from jax_kernels.pallas.attention.sm90.features.bias import Stage
-from jax_kernels.pallas.mosaic.barriers import Barriers
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
+from jax_kernels.pallas.mosaic.barriers import Barriers, BarrierSlice
 from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_F32
+from jax_kernels.pallas.mosaic.scratch import smem_ref
 
 
 class StepNumbers(NamedTuple):
@@ -23,26 +26,26 @@ class StepNumbers(NamedTuple):
     it spills registers. index: the step's number within the work tile. goes_on: whether the work tile has another step.
     """
 
-    b: Any
-    head: Any
-    q_block: Any
-    kv_block: Any
-    index: Any
-    is_partial: Any
-    goes_on: Any
+    b: Index
+    head: Index
+    q_block: Index
+    kv_block: Index
+    index: Index  # type: ignore[assignment]
+    is_partial: bool | jax.Array
+    goes_on: bool | jax.Array
 
     @staticmethod
-    def scratch(stages: int) -> Any:
+    def scratch(stages: int) -> Ref:
         """The scratch of pl.run_scoped."""
-        return plgpu.SMEM((stages, 8), jnp.int32)
+        return smem_ref((stages, 8), jnp.int32)
 
     @classmethod
-    def read(cls, smem: Any, slot: Any) -> "StepNumbers":
+    def read(cls, smem: Ref, slot: Index) -> "StepNumbers":
         return cls(*(smem[slot, i] for i in range(len(cls._fields))))
 
-    def leave(self, smem: Any, slot: Any, ready: Any) -> None:
+    def leave(self, smem: Ref, slot: Index, ready: Barrier) -> None:
         for i, number in enumerate(self):
-            smem[slot, i] = number.astype(jnp.int32)
+            smem[slot, i] = cast(jax.Array, number).astype(jnp.int32)
         plgpu.commit_smem()
         plgpu.barrier_arrive(ready)
 
@@ -50,8 +53,8 @@ class StepNumbers(NamedTuple):
 class TileRefs(NamedTuple):
     """The same shared memory, as matmuls and stores see it (mma) and as copies see it (tma)."""
 
-    mma: Any
-    tma: Any
+    mma: Ref
+    tma: Ref
 
 
 @jax.tree_util.register_dataclass
@@ -66,21 +69,21 @@ class Smem:
     StepNumbers.
     """
 
-    k: Any
-    v: Any
-    q: Any
-    do: Any
-    ds: Any
-    dq: Any
-    lse: Any
-    delta: Any
-    ids: Any
-    barriers: Any
+    k: TileRefs
+    v: TileRefs
+    q: TileRefs
+    do: TileRefs
+    ds: Ref
+    dq: Ref
+    lse: Ref
+    delta: Ref
+    ids: Ref | None
+    barriers: list[Barrier]
     bias: Stage | None
-    arrived: Any
-    dbias: Any
-    tile: Any
-    steps: Any
+    arrived: Ref | None
+    dbias: Ref | None
+    tile: Ref | None
+    steps: Ref | None
 
     @classmethod
     def scratch(cls, traits: Traits, barriers: Barriers) -> "Smem":
@@ -88,21 +91,22 @@ class Smem:
         schedule, config, dtype = traits.schedule, traits.config, traits.dtype
         row_groups, halves, block_q, block_kv = traits.row_groups, traits.halves, traits.block_q, traits.block_kv
         q_stages, do_stages = config.q_stages, config.do_stages
+        to_view = functools.partial(cast, TileRefs)  # by viewed()
         return cls(
-            k=traits.k_tiles.scratch(schedule.k_stages, traits.chunks, row_groups, 64, dtype=dtype),
-            v=traits.v_tiles.scratch(schedule.v_stages, row_groups, halves, 64, dtype=dtype),
-            q=traits.q_tiles.scratch(q_stages, halves, block_q, dtype=dtype),
-            do=traits.q_tiles.scratch(do_stages, halves, block_q, dtype=dtype),
-            ds=plgpu.SMEM((COMPUTE_WGS, traits.q_chunks, 64, 64), dtype, transforms=SWIZZLED),
-            dq=plgpu.SMEM((COMPUTE_WGS, 64, 64), jnp.float32, transforms=SWIZZLED_F32),
-            lse=plgpu.SMEM((q_stages, block_q), jnp.float32),
-            delta=plgpu.SMEM((do_stages, block_q), jnp.float32),
-            ids=plgpu.SMEM((q_stages, block_q), jnp.int32) if traits.has_segments else None,
+            k=to_view(traits.k_tiles.scratch(schedule.k_stages, traits.chunks, row_groups, 64, dtype=dtype)),
+            v=to_view(traits.v_tiles.scratch(schedule.v_stages, row_groups, halves, 64, dtype=dtype)),
+            q=to_view(traits.q_tiles.scratch(q_stages, halves, block_q, dtype=dtype)),
+            do=to_view(traits.q_tiles.scratch(do_stages, halves, block_q, dtype=dtype)),
+            ds=smem_ref((COMPUTE_WGS, traits.q_chunks, 64, 64), dtype, transforms=SWIZZLED),
+            dq=smem_ref((COMPUTE_WGS, 64, 64), jnp.float32, transforms=SWIZZLED_F32),
+            lse=smem_ref((q_stages, block_q), jnp.float32),
+            delta=smem_ref((do_stages, block_q), jnp.float32),
+            ids=smem_ref((q_stages, block_q), jnp.int32) if traits.has_segments else None,
             barriers=barriers.scratch(),
             bias=traits.bias.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
-            arrived=plgpu.SMEM((COMPUTE_WGS,), jnp.int32) if schedule.split.parts > 1 else None,
-            dbias=plgpu.SMEM((COMPUTE_WGS, 64), jnp.float32) if traits.bias_gradient else None,
-            tile=plgpu.SMEM((schedule.k_stages,), jnp.int32) if schedule.is_persistent else None,
+            arrived=smem_ref((COMPUTE_WGS,), jnp.int32) if schedule.split.parts > 1 else None,
+            dbias=smem_ref((COMPUTE_WGS, 64), jnp.float32) if traits.bias_gradient else None,
+            tile=smem_ref((schedule.k_stages,), jnp.int32) if schedule.is_persistent else None,
             steps=StepNumbers.scratch(q_stages) if schedule.is_persistent else None,
         )
 
@@ -110,10 +114,10 @@ class Smem:
         """The same fields, with TileRefs for k, v, q and do."""
         return dataclasses.replace(
             self,
-            k=TileRefs(*traits.k_tiles.views(self.k)),
-            v=TileRefs(*traits.v_tiles.views(self.v)),
-            q=TileRefs(*traits.q_tiles.views(self.q)),
-            do=TileRefs(*traits.q_tiles.views(self.do)),
+            k=TileRefs(*traits.k_tiles.views(cast(Ref, self.k))),
+            v=TileRefs(*traits.v_tiles.views(cast(Ref, self.v))),
+            q=TileRefs(*traits.q_tiles.views(cast(Ref, self.q))),
+            do=TileRefs(*traits.q_tiles.views(cast(Ref, self.do))),
         )
 
 
@@ -132,17 +136,17 @@ class KernelBarriers:
     can be loaded there. v_free: arrives in the last step of a work tile, if values have one stage: they have been read.
     """
 
-    q_ready: Any
-    do_ready: Any
-    q_free: Any
-    do_free: Any
-    ds_ready: Any
-    ds_free: Any
-    last_read: Any
-    k_ready: Any
-    v_ready: Any
-    k_free: Any
-    v_free: Any
+    q_ready: BarrierSlice
+    do_ready: BarrierSlice
+    q_free: BarrierSlice
+    do_free: BarrierSlice
+    ds_ready: BarrierSlice
+    ds_free: BarrierSlice
+    last_read: BarrierSlice | None
+    k_ready: BarrierSlice
+    v_ready: BarrierSlice | None
+    k_free: BarrierSlice | None
+    v_free: BarrierSlice | None
 
     @staticmethod
     def wanted(traits: Traits) -> Barriers:
@@ -170,16 +174,17 @@ class KernelBarriers:
         return Barriers(wanted, merged=is_persistent)
 
     @classmethod
-    def of(cls, wanted: Barriers, arrays: list[Any]) -> "KernelBarriers":
-        return cls(**{field.name: wanted.of(arrays, field.name) for field in dataclasses.fields(cls)})
+    def of(cls, wanted: Barriers, arrays: list[Barrier]) -> "KernelBarriers":
+        found: dict[str, Any] = {field.name: wanted.of(arrays, field.name) for field in dataclasses.fields(cls)}
+        return cls(**found)
 
 
-class Results(NamedTuple):
+class Results[A: jax.Array | Ref](NamedTuple):
     """dkey, dvalue and the gradient of a bias per key, in device memory. dbias: None if it is not requested."""
 
-    dkey: Any
-    dvalue: Any
-    dbias: Any = None
+    dkey: A
+    dvalue: A
+    dbias: A | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,15 +192,17 @@ class Kernel:
     """The common state of a CTA's warpgroups. arrays: refs in device memory. wg, cta: indices, traced scalars."""
 
     traits: Traits
-    arrays: Arrays
-    results: Results
+    arrays: Arrays[Ref]
+    results: Results[Ref]
     smem: Smem
     barriers: KernelBarriers
-    wg: Any
-    cta: Any
+    wg: Index
+    cta: Index
 
     @classmethod
-    def of(cls, traits: Traits, barriers: Barriers, arrays: Arrays, results: Results, scratch: Smem) -> "Kernel":
+    def of(
+        cls, traits: Traits, barriers: Barriers, arrays: Arrays[Ref], results: Results[Ref], scratch: Smem
+    ) -> "Kernel":
         return cls(
             traits=traits,
             arrays=arrays,
@@ -210,8 +217,8 @@ class Kernel:
     def schedule(self) -> Schedule:
         return self.traits.schedule
 
-    def block(self, tile: Any) -> KeyBlock:
+    def block(self, tile: Index) -> KeyBlock:
         return self.schedule.block(self.arrays, tile)
 
-    def q_loop(self, tile: Any, block: KeyBlock) -> QLoop:
+    def q_loop(self, tile: Index, block: KeyBlock) -> QLoop:
         return self.schedule.q_loop(self.arrays, tile, block)

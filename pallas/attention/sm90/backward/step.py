@@ -13,6 +13,7 @@ from jax_kernels.pallas.attention.sm90.backward import scores as scores_sm90
 from jax_kernels.pallas.attention.sm90.backward.loop import DqBlock, QStep, WorkTile
 from jax_kernels.pallas.attention.sm90.backward.state import Kernel
 from jax_kernels.pallas.attention.sm90.backward.traits import COMPUTE_WGS
+from jax_kernels.pallas.kernel_types import AccumulatorRef, Index, Ref, needed
 from jax_kernels.pallas.mosaic.layouts import COLUMN
 from jax_kernels.pallas.mosaic.registers import recomputed, zeros_stay
 
@@ -20,8 +21,8 @@ from jax_kernels.pallas.mosaic.registers import recomputed, zeros_stay
 class Accumulators(NamedTuple):
     """float32 sums [64, columns] in registers, one array per part of the columns."""
 
-    dk: tuple[Any, ...]
-    dv: tuple[Any, ...]
+    dk: tuple[AccumulatorRef, ...]
+    dv: tuple[AccumulatorRef, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -33,17 +34,17 @@ class Carry:
     whether the work tile of a persistent CTA has another step.
     """
 
-    scores: Any
-    dbias: Any
-    goes_on: Any
+    scores: jax.Array | None
+    dbias: jax.Array | None
+    goes_on: jax.Array | None
 
 
 class Weights(NamedTuple):
     """P^T and dS^T of a step in 16 bits, and the sum of dbias. p: None if its matmul is already issued."""
 
-    p: Any
-    ds: Any
-    dbias: Any
+    p: jax.Array | None
+    ds: jax.Array
+    dbias: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,16 +54,16 @@ class NextStep:
     goes_on: whether the next step belongs to the same work tile, if known.
     """
 
-    k_stage: Any
-    slot: Any
-    goes_on: Any
+    k_stage: Index
+    slot: Index
+    goes_on: jax.Array | None
 
 
-def mma_step(work: WorkTile, accs: Accumulators, i: Any, carry: Carry) -> Carry:
+def mma_step(work: WorkTile, accs: Accumulators, i: Index, carry: Carry) -> Carry:
     """Adds a block of queries to dkey, dvalue and dquery."""
     step = QStep.of(work, i)
     traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
-    s = scores_sm90.masked(step, carry.scores) if traits.mask_first else carry.scores
+    s = scores_sm90.masked(step, needed(carry.scores)) if traits.mask_first else carry.scores
     # S^T = K Q^T, P^T = exp2(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta)
     weights = _weights_of(step, accs, s, carry.dbias)
     if weights.p is not None:  # otherwise its matmul is already issued, behind dP's
@@ -88,7 +89,7 @@ def mma_step(work: WorkTile, accs: Accumulators, i: Any, carry: Carry) -> Carry:
     return Carry(scores=s, dbias=weights.dbias, goes_on=following.goes_on if traits.is_persistent else None)
 
 
-def first_scores(kernel: Kernel) -> Any:
+def first_scores(kernel: Kernel) -> jax.Array:
     """S^T of the CTA's first step."""
 
     def scores(s_acc):
@@ -98,7 +99,7 @@ def first_scores(kernel: Kernel) -> Any:
     return pl.run_scoped(scores, plgpu.ACC((64, kernel.traits.block_q)))
 
 
-def issue_scores(kernel: Kernel, s_acc: Any, k_stage: Any, row_group: Any, slot: Any) -> None:
+def issue_scores(kernel: Kernel, s_acc: AccumulatorRef, k_stage: Index, row_group: Index, slot: Index) -> None:
     """Issues S^T = K Q^T, a group of matmuls per chunk of columns."""
     traits, smem = kernel.traits, kernel.smem
     for c in range(traits.chunks):
@@ -107,13 +108,13 @@ def issue_scores(kernel: Kernel, s_acc: Any, k_stage: Any, row_group: Any, slot:
         plgpu.wgmma(s_acc, smem.k.mma.at[k_stage, c, row_group, 0], queries.T)
 
 
-def _add_product(accs: tuple[Any, ...], x: Any, smem: Any) -> None:
+def _add_product(accs: tuple[AccumulatorRef, ...], x: jax.Array, smem: Ref) -> None:
     """accs += x @ smem, a group of matmuls per chunk of columns."""
     for c, acc in enumerate(accs):
         plgpu.wgmma(acc, x, smem.at[c])
 
 
-def _weights_of(step: QStep, accs: Accumulators, s: Any, dbias: Any) -> Weights:
+def _weights_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: jax.Array | None) -> Weights:
     """P^T and dS^T. s: S^T if Traits.scores_ahead."""
     traits, kernel = step.traits, step.kernel
     acc = plgpu.ACC((64, traits.block_q))
@@ -134,7 +135,14 @@ def _weights_of(step: QStep, accs: Accumulators, s: Any, dbias: Any) -> Weights:
     return pl.run_scoped(issued_first, acc) if traits.waits_late else pl.run_scoped(issued_together, acc, acc)
 
 
-def _weights(step: QStep, accs: Accumulators, s: Any, dbias: Any, dp_acc: Any, s_acc: Any) -> Weights:
+def _weights(
+    step: QStep,
+    accs: Accumulators,
+    s: jax.Array | None,
+    dbias: jax.Array | None,
+    dp_acc: AccumulatorRef,
+    s_acc: AccumulatorRef | None,
+) -> Weights:
     """P^T and dS^T. s_acc: the accumulator of S^T, whose matmuls are issued; None if Traits.scores_ahead."""
     traits, smem, early_dv = step.traits, step.kernel.smem, step.traits.config.early_dv
     # dP^T = V dO^T
@@ -148,7 +156,7 @@ def _weights(step: QStep, accs: Accumulators, s: Any, dbias: Any, dp_acc: Any, s
     if s_acc is not None:
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=traits.halves * traits.v_tiles.count)
     # P^T = exp2(S^T - lse)
-    scores = scores_sm90.final_scores(step, s)
+    scores = scores_sm90.final_scores(step, needed(s))
     p = scores_sm90.probabilities(step, scores)
     if early_dv:
         # dV += P^T dO
@@ -164,7 +172,7 @@ def _weights(step: QStep, accs: Accumulators, s: Any, dbias: Any, dp_acc: Any, s
     return Weights(p.astype(traits.dtype) if p16 is None else p16, ds.astype(traits.dtype), dbias)
 
 
-def _give_ds(step: QStep, ds: Any) -> None:
+def _give_ds(step: QStep, ds: jax.Array) -> None:
     """Stores dS^T for the matmul with K, if there is a dquery, and frees the memory that the step has read."""
     traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
     if traits.exchanges_ds:  # the other warpgroup may still read the last step's dS
@@ -178,7 +186,7 @@ def _give_ds(step: QStep, ds: Any) -> None:
         @pl.when(step.index == 0)
         def _free_keys():
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(barriers.k_free.at[recomputed(0)])
+            plgpu.barrier_arrive(needed(barriers.k_free).at[recomputed(0)])
 
     if traits.has_dquery:
         for e in range(traits.q_chunks):
@@ -205,21 +213,21 @@ def _next_step(step: QStep) -> NextStep:
         @pl.when(~goes_on)
         def _end_of_tile():
             if schedule.v_stages == 1:
-                plgpu.barrier_arrive(barriers.v_free.at[recomputed(0)])
+                plgpu.barrier_arrive(needed(barriers.v_free).at[recomputed(0)])
             plgpu.barrier_wait(barriers.k_ready.at[k_stage])
-            pl.when(kernel.smem.tile[k_stage] < schedule.scheduler.count)(wait_q)
+            pl.when(needed(kernel.smem.tile)[k_stage] < schedule.scheduler.count)(wait_q)
 
     return NextStep(k_stage=k_stage, slot=slot, goes_on=goes_on)
 
 
-def _add_dk(step: QStep, accs: Accumulators, ds: Any) -> None:
+def _add_dk(step: QStep, accs: Accumulators, ds: jax.Array) -> None:
     """dK += dS^T Q, if the kernel has no dquery."""
     _add_product(accs.dk, ds, step.kernel.smem.q.mma.at[step.slot, step.half])
     plgpu.wgmma_wait(step.traits.parts)
     plgpu.barrier_arrive(step.kernel.barriers.do_free.at[step.do_slot])
 
 
-def _add_dk_and_dq(step: QStep, accs: Accumulators, ds: Any, dq_acc: Any) -> None:
+def _add_dk_and_dq(step: QStep, accs: Accumulators, ds: jax.Array, dq_acc: AccumulatorRef) -> None:
     """dK += dS^T Q, and the warpgroup's first block of dQ += dS K."""
     traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
     dq_block = step.dq_blocks()[0]
@@ -237,7 +245,7 @@ def _add_dk_and_dq(step: QStep, accs: Accumulators, ds: Any, dq_acc: Any) -> Non
     _store_dq(step, dq_block, dq)
 
 
-def _add_dq(step: QStep, dq_block: DqBlock, dq_acc: Any) -> None:
+def _add_dq(step: QStep, dq_block: DqBlock, dq_acc: AccumulatorRef) -> None:
     """Another block of dQ += dS K."""
     smem = step.kernel.smem
     keys = smem.k.mma.at[step.k_stage, dq_block.chunk, step.row_group, 0]
@@ -245,7 +253,7 @@ def _add_dq(step: QStep, dq_block: DqBlock, dq_acc: Any) -> None:
     _store_dq(step, dq_block, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
 
 
-def _store_dq(step: QStep, dq_block: DqBlock, dq: Any) -> None:
+def _store_dq(step: QStep, dq_block: DqBlock, dq: jax.Array) -> None:
     """Adds a block of dQ to the array in device memory."""
     traits, smem = step.traits, step.kernel.smem
     head, q_start = traits.dquery_head(step.head), step.q_start
@@ -256,11 +264,11 @@ def _store_dq(step: QStep, dq_block: DqBlock, dq: Any) -> None:
         place = step.place_again()
         head, q_start = traits.dquery_head(place.head), place.q_block * traits.block_q
     b, rows, columns = step.b_again(), pl.ds(q_start + 64 * dq_block.row, 64), pl.ds(64 * dq_block.chunk, 64)
-    target = step.kernel.arrays.dquery.at[b, rows, head, columns]
+    target = needed(step.kernel.arrays.dquery).at[b, rows, head, columns]
     plgpu.copy_smem_to_gmem(smem.dq.at[step.wg], target, reduction_op="add")
 
 
-def _next_scores(step: QStep, following: NextStep, s_acc: Any) -> Any:
+def _next_scores(step: QStep, following: NextStep, s_acc: AccumulatorRef) -> jax.Array:
     """S^T of the next step. In the CTA's last step it is computed from a stale tile, and dropped."""
     traits, kernel = step.traits, step.kernel
     issue_scores(kernel, s_acc, following.k_stage, step.row_group, following.slot)

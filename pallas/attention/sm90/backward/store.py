@@ -1,19 +1,20 @@
 """Stores of dkey and dvalue by a compute warpgroup of the Hopper backward, after the q_loop of a work tile."""
 
 import dataclasses
-from typing import Any
 
+import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.sm90.backward.loop import WorkTile
 from jax_kernels.pallas.attention.sm90.backward.state import Kernel, TileRefs
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, Slice, needed
 from jax_kernels.pallas.mosaic.barriers import count_up
 from jax_kernels.pallas.mosaic.layouts import WGMMA
 from jax_kernels.pallas.mosaic.registers import recomputed
 
 
-def epilogue(work: WorkTile, dk: list[Any], dv: list[Any], dbias: Any) -> None:
+def epilogue(work: WorkTile, dk: list[jax.Array], dv: list[jax.Array], dbias: jax.Array | None) -> None:
     """Stores the gradients of a work tile. dk: without the scale. dk, dv: float32, as Store.finish takes them."""
     kernel, traits, smem, barriers = work.kernel, work.kernel.traits, work.kernel.smem, work.kernel.barriers
     if barriers.last_read is not None:  # the other warpgroup may still read K, and V if it has the same keys
@@ -22,7 +23,7 @@ def epilogue(work: WorkTile, dk: list[Any], dv: list[Any], dbias: Any) -> None:
     row_group, half = (0, wg) if traits.splits_columns else (wg, 0)
     chunks = [half * (traits.width // 64) + c for c in range(traits.width // 64)]
     if traits.bias_gradient:
-        _store_dbias(work, dbias, wg, row_group)
+        _store_dbias(work, needed(dbias), wg, row_group)
     stages = traits.schedule.stages_of(work.turn)
     k_smem = TileRefs(smem.k.mma.at[stages.k], smem.k.tma.at[stages.k])
     v_smem = None
@@ -44,15 +45,15 @@ def epilogue(work: WorkTile, dk: list[Any], dv: list[Any], dbias: Any) -> None:
     store.finish(dk, dv)
 
 
-def _store_dbias(work: WorkTile, dbias: Any, wg: Any, row_group: Any) -> None:
+def _store_dbias(work: WorkTile, dbias: jax.Array, wg: Index, row_group: Index) -> None:
     """Stores the gradient of a bias per key. Warpgroups with the same keys store the same values."""
     kernel = work.kernel
-    smem = kernel.smem.dbias
+    smem = needed(kernel.smem.dbias)
     smem.at[wg][...] = dbias.sum(axis=1)
     plgpu.commit_smem()
     b, head, kv_index = kernel.block(recomputed(work.tile))
     rows = pl.ds(kv_index * kernel.traits.block_kv + 64 * row_group, 64)
-    plgpu.copy_smem_to_gmem(smem.at[wg], kernel.results.dbias.at[b, head, rows])
+    plgpu.copy_smem_to_gmem(smem.at[wg], needed(kernel.results.dbias).at[b, head, rows])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,17 +66,17 @@ class Store:
     """
 
     kernel: Kernel
-    tile: Any
+    tile: Index
     k_smem: TileRefs
     v_smem: TileRefs | None
-    sums_smem: Any
-    last_read: Any
-    wg: Any
-    row_group: Any
-    half: Any
-    chunks: list[Any]
+    sums_smem: Ref
+    last_read: Barrier
+    wg: Index
+    row_group: Index
+    half: Index
+    chunks: list[Index]
 
-    def finish(self, dk: list[Any], dv: list[Any]) -> None:
+    def finish(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
         """Stores the sums, or adds them to the sums of the work tile's other parts."""
         split = self.kernel.schedule.split
         if split.parts == 1:
@@ -84,7 +85,7 @@ class Store:
         pl.when(self.tile < split.whole)(lambda: self.store(dk, dv))
         pl.when(self.tile >= split.whole)(lambda: self.store_part(dk, dv))
 
-    def store(self, dk: list[Any], dv: list[Any]) -> None:
+    def store(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
         """Stores dkey and dvalue. dk: without the scale. dk, dv: float32 [64, width], one or more arrays of columns."""
         traits, dv_gmem, v_tiles = self.kernel.traits, self.kernel.results.dvalue, self.kernel.traits.v_tiles
         b, kv_head, kv_index = self.kernel.block(recomputed(self.tile))
@@ -115,10 +116,10 @@ class Store:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self._store_through_keys(dk, self.kernel.results.dkey, *place)
 
-    def store_part(self, dk: list[Any], dv: list[Any]) -> None:
+    def store_part(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
         """Adds dk and dv to the sums of the work tile's other parts. The last part that arrives stores the sums."""
         split, arrays = self.kernel.schedule.split, self.kernel.arrays
-        arrived_smem, width = self.kernel.smem.arrived, self.kernel.traits.width
+        arrived_smem, width = needed(self.kernel.smem.arrived), self.kernel.traits.width
         nth = split.tile(recomputed(self.tile)) - split.whole
         rows = pl.ds(64 * self.row_group, 64)
         for which, sums in enumerate((dk, dv)):
@@ -126,21 +127,23 @@ class Store:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 self.sums_smem[...] = _columns(sums, 64 * c, 64)
                 plgpu.commit_smem()
-                target = arrays.sums.at[nth, which, rows, pl.ds(64 * chunk, 64)]
+                target = needed(arrays.sums).at[nth, which, rows, pl.ds(64 * chunk, 64)]
                 plgpu.copy_smem_to_gmem(self.sums_smem, target, reduction_op="add")
         plgpu.wait_smem_to_gmem(0)
         plgpu.commit_smem()  # no thread counts up before the thread that waited
         mine = pl.ds(self.wg, 1)
-        count_up(arrays.arrived.at[nth, mine], arrived_smem.at[mine], release=True)
+        count_up(needed(arrays.arrived).at[nth, mine], arrived_smem.at[mine], release=True)
         plgpu.commit_smem()
 
         @pl.when(arrived_smem[self.wg] == split.parts - 1)
         def _store_sums():
             columns = pl.ds(self.half * width, width)
-            load = lambda which: plgpu.load(arrays.sums.at[nth, which, rows, columns], layout=WGMMA, optimized=False)
+            load = lambda which: plgpu.load(
+                needed(arrays.sums).at[nth, which, rows, columns], layout=WGMMA, optimized=False
+            )
             self.store([load(0)], [load(1)])
 
-    def _store_float32(self, x: list[Any], gmem: Any, b: Any, rows: Any, kv_head: Any) -> None:
+    def _store_float32(self, x: list[jax.Array], gmem: Ref, b: Index, rows: Slice, kv_head: Index) -> None:
         """Stores x, arrays of columns, through dquery's shared memory."""
         for c, chunk in enumerate(self.chunks):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -148,7 +151,7 @@ class Store:
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(self.sums_smem, gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)])
 
-    def _store_through_keys(self, x: list[Any], gmem: Any, b: Any, rows: Any, kv_head: Any) -> None:
+    def _store_through_keys(self, x: list[jax.Array], gmem: Ref, b: Index, rows: Slice, kv_head: Index) -> None:
         """Stores x, arrays of columns, through the keys' shared memory."""
         for c, chunk in enumerate(self.chunks):
             self.k_smem.mma.at[chunk, self.row_group, 0][...] = _columns(x, 64 * c, 64)
@@ -158,7 +161,7 @@ class Store:
             self.kernel.traits.k_tiles.store(self.k_smem.tma.at[chunk, self.row_group], target)
 
 
-def _columns(parts: list[Any], start: int, count: int) -> Any:
+def _columns(parts: list[jax.Array], start: int, count: int) -> jax.Array:
     """`count` columns of a matrix that is given as arrays of at least `count` columns each."""
     width = parts[0].shape[1]
     part = parts[start // width]

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 from jax_kernels.inputs.attention import AttentionOptions
 from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward.schedule import Schedule
@@ -35,7 +37,7 @@ class Traits:
     schedule: Schedule
     config: AttentionBackwardSm90
     head_dim: int
-    dtype: Any
+    dtype: jnp.dtype
     bias: Bias
     dquery_head: Callable[[Any], Any]
     has_dquery: bool

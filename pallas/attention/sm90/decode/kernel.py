@@ -19,8 +19,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.pallas.attention import softmax
 from jax_kernels.pallas.attention.sm90.features.softcap import softcapped
 from jax_kernels.pallas.attention.sm90.forward.compute import Accumulators, TileSums, with_accumulators
+from jax_kernels.pallas.block_specs.specs import AttentionDecodeSm90
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, Slice, needed
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED, SWIZZLED_F32, WGMMA
+from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 
 TILE = 64  # rows of a tile, as wgmma has them
 COPIED_ROWS = 8  # a copy has fewer rows, or whole groups of this size: the atoms of its swizzle
@@ -37,19 +40,19 @@ def copied_rows(count: int) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrays:
+class Arrays[A: jax.Array | Ref]:
     """The arrays that the kernel reads, in device memory, in the order of its operands.
 
     query: [B, Hkv, rows, D], packed. key, value: [B, capacity, Hkv, D], or pages. lengths: [B]. sinks: [B, Hkv, rows]
     or None. tables: the pages of each sequence, or None.
     """
 
-    key: Any
-    lengths: Any
-    query: Any
-    sinks: Any
-    tables: Any
-    value: Any
+    key: A
+    lengths: A
+    query: A
+    sinks: A | None
+    tables: A | None
+    value: A
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,14 +63,14 @@ class Plan:
     rows: of the packed query, whole tiles. page_size: None for a contiguous cache.
     """
 
-    config: Any  # AttentionDecodeSm90
+    config: AttentionDecodeSm90  # AttentionDecodeSm90
     core_count: int
     batch: int
     kv_heads: int
     rows: int
     head_dim: int
     v_head_dim: int
-    dtype: Any
+    dtype: jnp.dtype
     q_length: int
     group: int
     capacity: int
@@ -104,10 +107,10 @@ class Plan:
         return TILE if self.tiles > 1 else copied_rows(self.group * self.q_length)
 
     @property
-    def out_dtype(self) -> Any:
+    def out_dtype(self) -> jnp.dtype:
         return self.dtype if self.parts == 1 else jnp.dtype(jnp.float32)
 
-    def following(self, slot: Any) -> Any:
+    def following(self, slot: Index) -> Index:
         """The slot after this one in a ring."""
         return jnp.where(slot == self.config.stages - 1, 0, slot + 1)
 
@@ -121,34 +124,34 @@ class Scratch:
     compute warpgroup's ring first.
     """
 
-    q_smem: Any
-    k_smem: Any
-    v_smem: Any
-    out_smem: Any
-    lse_smem: Any
-    q_ready: Any
-    k_ready: Any
-    v_ready: Any
-    k_free: Any
-    v_free: Any
+    q_smem: Ref
+    k_smem: Ref
+    v_smem: Ref
+    out_smem: Ref
+    lse_smem: Ref
+    q_ready: Barrier
+    k_ready: Barrier
+    v_ready: Barrier
+    k_free: Barrier
+    v_free: Barrier
 
     @classmethod
     def of(cls, plan: Plan) -> "Scratch":
         config, out_dtype = plan.config, plan.out_dtype
         compute_wgs, slots = config.compute_warpgroups, config.compute_warpgroups * config.stages
-        tile_smem = lambda *shape: plgpu.SMEM(shape, plan.dtype, transforms=SWIZZLED)
+        tile_smem = lambda *shape: smem_ref(shape, plan.dtype, transforms=SWIZZLED)
         out_transforms = SWIZZLED if out_dtype.itemsize == 2 else SWIZZLED_F32
         return cls(
             q_smem=tile_smem(compute_wgs, TILE, plan.head_dim),
             k_smem=tile_smem(slots, config.block_kv, plan.head_dim),
             v_smem=tile_smem(slots, config.block_kv, plan.v_head_dim),
-            out_smem=plgpu.SMEM((compute_wgs, TILE, OUT_COLUMNS), out_dtype, transforms=out_transforms),
-            lse_smem=plgpu.SMEM((compute_wgs, TILE), jnp.float32),
-            q_ready=plgpu.Barrier(num_barriers=compute_wgs),
-            k_ready=plgpu.Barrier(num_arrivals=plan.pages_per_block, num_barriers=slots),
-            v_ready=plgpu.Barrier(num_arrivals=plan.pages_per_block, num_barriers=slots),
-            k_free=plgpu.Barrier(num_barriers=slots),
-            v_free=plgpu.Barrier(num_barriers=slots),
+            out_smem=smem_ref((compute_wgs, TILE, OUT_COLUMNS), out_dtype, transforms=out_transforms),
+            lse_smem=smem_ref((compute_wgs, TILE), jnp.float32),
+            q_ready=barrier_ref(num_barriers=compute_wgs),
+            k_ready=barrier_ref(num_arrivals=plan.pages_per_block, num_barriers=slots),
+            v_ready=barrier_ref(num_arrivals=plan.pages_per_block, num_barriers=slots),
+            k_free=barrier_ref(num_barriers=slots),
+            v_free=barrier_ref(num_barriers=slots),
         )
 
 
@@ -195,13 +198,13 @@ def run(arrays: Arrays, plan: Plan, *, interpret: bool) -> tuple[jax.Array, jax.
 class Item:
     """A CTA's unit of work: a tile of rows, and `count` blocks of keys from block `begin` on."""
 
-    b: Any
-    split: Any
-    tile: Any
-    head: Any
-    length: Any
-    begin: Any
-    count: Any
+    b: Index
+    split: Index
+    tile: Index
+    head: Index
+    length: Index
+    begin: Index
+    count: Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,7 +216,7 @@ class Warpgroup:
     scratch: Scratch
     cta: Any
 
-    def item(self, index: Any) -> Item:
+    def item(self, index: Index) -> Item:
         plan, block_kv = self.plan, self.plan.config.block_kv
         head, rest = lax.rem(index, plan.kv_heads), lax.div(index, plan.kv_heads)
         tile, rest = lax.rem(rest, plan.tiles), lax.div(rest, plan.tiles)
@@ -237,9 +240,9 @@ class Warpgroup:
 class PageCopy:
     """A copy of some rows of a page, or of a contiguous cache's batch entry, to rows of a slot."""
 
-    page: Any
-    rows: Any
-    to: Any
+    page: Index
+    rows: Slice
+    to: Slice
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -252,7 +255,7 @@ class Loader(Warpgroup):
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         self.for_each_item(self._load_item, (jnp.int32(0),) * compute_wgs)
 
-    def _load_item(self, index: Any, slots: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _load_item(self, index: Index, slots: tuple[Index, ...]) -> tuple[jax.Array, ...]:
         """Loads an item's blocks into the rings, from each compute warpgroup's slot on. Returns the next slots."""
         item, compute_wgs = self.item(index), self.plan.config.compute_warpgroups
 
@@ -266,7 +269,7 @@ class Loader(Warpgroup):
 
         return lax.fori_loop(0, lax.div(item.count + (compute_wgs - 1), compute_wgs), load, slots)
 
-    def _load_block(self, item: Item, block: Any, w: int, slot: Any) -> None:
+    def _load_block(self, item: Item, block: Index, w: int, slot: Index) -> None:
         """Loads block `block` of an item into a slot of compute warpgroup w's ring."""
         arrays, scratch, config = self.arrays, self.scratch, self.plan.config
         copies = self._copies(item, (item.begin + block) * config.block_kv)
@@ -280,18 +283,18 @@ class Loader(Warpgroup):
                 source = gmem.at[copy.page, copy.rows, item.head]
                 plgpu.copy_gmem_to_smem(source, smem.at[at, copy.to], ready.at[at])
 
-    def _copies(self, item: Item, start: Any) -> list[PageCopy]:
+    def _copies(self, item: Item, start: Index) -> list[PageCopy]:
         """The copies for the block of keys from `start` on."""
         block_kv, page_size, tables = self.plan.config.block_kv, self.plan.page_size, self.arrays.tables
         whole_block = pl.ds(0, block_kv)
         if page_size is None:
             return [PageCopy(page=item.b, rows=pl.ds(start, block_kv), to=whole_block)]
         if page_size >= block_kv:
-            page = tables[item.b, lax.div(start, page_size)]
+            page = needed(tables)[item.b, lax.div(start, page_size)]
             return [PageCopy(page=page, rows=pl.ds(lax.rem(start, page_size), block_kv), to=whole_block)]
         first, last = lax.div(start, page_size), lax.div(item.length - 1, page_size)
         # Past the length a table may hold invalid pages: the last page is loaded again instead.
-        pages = [tables[item.b, jnp.minimum(first + i, last)] for i in range(self.plan.pages_per_block)]
+        pages = [needed(tables)[item.b, jnp.minimum(first + i, last)] for i in range(self.plan.pages_per_block)]
         return [
             PageCopy(page=page, rows=pl.ds(0, page_size), to=pl.ds(i * page_size, page_size))
             for i, page in enumerate(pages)
@@ -305,10 +308,10 @@ class RowLimits:
     length: keys of the sequence. Blocks within full_start ... full_end - 1 need no mask.
     """
 
-    limits: Any
-    length: Any
-    full_start: Any
-    full_end: Any
+    limits: jax.Array
+    length: Index
+    full_start: Index
+    full_end: Index
 
 
 @jax.tree_util.register_dataclass
@@ -316,17 +319,17 @@ class RowLimits:
 class LoopState:
     """The state of the loop over keys: the softmax so far, and the slot of the next block."""
 
-    row_max: Any
-    row_sum: Any
-    slot: Any
+    row_max: jax.Array
+    row_sum: jax.Array
+    slot: Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compute(Warpgroup):
     """Compute warpgroup w: it processes every compute_warpgroups-th block of an item."""
 
-    out_gmem: Any
-    lse_gmem: Any
+    out_gmem: Ref
+    lse_gmem: Ref
     w: int
 
     def run(self) -> None:
@@ -339,7 +342,7 @@ class Compute(Warpgroup):
         self.for_each_item(self._run_item, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
-    def _run_item(self, index: Any, slot: Any) -> Any:
+    def _run_item(self, index: Index, slot: Index) -> Index:
         """Computes an item whose first block is in `slot`. Returns the next slot."""
         plan, scratch, w = self.plan, self.scratch, self.w
         item = self.item(index)
@@ -361,7 +364,7 @@ class Compute(Warpgroup):
         full_end, full_start = length - q_length + 1, length - 1 - self.plan.left
         return RowLimits(limits=limits, length=length, full_start=full_start, full_end=full_end)
 
-    def _attend(self, item: Item, rows: RowLimits, slot: Any, to: Accumulators) -> TileSums:
+    def _attend(self, item: Item, rows: RowLimits, slot: Index, to: Accumulators) -> TileSums:
         """O = P V over the warpgroup's blocks of keys, before the division by the sums."""
         compute_wgs = self.plan.config.compute_warpgroups
         steps = lax.div(item.count + (compute_wgs - 1 - self.w), compute_wgs)
@@ -371,7 +374,7 @@ class Compute(Warpgroup):
         acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
         return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot)
 
-    def _mma_step(self, item: Item, rows: RowLimits, to: Accumulators, step: Any, state: LoopState) -> LoopState:
+    def _mma_step(self, item: Item, rows: RowLimits, to: Accumulators, step: Index, state: LoopState) -> LoopState:
         """S = Q K^T, its softmax P, and O += P V for one block of keys."""
         plan, scratch, config, w = self.plan, self.scratch, self.plan.config, self.w
         at = w * config.stages + state.slot
@@ -393,7 +396,7 @@ class Compute(Warpgroup):
         plgpu.barrier_arrive(scratch.v_free.at[at])
         return LoopState(row_max=row_max, row_sum=row_sum, slot=plan.following(state.slot))
 
-    def _masked_if_partial(self, s: Any, rows: RowLimits, start: Any) -> Any:
+    def _masked_if_partial(self, s: jax.Array, rows: RowLimits, start: Index) -> jax.Array:
         """The scores of keys from `start` on, with -inf where a row may not attend to a key."""
         left = self.plan.left
         is_partial = start + self.plan.config.block_kv > rows.full_end
@@ -410,7 +413,7 @@ class Compute(Warpgroup):
 
         return lax.cond(is_partial, masked, lambda s: s, s)
 
-    def _clear_values(self, v_ref: Any, left_over: Any) -> None:
+    def _clear_values(self, v_ref: Ref, left_over: Index) -> None:
         """Writes zeros to the rows from left_over on, where a cache may hold NaN or infinity."""
         for first in range(0, self.plan.config.block_kv, TILE):
             for column in range(0, self.plan.v_head_dim, 64):
@@ -420,7 +423,7 @@ class Compute(Warpgroup):
                 ref[...] = jnp.where(keep, v, jnp.zeros_like(v))
         plgpu.commit_smem()
 
-    def _epilogue(self, item: Item, tile_rows: Any, sums: TileSums) -> None:
+    def _epilogue(self, item: Item, tile_rows: Slice, sums: TileSums) -> None:
         """O = diag(1 / row_sum) O, lse = log(row_sum) + row_max, and their stores."""
         plan, sinks, w = self.plan, self.arrays.sinks, self.w
         out_smem, lse_smem = self.scratch.out_smem, self.scratch.lse_smem

@@ -6,16 +6,31 @@ keys they are 4.3 GB, which take 1.0 ms at 4.25 TB/s. The matmuls are 275 GFLOP 
 """
 
 from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_kernels.pallas.attention import decode_contract
 from jax_kernels.pallas.attention.sm90.decode import kernel as decode_kernel
 from jax_kernels.pallas.attention.triton.decode import merge
+from jax_kernels.pallas.block_specs.specs import AttentionDecodeSm90
 
 
 def attention_decode(
-    query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left, config, core_count,
-    interpret,
-):  # fmt: skip
+    query: Float[Array, "B T H D"],
+    key: Float[Array, "B S Hkv D"] | Float[Array, "pages page_size Hkv D"],
+    value: Float[Array, "B S Hkv Dv"] | Float[Array, "pages page_size Hkv Dv"],
+    kv_lengths: Int32[Array, " B"],
+    block_tables: Int32[Array, "B max_pages"] | None,
+    sinks: Float32[Array, "B H"] | None,
+    mask: Bool[Array, "B H T S"] | None,
+    bias: Float[Array, "B H T S"] | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    left: int,
+    config: AttentionDecodeSm90,
+    core_count: int,
+    interpret: bool,
+) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """See jax_kernels.pallas.attention.decode_contract. config: AttentionDecodeSm90.
 
     mask and bias are None. The arrays have 16-bit dtypes. head_dims are multiples of 64, and the length of a contiguous

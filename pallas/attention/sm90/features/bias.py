@@ -7,7 +7,7 @@ one row for all queries is a value per key. Other masks are lists (block_lists.p
 Broadcast axes of batch and heads are read in place.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.attention import AttentionInputs
 from jax_kernels.pallas.attention.softmax import LN2, LOG2E
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, needed
 from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, SWIZZLED, SWIZZLED_F32, WGMMA
+from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 
 
-class Bias(NamedTuple):
+class Bias[A: jax.Array | Ref](NamedTuple):
     """The bias of a call as a kernel reads it.
 
     A tile's rows are queries and its columns keys; if transposed, the reverse. by_key: [B or 1, H or 1, S] float32, a
@@ -28,8 +30,8 @@ class Bias(NamedTuple):
     by_key or tiles is None.
     """
 
-    by_key: Any = None
-    tiles: Any = None
+    by_key: A | None = None
+    tiles: A | None = None
 
     @property
     def has_bias(self) -> bool:
@@ -42,14 +44,14 @@ class Bias(NamedTuple):
         tile = by_key = None
         if self.tiles is not None:
             transforms = SWIZZLED if self.tiles.dtype.itemsize == 2 else SWIZZLED_F32
-            tile = plgpu.SMEM((rows, columns), self.tiles.dtype, transforms=transforms)
+            tile = smem_ref((rows, columns), self.tiles.dtype, transforms=transforms)
         if self.by_key is not None:
-            by_key = plgpu.SMEM((keys,), jnp.float32)
+            by_key = smem_ref((keys,), jnp.float32)
         copies = (tile is not None) + (by_key is not None)
-        return Stage(tile, by_key, plgpu.Barrier(num_arrivals=copies), plgpu.Barrier(num_arrivals=warpgroups))
+        return Stage(tile, by_key, barrier_ref(num_arrivals=copies), barrier_ref(num_arrivals=warpgroups))
 
 
-def of_head(ref: Any, b: Any, h: Any) -> Any:
+def of_head(ref: Ref, b: Index, h: Index) -> Ref:
     return ref.at[0 if ref.shape[0] == 1 else b, 0 if ref.shape[1] == 1 else h]
 
 
@@ -59,19 +61,19 @@ class Stage(NamedTuple):
     Between its loads and the arrival at `free`, a warpgroup commits its shared memory.
     """
 
-    tile: Any
-    by_key: Any
-    ready: Any
-    free: Any
+    tile: Ref | None
+    by_key: Ref | None
+    ready: Barrier
+    free: Barrier
 
     def fill(self, bias: Bias, b, h, row_start, column_start, key_start) -> None:
         """Copies a step's bias. The calling thread has waited for `free`."""
         if self.tile is not None:
             starts = zip((row_start, column_start), self.tile.shape, strict=True)
-            source = of_head(bias.tiles, b, h).at[tuple(pl.ds(start, size) for start, size in starts)]
+            source = of_head(needed(bias.tiles), b, h).at[tuple(pl.ds(start, size) for start, size in starts)]
             plgpu.copy_gmem_to_smem(source, self.tile, self.ready)
         if self.by_key is not None:
-            source = of_head(bias.by_key, b, h).at[pl.ds(key_start, self.by_key.shape[0])]
+            source = of_head(needed(bias.by_key), b, h).at[pl.ds(key_start, self.by_key.shape[0])]
             plgpu.copy_gmem_to_smem(source, self.by_key, self.ready)
 
     def added(self, scores, factor: float, row_start, *, transposed: bool, natural: bool = False):
@@ -87,7 +89,7 @@ class Stage(NamedTuple):
             if natural:
                 return scores * factor + bias
             return (scores * factor + bias) * LOG2E if transposed else scores * (factor * LOG2E) + bias * LOG2E
-        ref, layout = (self.by_key.at[rows], ROW) if transposed else (self.by_key, COLUMN)
+        ref, layout = (needed(self.by_key).at[rows], ROW) if transposed else (needed(self.by_key), COLUMN)
         by_key = plgpu.load(ref, layout=layout, optimized=False)
         return scores * (factor * LOG2E) + lax.broadcast_in_dim(by_key, scores.shape, [0 if transposed else 1])
 
@@ -103,9 +105,9 @@ class ByKey(NamedTuple):
     in lse; for LOWEST_OF_KEY, the highest bias that was raised to it. lowest: [B or 1, H or 1], this highest bias.
     """
 
-    base2: Any
-    natural: Any
-    lowest: Any
+    base2: jax.Array
+    natural: jax.Array
+    lowest: jax.Array
 
     @classmethod
     def of(cls, bias: jax.Array) -> "ByKey":
@@ -145,7 +147,7 @@ def bias_of(inputs: AttentionInputs, *, transposed: bool) -> Bias | None:
         return Bias(tiles=tiles)
     by_key = jnp.float32(0) if bias is None else ByKey.of(bias).base2
     if mask is not None:
-        by_key = by_key + jnp.where(mask[:, :, 0], 0.0, -jnp.inf)
+        by_key = by_key + jnp.where(cast(jax.Array, mask)[:, :, 0], 0.0, -jnp.inf)
     return Bias(jnp.pad(by_key, [(0, 0), (0, 0), (0, -by_key.shape[2] % 8)]))
 
 

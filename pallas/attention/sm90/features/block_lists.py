@@ -13,7 +13,7 @@ of all blocks, and the live and full blocks are found from these bits. Source of
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import whole_mask
 from jax_kernels.pallas.attention.sm90.features import head_views, mask_bits
 from jax_kernels.pallas.attention.sm90.features.bias import of_head
+from jax_kernels.pallas.kernel_types import Index, Ref
 from jax_kernels.pallas.mosaic.layouts import PART
 
 UNKNOWN = 4  # assumed ratio of a list's static width to its real length, when unknown
@@ -37,7 +38,7 @@ COLUMNS = 8  # of the table: values that are read together lie in one sector
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Lists:
+class Lists[A: jax.Array | Ref]:
     """The lists of a call as a kernel reads them, all int32.
 
     tiles: [tiles, COLUMNS]: batch entry, head, block, number of visited blocks, number of full blocks among them.
@@ -49,10 +50,10 @@ class Lists:
     keys: for lists by query, the approximate number of keys that a query visits.
     """
 
-    tiles: Any
-    indices: Any
-    entries: Any
-    words: Any
+    tiles: A
+    indices: A
+    entries: A
+    words: A
     sharing: int = dataclasses.field(metadata={"static": True})
     keys: int = dataclasses.field(metadata={"static": True})
 
@@ -60,7 +61,7 @@ class Lists:
     def has_all_words(self) -> bool:
         return self.entries is None
 
-    def blocks_of(self, tile: Any) -> "ListedBlocks":
+    def blocks_of(self, tile: Index) -> "ListedBlocks":
         return ListedBlocks(self, *(self.tiles[tile, i] for i in range(5)))
 
 
@@ -68,16 +69,16 @@ class ListedBlocks(NamedTuple):
     """A tile and its blocks, numbered in the order of its visits."""
 
     lists: Lists
-    b: Any
-    head: Any
-    block: Any
-    count: Any
-    full: Any
+    b: Index
+    head: Index
+    block: Index
+    count: Index  # type: ignore[assignment]
+    full: Index
 
-    def at(self, step: Any) -> Any:
+    def at(self, step: Index) -> jax.Array:
         return self._of_step(self.lists.indices, step)
 
-    def query_place(self, step: Any, group: int, q_blocks: int) -> tuple[Any, Any, Any]:
+    def query_place(self, step: Index, group: int, q_blocks: int) -> tuple[Index, Index, bool | jax.Array]:
         """A step of a list by key: (query head, block of queries, whether the block is partial)."""
         block, of_group = self.at(step), jnp.int32(0)
         if self.lists.sharing > 1:
@@ -86,10 +87,10 @@ class ListedBlocks(NamedTuple):
             of_group, block = lax.div(block, jnp.int32(q_blocks)), lax.rem(block, jnp.int32(q_blocks))
         return self.head * group + of_group, block, self.is_partial(step)
 
-    def is_partial(self, step: Any) -> Any:
+    def is_partial(self, step: Index) -> bool | jax.Array:
         return step >= self.full
 
-    def masked(self, scores: Any, step: Any, row_start: Any, *, by_word: bool) -> Any:
+    def masked(self, scores: jax.Array, step: Index, row_start: Index, *, by_word: bool) -> jax.Array:
         """The scores of a partial block from a row on, -inf where the mask has a zero.
 
         With words of all blocks, only for a list by query: the steps of a list by key include query heads.
@@ -101,12 +102,12 @@ class ListedBlocks(NamedTuple):
             words = mask_bits.load_words(self.lists.words.at[entry, pl.ds(row_start, scores.shape[0])])
         return mask_bits.kept(scores, words, by_word=by_word)
 
-    def words(self, head: Any, other: Any, row_start: Any, rows: int) -> Any:
+    def words(self, head: Index, other: Index, row_start: Index, rows: int) -> jax.Array:
         """The words of some rows of the tile, for block `other` of a query head. Needs words of all blocks."""
         of_block = of_head(self.lists.words, self.b, head).at[other, self.block]
         return mask_bits.load_words(of_block.at[pl.ds(row_start, rows)])
 
-    def _of_step(self, ref: Any, step: Any) -> Any:
+    def _of_step(self, ref: Ref, step: Index) -> jax.Array:
         sharing = self.lists.sharing
         step = lax.div(step, jnp.int32(sharing)) if sharing > 1 else step
         return of_head(ref, self.b, self.head)[self.block, step]
@@ -200,7 +201,9 @@ def lists_of(
     if not has_lists(inputs, options):
         return None
     call = ListedCall.of(inputs, options, **blocks)
-    assert call.heads == inputs.query.shape[2] or inputs.mask.heads == 1, options  # otherwise the mask has other heads
+    assert call.heads == inputs.query.shape[2] or cast(Mask, inputs.mask).heads == 1, (
+        options
+    )  # otherwise the mask has other heads
     for prepared in inputs.lists or ():
         if (lists := prepared.of(call)) is not None:
             return lists
@@ -311,7 +314,7 @@ def _words_of_threads(words: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits.sum(axis=(1, 2), dtype=jnp.uint32), jnp.int32)
 
 
-def _tiles(count: Any, full: Any, batch: int, heads: int, width: int, heads_together: int) -> jax.Array:
+def _tiles(count: jax.Array, full: jax.Array, batch: int, heads: int, width: int, heads_together: int) -> jax.Array:
     """Lists.tiles, from count and full [B or 1, H or 1, blocks] of lists up to `width` long."""
     blocks = count.shape[2]
     size = math.gcd(heads_together, batch * heads) * blocks

@@ -7,12 +7,13 @@ class modulo rate. A kernel that reads chosen heads therefore reads strided toke
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions, HeadView
+from jax_kernels.pallas.kernel_types import Index, Ref
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,36 +34,36 @@ class LaunchCall:
         heads, kv_heads = head_counts(inputs.query, inputs.key, options)
         return cls(batch, q_length, inputs.key.shape[1], heads, kv_heads, options.query_heads, options.kv_heads)
 
-    def array_heads(self, head: Any) -> tuple[Any, Any]:
+    def array_heads(self, head: Index) -> tuple[Index, Index]:
         """(query head, key head) in the arrays, for a head of the call, a traced scalar."""
         group = self.heads // self.kv_heads
         kv_head = lax.div(head, jnp.int32(group)) if group > 1 else head
         return _head_map(self.query_heads)(head), _head_map(self.key_heads)(kv_head)
 
 
-def of_call(number: Any, count: int, run: Callable[[int], Any]) -> Any:
+def of_call[R](number: Index, count: int, run: Callable[[int], R]) -> R:
     """run(number) for a traced number of one of `count` calls, each with its own arrays and static values."""
     return run(0) if count == 1 else lax.switch(number, [functools.partial(run, i) for i in range(count)])
 
 
-def head_counts(query: Any, key: Any, options: AttentionOptions) -> tuple[int, int]:
+def head_counts(query: jax.Array, key: jax.Array, options: AttentionOptions) -> tuple[int, int]:
     """(query heads, key heads) of a call."""
     of_query, of_key = options.query_heads, options.kv_heads
     return of_query.count if of_query else query.shape[2], of_key.count if of_key else key.shape[2]
 
 
-def head_maps(options: AttentionOptions) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def head_maps(options: AttentionOptions) -> tuple[Callable[[Index], Index], Callable[[Index], Index]]:
     """(map for query, map for key) from a head of the call, a traced scalar, to a head of the array."""
     return _head_map(options.query_heads), _head_map(options.kv_heads)
 
 
-def dquery_head_map(query: Any, dquery: Any, options: AttentionOptions) -> Callable[[Any], Any]:
+def dquery_head_map(query: jax.Array, dquery: Ref | None, options: AttentionOptions) -> Callable[[Index], Index]:
     """Map from a head of the call to a head of dquery. dquery has query's heads, or only the call's, or is None."""
     is_whole = dquery is None or dquery.shape[2] == query.shape[2]
     return _head_map(options.query_heads if is_whole else None)
 
 
-def _head_map(view: HeadView | None) -> Callable[[Any], Any]:
+def _head_map(view: HeadView | None) -> Callable[[Index], Index]:
     if view is None:
         return lambda head: head
     quotient = lambda head, divisor: head if divisor == 1 else lax.div(head, jnp.int32(divisor))

@@ -14,6 +14,7 @@ from jax_kernels.masks.arrays import Dense
 from jax_kernels.masks.ranked_mask import Ranked
 from jax_kernels.pallas.attention.passes import mask_bits as mask_bits_pass
 from jax_kernels.pallas.attention.passes import ranked_bits
+from jax_kernels.pallas.kernel_types import Ref
 from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.layouts import PART, WGMMA
 
@@ -57,7 +58,7 @@ def kept(scores, words, *, by_word: bool):
     return select(scores, words)
 
 
-def load_words(ref: Any) -> Any:
+def load_words(ref: Ref) -> jax.Array:
     return plgpu.load(ref, layout=WGMMA, optimized=False)
 
 

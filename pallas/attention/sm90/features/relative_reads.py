@@ -7,18 +7,20 @@ Loads that are marked as reading invariant memory are issued before the wait for
 Half of a tile's loads are marked: all of them do not fit the registers of the forward at head_dim 64.
 """
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.pallas.kernel_types import Index, Ref
 from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.layouts import PART, WGMMA
 
 
-def load(ref: Any, start: Any, shape: tuple[int, int], first: int, before: Any | None, *, transposed: bool) -> Any:
+def load(
+    ref: Ref, start: Index, shape: tuple[int, ...], first: int, before: jax.Array | None, *, transposed: bool
+) -> jax.Array:
     """Values [rows, PART] of the columns from `first` on, in a tile of shape [rows, columns].
 
     ref: values by ascending difference, in device memory. start: the index of the first pair's value in ref. before:

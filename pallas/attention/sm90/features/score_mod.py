@@ -35,6 +35,7 @@ from jax_kernels.pallas.attention.sm90.features import relative_reads
 from jax_kernels.pallas.attention.sm90.features.bias import of_head
 from jax_kernels.pallas.attention.sm90.features.softcap import tanh_limits, tanh_polynomial
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic.layouts import COLUMN, PART, ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import any_of_warp_above, reciprocal
 from jax_kernels.score_mod.tile_reads import split
@@ -88,7 +89,9 @@ class Mod:
         """See score_mod_graph.tanh_factor."""
         return tanh_factor(self.result)
 
-    def highest(self, largest_score: jax.Array | None, farthest: int, *, no_later_keys: bool) -> Any | None:
+    def highest(
+        self, largest_score: jax.Array | None, farthest: int, *, no_later_keys: bool
+    ) -> jax.Array | float | None:
         """An upper bound of the results, [B or 1, H or 1] or a number; None if the program gives no bound.
 
         largest_score: bound on the magnitude of the scores, [B, H], if known. farthest: the largest distance between
@@ -108,12 +111,14 @@ class Mod:
         found = interval(self.result, known)
         return None if found is None else found[1]
 
-    def of_head(self, b: Any, h: Any) -> list[Any]:
+    def of_head(self, b: Index, h: Index) -> list[jax.Array | None]:
         """The operands that are scalars of a batch entry and head, None for the others."""
         own = lambda ref: ref[0 if ref.shape[0] == 1 else b, 0 if ref.shape[1] == 1 else h]
         return [None if axis else own(ref) for ref, axis in zip(self.operands, self.axes, strict=True)]
 
-    def on(self, scores: Any, numbers: list[Any], b, h, q_start, kv_start, *, transposed: bool = False) -> "Tile":
+    def on(
+        self, scores: jax.Array, numbers: list[jax.Array | None], b, h, q_start, kv_start, *, transposed: bool = False
+    ) -> "Tile":
         """A tile of query @ key^T whose first query and key are q_start and kv_start. numbers: from of_head."""
         return Tile(self, scores, numbers, (b, h), {"q": q_start, "k": kv_start}, 1 if transposed else 0)
 
@@ -150,7 +155,15 @@ def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, blo
 class Tile:
     """The program on a tile of scores, eight columns at a time, so that the intermediate values fit registers."""
 
-    def __init__(self, mod: Mod, scores: Any, numbers: list[Any], head: tuple[Any, Any], starts, first: int):
+    def __init__(
+        self,
+        mod: Mod,
+        scores: jax.Array,
+        numbers: list[jax.Array | None],
+        head: tuple[Index, Index],
+        starts,
+        first: int,
+    ):
         self.result, self.slope, self.units = mod.result, mod.slope, mod.units
         self.raw, self.scale, self.head, self.starts = scores, mod.scale, head, starts
         self.leaves = dict(zip(mod.leaves, zip(mod.operands, numbers, strict=True), strict=True))
@@ -159,12 +172,12 @@ class Tile:
         self.dimensions = {"q": first, "k": 1 - first}
         self.parts = self._parts(scores)
 
-    def _parts(self, scores: Any, tanh_factor: float | None = None) -> "list[Part]":
+    def _parts(self, scores: jax.Array, tanh_factor: float | None = None) -> "list[Part]":
         of_rows: dict[Any, Any] = {}
         columns = [scores[:, i : i + PART] for i in range(0, scores.shape[1], PART)]
         return [Part(self, x, PART * i, of_rows, tanh_factor) for i, x in enumerate(columns)]
 
-    def scores(self, *, by_warp: bool = False, small: bool = False) -> Any:
+    def scores(self, *, by_warp: bool = False, small: bool = False) -> jax.Array:
         """The results of the program, in Mod.units.
 
         by_warp: warps may take different branches. small: all scores are within tanh_limits.
@@ -182,7 +195,7 @@ class Tile:
         polynomial = lambda scores: joined(self._parts(scores, factor))
         return lax.cond(any_of_warp_above(largest, tanh_limits(factor)), exact, polynomial, self.raw)
 
-    def times_derivative(self, p: Any, live: Any | None) -> Any:
+    def times_derivative(self, p: jax.Array, live: Any | None) -> jax.Array:
         """P times the derivative with respect to the scores. live: the pairs that the predicate keeps, None if all."""
         sloped = p * jnp.concatenate([part.whole(self.slope) for part in self.parts], axis=1)
         # The derivative of a pair without weight may have any value.
@@ -194,7 +207,7 @@ class Tile:
 class Part:
     """Some columns of a tile. A value is computed at its first use. of_rows: values common to all parts."""
 
-    def __init__(self, tile: Tile, scores: Any, first: int, of_rows: dict[Any, Any], tanh_factor: float | None):
+    def __init__(self, tile: Tile, scores: jax.Array, first: int, of_rows: dict[Any, Any], tanh_factor: float | None):
         self.raw, self.scale, self.shape, self.first = scores, tile.scale, scores.shape, first
         self.tile_shape, self.no_difference = tile.raw.shape, tile.no_difference
         self.leaves, self.head, self.dimensions = tile.leaves, tile.head, tile.dimensions
@@ -206,10 +219,10 @@ class Part:
     def _memo(self, node: Node) -> dict[Any, Any]:
         return self.of_rows if all(self.dimensions[axis] == 0 for axis in node.axes) else self.made
 
-    def whole(self, node: Node, factor: float = 1.0) -> Any:
+    def whole(self, node: Node, factor: float = 1.0) -> jax.Array:
         return self._broadcast(self._of(node, factor), node.axes, WHOLE)
 
-    def _broadcast(self, x: Any, axes: frozenset[str], wanted: frozenset[str]) -> Any:
+    def _broadcast(self, x: jax.Array, axes: frozenset[str], wanted: frozenset[str]) -> jax.Array:
         """x, which varies along `axes`, broadcast to `wanted`; a scalar may stay a scalar for a row or column."""
         if axes == wanted:
             return x
@@ -303,7 +316,7 @@ class Part:
         value = self._float(node)
         return value * factor if factor != 1 else value
 
-    def _float(self, node: Node) -> Any:
+    def _float(self, node: Node) -> jax.Array:
         kind = node.kind
         if kind == "exp":
             return jnp.exp2(self._of(node.inputs[0], LOG2E))
@@ -335,10 +348,10 @@ class Part:
             return lax.div(a, b) if kind == "div" else lax.rem(a, b)
         return INTEGERS[kind](*values)
 
-    def _operand(self, node: Node) -> Any:
+    def _operand(self, node: Node) -> jax.Array:
         ref, number = self.leaves[node]
         if not node.axes:
-            return number
+            return needed(number)
         if node.axes == WHOLE:
             return self._of_differences(node, of_head(ref, *self.head))
         (axis,) = node.axes
@@ -347,7 +360,7 @@ class Part:
         rows = of_head(ref, *self.head).at[pl.ds(self.starts[axis], size)]
         return plgpu.load(rows, layout=layout, optimized=False)
 
-    def _of_differences(self, node: Node, ref: Any) -> Any:
+    def _of_differences(self, node: Node, ref: Ref) -> jax.Array:
         """The values that ref has for the differences of the pairs."""
         start = self.first_starts["q"] - self.first_starts["k"] + self.no_difference
         first, before = self.of_rows.get((node, "part"), (None, None))
@@ -390,7 +403,7 @@ class Part:
         operations = {"add": jnp.add, "sub": jnp.subtract, "abs": jnp.abs, "max": jnp.maximum, "min": jnp.minimum}
         return operations[node.kind](*values)
 
-    def _difference(self, first: str, factor: Any = 1.0) -> Any:
+    def _difference(self, first: str, factor: jax.Array | float = 1.0) -> jax.Array:
         """q - k, or k - q if `first` is "k", times a factor. The next eight columns differ by a constant."""
         columns, rows = self.columns, self.rows
         sign = 1.0 if first == columns else -1.0

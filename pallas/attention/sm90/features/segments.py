@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.attention import AttentionInputs
 from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.kernel_types import needed
 from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW
 
 
@@ -35,7 +36,7 @@ def segments_of(inputs: AttentionInputs, block_q: int, block_kv: int, *, of_keys
     """The call's segments, padded to whole blocks with ids that meet no id. of_keys: a CTA owns a block of keys."""
     if inputs.q_segment_ids is None:
         return None
-    q_ids, kv_ids = block_ranges.segment_arrays(inputs.q_segment_ids, inputs.kv_segment_ids)
+    q_ids, kv_ids = block_ranges.segment_arrays(inputs.q_segment_ids, needed(inputs.kv_segment_ids))
     own, others = ((q_ids, block_q), (kv_ids, block_kv))[:: -1 if of_keys else 1]
     whole = lambda ids, block, none: jnp.pad(ids, [(0, 0), (0, -ids.shape[1] % block)], constant_values=none)
     return Segments(

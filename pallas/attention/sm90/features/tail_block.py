@@ -5,7 +5,7 @@ The Hopper kernels load this block instead of the caller's block.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,19 @@ from jax.experimental import pallas as pl
 
 from jax_kernels.inputs.attention import AttentionInputs
 from jax_kernels.masks.limits import key_lengths
+from jax_kernels.pallas.kernel_types import Index, Ref
 
 __all__ = ["CleanEnd", "clean_end"]
 
 
-class CleanEnd(NamedTuple):
+class CleanEnd[A: jax.Array | Ref](NamedTuple):
     """lengths: [B] int32. key, value: [B, block, Hkv, D], the rows from lengths // block * block on."""
 
-    lengths: Any
-    key: Any
-    value: Any
+    lengths: A
+    key: A
+    value: A
 
-    def load(self, b: Any, start: Any, rows: int, whole: Callable[[], None], end: Callable[[], None]) -> None:
+    def load(self, b: Index, start: Index, rows: int, whole: Callable[[], None], end: Callable[[], None]) -> None:
         """Calls end(), which loads from these arrays, if the rows from `start` reach past the length, else whole().
 
         Rows past the length have no effect, so that any zeros serve for them.

@@ -7,7 +7,6 @@ second matmul runs.
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.sm90.features.bias import Stage
 from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, PingPong, Ring, WorkTile
+from jax_kernels.pallas.kernel_types import AccumulatorRef, Index
 from jax_kernels.pallas.mosaic.tile_scheduler import Fetched
 
 
@@ -28,10 +28,10 @@ class LoopState:
     row_max, row_sum: see softmax.py. slot: of the last block.
     """
 
-    p: Any
-    row_max: Any
-    row_sum: Any
-    slot: Any
+    p: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
+    slot: Index
 
 
 @jax.tree_util.register_dataclass
@@ -39,21 +39,21 @@ class LoopState:
 class TileSums:
     """The results of a loop over keys: O before its division by the sums, and the slot of the last block."""
 
-    acc: Any
-    row_max: Any
-    row_sum: Any
-    slot: Any
+    acc: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
+    slot: Index
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accumulators:
     """The registers that wgmma adds to, float32. acc_ref: O, [64, v_head_dim]. s_ref: S, [64, block_kv]."""
 
-    acc_ref: Any
-    s_ref: Any
+    acc_ref: AccumulatorRef
+    s_ref: AccumulatorRef
 
 
-def with_accumulators(run: Callable[[Accumulators], Any], *, v_head_dim: int, block_kv: int) -> Any:
+def with_accumulators[Result](run: Callable[[Accumulators], Result], *, v_head_dim: int, block_kv: int) -> Result:
     """run(accumulators) for 64 queries. acc_ref starts from zeros."""
     return pl.run_scoped(
         lambda acc_ref, s_ref: run(Accumulators(acc_ref=acc_ref, s_ref=s_ref)),
@@ -69,15 +69,15 @@ class Exponentials:
     rescaled(acc, alpha): O under the new maximum.
     """
 
-    p: Any
-    row_max: Any
-    row_sum: Any
-    alpha: Any
-    rescaled: Callable[[Any, Any], Any]
+    p: jax.Array
+    row_max: jax.Array
+    row_sum: jax.Array
+    alpha: jax.Array
+    rescaled: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ComputeWarpgroup(abc.ABC):
+class ComputeWarpgroup[Tile](abc.ABC):
     """Compute warpgroup w, which owns 64 queries of every work tile.
 
     A subclass issues the matmuls and computes P. `tile`: the subclass's state of a work tile. bias: the stage of a
@@ -102,7 +102,7 @@ class ComputeWarpgroup(abc.ABC):
         self.pingpong.end(self.w)
         plgpu.wait_smem_to_gmem(0)
 
-    def own_tile(self, index: Any, slot: Any) -> tuple[WorkTile, Any]:
+    def own_tile(self, index: Index, slot: Index) -> tuple[WorkTile, Index]:
         """(the warpgroup's part of tile `index`, the slot of its first block). Skips blocks of other warpgroups."""
         whole = self.kv_loop.work_tile(index)
         own = self.kv_loop.own(whole, self.w)
@@ -120,7 +120,7 @@ class ComputeWarpgroup(abc.ABC):
             return own, slot
         return own, lax.fori_loop(0, whole.blocks.count - own.blocks.count, skip, slot)
 
-    def first_scores(self, tile: Any, slot: Any, to: Accumulators) -> Any:
+    def first_scores(self, tile: Tile, slot: Index, to: Accumulators) -> jax.Array:
         """S of the first block; no other matmul runs meanwhile."""
         plgpu.barrier_wait(self.ring.k_ready.at[slot])
         self.pingpong.wait(self.w)
@@ -128,7 +128,7 @@ class ComputeWarpgroup(abc.ABC):
         self.pingpong.pass_on(self.w)
         return self.scores(tile, 0, slot, to, is_first=True)
 
-    def mma_step(self, tile: Any, to: Accumulators, step: Any, state: LoopState) -> LoopState:
+    def mma_step(self, tile: Tile, to: Accumulators, step: Index, state: LoopState) -> LoopState:
         """S = Q K^T of this step's block, O += P V of the previous block, and P of this block."""
         last_slot, slot = state.slot, self.ring.following(state.slot)
         plgpu.barrier_wait(self.ring.k_ready.at[slot])
@@ -150,32 +150,34 @@ class ComputeWarpgroup(abc.ABC):
         return LoopState(p=p, row_max=row_max, row_sum=row_sum, slot=slot)
 
     @abc.abstractmethod
-    def load_q(self, index: Any, turn: Any) -> None:
+    def load_q(self, index: Index, turn: Index) -> None:
         """Starts the copy of the warpgroup's queries of tile `index`, the CTA's work tile number `turn`."""
 
     @abc.abstractmethod
-    def run_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+    def run_tile(self, index: Index, turn: Index, slot: Index) -> tuple[Index, Index]:
         """Computes tile `index`, whose first block is in `slot`. Returns (the following tile, the next slot)."""
 
     @abc.abstractmethod
-    def issue_scores(self, tile: Any, slot: Any, to: Accumulators) -> None:
+    def issue_scores(self, tile: Tile, slot: Index, to: Accumulators) -> None:
         """Starts S = Q K^T."""
 
     @abc.abstractmethod
-    def issue_values(self, p: Any, slot: Any, to: Accumulators) -> None:
+    def issue_values(self, p: jax.Array, slot: Index, to: Accumulators) -> None:
         """Starts O += P V."""
 
     @abc.abstractmethod
-    def scores(self, tile: Any, step: Any, slot: Any, to: Accumulators, *, is_first: bool) -> Any:
+    def scores(self, tile: Tile, step: Index, slot: Index, to: Accumulators, *, is_first: bool) -> jax.Array:
         """Waits for S, frees the keys, and returns the scores as the softmax takes them.
 
         is_first: no matmul O += P V runs meanwhile. In other steps this matmul goes on.
         """
 
     @abc.abstractmethod
-    def softmax_step(self, tile: Any, s: Any, step: Any, state: LoopState) -> Exponentials:
+    def softmax_step(self, tile: Tile, s: jax.Array, step: Index, state: LoopState) -> Exponentials:
         """P of a block that is not the first, in float32."""
 
     @abc.abstractmethod
-    def rescaled_and_rounded(self, acc: Any, p: Any, rescaled: Callable[[Any], Any]) -> tuple[Any, Any]:
+    def rescaled_and_rounded(
+        self, acc: jax.Array, p: jax.Array, rescaled: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         """(O under the new maximum, P as an operand of O += P V)."""

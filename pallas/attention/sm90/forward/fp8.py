@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float32
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges, softmax
@@ -33,9 +33,12 @@ from jax_kernels.pallas.attention.sm90.forward.compute import (
     with_accumulators,
 )
 from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, PingPong, Ring, WorkTile, run_warpgroups
+from jax_kernels.pallas.block_specs.specs import AttentionForwardFp8Sm90
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
 from jax_kernels.pallas.mosaic import interpreter, registers
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import SWIZZLED, WGMMA
+from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 from jax_kernels.pallas.mosaic.smem_tiles import pad_for_tma
 from jax_kernels.pallas.mosaic.tile_scheduler import Fetched, Shape, TileScheduler
 
@@ -98,19 +101,19 @@ def reorder_keys(x: jax.Array, axis: int) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrays:
+class Arrays[A: jax.Array | Ref]:
     """The arrays that the kernel reads, in device memory, in the order of its operands.
 
     bounds: None if known when tracing. counter: from TileScheduler.counter. factors: [B, H, 2] float32, of the scores
     and of the output. value: transposed, see fp8_values.py.
     """
 
-    bounds: Any
-    counter: Any
-    factors: Any
-    key: Any
-    query: Any
-    value: Any
+    bounds: A | None
+    counter: Ref | None
+    factors: A
+    key: A
+    query: A
+    value: A
 
 
 @jax.tree_util.register_dataclass
@@ -121,30 +124,38 @@ class Scratch:
     q_smem, out_smem: a tile per compute warpgroup. k_smem, v_smem: a block per slot of the ring.
     """
 
-    q_smem: Any
-    out_smem: Any
-    k_smem: Any
-    v_smem: Any
-    q_ready: Any
+    q_smem: Ref
+    out_smem: Ref
+    k_smem: Ref
+    v_smem: Ref
+    q_ready: Barrier
     ring: Ring
     fetched: Fetched
 
     @classmethod
-    def of(cls, config: Any, head_dim: int, v_head_dim: int, scheduler: TileScheduler) -> "Scratch":
+    def of(cls, config: AttentionForwardFp8Sm90, head_dim: int, v_head_dim: int, scheduler: TileScheduler) -> "Scratch":
         compute_wgs, block_kv, stages = config.compute_warpgroups, config.block_kv, config.stages
-        tile_smem = lambda *shape: plgpu.SMEM(shape, E4M3, transforms=swizzled(shape[-1]))
+        tile_smem = lambda *shape: smem_ref(shape, E4M3, transforms=swizzled(shape[-1]))
         return cls(
             q_smem=tile_smem(compute_wgs, 64, head_dim),
-            out_smem=plgpu.SMEM((compute_wgs, 64, v_head_dim), jnp.bfloat16, transforms=SWIZZLED),
+            out_smem=smem_ref((compute_wgs, 64, v_head_dim), jnp.bfloat16, transforms=SWIZZLED),
             k_smem=tile_smem(stages, block_kv, head_dim),
             v_smem=tile_smem(stages, v_head_dim, block_kv),
-            q_ready=plgpu.Barrier(num_barriers=compute_wgs),
+            q_ready=barrier_ref(num_barriers=compute_wgs),
             ring=Ring.scratch(stages, compute_wgs),
             fetched=scheduler.scratch(compute_wgs + 1),
         )
 
 
-def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factors, *, config, core_count, interpret):
+def attention_forward(
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    factors: Float32[Array, "B H 2"],
+    *,
+    config: AttentionForwardFp8Sm90,
+    core_count: int,
+    interpret: bool,
+) -> tuple[BFloat16[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """(out [B, T, H, Dv] bfloat16, lse [B, H, T] float32).
 
     inputs: query, key and value e4m3, kv_lengths and q_offset. options: is_causal, q_offset. factors: [B, H, 2]
@@ -241,7 +252,7 @@ class Loader:
     def run(self) -> None:
         self.kv_loop.for_each_tile(self._load_tile)
 
-    def _load_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+    def _load_tile(self, index: Index, turn: Index, slot: Index) -> tuple[Index, Index]:
         """Loads the blocks of tile `index` from `slot` on. Returns (the following tile, the next slot)."""
         scheduler, ring, fetched = self.kv_loop.scheduler, self.scratch.ring, self.scratch.fetched
         scheduler.fetch(self.arrays.counter, fetched, turn)
@@ -250,13 +261,13 @@ class Loader:
         slot = ring.fill(slot, tile.blocks.count, load_k, load_v)
         return scheduler.following(fetched, index, turn), ring.following(slot)
 
-    def _load_k(self, tile: WorkTile, step: Any, slot: Any) -> None:
+    def _load_k(self, tile: WorkTile, step: Index, slot: Index) -> None:
         ring, block_kv = self.scratch.ring, self.kv_loop.block_kv
         plgpu.barrier_wait(ring.k_free.at[slot])
         keys = self.arrays.key.at[tile.b, pl.ds(tile.blocks.at(step) * block_kv, block_kv), tile.kv_head]
         plgpu.copy_gmem_to_smem(keys, self.scratch.k_smem.at[slot], ring.k_ready.at[slot])
 
-    def _load_v(self, tile: WorkTile, step: Any, slot: Any) -> None:
+    def _load_v(self, tile: WorkTile, step: Index, slot: Index) -> None:
         ring, block_kv = self.scratch.ring, self.kv_loop.block_kv
         plgpu.barrier_wait(ring.v_free.at[slot])
         values = self.arrays.value.at[tile.b, tile.kv_head, :, pl.ds(tile.blocks.at(step) * block_kv, block_kv)]
@@ -267,27 +278,27 @@ class Loader:
 class QueryTile:
     """A warpgroup's 64 queries of tile number `index`. scale: the factor of S."""
 
-    index: Any
+    index: Index
     own: WorkTile
-    scale: Any
+    scale: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compute(ComputeWarpgroup):
+class Compute(ComputeWarpgroup[QueryTile]):
     """A compute warpgroup of the 8-bit forward."""
 
     arrays: Arrays
     scratch: Scratch
-    out_gmem: Any
-    lse_gmem: Any
+    out_gmem: Ref
+    lse_gmem: Ref
 
-    def load_q(self, index: Any, turn: Any) -> None:
+    def load_q(self, index: Index, turn: Index) -> None:
         tile = self.kv_loop.work_tile(index)
         rows = pl.ds(tile.q_start + self.w * 64, 64)
         queries = self.arrays.query.at[tile.b, rows, tile.q_head]
         plgpu.copy_gmem_to_smem(queries, self.scratch.q_smem.at[self.w], self.scratch.q_ready.at[self.w])
 
-    def run_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+    def run_tile(self, index: Index, turn: Index, slot: Index) -> tuple[Index, Index]:
         scheduler, v_head_dim = self.kv_loop.scheduler, self.arrays.value.shape[2]
         own, slot = self.own_tile(index, slot)
         plgpu.barrier_wait(self.scratch.q_ready.at[self.w])
@@ -303,7 +314,7 @@ class Compute(ComputeWarpgroup):
         self.epilogue(index, sums)
         return following, self.ring.following(sums.slot)
 
-    def attend(self, tile: QueryTile, slot: Any, to: Accumulators) -> TileSums:
+    def attend(self, tile: QueryTile, slot: Index, to: Accumulators) -> TileSums:
         """O = P V over all blocks of keys, before the division by the sums."""
         s = self.first_scores(tile, slot, to)
         row_max, row_sum = softmax.start(64)
@@ -316,14 +327,14 @@ class Compute(ComputeWarpgroup):
         plgpu.barrier_arrive(self.ring.v_free.at[state.slot])
         return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot)
 
-    def issue_scores(self, tile: QueryTile, slot: Any, to: Accumulators) -> None:
+    def issue_scores(self, tile: QueryTile, slot: Index, to: Accumulators) -> None:
         to.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.kv_loop.block_kv), jnp.float32), WGMMA)
         plgpu.wgmma(to.s_ref, self.scratch.q_smem.at[self.w], self.scratch.k_smem.at[slot].transpose((1, 0)))
 
-    def issue_values(self, p: Any, slot: Any, to: Accumulators) -> None:
+    def issue_values(self, p: jax.Array, slot: Index, to: Accumulators) -> None:
         plgpu.wgmma(to.acc_ref, p, self.scratch.v_smem.at[slot].transpose((1, 0)))
 
-    def scores(self, tile: QueryTile, step: Any, slot: Any, to: Accumulators, *, is_first: bool) -> Any:
+    def scores(self, tile: QueryTile, step: Index, slot: Index, to: Accumulators, *, is_first: bool) -> jax.Array:
         kv_loop = self.kv_loop
         s = plgpu.wgmma_accumulator_load(to.s_ref, wait_n=0 if is_first else 1)
         plgpu.barrier_arrive(self.ring.k_free.at[slot])
@@ -334,7 +345,7 @@ class Compute(ComputeWarpgroup):
         masked = lambda s: kv_loop.masked(s, tile.index, registers.as_int32(step), self.w)
         return lax.cond(tile.own.blocks.is_partial(step), masked, lambda s: s, s)
 
-    def softmax_step(self, tile: QueryTile, s: Any, step: Any, state: LoopState) -> Exponentials:
+    def softmax_step(self, tile: QueryTile, s: jax.Array, step: Index, state: LoopState) -> Exponentials:
         p, row_max, row_sum, alpha, rises = softmax.lazy_step(
             s, state.row_max, state.row_sum, tile.scale, LARGEST_P, LIMIT, registers.any_of_warp_above
         )
@@ -345,11 +356,13 @@ class Compute(ComputeWarpgroup):
 
         return Exponentials(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
 
-    def rescaled_and_rounded(self, acc: Any, p: Any, rescaled: Callable[[Any], Any]) -> tuple[Any, Any]:
+    def rescaled_and_rounded(
+        self, acc: jax.Array, p: jax.Array, rescaled: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         acc, p = lax.optimization_barrier((rescaled(acc), p))
         return acc, as_operand(p)
 
-    def epilogue(self, index: Any, sums: TileSums) -> None:
+    def epilogue(self, index: Index, sums: TileSums) -> None:
         """O = diag(1 / row_sum) O, lse = log(row_sum) + row_max, and their stores."""
         tile, out_smem = self.kv_loop.work_tile(lax.optimization_barrier(index)), self.scratch.out_smem.at[self.w]
         b, h, q_start = tile.b, tile.h, tile.q_start + self.w * 64

@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
+from jax_kernels.inputs.attention import AttentionOptions
 from jax_kernels.pallas.attention import softmax
 from jax_kernels.pallas.attention.sm90.features.bias import Bias
 from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall, of_call
@@ -37,6 +39,8 @@ from jax_kernels.pallas.attention.sm90.forward.load import Loader
 from jax_kernels.pallas.attention.sm90.forward.loop import PingPong, WorkTile, run_warpgroups
 from jax_kernels.pallas.attention.sm90.forward.scores import QueryTile, ScoreOps
 from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Plan, Results, Scratch, Smem
+from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90
+from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import all_of_warp, as_int32
@@ -44,15 +48,15 @@ from jax_kernels.pallas.mosaic.tile_scheduler import TileScheduler
 
 
 def run(
-    arrays: Arrays,
+    arrays: Arrays[jax.Array],
     scheduler: TileScheduler,
-    options: Any,
+    options: AttentionOptions,
     calls: tuple[LaunchCall, ...],
     *,
-    out_dtype: Any,
-    config: Any,
+    out_dtype: DTypeLike,
+    config: AttentionForwardSm90,
     interpret: bool,
-) -> Results:
+) -> Results[jax.Array]:
     """Launches the kernel. With an lse, and a bias or a score_mod that may mask, the results have an excess."""
     plan = Plan.of(arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret)
     leaves, tree = jax.tree.flatten(arrays)
@@ -95,7 +99,7 @@ def _stored_rows(length: int, whole: int) -> int:
     return length if length % 4 == 0 else whole
 
 
-def _body(plan: Plan, arrays: Arrays, results: Results, scratch: Scratch) -> None:
+def _body(plan: Plan, arrays: Arrays[Ref], results: Results[Ref], scratch: Scratch) -> None:
     """The work of one CTA."""
     wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
     smem, kv_loop = Smem.of(plan, scratch), plan.kv_loop(arrays, cta)
@@ -121,12 +125,12 @@ def _body(plan: Plan, arrays: Arrays, results: Results, scratch: Scratch) -> Non
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compute(ComputeWarpgroup):
+class Compute(ComputeWarpgroup[QueryTile]):
     """A compute warpgroup of the 16-bit forward."""
 
     plan: Plan
-    arrays: Arrays
-    results: Results
+    arrays: Arrays[Ref]
+    results: Results[Ref]
     scratch: Scratch
     smem: Smem
     score_ops: ScoreOps
@@ -142,7 +146,7 @@ class Compute(ComputeWarpgroup):
         """Whether bounds of the scores are known. The maximum of a row's first block may then serve for all blocks."""
         return self.arrays.score_bounds is not None
 
-    def load_q(self, index: Any, turn: Any) -> None:
+    def load_q(self, index: Index, turn: Index) -> None:
         plan, w, tile = self.plan, self.w, self.kv_loop.work_tile(index)
         rows, copied = pl.ds(tile.q_start + w * 64, 64), self.smem.q_copied.at[plan.q_place(w, turn)]
         ready = self.scratch.q_ready.at[w]
@@ -152,15 +156,15 @@ class Compute(ComputeWarpgroup):
 
         of_call(tile.call, len(plan.calls), load)
         if plan.has_segments:
-            ids = self.arrays.segments.q_ids.at[tile.b, rows]
-            plgpu.copy_gmem_to_smem(ids, self.scratch.q_ids.at[plan.q_place(w, turn)], ready)
+            ids = needed(self.arrays.segments).q_ids.at[tile.b, rows]
+            plgpu.copy_gmem_to_smem(ids, needed(self.scratch.q_ids).at[plan.q_place(w, turn)], ready)
 
-    def load_next_q(self, following: Any, turn: Any) -> None:
+    def load_next_q(self, following: Index, turn: Index) -> None:
         @pl.when(following < self.plan.scheduler.count)
         def _():
             self.load_q(following, turn + 1)
 
-    def run_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+    def run_tile(self, index: Index, turn: Index, slot: Index) -> tuple[Index, Index]:
         plan = self.plan
         own, slot = self.own_tile(index, slot)
         attend = functools.partial(self.attend, self.start_tile(index, turn, own), slot)
@@ -171,13 +175,13 @@ class Compute(ComputeWarpgroup):
             self.load_next_q(following, turn)
         return following, self.ring.following(sums.slot)
 
-    def start_tile(self, index: Any, turn: Any, own: WorkTile) -> QueryTile:
+    def start_tile(self, index: Index, turn: Index, own: WorkTile) -> QueryTile:
         """Waits for the queries of a tile."""
         plan, arrays, w = self.plan, self.arrays, self.w
-        mod_numbers = arrays.mod.of_head(own.b, own.h) if plan.has_mod else None
+        mod_numbers = needed(arrays.mod).of_head(own.b, own.h) if plan.has_mod else None
         plgpu.barrier_wait(self.scratch.q_ready.at[w])
         q_smem = self.smem.q.at[plan.q_place(w, turn)]
-        score_bound = arrays.score_bounds[own.b, own.q_head] if self.has_bounds else None
+        score_bound = needed(arrays.score_bounds)[own.b, own.q_head] if self.has_bounds else None
         if self.has_bounds and plan.config.measures_q:
             parts = [plgpu.load(q_smem.at[c], layout=WGMMA) for c in range(plan.qk_tiles.count)]
             score_bound = score_bound * softmax.norms(parts)
@@ -189,10 +193,10 @@ class Compute(ComputeWarpgroup):
             q_smem=q_smem,
             mod_numbers=mod_numbers,
             score_bound=score_bound,
-            is_small=arrays.small_scores[own.b, own.q_head] != 0 if self.has_small else None,
+            is_small=needed(arrays.small_scores)[own.b, own.q_head] != 0 if self.has_small else None,
         )
 
-    def attend(self, tile: QueryTile, slot: Any, to: Accumulators) -> tuple[TileSums, Any]:
+    def attend(self, tile: QueryTile, slot: Index, to: Accumulators) -> tuple[TileSums, Index]:
         """O = P V over all blocks of keys, before the division by the sums, and the following tile."""
         plan, scheduler, has_lists = self.plan, self.plan.scheduler, self.kv_loop.lists is not None
         tile, state = self.first_softmax(tile, self.first_scores(tile, slot, to), slot)
@@ -215,18 +219,18 @@ class Compute(ComputeWarpgroup):
         plgpu.barrier_arrive(self.ring.v_free.at[state.slot])
         return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot), following
 
-    def issue_scores(self, tile: QueryTile, slot: Any, to: Accumulators) -> None:
+    def issue_scores(self, tile: QueryTile, slot: Index, to: Accumulators) -> None:
         to.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.plan.config.block_kv), jnp.float32), WGMMA)
         for c in range(self.plan.qk_tiles.count):
             plgpu.wgmma(to.s_ref, tile.q_smem.at[c], self.smem.k.at[slot, c].transpose((1, 0)))
 
-    def issue_values(self, p: Any, slot: Any, to: Accumulators) -> None:
+    def issue_values(self, p: jax.Array, slot: Index, to: Accumulators) -> None:
         v_tiles = self.plan.v_tiles
         for c in range(v_tiles.count):
             acc = to.acc_ref.at[:, pl.ds(v_tiles.width * c, v_tiles.width)]
             plgpu.wgmma(acc if v_tiles.count > 1 else to.acc_ref, p, self.smem.v.at[slot, c])
 
-    def scores(self, tile: QueryTile, step: Any, slot: Any, to: Accumulators, *, is_first: bool) -> Any:
+    def scores(self, tile: QueryTile, step: Index, slot: Index, to: Accumulators, *, is_first: bool) -> jax.Array:
         plan, kv_loop, score_ops, k_free = self.plan, self.kv_loop, self.score_ops, self.ring.k_free.at[slot]
         step = as_int32(step)
         words = score_ops.mask_words(tile, step)
@@ -246,31 +250,33 @@ class Compute(ComputeWarpgroup):
             plgpu.barrier_arrive(k_free)
         return s
 
-    def first_softmax(self, tile: QueryTile, s: Any, slot: Any) -> tuple[QueryTile, LoopState]:
+    def first_softmax(self, tile: QueryTile, s: jax.Array, slot: Index) -> tuple[QueryTile, LoopState]:
         """P of the first block, and whether its row_max serves for all blocks."""
         plan, dtype = self.plan, self.plan.dtype
         p, row_max, row_sum, _ = plan.softmax_step(s, *softmax.start(64, natural=plan.natural))
         if self.has_bounds:
             # Whether no later score of the warp's rows can be far above the maximum of the first block.
-            is_bounded: Any = all_of_warp(tile.score_bound - row_max <= softmax.room(dtype))
+            is_bounded = all_of_warp(needed(tile.score_bound) - row_max <= softmax.room(dtype))
             tile = dataclasses.replace(tile, is_bounded=is_bounded)
             if dtype == jnp.bfloat16:
                 lifted = functools.partial(softmax.lifted, largest=tile.score_bound)
                 p, row_max, row_sum = lax.cond(is_bounded, lifted, lambda *state: state, p, row_max, row_sum)
         return tile, LoopState(p=p.astype(dtype), row_max=row_max, row_sum=row_sum, slot=slot)
 
-    def softmax_step(self, tile: QueryTile, s: Any, step: Any, state: LoopState) -> Exponentials:
+    def softmax_step(self, tile: QueryTile, s: jax.Array, step: Index, state: LoopState) -> Exponentials:
         exponentials: Callable[..., Any] = functools.partial(self.exponentials, tile)
         if self.has_small:
             finished = functools.partial(self.score_ops.capped_biased_and_modified, tile, step=step)
             full = lambda s, row_max, row_sum: self.exponentials(tile, finished(s), row_max, row_sum)
             short = functools.partial(self.small_exponentials, tile, step)
-            exponentials = functools.partial(lax.cond, tile.is_small & tile.is_bounded, short, full)
+            exponentials = functools.partial(lax.cond, needed(tile.is_small) & needed(tile.is_bounded), short, full)
         p, row_max, row_sum, alpha = exponentials(s, state.row_max, state.row_sum)
         rescaled = functools.partial(self.rescaled, tile)
         return Exponentials(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
 
-    def exponentials(self, tile: QueryTile, s: Any, row_max: Any, row_sum: Any) -> tuple[Any, ...]:
+    def exponentials(
+        self, tile: QueryTile, s: jax.Array, row_max: jax.Array, row_sum: jax.Array
+    ) -> tuple[jax.Array, ...]:
         """(P, row_max, row_sum, alpha), without a search for the maximum if the scores are bounded."""
         full, scale = self.plan.softmax_step, self.plan.softmax_scale
         if not self.has_bounds:
@@ -282,7 +288,9 @@ class Compute(ComputeWarpgroup):
 
         return lax.cond(tile.is_bounded, short, full, s, row_max, row_sum)
 
-    def small_exponentials(self, tile: QueryTile, step: Any, s: Any, row_max: Any, row_sum: Any) -> tuple[Any, ...]:
+    def small_exponentials(
+        self, tile: QueryTile, step: Index, s: jax.Array, row_max: jax.Array, row_sum: jax.Array
+    ) -> tuple[jax.Array, ...]:
         """The result of exponentials for S from the matmul, with a polynomial for the tanh."""
         scale, cap = self.plan.options.scale, self.plan.options.softcap
         if cap:  # in base 2, so that the subtraction of the maximum fuses with the last multiplication
@@ -292,16 +300,18 @@ class Compute(ComputeWarpgroup):
         p, row_sum = softmax.bounded_step(s, row_max, row_sum, softmax.LN2)
         return p, row_max, row_sum, row_max
 
-    def rescaled(self, tile: QueryTile, acc: Any, alpha: Any) -> Any:
+    def rescaled(self, tile: QueryTile, acc: jax.Array, alpha: jax.Array) -> jax.Array:
         """O under the new maximum; unchanged if the scores are bounded."""
         full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
         return lax.cond(tile.is_bounded, lambda acc: acc, full, acc) if self.has_bounds else full(acc)
 
-    def rescaled_and_rounded(self, acc: Any, p: Any, rescaled: Callable[[Any], Any]) -> tuple[Any, Any]:
+    def rescaled_and_rounded(
+        self, acc: jax.Array, p: jax.Array, rescaled: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         p = p.astype(self.plan.dtype)
         return rescaled(acc), p
 
-    def epilogue(self, index: Any, turn: Any, sums: TileSums) -> None:
+    def epilogue(self, index: Index, turn: Index, sums: TileSums) -> None:
         """O = diag(1 / row_sum) O, lse = log(row_sum) + row_max, and their stores."""
         plan, results, w = self.plan, self.results, self.w
         tile = self.kv_loop.work_tile(lax.optimization_barrier(index))
@@ -309,7 +319,7 @@ class Compute(ComputeWarpgroup):
         row_max, row_sum, factor = sums.row_max, sums.row_sum, 1.0
         if plan.has_sinks:
             row_max, row_sum, factor = softmax.with_sink(
-                row_max, row_sum, self.arrays.sinks[b, h], natural=plan.natural
+                row_max, row_sum, needed(self.arrays.sinks)[b, h], natural=plan.natural
             )
         if plan.has_excess:
             inverse, lse, excess = softmax.finish_exactly(row_max, row_sum, natural=plan.natural)
@@ -330,7 +340,7 @@ class Compute(ComputeWarpgroup):
         if plan.has_lse:
             lse_smem[...] = lse
         if plan.has_excess:
-            excess_smem[...] = excess
+            needed(excess_smem)[...] = excess
         plgpu.commit_smem()
 
         def store(i: int) -> None:
@@ -340,11 +350,11 @@ class Compute(ComputeWarpgroup):
             if plan.has_lse:
                 self._store_numbers(lse_smem, results.lses[i].at[b, h], q_start)
             if plan.has_excess:
-                self._store_numbers(excess_smem, results.excess[i].at[b, h], q_start)
+                self._store_numbers(needed(excess_smem), results.excess[i].at[b, h], q_start)
 
         of_call(tile.call, len(plan.calls), store)
 
-    def _store_numbers(self, smem: Any, gmem: Any, q_start: Any) -> None:
+    def _store_numbers(self, smem: Ref, gmem: Ref, q_start: Index) -> None:
         """Stores a value for each of 64 queries. gmem: [rows], the values of a head."""
         length = gmem.shape[0]
         whole = lambda: plgpu.copy_smem_to_gmem(smem, gmem.at[pl.ds(q_start, 64)])
@@ -361,7 +371,9 @@ class Compute(ComputeWarpgroup):
             def _store_rest():
                 plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, rest)], gmem.at[pl.ds(start, rest)])
 
-    def _merged(self, acc: Any, lse: Any, b: Any, h: Any, q_start: Any) -> tuple[Any, Any]:
+    def _merged(
+        self, acc: jax.Array, lse: jax.Array, b: Index, h: Index, q_start: Index
+    ) -> tuple[jax.Array, jax.Array]:
         """(O, lse) over the keys of this call and of the earlier result."""
         earlier, rows = self.arrays.earlier, pl.ds(q_start, 64)
         assert earlier is not None
@@ -371,5 +383,5 @@ class Compute(ComputeWarpgroup):
         wide = lambda x: lax.broadcast_in_dim(x, acc.shape, [0])
         return acc * wide(mine) + earlier_out * wide(theirs), lse
 
-    def _store_registers(self, i: int, acc: Any, b: Any, h: Any, q_start: Any) -> None:
+    def _store_registers(self, i: int, acc: jax.Array, b: Index, h: Index, q_start: Index) -> None:
         self.results.outs[i].at[b, pl.ds(q_start, 64), h][...] = acc.astype(self.plan.out_dtype)

@@ -10,10 +10,12 @@ instructions. In causal work the first block is the diagonal block: rows with fe
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.masks.limits import without_limits
@@ -26,11 +28,24 @@ from jax_kernels.pallas.attention.sm90.features.segments import segments_of
 from jax_kernels.pallas.attention.sm90.features.softcap import TANH_UP_TO
 from jax_kernels.pallas.attention.sm90.forward import kernel as forward_kernel
 from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Earlier
+from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90
+from jax_kernels.pallas.kernel_types import needed
 from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length, pad_for_tma
 from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
 
+# (out, lse) or (out, lse, excess).
+type ForwardArrays = tuple[Float[Array, "B T H Dv"], *tuple[Float32[Array, "B H T"] | None, ...]]
 
-def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
+
+def attention_forward(
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    *,
+    out_dtype: DTypeLike,
+    config: AttentionForwardSm90,
+    core_count: int,
+    interpret: bool,
+) -> ForwardArrays:
     """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
     call = head_views.LaunchCall.of(inputs, options)
     lists = block_lists.lists_of(inputs, options, **listed_blocks(config), interpret=interpret)
@@ -52,7 +67,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     measures_q = config.measures_q and mod is None and not options.softcap
     of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
     if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and bias is None:
-        named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
+        named: dict[str, Any] = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
         named["key_norms"] = inputs.key_norms
         largest, small = _bounds(query, key, mod, options, **named)
     sinks = inputs.sinks
@@ -74,23 +89,32 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         end=None if end is None else end._replace(key=None),  # scores of keys past the length are masked
         counter=scheduler.counter(),
     )
-    named = {"out_dtype": out_dtype, "config": config, "interpret": interpret}
-    ((out, *rows),) = _launch(arrays, scheduler, options, (call,), **named)
+    ((out, *rows),) = _launch(
+        arrays, scheduler, options, (call,), out_dtype=out_dtype, config=config, interpret=interpret
+    )
     out = out[..., : inputs.value.shape[-1]]
     if not rows:
         return out, None
     lse, *excess = rows
     if inputs.bias is not None and inputs.bias.shape[2] == 1:
-        lse = bias_sm90.ByKey.of(inputs.bias).in_lse(lse)
-    return out, lse, *excess
+        lse = bias_sm90.ByKey.of(inputs.bias).in_lse(needed(lse))
+    return cast(ForwardArrays, (out, lse, *excess))
 
 
-def attention_forward_together(inputs, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
+def attention_forward_together(
+    inputs: Sequence[AttentionInputs],
+    options: Sequence[AttentionOptions],
+    *,
+    out_dtype: DTypeLike,
+    config: AttentionForwardSm90,
+    core_count: int,
+    interpret: bool,
+) -> list[ForwardArrays]:
     """attention_forward's results for several calls; the calls with few tiles have one launch.
 
     The calls have only query, key and value. Their options differ only in their heads.
     """
-    named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
+    named: dict[str, Any] = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
     calls = [head_views.LaunchCall.of(*call) for call in zip(inputs, options, strict=True)]
     keys = [_keys_per_query(of, call.kv_length) for of, call in zip(options, calls, strict=True)]
 
@@ -128,10 +152,10 @@ def _launch(
     options: AttentionOptions,
     calls: tuple[head_views.LaunchCall, ...],
     *,
-    out_dtype,
-    config,
-    interpret,
-) -> list[tuple[Any, ...]]:
+    out_dtype: DTypeLike,
+    config: AttentionForwardSm90,
+    interpret: bool,
+) -> list[ForwardArrays]:
     """For each call (out, lse); with a bias or a score_mod that may mask (out, lse, excess); without has_lse (out,)."""
     results = forward_kernel.run(
         arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret
@@ -149,7 +173,7 @@ def _earlier(inputs: AttentionInputs, block_q: int, columns: int) -> Earlier | N
         return None
     short = -inputs.query.shape[1] % block_q
     out = jnp.pad(inputs.earlier_out, [(0, 0), (0, short), (0, 0), (0, columns - inputs.earlier_out.shape[-1])])
-    return Earlier(out, jnp.pad(inputs.earlier_lse, [(0, 0), (0, 0), (0, short)]))
+    return Earlier(out, jnp.pad(needed(inputs.earlier_lse), [(0, 0), (0, 0), (0, short)]))
 
 
 def _scheduler(
@@ -173,7 +197,7 @@ def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> 
     return keys >= bounded_from * query.shape[2] / heads
 
 
-def listed_blocks(config) -> dict[str, Any]:
+def listed_blocks(config: AttentionForwardSm90) -> dict[str, Any]:
     """The arguments of block_lists.lists_of for the blocks that the forward visits."""
     blocks = {"block_q": config.block_q, "block_kv": config.block_kv}
     return {**blocks, "by": "query", "heads_together": config.heads_together}

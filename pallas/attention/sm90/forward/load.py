@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -10,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.pallas.attention.sm90.features.head_views import of_call
 from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, WorkTile
 from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Plan, Scratch, Smem
+from jax_kernels.pallas.kernel_types import Index, needed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Loader:
     def run(self) -> None:
         self.kv_loop.for_each_tile(self._load_tile)
 
-    def _load_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+    def _load_tile(self, index: Index, turn: Index, slot: Index) -> tuple[Index, Index]:
         """Loads the blocks of tile `index` from `slot` on. Returns (the following tile, the next slot)."""
         scheduler, fetched, ring = self.plan.scheduler, self.scratch.fetched, self.scratch.ring
         scheduler.fetch(self.arrays.counter, fetched, turn)
@@ -36,10 +36,10 @@ class Loader:
         slot = ring.fill(slot, tile.blocks.count, load_k, load_v, load_bias)
         return scheduler.following(fetched, index, turn), ring.following(slot)
 
-    def _kv_start(self, tile: WorkTile, step: Any) -> Any:
+    def _kv_start(self, tile: WorkTile, step: Index) -> Index:
         return tile.blocks.at(step) * self.plan.config.block_kv
 
-    def _load_k(self, tile: WorkTile, step: Any, slot: Any) -> None:
+    def _load_k(self, tile: WorkTile, step: Index, slot: Index) -> None:
         scratch, ready = self.scratch, self.scratch.ring.k_ready.at[slot]
         rows = pl.ds(self._kv_start(tile, step), self.plan.config.block_kv)
         plgpu.barrier_wait(scratch.ring.k_free.at[slot])
@@ -51,9 +51,11 @@ class Loader:
         of_call(tile.call, len(self.plan.calls), load)
         if self.plan.has_segments:
             rows = pl.ds(self._kv_start(tile, step), self.plan.config.block_kv)
-            plgpu.copy_gmem_to_smem(self.arrays.segments.kv_ids.at[tile.b, rows], scratch.kv_ids.at[slot], ready)
+            plgpu.copy_gmem_to_smem(
+                needed(self.arrays.segments).kv_ids.at[tile.b, rows], needed(scratch.kv_ids).at[slot], ready
+            )
 
-    def _load_v(self, tile: WorkTile, step: Any, slot: Any) -> None:
+    def _load_v(self, tile: WorkTile, step: Index, slot: Index) -> None:
         ring, end, block_kv = self.scratch.ring, self.arrays.end, self.plan.config.block_kv
         load = functools.partial(
             self.plan.v_tiles.load, smem=self.smem.v_copied.at[slot], barrier=ring.v_ready.at[slot]
@@ -67,14 +69,14 @@ class Loader:
 
         def load_end() -> None:
             plgpu.barrier_wait(ring.v_free.at[slot])
-            load(end.value.at[tile.b, :, tile.kv_head])
+            load(needed(end).value.at[tile.b, :, tile.kv_head])
 
         if end is None:
             load_whole()
         else:
             end.load(tile.b, self._kv_start(tile, step), block_kv, load_whole, load_end)
 
-    def _load_bias(self, tile: WorkTile, step: Any) -> None:
+    def _load_bias(self, tile: WorkTile, step: Index) -> None:
         """Runs after the loads of keys and values: it waits until the last step's bias has been read."""
         bias, stage = self.arrays.bias, self.scratch.bias
         if bias is not None and stage is not None:

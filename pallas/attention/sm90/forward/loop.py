@@ -8,7 +8,7 @@ matmuls.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.attention import AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.block_ranges import BlockRange, Limits
+from jax_kernels.pallas.attention.sm90.features.block_lists import ListedBlocks, Lists
 from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall, of_call
+from jax_kernels.pallas.attention.sm90.features.segments import Segments
+from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, needed
 from jax_kernels.pallas.mosaic.barriers import named_barrier
 from jax_kernels.pallas.mosaic.layouts import WGMMA
+from jax_kernels.pallas.mosaic.scratch import barrier_ref
 from jax_kernels.pallas.mosaic.tile_scheduler import TileScheduler
 
 # Hardware barriers for the turns of the warpgroups; the low numbers belong to the compiler.
@@ -34,14 +40,14 @@ class WorkTile:
     the call's arrays. limits: None if a mask's lists hold all limits.
     """
 
-    b: Any
-    h: Any
-    q_start: Any
-    blocks: Any
-    limits: Any
-    call: Any
-    q_head: Any
-    kv_head: Any
+    b: Index
+    h: Index
+    q_start: Index
+    blocks: BlockRange | ListedBlocks
+    limits: Limits | None
+    call: Index
+    q_head: Index
+    kv_head: Index
 
 
 @jax.tree_util.register_dataclass
@@ -49,15 +55,15 @@ class WorkTile:
 class Ring:
     """The barriers of a ring of slots. Each slot has room for a block of keys and for a block of values."""
 
-    k_ready: Any
-    v_ready: Any
-    k_free: Any
-    v_free: Any
+    k_ready: Barrier
+    v_ready: Barrier
+    k_free: Barrier
+    v_free: Barrier
 
     @classmethod
     def scratch(cls, stages: int, readers: int, k_copies: int = 1, v_copies: int = 1) -> "Ring":
         """The ring for pl.run_scoped. readers: compute warpgroups. k_copies, v_copies: the copies of one block."""
-        barriers = lambda arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+        barriers = lambda arrivals: barrier_ref(num_arrivals=arrivals, num_barriers=stages)
         return cls(
             k_ready=barriers(k_copies), v_ready=barriers(v_copies), k_free=barriers(readers), v_free=barriers(readers)
         )
@@ -66,7 +72,7 @@ class Ring:
     def stages(self) -> int:
         return self.k_ready.shape[0]
 
-    def following(self, slot: Any) -> Any:
+    def following(self, slot: Index) -> Index:
         """The slot after this one."""
         if self.stages & (self.stages - 1) == 0:
             return (slot + 1) & (self.stages - 1)
@@ -78,7 +84,7 @@ class Ring:
             plgpu.barrier_arrive(self.k_free.at[slot])
             plgpu.barrier_arrive(self.v_free.at[slot])
 
-    def skip(self, slot: Any) -> None:
+    def skip(self, slot: Index) -> None:
         """Passes over a slot, for a compute warpgroup that does not read it."""
         for ready, free in ((self.k_ready, self.k_free), (self.v_ready, self.v_free)):
             plgpu.barrier_wait(ready.at[slot])  # every wait counts a phase
@@ -86,12 +92,12 @@ class Ring:
 
     def fill(
         self,
-        slot: Any,
-        count: Any,
-        load_k: Callable[[Any, Any], None],
-        load_v: Callable[[Any, Any], None],
-        load_more: Callable[[Any], None] = lambda step: None,
-    ) -> Any:
+        slot: Index,
+        count: Index,
+        load_k: Callable[[Index, Index], None],
+        load_v: Callable[[Index, Index], None],
+        load_more: Callable[[Index], None] = lambda step: None,
+    ) -> Index:
         """Loads `count` blocks into this slot and the slots after it, and returns the last slot.
 
         load_k, load_v(step, slot): wait until the slot is free, and load a step's block. load_more(step): runs after
@@ -123,7 +129,7 @@ class PingPong:
     is_on: bool
 
     @classmethod
-    def of(cls, config: Any, *, interpret: bool) -> "PingPong":
+    def of(cls, config: AttentionForwardSm90, *, interpret: bool) -> "PingPong":
         return cls(warpgroups=config.compute_warpgroups, is_on=config.pingpong and not interpret)
 
     def wait(self, w: int) -> None:
@@ -155,15 +161,15 @@ class KvLoop:
     number of a compute warpgroup.
     """
 
-    cta: Any
+    cta: Index
     scheduler: TileScheduler
     options: AttentionOptions
     calls: tuple[LaunchCall, ...]
     block_q: int
     block_kv: int
-    bounds: Any = None
-    segments: Any = None
-    lists: Any = None
+    bounds: Ref | None = None
+    segments: Segments | None = None
+    lists: Lists | None = None
 
     @property
     def q_offset(self) -> int:
@@ -215,15 +221,15 @@ class KvLoop:
             return True
         return self.options.is_causal and self.q_offset < 0
 
-    def first_tile(self) -> Any:
+    def first_tile(self) -> jax.Array:
         # Behind a barrier: otherwise a warpgroup's computations on it are hoisted above the choice of warpgroup.
         return lax.optimization_barrier(self.cta)
 
-    def for_each_tile(self, run: Callable[[Any, Any, Any], tuple[Any, Any]]) -> None:
+    def for_each_tile(self, run: Callable[[Index, Index, Index], tuple[Index, Index]]) -> None:
         """Calls run(index, turn, slot) -> (following tile, next slot) for the CTA's tiles; `turn` counts the tiles."""
         self.scheduler.for_each(self.first_tile(), run)
 
-    def work_tile(self, index: Any) -> WorkTile:
+    def work_tile(self, index: Index) -> WorkTile:
         """Tile number `index` of the launch."""
         if self.lists is not None:
             return self._listed_tile(index)
@@ -246,8 +252,8 @@ class KvLoop:
             kv_head=kv_head,
         )
 
-    def _listed_tile(self, index: Any) -> WorkTile:
-        blocks = self.lists.blocks_of(index)
+    def _listed_tile(self, index: Index) -> WorkTile:
+        blocks = needed(self.lists).blocks_of(index)
         q_head, kv_head = self.calls[0].array_heads(blocks.head)
         return WorkTile(
             b=blocks.b,
@@ -260,11 +266,11 @@ class KvLoop:
             kv_head=kv_head,
         )
 
-    def _place(self, call: Any, index: Any) -> tuple[Any, ...]:
+    def _place(self, call: int, index: Index) -> tuple[Index, Index, Index, Index, Index, Index]:
         """(batch entry, head, block of queries, query head and key head of the arrays, number of keys) of a tile."""
         lengths = {call.kv_length for call in self.calls}
 
-        def place(i: int) -> tuple[Any, ...]:
+        def place(i: int) -> tuple[Index, ...]:
             b, h, q_index = self.scheduler.place(index, i)
             return b, h, q_index, *self.calls[i].array_heads(h), self.calls[i].kv_length
 
@@ -277,26 +283,30 @@ class KvLoop:
         """A warpgroup's part of a tile. Blocks right of its last key belong only to the other warpgroups."""
         q_start, blocks = tile.q_start + w * 64, tile.blocks
         if not self.same_blocks:
-            blocks = tile.limits.key_blocks(q_start, 64, self.block_kv).at_least_one()
+            blocks = needed(tile.limits).key_blocks(q_start, 64, self.block_kv).at_least_one()
         return dataclasses.replace(tile, q_start=q_start, blocks=blocks)
 
-    def masked(self, s: Any, index: Any, step: Any, w: int, ids: Any = None) -> Any:
+    def masked(
+        self, s: jax.Array, index: Index, step: Index, w: int, ids: tuple[jax.Array, jax.Array] | None = None
+    ) -> jax.Array:
         """A warpgroup's scores in a step of tile `index`, with -inf where a query may not attend to a key.
 
         ids: the segment ids of the rows and of the columns.
         """
         tile = self.work_tile(lax.optimization_barrier(index))
         if self.lists is not None:
-            return tile.blocks.masked(s, step, w * 64, by_word=True)
+            return cast(ListedBlocks, tile.blocks).masked(s, step, w * 64, by_word=True)
         tile = self.own(tile, w)
         kv_start = tile.blocks.at(step) * self.block_kv
-        keep = tile.limits.keep(
+        keep = needed(tile.limits).keep(
             s.shape, kv_start, tile.q_start, layout=WGMMA, kv_axis=1, may_end=self.may_end, ids=ids
         )  # fmt: skip
         return jnp.where(keep, s, -jnp.inf)
 
 
-def run_warpgroups(wg: Any, config: Any, compute: Callable[[int], None], memory: Callable[[], None]) -> None:
+def run_warpgroups(
+    wg: Index, config: AttentionForwardSm90, compute: Callable[[int], None], memory: Callable[[], None]
+) -> None:
     """Runs compute(w) on each compute warpgroup, and memory() on the last warpgroup.
 
     config: AttentionForwardSm90 or AttentionForwardFp8Sm90.

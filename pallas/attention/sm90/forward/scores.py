@@ -2,15 +2,19 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
+import jax
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.pallas.attention.block_ranges import BlockRange
 from jax_kernels.pallas.attention.sm90.features import mask_bits
+from jax_kernels.pallas.attention.sm90.features.block_lists import ListedBlocks
 from jax_kernels.pallas.attention.sm90.features.softcap import softcapped_tile
 from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, WorkTile
 from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Plan, Scratch
+from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic import layouts
 
 
@@ -23,14 +27,14 @@ class QueryTile:
     first block; equal in a warp. None: the launch has no such branch.
     """
 
-    index: Any
-    turn: Any
+    index: Index
+    turn: Index
     own: WorkTile
-    q_smem: Any
+    q_smem: Ref
     mod_numbers: Any
-    score_bound: Any
-    is_small: Any
-    is_bounded: Any = None
+    score_bound: jax.Array | None
+    is_small: jax.Array | None
+    is_bounded: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,11 +47,11 @@ class ScoreOps:
     kv_loop: KvLoop
     w: int
 
-    def capped_biased_and_modified(self, tile: QueryTile, s: Any, step: Any) -> Any:
+    def capped_biased_and_modified(self, tile: QueryTile, s: jax.Array, step: Index) -> jax.Array:
         """S as the softmax takes it, except for the mask."""
         return self.modified(tile, self.capped_and_biased(s), step)
 
-    def modified(self, tile: QueryTile, s: Any, step: Any, *, small: bool = False) -> Any:
+    def modified(self, tile: QueryTile, s: jax.Array, step: Index, *, small: bool = False) -> jax.Array:
         """s under the score_mod. small: all scores are small, see softcap.py."""
         mod = self.arrays.mod
         if mod is None:
@@ -56,7 +60,7 @@ class ScoreOps:
         q_start, kv_start = here.q_start + self.w * 64, tile.own.blocks.at(step) * self.plan.config.block_kv
         return mod.on(s, tile.mod_numbers, here.b, here.h, q_start, kv_start).scores(by_warp=True, small=small)
 
-    def capped_and_biased(self, s: Any) -> Any:
+    def capped_and_biased(self, s: jax.Array) -> jax.Array:
         """softcap * tanh(s * scale / softcap) + bias. Without a bias the softmax multiplies by softcap."""
         plan, bias = self.plan, self.scratch.bias
         s = softcapped_tile(s, plan.options.softcap, plan.options.scale) if plan.options.softcap else s
@@ -67,24 +71,35 @@ class ScoreOps:
             plgpu.barrier_arrive(bias.free)
         return s
 
-    def mask_words(self, tile: QueryTile, step: Any) -> Any:
+    def mask_words(self, tile: QueryTile, step: Index) -> jax.Array | None:
         """The mask words for masked_if_partial, None if it needs none. They are read while the matmuls run."""
-        blocks = tile.own.blocks
-        return blocks.words(blocks.head, blocks.at(step), self.w * 64, 64) if self.kv_loop.has_words else None
+        if not self.kv_loop.has_words:
+            return None
+        blocks = cast(ListedBlocks, tile.own.blocks)
+        return blocks.words(blocks.head, blocks.at(step), self.w * 64, 64)
 
-    def masked_if_partial(self, tile: QueryTile, s: Any, step: Any, words: Any, slot: Any, *, blocks: Any) -> Any:
+    def masked_if_partial(
+        self,
+        tile: QueryTile,
+        s: jax.Array,
+        step: Index,
+        words: jax.Array | None,
+        slot: Index,
+        *,
+        blocks: BlockRange | ListedBlocks,
+    ) -> jax.Array:
         """s with -inf where a query may not attend to a key. words: from mask_words. blocks: of the tile."""
         masked = functools.partial(self._masked, tile, step=step, words=words, slot=slot)
         return lax.cond(blocks.is_partial(step), masked, lambda s: s, s)
 
-    def _masked(self, tile: QueryTile, s: Any, *, step: Any, words: Any, slot: Any) -> Any:
+    def _masked(self, tile: QueryTile, s: jax.Array, *, step: Index, words: jax.Array | None, slot: Index) -> jax.Array:
         if self.kv_loop.has_words:
             return mask_bits.kept(s, words, by_word=True)
         if not self.plan.has_segments:
             return self.kv_loop.masked(s, tile.index, step, self.w)
         load = functools.partial(plgpu.load, optimized=False)
-        kv_ids = load(self.scratch.kv_ids.at[slot], layout=layouts.COLUMN)
-        q_ids = load(self.scratch.q_ids.at[self.plan.q_place(self.w, tile.turn)], layout=layouts.ROW)
+        kv_ids = load(needed(self.scratch.kv_ids).at[slot], layout=layouts.COLUMN)
+        q_ids = load(needed(self.scratch.q_ids).at[self.plan.q_place(self.w, tile.turn)], layout=layouts.ROW)
         s = lax.optimization_barrier(self.kv_loop.masked(s, tile.index, step, self.w, (q_ids, kv_ids)))
         plgpu.commit_smem()  # after the reads: the next copies overwrite this memory
         return s

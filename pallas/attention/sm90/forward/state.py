@@ -4,31 +4,38 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jax_kernels.inputs.attention import AttentionOptions
 from jax_kernels.pallas.attention import softmax
 from jax_kernels.pallas.attention.sm90.features.bias import Bias, Stage
+from jax_kernels.pallas.attention.sm90.features.block_lists import Lists
 from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall
+from jax_kernels.pallas.attention.sm90.features.score_mod import Mod
+from jax_kernels.pallas.attention.sm90.features.segments import Segments
+from jax_kernels.pallas.attention.sm90.features.tail_block import CleanEnd
 from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, Ring
+from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90
+from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
+from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles, has_odd_length
 from jax_kernels.pallas.mosaic.tile_scheduler import Fetched, TileScheduler
 
 
-class Earlier(NamedTuple):
+class Earlier[A: jax.Array | Ref](NamedTuple):
     """The float32 results of the same queries over other keys. out: [B, T, H, Dv]. lse: [B, H, whole blocks]."""
 
-    out: Any
-    lse: Any
+    out: A
+    lse: A
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrays:
+class Arrays[A: jax.Array | Ref]:
     """The arrays that the kernel reads, in device memory, in the order of its operands. None: the call has none.
 
     query, key, value: one array per call of the launch. Several calls can have one launch only if they have no other
@@ -40,36 +47,36 @@ class Arrays:
     norm 1. small_scores: [B, H] int32, whether all scores of a head are small, see softcap.py.
     """
 
-    bounds: Any = None
-    counter: Any = None
+    bounds: A | None = None
+    counter: Ref | None = None
     bias: Bias | None = None
     earlier: "Earlier | None" = None
-    end: Any = None
-    key: list[Any]
-    score_bounds: Any = None
-    lists: Any = None
-    mod: Any = None
-    query: list[Any]
-    segments: Any = None
-    sinks: Any = None
-    small_scores: Any = None
-    value: list[Any]
+    end: CleanEnd | None = None
+    key: list[A]
+    score_bounds: A | None = None
+    lists: Lists | None = None
+    mod: Mod | None = None
+    query: list[A]
+    segments: Segments | None = None
+    sinks: A | None = None
+    small_scores: A | None = None
+    value: list[A]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Results:
+class Results[A: jax.Array | Ref]:
     """The arrays that the kernel writes, one per call of the launch.
 
     lses, excess: [B, H, T], or padded to whole blocks of rows if T is not a multiple of 4. lses and excess are empty if
     the options ask for no lse. excess: the exact log-sum-exp minus lse; empty if the kernel does not compute it.
     """
 
-    outs: tuple[Any, ...]
-    lses: tuple[Any, ...]
-    excess: tuple[Any, ...]
+    outs: tuple[A, ...]
+    lses: tuple[A, ...]
+    excess: tuple[A, ...]
 
     @classmethod
-    def of(cls, refs: tuple[Any, ...], calls: int) -> "Results":
+    def of(cls, refs: tuple[A, ...], calls: int) -> "Results":
         """From one tuple of outs, lses and excess."""
         arrays = iter(itertools.batched(refs, calls))
         return cls(outs=next(arrays), lses=next(arrays, ()), excess=next(arrays, ()))
@@ -83,13 +90,13 @@ class Plan:
     in base 2 with a bias per key or another score_mod, and unscaled without a bias or score_mod.
     """
 
-    config: Any  # AttentionForwardSm90
+    config: AttentionForwardSm90
     options: AttentionOptions
     calls: tuple[LaunchCall, ...]
     scheduler: TileScheduler
     interpret: bool
-    dtype: Any
-    out_dtype: Any
+    dtype: jnp.dtype
+    out_dtype: DTypeLike
     head_dim: int
     v_head_dim: int
     any_rows: bool
@@ -108,8 +115,8 @@ class Plan:
         options: AttentionOptions,
         calls: tuple[LaunchCall, ...],
         *,
-        out_dtype: Any,
-        config: Any,
+        out_dtype: DTypeLike,
+        config: AttentionForwardSm90,
         interpret: bool,
     ) -> "Plan":
         bias = arrays.bias or Bias()
@@ -151,7 +158,7 @@ class Plan:
         return softmax.LN2 if self.has_bias or self.has_mod else self.score_factor
 
     @property
-    def softmax_step(self) -> Callable[..., tuple[Any, ...]]:
+    def softmax_step(self) -> Callable[..., tuple[jax.Array, ...]]:
         return softmax.natural_step if self.natural else functools.partial(softmax.step, scale=self.softmax_scale)
 
     @property
@@ -177,7 +184,7 @@ class Plan:
         """The number of query tiles in shared memory: early_q also keeps the queries of the next work tile."""
         return (1 + self.early_q) * self.config.compute_warpgroups
 
-    def q_place(self, w: int, turn: Any) -> Any:
+    def q_place(self, w: int, turn: Index) -> Index:
         """The index in shared memory of a warpgroup's queries, and of its output, in the CTA's work tile `turn`."""
         return (turn & 1) * self.config.compute_warpgroups + w if self.early_q else w
 
@@ -193,7 +200,7 @@ class Plan:
     def out_tiles(self) -> SmemTiles:
         return SmemTiles(self.v_head_dim, self.any_rows)
 
-    def kv_loop(self, arrays: Arrays, cta: Any) -> KvLoop:
+    def kv_loop(self, arrays: Arrays, cta: Index) -> KvLoop:
         return KvLoop(
             cta=cta,
             scheduler=self.scheduler,
@@ -215,19 +222,19 @@ class Scratch:
     q, out: a tile per compute warpgroup. k, v: a block per slot of the ring. rows: lse and excess. None: not needed.
     """
 
-    q: Any
-    out: Any
-    k: Any
-    v: Any
-    rows: Any
-    q_ids: Any
-    kv_ids: Any
-    q_ready: Any
+    q: Ref
+    out: Ref | None
+    k: Ref
+    v: Ref
+    rows: Ref
+    q_ids: Ref | None
+    kv_ids: Ref | None
+    q_ready: Barrier
     ring: Ring
     bias: Stage | None
     fetched: Fetched
 
-    def lse_and_excess(self, plan: Plan, w: int) -> tuple[Any, Any]:
+    def lse_and_excess(self, plan: Plan, w: int) -> tuple[Ref, Ref | None]:
         """The rows of compute warpgroup w; the excess is None if the kernel does not compute it."""
         return self.rows.at[0, w], self.rows.at[1, w] if plan.has_excess else None
 
@@ -241,10 +248,10 @@ class Scratch:
             out=None if own_out is None else own_out.scratch(compute_wgs, 64, dtype=plan.out_dtype),
             k=qk_tiles.scratch(stages, block_kv, dtype=plan.dtype),
             v=v_tiles.scratch(stages, block_kv, dtype=plan.dtype),
-            rows=plgpu.SMEM((1 + plan.has_excess, compute_wgs, 64), jnp.float32),
-            q_ids=plgpu.SMEM((plan.q_tiles, 64), jnp.int32) if has_segments else None,
-            kv_ids=plgpu.SMEM((stages, block_kv), jnp.int32) if has_segments else None,
-            q_ready=plgpu.Barrier(num_arrivals=qk_tiles.copies(64) + has_segments, num_barriers=compute_wgs),
+            rows=smem_ref((1 + plan.has_excess, compute_wgs, 64), jnp.float32),
+            q_ids=smem_ref((plan.q_tiles, 64), jnp.int32) if has_segments else None,
+            kv_ids=smem_ref((stages, block_kv), jnp.int32) if has_segments else None,
+            q_ready=barrier_ref(num_arrivals=qk_tiles.copies(64) + has_segments, num_barriers=compute_wgs),
             ring=Ring.scratch(stages, compute_wgs, qk_tiles.copies(block_kv) + has_segments, v_tiles.copies(block_kv)),
             bias=bias.stage(config.block_q, block_kv, block_kv, compute_wgs),
             fetched=plan.scheduler.scratch(compute_wgs + 1),
@@ -255,14 +262,14 @@ class Scratch:
 class Smem:
     """A CTA's tiles in shared memory: q, k, v and out as matmuls and stores see them, *_copied as copies see them."""
 
-    q: Any
-    q_copied: Any
-    k: Any
-    k_copied: Any
-    v: Any
-    v_copied: Any
-    out: Any
-    out_copied: Any
+    q: Ref
+    q_copied: Ref
+    k: Ref
+    k_copied: Ref
+    v: Ref
+    v_copied: Ref
+    out: Ref
+    out_copied: Ref
 
     @classmethod
     def of(cls, plan: Plan, scratch: Scratch) -> "Smem":

@@ -1,0 +1,23 @@
+"""Shared memory and barriers for pl.run_scoped to allocate, typed as the refs that the kernel gets in their place.
+
+A dataclass of scratch memory first holds what is to be allocated. pl.run_scoped calls the kernel with a dataclass of
+refs in its place. The fields have the types of the refs.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from jax_kernels.pallas.kernel_types import Barrier, Ref
+
+__all__ = ["barrier_ref", "smem_ref"]
+
+
+def smem_ref(shape: Sequence[int], dtype: DTypeLike, *, transforms: Sequence[Any] = ()) -> Ref:
+    return cast(Ref, plgpu.SMEM(shape, dtype, transforms=transforms))
+
+
+def barrier_ref(*, num_arrivals: int = 1, num_barriers: int = 1) -> Barrier:
+    return cast(Barrier, plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers))
