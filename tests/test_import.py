@@ -36,7 +36,7 @@ def modules_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize("module", ["jax_kernels", "jax_kernels.testing", "jax_kernels.cli"])
-def test_import_leaves_frameworks_alone(module):
+def test_import_loads_no_framework(module):
     modules = modules_after(f"import {module}")
     assert "jax_kernels" in modules
     assert modules.isdisjoint(HEAVY)
@@ -74,7 +74,7 @@ def test_numerics():
     np.testing.assert_allclose(got, want, atol=2e-3 if jax.default_backend() == "gpu" else 2e-6)
 
 
-def test_overloads_have_the_parameters_of_their_function():
+def test_overloads_match_their_function():
     """return_lse decides the result of flash_attention. Type checkers learn this from overloads, one for each case."""
     want = inspect.signature(jax_kernels.flash_attention).parameters
     overloads = typing.get_overloads(jax_kernels.flash_attention)

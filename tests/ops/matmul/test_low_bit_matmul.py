@@ -96,7 +96,7 @@ def test_vmap(monkeypatch):
             np.testing.assert_array_equal(got[i], call(x[i], of(i)))
 
 
-def test_gradients_of_weights_are_refused():
+def test_weight_gradients_are_refused():
     quantized = quantize(W, "int4")
     with pytest.raises(NotImplementedError, match="w_scale of low-bit weights has no gradient"):
         jax.grad(lambda w: matmul(X, w).sum().astype(jnp.float32), allow_int=True)(quantized)
@@ -122,7 +122,7 @@ def test_bad_input(name):
         call()
 
 
-def test_what_the_kernels_do_not_serve():
+def test_kernel_limits():
     quantized = quantize(W, "int4")
     for implementation, x, reason in (
         ("mosaic_gpu", X, "with low-bit weights it needs N in multiples of 64"),
@@ -133,7 +133,7 @@ def test_what_the_kernels_do_not_serve():
             explain(matmul, x, quantized, implementation=implementation)
 
 
-def test_in_a_shard_map_that_nothing_traces():
+def test_untraced_shard_map():
     """JAX has no custom_vjp with symbolic zeros in an untraced shard_map."""
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
     w = quantize(W, "int8")

@@ -69,7 +69,7 @@ def test_vmap(implementation, w_gate, monkeypatch):
                 np.testing.assert_allclose(y[i], right, rtol=1e-4, atol=1e-4)
 
 
-def test_hidden_is_not_kept():
+def test_hidden_is_not_stored():
     """Between forward and backward a gated unit keeps both matmuls' results, and neither hidden nor its cotangent."""
     x, w = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 512), jnp.bfloat16)
     down = jax.ShapeDtypeStruct((512, 128), jnp.bfloat16)
@@ -118,7 +118,7 @@ def test_derivatives(name):
     np.testing.assert_allclose(got[x != 0], want[x != 0], atol=2e-4)
 
 
-def test_a_function_as_activation():
+def test_function_as_activation():
     """The derivative of a function without a name comes from jax.vjp."""
     swish = lambda z: z * jax.nn.sigmoid(1.7 * z)
     got = jax.grad(lambda x: mlp(**(ARRAYS | {"x": x}), activation=swish).sum())(ARRAYS["x"])

@@ -112,14 +112,14 @@ def check_rows_of_every_kind(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_of_every_kind(implementation, monkeypatch):
+def test_extreme_rows(implementation, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     check_rows_of_every_kind(implementation)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_of_every_kind_on_gpu(implementation):
+def test_extreme_rows_on_gpu(implementation):
     check_rows_of_every_kind(implementation)
 
 
@@ -142,18 +142,18 @@ def check_matmul(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_operand_of_matmul(implementation, monkeypatch):
+def test_result_as_matmul_operand(implementation, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     check_matmul(implementation)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_operand_of_matmul_on_gpu(implementation):
+def test_result_as_matmul_operand_on_gpu(implementation):
     check_matmul(implementation)
 
 
-def test_halves_are_rounded_as_float32_is():
+def test_float16_midpoints_round_as_float32():
     """Values near every midpoint of the 8-bit formats, cut to float16 and then rounded, as on Ada."""
     random = np.random.default_rng(5)
     cut = lambda x: (x.view(np.int32) & ~0x1FFF).view(np.float32).astype(np.float16)
@@ -230,7 +230,7 @@ def test_no_rows():
     assert (got.shape, got.scale.shape, got.dtype) == ((0, 8), (0,), jnp.float8_e4m3fn)
 
 
-def test_one_row_of_one_axis():
+def test_single_row_of_one_axis():
     got = rms_norm(jnp.arange(8.0), quantize="e4m3")
     assert (got.shape, got.scale.shape) == ((8,), ())
     np.testing.assert_allclose(got.scale, 7 / np.sqrt(np.square(np.arange(8)).mean()) / 448, rtol=1e-5)

@@ -120,7 +120,7 @@ BESIDE_HOPPER = {
 
 
 @pytest.mark.parametrize("name", BESIDE_HOPPER)
-def test_beside_the_hopper_kernels(name, monkeypatch, no_interpret):
+def test_passes_of_the_hopper_kernels(name, monkeypatch, no_interpret):
     seen = []
 
     def look(gpu, function, *shapes):

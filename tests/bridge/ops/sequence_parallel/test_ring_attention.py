@@ -196,7 +196,7 @@ dist.destroy_process_group()
         ),
     ],
 )
-def test_two_processes_are_as_exact_as_one(parts, told):
+def test_two_processes_match_one(parts, told):
     root = pathlib.Path(__file__).parents[4]
     with socket.socket() as opened:
         opened.bind(("", 0))

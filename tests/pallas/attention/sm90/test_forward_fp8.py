@@ -43,7 +43,7 @@ def places(layout, shape):
     return x.reshape(-1, 128, x.shape[-1])
 
 
-def test_p_is_an_operand_where_it_stands():
+def test_p_registers_are_the_operand_layout():
     """as_operand relies on this: a thread's values belong to its own part of the operand, in KEY_ORDER."""
     from jax.experimental.mosaic.gpu import fragmented_array
 
@@ -106,7 +106,7 @@ SPILLS = {"256": 8}
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("name", tiers.cases(COMPILED, {"odd"}))
-def test_it_compiles(name):
+def test_compiles(name):
     _, mosaic, others = compile_case.compile_script(__file__, json.dumps(COMPILED[name]))
     (kernel,) = mosaic.values()
     assert kernel["spill_stores"] + kernel["spill_loads"] <= SPILLS.get(name, 0), kernel
