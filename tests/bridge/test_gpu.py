@@ -45,7 +45,7 @@ def close(got, want, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_values(implementation, dtype, reference):
     inputs = make(dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]

@@ -72,7 +72,7 @@ def test_llama_to_flax_and_back(tied):
 LONGNET = {"segment_lengths": (32,), "dilation_rates": (2,), "layer_norm": True}
 
 
-@pytest.mark.parametrize("options", [{"tie_embeddings": False}, {"num_kv_heads": 2}, LONGNET], ids=str)
+@pytest.mark.parametrize("options", [{"tie_embeddings": False}, {"num_kv_heads": 2}, LONGNET])
 def test_library_models(options):
     fields = {"vocab_size": 61, "model_dim": 48, "num_layers": 2, "num_heads": 4} | options
     is_dilated = "segment_lengths" in options
@@ -120,7 +120,7 @@ def test_modules(name):
     assert all(torch.equal(back[key], value) for key, value in module.state_dict().items())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_kept(dtype):
     module = torch.nn.Linear(5, 3, dtype=dtype)
     found = weights.to_flax(module)

@@ -296,7 +296,7 @@ def test_bitmaps_of_narrow_lists():
     check(case, blocks=(4, 4))
 
 
-@pytest.mark.parametrize("window", [(5, 4), (5, 0), (3, 12)], ids=str)
+@pytest.mark.parametrize("window", [(5, 4), (5, 0), (3, 12)])
 def test_live_block_has_a_pair_within_every_limit(window):
     """A block is dead if one pair is in the window and only another pair is in the dilated mask."""
     check(cases.dilated(7) & cases.window(*window), blocks=(2, 2), with_bitmaps=False)

@@ -48,7 +48,7 @@ def any_all(keep, block_q, block_kv):
     return split(cut(False)).any((3, 5)), split(cut(True)).all((3, 5))
 
 
-@pytest.mark.parametrize("blocks", [(8, 6), pytest.param((7, 5), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("blocks", [(8, 6), pytest.param((7, 5), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in MASKS])
 def test_step_pairs_and_blocks(name, layout, blocks):

@@ -35,7 +35,7 @@ def distance(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("options", [{}, {"remat": "products"}, {"remat": "attention", "scan_layers": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"remat": "products"}, {"remat": "attention", "scan_layers": True}])
 def test_loss_and_gradients(options):
     with jax.default_matmul_precision("highest"):
         want, wanted = loss_and_gradient(PLAIN)
@@ -75,7 +75,7 @@ MESHES = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(DEVICES < 2, reason=f"needs two NVIDIA GPUs, found {DEVICES}")
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("axes", MESHES)
 def test_mesh_trains_as_one_gpu(axes):
     """Three steps of SGD. The second and third losses depend on all earlier gradients."""
     if (count := int(np.prod(list(axes.values())))) > DEVICES:

@@ -87,7 +87,7 @@ def test_parameter_names_and_shapes():
     assert flat_parameters(model(tie_embeddings=False))["head.kernel"].shape == (32, 50)
 
 
-@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (6, 1, 4)], ids=str)
+@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (6, 1, 4)])
 def test_decoding_equals_the_full_forward(chunks):
     transformer, traces = model(), []
 
@@ -291,7 +291,6 @@ def test_config_fills_its_defaults():
         ),
         ({"scaling": "row"}, ValueError, "TransformerConfig.scaling='row' must be None with precision=None"),
     ],
-    ids=str,
 )
 def test_config_errors(changes, error, message):
     with pytest.raises(error, match=message):

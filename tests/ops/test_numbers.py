@@ -106,7 +106,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("function", "name", "x", "message"), WRONG, ids=range(len(WRONG)))
+@pytest.mark.parametrize(("function", "name", "x", "message"), WRONG)
 def test_wrong_scalars(function, name, x, message):
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: got {message}"):
         function(**{name: x})
@@ -116,7 +116,7 @@ TRACED = [(attend, "scale"), (attend, "softcap"), (attend, "is_causal"), (attend
 TRACED += [(dilated, "scale"), (fp8, "scale"), (CASES["rms eps"][0], "eps"), (top_k, "k")]
 
 
-@pytest.mark.parametrize(("function", "name"), TRACED, ids=range(len(TRACED)))
+@pytest.mark.parametrize(("function", "name"), TRACED)
 def test_traced_scalars(function, name):
     with pytest.raises(TypeError, match=rf"^{name}: got .*, want"):
         jax.jit(lambda x: function(**{name: x}))(jnp.float32(1))

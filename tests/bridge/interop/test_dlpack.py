@@ -45,7 +45,7 @@ def test_default_stream_is_pytorchs(monkeypatch):
     assert made == [64]
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("dtype", NARROW)
 def test_dtypes_cross_without_a_copy(dtype, route):
     tensor = torch.arange(256, dtype=torch.uint8).remainder(2 if dtype == torch.bool else 100).repeat(8).view(dtype)
     dlpack.check_dtype("x", dtype)

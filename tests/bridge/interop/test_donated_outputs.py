@@ -45,7 +45,7 @@ def run(function, *tensors):
     return donated_outputs.run(function, arguments, device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_array_aliases_its_tensor(lender, dtype):
     tensor = torch.arange(256, dtype=torch.uint8).remainder(2).repeat(8).view(dtype).view(2, -1)
     array = lender.over(tensor)

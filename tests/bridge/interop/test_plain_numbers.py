@@ -93,7 +93,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=range(len(PAIRS)))
+@pytest.mark.parametrize("pair", PAIRS)
 def test_window_of_any_type(pair, reference):
     want, _ = reference(X, X, X, window=(4, 0))
     for _ in range(2):
@@ -147,7 +147,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("function", "name", "x", "message"), WRONG, ids=range(len(WRONG)))
+@pytest.mark.parametrize(("function", "name", "x", "message"), WRONG)
 def test_wrong_scalars(function, name, x, message):
     attend(window=(1, 0)), attend(window=(4, 0)), decode(window=(4, 0)), dilated(dilation_rates=(1, 2))
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: got {message}"):

@@ -72,7 +72,7 @@ def test_vmap_of_masks(case, make_qkv):
     close(got, stacked(function, 3, *inputs, mask if dim == 0 else mask.expand(3, *mask.shape)))
 
 
-@pytest.mark.parametrize("offset_shape", [(3,), (3, 2)], ids=str)
+@pytest.mark.parametrize("offset_shape", [(3,), (3, 2)])
 def test_vmap_of_lengths_and_offsets(offset_shape, make_qkv):
     inputs = [torch.stack([x.detach() / (i + 1) for i in range(3)]) for x in make_qkv()]
     lengths = torch.tensor([[3, 24], [9, 1], [20, 0]], dtype=torch.int32)

@@ -74,7 +74,6 @@ def test_dequantize_differentiates_scales():
 @pytest.mark.parametrize(
     ("rows", "depth", "columns"),
     [((1,), 100, 33), *(pytest.param(*x, marks=pytest.mark.slow) for x in (((2, 3), 128, 64), ((5,), 1, 3)))],
-    ids=str,
 )
 def test_matmul_values_and_gradients(name, rows, depth, columns, dtype):
     """Both layouts, with an epilogue."""
@@ -134,7 +133,9 @@ def test_cached_call_depends_on_the_weights():
 
 
 @pytest.mark.parametrize("format", ERRORS)
-@pytest.mark.parametrize("cls", [torch.nn.Linear, bridge.nn.Linear])
+@pytest.mark.parametrize(
+    "cls", [pytest.param(torch.nn.Linear, id="torch"), pytest.param(bridge.nn.Linear, id="bridge")]
+)
 def test_layer(format, cls):
     torch.manual_seed(0)
     layer = cls(100, 36)
@@ -197,7 +198,7 @@ def test_compiled_and_in_inference_mode(format):
     assert want.is_inference()
 
 
-@pytest.mark.parametrize("skip", [(), "up_proj", ("gate_proj", "up_proj"), "down_proj"], ids=str)
+@pytest.mark.parametrize("skip", [(), "up_proj", ("gate_proj", "up_proj"), "down_proj"])
 def test_gated_mlp(skip):
     torch.manual_seed(0)
     module = bridge.nn.GatedMLP(64, 96)

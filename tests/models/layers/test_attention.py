@@ -69,7 +69,6 @@ def plain(attention, x, mask=True):
         {"use_rotary": False, "is_causal": False, "head_dim": 5},
         {"rope_theta": 100.0, "is_causal": False},
     ],
-    ids=str,
 )
 def test_matches_a_plain_evaluation(options):
     attention, x = module(**options), inputs()
@@ -176,7 +175,7 @@ def test_rotary_positions_may_differ_by_batch():
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (5, 1, 3, 2), (LENGTH,)], ids=str)
+@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (5, 1, 3, 2), (LENGTH,)])
 def test_decoding_equals_the_full_forward(kv_heads, chunks):
     attention, x = module(num_kv_heads=kv_heads), inputs()
     cache, outs, start = attention.init_cache(BATCH, 16), [], 0
@@ -241,7 +240,7 @@ def ragged(attention, x, lengths, max_length=16):
 @pytest.mark.parametrize(
     "options", [{}, {"num_kv_heads": 2, "use_rotary": False}, {"mask": masks.sliding_window(4, 0) | masks.prefix(1)}]
 )
-@pytest.mark.parametrize("lengths", tiers.cases([(3, 7), (7, 3), (5, 5)], ["(7, 3)"]))
+@pytest.mark.parametrize("lengths", tiers.cases([(3, 7), (7, 3), (5, 5)], ["(7, 3)"], "lengths"))
 def test_ragged_batch(options, lengths):
     """Each sequence of a batch equals the sequence alone, with a cache of one scalar length."""
     attention, x = module(**options), inputs()

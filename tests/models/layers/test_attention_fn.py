@@ -49,7 +49,6 @@ def close(got, want, atol=2e-6):
             ((2, 3), "shared_by_the_batch"),
         ]
     ],
-    ids=str,
 )
 def test_linen(batch, name):
     x, mask = inputs(batch), masks(batch)[name]
@@ -124,7 +123,7 @@ def test_decode_with_flax_cache():
         close(ours(x[:, i : i + 1]), theirs(x[:, i : i + 1]))
 
 
-@pytest.mark.parametrize("batch", [(), (2,), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("batch", [(), (2,), (2, 1, 3)])
 def test_any_number_of_batch_axes(batch):
     q, k, v = (jax.random.normal(jax.random.key(i), (*batch, LENGTH, HEADS, 8)) for i in range(3))
     mask = jax.random.bernoulli(jax.random.key(3), 0.5, (*batch, 1, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
@@ -190,7 +189,7 @@ def test_bad_shapes_are_named():
         attention_fn(q, k, v, mask=jnp.ones((1, LENGTH, LENGTH), jnp.int32))
 
 
-@pytest.mark.parametrize("batch", [(2,), (2, 1)], ids=str)
+@pytest.mark.parametrize("batch", [(2,), (2, 1)])
 def test_additive_mask_raises_while_tracing(batch):
     q, k, v = (jnp.asarray(x).reshape(*batch, LENGTH, HEADS, 8) for x in QKV)
     additive = jnp.where(nn.make_causal_mask(jnp.ones((*batch, LENGTH))) > 0, 0.0, -1e9)

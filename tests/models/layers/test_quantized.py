@@ -50,7 +50,7 @@ def dequantized(model, quantized):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("kind", [models.Linear, nnx.Linear])
+@pytest.mark.parametrize("kind", [pytest.param(models.Linear, id="models"), pytest.param(nnx.Linear, id="nnx")])
 def test_linear_matches_dequantized_weights(kind, format):
     plain = linear(kind)
     layer = QuantizedLinear.from_linear(plain, format)

@@ -35,7 +35,6 @@ def arrays(seq_len=40, kv_len=40, head_dim=16, batch=2):
         ("longformer", {"window": 8, "n": 2}, masks.sliding_window(4, 4) | masks.global_tokens(2)),
         (masks.prefix(7) | masks.causal(), {}, masks.prefix(7) | masks.causal()),
     ],
-    ids=str,
 )
 def test_equals_flash_attention(pattern, options, mask):
     attention = compile_attention(pattern, 40, 16, **SHAPE, **options)

@@ -72,7 +72,7 @@ LONG = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", [*CASES.values(), *LONG, ON_XLA], ids=str)
+@pytest.mark.parametrize("case", [*CASES.values(), *LONG, ON_XLA])
 def test_on_gpu(case, implementation, no_interpret):
     arrays = arrays_of(case)
     try:

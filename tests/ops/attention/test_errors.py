@@ -274,7 +274,7 @@ NOT_SERVED = [
 ]
 
 
-@pytest.mark.parametrize(("implementation", "arguments", "reason"), NOT_SERVED, ids=[str(x[1:]) for x in NOT_SERVED])
+@pytest.mark.parametrize(("implementation", "arguments", "reason"), NOT_SERVED)
 def test_named_implementation_cannot_serve(implementation, arguments, reason):
     with (
         on_device("h200"),
@@ -306,7 +306,6 @@ def test_named_implementation_cannot_serve(implementation, arguments, reason):
         ({"bias": BIAS, "mask": jax.ShapeDtypeStruct((64, 64), bool)}, "mosaic_gpu"),
         ({"bias": BIAS, "mask": jax.ShapeDtypeStruct((2, 1, 64, 64), bool)}, "mosaic_gpu"),
     ],
-    ids=str,
 )
 def test_hopper_implementation(arguments, implementation):
     with on_device("h200"):

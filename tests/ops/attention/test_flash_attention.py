@@ -26,7 +26,7 @@ from jax_kernels.testing import (
     tolerance_of,
     why_not,
 )
-from tests.support.cases import tiers
+from tests.support.cases import ids, tiers
 from tests.support.oracles import attention as attention_oracle
 
 xla = functools.partial(flash_attention, implementation="xla")
@@ -102,7 +102,7 @@ def skip_where_not_served(case, implementation):
 
 def in_one_process(cases):
     """The cases as parameters. With xdist's loadgroup, one process and one oracle serve a case."""
-    return [pytest.param(case, id=case.name, marks=pytest.mark.xdist_group(case.name)) for case in cases]
+    return [pytest.param(case, id=ids.case_id(case, case), marks=pytest.mark.xdist_group(case.name)) for case in cases]
 
 
 @pytest.mark.gpu
@@ -323,7 +323,7 @@ def test_on_gpu_dense_mask_by_cudnn(shape):
     assert not np.asarray(results[0][0])[np.broadcast_to(dead, (2, 64, 4))].any()
 
 
-@pytest.mark.parametrize("scale", tiers.cases([0.3, -0.7, 0, np.float32(2)], {"-0.7", "0"}))
+@pytest.mark.parametrize("scale", tiers.cases([0.3, -0.7, 0, np.float32(2)], {"-0.7", "0"}, "scale"))
 def test_scale(scale):
     got = results_of(functools.partial(with_lse, scale=scale))
     want = results_of(lambda *qkv: reference.oracle(AttentionInputs(*qkv), AttentionOptions(scale=float(scale))))
@@ -407,7 +407,7 @@ def check_any(case, arrays, implementation, check_dead):
     check_dead(case, got)
 
 
-@pytest.mark.parametrize("case", [SMALL, SMALL_ELSE], ids=str)
+@pytest.mark.parametrize("case", [SMALL, SMALL_ELSE])
 def test_oracle_gradient_is_right(case):
     arrays = attention_inputs(case)
     got, want = (f(case, *arrays)._asdict() for f in (attention_float64, attention_oracle.attention))

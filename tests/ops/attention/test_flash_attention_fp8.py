@@ -28,7 +28,7 @@ def check(case, implementation):
     assert not np.asarray(out)[dead].any()
 
 
-@pytest.mark.parametrize("case", [CASES[name] for name in ("causal", "lengths", "offsets", "odd")], ids=str)
+@pytest.mark.parametrize("case", [CASES[name] for name in ("causal", "lengths", "offsets", "odd")])
 def test_xla(case, no_interpret):
     check(case, "xla")
 
@@ -44,7 +44,7 @@ LONG = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", [*CASES.values(), *LONG], ids=str)
+@pytest.mark.parametrize("case", [*CASES.values(), *LONG])
 def test_on_gpu(case, implementation, no_interpret):
     arrays = arrays_of(case)
     try:

@@ -196,7 +196,6 @@ def test_without_lists():
 @pytest.mark.parametrize(
     "arguments",
     [pytest.param({}, marks=pytest.mark.slow), {"is_causal": True, "window": 20}, {"q_offset": jnp.array([3, -5])}],
-    ids=str,
 )
 def test_results(arguments):
     """A prepared mask that differs between heads, passed to jit, in three ops, with gradients: equals the mask."""

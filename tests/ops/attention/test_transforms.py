@@ -26,7 +26,7 @@ with_lse = functools.partial(xla, return_lse=True)
 SMALL = next(case for case in ATTENTION_CASES if case.name == "everything")
 
 
-@pytest.mark.parametrize("argnums", tiers.cases([0, 1, 2, (0, 2)], ["1", "(0, 2)"]))
+@pytest.mark.parametrize("argnums", tiers.cases([0, 1, 2, (0, 2)], ["1", "(0, 2)"], "argnums"))
 def test_gradient_by_some_inputs(argnums):
     query, key, value, dout, dlse = attention_inputs(SMALL)
 

@@ -51,7 +51,6 @@ def launches(shape, kv_heads=None, device="h200", **pattern):
         # Keys of different lengths cannot share a launch.
         ((1, 1024, 16, 128), {"segment_lengths": (1024,) * 2, "dilation_rates": (1, 2)}, [("view", 0), ("view", 1)]),
     ],
-    ids=str,
 )
 def test_joined_launches(shape, arguments, expected):
     assert launches(shape, **arguments) == expected

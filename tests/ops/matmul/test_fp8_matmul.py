@@ -11,7 +11,7 @@ from jax_kernels import explain, gated_matmul, matmul
 from jax_kernels.dispatch import on_device
 from jax_kernels.quantization import QuantizedArray, dequantize, quantize
 from jax_kernels.testing import fp8_matmul as cases
-from tests.support.cases import tiers
+from tests.support.cases import ids, tiers
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_against_float64(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", cases.HOPPER)
+@pytest.mark.parametrize("name", ids.named(cases.HOPPER))
 def test_on_hopper(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")

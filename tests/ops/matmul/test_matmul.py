@@ -18,15 +18,16 @@ from jax_kernels.ops.activations import ACTIVATIONS, derivative_of
 from jax_kernels.ops.attention import vjp
 from jax_kernels.ops.matmul import gradients
 from jax_kernels.testing import matmul as matmul_cases
+from tests.support.cases import ids
 
 
-@pytest.mark.parametrize("name", matmul_cases.CASES)
+@pytest.mark.parametrize("name", ids.named(matmul_cases.CASES))
 def test_against_float64(name):
     for result, (error, bound) in matmul_cases.errors_by(matmul_cases.CASES[name], "xla").items():
         assert error <= bound, result
 
 
-@pytest.mark.parametrize("name", matmul_cases.TRITON)
+@pytest.mark.parametrize("name", ids.named(matmul_cases.TRITON))
 def test_triton_against_float64(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for result, (error, bound) in matmul_cases.errors_by(matmul_cases.TRITON[name], "triton").items():
@@ -34,7 +35,7 @@ def test_triton_against_float64(name, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", matmul_cases.TRITON | matmul_cases.GPU)
+@pytest.mark.parametrize("name", ids.named(matmul_cases.TRITON | matmul_cases.GPU))
 def test_triton_on_gpu(name):
     cases = matmul_cases.TRITON | matmul_cases.GPU
     for result, (error, bound) in matmul_cases.errors_by(cases[name], "triton").items():
@@ -42,7 +43,7 @@ def test_triton_on_gpu(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*matmul_cases.HOPPER, *ACTIVATIONS])
+@pytest.mark.parametrize("name", [*ids.named(matmul_cases.HOPPER), *ACTIVATIONS])
 def test_on_hopper(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")

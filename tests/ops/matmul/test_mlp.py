@@ -11,15 +11,16 @@ from jax_kernels import explain, mlp
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.activations import ACTIVATIONS, derivative_of
 from jax_kernels.testing import mlp as cases
+from tests.support.cases import ids
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", ids.named(cases.CASES))
 def test_against_float64(name):
     for result, (error, bound) in cases.errors_by(cases.CASES[name], "xla").items():
         assert error <= bound, result
 
 
-@pytest.mark.parametrize("name", cases.TRITON)
+@pytest.mark.parametrize("name", ids.named(cases.TRITON))
 def test_triton_against_float64(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for result, (error, bound) in cases.errors_by(cases.TRITON[name], "triton").items():
@@ -27,14 +28,14 @@ def test_triton_against_float64(name, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", cases.TRITON | cases.GPU)
+@pytest.mark.parametrize("name", ids.named(cases.TRITON | cases.GPU))
 def test_triton_on_gpu(name):
     for result, (error, bound) in cases.errors_by((cases.TRITON | cases.GPU)[name], "triton").items():
         assert error <= bound, result
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*cases.HOPPER, *cases.GPU, *ACTIVATIONS])
+@pytest.mark.parametrize("name", [*ids.named(cases.HOPPER | cases.GPU), *ACTIVATIONS])
 def test_on_hopper(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")

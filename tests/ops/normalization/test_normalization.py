@@ -12,7 +12,7 @@ from jax_kernels.dispatch import on_device
 from jax_kernels.ops import unsupported
 from jax_kernels.pallas.block_specs import sm80
 from jax_kernels.testing.normalization import CASES, HOPPER, LONG, Case, errors_by
-from tests.support.cases import tiers
+from tests.support.cases import ids, tiers
 
 IMPLEMENTATIONS = ("triton", "xla")
 
@@ -23,7 +23,7 @@ def check(case, implementation=None):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ids.named(CASES))
 def test_against_float64(name, implementation, monkeypatch):
     if implementation == "triton":
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
@@ -39,7 +39,7 @@ def test_long_rows(name, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", [*CASES, *LONG])
+@pytest.mark.parametrize("name", ids.named(CASES | LONG))
 def test_on_gpu(name, implementation):
     case = (CASES | LONG)[name]
     check(case, implementation)
@@ -47,7 +47,7 @@ def test_on_gpu(name, implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", HOPPER)
+@pytest.mark.parametrize("name", ids.named(HOPPER))
 def test_hopper_on_gpu(name):
     check(HOPPER[name], "mosaic_gpu")
     check(HOPPER[name].of_rows(1000), "mosaic_gpu")

@@ -13,10 +13,12 @@ from jax_kernels.dispatch import on_device
 from jax_kernels.pallas.normalization.triton.forward import odd_halves
 from jax_kernels.quantization import FORMATS, QuantizedArray, dequantize, quantize
 from jax_kernels.testing.normalization import CASES, LONG, OPS, Case
+from tests.support.cases import ids
 
 IMPLEMENTATIONS = ("triton", "xla")
 QUANTIZED = {name: CASES[name] for name in ("plain", "odd", "prime", "one_row", "one_column", "residual", "no_weights")}
 QUANTIZED |= {name: CASES[name] for name in ("no_bias", "float32", "rms", "rms_residual", "rms_offset", "wide")}
+ON_GPU = QUANTIZED | {name: LONG[name] for name in ("long", "long_drift", "rms_long")}
 NAMED = [*((name, "e4m3") for name in QUANTIZED), *((name, "e5m2") for name in ("odd", "residual", "rms", "wide"))]
 NAN = float("nan")
 
@@ -65,13 +67,16 @@ def check(case: Case, implementation: str, format: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("name", "format"), NAMED)
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [pytest.param(name, format, id=f"{ids.case_id(name, QUANTIZED[name])}-{format}") for name, format in NAMED],
+)
 def test_equals_quantize(name, implementation, format, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     check(QUANTIZED[name], implementation, format)
 
 
-@pytest.mark.parametrize("name", ["long", "rms_long"])
+@pytest.mark.parametrize("name", ids.named({name: LONG[name] for name in ("long", "rms_long")}))
 def test_long_rows(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     check(LONG[name], "triton", "e4m3")
@@ -80,9 +85,9 @@ def test_long_rows(name, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", [*QUANTIZED, "long", "long_drift", "rms_long"])
+@pytest.mark.parametrize("name", ids.named(ON_GPU))
 def test_on_gpu(name, implementation, format):
-    case = (QUANTIZED | LONG)[name]
+    case = ON_GPU[name]
     check(case, implementation, format)
     check(case.of_rows(1000), implementation, format)
 

@@ -46,7 +46,7 @@ def test_attention():
 
 
 @pytest.mark.usefixtures("_few_cores")
-@pytest.mark.parametrize("case", decode_cases.CASES.values(), ids=str)
+@pytest.mark.parametrize("case", decode_cases.CASES.values())
 def test_decode_attention(case):
     def call(q, k, v, **arrays):
         options = {"window": case.window, "softcap": case.softcap, "scale": case.scale}

@@ -145,7 +145,7 @@ def test_cached_calls_compute_only_requested_gradients(make_qkv, monkeypatch):
     assert work[0b1] < 0.8 * work[0b11111]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_errors_are_at_most_pytorchs(dtype, make_qkv, reference):
     inputs = make_qkv(length=64, dtype=dtype)
     cotangent = torch.randn(inputs[0].shape, dtype=torch.float64)
@@ -168,7 +168,7 @@ def test_16_bit_errors_are_at_most_pytorchs(dtype, make_qkv, reference):
         assert error <= 1.1 * bound, name
 
 
-@pytest.mark.parametrize("needed", list(itertools.product([True, False], repeat=3))[:-1], ids=str)
+@pytest.mark.parametrize("needed", list(itertools.product([True, False], repeat=3))[:-1])
 def test_only_requested_gradients(needed, make_qkv, reference):
     inputs = [x.detach().requires_grad_(n) for x, n in zip(make_qkv(), needed, strict=True)]
     bridge.flash_attention(*inputs).square().sum().backward()

@@ -244,7 +244,6 @@ def test_other_calls_run_pytorchs_function():
         ({"kernel_options": {"BLOCK": 3}}, ValueError, "^kernel_options: got 'BLOCK'"),
         ({"return_lse": True, "return_aux": torchs.AuxRequest(lse=True)}, ValueError, "^return_lse, return_aux: got"),
     ],
-    ids=range(12),
 )
 def test_errors(change, kind, message):
     given = dict(zip(("query", "key", "value"), make(), strict=True)) | change

@@ -166,7 +166,6 @@ def test_longest(shape):
         ((1, 200, 2, 24), 256, 64),
         ((1, 77, 2, 192), 256, 64),
     ],
-    ids=str,
 )
 def test_backward_rows(shape, width, block_q, has_dlse, dtype):
     batch, length, heads, _ = shape

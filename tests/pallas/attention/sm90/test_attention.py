@@ -257,7 +257,6 @@ def test_deterministic_backward_has_no_atomic_adds():
         ((1, 1, 1, 512), {"kv_heads": 2}, True),
         ((1, 4, 512, 512), {}, False),
     ],
-    ids=str,
 )
 def test_key_bias_gradient_needs_no_extra_pass(shape, arguments, is_own):
     """Exceptions: a softcap, and different biases of heads that share keys."""

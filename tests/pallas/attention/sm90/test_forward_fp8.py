@@ -94,13 +94,13 @@ def _compile(options: dict) -> None:
 
 # Representatives of similar rows: an odd call for 128 causal, causal calls for 64 and 256.
 COMPILED = {
-    "64": {"head_dim": 64, "is_causal": True},
-    "128": {"head_dim": 128},
-    "256": {"head_dim": 256, "is_causal": True},
+    "head_dim_64": {"head_dim": 64, "is_causal": True},
+    "head_dim_128": {"head_dim": 128},
+    "head_dim_256": {"head_dim": 256, "is_causal": True},
     "odd": {"head_dim": 72, "is_causal": True, "kv_lengths": True, "length": 777},
 }
 # Bytes that a kernel may spill outside the loop over the keys: once for each tile of queries.
-SPILLS = {"256": 8}
+SPILLS = {"head_dim_256": 8}
 
 
 @pytest.mark.compile

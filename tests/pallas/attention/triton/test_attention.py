@@ -28,7 +28,7 @@ from jax_kernels.testing import (
     run_attention,
     tolerance_of,
 )
-from tests.support.cases import tiers
+from tests.support.cases import ids, tiers
 from tests.support.oracles import attention as attention_oracle
 
 pytestmark = pytest.mark.timeout(120)
@@ -58,8 +58,11 @@ class Case:
     batch: int = 2
 
     def __str__(self):
-        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
-        return "-".join(f"{field.name}={getattr(self, field.name)}" for field in changed).replace(" ", "") or "plain"
+        """The shapes, and the other fields that differ from their defaults."""
+        others = ("dtype", "is_causal", "q_offset", "kv_lengths", "precision")
+        changed = (f for f in dataclasses.fields(self) if f.name in others and getattr(self, f.name) != f.default)
+        texts = (f"{field.name}={getattr(self, field.name)}".replace(" ", "") for field in changed)
+        return "-".join([ids.attention_shape(self), *texts])
 
     def arrays(self):
         """query, key, value, and the cotangents of out and lse."""

@@ -14,7 +14,7 @@ from jax_kernels.inputs.matmul import MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitSm90
 from jax_kernels.pallas.matmul.sm90.low_bit import LowBitTraits
 from jax_kernels.quantization.formats import LowBit
-from tests.support.cases import low_bit_blocks, tiers
+from tests.support.cases import ids, low_bit_blocks, tiers
 from tests.support.interpreters import kernels as cases_interpreter
 from tests.tools import compile_case
 
@@ -44,7 +44,7 @@ def test_cluster_split_k_interpreted(cores, names):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", low_bit_blocks.CASES | low_bit_blocks.GPU)
+@pytest.mark.parametrize("name", ids.named(low_bit_blocks.CASES | low_bit_blocks.GPU))
 def test_cluster_split_k_on_a_gpu(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")

@@ -22,8 +22,8 @@ from jax_kernels.pallas.matmul.sm90.matmul import matmul as matmul_sm90
 from jax_kernels.pallas.matmul.sm90.state import Traits
 from jax_kernels.pallas.mosaic import elementwise
 from tests.support.cases import fp8_gated as fp8_gated_cases
+from tests.support.cases import ids, tiers
 from tests.support.cases import matmul_blocks as matmul_block_cases
-from tests.support.cases import tiers
 from tests.support.interpreters import kernels as cases_interpreter
 from tests.tools import compile_case
 
@@ -88,7 +88,7 @@ def test_other_blocks_interpreted(cores, names):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", matmul_block_cases.CASES | matmul_block_cases.GPU)
+@pytest.mark.parametrize("name", ids.named(matmul_block_cases.CASES | matmul_block_cases.GPU))
 def test_other_blocks_on_a_gpu(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")

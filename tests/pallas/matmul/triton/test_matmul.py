@@ -17,7 +17,7 @@ from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.matmul.triton.state import Traits
 from jax_kernels.testing import matmul as matmul_cases
-from tests.support.cases import tiers
+from tests.support.cases import ids, tiers
 from tests.tools import compile_case
 
 BLOCKS = MatmulTriton(block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=2, rows_together=3)
@@ -58,7 +58,7 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", ids.named(SPLIT))
 def test_split_k_matches_float64(name, monkeypatch):
     """Several programs work on one tile. The gradients of w have equally few rows, and short sums."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")

@@ -20,7 +20,7 @@ from jax_kernels.ops.normalization.normalization import _by_joined_rows
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.normalization.sm90.traits import Traits, row_warps_of
 from jax_kernels.reference import normalization as reference
-from tests.support.cases import norm_blocks
+from tests.support.cases import ids, norm_blocks
 from tests.support.cases.tiers import cases
 from tests.support.interpreters import kernels as cases_interpreter
 from tests.tools import compile_case
@@ -53,7 +53,7 @@ def test_rows_shared_by_ctas_interpreted(cores, names):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", norm_blocks.CASES)
+@pytest.mark.parametrize("name", ids.named(norm_blocks.CASES))
 def test_rows_shared_by_ctas_on_a_gpu(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")
