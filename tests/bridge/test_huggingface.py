@@ -11,6 +11,7 @@ from jax_kernels import bridge
 from jax_kernels.bridge import huggingface
 from jax_kernels.bridge.ops.decoding import cached_decoding
 from jax_kernels.bridge.ops.drop_in import heads_first
+from tests.support.cases import tiers
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -197,14 +198,10 @@ def test_generate_with_spare_capacity(name):
         assert torch.equal(got, theirs.generate(tokens, **arguments))
 
 
-GENERATED = [
-    pytest.param(name, cache, marks=[pytest.mark.slow] * (name in ("mistral", "qwen3", "gemma2")))
-    for name in MODELS
-    for cache in ("dynamic", "static")
-]
-
-
-@pytest.mark.parametrize(("name", "cache"), GENERATED)
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    tiers.some_pairs(MODELS, ["dynamic", "static"], {("llama", "dynamic"), ("gpt-oss", "static")}),
+)
 def test_generate(name, cache):
     theirs, ours = both(name)
     for padding in ("none", "left"):
