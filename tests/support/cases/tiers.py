@@ -33,12 +33,18 @@ def pairs(names: Iterable[Any], others: Iterable[Any], quick: tuple[Any, Any]) -
     return [pytest.param(*pair, id=f"{ids.word(pair[0])}-{ids.word(pair[1])}", marks=mark(pair)) for pair in both]
 
 
-def some_pairs(names: Iterable[Any], others: Iterable[Any], quick: Collection[tuple[Any, Any]]) -> list[Any]:
-    """Every pair of a name and another name, as two parameters. Pairs that are not in `quick` are marked slow."""
+def some_pairs(
+    names: Iterable[Any], others: Iterable[Any], quick: Collection[tuple[Any, Any]], argument: str = ""
+) -> list[Any]:
+    """Every pair of a name and another name, as two parameters. Pairs that are not in `quick` are marked slow.
+
+    argument: the first parameter's name, which ids then show.
+    """
     both = list(itertools.product(names, others))
     assert not (unknown := set(quick) - set(both)), unknown
     mark = lambda pair: () if pair in quick else pytest.mark.slow
-    return [pytest.param(*pair, id=f"{ids.word(pair[0])}-{ids.word(pair[1])}", marks=mark(pair)) for pair in both]
+    first = lambda x: (argument and ids.argument_id(x, argument)) or ids.word(x)
+    return [pytest.param(*pair, id=f"{first(pair[0])}-{ids.word(pair[1])}", marks=mark(pair)) for pair in both]
 
 
 def groups(names: Iterable[str], quick: Collection[str], size: int) -> list[Any]:

@@ -82,7 +82,7 @@ BIASES = {
 
 @pytest.mark.parametrize("case", BIASES)
 def test_bias_and_sinks(case, make_qkv, reference):
-    """Values, and all five gradients; any gradient may be left out."""
+    """Values, and all five gradients; any gradient may be left out. One case leaves out each of three."""
     inputs = make_qkv(length=9, kv_length=11, kv_heads=2)
     bias, sinks = torch.randn(BIASES[case]), torch.randn(4)
     if case == "masked":
@@ -100,7 +100,7 @@ def test_bias_and_sinks(case, make_qkv, reference):
     cotangents = tuple(torch.randn_like(x) for x in want)
     wanted = torch.autograd.grad(want, inputs, cotangents)
     torch.testing.assert_close(torch.autograd.grad(got, inputs, cotangents), wanted, atol=2e-5, rtol=0)
-    for index in (0, 3, 4):
+    for index in (0, 3, 4) if case == "full" else (3,):
         alone = [x.detach().requires_grad_(i == index) for i, x in enumerate(inputs)]
         (gradient,) = torch.autograd.grad(results(ours, alone), [alone[index]], cotangents)
         torch.testing.assert_close(gradient, wanted[index], atol=2e-5, rtol=0)
