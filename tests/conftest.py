@@ -20,6 +20,7 @@ import hypothesis
 import jax
 import pytest
 
+from tests.support.cases import ids
 from tests.support.processes import room
 
 # JAX makes many small objects that live on. Scanning them again and again takes 6 % of the suite's time.
@@ -36,6 +37,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    return ids.argument_id(val, argname)
 
 
 ROOM = room.Room()

@@ -23,13 +23,13 @@ from tests.support.processes import forked
 from tests.tools import compile_case
 
 
-def test_a_program_without_such_kernels_has_none():
+def test_program_without_kernels():
     lowered = jax.jit(lambda x: rms_norm(x, jnp.ones(128), implementation="xla")).lower(jnp.ones((4, 128)))
     assert compile_kernels(lowered) == 0
     assert lowered.compile()(jnp.ones((4, 128))).shape == (4, 128)
 
 
-def test_what_cannot_be_compiled_alone_is_told(monkeypatch):
+def test_kernels_left_to_xla_are_reported(monkeypatch):
     lowered = jax.jit(lambda x: x).lower(1.0)
     kernel = lambda error: types.SimpleNamespace(compile=lambda where: error)
     kernels = [kernel(None), kernel(TypeError("no")), kernel(None)]
@@ -41,7 +41,7 @@ def test_what_cannot_be_compiled_alone_is_told(monkeypatch):
         assert compile_kernels(lowered) == 1
 
 
-def test_the_caller_need_not_wait(monkeypatch):
+def test_caller_need_not_wait(monkeypatch):
     begun, may_end, ended = threading.Event(), threading.Event(), []
 
     def compile_late(where):
@@ -67,7 +67,7 @@ def mesh_of(platform, devices, is_multi_process=False):
     return types.SimpleNamespace(devices=found, size=devices, is_multi_process=is_multi_process)
 
 
-def test_gpus_of_one_process_send_by_copies():
+def test_gpus_in_one_process_send_by_copies():
     options = compiler_options(mesh_of("gpu", 2))
     assert options == {
         "xla_gpu_use_memcpy_local_p2p": True,
@@ -78,7 +78,7 @@ def test_gpus_of_one_process_send_by_copies():
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_products_without_triton(devices):
+def test_matmuls_without_triton(devices):
     name = "xla_gpu_enable_triton_gemm"
     mesh = mesh_of("gpu", devices)
     assert compiler_options(mesh, triton_products=False) == compiler_options(mesh) | {name: False}
@@ -90,11 +90,11 @@ def test_other_meshes_have_no_options(mesh):
     assert compiler_options(mesh) == {}
 
 
-def test_a_mesh_of_this_process_has_no_options_on_a_cpu():
+def test_cpu_mesh_has_no_options():
     assert compiler_options(jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("s",))) == {}
 
 
-def test_an_option_that_xla_does_not_have_is_left_out(monkeypatch):
+def test_unknown_xla_option_is_dropped(monkeypatch):
     with_more = compilation._BY_COPIES | {
         "xla_gpu_no_such_option": True,
         "xla_gpu_ragged_all_to_all_mode": "no such mode",
@@ -106,7 +106,7 @@ def test_an_option_that_xla_does_not_have_is_left_out(monkeypatch):
     assert len(found) == 2
 
 
-def test_collections_are_paused_and_go_on():
+def test_garbage_collection_pauses_and_resumes():
     def fail():
         with compilation.paused_collections():
             raise KeyError(gc.isenabled())
@@ -124,7 +124,7 @@ def test_collections_are_paused_and_go_on():
 
 
 @pytest.mark.gpu
-def test_the_program_is_right_on_a_gpu():
+def test_program_is_right_on_a_gpu():
     x, scale = jax.random.normal(jax.random.key(0), (2, 512, 8, 128), jnp.bfloat16), jnp.ones(128, jnp.bfloat16)
     lowered = jax.jit(jax.grad(_loss)).lower(x, scale)
     with warnings.catch_warnings():
@@ -165,7 +165,7 @@ def _compile(dump: str) -> dict[str, Any]:
 
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
-def test_xla_finds_every_kernel_compiled(tmp_path):
+def test_xla_finds_compiled_kernels(tmp_path):
     env = {"JAX_KERNELS_INTERPRET": None, "MOSAIC_GPU_DUMP_TO": str(tmp_path)}
     done = forked.run(__file__, str(tmp_path), env=env, timeout=compile_case.TIMEOUT)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -62,14 +62,14 @@ def test_abilities_follow_the_generation():
 
 
 @pytest.mark.parametrize("capability", ARCHITECTURES)
-def test_implementations_are_what_dispatch_offers(capability):
+def test_implementations_match_dispatch(capability):
     info = device_info(fake_gpu("A GPU of tomorrow", f"{capability[0]}.{capability[1]}"))
     order, _ = block_specs.attention_order(capability)
     assert info.implementations == order
     assert info.architecture == ARCHITECTURES[capability].name
 
 
-def test_named_device_has_the_implementations_of_its_capability():
+def test_named_device_implementations():
     for gpu in GPUS:
         order, _ = block_specs.attention_order(gpu[3])
         assert device_info(gpu[0]).implementations == order
@@ -102,14 +102,14 @@ def test_without_a_gpu():
         assert device_info() == info
 
 
-def test_other_accelerators_count_as_ones_without_a_kernel():
+def test_other_accelerators_have_no_kernels():
     for attributes in ({"platform": "tpu"}, {"platform": "rocm", "compute_capability": "gfx942"}):
         device = fake_gpu(**({"compute_capability": None} | attributes))
         info = device_info(device)
         assert (info.name, info.compute_capability, info.implementations) == (device.device_kind, None, ("xla",))
 
 
-def test_no_backend_is_a_cpu(monkeypatch):
+def test_missing_backend_counts_as_cpu(monkeypatch):
     def fail(**_):
         raise RuntimeError("Unable to initialize backend")
 

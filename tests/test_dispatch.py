@@ -80,7 +80,7 @@ def test_choose_unknown_name():
         choose(REQUEST, table(fast=None, good=None), order_of("fast", "good"), "nope")
 
 
-def test_choose_gives_every_reason_where_none_serves():
+def test_choose_gives_every_reason_if_none_serves():
     with pytest.raises(NotImplementedError, match=r"no implementation .* on NVIDIA H200: a: too old; b: too new"):
         choose(REQUEST, table(a="too old", b="too new"), order_of("a", "b"))
 
@@ -113,7 +113,7 @@ def test_attention_plans(device, kwargs, name):
     assert all(plan.why_not.values())
 
 
-def test_dense_mask_goes_to_what_takes_it():
+def test_dense_mask_implementation():
     mask = jax.ShapeDtypeStruct((1024, 1024), jnp.dtype(bool))
     plan = attention_on("a100", mask=mask)
     assert plan.implementation == "cudnn"
@@ -233,7 +233,7 @@ def test_interpret_lets_kernels_serve_without_a_gpu(monkeypatch):
     assert attention_on("cpu").implementation == "xla"
 
 
-def test_explain_is_what_the_call_does():
+def test_explain_matches_the_call():
     query = jnp.ones((1, 8, 2, 16))
     plan = explain(flash_attention, query, query, query, is_causal=True)
     assert isinstance(plan, Plan)
@@ -254,7 +254,7 @@ def test_explain_of_a_partial():
 
 
 @pytest.mark.parametrize("name", ["prefix", "segments", "block_sparse", "composed"])
-def test_explain_with_the_shapes_of_a_mask(name):
+def test_explain_with_mask_shapes(name):
     lengths, ids, cells = jnp.array([5, 9]), jnp.zeros((2, 64), jnp.int32), jnp.ones((1, 1), bool)
     made = {
         "prefix": lambda: masks.causal() & masks.prefix(lengths),
@@ -269,12 +269,12 @@ def test_explain_with_the_shapes_of_a_mask(name):
         )
 
 
-def test_a_plan_without_blocks_names_none():
+def test_plan_without_blocks():
     assert "blocks" not in str(attention_on("cpu"))
     assert "  blocks: " in str(attention_on("h200"))
 
 
-def test_explain_of_something_else():
+def test_explain_of_a_non_op():
     with pytest.raises(TypeError, match=r"op: got .*, want an op of this library"):
         explain(jnp.matmul, 1, 2)
     plan = attention_on("cpu")
@@ -302,7 +302,7 @@ def test_target_device_follows_the_arrays():
         assert dispatch.target_device() == device_info(cpu)
 
 
-def test_a_mesh_of_cpu_devices_is_a_cpu_on_a_machine_with_a_gpu(monkeypatch):
+def test_cpu_mesh_on_a_gpu_machine(monkeypatch):
     """Arrays on the mesh, inside and outside of shard_map, and other arrays under jax.set_mesh."""
     gpu = device_info("h200")
     monkeypatch.setattr(dispatch, "device_info", lambda device=None: gpu if device is None else device_info(device))
@@ -325,7 +325,7 @@ def test_a_mesh_of_cpu_devices_is_a_cpu_on_a_machine_with_a_gpu(monkeypatch):
         assert jnp.abs(out - want).max() < 1e-2
 
 
-def test_a_program_for_cpus_and_gpus_alike():
+def test_program_for_cpus_and_gpus():
     """Without a GPU the plan is "xla", which CPUs and GPUs can run."""
     attend = lambda x: flash_attention(x, x, x, is_causal=True)
     x = jax.random.normal(jax.random.key(0), (1, 16, 2, 64), jnp.bfloat16)

@@ -7,7 +7,7 @@ from jax_kernels import hilbert_order, invert_order
 
 
 @pytest.mark.parametrize("bits", range(7))
-def test_a_full_grid_is_a_hilbert_curve(bits):
+def test_full_grid_is_a_hilbert_curve(bits):
     """Each step goes to an adjacent cell. Each quadrant is visited as a whole, at every scale."""
     side = 1 << bits
     order = hilbert_order(side * side)
@@ -19,7 +19,7 @@ def test_a_full_grid_is_a_hilbert_curve(bits):
         assert (blocks == blocks[..., :1]).all()
 
 
-def test_any_length_leaves_out_cells_past_the_end():
+def test_any_length_omits_cells_past_the_end():
     for n in range(200):
         order = hilbert_order(n)
         full = hilbert_order(4 ** next(bits for bits in range(5) if 4**bits >= n))
@@ -28,7 +28,7 @@ def test_any_length_leaves_out_cells_past_the_end():
         np.testing.assert_array_equal(order[invert_order(order)], np.arange(n))
 
 
-def test_is_cached_and_cannot_be_written():
+def test_order_is_cached_and_read_only():
     assert hilbert_order(100) is hilbert_order(100)
     with pytest.raises(ValueError, match="read-only"):
         hilbert_order(100)[0] = 1

@@ -62,6 +62,17 @@ def test_docstrings_are_sentences():
     assert not found
 
 
+def test_names_of_tests_are_short():
+    """At most 60 characters. A longer sentence belongs into the docstring."""
+    long = [
+        f"{path.relative_to(ROOT)}:{node.name}"
+        for path in TESTS
+        for node in functions(path)
+        if node.name.startswith("test_") and len(node.name) > 60
+    ]
+    assert not long
+
+
 # The count of each word of tests/tools/prose.py occurs. A change that lowers a count lowers its number here.
 MOST_WORDS = {
     "what": 4,

@@ -37,7 +37,7 @@ def modules_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize("module", ["jax_kernels", "jax_kernels.testing", "jax_kernels.cli"])
-def test_import_leaves_frameworks_alone(module):
+def test_import_loads_no_framework(module):
     modules = modules_after(f"import {module}")
     assert "jax_kernels" in modules
     assert modules.isdisjoint(HEAVY)
@@ -90,7 +90,7 @@ OVERLOADED = {
 
 
 @pytest.mark.parametrize("name", OVERLOADED)
-def test_overloads_have_the_parameters_of_their_function(name):
+def test_overloads_match_their_function(name):
     """Type checkers learn from the overloads of a function, one for each case, which type a result has."""
     function = getattr(jax_kernels, name)
     want, overloads = inspect.signature(function).parameters, typing.get_overloads(function)

@@ -16,7 +16,7 @@ SCRIPT = ROOT / "docs" / "pictures.py"
 
 
 @pytest.mark.slow
-def test_every_picture_is_written_checked_in_and_shown(tmp_path):
+def test_every_picture_is_current_and_shown(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(SCRIPT), str(tmp_path / "new")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -28,7 +28,7 @@ def test_every_picture_is_written_checked_in_and_shown(tmp_path):
     assert not [name for name in written if f'src="{name}"' not in pages]
 
 
-def test_what_is_drawn_is_the_definition():
+def test_drawings_match_the_definition():
     pictures = runpy.run_path(str(SCRIPT))
     for name, (num_heads, arguments) in pictures["MODES"].items():
         got = pictures["seen"](pictures["TOKENS"], num_heads, **arguments)

@@ -23,7 +23,7 @@ def name(page):
 EXAMPLES = {f"{name(page)} {number}": text for page in PAGES for number, text in enumerate(examples(page))}
 
 
-def test_there_are_examples():
+def test_examples_exist():
     assert len(examples(README)) >= 4
 
 
@@ -37,13 +37,13 @@ def test_example(example, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_to_files(page):
+def test_links_resolve(page):
     links = re.findall(r'\]\(([^)#]+)[^)]*\)|src="([^"]+)"', page.read_text())
     paths = [first or second for first, second in links]
     assert not [path for path in paths if "://" not in path and not (page.parent / path).exists()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_files_that_are_named_exist(page):
+def test_named_files_exist(page):
     paths = re.findall(r"[\w.]+(?:/\w+)+\.(?:py|json|toml)\b", page.read_text())
     assert not [path for path in paths if not any((folder / path).exists() for folder in (ROOT, page.parent))]

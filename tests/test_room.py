@@ -24,7 +24,7 @@ def empty():
     return room.count_maps()
 
 
-def test_maps_fall_though_the_functions_stay(empty):
+def test_clear_frees_maps_of_live_functions(empty):
     functions = compiled(50)
     assert room.count_maps() > empty + 100
     scale = bridge.from_jax(lambda x: jnp.sort(x) * 3)
@@ -39,7 +39,7 @@ def test_maps_fall_though_the_functions_stay(empty):
     torch.testing.assert_close(scale(torch.ones(5)), torch.full((5,), 3.0))
 
 
-def test_it_is_cleared_before_there_are_too_many(empty):
+def test_clears_before_the_limit(empty):
     own = room.Room(most_maps=empty + 50, least_room=50, most_unseen=10, most_tests=1000)
     functions, most, cleared = [], 0, 0
     for _ in range(12):
@@ -50,7 +50,7 @@ def test_it_is_cleared_before_there_are_too_many(empty):
     assert most < empty + 300
 
 
-def test_maps_are_read_after_some_programs_or_tests(empty, monkeypatch):
+def test_maps_are_counted_periodically(empty, monkeypatch):
     own, read = room.Room(most_maps=10**9, most_unseen=10, most_tests=4), []
     count = room.count_maps
     monkeypatch.setattr(room, "count_maps", lambda: read.append(count()) or read[-1])
@@ -64,13 +64,13 @@ def test_maps_are_read_after_some_programs_or_tests(empty, monkeypatch):
     assert len(read) == 2
 
 
-def test_it_says_where_clearing_does_not_help(monkeypatch):
+def test_reports_when_clearing_does_not_help(monkeypatch):
     own = room.Room(most_maps=10, most_tests=1, limit=20)
     with pytest.raises(RuntimeError, match="memory maps are left without any programs, want at most 20"):
         own.after_test()
 
 
-def test_memory_that_stays_is_not_cleared_time_and_again():
+def test_retained_memory_is_cleared_once():
     own = room.Room(most_bytes=1)
     assert own.after_test()
     assert not own.after_test()

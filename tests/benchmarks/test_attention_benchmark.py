@@ -59,7 +59,7 @@ def test_flops(make_case):
     assert make_case("fwd", False, shape).tflops(1.55) == pytest.approx(709.4, abs=0.1)
 
 
-def test_values_of_another_head_dim():
+def test_value_head_dim_differs():
     args = attention.arguments(["--shapes", "2,64,4,24/16,2;2,64,4,24", "--causal", "no", "--mode", "fwd,bwd"])
     assert [shape.numbers for shape in args.shapes] == [[2, 64, 4, 24, 2, 16], [2, 64, 4, 24, 4]]
     made = attention.cases(args)
@@ -117,14 +117,14 @@ def test_rows_and_plot(tmp_path, make_case):
     assert (tmp_path / "plots" / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_what_is_no_number_is_null(tmp_path):
+def test_non_finite_values_are_null(tmp_path):
     row = {"error": np.nan, "times": (1.5, np.inf), "calls": 3}
     report.write_json(tmp_path / "x.json", {"rows": [row], "ok": True})
     read = json.loads((tmp_path / "x.json").read_text())
     assert read == {"rows": [{"error": None, "times": [1.5, None], "calls": 3}], "ok": True}
 
 
-def test_threads_that_write_at_once_leave_whole_files(tmp_path):
+def test_concurrent_writers_leave_whole_files(tmp_path):
     """At any time the file has one writer's whole content."""
     path, rows = tmp_path / "x.json", [{"number": i} for i in range(200)]
     write = lambda name: [report.write_json(path, {"name": name, "rows": rows}) for _ in range(40)]
@@ -140,7 +140,7 @@ def test_threads_that_write_at_once_leave_whole_files(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_whole_run(tmp_path, run_script):
+def test_full_run(tmp_path, run_script):
     output = tmp_path / "results.json"
     done = run_script(
         "attention.py", "--shapes", "1,64,4,16,2", "--causal", "both", "--mode", "fwd,bwd", "--timer", "host",
@@ -173,7 +173,7 @@ def test_whole_run(tmp_path, run_script):
 
 
 @pytest.mark.timeout(120)
-def test_a_run_without_time_left_says_so(tmp_path, capsys, monkeypatch, without_gpu):
+def test_run_without_time_left_is_reported(tmp_path, capsys, monkeypatch, without_gpu):
     monkeypatch.setattr(attention, "prepare_process", lambda: None)
     monkeypatch.setattr(attention.threading, "Timer", lambda *_: types.SimpleNamespace(start=int, cancel=int))
     output = tmp_path / "results.json"
@@ -187,7 +187,7 @@ def test_a_run_without_time_left_says_so(tmp_path, capsys, monkeypatch, without_
     assert "the time budget is spent" in capsys.readouterr().out
 
 
-def test_a_wrong_contender_shows_in_the_exit_status(tmp_path, monkeypatch, without_gpu):
+def test_wrong_contender_sets_the_exit_status(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(attention, "prepare_process", lambda: None)
     poisoned = lambda name, case, sets, oracle: contenders.Built(lambda index: (sets[0].query * jnp.nan,), "")
     monkeypatch.setattr(contenders, "_ours", poisoned)

@@ -14,7 +14,7 @@ from harness import cases, contenders
 from tests.support.cases import tiers
 
 
-def test_what_cannot_run_says_why(make_case, without_gpu):
+def test_unavailable_contenders_give_a_reason(make_case, without_gpu):
     given = make_case()
     sets = cases.input_sets(given)[:1]
     oracle = cases.Oracle(given, sets[0])
@@ -57,7 +57,7 @@ def test_wrong_results_are_not_timed(mode, monkeypatch, make_case):
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
-def test_values_of_another_head_dim(mode, monkeypatch):
+def test_value_head_dim_differs(mode, monkeypatch):
     given = cases.Case(1, 64, 4, 24, 4, "bf16", True, mode, value_head_dim=16)
     sets = cases.input_sets(given)[:1]
     oracle = cases.Oracle(given, sets[0])
@@ -78,14 +78,14 @@ def test_nan_is_wrong(monkeypatch, make_case):
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_no_nan_is_lost_among_errors(place):
+def test_relative_error_keeps_nan(place):
     right = [np.arange(6.0).reshape(2, 3) + i for i in range(3)]
     assert cases.relative_error([x * 1.5 for x in right], right) == 0.5
     got = [x * np.nan if i == place else x for i, x in enumerate(right)]
     assert np.isnan(cases.relative_error(got, right))
 
 
-def test_an_error_beside_zeros_is_absolute():
+def test_error_against_zeros_is_absolute():
     """The gradients of a query that sees one key are zeros."""
     zeros, ones = np.zeros((2, 3)), np.ones((2, 3))
     assert cases.relative_error([zeros, ones], [zeros, ones]) == 0
@@ -122,7 +122,7 @@ def test_split_backward_runs_no_forward(causal, make_case):
 
 
 @pytest.mark.parametrize("mode", tiers.cases(["fwd", "bwd", "fwdbwd"], {"fwd"}))
-def test_jax_triton_keeps_its_fastest_variant(mode, monkeypatch, make_case):
+def test_jax_triton_keeps_the_fastest_variant(mode, monkeypatch, make_case):
     monkeypatch.setattr(
         contenders,
         "_JAX_TRITON_FORWARD",
@@ -148,7 +148,7 @@ def test_jax_triton_keeps_its_fastest_variant(mode, monkeypatch, make_case):
         contenders._jax_triton(make_case(mode), sets, oracle)
 
 
-def test_fastest_passes_over_wrong_and_broken_variants(monkeypatch, make_case):
+def test_fastest_skips_wrong_and_broken_variants(monkeypatch, make_case):
     given = make_case()
     sets = cases.input_sets(given)[:1]
     oracle = cases.Oracle(given, sets[0])
@@ -168,7 +168,7 @@ def test_fastest_passes_over_wrong_and_broken_variants(monkeypatch, make_case):
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
-def test_tokamax_says_whether_it_is_tuned(mode, monkeypatch, make_case):
+def test_tokamax_reports_tuning(mode, monkeypatch, make_case):
     calls = []
 
     def dot_product_attention(q, k, v, *, is_causal, implementation):
@@ -214,7 +214,7 @@ def test_torch_modes(mode, heads_first, make_case):
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
-def test_torch_attention_with_values_of_another_head_dim(mode, monkeypatch):
+def test_torch_attention_value_head_dim(mode, monkeypatch):
     torch_contenders = importlib.import_module("harness.torch_contenders")
     from torch.nn.attention import SDPBackend
 

@@ -75,7 +75,7 @@ def results_of(pattern, is_causal, function):
 
 
 @pytest.mark.parametrize("name", tiers.cases(PATTERNS, set(list(PATTERNS)[:1])))
-def test_by_gathers_and_scatters(name):
+def test_gathers_and_scatters_match_dilated_attention(name):
     pattern, is_causal = PATTERNS[name]
     want, inputs = results_of(*PATTERNS[name], functools.partial(dilated_attention, **pattern.arguments))
     got, _ = results_of(*PATTERNS[name], functools.partial(gathers.gathered, pattern=pattern))
@@ -99,7 +99,7 @@ def test_by_gathers_and_scatters(name):
         assert np.abs(as_numpy(g) - w).max() < 1e-5
 
 
-def test_what_gathers_do_not_serve():
+def test_gathers_reject_unsupported_patterns():
     for pattern, is_causal, message in (
         (Pattern((8, 16), (1, 3)), False, "if not causal its rates must divide its segments"),
         (Pattern((8, 12), (1, 3)), True, "its segments must divide 32"),
@@ -109,7 +109,7 @@ def test_what_gathers_do_not_serve():
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_work_is_counted_by_pairs(name):
+def test_flops_count_pairs(name):
     pattern, is_causal = PATTERNS[name]
     case = Case(3, 32, 4, 8, 2, "bf16", False, "fwd")
     # Missing rows of a segment count here.
@@ -119,7 +119,7 @@ def test_work_is_counted_by_pairs(name):
 
 
 @pytest.mark.slow
-def test_in_torch(monkeypatch, without_gpu):
+def test_torch_variants(monkeypatch, without_gpu):
     """The two variants, uncompiled."""
     torch = pytest.importorskip("torch")
     compiled = []
@@ -135,7 +135,7 @@ def test_in_torch(monkeypatch, without_gpu):
     assert compiled.count({"dynamic": False}) == 4  # flex_attention compiles the others
 
 
-def test_by_the_package(monkeypatch, without_gpu):
+def test_dilated_attention_package(monkeypatch, without_gpu):
     pytest.importorskip("torch")
 
     class DilatedAttention:
@@ -193,7 +193,7 @@ def test_other_patterns(words, names, told, tmp_path, monkeypatch, without_gpu):
 
 
 @pytest.mark.parametrize(("mode", "arrays"), [("fwd", 4), ("bwd", 8), ("fwdbwd", 12)])
-def test_what_has_to_move(mode, arrays):
+def test_moved_bytes(mode, arrays):
     case = Case(2, 32, 4, 16, 4, "bf16", True, mode)
     assert dilated.moved_bytes(case) == arrays * 2 * (2 * 32 * 4 * 16)
 
@@ -203,7 +203,7 @@ def test_default_contenders():
     assert dilated.arguments(["--order", "hilbert"]).contenders == list(dilated.CONTENDERS)
 
 
-def test_without_time_left_each_row_says_so(tmp_path, monkeypatch, without_gpu):
+def test_rows_without_time_left_are_reported(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(dilated, "prepare_process", lambda: None)
     out = tmp_path / "dilated.json"
     words = f"--shapes 1,64,2,16;2,64,2,16 --mode fwd --timer host --budget 0.000001 --output {out}"
@@ -240,7 +240,7 @@ def test_nan_gradients_are_wrong(tmp_path, monkeypatch, without_gpu):
 
 
 @pytest.mark.parametrize("name", ["gather", "dense"])
-def test_a_nan_of_what_ours_is_held_against_is_told(name, tmp_path, monkeypatch, without_gpu):
+def test_nan_in_the_reference_is_reported(name, tmp_path, monkeypatch, without_gpu):
     honest = dilated.function_of
     poisoned = lambda *qkv: honest("dense", *arguments)(*qkv) * jnp.nan
     arguments = []

@@ -48,7 +48,7 @@ def test_nan_is_wrong(name, statuses, rows, monkeypatch):
         assert "speed_ratio" not in row
 
 
-def test_what_fails_shows_in_the_exit_status(rows, monkeypatch):
+def test_failure_sets_the_exit_status(rows, monkeypatch):
     def broken(*arrays, **options):
         raise RuntimeError("no such kernel")
 

@@ -60,7 +60,7 @@ def circle(edges: dict[str, set[str]]) -> list[str] | None:
     return next(filter(None, (visit(name, []) for name in edges)), None)
 
 
-def test_a_circle_is_found():
+def test_import_cycle_is_found():
     edges = {"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}
     assert circle(edges) is None
     assert circle(edges | {"d": {"c"}}) == ["d", "c"]
@@ -70,7 +70,7 @@ def test_a_circle_is_found():
     assert imported(source) == {"sparse", "harness.cases", "harness.timing", "harness.report"}
 
 
-def test_there_is_no_circle():
+def test_no_import_cycles():
     edges = {name: imported(path.read_text()) for name, path in MODULES.items()}
     assert circle(edges) is None
     # Code that two scripts need belongs to the harness.
@@ -78,7 +78,7 @@ def test_there_is_no_circle():
 
 
 @pytest.mark.slow
-def test_each_module_is_imported_first():
+def test_each_module_imports_first():
     """Importing a module touches no device, since prepare_process has to run before."""
     names = list(MODULES)
     if importlib.util.find_spec("torch") is None:
@@ -90,7 +90,7 @@ def test_each_module_is_imported_first():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts_have_a_docstring_and_a_main(name):
+def test_scripts_have_docstring_and_main(name):
     source = MODULES[name].read_text()
     assert f"python benchmarks/{name}.py" in (ast.get_docstring(ast.parse(source)) or "")
     assert source.endswith('if __name__ == "__main__":\n    sys.exit(main())\n')

@@ -52,7 +52,7 @@ def test_runs_and_writes(run, monkeypatch):
 
 
 @pytest.mark.parametrize("name", mask_building.LISTS)
-def test_lists_are_held_against_another_form(name, monkeypatch):
+def test_lists_are_checked_against_another_form(name, monkeypatch):
     args = mask_building.arguments(SMALL.split())
     honest = mask_building.mask_of
 
@@ -66,7 +66,7 @@ def test_lists_are_held_against_another_form(name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_wrong_is_told(run, monkeypatch):
+def test_wrong_lists_are_reported(run, monkeypatch):
     status_of, right = mask_building.status_of, mask_building.right
     monkeypatch.setattr(mask_building, "status_of", lambda *given: tuple(~x for x in status_of(*given)))
     monkeypatch.setattr(mask_building, "right", lambda *given: right(*given) * jnp.nan)

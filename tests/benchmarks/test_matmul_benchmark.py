@@ -10,13 +10,13 @@ import pytest
 from jax_kernels.dispatch import on_device
 
 
-def test_operations_are_counted():
+def test_flops_are_counted():
     plain, gated = (benchmark.Case(kind, 8, 16, 32, "bf16") for kind in ("plain", "gated"))
     assert gated.tflops(2.0) == plain.tflops(1.0) == 2 * 8 * 16 * 32 / 1e9
 
 
 @pytest.mark.parametrize("kind", ["plain", "epilogue", "gated"])
-def test_blocks_replace_those_of_the_plan(kind):
+def test_blocks_override_the_plan(kind):
     case = benchmark.Case(kind, 128, 256, 64, "bf16")
     arrays = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in case.arrays()[0]]
     blocks = {"block_n": 128, "stages": 3, "rows_together": 2}
@@ -62,7 +62,7 @@ def test_runs(tmp_path, monkeypatch, without_gpu, has_gradients):
         assert row["speed_ratios"]["torch"] > 0
 
 
-def test_scales_of_blocks_stand_beside_those_of_tensors(tmp_path, monkeypatch, without_gpu):
+def test_block_and_tensor_scaling_rows(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
     built, ours = [], benchmark.ours
 
@@ -79,7 +79,7 @@ def test_scales_of_blocks_stand_beside_those_of_tensors(tmp_path, monkeypatch, w
     assert built == [("xla", "block", (1, 1)), ("mosaic_gpu", "block", (1, 1)), ("mosaic_gpu", "tensor", ())]
 
 
-def test_a_sweep_without_a_gpu(tmp_path, monkeypatch, without_gpu):
+def test_sweep_without_a_gpu(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
     output = tmp_path / "matmul.json"
     words = "--shapes 16,64,32 --timer host --kinds epilogue --sweep pingpong=1,early_bias=1;256,4,8,1,1,2"
@@ -90,7 +90,7 @@ def test_a_sweep_without_a_gpu(tmp_path, monkeypatch, without_gpu):
 
 
 @pytest.mark.timeout(300)
-def test_weights_of_few_bits(tmp_path, monkeypatch, without_gpu):
+def test_low_bit_weights(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
     monkeypatch.setattr(benchmark.low_bit_weights, "COPIED_BYTES", 1 << 12)
     monkeypatch.setattr(benchmark.low_bit_weights, "ROTATION_BYTES", 1)
@@ -104,7 +104,7 @@ def test_weights_of_few_bits(tmp_path, monkeypatch, without_gpu):
     assert row["contenders"][-1]["share_of_copy"] > 0
 
 
-def test_swept_blocks_of_weights_of_few_bits():
+def test_low_bit_sweep():
     assert benchmark.low_bit_weights.swept("4,3") == ("mosaic_gpu", {"compute_wgs": 4, "stages": 3})
     assert benchmark.low_bit_weights.swept("cluster_join=1") == ("mosaic_gpu", {"cluster_join": 1})
     with pytest.raises(ValueError, match="got '4', want compute_wgs, stages or block_m"):
@@ -112,7 +112,7 @@ def test_swept_blocks_of_weights_of_few_bits():
 
 
 @pytest.mark.slow
-def test_blocks_of_weights_of_few_bits():
+def test_low_bit_blocks():
     case = benchmark.low_bit_weights.Case("plain", 16, 256, 512, "bf16", "int4")
     arrays = case.arrays()[0]
     with on_device("H200"):

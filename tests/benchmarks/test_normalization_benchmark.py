@@ -10,7 +10,7 @@ import pytest
 from jax_kernels.dispatch import on_device
 
 
-def test_blocks_of_a_direction():
+def test_blocks_by_direction():
     text = "1,4;2,8;1,8,2;1,16,1,8192;sm90:4,4,3;sm90:4,4,5;sm90:16,4,3;sm90:4,3,2"
     text += ";fwd:triton:num_warps=8,programs=4;bwd:mosaic_gpu:stages=2"
     forward, backward = (benchmark.Case("layer_norm", mode, 8, 4096) for mode in ("fwd", "bwd"))
@@ -34,7 +34,7 @@ def test_blocks_of_a_direction():
     assert forward.megabytes * 1.5 == backward.megabytes == 3 * 2 * 8 * 4096 / 1e6
 
 
-def test_rows_that_ctas_share():
+def test_rows_shared_by_ctas():
     """Includes rows that are too long for the block spec's kernel."""
     case = benchmark.Case("rms_norm", "fwd", 64, 32768)
     x = jax.ShapeDtypeStruct((case.rows, case.columns), jnp.bfloat16)

@@ -43,7 +43,7 @@ def test_runs_on_two_devices(tmp_path, run_script, monkeypatch):
     assert results["environment"]["platform"] == "cpu"
 
 
-def test_what_travels_is_what_the_op_sends():
+def test_sent_bytes_match_the_op():
     """The forward sends keys and values as one array. The backward sends them again, and their gradients in float32."""
     import jax
 
@@ -64,7 +64,7 @@ def test_what_travels_is_what_the_op_sends():
     assert {shape for shape, *_ in found["fwdbwd"]} == {(2, 1, 16, 16, 128)}
 
 
-def test_a_window_and_sends_further_ahead(capsys):
+def test_window_and_sends_ahead(capsys):
     """On one device in this process: the results are right, and a window has no TFLOP/s."""
     words = f"--devices 1 --tokens 32 --window 5 --sends-ahead 2 {WORDS}".split()
     (case, full) = ring.cases(ring.arguments(words))
@@ -76,7 +76,7 @@ def test_a_window_and_sends_further_ahead(capsys):
     assert ring_model.expected(rows) == []
 
 
-def test_a_layout_and_a_mask(capsys):
+def test_layout_and_mask(capsys):
     """On one device in this process: the results equal the same mask's on one device."""
     words = f"--devices 1 --tokens 256 --window 5 --layout contiguous --masked {WORDS}".split()
     (case, full) = ring.cases(ring.arguments(words))
@@ -89,7 +89,7 @@ def test_a_layout_and_a_mask(capsys):
     assert max(row["error"] for row in rows) < 1e-2
 
 
-def test_a_profile(monkeypatch):
+def test_profile(monkeypatch):
     """Additional calls of programs that are compiled already. Each row has CUPTI's figures."""
     asked = []
 
@@ -146,7 +146,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.slow
-def test_a_case_that_hangs_or_dies_ends_no_other(capfd):
+def test_hanging_and_crashing_cases_are_isolated(capfd):
     command = [sys.executable, "-c", WORKER]
     cases = ["a", "hang", "b", "die", "c"]
     start = time.monotonic()
@@ -161,7 +161,7 @@ def test_a_case_that_hangs_or_dies_ends_no_other(capfd):
     assert said.err.splitlines() == ["came so far", "no such device"]
 
 
-def test_the_budget_holds():
+def test_budget_is_kept():
     late = list(workers.run_cases(["nowhere"], ["a"], limit=1, deadline=time.monotonic() - 1, environment={}))
     assert late == [("a", None, "the time budget was spent before it began")]
     case = ring.cases(ring.arguments(["--devices", "2", "--local-tokens="]))[0]
@@ -190,7 +190,7 @@ def test_expected_efficiency():
     assert found["forward", "400 Gb/s"]["8"] == pytest.approx(4 / (4 + 7 * (size / 50e6 - 0.5)))
 
 
-def test_the_table_of_the_docs_is_computed_from_the_results():
+def test_docs_table_follows_from_the_results():
     """Each row of the table of more devices in docs/ring_attention.md follows by its formula from the named run."""
     rows = json.loads((ROOT / "benchmarks/results/ring-h200-x2.json").read_text())["rows"]
     found = {(x["local_tokens"], x["direction"], x["link"]): x for x in ring_model.expected(rows)}

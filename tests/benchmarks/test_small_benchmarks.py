@@ -37,7 +37,7 @@ def brute_force(variant):
     return keep.sum() * variant.heads
 
 
-def test_pairs_of_features():
+def test_feature_pairs():
     variants = [variant for group in features.groups(2, 60, 4, 16) for variant in group]
     assert len({variant.name for variant in variants}) >= 12
     ids = jnp.asarray(np.repeat([[0, 1, 2], [3, 5, 9]], 20, axis=1))
@@ -62,7 +62,7 @@ def run_features(tmp_path, monkeypatch, without_gpu):
 
 
 @pytest.mark.slow
-def test_features_runs(run_features):
+def test_features(run_features):
     status, results = run_features("--variants", "8 documents,ALiBi score_mod")
     rows = results["rows"]
     of_full, of_causal = ["ALiBi score_mod"], ["8 documents", "ALiBi score_mod"]
@@ -85,7 +85,7 @@ def test_features_runs(run_features):
 
 
 @pytest.mark.parametrize("mode", tiers.cases(features.MODES, {"fwd"}))
-def test_score_mods_of_features(mode, monkeypatch):
+def test_feature_score_mods(mode, monkeypatch):
     """Compared with themselves they are right. Compared with plain attention they are wrong, and are not timed."""
     full = {variant.name: variant for variant in features.groups(1, 32, 2, 16)[0]}
     softcap = features.build(full["softcap score_mod"], mode, "xla")
@@ -100,7 +100,7 @@ def test_score_mods_of_features(mode, monkeypatch):
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_a_nan_of_features_is_wrong(place, monkeypatch, run_features):
+def test_nan_in_features_is_wrong(place, monkeypatch, run_features):
     """A NaN in any gradient counts."""
     honest = features.backward
 
@@ -177,7 +177,7 @@ def test_decode_runs(run_decode):
         assert rows[name]["terabytes_per_second"] == pytest.approx(moved / np.median(rows[name]["times_ms"]) / 1e9)
 
 
-def test_what_of_decode_is_wrong_or_fails_is_told(run_decode, monkeypatch):
+def test_wrong_and_failed_decode_is_reported(run_decode, monkeypatch):
     honest = decode.decode_attention
 
     def broken(*arrays, block_tables=None, **options):
@@ -230,7 +230,7 @@ def test_accuracy_runs(run_accuracy):
         ("normal", None, 1, "failed"),
     ],
 )
-def test_what_of_accuracy_is_wrong_or_fails_is_told(kind, error, exit_status, status, run_accuracy, monkeypatch):
+def test_wrong_and_failed_accuracy_is_reported(kind, error, exit_status, status, run_accuracy, monkeypatch):
     def of_cudnn(*_):
         if error is None:
             raise RuntimeError("no plan")
@@ -254,14 +254,14 @@ def test_long_sequence_measures(segments):
     assert row["tflops"] * min(row["seconds"]) == pytest.approx(3.5 * 4 * pairs * 2 * 8 / 2 / 1e12)
 
 
-def test_a_nan_of_long_sequence_is_wrong(monkeypatch):
+def test_nan_in_long_sequence_is_wrong(monkeypatch):
     attend = long_sequence.flash_attention
     monkeypatch.setattr(long_sequence, "flash_attention", lambda *qkv, **options: attend(*qkv, **options) * jnp.nan)
     args = {"heads": 1, "head_dim": 8, "segments": None, "repeats": 1, "implementation": "xla"}
     assert long_sequence.measure(16, types.SimpleNamespace(**args))["status"] == "wrong"
 
 
-def test_a_length_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
+def test_failing_length_ends_no_other(tmp_path, monkeypatch, capsys):
     def process(command, **_):
         length = int(command[-1])
         row = {"length": length, "status": "ok", "seconds": [0.5], "tflops": 1.0, "peak_bytes": None}
@@ -308,7 +308,7 @@ def test_versions_side_by_side(tmp_path, monkeypatch):
     assert [row["ours"]["status"] for row in rows if row["case"] == "bias bs"] == ["wrong", "wrong"]
 
 
-def test_slow_spells_of_the_host_do_not_count(monkeypatch):
+def test_slow_host_periods_are_excluded(monkeypatch):
     bridge = importlib.import_module("bridge")  # the script
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     timed = bridge.Timed("sdpa", "no grad", lambda: None)
@@ -324,7 +324,7 @@ def test_slow_spells_of_the_host_do_not_count(monkeypatch):
 
 
 @pytest.mark.slow
-def test_flash_attention_4_beside_the_bridge(monkeypatch):
+def test_flash_attention_4_route(monkeypatch):
     """An installed package is a route. A missing package is a route that says so."""
     bridge = importlib.import_module("bridge")  # the script
 
@@ -381,7 +381,7 @@ def test_matmul_accuracy_runs(run_matmul_accuracy):
         assert all(ratio < 1.05 for ratio in row["first_over_torch"].values())
 
 
-def test_a_product_with_a_large_error_is_told(run_matmul_accuracy, monkeypatch):
+def test_matmul_with_a_large_error_is_reported(run_matmul_accuracy, monkeypatch):
     honest = matmul_accuracy.ours
     monkeypatch.setattr(matmul_accuracy, "ours", lambda *which: lambda x, w: honest(*which)(x, w) * 1.01)
     status, (row,) = run_matmul_accuracy("--shapes", "32,64,128", "--kinds", "bfloat16")

@@ -25,7 +25,7 @@ def test_masks_have_their_sparsity(pattern, sparsity):
         np.testing.assert_array_equal(rule, dense)
 
 
-def test_a_causal_window_is_that_of_the_argument():
+def test_causal_window_matches_the_argument():
     """Seven keys, the last one the query's own. The mask cannot be an argument and has lists."""
     made = sparse.pattern_of("causal-window", None, 50, 10, 7)
     i, j = np.ogrid[:50, :50]
@@ -70,7 +70,7 @@ def test_runs_and_writes(tmp_path, monkeypatch, without_gpu):
     assert rows[0]["sparsity"] == pytest.approx(1 - (64 * 20 - 19 * 20 / 2) / 64**2)
 
 
-def test_without_time_left_each_row_says_so(tmp_path, monkeypatch, without_gpu):
+def test_rows_without_time_left_are_reported(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(sparse, "prepare_process", lambda: None)
     monkeypatch.setattr(sparse, "pattern_of", lambda *_: pytest.fail("a mask was built"))
     out = tmp_path / "sparse.json"
@@ -89,7 +89,7 @@ def test_without_time_left_each_row_says_so(tmp_path, monkeypatch, without_gpu):
 
 
 @pytest.mark.parametrize("mode", sparse.MODES)
-def test_what_is_wrong_is_not_timed(mode, make_case):
+def test_wrong_results_are_not_timed(mode, make_case):
     """The reference has another mask, which lacks one key."""
     case = make_case(mode, causal=False, shape=(1, 64, 2, 16, 2))
     args = sparse.arguments(["--implementation", "xla"])

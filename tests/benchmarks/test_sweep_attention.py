@@ -11,7 +11,7 @@ from harness import cases
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-def test_grids_hold_no_config_twice_and_fit(implementation, causal, head_dim):
+def test_grids_are_unique_and_fit(implementation, causal, head_dim):
     from jax_kernels.pallas.block_specs import attention_row
 
     row, _ = attention_row((9, 0), implementation, head_dim=head_dim, bits=16, is_causal=causal)
@@ -76,7 +76,7 @@ def test_sweep(tmp_path, monkeypatch, capsys, without_gpu):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_config_that_does_not_return_is_left_behind(tmp_path, run_script):
+def test_hanging_config_is_abandoned(tmp_path, run_script):
     output = tmp_path / "sweep.json"
     done = run_script(
         "sweep_attention.py", "--implementation", "triton", "--shape", "1,64,2,16", "--timer", "host",
@@ -88,7 +88,7 @@ def test_a_config_that_does_not_return_is_left_behind(tmp_path, run_script):
     assert rows[0]["reason"] == "it did not come back within 0 s"
 
 
-def test_a_config_that_crashes_its_process_is_not_tried_again(tmp_path, monkeypatch):
+def test_crashing_config_is_not_retried(tmp_path, monkeypatch):
     """A fake process dies during the first config, then during the set-up of the next config."""
     output, statuses = tmp_path / "sweep.json", []
 

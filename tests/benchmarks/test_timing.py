@@ -44,7 +44,7 @@ def test_contenders_take_turns():
     assert made[1].times == [2.0, 2.0, 2.0]
 
 
-def test_a_failing_contender_ends_nothing():
+def test_failing_contender_ends_no_other():
     timer = FakeTimer({"a": 1.0, "broken": 2.0, "c": 4.0})
     made, said = [named("a"), named("broken"), named("c")], []
     timing.alternate(made, timer, rounds=3, seconds=0.02, say=said.append)
@@ -84,7 +84,7 @@ def test_processes_take_turns(processes):
     assert all(map(has_its_turn, waiting))
 
 
-def test_what_is_not_timed_keeps_others_from_their_turns_alone(processes):
+def test_untimed_process_blocks_exclusive_turns(processes):
     with side_by_side.gpu_among_others():
         waiting = processes("gpu_alone()")
         assert has_its_turn(processes("gpu_among_others()"))
@@ -99,7 +99,7 @@ def test_what_is_not_timed_keeps_others_from_their_turns_alone(processes):
     assert has_its_turn(waiting)
 
 
-def test_a_spent_budget_skips(monkeypatch):
+def test_spent_budget_skips_contenders(monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr(timing.time, "monotonic", lambda: next(clock))
     made, said = [named("a"), named("b"), named("c")], []
@@ -109,13 +109,13 @@ def test_a_spent_budget_skips(monkeypatch):
     assert said == ["  the time budget is spent: stopped in round 1 of 3"]
 
 
-def test_an_odd_count_of_launches_is_noted():
+def test_odd_launch_count_is_noted():
     made = named("a")
     timing.alternate([made], FakeTimer({"a": 1.0}, launches=2.5), rounds=1, seconds=0.01)
     assert made.note == "2.50 device activities a call: not a whole number"
 
 
-def test_what_is_wrong_is_given_up():
+def test_wrong_contender_is_dropped():
     right, wrong, poisoned = named("a"), named("b"), named("c")
     right.judge(0.02, "float32")
     wrong.judge(0.05, "float32", tolerance=0.04)
@@ -135,7 +135,7 @@ def test_timers_without_a_gpu(without_gpu):
         timers.make_timer("sundial")
 
 
-def test_a_device_timer_that_fails_gives_way_to_events(monkeypatch, capsys, without_gpu):
+def test_failing_device_timer_falls_back_to_events(monkeypatch, capsys, without_gpu):
     def broken(call, calls, framework):
         raise RuntimeError("CUPTI saw no device activity")
 
@@ -147,7 +147,7 @@ def test_a_device_timer_that_fails_gives_way_to_events(monkeypatch, capsys, with
 
 
 @pytest.mark.parametrize("name", [None, "events", "profilers"])
-def test_a_device_timer_without_a_gpu_ends_the_process(name, capsys, without_gpu):
+def test_device_timer_without_a_gpu_exits(name, capsys, without_gpu):
     with pytest.raises(SystemExit) as ended:
         timers.choose_timer(name, ["jax"])
     assert ended.value.code == 2
@@ -156,7 +156,7 @@ def test_a_device_timer_without_a_gpu_ends_the_process(name, capsys, without_gpu
     assert timers.choose_timer("host", ["jax"]) == ("host", timing.host_timer)
 
 
-def test_profiler_sums_all_activities_of_a_call():
+def test_profiler_sums_activities_per_call():
     reading = timers.summed([("kernel", 1.0), ("memset", 0.25)] * 4, 4)
     assert (reading.ms, reading.launches) == (1.25, 2.0)
     assert reading.kernels == {"kernel": 1.0, "memset": 0.25}
@@ -247,7 +247,7 @@ def test_cupti_counts_kernels_memsets_and_copies():
     assert cupti.enabled == []
 
 
-def test_a_profile_is_of_the_first_gpu():
+def test_profile_reads_the_first_gpu():
     """Sends that overlap with a kernel are counted separately from sends alone."""
     cupti = FakeCupti()
     timer = device_activity.DeviceActivity(cupti)
@@ -272,7 +272,7 @@ def test_a_profile_is_of_the_first_gpu():
     assert device_activity.profile([], 2)["kernels"] == []
 
 
-def test_cupti_trouble_is_told():
+def test_cupti_failure_is_reported():
     cupti = FakeCupti()
     timer = device_activity.DeviceActivity(cupti)
     with pytest.raises(RuntimeError, match="CUPTI saw no device activity"):
@@ -288,7 +288,7 @@ def test_cupti_trouble_is_told():
         device_activity.DeviceActivity(broken)
 
 
-def test_attempts_end_in_a_status():
+def test_each_attempt_has_a_status():
     """Unavailable and failed are different statuses. Neither ends the run. A started contender has a call."""
 
     def ended(action):
@@ -324,6 +324,6 @@ def test_exit_status():
         assert report.exit_status(["ok", status, "ok"]) == 1
 
 
-def test_busy_time_is_a_union():
+def test_busy_time_is_a_union_of_intervals():
     assert device_activity.busy([(0, 10), (2, 5), (8, 12), (20, 25)]) == 17
     assert device_activity.busy([]) == 0

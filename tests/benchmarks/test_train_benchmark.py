@@ -39,7 +39,7 @@ def test_runs_on_a_mesh_after_another_run(tmp_path, run_script, monkeypatch):
     assert results["environment"]["platform"] == "cpu"
 
 
-def test_counts_the_products_of_a_step():
+def test_step_flops_are_counted():
     """6 FLOPs for each weight and token; 12 for each pair that the mask keeps and each column of a head."""
     weights = 3 * (4 * 4 * 4 + 3 * 4 * 5) + 7 * 4
     pairs = 2 * (8 * 9 // 2)
@@ -48,7 +48,7 @@ def test_counts_the_products_of_a_step():
     assert case(mesh="data=2,sequence=2").shape == (8, 8)
 
 
-def test_bad_contenders_and_meshes_are_named():
+def test_bad_contenders_and_meshes():
     for changes, message in [
         ({"name": "some"}, "contenders: got 'some', want one of none, all, attention, products, llama, llama-remat"),
         ({"name": "fast-products"}, "contenders: got 'fast-products'"),

@@ -43,7 +43,7 @@ def test_runs_and_writes(run):
 
 
 @pytest.mark.parametrize("length", [7, 40])
-def test_the_tail_is_judged_and_only_a_right_one_passes(length, make_case, monkeypatch):
+def test_wrong_tail_fails(length, make_case, monkeypatch):
     """Lengths shorter and longer than a window. A window of another width is wrong."""
     case = make_case("fwdbwd", shape=(1, length, 2, 16, 2))
     inputs = window_growth.input_sets(case)[0]

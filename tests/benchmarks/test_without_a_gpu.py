@@ -25,7 +25,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_a_device_timer_is_refused(name, tmp_path, monkeypatch, capsys, without_gpu):
+def test_device_timer_is_refused(name, tmp_path, monkeypatch, capsys, without_gpu):
     script = importlib.import_module(name)
     (tmp_path / "jax_kernels_base").mkdir()
     monkeypatch.setitem(sys.modules, "jax_kernels_base", types.ModuleType("jax_kernels_base"))
@@ -37,14 +37,14 @@ def test_a_device_timer_is_refused(name, tmp_path, monkeypatch, capsys, without_
     assert "want a GPU, or --timer host" in capsys.readouterr().err
 
 
-def test_the_line_is_all_that_is_said(run_script):
+def test_error_is_one_line(run_script):
     done = run_script("sparse.py", "--seq-len", "64")
     told = "sparse.py: error: --timer cupti reads a GPU, and JAX runs on cpu: want a GPU, or --timer host\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
 
 
 @pytest.mark.slow
-def test_a_sweep_ends_with_its_process(tmp_path, run_script):
+def test_sweep_exits_at_once(tmp_path, run_script):
     done = run_script("sweep_attention.py", "--shape", "1,64,2,16", "--output", str(tmp_path / "sweep.json"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith("want a GPU, or --timer host\n")

@@ -165,11 +165,11 @@ PUSHED = {
 
 
 @pytest.mark.parametrize("how", PUSHED)
-def test_forward_mode_of_a_plain_function(how):
+def test_forward_mode_of_a_jnp_function(how):
     torch.testing.assert_close(PUSHED[how](in_jax), PUSHED[how](in_torch))
 
 
-def test_forward_mode_beside_a_mask_and_what_has_none():
+def test_forward_mode_with_a_mask_and_without_jvp():
     mask, keep = MASKED
     got, want = (
         jvp(function, (X,), (Y,))
@@ -187,7 +187,7 @@ def test_forward_mode_beside_a_mask_and_what_has_none():
 
 @pytest.mark.parametrize("how", ["jvp", "jacfwd"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_forward_mode_of_a_plain_function(how, backend):
+def test_compiled_forward_mode_of_a_jnp_function(how, backend):
     """A graph enters torch.func.jvp without Python. sine(x) is cached already, and its tangents add to x's tangents."""
     for _ in range(2):
         sine(X)
@@ -197,7 +197,7 @@ def test_compiled_forward_mode_of_a_plain_function(how, backend):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_graph_that_enters_a_dual_level(backend):
+def test_graph_that_enters_a_dual_level(backend):
     """Python does not see the level. A call with a Mask is another operator. An input without tangent gives none."""
     mask, keep = MASKED
 
@@ -217,7 +217,7 @@ def test_a_graph_that_enters_a_dual_level(backend):
     torch.testing.assert_close(plain(X), under_mask(sine(X), mask))
 
 
-def test_the_dual_level_of_a_graph_is_that_of_its_thread():
+def test_dual_level_belongs_to_its_thread():
     """PyTorch has one counter for all threads: the dual level that another thread enters meanwhile stays valid."""
     seen = []
 
@@ -246,7 +246,7 @@ def test_compiled_forward_mode_raises(case):
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_tangents_of_other_tensors_do_no_harm(case):
+def test_unrelated_tangents_change_nothing(case):
     function, x = ALL[case]
     with forward_ad.dual_level():
         forward_ad.make_dual(torch.ones(3), torch.ones(3))
@@ -356,20 +356,20 @@ SECOND = {
 
 
 @pytest.mark.parametrize(("case", "how"), tiers.pairs(ALL, SECOND, ("query", "autograd")))
-def test_a_second_gradient_raises(case, how):
+def test_second_derivative_raises(case, how):
     function, x = ALL[case]
     with pytest.raises(RuntimeError, match=r"^(flash_attention|from_jax of .*): double backward is not supported"):
         SECOND[how](function, x)
 
 
-def test_a_second_gradient_of_what_is_linear_is_zero():
+def test_second_derivative_of_a_linear_function_is_zero():
     times = bridge.from_jax(lambda x, c: x * c)
     x, c = BIAS.clone().requires_grad_(), BIAS
     (first,) = torch.autograd.grad((times(x, c) + x**3).sum(), x, create_graph=True)
     torch.testing.assert_close(torch.autograd.grad(first.sum(), x)[0], 6 * x.detach())
 
 
-def test_no_gradient_where_none_is_wanted():
+def test_no_gradient_without_requires_grad():
     frozen = lambda x: (sine(x).detach() * x).sum()
     torch.testing.assert_close(grad(frozen)(BIAS), torch.sin(BIAS))
     with torch.no_grad():

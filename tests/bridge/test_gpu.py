@@ -45,8 +45,8 @@ def close(got, want, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_numbers(implementation, dtype, reference):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_values(implementation, dtype, reference):
     inputs = make(dtype)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     out, lse = bridge.flash_attention(*inputs, is_causal=True, return_lse=True, implementation=implementation)
@@ -61,7 +61,7 @@ def test_numbers(implementation, dtype, reference):
         close(ours, theirs, dtype)
 
 
-def test_the_host_does_not_wait():
+def test_host_does_not_wait():
     inputs = make()
     for _ in range(3):
         attend(*inputs).sum().backward()
@@ -76,7 +76,7 @@ def test_the_host_does_not_wait():
 
 
 @pytest.mark.parametrize("route", ["in place", "private", "public"])
-def test_a_side_stream_is_followed_in_and_out(route, monkeypatch):
+def test_side_stream_is_followed(route, monkeypatch):
     if route == "private":
         monkeypatch.setattr(donated_outputs, "run", lambda *given: None)
     if route == "public":
@@ -112,7 +112,7 @@ def test_backward_on_a_side_stream():
         assert torch.equal(ours, theirs)
 
 
-def test_outputs_read_on_a_second_stream_stay_whole():
+def test_outputs_read_on_a_second_stream():
     inputs = detached()
     want = attend(*inputs)
     other = [x * 0 for x in inputs]
@@ -134,7 +134,7 @@ def test_outputs_read_on_a_second_stream_stay_whole():
     assert corrupted == 0
 
 
-def test_the_current_stream_is_pytorchs():
+def test_current_stream_is_pytorchs():
     device = torch.device("cuda", torch.cuda.current_device())
     assert dlpack._current_stream(device).cuda_stream == torch.cuda.default_stream(device).cuda_stream
     side = torch.cuda.Stream()
@@ -142,7 +142,7 @@ def test_the_current_stream_is_pytorchs():
         assert dlpack._current_stream(device).cuda_stream == side.cuda_stream
 
 
-def test_outputs_are_copied_when_jax_has_written_them():
+def test_outputs_are_copied_after_jax_writes_them():
     """JAX's work takes long, and PyTorch's default stream has no work that would delay it."""
     x = torch.ones(4096, 4096, device="cuda")
     function = bridge.from_jax(lambda x: jax.lax.fori_loop(0, 50, lambda _, y: y @ x / 4096, x))
@@ -150,7 +150,7 @@ def test_outputs_are_copied_when_jax_has_written_them():
         assert torch.equal(function(x), x)
 
 
-def test_jax_keeps_its_memory_until_it_is_copied(monkeypatch):
+def test_jax_keeps_memory_until_copied(monkeypatch):
     """The copy is made late, and JAX's own work, which knows nothing of PyTorch's stream, runs meanwhile."""
     monkeypatch.setattr(donated_outputs, "run", lambda *given: None)
     inputs = detached()
@@ -177,7 +177,7 @@ def test_jax_keeps_its_memory_until_it_is_copied(monkeypatch):
 
 
 @pytest.mark.parametrize("is_in_place", [True, False])
-def test_memory_is_given_back(is_in_place, monkeypatch):
+def test_memory_is_freed(is_in_place, monkeypatch):
     if not is_in_place:
         monkeypatch.setattr(donated_outputs, "run", lambda *given: None)
     inputs = detached()
@@ -211,7 +211,7 @@ def test_memory_is_given_back(is_in_place, monkeypatch):
     ],
     ids=["misaligned", "transposed", "strided", "negative bit"],
 )
-def test_every_form_arrives_with_its_values(form):
+def test_every_layout_keeps_its_values(form):
     inputs = detached(torch.float32)
     formed = [form(x).requires_grad_() for x in inputs]
     assert all(torch.equal(a, b) for a, b in zip(inputs, formed, strict=True))
@@ -220,7 +220,7 @@ def test_every_form_arrives_with_its_values(form):
     assert torch.autograd.grad(out.sum(), formed)[0].shape == SHAPE
 
 
-def test_inputs_are_read_in_place_and_outputs_are_pytorchs():
+def test_inputs_in_place_outputs_by_pytorch():
     (x, *_) = detached()
     (array,), _ = dlpack.import_tensors([x], x.device)
     assert array.unsafe_buffer_pointer() == x.data_ptr()
@@ -260,7 +260,7 @@ def test_mixed_devices_are_refused():
         bridge.from_jax(lambda x, y: x + y)(query.cpu(), key)
 
 
-def test_the_second_gpu():
+def test_second_gpu():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two NVIDIA GPUs")
     inputs = make(device="cuda:1")
@@ -349,7 +349,7 @@ def test_masks(case, is_prepared, implementation, reference):
             close(ours, theirs)
 
 
-def test_a_prepared_mask_has_its_lists_on_the_gpu():
+def test_prepared_mask_has_lists_on_the_gpu():
     """Only Hopper's Mosaic kernels read lists."""
     inputs = make(shape=MASK_SHAPE)
     if torch.cuda.get_device_capability() != (9, 0):
@@ -389,7 +389,7 @@ def test_masks_on_a_side_stream(is_prepared):
             assert torch.equal(ours, theirs)
 
 
-def test_a_mask_of_the_cpu_is_moved_once():
+def test_cpu_mask_is_moved_once():
     inputs = detached(shape=MASK_SHAPE)
     mask = masks_of(0, "cpu")["both"]
     first = mask_operands.on_device(mask, inputs[0].device)
@@ -398,7 +398,7 @@ def test_a_mask_of_the_cpu_is_moved_once():
     close(bridge.flash_attention(*inputs, mask=mask), bridge.flash_attention(*inputs, mask=masks_of(0)["both"]))
 
 
-def test_making_and_using_masks_does_not_make_the_host_wait():
+def test_masks_do_not_make_the_host_wait():
     """prepare_mask is the exception: the width of its lists depends on their values."""
     inputs = make(shape=MASK_SHAPE)
 
@@ -429,7 +429,7 @@ def test_compile_attention_on_the_gpu(reference):
     assert attention.measured_speedup(rounds=1).milliseconds > 0
 
 
-def test_dynamic_mask_attention_is_that_of_the_cpu():
+def test_dynamic_mask_attention_matches_the_cpu():
     torch.manual_seed(0)
     module = bridge.nn.DynamicMaskAttention(64, 4, num_kv_heads=2, keys_to_keep=9)
     torch.nn.init.constant_(module.A, 0.6)  # biases that differ by more than a rounding
@@ -455,14 +455,14 @@ bridge.flash_attention(*tensors, implementation="xla").sum().backward()
 """
 
 
-def test_a_process_ends_in_peace():
+def test_process_exits_cleanly():
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "terminate" not in done.stderr
 
 
-def test_a_memory_report_has_what_both_have():
+def test_memory_report_has_both_allocators():
     x = torch.zeros(2**22, device="cuda")
     array = jax.device_put(np.zeros(2**20, np.float32), dlpack.jax_device(x.device))
     report = bridge.memory_report()

@@ -70,7 +70,7 @@ def models_of(name, reference=None):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_training_step_with_dropout(name, monkeypatch):
+def test_training_step_with_dropout(name, monkeypatch):
     """PyTorch's attention drops the same weights: the loss and the gradients are equal."""
     monkeypatch.setattr(warn_once, "_GIVEN", set())
     theirs, ours, given = models_of(name)
@@ -93,7 +93,7 @@ def test_a_training_step_with_dropout(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_output_attentions_are_those_of_eager(name, monkeypatch):
+def test_output_attentions_match_eager(name, monkeypatch):
     """Weights and logits; the kernels give the same logits. One warning."""
     monkeypatch.setattr(warn_once, "_GIVEN", set())
     theirs, ours, given = models_of(name, "eager")
@@ -119,7 +119,7 @@ def test_output_attentions_are_those_of_eager(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_weights_of_padding_on_the_left_are_zero(name):
+def test_left_padding_has_zero_weights(name):
     _, ours, _ = models_of(name)
     mask = PADDING.flip(1)
     ours.eval()
@@ -165,7 +165,7 @@ CALLS = {
 
 @pytest.mark.parametrize("how", ["weights", "head mask", "float64"])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_layers_attention(name, how, reference):
+def test_layer_attention(name, how, reference):
     """Outputs, weights and gradients against the definition in float64, with every argument that a layer may pass."""
     options, wanted = CALLS[name]
     batch = 1 if name == "documents" else 2
@@ -226,7 +226,7 @@ def test_each_reason_warns_once(monkeypatch):
             huggingface.attention(layer, *given, None, **options | ({"dropout": 0.2} if "dropout" in options else {}))
 
 
-def test_functions_with_names_of_their_own_raise():
+def test_functions_under_other_names_raise():
     inputs = torch.randn(3, 1, 5, 2, 8)
     for call, error, text in (
         (lambda: bridge.flash_attention(*inputs.double()), TypeError, "query: got dtype torch.float64"),

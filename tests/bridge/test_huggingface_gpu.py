@@ -24,7 +24,7 @@ CASES = {
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("case", CASES)
-def test_errors_are_no_larger_than_pytorchs(case, layout):
+def test_errors_are_at_most_pytorchs(case, layout):
     q_shape, kv_shape, options = CASES[case]
     torch.manual_seed(0)
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in (q_shape, kv_shape, kv_shape)]
@@ -87,7 +87,7 @@ def test_generate(cache, padding):
     assert float((found - want).norm() / want.norm()) < 0.03
 
 
-def test_a_compiled_static_cache_generates():
+def test_compiled_static_cache_generates():
     model = bridge.huggingface.replace_attention(llama())
     tokens = torch.randint(3, 512, (2, 200), device="cuda")
     arguments = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 10, "do_sample": False}
@@ -97,7 +97,7 @@ def test_a_compiled_static_cache_generates():
     assert float((got == want).double().mean()) > 0.95
 
 
-def test_gradients_of_a_model():
+def test_model_gradients():
     model = llama().train()
     tokens = torch.randint(3, 512, (2, 300), device="cuda")
     grads = []

@@ -28,7 +28,7 @@ def same_segment(b, h, q, k, ids):
     return ids[b, q] == ids[b, k]
 
 
-def test_the_names_and_signatures_are_those_of_jax_kernels_masks():
+def test_names_and_signatures_match_jax_masks():
     public = lambda module: {name for name in vars(module) if not name.startswith("_")}
     folder = {name for name, x in vars(of_jax).items() if inspect.ismodule(x)}
     modules = {name for name, x in vars(masks).items() if inspect.ismodule(x)} | {"Any", "Callable"}
@@ -88,7 +88,7 @@ def test_builders(case):
         assert np.array_equal(ours, theirs)
 
 
-def test_a_mask_keeps_its_values():
+def test_mask_keeps_its_values():
     """Later writes to a tensor do not reach the mask, whether JAX can read the tensor in place or not."""
     for tensor in (torch.zeros(64, 64, dtype=torch.bool), torch.zeros(64 * 64 + 1, dtype=torch.bool)[1:].view(64, 64)):
         mask, scores = masks.dense(tensor), masks.threshold(tensor.float(), 0.5)
@@ -132,7 +132,7 @@ def test_from_scores_to_gradients(make_qkv):
 
 
 @pytest.mark.timeout(300)
-def test_builders_break_the_graph_of_torch_compile(make_qkv):
+def test_builders_break_the_compiled_graph(make_qkv):
     torch._dynamo.reset()
     query, key, value = make_qkv()
 
@@ -199,7 +199,7 @@ def test_compile_attention(make_qkv, reference):
         attention(*make_qkv())
 
 
-def test_all_arguments_of_compile_attention_reach_jax(monkeypatch):
+def test_compile_attention_passes_all_arguments(monkeypatch):
     compiled = mock.Mock()
     make = mock.Mock(return_value=compiled)
     function = bridge.compile_attention

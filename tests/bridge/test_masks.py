@@ -58,7 +58,7 @@ def plans():
 
 
 @pytest.mark.parametrize("case", of(0))
-def test_masks_of_one_structure_share_a_program(case, make_qkv, plans):
+def test_masks_with_one_structure_share_a_program(case, make_qkv, plans):
     inputs = make_qkv(kv_heads=2)
     seen = []
     for seed in range(3):
@@ -76,7 +76,7 @@ def test_masks_of_one_structure_share_a_program(case, make_qkv, plans):
     assert plans() == 2
 
 
-def test_prepared_masks_carry_their_lists_as_data(make_qkv, plans):
+def test_prepared_masks_pass_lists_as_data(make_qkv, plans):
     """The lists are operands, although no kernel reads them here."""
     inputs = make_qkv(batch=1, length=384, heads=2, head_dim=64)
     specs = (jax.ShapeDtypeStruct((1, 384, 2, 64), "bfloat16"),) * 3
@@ -89,7 +89,7 @@ def test_prepared_masks_carry_their_lists_as_data(make_qkv, plans):
     assert plans() == 1
 
 
-def test_arrays_of_numpy_and_pytorch_are_read_anew_in_each_call(make_qkv, plans):
+def test_numpy_and_torch_arrays_are_read_in_each_call(make_qkv, plans):
     inputs, given = make_qkv(), of(0)["composed"]
     leaves, structure = jax.tree.flatten(given)
     own = [np.array(x) for x in leaves]
@@ -107,12 +107,12 @@ def test_arrays_of_numpy_and_pytorch_are_read_anew_in_each_call(make_qkv, plans)
     assert plans() == 1
 
 
-def test_arrays_of_jax_are_passed_as_they_are():
+def test_jax_arrays_are_passed_unchanged():
     mask = of(0)["composed"]
     assert mask_operands.on_device(mask, torch.device("cpu")) is mask
 
 
-def test_a_mask_is_moved_once_and_forgotten_with_it(monkeypatch):
+def test_moved_mask_is_cached_while_alive(monkeypatch):
     """JAX has one device here; the test pretends that the arrays are on another device."""
     moves = []
     monkeypatch.setattr(mask_operands.dlpack, "jax_device", lambda device: "another device")
@@ -129,7 +129,7 @@ def test_a_mask_is_moved_once_and_forgotten_with_it(monkeypatch):
     assert len(mask_operands._MOVED) <= before
 
 
-def test_the_arrays_live_as_long_as_the_gradient_needs_them(make_qkv):
+def test_arrays_live_until_the_backward(make_qkv):
     inputs = make_qkv()
     gc.collect()
     before = set(mask_operands._FOUND)
@@ -143,7 +143,7 @@ def test_the_arrays_live_as_long_as_the_gradient_needs_them(make_qkv):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_and_differentiating_twice(use_reentrant, make_qkv):
+def test_checkpoint_and_second_derivative(use_reentrant, make_qkv):
     inputs, mask = make_qkv(), of(0)["composed"]
     attend = lambda *x: bridge.flash_attention(*x, mask=mask)
     want = torch.autograd.grad(attend(*inputs).square().sum(), inputs, create_graph=True)
@@ -153,7 +153,7 @@ def test_checkpoint_and_differentiating_twice(use_reentrant, make_qkv):
         want[0].sum().backward()
 
 
-def test_the_other_functions(make_qkv, plans):
+def test_other_functions(make_qkv, plans):
     inputs = make_qkv(kv_heads=2)
     bias = torch.randn(2, 2, 1, LENGTH, requires_grad=True)
     for seed in range(2):
@@ -169,7 +169,7 @@ def test_the_other_functions(make_qkv, plans):
     assert plans() == 2
 
 
-def test_from_jax_takes_masks_anywhere_in_its_arguments(plans):
+def test_from_jax_takes_masks_in_any_argument(plans):
     dense = bridge.from_jax(lambda x, tree, *, other: (x * tree["mask"].to_dense(3, 3)[0, 0], other[0].to_dense(3, 3)))
     x = torch.arange(9.0).reshape(3, 3)
     for n in (1, 2):
@@ -214,7 +214,7 @@ def test_errors(make_qkv):
         mask_operands.masks_by_name("lost")
 
 
-def test_a_compiled_attention_can_be_copied_and_pickled(make_qkv):
+def test_compiled_attention_can_be_copied_and_pickled(make_qkv):
     mask = masks.causal() & bridge.masks.block_sparse(torch.ones(3, 3, dtype=torch.bool).tril(), 8)
     options = {"num_heads": 4, "num_kv_heads": 2, "dtype": torch.float32, "implementation": "xla"}
     attention = bridge.compile_attention(mask, 24, 16, **options)

@@ -423,7 +423,7 @@ def parameters(names_of_op):
 
 
 @pytest.mark.parametrize(("op", "name"), parameters(lambda op: CASES[op][1]))
-def test_calls_that_differ_in_one_option(op, name, direct):
+def test_option_value_is_part_of_the_key(op, name, direct):
     given, options = CASES[op]
     values, others = options[name], {}
     if len(values) == 2 and isinstance(values[1], dict):
@@ -441,7 +441,7 @@ def test_calls_that_differ_in_one_option(op, name, direct):
 @pytest.mark.parametrize(
     ("op", "name"), parameters(lambda op: [name for name in COUNTED if name in names_of(op) - set(CASES[op][1])])
 )
-def test_calls_that_differ_in_an_option_without_a_value(op, name, direct):
+def test_option_without_visible_effect_is_part_of_the_key(op, name, direct):
     given, _ = CASES[op]
     counts = []
     for value in COUNTED[name] * 2:
@@ -452,7 +452,7 @@ def test_calls_that_differ_in_an_option_without_a_value(op, name, direct):
 
 
 @pytest.mark.parametrize("op", ["matmul", "gated_matmul", "mlp"])
-def test_calls_under_another_setting_of_precision(op, direct):
+def test_matmul_precision_setting(op, direct):
     given, _ = CASES[op]
     before, counts = torch.get_float32_matmul_precision(), []
     try:
@@ -468,7 +468,7 @@ def test_calls_under_another_setting_of_precision(op, direct):
 @pytest.mark.parametrize(
     "op", ["flash_attention", "block_sparse_attention", "dynamic_mask_attention", "dilated_attention"]
 )
-def test_calls_under_deterministic_algorithms(op, direct):
+def test_deterministic_algorithms_setting(op, direct):
     given, counts = CASES[op][0], []
     try:
         for is_on in (False, True) * 2:

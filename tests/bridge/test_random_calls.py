@@ -45,7 +45,7 @@ def test_on_a_cpu(kind, number):
     random_draws.check(call, random_tensors.results(call, made))
 
 
-def test_an_error_is_found():
+def test_wrong_result_is_found():
     call = random_calls.drawn("norms", 1)
     found = random_tensors.results(call, random_tensors.made(call, random_draws.Draw(1), "cpu"))
     with pytest.raises(AssertionError, match="d_x"):

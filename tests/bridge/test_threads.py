@@ -52,7 +52,7 @@ def test_first_calls_with_different_gradients():
                 torch.testing.assert_close((dx, dy), (dx if dx is None else y, dy if dy is None else x))
 
 
-def test_one_plan_for_one_key():
+def test_one_program_per_key():
     def slow(x):
         time.sleep(0.05)
         return jnp.sin(x)
@@ -67,7 +67,7 @@ def test_one_plan_for_one_key():
     assert len(module.PROGRAMS) == before + 1
 
 
-def test_functions_of_one_name_made_in_threads_stay_apart():
+def test_functions_made_in_threads_stay_apart():
     def make(factor):
         def scale(x):
             return x * factor
@@ -80,7 +80,7 @@ def test_functions_of_one_name_made_in_threads_stay_apart():
     assert [f(torch.ones(1)).item() for f in functions] == list(range(8))
 
 
-def test_once_makes_a_value_once_and_names_are_given_once():
+def test_memoize_builds_once_and_names_are_unique():
     made = []
 
     @memoize
@@ -101,7 +101,7 @@ def test_once_makes_a_value_once_and_names_are_given_once():
     assert len(set(itertools.chain(*names))) == 2000
 
 
-def test_a_mask_is_copied_once(monkeypatch):
+def test_mask_is_copied_once(monkeypatch):
     copies = []
     monkeypatch.setattr(bridge.jax_functions.mask_operands.dlpack, "jax_device", lambda device: "elsewhere")
     monkeypatch.setattr(

@@ -44,7 +44,7 @@ def llama(config):
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_llama_in_flax_and_back(tied):
+def test_llama_to_flax_and_back(tied):
     config = llama_config(tie_word_embeddings=tied)
     theirs = llama(config)
     own = models.Transformer(models.TransformerConfig(**weights.transformer_fields(config)), rngs=nnx.Rngs(1))
@@ -72,8 +72,8 @@ def test_a_llama_in_flax_and_back(tied):
 LONGNET = {"segment_lengths": (32,), "dilation_rates": (2,), "layer_norm": True}
 
 
-@pytest.mark.parametrize("options", [{"tie_embeddings": False}, {"num_kv_heads": 2}, LONGNET], ids=str)
-def test_the_librarys_models(options):
+@pytest.mark.parametrize("options", [{"tie_embeddings": False}, {"num_kv_heads": 2}, LONGNET])
+def test_library_models(options):
     fields = {"vocab_size": 61, "model_dim": 48, "num_layers": 2, "num_heads": 4} | options
     is_dilated = "segment_lengths" in options
     config = (models.LongNetConfig if is_dilated else models.TransformerConfig)(**fields)
@@ -120,7 +120,7 @@ def test_modules(name):
     assert all(torch.equal(back[key], value) for key, value in module.state_dict().items())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_are_kept(dtype):
     module = torch.nn.Linear(5, 3, dtype=dtype)
     found = weights.to_flax(module)
@@ -171,20 +171,20 @@ def other_config(kind, **more):
 
 
 @pytest.mark.parametrize("kind", ["GraniteConfig", "HeliumConfig", "OlmoConfig", "Qwen2Config"])
-def test_models_of_another_kind(kind):
+def test_unsupported_models(kind):
     config = other_config(kind)
     with pytest.raises(ValueError, match=rf"^config\.model_type: got '{config.model_type}', want 'llama' or 'mistral'"):
         weights.transformer_fields(config)
 
 
-def test_a_model_of_another_kind_with_a_llamas_names():
+def test_unsupported_model_with_llama_names():
     transformers = pytest.importorskip("transformers", minversion="5.0")
     config = other_config("GraniteConfig", attention_multiplier=0.5)
     with pytest.raises(ValueError, match=r"^config\.model_type: got 'granite'"):
         weights.to_flax(transformers.GraniteForCausalLM(config))
 
 
-def test_a_mistral():
+def test_mistral():
     config = other_config("MistralConfig", sliding_window=None)
     assert weights.transformer_fields(config)["num_kv_heads"] == 2
     with pytest.raises(ValueError, match=r"^config\.sliding_window: got 8"):
@@ -192,7 +192,7 @@ def test_a_mistral():
 
 
 @pytest.mark.parametrize(("name", "value"), [("logits_scaling", 2.0), ("attention_multiplier", 0.1)])
-def test_fields_that_change_the_function(name, value):
+def test_config_fields_that_change_the_model(name, value):
     config = llama_config()
     setattr(config, name, value)
     with pytest.raises(ValueError, match=rf"^config\.{name}: got "):
@@ -216,13 +216,13 @@ ALONE = {
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_modules_that_flax_has_no_equal_of(name):
+def test_modules_without_a_flax_equivalent(name):
     make, message = ALONE[name]
     with pytest.raises(ValueError, match=message):
         weights.to_flax(make())
 
 
-def test_a_flax_model_of_more_axes():
+def test_flax_model_with_more_axes():
     own = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"^parameters: got key\.bias of shape|^parameters: got key\.kernel of shape"):
         weights.from_flax(pure(own))

@@ -41,7 +41,7 @@ def assert_one_line(result, *words):
         assert word in err
 
 
-def test_info_of_a_named_gpu(run):
+def test_info_for_a_named_gpu(run):
     code, out, err = run("info", "--device", "h200")
     assert (code, err) == (0, "")
     for text in ("NVIDIA H200", "Hopper", "9.0", "141 GB", "4800 GB/s", "227 KiB", "bfloat16"):
@@ -55,7 +55,7 @@ def test_info_of_a_named_gpu(run):
     assert ["dynamic_mask_attention", "triton", "no: it does not take a dense mask"] in rows
 
 
-def test_info_gives_the_reason_where_one_cannot_run(run):
+def test_info_gives_the_reason_for_no_support(run):
     _, out, _ = run("info", "--device", "cpu")
     rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in out.splitlines() if line.startswith("│")]
     assert len(rows) == sum(len(op.implementations) for op in OPS.values())
@@ -65,7 +65,7 @@ def test_info_gives_the_reason_where_one_cannot_run(run):
         assert verdict.startswith("yes" if name == "xla" else reason), (op, name)
 
 
-def test_info_has_every_public_op_with_every_implementation():
+def test_info_lists_every_op_and_implementation():
     ends = ("attention", "attention_fp8", "_norm", "matmul", "mlp")
     public = {name for name, x in vars(jax_kernels).items() if name.endswith(ends) and callable(x)}
     assert set(OPS) == public - {"compile_attention"}
@@ -128,7 +128,7 @@ def test_explain(run):
         ("--device cpu", "xla"),
     ],
 )
-def test_explain_takes_the_arguments_of_the_op(run, options, implementation):
+def test_explain_takes_op_arguments(run, options, implementation):
     code, out, err = run("explain", "attention", "--shape", "2,4096,16,64", "--json", *options.split())
     assert (code, err) == (0, "")
     assert json.loads(out)["implementation"] == implementation
@@ -136,7 +136,7 @@ def test_explain_takes_the_arguments_of_the_op(run, options, implementation):
 
 @pytest.mark.parametrize("op", ["matmul", "gated_matmul"])
 @pytest.mark.parametrize("options", ["", "--precision fp8", "--precision fp8 --scaling row", "--dtype float8_e4m3fn"])
-def test_explain_of_products(run, op, options):
+def test_explain_matmuls(run, op, options):
     arguments = ("explain", op, "--shape", "1024,4096", "--columns", "4096", *options.split(), "--device")
     code, out, err = run(*arguments, "h200", "--implementation", "mosaic_gpu")
     assert (code, err) == (0, "")
@@ -187,7 +187,7 @@ def test_explain_of_products(run, op, options):
         ("block_sparse_attention --shape 2,1000,16,64 --block-size 128,64 --sinks", "flash_attention: mosaic_gpu"),
     ],
 )
-def test_explain_of_every_op(run, arguments, first_line):
+def test_explain_every_op(run, arguments, first_line):
     code, out, err = run("explain", *arguments.split(), "--device", "h200")
     assert (code, err) == (0, "")
     assert out.startswith(f"{first_line} (first in this GPU's order that serves the call: mosaic_gpu, ")
@@ -198,7 +198,7 @@ def test_explain_of_every_op(run, arguments, first_line):
     assert f"{plan['op']}: {plan['implementation']}" == first_line
 
 
-def test_explain_without_arguments_lists_the_ops(run):
+def test_explain_without_arguments_lists_ops(run):
     for arguments in ((), ("--help",)):
         _, out, err = run("explain", *arguments)
         for op in OPS:
@@ -296,7 +296,7 @@ def test_bad_input_is_one_line(run, arguments, words):
 CHECK = ("check", "--op", "flash_attention")
 
 
-def test_check_by_an_implementation_that_is_not_here(run, monkeypatch):
+def test_check_with_an_unavailable_implementation(run, monkeypatch):
     monkeypatch.setattr(check, "why_not", lambda case, name: f"{name} needs a moon")
     assert_one_line(run(*CHECK, "--implementation", "triton"), "triton needs a moon")
 
@@ -322,7 +322,7 @@ def test_check_passes(run, two_cases, tmp_path):
             assert 0 < result["errors"][name] <= result["bounds"][name] < 0.01
 
 
-def test_check_fails_where_a_result_is_wrong(run, two_cases, monkeypatch):
+def test_check_fails_on_a_wrong_result(run, two_cases, monkeypatch):
     right = check.run_attention
 
     def wrong(case, arrays, implementation):
@@ -337,7 +337,7 @@ def test_check_fails_where_a_result_is_wrong(run, two_cases, monkeypatch):
     assert verdicts == {"one_query": "pass", "fp32": "FAIL"}
 
 
-def test_check_reports_an_implementation_that_raises(run, two_cases, monkeypatch, tmp_path):
+def test_check_reports_a_raising_implementation(run, two_cases, monkeypatch, tmp_path):
     def broken(*_):
         raise RuntimeError("ptxas [exited]")
 
@@ -348,7 +348,7 @@ def test_check_reports_an_implementation_that_raises(run, two_cases, monkeypatch
     assert json.loads((tmp_path / "report.json").read_text())["failed"] == 2
 
 
-def test_check_counts_what_is_not_served(run, two_cases, monkeypatch):
+def test_check_counts_unsupported_cases(run, two_cases, monkeypatch):
     monkeypatch.setattr(check, "why_not", lambda case, name: "too exact" if case.precision == "fp32" else None)
     code, out, _ = run(*CHECK, "--implementation", "xla")
     assert code == 0
@@ -359,7 +359,7 @@ def test_check_counts_what_is_not_served(run, two_cases, monkeypatch):
 WITHOUT_TRITON = ("fp8_matmul", "flash_attention_fp8", "block_sparse_attention", "dynamic_mask_attention")
 
 
-def test_check_takes_interpreted_kernels_when_asked(monkeypatch):
+def test_check_runs_interpreted_kernels_on_request(monkeypatch):
     here = check._implementations(None, list(check.SUITES))
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for op, names in check._implementations(None, list(check.SUITES)).items():
@@ -368,7 +368,7 @@ def test_check_takes_interpreted_kernels_when_asked(monkeypatch):
 
 
 @pytest.mark.slow
-def test_check_of_every_op(run, monkeypatch, tmp_path):
+def test_check_every_op(run, monkeypatch, tmp_path):
     """An implementation that one op lacks is checked for the other ops."""
     assert set(check.QUICK) == set(check.SUITES)
     quick = {
@@ -413,7 +413,7 @@ def test_check_of_every_op(run, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("op", ["matmul", "layer_norm"])
-def test_check_fails_where_another_op_is_wrong(run, monkeypatch, op):
+def test_check_fails_on_a_wrong_result_of_another_op(run, monkeypatch, op):
     right = check.SUITES[op]
     wrong = lambda case, by: (got := right.run(case, by)) | {"dx": got["dx"] * 1.05}
     monkeypatch.setitem(check.SUITES, op, dataclasses.replace(right, run=wrong))
@@ -423,7 +423,7 @@ def test_check_fails_where_another_op_is_wrong(run, monkeypatch, op):
     assert "0 passed, 1 failed" in out
 
 
-def test_quick_cases_are_cases():
+def test_quick_cases_exist():
     for op, names in check.QUICK.items():
         assert set(names) <= set(check.SUITES[op].cases), op
         assert check.SUITES[op].chosen(None, True).keys() > check.SUITES[op].chosen(None, False).keys()
@@ -433,7 +433,7 @@ def fake_demo(monkeypatch, function):
     monkeypatch.setitem(sys.modules, "jax_kernels.cli.demo", types.SimpleNamespace(demo=function))
 
 
-def test_demo_is_given_its_own_options(run, monkeypatch):
+def test_demo_gets_its_options(run, monkeypatch):
     given = []
     fake_demo(monkeypatch, lambda steps: given.append(steps))
     demo = sys.modules["jax_kernels.cli.demo"].demo
@@ -461,7 +461,7 @@ def test_missing_cli_extra(run, monkeypatch):
     assert_one_line(run("info"), "this needs the package typer: pip install 'jax-kernels[cli]'")
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch):
+def test_internal_error_keeps_its_traceback(monkeypatch):
     def demo() -> None:
         import a_module_that_nobody_has  # noqa: F401
 

@@ -88,7 +88,7 @@ def test_trains_samples_compares_and_writes(invoke, text, tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("only_training")
 @pytest.mark.slow
-def test_resuming_equals_never_having_stopped(invoke, text, tmp_path):
+def test_resumed_run_equals_uninterrupted_run(invoke, text, tmp_path):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     for args in (
         ("--out", whole, "--text", text, "--steps", 8),
@@ -153,7 +153,7 @@ def test_dilated_attention(invoke, text, tmp_path, monkeypatch):
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("only_training")
 @pytest.mark.slow
-def test_products_of_8_bits(invoke, text, tmp_path, monkeypatch):
+def test_fp8_matmuls(invoke, text, tmp_path, monkeypatch):
     out = tmp_path / "out"
     result = invoke("--text", text, "--out", out, "--precision", "fp8", "--steps", 40)
     assert result.exit_code == 0, result.output
@@ -172,13 +172,13 @@ def test_products_of_8_bits(invoke, text, tmp_path, monkeypatch):
         assert re.search("--precision: .*A100.* has no products of 8 bits; Ada .* Hopper .* have", result.output)
 
 
-def test_settings_of_before_the_precision():
+def test_settings_without_precision_fields():
     settings = dataclasses.asdict(Settings(MODEL, SEQ_LEN, 4, 1e-2, 8, 0, None, ""))
     del settings["model"]["precision"], settings["model"]["scaling"]
     assert Settings.from_json(settings).model == MODEL
 
 
-def test_pytorch_is_compared_without_8_bits(monkeypatch):
+def test_pytorch_comparison_skips_fp8(monkeypatch):
     seen = []
     for name in ("_flax", "_torch"):
         monkeypatch.setattr(demo_compare, name, lambda *args: seen.extend(args) or (np.ones(1), np.ones(1)))
@@ -190,7 +190,7 @@ def test_pytorch_is_compared_without_8_bits(monkeypatch):
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_a_model_that_did_not_learn_fails(invoke, text, tmp_path, monkeypatch):
+def test_untrained_model_fails(invoke, text, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_compare, "HAS_TORCH", False)
     result = invoke("--text", text, "--out", tmp_path / "out", "--steps", 1)
     assert result.exit_code == 1
@@ -203,7 +203,7 @@ def test_a_model_that_did_not_learn_fails(invoke, text, tmp_path, monkeypatch):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("wrong", ["logits", "input gradients", "nan"])
-def test_a_difference_from_pytorch_fails(wrong, monkeypatch):
+def test_difference_from_pytorch_fails(wrong, monkeypatch):
     logits, gradients = np.ones((2, 3, 4)), np.full((2, 3, 5), 1e-3)
     theirs = [logits.copy(), gradients.copy()]
     theirs[0 if wrong != "input gradients" else 1][0, 0, 0] *= np.nan if wrong == "nan" else 1 + 2e-4
@@ -259,7 +259,7 @@ def test_held_out_blocks_are_never_trained_on(tmp_path):
     assert corpus.held_out_batches(100, 9).shape == (1, 16, SEQ_LEN + 1)
 
 
-def test_batches_depend_on_seed_and_step_alone(text):
+def test_batches_depend_only_on_seed_and_step(text):
     one, two = read_corpus(text, SEQ_LEN), read_corpus(text, SEQ_LEN)
     one.batch(4, 0, 0)
     np.testing.assert_array_equal(one.batch(4, 3, 7), two.batch(4, 3, 7))
@@ -267,7 +267,7 @@ def test_batches_depend_on_seed_and_step_alone(text):
     assert (one.batch(4, 3, 7) != one.batch(4, 4, 7)).any()
 
 
-def test_a_folder_is_read_in_order_and_binaries_are_passed_over(tmp_path):
+def test_folder_is_read_in_order_without_binaries(tmp_path):
     folder = tmp_path / "folder"
     (folder / "b").mkdir(parents=True)
     (folder / "b" / "one.py").write_bytes(b"1" * NEED)
@@ -283,7 +283,7 @@ def test_a_folder_is_read_in_order_and_binaries_are_passed_over(tmp_path):
         read_corpus(tmp_path / "empty", SEQ_LEN)
 
 
-def test_the_default_text_is_the_standard_library():
+def test_default_text_is_the_standard_library():
     corpus = read_corpus(None, 128)
     assert 4e6 < corpus.size <= 16e6
     assert 4 < unigram_entropy(corpus.held_out) < 5.5

@@ -81,7 +81,7 @@ def folder(text):
 
 
 @pytest.mark.timeout(300)
-def test_two_processes_train_as_one_does(tmp_path, folder, capsys):
+def test_two_processes_train_as_one(tmp_path, folder, capsys):
     words = ("--mesh", "data=2,sequence=2", "--text", folder, "--documents", "files")
     alone = start(*words, "--steps", 4, "--out", tmp_path / "alone", "--sequence-strategy", "all_to_all")
     outs = [end(process) for process in pair(*words, "--steps", 4, "--out", tmp_path / "pair")]
@@ -104,7 +104,7 @@ def test_two_processes_train_as_one_does(tmp_path, folder, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_processes_that_differ_end_with_an_error_that_says_in_what(tmp_path, text):
+def test_differing_processes_name_the_difference(tmp_path, text):
     words = ("--text", text, "--out", tmp_path / "out")
     axes = ("--mesh", "data=4"), ("--mesh", "data=2,sequence=2", "--seed", 1)
     differing, partial = pair(*words, first=axes[0], second=axes[1]), pair(*words, "--mesh", "data=2")
@@ -122,7 +122,7 @@ def small(settings):
     return {"attention": "dense", "processes": {}, "settings": settings, "model": model}
 
 
-def test_a_run_that_sigterm_ends_saves_and_goes_on(tmp_path, text, capsys, monkeypatch):
+def test_sigterm_saves_and_the_run_resumes(tmp_path, text, capsys, monkeypatch):
     given = small({"steps": 4, "save_every": 100})
     of_model, steps = Trainer.train, []
 
@@ -145,7 +145,7 @@ def test_a_run_that_sigterm_ends_saves_and_goes_on(tmp_path, text, capsys, monke
     assert len(losses(tmp_path / "out")) == 4
 
 
-def test_what_cannot_run_or_go_on_is_named(tmp_path, text, capsys, monkeypatch):
+def test_unrunnable_and_unresumable_runs_are_named(tmp_path, text, capsys, monkeypatch):
     options = ["--text", str(text), "--out", str(tmp_path / "none"), "--mesh", "data=1", *MODEL.split()]
     with pytest.raises(SystemExit) as ended:
         main(["train", *options, "--implementation", "mosaic_gpu"])
@@ -191,7 +191,7 @@ def test_what_cannot_run_or_go_on_is_named(tmp_path, text, capsys, monkeypatch):
         (("--kv-heads", "4"), "--kv-heads: got 4, want a divisor of --heads 6"),
     ],
 )
-def test_options_that_cannot_be_are_named(words, message, text, capsys):
+def test_bad_options_are_named(words, message, text, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", *(word.replace("FILE", str(text)) for word in words)])
     assert ended.value.code == 2
@@ -214,19 +214,19 @@ def test_options_that_cannot_be_are_named(words, message, text, capsys):
         ),
     ],
 )
-def test_arguments_that_the_library_refuses_are_options(words, message, text, tmp_path, capsys):
+def test_library_errors_name_the_option(words, message, text, tmp_path, capsys):
     code, _, err = ended(capsys, *words.replace("TEXT", str(text)).split(), "--out", tmp_path / "out")
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith(f"jax-kernels: {message.replace('TEXT', str(text))}")
 
 
-def test_the_choices_are_the_library_s():
+def test_choices_match_the_library():
     assert MESH_AXES == sharding.MESH_AXES
     assert {*CHOICES["--sequence-strategy"]} == {*STRATEGIES}
     assert {*CHOICES["--remat"]} == {*REMAT, "none", "all"}
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_unsaved(tmp_path, text):
+def test_non_finite_loss_ends_the_run_unsaved(tmp_path, text):
     settings = {"steps": 20, "save_every": 1, "learning_rate": 1e38}
     message = "step 2: got parameters that are not finite, .+ --learning-rate; the newest checkpoint is of step 1"
     with pytest.raises(SystemExit, match=message):
@@ -251,7 +251,7 @@ def ended(capsys, *words):
     return (1 if is_text else exited.value.code or 0), captured.out, exited.value.code if is_text else captured.err
 
 
-def test_the_last_step_is_checked_and_a_finished_run_says_so(tmp_path, text, capsys):
+def test_last_step_is_checked_and_a_finished_run_reported(tmp_path, text, capsys):
     out = tmp_path / "out"
     code, _, err = ended(capsys, "--text", text, "--steps", 2, "--out", out, "--learning-rate", "1e30")
     assert code == 1
@@ -272,7 +272,7 @@ def test_the_last_step_is_checked_and_a_finished_run_says_so(tmp_path, text, cap
         assert (out / "train.json").read_bytes() == first
 
 
-def test_two_runs_in_one_folder_and_disks_that_fail(tmp_path, text, capsys, monkeypatch):
+def test_locked_folder_and_failing_disks(tmp_path, text, capsys, monkeypatch):
     out = tmp_path / "out"
     words = ("--text", text, "--steps", 2, "--save-every", 1, "--out", out)
     holder = FolderLock(out / "checkpoint")
@@ -311,7 +311,7 @@ def test_two_runs_in_one_folder_and_disks_that_fail(tmp_path, text, capsys, monk
     assert err.startswith("jax-kernels: --out: /proc/none/checkpoint cannot be made (No such file or directory")
 
 
-def test_a_damaged_checkpoint_is_a_user_s_error(tmp_path, text, capsys):
+def test_damaged_checkpoint_is_a_user_error(tmp_path, text, capsys):
     train_run.run({"data": 1}, text, tmp_path / "out", **small({"steps": 2, "save_every": 1}))
     shutil.rmtree(tmp_path / "out" / "checkpoint" / "2" / "state")
     sizes = "--seq-len 16 --batch-size 2 --learning-rate 1e-3 --layers 1 --width 16 --heads 1 --dtype float32 --steps 2"
@@ -323,7 +323,7 @@ def test_a_damaged_checkpoint_is_a_user_s_error(tmp_path, text, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_of_two_processes_sigterm_to_one_ends_both_at_one_step(tmp_path, text):
+def test_sigterm_to_one_process_ends_both_at_one_step(tmp_path, text):
     out = tmp_path / "out"
     words = ("--mesh", "data=4", "--text", text, "--out", out, "--steps", 100_000)
     first, second = pair(*words)
@@ -342,7 +342,7 @@ def test_of_two_processes_sigterm_to_one_ends_both_at_one_step(tmp_path, text):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_demo_runs_on_a_mesh(tmp_path, text):
+def test_demo_runs_on_a_mesh(tmp_path, text):
     """As a script, to have four devices. Its model is as small as the tests' model."""
     text.write_text(text.read_text() * 8)
     tiny = "TransformerConfig(vocab_size=256, model_dim=32, num_layers=1, num_heads=2)"
@@ -363,7 +363,7 @@ def test_the_demo_runs_on_a_mesh(tmp_path, text):
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_process_that_dies_ends_the_others_with_a_message(tmp_path, text):
+def test_dying_process_ends_the_others_with_a_message(tmp_path, text):
     first, second = pair("--mesh", "data=4", "--text", text, "--steps", 10**6, "--out", tmp_path, "--timeout", 15)
     try:
         assert any(line.startswith("step 1") for line in iter(first.stdout.readline, ""))
@@ -377,7 +377,7 @@ def test_a_process_that_dies_ends_the_others_with_a_message(tmp_path, text):
 
 
 @pytest.mark.slow
-def test_a_process_that_never_comes_is_not_waited_for(tmp_path):
+def test_missing_process_times_out(tmp_path):
     joint = ("--coordinator", "localhost:1", "--num-processes", 2, "--process-id", 1, "--timeout", 2)
     process = start(*joint, "--out", tmp_path)
     out, err = process.communicate(timeout=100)
@@ -392,7 +392,7 @@ def test_bad_meshes_are_named(text):
     assert parse_mesh("data=2, sequence=-1") == {"data": 2, "sequence": -1}
 
 
-def test_schedulers_are_known_by_their_environment(monkeypatch):
+def test_scheduler_is_read_from_the_environment(monkeypatch):
     assert scheduler({}) is None
     assert scheduler({"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}) is None
     assert scheduler({"SLURM_NTASKS": "8"}) == "Slurm"
@@ -403,7 +403,7 @@ def test_schedulers_are_known_by_their_environment(monkeypatch):
     assert initialize_distributed() is False
 
 
-def test_half_of_the_processes_arguments_is_an_error():
+def test_incomplete_process_arguments_raise():
     for arguments, message in [
         ((None, 2, 0), "coordinator: got None with num_processes=2 and process_id=0"),
         (("host:1", 2, None), "num_processes, process_id: got 2 and None, want both with a coordinator"),

@@ -148,11 +148,11 @@ of_intervals = st.one_of(
 
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(compositions(of_intervals), st.integers(-30, 30))
-def test_compositions_of_intervals_are_exact(case, q_offset):
+def test_interval_compositions_are_exact(case, q_offset):
     check(case, q_offset, with_bitmaps=False)
 
 
-def test_more_terms_than_are_multiplied_out():
+def test_too_many_terms_to_expand():
     """An intersection of unions grows with each union. Past a limit it has the live blocks of its sparsest union."""
     unions = [cases.window(n, 0) | cases.prefix(n) for n in range(1, 8)]
     check(functools.reduce(operator.and_, unions) & cases.window(0, 0), with_bitmaps=False)
@@ -202,7 +202,7 @@ def test_widths(mask, lengths, blocks, by, q_offset, width):
 
 @pytest.mark.parametrize("left", [0, 1, 15, 16, 17, 40])
 @pytest.mark.parametrize("blocks", [(8, 16), (16, 8), (6, 4)])
-def test_the_width_of_a_window_is_met(left, blocks):
+def test_window_width_is_reached(left, blocks):
     """Some list reaches the bound, if the offset is known and the lengths do not limit the window."""
     for q_offset in (0, 3):
         for by in ("query", "key"):
@@ -251,7 +251,7 @@ def test_64_bit_mode():
             assert packed.words.dtype == jnp.uint32
 
 
-def test_only_the_partial_blocks_that_there_are_have_bitmaps():
+def test_only_partial_blocks_have_bitmaps():
     """Only if the number of partial blocks is known."""
     mask = masks.causal() & masks.dense(np.ones((128, 128), bool))
     assert mask.packed_partial(128, 128, 16, 16).words.shape == (9, 1, 16)
@@ -282,13 +282,13 @@ MOST_PARTIAL = {
 
 
 @pytest.mark.parametrize("name", MOST_PARTIAL)
-def test_how_many_partial_blocks_there_can_be(name):
+def test_bound_on_partial_blocks(name):
     mask, lengths, blocks, offset, most = MOST_PARTIAL[name]
     packed = lambda mask: mask.packed_partial(*lengths, *blocks, q_offset=offset)
     assert jax.eval_shape(packed, mask).words.shape[0] == most + 1
 
 
-def test_bits_of_lists_that_are_narrow():
+def test_bitmaps_of_narrow_lists():
     """There are only as many entries as the lists have room for, in all batch entries and heads, and none is lost."""
     case = cases.dilated(3) & cases.window(6, 0) & cases.block_sparse(16, 16).conservative()
     words = jax.eval_shape(lambda mask: mask.packed_partial(T, S, 4, 4), case.mask).words
@@ -296,15 +296,15 @@ def test_bits_of_lists_that_are_narrow():
     check(case, blocks=(4, 4))
 
 
-@pytest.mark.parametrize("window", [(5, 4), (5, 0), (3, 12)], ids=str)
-def test_a_block_is_live_where_one_pair_has_every_limit(window):
+@pytest.mark.parametrize("window", [(5, 4), (5, 0), (3, 12)])
+def test_live_block_has_a_pair_within_every_limit(window):
     """A block is dead if one pair is in the window and only another pair is in the dilated mask."""
     check(cases.dilated(7) & cases.window(*window), blocks=(2, 2), with_bitmaps=False)
 
 
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(compositions(leaves), st.integers(-30, 30), st.sampled_from([(8, 16), (5, 7), (1, 4), (64, 64)]))
-def test_no_composition_has_more_partial_blocks(case, q_offset, blocks):
+def test_compositions_keep_the_partial_block_bound(case, q_offset, blocks):
     count = lambda mask: mask.block_lists(T, S, *blocks, q_offset=q_offset).partial_count.sum()
     packed = jax.eval_shape(lambda mask: mask.packed_partial(T, S, *blocks, q_offset=q_offset), case.mask)
     assert jit(count)(case.mask) <= packed.words.shape[0] - 1

@@ -67,7 +67,7 @@ AMONG = {
     ("name", "k"),
     tiers.some_pairs(AMONG, [1, 9, 64, 129], [("lengths", 64), ("none", 1)]),
 )
-def test_one_row_among_intervals(name, k, monkeypatch):
+def test_top_k_of_one_row_within_intervals(name, k, monkeypatch):
     """The keys are sorted once, for all queries together."""
     among, arguments = AMONG[name]
     monkeypatch.setattr(builders, "largest", None)
@@ -79,7 +79,7 @@ def test_one_row_among_intervals(name, k, monkeypatch):
         np.testing.assert_array_equal(got, largest(np.where(competes, bias, -np.inf), k))
 
 
-def test_other_masks_are_no_intervals():
+def test_non_interval_masks():
     bias = scores_of((1, 2, 2, 40))[:, :, 1:]
     for among in (masks.causal() | masks.prefix(3), masks.dilated(3) & masks.causal(), ~masks.causal()):
         got = masks.top_k(bias, 5, among=among, q_length=30).to_dense(30, 40)
@@ -96,7 +96,7 @@ def test_threshold():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_threshold_between_two_numbers_of_16_bits(dtype):
+def test_threshold_between_16_bit_values(dtype):
     """A threshold that 16 bits would round up to the bias, as a number and as an array."""
     bias = jnp.full((2, 3), 0.3, dtype)
     tau = float(bias[0, 0]) - 1e-5
@@ -148,7 +148,7 @@ def test_mixture_of_block_attention():
     assert (mask & masks.causal()).block_lists(128, 128, 16, 16).partial_count.tolist() == [[[1] * 8] * 3]
 
 
-def test_blocks_that_always_come_first_are_among_those_that_compete():
+def test_always_blocks_are_ranked_first():
     """Blocks of 8 queries and 16 keys. `always` also has blocks past the diagonal, which count for nothing."""
     scores, among, always = scores_of((3, 8, 4)), masks.causal(), masks.prefix(1) | masks.sliding_window(0, 20)
     mask = masks.top_k_blocks(scores, 2, (8, 16), among=among, always=always)
@@ -312,7 +312,7 @@ def test_top_k_by_search(dtype, keys, k, monkeypatch):
     np.testing.assert_array_equal(masks.top_k(x, k).to_dense(6, keys), want)
 
 
-def test_the_search_takes_rows_of_fewer_than_k():
+def test_search_handles_rows_shorter_than_k():
     """A row's length may be a symbol, whose relation to k is unknown."""
     bias = jnp.asarray([[1.0, -jnp.inf, 2.0], [-jnp.inf] * 3, [3.0, 3.0, 0.0]])
     got = masks_largest._by_search(bias, 5, 31)

@@ -38,7 +38,7 @@ def masks_of(batch, heads, queries, keys):
     }
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
 def test_every_mask(sizes):
     batch, heads, queries, keys = sizes
     for name, mask in masks_of(*sizes).items():

@@ -34,7 +34,7 @@ def test_key_lengths(mask, kv_lengths, want):
 @pytest.mark.parametrize(
     "mask", [None, STRIPES, masks.prefix(20) | STRIPES, ~masks.prefix(20), jnp.ones((1, 1, 1, 50), bool)]
 )
-def test_nothing_says_how_many(mask):
+def test_key_lengths_are_unknown(mask):
     assert key_lengths(_inputs(mask, None)) is None
 
 
@@ -54,7 +54,7 @@ IDS = jnp.arange(50)[None] // 10
     ],
     ids=["array", "bands", "lengths", "ids_and_array", "others", "negated"],
 )
-def test_masks_become_arguments_where_they_can(given, want):
+def test_masks_become_arguments(given, want):
     got = joined(given, 2)
     assert (got.is_causal, got.window, got.lists) == (want.is_causal, want.window, None)
     for x, y in zip((got.mask, got.kv_lengths), (want.mask, want.kv_lengths), strict=True):
@@ -64,12 +64,12 @@ def test_masks_become_arguments_where_they_can(given, want):
         np.testing.assert_array_equal(x, np.broadcast_to(y, (2, 50)))
 
 
-def test_ids_beside_segments_stay_apart():
+def test_segment_ids_and_segments_mask_stay_apart():
     mask, ids = masks.segments(IDS), (jnp.zeros((2, 50), jnp.int32),) * 2
     assert joined(Limits(mask=mask, segment_ids=ids), 2) == Limits(mask=mask, segment_ids=ids)
 
 
-def test_lists_stay_where_they_hold_all_limits():
+def test_lists_are_kept_if_they_cover_all_limits():
     lists = ("lists",)
     for mask in (masks.dense(ARRAY) & masks.prefix(20), STRIPES):
         prepared = masks.PreparedMask(mask, lists)

@@ -145,7 +145,7 @@ def same_place(b, h, q, k, table):
     return q == k
 
 
-def test_a_float_mask_of_zeros_and_ones_is_a_mask():
+def test_float_mask_of_zeros_and_ones():
     array = np.tri(4, dtype=np.float32)
     np.testing.assert_array_equal(masks.dense(array).to_dense(4, 4)[0, 0], array.astype(bool))
     np.testing.assert_array_equal(jax.jit(lambda x: masks.dense(x).to_dense(4, 4))(array)[0, 0], array.astype(bool))
@@ -319,7 +319,7 @@ def test_bad_input(name):
         call()
 
 
-def test_a_jitted_function_looks_at_what_it_reads():
+def test_jitted_function_mask_reads_its_arrays():
     ids = jnp.arange(4) // 2
     plain = lambda b, h, q, k: ids[q] == ids[k]
     for function in (jax.jit(plain), jax.jit(jax.jit(plain))):
@@ -330,7 +330,7 @@ def test_a_jitted_function_looks_at_what_it_reads():
         masks.from_function(jax.jit(lambda b, h, q, k: q >= k + h))
 
 
-def test_numpy_arrays_lose_nothing():
+def test_numpy_arrays_keep_their_values():
     small, large = np.arange(3), np.array([0, 2**40])
     assert masks.from_function(lambda b, h, q, k, x: x[k] > q, small).arrays[0].dtype == jnp.int32
     with pytest.raises(ValueError, match=r"arrays: got int64 values that int32 does not hold, want arrays"):

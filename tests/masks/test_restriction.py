@@ -48,10 +48,10 @@ def any_all(keep, block_q, block_kv):
     return split(cut(False)).any((3, 5)), split(cut(True)).all((3, 5))
 
 
-@pytest.mark.parametrize("blocks", [(8, 6), pytest.param((7, 5), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("blocks", [(8, 6), pytest.param((7, 5), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in MASKS])
-def test_pairs_and_blocks_of_a_step(name, layout, blocks):
+def test_step_pairs_and_blocks(name, layout, blocks):
     """The blocks of one piece are exact. Blocks of two pieces may be partial. Lists and bits have room for all."""
     ring = Layout(name=layout, devices=DEVICES, length=TOKENS // DEVICES, left=None, right=None)
     dense = np.asarray(MASKS[name].to_dense(TOKENS, TOKENS))
@@ -70,7 +70,7 @@ def test_pairs_and_blocks_of_a_step(name, layout, blocks):
             assert int((of_side.full_count + of_side.partial_count).max()) <= of_side.indices.shape[-1]
 
 
-def test_window_of_a_step_has_short_lists():
+def test_step_window_has_short_lists():
     """Under jit a step's lists have the length of the window, not of the device's tokens."""
     ring = Layout(name="zigzag", devices=4, length=2048, left=None, right=None)
     mask = masks.causal() & masks.sliding_window(100, 0)

@@ -96,7 +96,7 @@ def test_arguments_are_named(case):
         call()
 
 
-def test_numpy_numbers_are_numbers():
+def test_numpy_scalars_are_accepted():
     assert make_mesh({"data": np.int64(1)}).shape == {"data": 1}
     tokens, _ = TokenBatches(np.arange(99), 4, 2)[np.int64(1)]
     np.testing.assert_array_equal(tokens, TokenBatches(np.arange(99), 4, 2)[1][0])

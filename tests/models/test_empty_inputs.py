@@ -28,7 +28,7 @@ def check_zeros(tree):
     assert not any(np.asarray(x).any() for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name, shape):
     module, x, ids = MODULES[name](nnx.Rngs(0)), jnp.ones((*shape, 32)), jnp.zeros(shape, jnp.int32)
@@ -43,7 +43,7 @@ def test_modules(name, shape):
     assert (out.shape, int(cache.length)) == (x.shape, shape[1])
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, shape):
     model, tokens = MODELS[name](nnx.Rngs(0)), jnp.zeros(shape, jnp.int32)
@@ -57,7 +57,7 @@ def test_generate():
     assert model.generate(jnp.zeros((0, 6), jnp.int32), 3, temperature=0.0).shape == (0, 3)
 
 
-@pytest.mark.parametrize("shape", [(0, 5, 4, 16), (3, 0, 5, 4, 16), (2, 0, 4, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 5, 4, 16), (3, 0, 5, 4, 16), (2, 0, 4, 16)])
 def test_attention_fn(shape):
     query, key = jnp.ones(shape), jnp.ones((*shape[:-3], 7, *shape[-2:]))
     mask = jnp.ones((*shape[:-3], 1, shape[-3], 7))

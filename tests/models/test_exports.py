@@ -6,7 +6,7 @@ import jax_kernels
 import jax_kernels.models
 
 
-def test_a_star_import_leaves_the_ops_alone():
+def test_star_import_keeps_the_ops():
     names: dict = {}
     exec("from jax_kernels import dilated_attention, dynamic_mask_attention", names)
     exec("from jax_kernels.models import *", names)
@@ -15,7 +15,7 @@ def test_a_star_import_leaves_the_ops_alone():
     assert names["Transformer"] is jax_kernels.models.Transformer
 
 
-def test_it_gives_every_public_name():
+def test_star_import_gives_every_public_name():
     public = {
         name for name, x in vars(jax_kernels.models).items() if not name.startswith("_") and not inspect.ismodule(x)
     }

@@ -40,7 +40,7 @@ def step_by_step(model, choose):
     return np.stack(found)
 
 
-def test_the_likeliest_tokens_of_prompts_of_different_lengths(model):
+def test_greedy_tokens_for_ragged_prompts(model):
     want = step_by_step(model, lambda logits, i: logits.argmax())
     got = model.generate(prompts(), NEW, temperature=0, lengths=jnp.array(LENGTHS))
     assert got.dtype == jnp.int32
@@ -52,7 +52,7 @@ def test_the_likeliest_tokens_of_prompts_of_different_lengths(model):
 
 
 @pytest.mark.parametrize("fields", [{"segment_lengths": (4, 9)}, {"segment_lengths": (4, 12), "layout": "partition"}])
-def test_hilbert_order_goes_by_whole_segments_whatever_the_length(fields):
+def test_hilbert_order_uses_whole_segments(fields):
     fields |= {"dilation_rates": (2, 3), "order": "hilbert"}
     model = LongNet(dataclasses.replace(DILATED, num_layers=1, **fields), rngs=nnx.Rngs(0))
     forward = nnx.jit(lambda model, tokens: model(tokens))
@@ -70,7 +70,7 @@ def test_hilbert_order_goes_by_whole_segments_whatever_the_length(fields):
         longer.generate(prompts(), NEW, 0)
 
 
-def test_ends_at_the_end_token(model):
+def test_stops_at_the_end_token(model):
     free = np.asarray(model.generate(prompts(), NEW, temperature=0, lengths=jnp.array(LENGTHS)))
     eos = int(free[0, 2])
     got = np.asarray(model.generate(prompts(), NEW, 0, eos_id=eos, lengths=jnp.array(LENGTHS)))
@@ -82,7 +82,7 @@ def test_ends_at_the_end_token(model):
     assert (got[0, 2:] == eos).all()
 
 
-def test_samples_by_the_temperature_among_the_likeliest():
+def test_temperature_and_top_k_sampling():
     model = Transformer(CONFIG, rngs=nnx.Rngs(0))
     prompt = np.tile(prompts()[:1], (4000, 1))
     draw = lambda temperature, key, top_k=None: np.asarray(
@@ -98,7 +98,7 @@ def test_samples_by_the_temperature_among_the_likeliest():
     assert (draw(1.0, 2) != draw(1.0, 3)).any()
 
 
-def test_an_array_or_a_tiny_number_may_be_the_temperature():
+def test_temperature_may_be_an_array_or_tiny():
     model, key = Transformer(CONFIG, rngs=nnx.Rngs(0)), jax.random.key(0)
     greedy = np.asarray(model.generate(prompts(), NEW, 0))
     tokens = prompts()
@@ -133,7 +133,7 @@ def test_compiles_once_and_runs_under_jit():
     np.testing.assert_array_equal(inside(model, prompts()), results[0])
 
 
-def test_from_logits_that_are_nan_no_token_is_drawn(model):
+def test_nan_logits_draw_no_token(model):
     draw = nnx.jit(lambda model, tokens, eos_id=None: model.generate(tokens, 3, 0, eos_id=eos_id), static_argnums=2)
     want = np.asarray(model.generate(prompts(), 3, 0))
     tokens = prompts().copy()

@@ -35,7 +35,7 @@ def distance(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("options", [{}, {"remat": "products"}, {"remat": "attention", "scan_layers": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"remat": "products"}, {"remat": "attention", "scan_layers": True}])
 def test_loss_and_gradients(options):
     with jax.default_matmul_precision("highest"):
         want, wanted = loss_and_gradient(PLAIN)
@@ -47,7 +47,7 @@ def test_loss_and_gradients(options):
         assert distance(g, w) < 1.5 * distance(n, w) + 1e-3
 
 
-def test_decoding_is_the_full_forward():
+def test_decoding_equals_the_full_forward():
     model = Transformer(CONFIG, rngs=nnx.Rngs(0))
     step = nnx.jit(lambda model, tokens, cache: model(tokens, cache=cache))
     want = nnx.jit(lambda model, tokens: model(tokens))(model, tokens())
@@ -59,7 +59,7 @@ def test_decoding_is_the_full_forward():
     assert ((np.asarray(drawn) >= 0) & (np.asarray(drawn) < CONFIG.vocab_size)).all()
 
 
-def test_a_trainer_learns_a_batch_by_heart():
+def test_trainer_memorizes_a_batch():
     trainer = Trainer(dataclasses.replace(CONFIG, remat="products"), optax.adamw(3e-3), accumulate=2)
     batch = tokens(), jnp.roll(tokens(), -1, 1)
     losses = [float(trainer.train(batch)["loss"]) for _ in range(20)]
@@ -75,8 +75,8 @@ MESHES = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(DEVICES < 2, reason=f"needs two NVIDIA GPUs, found {DEVICES}")
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_a_mesh_trains_as_one_gpu_does(axes):
+@pytest.mark.parametrize("axes", MESHES)
+def test_mesh_trains_as_one_gpu(axes):
     """Three steps of SGD. The second and third losses depend on all earlier gradients."""
     if (count := int(np.prod(list(axes.values())))) > DEVICES:
         pytest.skip(f"needs {count} NVIDIA GPUs, found {DEVICES}")

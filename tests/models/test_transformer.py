@@ -59,7 +59,7 @@ def plain(config, parameters, tokens):
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_is_what_its_docstring_says(tie_embeddings):
+def test_matches_its_docstring(tie_embeddings):
     transformer = model(tie_embeddings=tie_embeddings)
     logits = forward(transformer, tokens())
     assert logits.dtype == jnp.float32
@@ -87,7 +87,7 @@ def test_parameter_names_and_shapes():
     assert flat_parameters(model(tie_embeddings=False))["head.kernel"].shape == (32, 50)
 
 
-@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (6, 1, 4)], ids=str)
+@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (6, 1, 4)])
 def test_decoding_equals_the_full_forward(chunks):
     transformer, traces = model(), []
 
@@ -105,7 +105,7 @@ def test_decoding_equals_the_full_forward(chunks):
     assert len(traces) == len(set(chunks))
 
 
-def test_decoding_sequences_of_different_lengths():
+def test_decoding_a_ragged_batch():
     transformer, lengths = model(), (3, 7)
     step = nnx.jit(lambda transformer, tokens, cache: transformer(tokens, cache=cache))
     _, cache = step(transformer, tokens()[:, :7], transformer.init_cache(BATCH, 16))
@@ -117,7 +117,7 @@ def test_decoding_sequences_of_different_lengths():
         np.testing.assert_allclose(out[b], want[b, n : n + 4], atol=5e-6)
 
 
-def test_no_token_sees_a_later_one():
+def test_is_causal():
     transformer = model()
     changed = tokens().at[:, 6].add(1) % CONFIG.vocab_size
     before, after = forward(transformer, tokens()), forward(transformer, changed)
@@ -143,7 +143,7 @@ def test_remat_changes_no_gradient():
 
 
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_losses_are_the_cross_entropy_of_the_logits(tie_embeddings):
+def test_loss_is_the_cross_entropy(tie_embeddings):
     transformer = model(tie_embeddings=tie_embeddings)
     targets = jnp.roll(tokens(), -1, axis=1).at[0, 3].set(-1)
 
@@ -170,7 +170,7 @@ def test_exports_with_a_symbolic_batch():
         np.testing.assert_allclose(exported.call(leaves, tokens()[:rows]), want, atol=5e-6)
 
 
-def test_embeddings_instead_of_tokens():
+def test_embeddings_as_input():
     transformer = model()
     embeddings = transformer.embed_tokens(tokens())
     loss = lambda transformer, embeddings: (transformer(embeddings=embeddings) ** 2).mean()
@@ -184,7 +184,7 @@ def test_embeddings_instead_of_tokens():
     np.testing.assert_allclose(jnp.vdot(gradient, direction), slope, rtol=2e-2)
 
 
-def test_bfloat16_compute_has_float32_logits_and_parameters():
+def test_bfloat16_keeps_float32_logits_and_parameters():
     transformer = model(dtype="bfloat16")
     logits = forward(transformer, tokens())
     assert logits.dtype == jnp.float32
@@ -195,7 +195,7 @@ def test_bfloat16_compute_has_float32_logits_and_parameters():
 @pytest.mark.parametrize(
     ("scaling", "dtype"), [(None, "bfloat16"), pytest.param("block", "float16", marks=pytest.mark.slow)]
 )
-def test_products_of_8_bits(scaling, dtype):
+def test_fp8_matmuls(scaling, dtype):
     """Parameters, and their initial values, equal the model's without 8 bits."""
     plain, eight = (model(num_layers=1, dtype=dtype, **x) for x in ({}, {"precision": "fp8", "scaling": scaling}))
     params = nnx.state(eight, nnx.Param)
@@ -217,7 +217,7 @@ def test_products_of_8_bits(scaling, dtype):
         assert 0 < np.linalg.norm(a - b) < 0.3 * np.linalg.norm(b), path
 
 
-def test_all_products_of_the_blocks_have_8_bits():
+def test_all_block_matmuls_are_fp8():
     def program(**changes):
         graphdef, state = nnx.split(model(**changes))
         return nnx.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens)).lower(state, tokens()).as_text()
@@ -228,7 +228,7 @@ def test_all_products_of_the_blocks_have_8_bits():
     assert "f8E4M3FN" not in program()
 
 
-def test_decoding_in_8_bits_by_rows_equals_the_full_forward():
+def test_fp8_row_decoding_equals_the_full_forward():
     transformer = model(num_layers=1, precision="fp8", scaling="row")
     step = nnx.jit(lambda transformer, tokens, cache: transformer(tokens, cache=cache))
     cache, outs = transformer.init_cache(BATCH, 16), []
@@ -291,7 +291,6 @@ def test_config_fills_its_defaults():
         ),
         ({"scaling": "row"}, ValueError, "TransformerConfig.scaling='row' must be None with precision=None"),
     ],
-    ids=str,
 )
 def test_config_errors(changes, error, message):
     with pytest.raises(error, match=message):
@@ -311,12 +310,12 @@ def test_bad_inputs_are_named():
 
 @pytest.mark.parametrize("name", ["implementation", "mlp_implementation", "projection_implementation"])
 @pytest.mark.parametrize("precision", [None, "fp8"])
-def test_a_named_implementation_reaches_its_products(name, precision):
+def test_implementation_reaches_the_matmuls(name, precision):
     with pytest.raises(ValueError, match="implementation='fast' is not known"):
         model(**{name: "fast", "precision": precision})(tokens())
 
 
-def test_8_bits_are_emulated_on_request():
+def test_fp8_is_emulated_on_request():
     """A GPU without 8-bit matmuls gets a program only if "xla" is named for all matmuls."""
     names = ("implementation", "mlp_implementation", "projection_implementation")
     xla, eight = dict.fromkeys(names, "xla"), {"dtype": "bfloat16", "precision": "fp8"}
@@ -330,7 +329,7 @@ def test_8_bits_are_emulated_on_request():
                 program(**xla | {name: None})
 
 
-def test_a_layer_keeps_its_own_static_attributes():
+def test_layers_keep_their_static_attributes():
     model = Transformer(CONFIG, rngs=nnx.Rngs(0))
     tokens = jnp.arange(16).reshape(2, 8) % CONFIG.vocab_size
     before = model(tokens)

@@ -109,7 +109,7 @@ def test_sinks(sizes):
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_gradients_of_arrays(sizes):
+def test_array_gradients(sizes):
     batch, queries, keys, heads, _ = sizes
     given, factor = arrays(sizes), jnp.ones(3)
     for shape in ((1, heads, queries, keys), (batch, 1, 1, keys)):
@@ -142,7 +142,7 @@ def test_plans(sizes):
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize("sizes", [SIZES["batch"], SIZES["keys"]], ids=["batch", "keys"])
-def test_by_name(sizes, implementation, monkeypatch):
+def test_named_implementations(sizes, implementation, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     given = arrays(sizes, jnp.bfloat16)
     check(functools.partial(flash_attention, return_lse=True, implementation=implementation), sizes, given)
@@ -151,7 +151,7 @@ def test_by_name(sizes, implementation, monkeypatch):
         flash_attention(*given, implementation="triton")
 
 
-def test_no_mapped_calls(monkeypatch):
+def test_vmap_over_no_calls(monkeypatch):
     """A vmap over an axis of length 0, of calls that kernels serve."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     x = jnp.ones((0, 1, 16, 2, 16), jnp.bfloat16)
@@ -163,7 +163,7 @@ def test_no_mapped_calls(monkeypatch):
     assert jax.vmap(functools.partial(matmul, implementation="triton"), (0, None))(rows, w).shape == rows.shape
 
 
-def test_a_wrong_score_mod_is_still_refused():
+def test_wrong_score_mod_is_refused():
     with pytest.raises(TypeError, match="score_mod: raised NameError when traced"):
         flash_attention(*arrays(SIZES["keys"]), score_mod=lambda score, b, h, q, k: score + unknown)  # noqa: F821
     with pytest.raises(ValueError, match="score_mod: got shape"):
@@ -229,8 +229,8 @@ def test_decode_attention(sizes):
 
 
 # (batch, queries, pages, pages of a sequence)
-@pytest.mark.parametrize("sizes", [(0, 2, 3, 2), (2, 0, 3, 2), (2, 2, 0, 2), (2, 2, 3, 0), (0, 0, 0, 0)], ids=str)
-def test_decode_attention_in_pages(sizes):
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 2), (2, 0, 3, 2), (2, 2, 0, 2), (2, 2, 3, 0), (0, 0, 0, 0)])
+def test_paged_decode_attention(sizes):
     batch, queries, pages, most = sizes
     query, cache = jnp.ones((batch, queries, 4, 16)), jnp.ones((pages, 16, 2, 16))
     call = jax.jit(
@@ -271,7 +271,7 @@ def test_dilated_attention(sizes, option):
 
 @pytest.mark.parametrize("checks_varying", [False, True])
 @pytest.mark.parametrize("sizes", SELF.values(), ids=SELF)
-def test_shared_sequences(sizes, checks_varying):
+def test_sharded_sequences(sizes, checks_varying):
     """ring_attention and sequence-parallel dilated attention inside jax.shard_map."""
     heads, tokens = sizes[3], sizes[1]
     mesh = jax.make_mesh((1,), ("t",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -310,7 +310,7 @@ def test_compile_attention():
     assert compile_attention("bigbird", 0, 16, num_heads=2, block_size=4)(x[:, :0], x[:, :0], x[:, :0]).size == 0
 
 
-def test_masks_of_traced_floats_stay_checked():
+def test_traced_float_masks_are_checked():
     """Values except 0 and 1 make the result NaN, also where there is no key."""
     given = arrays(SIZES["keys"])
     attend = jax.jit(lambda mask: flash_attention(*given, mask=mask))

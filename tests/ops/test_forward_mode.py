@@ -199,7 +199,7 @@ def test_transforms():
             np.testing.assert_allclose(x, right, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-def test_tangents_of_8_bits():
+def test_fp8_tangents():
     """Rounding counts as the identity: matmuls of the tangents with the dequantized values."""
     tangents = _normal(5, 16), _normal(16, 8)
     _, got = jax.jvp(lambda x, w: matmul(x, w, precision="fp8"), (X, W), tangents)
@@ -213,7 +213,7 @@ def test_tangents_of_8_bits():
         np.testing.assert_allclose(slope, right, rtol=1e-4, atol=1e-4)
 
 
-def test_a_dead_row_has_tangents_of_0():
+def test_fully_masked_row_has_zero_tangents():
     call = lambda q, k, v: flash_attention(q, k, v, mask=np.zeros((1, 1, 8, 8), bool), return_lse=True)
     (out, lse), (dout, dlse) = jax.jvp(call, QKV, QKV)
     assert np.isneginf(lse).all()

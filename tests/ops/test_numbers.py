@@ -65,7 +65,7 @@ def same(got, want):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_number_of_any_kind(case):
+def test_scalar_of_any_type(case):
     function, name, number, kinds = CASES[case]
     want = function(**{name: number})
     for kind in kinds:
@@ -86,7 +86,7 @@ def test_pairs_and_patterns():
     assert masks.block_sparse(jnp.ones((3, 3), bool), jnp.array([4, 4])).block_q == 4
 
 
-def test_explain_takes_them():
+def test_explain_takes_scalars_of_any_type():
     spec = jax.ShapeDtypeStruct(X.shape, X.dtype)
     for op, options in ((jax_kernels.flash_attention, {}), (jax_kernels.dilated_attention, PATTERN)):
         plan = jax_kernels.explain(op, spec, spec, spec, scale=np.float32(0.5), is_causal=jnp.bool_(True), **options)
@@ -106,8 +106,8 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("function", "name", "x", "message"), WRONG, ids=range(len(WRONG)))
-def test_wrong_numbers(function, name, x, message):
+@pytest.mark.parametrize(("function", "name", "x", "message"), WRONG)
+def test_wrong_scalars(function, name, x, message):
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: got {message}"):
         function(**{name: x})
 
@@ -116,8 +116,8 @@ TRACED = [(attend, "scale"), (attend, "softcap"), (attend, "is_causal"), (attend
 TRACED += [(dilated, "scale"), (fp8, "scale"), (CASES["rms eps"][0], "eps"), (top_k, "k")]
 
 
-@pytest.mark.parametrize(("function", "name"), TRACED, ids=range(len(TRACED)))
-def test_traced_numbers(function, name):
+@pytest.mark.parametrize(("function", "name"), TRACED)
+def test_traced_scalars(function, name):
     with pytest.raises(TypeError, match=rf"^{name}: got .*, want"):
         jax.jit(lambda x: function(**{name: x}))(jnp.float32(1))
 

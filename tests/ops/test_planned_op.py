@@ -58,7 +58,7 @@ def _no_interpret(no_interpret):
     pass
 
 
-def test_the_plan_is_that_of_the_call():
+def test_plan_matches_the_call():
     x = jnp.ones((2, 3))
     assert explain(scale, x).implementation == "short"
     assert explain(scale, jnp.ones((2, 5))).passed_over == (("short", "it takes up to 4"),)
@@ -73,7 +73,7 @@ def test_the_plan_is_that_of_the_call():
 
 
 @pytest.mark.parametrize("implementation", TABLE)
-def test_a_vmap_joins_the_batch(implementation):
+def test_vmap_joins_the_batch(implementation):
     x, y = (np.random.default_rng(i).random((4, 2, 3)).astype(np.float32) for i in range(2))
     call = lambda x, y: scale(x, y, scale=3.0, implementation=implementation)
     for in_axes, args in (((0, 0), (x, y)), ((0, None), (x, y[0])), ((1, None), (x.swapaxes(0, 1), None))):
@@ -83,13 +83,13 @@ def test_a_vmap_joins_the_batch(implementation):
         np.testing.assert_allclose(got[1], x.sum(axis=2), rtol=1e-6)
 
 
-def test_a_call_keys_a_cache():
+def test_call_is_hashable():
     request = ScaleRequest("scale", device_info("a100"), 3)
     assert batched(OP, OP.call(request, 2.0)) is batched(OP, OP.call(request, 2.0))
     assert batched(OP, OP.call(request, 2.0)) is not batched(OP, OP.call(request, 3.0))
 
 
-def test_joining_is_undone_by_splitting():
+def test_split_inverts_join():
     x = jnp.arange(24.0).reshape(2, 3, 4)
     np.testing.assert_array_equal(split_batch(2, join_batch(2, x, True)), x)
     np.testing.assert_array_equal(split_batch(5, join_batch(5, x[0], False)), jnp.broadcast_to(x[0], (5, 3, 4)))
@@ -149,7 +149,7 @@ def test_second_derivatives(name, monkeypatch):
         jax.jvp(lambda x: first(x, "triton"), (given,), (given,))
 
 
-def test_gradients_of_mapped_kernel_calls(monkeypatch):
+def test_vmapped_kernel_gradients(monkeypatch):
     """The gradient of a vmap of a kernel call, with mapped tangents, equals each call's gradient."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((3, 5, 32), (32, 16))))

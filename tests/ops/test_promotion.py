@@ -73,7 +73,7 @@ def test_gradients_by_kernels(name, monkeypatch):
     assert "pallas_call" in str(jax.make_jaxpr(gradients(name, "triton"))(QUERY, KEY, KEY))
 
 
-def test_what_has_no_gradient():
+def test_calls_without_gradients():
     assert flash_attention_fp8(*EIGHT_BITS, is_causal=True, kv_lengths=LENGTHS).shape == (B, T, H, D)
     assert decode_attention(QUERY[:, :2], KEY, KEY, kv_lengths=LENGTHS, window=9).shape == (B, 2, H, D)
 
@@ -83,7 +83,7 @@ def test_under_vmap_and_jit():
     assert attend(QUERY[None], KEY[None], KEY[None]).shape == (1, B, T, H, D)
 
 
-def test_a_prepared_mask():
+def test_prepared_mask():
     prepared = prepare_mask(masks.sliding_window(4, 0) | masks.global_tokens(2), QUERY, KEY)
     assert flash_attention(QUERY, KEY, KEY, mask=prepared).shape == QUERY.shape
 

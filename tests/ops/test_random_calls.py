@@ -23,19 +23,19 @@ EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", range(EXAMPLES or 6))
 @pytest.mark.parametrize("kind", random_calls.KINDS)
-def test_a_gpu_agrees_with_xla_in_float32(kind, number):
+def test_gpu_matches_xla_in_float32(kind, number):
     random_draws.check(random_calls.drawn(kind, number))
     jax.clear_caches()
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", random_calls.KINDS)
-def test_the_calls_themselves_are_right(kind):
+def test_random_calls_are_right(kind):
     """XLA gives equal results in the call's dtype."""
     random_draws.check(random_calls.drawn(kind, 1))
 
 
-def test_an_error_is_found():
+def test_wrong_result_is_found():
     call = random_calls.drawn("norms", 1)
     wrong = dataclasses.replace(
         call, forward=lambda *given, **how: {k: x if how else 1.1 * x for k, x in call.forward(*given, **how).items()}
@@ -56,7 +56,7 @@ def test_an_error_is_found():
         if (kind, gpu) != ("eight_bits", "a100")  # no 8-bit matmuls
     ],
 )
-def test_they_compile(kind, gpu):
+def test_random_calls_compile(kind, gpu):
     """Each kind has its own process, as an instruction that the architecture lacks can end the process."""
     numbers = range(EXAMPLES or 6)
     done = forked.run(__file__, kind, gpu, *map(str, numbers), env={}, timeout=compile_case.TIMEOUT + 20 * EXAMPLES)

@@ -50,7 +50,7 @@ def structs(shapes):
 
 
 @pytest.mark.parametrize("name", tiers.cases(CASES, ["flash", "dilated", "matmul", "rms_norm"]))
-def test_without_a_name_xla_serves_them(name):
+def test_xla_serves_symbolic_sizes(name):
     """Planned for a GPU, forward and gradients. One program serves all sizes."""
     op, shapes, _ = CASES[name]
 
@@ -131,7 +131,7 @@ def drawn(texts, sizes):
 @pytest.mark.parametrize(
     "name", tiers.cases(WITH_ARRAYS, ["all", "dynamic_mask_of_key_heads", "decode", "top_k_among"])
 )
-def test_arrays_of_scores_and_segments_have_symbolic_sizes(name):
+def test_symbolic_bias_and_segments(name):
     """Forward and gradients, for a batch and lengths of 1 and for larger sizes."""
     op, texts = WITH_ARRAYS[name]
     floats = tuple(i for i, text in enumerate(texts) if text.startswith("float32"))
@@ -151,7 +151,7 @@ def test_arrays_of_scores_and_segments_have_symbolic_sizes(name):
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_named_kernel_says_what_to_do(name, implementation):
+def test_named_kernel_error_names_the_fix(name, implementation):
     op, shapes, field = CASES[name]
     lower = jax.export.export(jax.jit(functools.partial(op, implementation=implementation)), platforms=["cuda"])
     said = f"implementation='{implementation}' cannot serve this .*: {field}: got the symbolic size .*b, want an int"
@@ -168,7 +168,7 @@ def test_explain_shows_why():
     assert all(reason.startswith("batch: got the symbolic size b") for _, reason in plan.passed_over)
 
 
-def test_the_segments_of_dilated_attention_hang_on_the_length():
+def test_dilated_segments_need_a_known_length():
     with pytest.raises(ValueError, match="query: got the symbolic length b, want an int: segments depend on it"):
         jax.export.export(jax.jit(dilated))(*structs(["2, b, 2, 8"]))
 
@@ -181,7 +181,7 @@ TOP_K = {
 
 
 @pytest.mark.parametrize("name", TOP_K)
-def test_top_k_among_wants_known_lengths(name):
+def test_top_k_among_needs_known_lengths(name):
     shape, q_length, argument = TOP_K[name]
     lower = jax.export.export(jax.jit(lambda x: masks.top_k(x, 3, among=masks.causal(), q_length=q_length).array))
     with pytest.raises(TypeError, match=f"{argument}: got b, want an int of at least 0 that is known when tracing"):

@@ -38,7 +38,7 @@ OPS = {
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_traced_ids_of_64_bits(op):
+def test_traced_64_bit_ids(op):
     with jax.enable_x64(True):
         got = jax.jit(OPS[op])(WIDE)
         assert_close(got, jax.jit(OPS[op])(SMALL))
@@ -61,7 +61,7 @@ def test_traced_ids_of_other_dtypes(dtype):
         assert_close(got, same)
 
 
-def test_ids_of_different_dtypes():
+def test_mixed_id_dtypes():
     kv_ids = np.array([[5, 2, -3, 6, 5]], np.int32)
     attend = lambda q_ids, kv_ids: flash_attention(X, X[:, :5], X[:, :5], segment_ids=(q_ids, kv_ids))
     q_ids = np.array([[5, 5, 2, 2, 0, 0, 1 << 31, 7]], np.uint32)
@@ -71,7 +71,7 @@ def test_ids_of_different_dtypes():
         assert_close(jax.jit(attend)(q_ids.astype(np.int64) + FAR * (q_ids > 8), kv_ids), want)
 
 
-def test_shards_compare_their_ids():
+def test_shards_compare_ids():
     """Across two devices, equal ids stay equal and different ids stay different, as within one array."""
     ids = np.array([[[9, 9, FAR + 9, -1]], [[FAR + 9, 3, 9, 3]]])
     with jax.enable_x64(True):

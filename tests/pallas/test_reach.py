@@ -20,7 +20,7 @@ from jax_kernels.quantization.formats import LowBit
 GIB = 1 << 30
 
 
-def test_reaches():
+def test_reach_of_arrays():
     """Offsets are signed 32-bit element counts up to 4 GiB, and 64-bit counts beyond."""
     for itemsize in (2, 4):
         assert all(tensors.reaches(size * GIB // itemsize, itemsize) for size in (1, 2, 3, 4, 5, 16))
@@ -30,7 +30,7 @@ def test_reaches():
     assert tensors.reaches(4 * GIB + 1, 1)
 
 
-def test_plans_keep_triton_from_bytes_out_of_reach():
+def test_plans_exclude_triton_beyond_its_reach():
     """A bool mask of decode_attention, an 8-bit output and a low-bit weight of 2.5 GiB: each goes to "xla"."""
     array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     cache = array(5 << 10, 16384, 1, 64)
@@ -53,7 +53,7 @@ def test_plans_keep_triton_from_bytes_out_of_reach():
         assert of_mask().implementation == "triton"
 
 
-def test_passes_over_bools_out_of_reach():
+def test_bool_passes_beyond_their_reach():
     pairs = 5 << 29
     assert not mask_bits.takes(pairs, 128)
     assert mask_bits.takes(pairs // 2, 128)
@@ -62,7 +62,7 @@ def test_passes_over_bools_out_of_reach():
 
 
 @pytest.mark.parametrize("with_lengths", [False, True])
-def test_values_of_8_bits_by_xla(with_lengths, monkeypatch):
+def test_8_bit_values_go_to_xla(with_lengths, monkeypatch):
     """fp8 attention's values that Triton cannot reach are equal when XLA transposes them."""
     value = jax.random.normal(jax.random.key(0), (2, 200, 3, 72), jnp.float32).astype(jnp.float8_e4m3fn)
     lengths = jnp.array([130, -5]) if with_lengths else None
@@ -73,7 +73,7 @@ def test_values_of_8_bits_by_xla(with_lengths, monkeypatch):
     np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (got, want)))
 
 
-def test_bias_gradient_under_a_mask_out_of_reach(monkeypatch):
+def test_bias_gradient_with_a_mask_beyond_reach(monkeypatch):
     """The kernels read the packed words of a bool mask instead of its bools."""
     random = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.bfloat16)
@@ -141,7 +141,7 @@ def test_large_arrays(size, dtype):
 
 
 @pytest.mark.gpu
-def test_large_arrays_of_bytes():
+def test_large_byte_arrays():
     """An 8-bit output, a mask and values of 2.5 GiB are right at their ends, in any implementation dispatched."""
     x = _normal(int(2.5 * GIB) // 4096, 4096)
     quantized = lambda x: rms_norm(x, quantize="e4m3").values.astype(jnp.bfloat16)
@@ -155,7 +155,7 @@ def test_large_arrays_of_bytes():
 
 
 @pytest.mark.gpu
-def test_decode_of_many_sequences_with_a_mask():
+def test_decode_many_sequences_with_a_mask():
     """An axis of CUDA's grid has 65,535 programs at most. Beyond, each sequence still reads its mask's row."""
     batch, length = 70_000, 64
     query, cache = _normal(batch, 1, 4, 64), _normal(batch, length, 1, 64, seed=1)

@@ -66,7 +66,7 @@ CALLS = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", tiers.cases(CALLS, ["tiles", "few_rows", "gated", "mlp", "layer_norm"]))
-def test_no_kernel_passes_the_end_of_an_array(name, monkeypatch):
+def test_kernels_stay_within_their_arrays(name, monkeypatch):
     """Also checks the kernels of the gradients."""
     op, arrays, options = CALLS[name]
     if op is not layer_norm and op is not rms_norm:
@@ -82,7 +82,7 @@ def test_no_kernel_passes_the_end_of_an_array(name, monkeypatch):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("format", tiers.cases(["int4", "int8", "mxfp4", "mxfp8"], ["int4"]))
-def test_products_by_few_bits_end_where_their_arrays_do(format, monkeypatch):
+def test_low_bit_matmuls_stay_within_their_arrays(format, monkeypatch):
     x, w = normal(3, 256).astype(jnp.bfloat16), quantize(normal(256, 320, seed=1) / 16, format, axis=-2)
     want = x.astype(jnp.float32) @ dequantize(w).astype(jnp.float32)
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
@@ -94,7 +94,7 @@ def test_products_by_few_bits_end_where_their_arrays_do(format, monkeypatch):
 @pytest.mark.parametrize("size", [64, 48])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", ["load", "store"])
-def test_the_check_sees_what_passes_an_end(kind, masked, size):
+def test_check_finds_out_of_bounds_access(kind, masked, size):
     """The last block of 64 passes the end of 96 values. No block of 48 does."""
 
     def kernel(x, out):

@@ -23,7 +23,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 @pytest.mark.parametrize(("format", "options"), FORMATS)
 @pytest.mark.parametrize("shape", [(300, 5), (2, 64, 3)])
-def test_it_comes_back(format, options, shape):
+def test_round_trip(format, options, shape):
     random = np.random.default_rng(0)
     w = random.standard_normal(shape) * 10.0 ** random.integers(-10, 10, shape[-1])
     got = jax.jit(lambda w: quantize(w, format, **options))(jnp.asarray(w, jnp.float32))
@@ -58,7 +58,7 @@ def test_axes():
     assert transposed.shape == (9, 70)
 
 
-def test_the_layout_of_four_bits():
+def test_four_bit_layout():
     """The first half of a unit is in the low bits. int4 is stored as its sum with 8."""
     w = (jnp.arange(128) % 15 - 7.0)[:, None]
     found = np.asarray(quantize(w, "int4").values)[0]
@@ -100,7 +100,7 @@ def test_extremes(format, options):
 
 
 @pytest.mark.parametrize(("format", "exponent", "top"), [("mxfp8", 8, 448), ("mxfp4", 2, 6)])
-def test_scales_of_mx(format, exponent, top):
+def test_mx_scales(format, exponent, top):
     """OCP's specification: 2 ** (floor(log2(largest)) - the exponent of the format's largest power of two)."""
     largest = jnp.asarray([1.0, 1.999, 2.0, 448.0, 6.0, 7.9, 2.0**-100, 2.0**100])
     got = quantize(jnp.zeros((32, 8)).at[5].set(largest), format)
@@ -122,7 +122,7 @@ def test_e2m1_rounds_to_nearest_even():
     np.testing.assert_array_equal(dequantize(quantize(w, "mxfp4"))[:, 0], want + [-y for y in want])
 
 
-def test_every_code_comes_back():
+def test_every_code_round_trips():
     codes = jnp.arange(256, dtype=jnp.uint8)[None]
     of = lambda format, scale, values: QuantizedArray(
         values=values, scale=scale, scaling="group", axis=-1, layout=LowBit(format=format, group=32),

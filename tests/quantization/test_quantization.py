@@ -14,7 +14,7 @@ from jax_kernels.quantization import dequantize, formats, quantize
 
 @pytest.mark.parametrize(("axis", "shape"), [(None, ()), (0, (5, 7)), (-1, (3, 5)), ((0, 2), (5,)), ((1, -3), (7,))])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_comes_back(axis, shape, dtype):
+def test_round_trip(axis, shape, dtype):
     random = np.random.default_rng(0)
     x = jnp.asarray(random.standard_normal((3, 5, 7)) * 10.0 ** random.integers(-30, 30, (3, 5, 7)), dtype)
     values, scales = jax.jit(quantize_fp8, static_argnums=1)(x, axis)
@@ -31,7 +31,7 @@ def test_it_comes_back(axis, shape, dtype):
     assert (np.abs(values * scales - x) <= bound).all()
 
 
-def test_zeros_subnormal_and_not_finite_numbers():
+def test_zeros_subnormals_and_non_finite_values():
     x = jnp.array([[0.0, 0.0], [1e-40, 0.0], [1.0, jnp.nan], [jnp.inf, 1.0], [3.4e38, -3.4e38]])
     values, scales = quantize_fp8(x, axis=1)
     values = values.astype(jnp.float32)
@@ -43,7 +43,7 @@ def test_zeros_subnormal_and_not_finite_numbers():
 
 
 @pytest.mark.parametrize("axis", [1, (0, 2)])
-def test_axes_of_numpy(axis):
+def test_numpy_axes(axis):
     x = jnp.arange(24.0).reshape(2, 3, 4)
     of_numpy = np.int64(axis) if isinstance(axis, int) else tuple(map(np.int64, axis))
     for got, want in zip(quantize_fp8(x, of_numpy), quantize_fp8(x, axis), strict=True):
@@ -88,7 +88,7 @@ def test_bad_arguments():
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
-def test_a_nan_among_many_numbers(scaling):
+def test_nan_among_many_values(scaling):
     """XLA's maximum of many values drops a NaN on CPUs."""
     x = jax.random.normal(jax.random.key(0), (300, 700)).at[3, 200].set(jnp.nan)
     found = quantize(x, scaling=scaling)
@@ -101,7 +101,7 @@ def test_a_nan_among_many_numbers(scaling):
     assert np.isnan(quantize(x.T, "int8").scale.astype(jnp.float32)).sum() == 1
 
 
-def test_the_scale_has_a_derivative_and_the_values_have_none():
+def test_scale_has_a_derivative_values_have_none():
     x = jax.random.normal(jax.random.key(0), (8, 8))
     found = quantize(x)
     of_scale = lambda scale: dequantize(dataclasses.replace(found, scale=scale)).sum()
@@ -113,7 +113,7 @@ def test_the_scale_has_a_derivative_and_the_values_have_none():
 
 @pytest.mark.parametrize(("format", "top"), [("e4m3", 448), ("e5m2", 57344)])
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
-def test_numbers_beyond_a_given_scale_saturate_on_both_sides(format, top, scaling):
+def test_values_beyond_a_given_scale_saturate(format, top, scaling):
     x = jnp.linspace(-9, 9, 32).reshape(4, 8) * top
     scale = {"tensor": jnp.float32(2), "row": jnp.full(4, 2.0), "block": jnp.full((1, 1), 2.0)}[scaling]
     found = jax.jit(lambda x: quantize(x, format, scaling=scaling, scale=scale))(x)
@@ -125,14 +125,14 @@ def test_numbers_beyond_a_given_scale_saturate_on_both_sides(format, top, scalin
 
 
 @pytest.mark.parametrize(("format", "largest", "top"), [("mxfp8", 500.0, 448), ("mxfp4", 7.5, 6)])
-def test_numbers_beyond_a_power_of_two_saturate_on_both_sides(format, largest, top):
+def test_values_beyond_a_power_of_two_scale_saturate(format, largest, top):
     x = jnp.full((64, 2), 0.5 * largest).at[1].set(largest).at[2].set(-largest).at[33].set(-largest)
     found = np.asarray(dequantize(quantize(x, format)))
     np.testing.assert_array_equal(found[[1, 2, 33]], np.full((3, 2), top) * np.array([[1], [-1], [-1]]))
 
 
 @pytest.mark.parametrize(("format", "top"), [("int8", 127), ("int4", 7)])
-def test_integers_beyond_a_rounded_scale_saturate_on_both_sides(format, top):
+def test_integers_beyond_a_rounded_scale_saturate(format, top):
     """The scale, rounded to bfloat16, may be less than the largest value over the format's largest."""
     sizes = np.linspace(1, 2, 200, dtype=np.float32)
     x = jnp.stack([sizes, -sizes, sizes / 3])
@@ -161,7 +161,7 @@ def test_rounding_has_no_derivative(format):
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 130, 0)])
-def test_no_numbers(shape):
+def test_empty_arrays(shape):
     """Values and scales have the shapes that the arguments imply. Scales of no values are 1."""
     calls = [{"scaling": "tensor"}, {"format": "e5m2", "scaling": "row"}, {"scaling": "row", "axis": -2}]
     calls += [{"scaling": "block"}, *({"format": format, "axis": -1} for format in formats.FORMATS)]
@@ -182,7 +182,7 @@ def test_no_numbers(shape):
         assert (back.shape, back.dtype) == (shape, jnp.float16), call
 
 
-def test_no_numbers_by_axis():
+def test_empty_arrays_by_axis():
     x = jnp.zeros((0, 3))
     for axis, want in ((None, ()), (0, (3,)), (1, (0,)), ((0, 1), ())):
         values, scales = quantize_fp8(x, axis)
@@ -190,7 +190,7 @@ def test_no_numbers_by_axis():
         np.testing.assert_array_equal(scales, np.ones(want))
 
 
-def test_products_of_no_weights():
+def test_matmul_with_empty_weights():
     """The sum over no values is 0, and a result with no columns is empty."""
     for format in ("int8", "mxfp4"):
         product = lambda w, format=format: lambda x: matmul(x, quantize(w, format))

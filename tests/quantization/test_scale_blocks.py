@@ -29,7 +29,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("outer", "axes", "sizes"), CASES)
-def test_boxes_are_blocks_of_128_merged_rows(outer, axes, sizes):
+def test_scale_blocks_span_128_merged_rows(outer, axes, sizes):
     assert boxes(outer) == axes
     assert sizes_of(axes) == sizes
     rows = math.prod(outer)
@@ -44,7 +44,7 @@ def test_boxes_are_blocks_of_128_merged_rows(outer, axes, sizes):
 
 
 @pytest.mark.parametrize("outer", [(3, 64), (2, 5, 24)])
-def test_outer_axes_change_no_matmul_of_blocks(outer):
+def test_outer_axes_keep_block_scaled_matmuls(outer):
     """Values and gradients, with computed scales and with given scales."""
     random = np.random.default_rng(0)
     rows = math.prod(outer)

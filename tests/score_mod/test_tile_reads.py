@@ -59,7 +59,7 @@ def added(bias):
 
 
 @pytest.mark.parametrize("name", OF_DIFFERENCES)
-def test_parts_are_the_whole(name):
+def test_parts_sum_to_the_score_mod(name):
     bias, axes = OF_DIFFERENCES[name]
     mod, scores = added(bias), jnp.asarray(RANDOM.standard_normal((B, H, T, S)), jnp.float32)
     parts = split(mod, mosaic=True)
@@ -82,18 +82,18 @@ def tile_indices():
 
 
 @pytest.mark.parametrize("name", NOT)
-def test_what_differs_otherwise_is_refused(name):
+def test_other_reads_are_refused(name):
     with pytest.raises(NotImplementedError, match="it takes look-ups by query, by key or by their difference, not by "):
         split(added(NOT[name]), mosaic=True)
 
 
 @pytest.mark.parametrize("name", ["plain", "within_jit", "taken"])
-def test_triton_has_no_differences(name):
+def test_triton_has_no_relative_reads(name):
     with pytest.raises(NotImplementedError, match="it takes look-ups by query or by key, not by both or by the score"):
         split(added(OF_DIFFERENCES[name][0]))
 
 
-def test_the_arrays_of_a_jitted_function_are_those_of_the_mod():
+def test_jitted_function_arrays_belong_to_the_mod():
     plain = lambda score, b, h, q, k: score * 0.5 + LINE[q - k + S - 1]
     twice = jax.jit(lambda *given: jax.jit(plain)(*given))
     want, got = trace(plain), trace(twice)

@@ -1,7 +1,7 @@
 """sequence_parallel_dilated_attention: dilated attention of a sequence whose tokens are sharded over devices."""
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from jaxtyping import Array, Float, Float32, Integer
 

@@ -37,7 +37,7 @@ def alone(code: str) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
 
-def test_a_captured_forward_is_replayed_with_new_inputs():
+def test_captured_forward_replays_new_inputs():
     alone("""
     inputs = [torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     bridge.flash_attention(*inputs, is_causal=True)
@@ -54,7 +54,7 @@ def test_a_captured_forward_is_replayed_with_new_inputs():
     """)
 
 
-def test_a_captured_training_step_is_replayed_with_new_inputs():
+def test_captured_training_step_replays_new_inputs():
     alone("""
     inputs = [torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     weight = torch.randn(512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -81,7 +81,7 @@ def test_a_captured_training_step_is_replayed_with_new_inputs():
     """)
 
 
-def test_a_call_with_a_mask_is_captured():
+def test_call_with_mask_is_captured():
     alone("""
     from jax_kernels.bridge import masks
     inputs = [torch.randn(2, 512, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
@@ -98,7 +98,7 @@ def test_a_call_with_a_mask_is_captured():
     """)
 
 
-def test_a_graph_outlives_what_it_was_captured_from():
+def test_graph_outlives_the_captured_call():
     alone("""
     import gc
     inputs = [torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
@@ -116,7 +116,7 @@ def test_a_graph_outlives_what_it_was_captured_from():
     """)
 
 
-def test_a_first_call_while_capturing_is_refused():
+def test_first_call_during_capture_is_refused():
     alone("""
     import contextlib
     inputs = [torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]

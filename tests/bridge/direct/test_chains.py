@@ -48,7 +48,7 @@ LAUNCHES = {
     "backward rows": 3,
     "backward deterministic": 3,
 }
-QUICK = ["backward odd", "matmul", "mxfp4 gated"]
+QUICK = ["backward odd", "mxfp4 gated"]
 
 
 @functools.cache
@@ -62,7 +62,7 @@ def compiled(gpu, case):
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
 @pytest.mark.parametrize("case", cases(list(KERNELS), QUICK))
-def test_a_chain_has_all_kernels_and_buffers(case):
+def test_chain_has_all_kernels_and_buffers(case):
     chain = compiled("h200", case)
     steps = chain["steps"]
     ours = [
@@ -86,7 +86,7 @@ def test_a_chain_has_all_kernels_and_buffers(case):
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
 @pytest.mark.parametrize("case", cases(["inference", "inference 1002"], ["inference 1002"]))
-def test_inference_writes_out_alone(case):
+def test_inference_writes_only_out(case):
     """It writes no lse, as the call does not need it: lse would take half of the memory that such a call allocates."""
     chain = compiled("h200", case)
     assert [sorted(step["buffers"]) for step in chain["steps"]] == [["in0", "in1", "in2", "out0"]]
@@ -95,7 +95,7 @@ def test_inference_writes_out_alone(case):
 
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
-def test_the_forward_with_rows_is_one_launch():
+def test_forward_with_lse_is_one_launch():
     (step,) = compiled("h200", "forward triton")["steps"]
     assert step["buffers"] == ["in0", "in1", "in2", "out0", "out1"]
     assert step["shared_memory"] > 48 * 1024
@@ -105,14 +105,14 @@ def test_the_forward_with_rows_is_one_launch():
 @pytest.mark.timeout(TIMEOUT + 30)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["forward xla", "matmul xla"])
-def test_a_program_without_kernels_of_ours_has_no_chain(case):
+def test_program_without_our_kernels_has_no_chain(case):
     assert compiled("h200", case) == {"reason": "the plan has no kernel of this library"}
 
 
 @pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
-def test_constants_have_their_values():
+def test_constants_keep_their_values():
     """The program's HLO is their only source: int32 values, one of them negative, and bools."""
     constants = compiled("h200", "constants")["constants"]
     assert (-7).to_bytes(4, "little", signed=True).hex() + (400).to_bytes(4, "little").hex() in constants
@@ -123,14 +123,14 @@ def test_constants_have_their_values():
 @pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
-def test_a_program_of_xla_kernels_alone_has_a_chain():
+def test_program_of_xla_kernels_has_a_chain():
     (step,) = compiled("h200", "elementwise")["steps"]
     assert (step["kind"], step["buffers"]) == ("kernel", ["in0", "out0"])
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
-def test_a_token_is_two_launches():
+def test_decoding_a_token_is_two_launches():
     """Queries are read in place, without padding rows of zeros."""
     steps = compiled("h200", "token")["steps"]
     assert [step["name"] for step in steps] == [

@@ -96,7 +96,7 @@ def on_the_cpu(monkeypatch):
     launcher._DROPPED.clear()
 
 
-def test_every_step_gets_its_addresses_on_the_current_stream():
+def test_steps_get_addresses_on_the_current_stream():
     bench = Bench()
     loaded = bench.load()
     constant = loaded._constants[0]
@@ -127,7 +127,7 @@ def test_every_step_gets_its_addresses_on_the_current_stream():
 
 
 @pytest.mark.parametrize("current", [None, 0x77])
-def test_the_context_of_the_device_is_made_current_and_put_back(current):
+def test_device_context_is_set_and_restored(current):
     bench = Bench()
     loaded = bench.load()
     bench.cuda.stack = [] if current is None else [current]
@@ -139,14 +139,14 @@ def test_the_context_of_the_device_is_made_current_and_put_back(current):
     assert bench.cuda.stack == ([] if current is None else [current])
 
 
-def test_a_second_device_has_its_own_context():
+def test_second_device_has_its_own_context():
     bench = Bench(SECOND, device=GPU1)
     bench.load()
     assert {context for name, (_, _, context) in bench.cuda.calls if name == "load"} == {CONTEXT + 1}
     assert bench.cuda.stack == [CONTEXT]
 
 
-def test_a_launch_on_another_device_makes_it_the_current_one():
+def test_launch_sets_the_current_device():
     bench = Bench(SECOND, device=GPU1)
     devices = []
     own = bench.memory.empty
@@ -160,7 +160,7 @@ def test_a_launch_on_another_device_makes_it_the_current_one():
     assert [name for name, _ in bench.cuda.calls] == ["launch"]
 
 
-def test_an_input_that_is_not_aligned_is_copied():
+def test_unaligned_input_is_copied():
     bench = Bench(MOSAIC)
     bench.inputs[1] = torch.rand(25)[1:].view(4, 6)
     assert bench.inputs[1].data_ptr() % 16
@@ -171,7 +171,7 @@ def test_an_input_that_is_not_aligned_is_copied():
     assert address != bench.inputs[1].data_ptr()
 
 
-def test_modules_are_unloaded_once_their_chain_is_gone():
+def test_modules_unload_with_their_chain():
     bench = Bench()
     loaded = bench.load()
     loaded(*bench.inputs)
@@ -188,7 +188,7 @@ def test_modules_are_unloaded_once_their_chain_is_gone():
     assert len(bench.cuda.calls) == 3
 
 
-def test_a_chain_in_a_captured_graph_stays_loaded():
+def test_captured_chain_stays_loaded():
     bench = Bench()
     loaded = bench.load()
     bench.memory.is_capturing = True
@@ -202,7 +202,7 @@ def test_a_chain_in_a_captured_graph_stays_loaded():
     assert not bench.cuda.calls
 
 
-def test_a_kernel_that_takes_other_arguments_is_refused_and_unloaded():
+def test_kernel_with_wrong_arguments_is_unloaded():
     for count in (1, 3):
         bench = Bench(SECOND)
         bench.cuda.counts["second"] = count
@@ -213,7 +213,8 @@ def test_a_kernel_that_takes_other_arguments_is_refused_and_unloaded():
         assert bench.cuda.stack == [CONTEXT]
 
 
-def test_an_error_of_the_driver_is_raised_by_name_and_later_launches_work():
+def test_driver_error_is_named_and_recoverable():
+    """A driver error is raised by its name, and later launches work."""
     bench = Bench()
     loaded = bench.load()
     bench.cuda.fails = {"cuLaunchKernelEx"}
@@ -224,7 +225,7 @@ def test_an_error_of_the_driver_is_raised_by_name_and_later_launches_work():
     assert len(loaded._blocks) == 1
 
 
-def test_launches_of_several_threads_do_not_share_a_block():
+def test_threads_do_not_share_a_launch_block():
     """Each launch waits in the driver until all threads have entered it."""
     bench = Bench(SECOND)
     loaded = bench.load()
@@ -249,7 +250,7 @@ def test_launches_of_several_threads_do_not_share_a_block():
 
 
 @pytest.mark.parametrize(("kind", "size", "value"), [("memzero", 12, 0), ("memzero", 3, 0), ("memset", 12, 7)])
-def test_a_fill_has_the_program_s_value(kind, size, value):
+def test_fill_has_the_program_value(kind, size, value):
     target = Place(buffer=0, offset=4, size=size)
     (number,) = [number for number, name in executable._THUNKS.items() if name == kind]
     own = SimpleNamespace(message=lambda _: None, integer=lambda field: {2: 7}[field])
@@ -258,7 +259,7 @@ def test_a_fill_has_the_program_s_value(kind, size, value):
     assert list(executable._steps(thunk, buffers)) == [Fill(target=target, value=value)]
 
 
-def test_a_fill_by_words_needs_whole_words():
+def test_word_fill_needs_whole_words():
     target = Place(buffer=0, offset=0, size=6)
     (number,) = [number for number, name in executable._THUNKS.items() if name == "memset"]
     own = SimpleNamespace(message=lambda _: None, integer=lambda _: 7)

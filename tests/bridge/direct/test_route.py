@@ -31,21 +31,22 @@ def gpu(monkeypatch):
     monkeypatch.setattr(dlpack, "jax_device", lambda device: None)
 
 
-def test_the_route_is_on_unless_it_is_turned_off():
+def test_route_is_on_by_default():
     assert [route._is_wanted(setting) for setting in (None, "", "1", "0")] == [True, True, True, False]
     with pytest.raises(ValueError, match="JAX_KERNELS_DIRECT: got 'off', want 0 to turn"):
         route._is_wanted("off")
 
 
 @pytest.mark.parametrize("setting", ["0", pytest.param("1", marks=pytest.mark.slow)])
-def test_the_environment_is_read(setting, tmp_path):
+def test_environment_is_read(setting, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("from jax_kernels.bridge.direct import route; print(route.is_enabled())")
     done = forked.run(script, env={"JAX_KERNELS_DIRECT": setting}, timeout=120)
     assert done.stdout.split() == [str(setting == "1")], done.stderr
 
 
-def test_a_failed_self_test_sends_all_calls_through_dlpack_and_warns_once(gpu, monkeypatch):
+def test_failed_self_test_falls_back_to_dlpack(gpu, monkeypatch):
+    """A failed self test sends all calls through DLPack and warns once."""
     tested = []
 
     def fails(device, kind):
@@ -63,7 +64,8 @@ def test_a_failed_self_test_sends_all_calls_through_dlpack_and_warns_once(gpu, m
     assert route.reasons() == ["cuda:0: RuntimeError: wrong numbers", *["RuntimeError: wrong numbers"] * 2]
 
 
-def test_a_function_whose_chain_cannot_be_made_takes_the_other_route_alone(gpu, monkeypatch):
+def test_failed_chain_falls_back_for_its_function_only(gpu, monkeypatch):
+    """A function without a working chain takes the DLPack route; other functions stay on the direct route."""
     chain = object()
 
     def loaded(function, tensors, masks, device):
@@ -78,7 +80,7 @@ def test_a_function_whose_chain_cannot_be_made_takes_the_other_route_alone(gpu, 
     assert route.find(half, [TENSOR]) is chain
 
 
-def test_a_function_without_a_chain_takes_the_other_route_silently(gpu, monkeypatch):
+def test_missing_chain_falls_back_silently(gpu, monkeypatch):
     def loaded(function, tensors, masks, device):
         raise NotDirectError("the program has a convolution")
 
@@ -90,7 +92,7 @@ def test_a_function_without_a_chain_takes_the_other_route_silently(gpu, monkeypa
     assert route.reasons() == ["the program has a convolution"]
 
 
-def test_nothing_is_asked_of_the_route_where_it_is_off(gpu, monkeypatch):
+def test_disabled_route_is_not_queried(gpu, monkeypatch):
     monkeypatch.setattr(route, "_make", lambda *given: pytest.fail("the route is off"))
     with route.disabled():
         assert not route.is_enabled()

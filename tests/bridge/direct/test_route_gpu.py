@@ -222,7 +222,7 @@ def test_lse_and_its_gradient(reference):
 
 
 @names
-def test_on_a_stream_of_its_own(name, reference):
+def test_on_a_separate_stream(name, reference):
     """The inputs are written late on that stream: a launch on another stream would read their old values."""
     case = CASES[name](reference)
     with torch.no_grad():
@@ -243,7 +243,7 @@ def test_on_a_stream_of_its_own(name, reference):
             close(out, want)
 
 
-def test_other_streams_after_one_another(reference):
+def test_successive_streams(reference):
     case = CASES["causal"](reference)
     cotangent = torch.randn_like(case.inputs[0])
     want = torch.autograd.grad(case.call(*case.inputs), case.inputs, cotangent)
@@ -312,7 +312,7 @@ def used_memory():
 
 
 @pytest.mark.alone
-def test_thousands_of_calls_take_no_memory(reference):
+def test_many_calls_leak_no_memory(reference):
     case = CASES["causal"](reference)
     cotangent = torch.randn_like(case.inputs[0])
 
@@ -346,7 +346,7 @@ def test_dropped_chains_are_unloaded():
     assert used[3] - used[1] < 6 * 2**20, used
 
 
-def test_views_and_unaligned_tensors_are_read_right(reference):
+def test_views_and_unaligned_tensors(reference):
     base = random(2, 513, 4, 192).detach()
     query, key, value = base[:, 1:].chunk(3, dim=-1)
     with torch.no_grad():
@@ -361,7 +361,7 @@ def test_views_and_unaligned_tensors_are_read_right(reference):
         close(bridge.flash_attention(unaligned, unaligned, unaligned), reference(unaligned, unaligned, unaligned)[0])
 
 
-def test_a_second_gradient_is_an_error(reference):
+def test_second_derivative_raises(reference):
     inputs = qkv()
     out = bridge.flash_attention(*inputs)
     (first,) = torch.autograd.grad(out.float().square().sum(), inputs[:1], create_graph=True)
@@ -369,7 +369,7 @@ def test_a_second_gradient_is_an_error(reference):
         first.float().sum().backward()
 
 
-def test_an_input_that_was_changed_after_the_forward_is_an_error():
+def test_input_changed_after_the_forward_raises():
     inputs = [x.detach().clone().requires_grad_() for x in qkv()]
     doubled = inputs[0] * 2
     out = bridge.flash_attention(doubled, *inputs[1:])
@@ -379,7 +379,7 @@ def test_an_input_that_was_changed_after_the_forward_is_an_error():
         out.sum().backward()
 
 
-def test_known_calls_with_masks():
+def test_cached_calls_with_masks():
     """Each mask is used in its own calls, on a second stream too. A backward outlives the caller's mask."""
     inputs = qkv((2, 512, 4, 128))
     lengths = [torch.tensor([a, 500], dtype=torch.int32, device="cuda") for a in (100, 300)]

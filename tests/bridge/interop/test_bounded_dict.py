@@ -6,7 +6,7 @@ import sys
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 
 
-def test_the_newest_stay():
+def test_newest_entries_stay():
     entries = dict.fromkeys(range(9))
     drop_oldest(entries, 3)
     assert list(entries) == [6, 7, 8]
@@ -14,7 +14,7 @@ def test_the_newest_stay():
     assert list(entries) == [6, 7, 8]
 
 
-def test_threads_drop_at_once():
+def test_threads_drop_entries_concurrently():
     entries = {}
 
     def fill(thread):

@@ -35,7 +35,7 @@ def route(request, monkeypatch):
     return request.param
 
 
-def test_the_default_stream_is_pytorchs(monkeypatch):
+def test_default_stream_is_pytorchs(monkeypatch):
     """For handle 0, torch.cuda.ExternalStream makes a new stream, for which no PyTorch work waits."""
     made = []
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: made.append(handle) or "external")
@@ -45,7 +45,7 @@ def test_the_default_stream_is_pytorchs(monkeypatch):
     assert made == [64]
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("dtype", NARROW)
 def test_dtypes_cross_without_a_copy(dtype, route):
     tensor = torch.arange(256, dtype=torch.uint8).remainder(2 if dtype == torch.bool else 100).repeat(8).view(dtype)
     dlpack.check_dtype("x", dtype)
@@ -67,7 +67,7 @@ def test_64_bit_dtypes_are_refused(dtype, narrow):
         dlpack.check_dtype("x", getattr(torch, dtype))
 
 
-def test_64_bit_dtypes_are_taken_where_jax_has_them():
+def test_64_bit_dtypes_under_x64():
     double = bridge.from_jax(lambda x: x * 2)
     with jax.enable_x64(True):
         assert double(torch.tensor([2**40])).tolist() == [2**41]
@@ -75,7 +75,7 @@ def test_64_bit_dtypes_are_taken_where_jax_has_them():
         double(torch.tensor([2**40]))
 
 
-def test_dtypes_unknown_to_either_side_are_refused():
+def test_unknown_dtypes_are_refused():
     with pytest.raises(TypeError, match=r"x: got dtype torch\.complex32, which JAX does not take"):
         dlpack.check_dtype("x", torch.complex32)
     with pytest.raises(TypeError, match="out: got dtype int4, which PyTorch does not take"):
@@ -101,7 +101,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("case", TENSORS)
-def test_every_form_arrives_with_its_values(case, route):
+def test_every_layout_keeps_its_values(case, route):
     tensor = TENSORS[case]()
     (array,), _ = dlpack.import_tensors([tensor], CPU)
     assert array.shape == tuple(tensor.shape)
@@ -119,7 +119,7 @@ def test_outputs_are_owned_by_torch():
     assert np.asarray(array).tolist() == second.tolist() == list(range(64))
 
 
-def test_lent_tensors_come_back():
+def test_lent_tensors_are_returned():
     tensors = [torch.randn(2, 16, 4, 32, requires_grad=True) for _ in range(3)]
     bridge.flash_attention(*tensors).sum().backward()
     deadline = time.monotonic() + 10
@@ -128,7 +128,7 @@ def test_lent_tensors_come_back():
     assert len(dlpack._LENT) == 0
 
 
-def test_leaving_waits_for_lent_tensors(monkeypatch):
+def test_exit_waits_for_lent_tensors(monkeypatch):
     lent = {0: torch.zeros(3)}
     monkeypatch.setattr(dlpack, "_LENT", lent)
     threading.Timer(0.1, lent.clear).start()
@@ -144,7 +144,7 @@ def test_devices():
         dlpack.jax_device(torch.device("meta"))
 
 
-def test_a_device_that_jax_lacks(monkeypatch):
+def test_device_unknown_to_jax(monkeypatch):
     def local_devices(backend):
         if backend == "cuda":
             raise RuntimeError("no such backend")
@@ -190,7 +190,7 @@ def sizes(held):
     return {key[1]: [entry.size for entry in queue] for key, queue in held._queues.items()}
 
 
-def test_memory_is_held_until_its_copy_has_run(held):
+def test_memory_is_kept_until_copied(held):
     stream = types.SimpleNamespace(device_index=0, cuda_stream=7)
     other = types.SimpleNamespace(device_index=0, cuda_stream=8)
     held.hold(stream, [torch.zeros(25)])
@@ -206,7 +206,7 @@ def test_memory_is_held_until_its_copy_has_run(held):
     assert not held._queues
 
 
-def test_the_host_waits_when_too_much_is_held(held):
+def test_host_waits_at_the_memory_limit(held):
     stream = types.SimpleNamespace(device_index=0, cuda_stream=7)
     for _ in range(4):
         held.hold(stream, [torch.zeros(100)])  # 400 bytes of the 1000 allowed
@@ -216,7 +216,7 @@ def test_the_host_waits_when_too_much_is_held(held):
     assert sizes(held) == {7: [4000]}
 
 
-def test_what_has_passed_is_let_go_of_where_no_call_comes(held):
+def test_finished_memory_is_freed_without_a_call(held):
     stream = types.SimpleNamespace(device_index=0, cuda_stream=7)
     tensor = torch.zeros(3)
     reference = weakref.ref(tensor)
@@ -233,7 +233,7 @@ def test_what_has_passed_is_let_go_of_where_no_call_comes(held):
     assert held.sizes() == {0: 0}
 
 
-def test_the_tensors_that_are_read_come_back_at_the_end(held):
+def test_read_tensors_are_returned_at_the_end(held):
     tensor = torch.zeros(3)
     held.hold(types.SimpleNamespace(device_index=0, cuda_stream=7), [torch.zeros(25)], [tensor])
     (reference,) = held.clear()
@@ -241,7 +241,7 @@ def test_the_tensors_that_are_read_come_back_at_the_end(held):
     assert Event.made[0].passed
 
 
-def test_another_threads_capture_is_not_ended(monkeypatch):
+def test_capture_of_another_thread_continues(monkeypatch):
     """Only in a special mode may a thread query an event while another captures. The mode is set just for that."""
     modes = []
 
@@ -256,7 +256,7 @@ def test_another_threads_capture_is_not_ended(monkeypatch):
     assert modes == [2, 0]
 
 
-def test_a_capture_is_refused_before_jax_runs(monkeypatch):
+def test_capture_is_refused_before_jax_runs(monkeypatch):
     monkeypatch.setattr(dlpack, "is_capturing", lambda device: True)
     called = []
     tensor = types.SimpleNamespace(device=torch.device("cuda", 0))

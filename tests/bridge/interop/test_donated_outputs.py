@@ -45,8 +45,8 @@ def run(function, *tensors):
     return donated_outputs.run(function, arguments, device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_array_lies_over_its_tensor(lender, dtype):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_array_aliases_its_tensor(lender, dtype):
     tensor = torch.arange(256, dtype=torch.uint8).remainder(2).repeat(8).view(dtype).view(2, -1)
     array = lender.over(tensor)
     assert array.unsafe_buffer_pointer() == tensor.data_ptr()
@@ -55,12 +55,12 @@ def test_an_array_lies_over_its_tensor(lender, dtype):
     assert np.asarray(array).tobytes() == tensor.view(torch.uint8).numpy().tobytes()
 
 
-def test_a_scalar_and_a_parameter_are_lent(lender):
+def test_scalars_and_parameters_are_lent(lender):
     assert float(lender.over(torch.tensor(3.5))) == 3.5
     assert np.asarray(lender.over(torch.nn.Parameter(torch.ones(3)))).tolist() == [1, 1, 1]
 
 
-def test_an_array_does_not_keep_its_tensor(lender):
+def test_array_does_not_keep_its_tensor_alive(lender):
     tensor = torch.zeros(64)
     alive = weakref.ref(tensor)
     arrays = lender.over(tensor), lender.kept(tensor)
@@ -69,7 +69,7 @@ def test_an_array_does_not_keep_its_tensor(lender):
     del arrays
 
 
-def test_an_array_is_kept_by_address_shape_and_dtype(lender):
+def test_arrays_are_cached_by_address_shape_dtype(lender):
     tensor = torch.arange(64.0)
     array = lender.kept(tensor)
     assert lender.kept(tensor.detach()) is array
@@ -80,13 +80,13 @@ def test_an_array_is_kept_by_address_shape_and_dtype(lender):
     assert np.asarray(jax.jit(lambda x: x * 1)(lender.kept(tensor))).tolist() == tensor.tolist()
 
 
-def test_an_array_that_somebody_deleted_is_made_again(lender):
+def test_deleted_array_is_rebuilt(lender):
     tensor = torch.arange(64.0)
     lender.kept(tensor).delete()
     assert np.asarray(lender.kept(tensor)).tolist() == tensor.tolist()
 
 
-def test_few_arrays_are_kept(lender, monkeypatch):
+def test_array_cache_is_bounded(lender, monkeypatch):
     monkeypatch.setattr(dlpack_capsule, "_MOST", 3)
     tensors = [torch.zeros(size, 16) for size in range(1, 6)]
     arrays = [lender.kept(x) for x in tensors]
@@ -109,7 +109,7 @@ FORMS = {
 
 @pytest.mark.parametrize("case", FORMS)
 @pytest.mark.filterwarnings("error")  # JAX warns if a result does not fit the memory that it is given
-def test_xla_writes_each_result_to_an_argument(case):
+def test_xla_writes_results_to_arguments(case):
     function, want = FORMS[case]
     program = donated_outputs._DonatingJit(jax.jit(function, keep_unused=True))
     x = torch.ones(8, 16)
@@ -123,11 +123,11 @@ def test_xla_writes_each_result_to_an_argument(case):
             assert text.count(f"tf.aliasing_output = {index} ") == 1
 
 
-def test_tensors_without_elements_go_another_way(programs):
+def test_empty_tensors_are_not_donated(programs):
     assert run(jax.jit(lambda x: [x.sum()]), torch.zeros(0, 3)) is None
 
 
-def test_results_that_jax_does_not_write_in_place_are_copied(programs):
+def test_results_not_written_in_place_are_copied(programs):
     """On a CPU JAX takes the arguments, and writes its results elsewhere."""
     x = torch.arange(64.0)
     function = jax.jit(lambda x: [x * 2, x.sum()])
@@ -138,12 +138,12 @@ def test_results_that_jax_does_not_write_in_place_are_copied(programs):
     assert run(function, x[:32]) is not None  # nothing is known about other arguments
 
 
-def test_it_needs_jaxlibs_own_functions(programs, monkeypatch):
+def test_needs_private_jaxlib_functions(programs, monkeypatch):
     monkeypatch.setattr(dlpack, "_PRIVATE", None)
     assert run(jax.jit(lambda x: [x * 2]), torch.ones(3)) is None
 
 
-def test_an_error_leaves_when_jax_is_done(programs, monkeypatch):
+def test_error_is_raised_after_jax_finishes(programs, monkeypatch):
     settled = []
     monkeypatch.setattr(donated_outputs, "_synchronize", settled.append)
 
@@ -166,7 +166,7 @@ def test_each_thread_has_its_events():
     assert found[0] is not found[1]
 
 
-def test_which_argument_is_there_is_part_of_the_kind(programs):
+def test_absent_arguments_are_part_of_the_key(programs):
     function = jax.jit(lambda x, y: [x + 1] if y is None else [jnp.concatenate([y, y])])
     tensor = torch.arange(3.0)
     found = [
@@ -176,7 +176,7 @@ def test_which_argument_is_there_is_part_of_the_kind(programs):
     assert [[x.tolist() for x in results] for results in found] == [[[1, 2, 3]], [[0, 1, 2, 0, 1, 2]]]
 
 
-def test_the_kinds_of_a_program_are_bounded(programs, monkeypatch):
+def test_keys_per_program_are_bounded(programs, monkeypatch):
     monkeypatch.setattr(donated_outputs, "_MOST", 3)
     function = jax.jit(lambda x: [x + 1])
     for length in (1, 2, 3, 4, 5, 1):
@@ -185,7 +185,7 @@ def test_the_kinds_of_a_program_are_bounded(programs, monkeypatch):
     assert len(programs[function].results) == 3
 
 
-def test_programs_are_forgotten():
+def test_programs_are_dropped():
     donated_outputs._program(jax.jit(lambda x: [x]))
     execute.clear()
     assert not donated_outputs._PROGRAMS
@@ -226,7 +226,7 @@ class TestOnAGpu:
             assert torch.equal(is_positive, (x > 0).to(torch.int8))
             x = x + 1
 
-    def test_attention_and_its_gradients_are(self, programs, reference):
+    def test_attention_and_gradients_are_written_in_place(self, programs, reference):
         inputs = [torch.randn(2, 128, 4, 64, device="cuda", requires_grad=True) for _ in range(3)]
         exact = [x.detach().double().requires_grad_() for x in inputs]
         mask = masks.block_sparse(torch.tensor([[True, False], [True, True]], device="cuda"), 64)
@@ -240,7 +240,7 @@ class TestOnAGpu:
             for ours, theirs in zip((out, *gradients), (want, *want_gradients), strict=True):
                 torch.testing.assert_close(ours.double(), theirs, atol=3e-2, rtol=3e-2)
 
-    def test_an_argument_that_is_returned_is_copied(self, programs):
+    def test_returned_argument_is_copied(self, programs):
         x = torch.arange(64.0, device="cuda")
         function = bridge.from_jax(lambda x: (x, x * 2))
         for _ in range(2):
@@ -249,7 +249,7 @@ class TestOnAGpu:
             assert torch.equal(same, x)
             assert torch.equal(double, x * 2)
 
-    def test_memory_that_is_given_away_at_once_is_read_before(self, programs):
+    def test_freed_inputs_are_read_before_reuse(self, programs):
         """The tensors die when the call returns, and PyTorch overwrites their memory next. Powers of 2 are exact."""
         function = bridge.from_jax(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 2048, x))
         function(torch.ones(2048, 2048, device="cuda"))
@@ -261,7 +261,7 @@ class TestOnAGpu:
             torch.full((2048, 2048), float("nan"), device="cuda")
             assert torch.equal(got, torch.full_like(got, want))
 
-    def test_threads_with_streams_of_their_own(self, programs):
+    def test_threads_with_separate_streams(self, programs):
         function = bridge.from_jax(lambda x: x * 2 + 1)
         function(torch.ones(1 << 20, device="cuda"))
         wrong = []

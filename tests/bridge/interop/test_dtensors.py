@@ -151,7 +151,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("cases", ["few", pytest.param("all", marks=pytest.mark.slow)])
-def test_as_whole_tensors(cases, tmp_path):
+def test_dtensors_become_full_tensors(cases, tmp_path):
     (script := tmp_path / "program.py").write_text(PROGRAM)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -89,7 +89,7 @@ def run(code, folder, which):
 
 
 @pytest.mark.slow
-def test_an_exported_program_raises_in_another_process(tmp_path):
+def test_exported_program_raises_in_another_process(tmp_path):
     assert run(FIRST, tmp_path, "first")[-1] == "saved"
     raised = [f"raised {name}" for name in ("from_jax", "dilated_attention", "block_sparse", "mask") for _ in range(2)]
     assert run(SECOND, tmp_path, "second") == [*raised, "forked"]
@@ -136,7 +136,7 @@ os.waitpid(process, 0)
 
 
 @pytest.mark.parametrize("when", ["started", pytest.param("not started", marks=pytest.mark.slow)])
-def test_a_forked_process_raises_where_jax_had_started(when):
+def test_fork_after_jax_started_raises(when):
     command = [sys.executable, "-W", "ignore", "-c", FORKED, when]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     lines = done.stdout.splitlines()

@@ -20,14 +20,14 @@ def unset(monkeypatch):
 
 
 @pytest.mark.usefixtures("unset")
-def test_preallocation_is_turned_off_before_jax_starts(monkeypatch):
+def test_preallocation_is_off_before_jax_starts(monkeypatch):
     monkeypatch.setattr(xla_bridge, "_backends", {})
     memory.leave_memory_to_torch()
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
 
 
 @pytest.mark.usefixtures("unset")
-def test_it_warns_when_jax_has_the_memory(monkeypatch):
+def test_warns_when_jax_has_the_memory(monkeypatch):
     monkeypatch.setattr(xla_bridge, "_backends", {"cpu": None, "cuda": None})
     with pytest.warns(RuntimeWarning, match="Import jax_kernels.bridge before the first use of JAX"):
         memory.leave_memory_to_torch()
@@ -36,7 +36,7 @@ def test_it_warns_when_jax_has_the_memory(monkeypatch):
 
 @pytest.mark.usefixtures("unset")
 @pytest.mark.filterwarnings("error")
-def test_nothing_is_said_without_a_gpu(monkeypatch):
+def test_no_warning_without_a_gpu(monkeypatch):
     monkeypatch.setattr(xla_bridge, "_backends", {"cpu": None})
     memory.leave_memory_to_torch()
     assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ
@@ -45,7 +45,7 @@ def test_nothing_is_said_without_a_gpu(monkeypatch):
 @pytest.mark.usefixtures("unset")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("setting", memory._SETTINGS)
-def test_the_users_choice_stands(monkeypatch, setting):
+def test_user_setting_is_kept(monkeypatch, setting):
     monkeypatch.setenv(setting, "0.5")
     monkeypatch.setattr(xla_bridge, "_backends", {"cuda": None})
     memory.leave_memory_to_torch()
@@ -67,7 +67,7 @@ for _ in range(50):
 
 @pytest.mark.usefixtures("unset")
 @pytest.mark.timeout(120)
-def test_a_process_ends_in_peace():
+def test_process_exits_cleanly():
     """JAX's threads may still hold tensors when the interpreter ends, which must not abort the process."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=100)
@@ -94,7 +94,7 @@ def gpu(monkeypatch):
     return emptied
 
 
-def test_a_report_has_both_allocators(gpu):
+def test_report_has_both_allocators(gpu):
     report = bridge.memory_report("cuda:0")
     assert (report.device, report.total, report.free) == (torch.device("cuda", 0), 80 * 2**30, 10 * 2**30)
     assert (report.torch_allocated, report.torch_reserved) == (5 * 2**30, 6 * 2**30)
@@ -108,7 +108,7 @@ def test_a_report_has_both_allocators(gpu):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("given", [None, "cuda"])
-def test_without_a_gpu_there_is_no_report(given):
+def test_no_report_without_a_gpu(given):
     with pytest.raises(ValueError, match=r"^device: got none, want a CUDA device$"):
         bridge.memory_report(given)
 
@@ -128,7 +128,7 @@ def failing(*messages):
 FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes."
 
 
-def test_pytorch_gives_memory_back_where_jax_finds_none(gpu):
+def test_pytorch_frees_memory_for_jax(gpu):
     device = torch.device("cuda", 0)
     assert memory.retry_on_oom(device, failing()) == 7
     assert not gpu

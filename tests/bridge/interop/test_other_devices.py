@@ -45,13 +45,13 @@ def test_meta_tensors_have_shapes_and_gradients(name):
             assert call(*inputs).shape == shape
 
 
-def test_a_wrong_shape_of_meta_tensors_is_told():
+def test_wrong_meta_shape_raises():
     query, key, value = (torch.empty(1, 24, 2, size, device="meta") for size in (8, 16, 8))
     with pytest.raises(ValueError, match="head_dim"):
         bridge.flash_attention(query, key, value)
 
 
-def test_an_amd_gpu_is_refused(monkeypatch):
+def test_amd_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(RuntimeError, match=r"cuda:7, which is an AMD GPU in this build of PyTorch \(6.4\)"):
         dlpack.jax_device(torch.device("cuda", 7))
@@ -64,7 +64,7 @@ def step(length):
 
 
 @pytest.mark.parametrize(("transform", "length"), [(jax.jit, 18), (jax.grad, 20), (jax.vmap, 22)])
-def test_tensors_inside_of_a_function_that_jax_traces(transform, length):
+def test_tensors_inside_a_traced_function(transform, length):
     """The tensors are no part of the traced function."""
     found = []
 
@@ -77,13 +77,13 @@ def test_tensors_inside_of_a_function_that_jax_traces(transform, length):
         torch.testing.assert_close(got, want)
 
 
-def test_an_array_that_jax_traces_is_no_tensor():
+def test_traced_array_is_refused():
     with pytest.raises(TypeError, match=r"query: got jax.*Tracer, want a torch.Tensor"):
         jax.jit(lambda x: bridge.flash_attention(x, x, x))(jnp.ones((1, 4, 2, 8)))
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_mesh_that_is_set(kind):
+def test_under_set_mesh(kind):
     want = step(25)
     mesh = jax.make_mesh((1,), ("x",), axis_types=(getattr(jax.sharding.AxisType, kind),))
     bridge.clear_cache()
@@ -92,7 +92,7 @@ def test_a_mesh_that_is_set(kind):
             torch.testing.assert_close(got, each)
 
 
-def test_jit_that_is_disabled():
+def test_with_jit_disabled():
     want = step(14)
     with jax.disable_jit():
         for got, each in zip(step(14), want, strict=True):

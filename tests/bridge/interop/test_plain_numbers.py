@@ -74,7 +74,7 @@ def same(got, want):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_number_of_any_kind(case):
+def test_scalar_of_any_type(case):
     function, name, number, kinds = CASES[case]
     want = function(**{name: number})
     for kind in kinds:
@@ -93,8 +93,8 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=range(len(PAIRS)))
-def test_a_window_of_any_kind(pair, reference):
+@pytest.mark.parametrize("pair", PAIRS)
+def test_window_of_any_type(pair, reference):
     want, _ = reference(X, X, X, window=(4, 0))
     for _ in range(2):
         for got in (attend(window=pair), flash(window_size=pair), dynamic(window=pair), attend(window_size=pair)):
@@ -102,13 +102,13 @@ def test_a_window_of_any_kind(pair, reference):
     same(decode(window=pair), decode(window=(4, 0)))
 
 
-def test_a_pattern_of_tensors():
+def test_pattern_of_tensors():
     want = dilated()
     for kind in (torch.tensor, np.array, lambda x: [np.int64(n) for n in x], lambda x: tuple(map(torch.tensor, x))):
         same(dilated(**{name: kind(x) for name, x in PATTERN.items()}), want)
 
 
-def test_a_tensor_is_read_in_each_call(reference):
+def test_tensor_is_read_in_each_call(reference):
     """A number that was overwritten makes a different call than the cached call."""
     for function, name in ((attend, "scale"), (decode, "scale"), (dilated, "scale"), (flash, "softmax_scale")):
         number = torch.tensor(0.5)
@@ -147,21 +147,21 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("function", "name", "x", "message"), WRONG, ids=range(len(WRONG)))
-def test_wrong_numbers(function, name, x, message):
+@pytest.mark.parametrize(("function", "name", "x", "message"), WRONG)
+def test_wrong_scalars(function, name, x, message):
     attend(window=(1, 0)), attend(window=(4, 0)), decode(window=(4, 0)), dilated(dilation_rates=(1, 2))
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: got {message}"):
         function(**{name: x})
 
 
-def test_numbers_of_a_graph():
+def test_scalars_in_a_graph():
     number = torch.tensor(0.5)
     compiled = torch.compile(lambda x: bridge.flash_attention(x, x, x, scale=number), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="scale: got a tensor in a graph, whose values are not known, want a number"):
         compiled(X)
 
 
-def test_numpys_numbers_compile_nothing_new():
+def test_numpy_scalars_compile_nothing_new():
     attend(scale=0.375)
     before = len(flash_attention_operator._inference)
     attend(scale=np.float32(0.375)), attend(scale=torch.tensor(0.375)), attend(scale=np.float64(0.375))
@@ -196,7 +196,7 @@ def test_modules(name):
     same(*(x[0] if isinstance(x, tuple) else x for x in results))
 
 
-def test_the_pattern_of_flex_attention():
+def test_flex_attention_pattern():
     want = bridge.nn.FlexAttention("sliding_window", 4)(X, X, X)
     for window in (np.int64(4), torch.tensor(4), torch.tensor([4, 4])):
         same(bridge.nn.FlexAttention("sliding_window", window)(X, X, X), want)

@@ -11,7 +11,7 @@ from jax_kernels.bridge.interop import planning_device
 CPU = torch.device("cpu")
 
 
-def test_the_target_ends_with_the_block(monkeypatch):
+def test_target_ends_with_the_block(monkeypatch):
     monkeypatch.setattr(planning_device, "_device_info", lambda device: dispatch.device_info("h200"))
     before = dispatch.target_device()
     with planning_device.planning_on(CPU):
@@ -22,7 +22,7 @@ def test_the_target_ends_with_the_block(monkeypatch):
     assert dispatch.target_device() == before
 
 
-def test_nothing_of_outside_is_traced():
+def test_outside_work_is_not_traced():
     """JAX computes inside the block, and traces the function again after it."""
     seen = []
 
@@ -36,7 +36,7 @@ def test_nothing_of_outside_is_traced():
     assert seen == [True, False]
 
 
-def test_a_meta_tensor_has_jaxs_default_device():
+def test_meta_tensor_has_the_default_device():
     before = dispatch.target_device()
     with planning_device.planning_on(torch.device("meta")):
         assert dispatch.target_device() == before

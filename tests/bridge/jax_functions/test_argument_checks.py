@@ -57,7 +57,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("kind", WRONG)
-def test_an_argument_that_is_no_tensor(name, kind):
+def test_non_tensor_argument(name, kind):
     call, argument, more = CALLS[name]
     wrong, told = WRONG[kind]
     with pytest.raises(TypeError, match=f"^{re.escape(f'{argument}: got {told}, want a torch.Tensor{more}')}$"):

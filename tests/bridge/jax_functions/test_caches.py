@@ -11,7 +11,7 @@ from jax_kernels.bridge.jax_functions import programs
 from jax_kernels.bridge.operators import call_cache, execute
 
 
-def test_old_plans_are_dropped_and_made_again(monkeypatch):
+def test_old_programs_are_dropped_and_rebuilt(monkeypatch):
     monkeypatch.setattr(programs, "_MOST", 4)
     square = bridge.from_jax(lambda x: x * x)
     compiled = torch.compile(lambda x: square(x) + 1, backend="aot_eager", fullgraph=True)
@@ -27,7 +27,7 @@ def test_old_plans_are_dropped_and_made_again(monkeypatch):
         assert bridge.cache_info().plans == 4
 
 
-def test_old_recipes_are_dropped_but_for_graphs(monkeypatch):
+def test_old_rebuilders_are_dropped_except_for_graphs(monkeypatch):
     """A call keeps its backward when its recipe is dropped. Graphs keep their plans, also plans of mapped calls."""
     bridge.clear_cache()
     graphs = bridge.cache_info().plan_recipes
@@ -62,7 +62,7 @@ def test_old_recipes_are_dropped_but_for_graphs(monkeypatch):
     torch.testing.assert_close(torch.autograd.grad(out.sum(), given)[0], 2 * values)
 
 
-def test_functions_of_tangents_go_with_their_plans():
+def test_jvp_functions_are_dropped_with_their_program():
     scale = bridge.from_jax(lambda x, *, by: x * x * by)
     x, functions = torch.arange(3.0), bridge.cache_info().functions
     for by in range(3):
@@ -75,7 +75,7 @@ def test_functions_of_tangents_go_with_their_plans():
     assert bridge.cache_info().tangents == 0
 
 
-def test_a_value_that_was_forgotten_is_made_again(monkeypatch):
+def test_dropped_value_is_rebuilt(monkeypatch):
     monkeypatch.setattr(module, "_MOST", 3)
     made = []
     double = module.memoize(lambda x: made.append(x) or 2 * x)

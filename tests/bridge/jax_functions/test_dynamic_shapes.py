@@ -97,7 +97,7 @@ WITH_PARAMETERS = {
 @pytest.mark.parametrize(
     "name", tiers.cases(list(WITH_PARAMETERS), {"from_jax", "rms_norm", "GatedMLP", "dynamic_mask_attention"})
 )
-def test_one_graph_serves_all_lengths_beside_parameters(name):
+def test_one_graph_serves_all_lengths_with_parameters(name):
     """The parameters fix only the last axis. Two heads fix a batch of two: PyTorch makes one symbol of equal sizes."""
     call = WITH_PARAMETERS[name]()
     counter = CompileCounterWithBackend("aot_eager")
@@ -135,7 +135,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("dynamic", [True, None])
 @pytest.mark.parametrize("name", tiers.cases(list(NUMBERS), {"scaled_dot_product_attention", "flash_attention"}))
-def test_a_graph_holds_for_the_numbers_that_it_was_traced_with(name, dynamic):
+def test_graph_keeps_its_traced_scalars(name, dynamic):
     call = NUMBERS[name]
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=dynamic)
@@ -163,7 +163,7 @@ def test_alibi_slopes():
     assert frames[1] == frames[3]
 
 
-def test_a_mask_has_a_graph_for_each_size():
+def test_mask_has_a_graph_per_size():
     mask = bridge.masks.causal()
     counter = CompileCounterWithBackend("aot_eager")
     call = lambda *x: bridge.flash_attention(*x, mask=mask)
@@ -183,7 +183,7 @@ def in_jax(tree, *, power, kind, name="unused"):
     return {"a": [jnp.sin(x @ y) * power, cut], "b": (index + 1, None), "c": kind.value * x.sum()}
 
 
-def test_one_graph_serves_all_sizes_of_a_users_function():
+def test_one_graph_serves_all_sizes_of_a_user_function():
     """A function with several inputs and results in containers, and with constants that have no text."""
     call = bridge.from_jax(in_jax)
     counter = CompileCounterWithBackend("aot_eager")
@@ -205,7 +205,7 @@ def test_one_graph_serves_all_sizes_of_a_users_function():
     assert len(frames) == 1
 
 
-def test_sizes_that_torch_finds_to_change():
+def test_sizes_marked_dynamic_by_torch():
     """The first graph is for one size, the second for all sizes."""
     counter = CompileCounterWithBackend("aot_eager")
     w = random(8, 6)
@@ -216,7 +216,7 @@ def test_sizes_that_torch_finds_to_change():
     assert counter.frame_count == 2
 
 
-def test_sizes_of_results_that_are_no_tensors_size():
+def test_result_size_from_no_input():
     """Such a size is a constant of its graph."""
     twice = JaxOp(lambda x: jnp.concatenate([x, x]), is_whole=True)
     counter = CompileCounterWithBackend("aot_eager")
@@ -233,7 +233,7 @@ def test_sizes_of_results_that_are_no_tensors_size():
     assert counts == [3, 3, 4]
 
 
-def test_a_size_with_a_limit():
+def test_bounded_size():
     """No graph of many sizes claims size 8 where a call returns 4. Beyond the sizes tried, the call raises."""
 
     def first(x, most):
@@ -257,7 +257,7 @@ def test_a_size_with_a_limit():
         compiled(torch.ones(1500), 1000)
 
 
-def test_recipes_are_kept_where_no_text_says_them(monkeypatch):
+def test_rebuilders_without_text_are_kept(monkeypatch):
     """A graph whose recipe is a text outlives clear_cache(), another one says that it does not."""
     monkeypatch.setattr(dynamic_shapes, "_MOST", 2)
     scaled = JaxOp(lambda x, by, names=(): x * (by if isinstance(by, float) else by.value), is_whole=True)
@@ -299,7 +299,7 @@ def test_opcheck(name, is_strided):
     assert set(checks.values()) == {"SUCCESS"}
 
 
-def test_a_second_gradient_raises():
+def test_second_derivative_raises():
     names = []
     own = dynamic_shapes._name_of
     inputs = [random(5, 8), random(8, 6)]
@@ -312,7 +312,7 @@ def test_a_second_gradient_raises():
         gradient.sum().backward()
 
 
-def test_an_exported_program_of_many_sizes_trains():
+def test_exported_dynamic_program_trains():
     class Module(torch.nn.Module):
         def forward(self, query, key, value):
             return dilated(query, key, value, is_causal=True)

@@ -43,7 +43,7 @@ def test_counts(name):
         assert counter.get_total_flops() == forward
 
 
-def test_a_loop_counts_each_of_its_rounds():
+def test_loop_counts_each_iteration():
     power = bridge.from_jax(lambda x: jnp.linalg.matrix_power(x, 2) @ x)
     with FlopCounterMode(display=False) as counter:
         power(random(4, 4).detach())

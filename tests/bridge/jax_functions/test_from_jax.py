@@ -68,7 +68,7 @@ def test_compile(backend):
 
 
 @pytest.mark.timeout(300)
-def test_compile_with_changing_sizes_and_numbers():
+def test_compile_with_changing_sizes_and_scalars():
     torch._dynamo.reset()
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
     for size, power in ((3, 2), (4, 3), (5, 0.5), (6, 1.5)):
@@ -84,7 +84,7 @@ def test_func_grad():
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
 
 
-def test_only_what_is_asked_is_differentiated():
+def test_only_requested_gradients_are_computed():
     x, y, index = make()
     total, _ = loss(bridged, x.detach(), y, index)
     assert torch.autograd.grad(total, y)[0].shape == y.shape
@@ -93,13 +93,13 @@ def test_only_what_is_asked_is_differentiated():
     assert not loss(bridged, x.detach(), y.detach(), index)[0].requires_grad
 
 
-def test_an_output_without_a_gradient_counts_as_zero():
+def test_output_without_cotangent_counts_as_zero():
     two = bridge.from_jax(lambda x: (x**2, x**3))
     x = torch.randn(7, requires_grad=True)
     torch.testing.assert_close(torch.autograd.grad(two(x)[1].sum(), x)[0], 3 * x.detach() ** 2)
 
 
-def test_nothing_is_kept_twice():
+def test_residuals_are_stored_once():
     kept = []
     exp = bridge.from_jax(lambda x, y: jnp.exp(x) * y)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
@@ -122,7 +122,7 @@ def test_complex_gradients_follow_pytorchs_convention():
     torch.testing.assert_close(got, want)
 
 
-def test_identity_gives_a_tensor_of_its_own():
+def test_identity_returns_a_new_tensor():
     x = torch.randn(64)
     first, second = bridge.from_jax(lambda x: (x, x))(x)
     first += 1
@@ -151,7 +151,7 @@ def test_namedtuples_and_equal_constants_of_other_types():
     assert {type(x) for x in seen} == {int, bool, float}
 
 
-def test_two_functions_of_one_name_stay_apart():
+def test_functions_with_one_name_stay_apart():
     def make(factor):
         def scale(x):
             return x * factor
@@ -164,7 +164,7 @@ def test_two_functions_of_one_name_stay_apart():
     assert bridge.from_jax(in_jax) is not bridged
 
 
-def test_this_librarys_own_op_inside():
+def test_library_op_inside():
     op = bridge.from_jax(lambda q, k, v: flash_attention(q, k, v, is_causal=True))
     inputs = [torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3)]
     results = op(*inputs), bridge.flash_attention(*inputs, is_causal=True)
@@ -184,7 +184,7 @@ def test_opcheck():
     assert torch.Tag.cudagraph_unsafe in torch.ops.jax_kernels.call.default.tags
 
 
-def test_differentiating_twice_raises():
+def test_second_derivative_raises():
     x, y, index = make()
     (first,) = torch.autograd.grad(loss(bridged, x, y, index)[0], x, create_graph=True)
     with pytest.raises(RuntimeError, match="from_jax of in_jax: double backward is not supported"):
@@ -228,7 +228,7 @@ def test_errors():
         torch.ops.jax_kernels.call([x], "lost_0")
 
 
-def test_a_graph_that_nobody_guards_takes_no_other_shapes():
+def test_unguarded_graph_refuses_other_shapes():
     mean = bridge.from_jax(lambda x: x.mean(keepdims=True))
     graph = make_fx(torch.func.grad(lambda x: mean(x).sum()))(torch.ones(8))
     torch.testing.assert_close(graph(torch.ones(8)), torch.full((8,), 1 / 8))
@@ -261,7 +261,7 @@ class Activation(torch.nn.Module):
         return self.function(x)
 
 
-def test_what_from_jax_gives_can_be_copied_and_pickled():
+def test_result_can_be_copied_and_pickled():
     x, module = torch.linspace(-2, 2, 5), Activation()
     assert copy.deepcopy(module).function is module.function
     for loaded in (pickle.loads(pickle.dumps(module)), pickle.loads(pickle.dumps(module.function))):
@@ -270,7 +270,7 @@ def test_what_from_jax_gives_can_be_copied_and_pickled():
         pickle.dumps(bridge.from_jax(lambda x: x))
 
 
-def test_an_error_of_the_function_is_its_own():
+def test_function_errors_pass_through():
     def fails(x):
         return {[]: x}
 

@@ -63,7 +63,7 @@ EQUALS = {
 
 
 @pytest.mark.parametrize("group", EQUALS)
-def test_each_constant_is_seen_as_it_was_given(group):
+def test_constants_keep_value_and_type(group):
     seen = []
     function = bridge.from_jax(lambda x, c: (seen.append(c), x)[1])
     constants = EQUALS[group]
@@ -79,7 +79,7 @@ def test_each_constant_is_seen_as_it_was_given(group):
     assert (len(seen), len(module.PROGRAMS)) == (count, plans)
 
 
-def test_a_nan_made_anew_is_the_same_constant():
+def test_nan_is_one_constant():
     plans = []
     function = bridge.from_jax(lambda x, c: x * c[0])
     for _ in range(3):
@@ -89,7 +89,7 @@ def test_a_nan_made_anew_is_the_same_constant():
 
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
-def test_a_tensor_inside_of_a_constant_is_refused(needs_gradient):
+def test_tensor_inside_a_constant_is_refused(needs_gradient):
     weight = torch.ones(2, requires_grad=needs_gradient)
     function = bridge.from_jax(lambda x, c: x)
     for constant in (Box(weight), Box([weight]), Box(Box((1, weight))), frozenset({weight})):
@@ -104,14 +104,14 @@ def test_containers_keep_their_gradients():
     assert gradient.tolist() == [2, 2]
 
 
-def test_rebuild_is_the_inverse_of_flatten():
+def test_unflatten_inverts_flatten():
     tree = {"a": [1, (2.5, None)], 3: {"x": torch.ones(1), "y": (-0.0, "s", np.float32(2))}, None: 1j}
     leaves = []
     again = unflatten(flatten(tree, leaves, None), iter(leaves))
     assert repr(again) == repr(tree)
 
 
-def test_numbers_are_constants_of_a_compiled_graph():
+def test_scalars_are_graph_constants():
     torch._dynamo.reset()
     function = bridge.from_jax(lambda x, mode, number: x * number if mode is Mode.ON else -x * number)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
@@ -123,7 +123,7 @@ def test_numbers_are_constants_of_a_compiled_graph():
     assert function(x, 1, 2)[0] == -2
 
 
-def test_an_ordered_dict_stays_one():
+def test_ordered_dict_keeps_its_type():
     seen = []
 
     def function(x):

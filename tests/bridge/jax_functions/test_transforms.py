@@ -72,7 +72,7 @@ def test_vmap_of_masks(case, make_qkv):
     close(got, stacked(function, 3, *inputs, mask if dim == 0 else mask.expand(3, *mask.shape)))
 
 
-@pytest.mark.parametrize("offset_shape", [(3,), (3, 2)], ids=str)
+@pytest.mark.parametrize("offset_shape", [(3,), (3, 2)])
 def test_vmap_of_lengths_and_offsets(offset_shape, make_qkv):
     inputs = [torch.stack([x.detach() / (i + 1) for i in range(3)]) for x in make_qkv()]
     lengths = torch.tensor([[3, 24], [9, 1], [20, 0]], dtype=torch.int32)
@@ -116,7 +116,7 @@ def test_vmap_of_biases_sinks_and_segments(case, make_qkv):
         close(got, stacked(f, 3, *every), atol=1e-4)
 
 
-def test_grad_of_vmap_adds_over_a_shared_bias_and_sinks(make_qkv):
+def test_grad_of_vmap_sums_shared_bias_and_sinks(make_qkv):
     query, key, value = (x.detach() for x in make_qkv())
     queries, shared = torch.stack([query, query.flip(1)]), (torch.randn(1, 4, 1, 24), torch.randn(4))
     function = lambda q, b, s: bridge.flash_attention(q, key, value, bias=b, sinks=s)
@@ -132,7 +132,7 @@ def test_vmap_of_grad(make_qkv):
     close(vmap(loss)(*inputs), stacked(loss, 3, *inputs), atol=1e-4)
 
 
-def test_grad_of_vmap_adds_over_what_is_shared(make_qkv):
+def test_grad_of_vmap_sums_shared_inputs(make_qkv):
     query, key, value = (x.detach() for x in make_qkv())
     queries = torch.stack([query, query.flip(1)])
     got = grad(lambda k: vmap(bridge.flash_attention, (0, None, None))(queries, k, value).square().sum())(key)
@@ -178,7 +178,7 @@ def test_vmap_of_from_jax(case, make_qkv):
     close(twice[1], torch.stack([function(q, key[1], value[1]) for q in query]))
 
 
-def test_vmap_of_trees_with_integers_and_unmapped_arguments():
+def test_vmap_of_pytrees_integers_unmapped_arguments():
     @bridge.from_jax
     def function(tree, n):
         return {"sum": tree["x"].sum(0) * tree["y"], "index": (n + 1, tree["y"])}
@@ -198,7 +198,7 @@ def test_checkpoint(use_reentrant, make_qkv):
     close([x.grad for x in inputs], list(want), atol=0)
 
 
-def test_saved_tensor_hooks_see_everything_that_is_kept(make_qkv):
+def test_saved_tensor_hooks_see_all_residuals(make_qkv):
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.shape) or x, lambda x: x):
         bridge.flash_attention(*make_qkv())
@@ -208,7 +208,7 @@ def test_saved_tensor_hooks_see_everything_that_is_kept(make_qkv):
 TWICE = "double backward is not supported"
 
 
-def test_differentiating_twice_raises(make_qkv):
+def test_second_derivative_raises(make_qkv):
     inputs = make_qkv()
     first = torch.autograd.grad(bridge.flash_attention(*inputs).square().sum(), inputs, create_graph=True)
     assert all(x.requires_grad for x in first)

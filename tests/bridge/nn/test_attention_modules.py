@@ -26,7 +26,7 @@ def test_adaptive_attention(causal, kv_heads, reference):
         torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-4)
 
 
-def test_adaptive_attention_to_a_context(reference):
+def test_adaptive_attention_with_context(reference):
     module = bridge.nn.AdaptiveAttention(32, 4, context_dim=20, head_dim=6, bias=False)
     assert {name: tuple(x.shape) for name, x in module.named_parameters()} == {
         "q_proj.weight": (24, 32),
@@ -47,7 +47,7 @@ def test_adaptive_attention_to_a_context(reference):
 
 
 @pytest.mark.timeout(300)
-def test_adaptive_attention_compiled_copied_and_pickled():
+def test_adaptive_attention_compile_copy_pickle():
     torch._dynamo.reset()
     module, x = bridge.nn.AdaptiveAttention(32, 4), torch.randn(2, 9, 32)
     want = module(x)
@@ -80,9 +80,9 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("shape", [(0, 9, 32), (2, 0, 32)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 9, 32), (2, 0, 32)])
 @pytest.mark.parametrize("name", MODULES)
-def test_an_empty_batch_has_an_empty_result(name, shape):
+def test_empty_batch(name, shape):
     """Its gradients are zeros, as in torch.nn's modules, and not None."""
     module, x = MODULES[name](), torch.randn(shape, requires_grad=True)
     out = module(x)
@@ -93,7 +93,7 @@ def test_an_empty_batch_has_an_empty_result(name, shape):
         assert module(x).dtype == module(torch.randn(1, 8, 32)).dtype
 
 
-def test_an_empty_batch_with_a_context():
+def test_empty_batch_with_context():
     module = bridge.nn.AdaptiveAttention(32, 4, context_dim=20)
     assert module(torch.zeros(0, 9, 32), torch.zeros(0, 11, 20)).shape == (0, 9, 32)
     assert module(torch.zeros(2, 0, 32), torch.zeros(2, 11, 20)).shape == (2, 0, 32)
@@ -131,7 +131,7 @@ def test_flex_attention(name, make_qkv):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
-def test_flex_attention_keeps_what_it_made(make_qkv, reference):
+def test_flex_attention_caches_its_mask(make_qkv, reference):
     module = bridge.nn.FlexAttention("sliding_window", 3)
     inputs = make_qkv()
     made = module.compiled(*inputs[:2])
@@ -167,7 +167,7 @@ def test_flex_attention_errors():
         bridge.nn.FlexAttention("causal")(*torch.zeros(3, 2, 3))
 
 
-@pytest.mark.parametrize("options", [{"pattern": "sliding_window", "window": 3}, {"pattern": masks.causal()}], ids=str)
+@pytest.mark.parametrize("options", [{"pattern": "sliding_window", "window": 3}, {"pattern": masks.causal()}])
 def test_flex_attention_in_one_graph(options, make_qkv):
     """torch.compile makes the mask of each shape while tracing. The module keeps it."""
     module = bridge.nn.FlexAttention(**options)
@@ -183,7 +183,7 @@ def test_flex_attention_in_one_graph(options, make_qkv):
         torch.testing.assert_close(torch.compile(other, fullgraph=True, backend="aot_eager")(*inputs), want)
 
 
-def test_flex_attention_on_the_meta_device():
+def test_flex_attention_on_meta():
     query, key, value = (torch.empty(2, 24, heads, 8, device="meta", requires_grad=True) for heads in (4, 2, 2))
     out = bridge.nn.FlexAttention("sliding_window", 3)(query, key, value)
     assert (out.shape, out.device.type) == (query.shape, "meta")

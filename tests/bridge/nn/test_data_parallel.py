@@ -70,7 +70,7 @@ dist.destroy_process_group()
 """
 
 
-def test_gradients_are_those_of_one_process(tmp_path):
+def test_gradients_match_one_process(tmp_path):
     (script := tmp_path / "program.py").write_text(PROGRAM)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -74,7 +74,7 @@ def inputs_of(module, *, batch=BATCH, keys=None, padding=False, mask=None, added
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in CASES])
-def test_numbers_and_gradients(case):
+def test_values_and_gradients(case):
     arguments, given = CASES[case]
     theirs, ours = both(**arguments)
     tensors, options = inputs_of(theirs, **given)
@@ -95,7 +95,7 @@ def test_numbers_and_gradients(case):
         torch.testing.assert_close(ours(*tensors, is_causal=True)[0], want, atol=3e-6, rtol=0)
 
 
-def test_causal_with_appended_keys_shows_no_later_token():
+def test_causal_with_appended_keys():
     """All tokens see the appended rows. No token sees a later token."""
     _, module = both(add_bias_kv=True, batch_first=True)
     x = torch.randn(1, LENGTH, EMBED)
@@ -104,7 +104,7 @@ def test_causal_with_appended_keys_shows_no_later_token():
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
 
 
-def test_arguments_parameters_and_initialisation():
+def test_arguments_parameters_initialisation():
     names = list(inspect.signature(torch.nn.MultiheadAttention).parameters)
     assert list(inspect.signature(bridge.nn.MultiheadAttention).parameters) == [*names, "implementation"]
     forward = list(inspect.signature(torch.nn.MultiheadAttention.forward).parameters)
@@ -120,7 +120,7 @@ def test_arguments_parameters_and_initialisation():
 
 
 @pytest.mark.parametrize("average", [True, False])
-def test_weights_are_pytorchs(average):
+def test_attention_weights_match_pytorch(average):
     theirs, ours = both(batch_first=True)
     (x, _, _), options = inputs_of(theirs, padding=True)
     options |= {"need_weights": True, "average_attn_weights": average}
@@ -133,7 +133,7 @@ def test_weights_are_pytorchs(average):
         torch.testing.assert_close(got, want)
 
 
-def test_what_falls_back_is_pytorchs(monkeypatch):
+def test_fallback_matches_pytorch(monkeypatch):
     monkeypatch.setattr(warn_once, "_GIVEN", set())
     x = torch.randn(2, LENGTH, EMBED)
     theirs, ours = both(batch_first=True, dropout=0.5)
@@ -158,7 +158,7 @@ def test_what_falls_back_is_pytorchs(monkeypatch):
     assert ours.float()(x[:, :0], x[:, :0], x[:, :0])[0].shape == (2, 0, EMBED)
 
 
-def test_rows_that_see_nothing_are_the_bias_of_the_output():
+def test_fully_masked_rows_give_the_output_bias():
     _, ours = both(batch_first=True)
     x = torch.randn(2, LENGTH, EMBED, requires_grad=True)
     out, _ = ours(x, x, x, key_padding_mask=torch.tensor([[True] * LENGTH, [False] * LENGTH]))
@@ -232,7 +232,7 @@ def exact_attention(module, x, *, attn_mask=None, key_padding_mask=None, is_caus
 
 @pytest.mark.parametrize("average", [True, False], ids=["averaged", "heads"])
 @pytest.mark.parametrize("case", DEAD_ROWS)
-def test_rows_that_see_nothing_have_weights_of_zero(case, average):
+def test_fully_masked_rows_have_zero_weights(case, average):
     """Output, weights and all gradients agree with the definition, in calls with weights and without them."""
     arguments, options, without_too = DEAD_ROWS[case]
     _, ours = both(**arguments)
@@ -264,7 +264,7 @@ def test_rows_that_see_nothing_have_weights_of_zero(case, average):
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_rows_that_see_nothing_in_calls_that_fall_back(need_weights):
+def test_fully_masked_rows_in_the_fallback(need_weights):
     """Dropout; and heads too wide for the kernels, in eval without gradients, where PyTorch has a fast path."""
     x = torch.randn(BATCH, LENGTH, EMBED)
     _, ours = both(batch_first=True, dropout=0.5)
@@ -281,7 +281,7 @@ def test_rows_that_see_nothing_in_calls_that_fall_back(need_weights):
 
 
 @pytest.mark.timeout(300)
-def test_in_pytorchs_layers_compiled_copied_and_pickled():
+def test_in_pytorch_layers_compile_copy_pickle():
     torch._dynamo.reset()
     layer = torch.nn.TransformerDecoderLayer(EMBED, HEADS, 48, dropout=0.0, batch_first=True)
     ours = copy.deepcopy(layer)
@@ -342,7 +342,7 @@ def test_errors(options, error, message):
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("entries", [1, 3, 4])
-def test_a_context_of_another_batch_is_refused(entries, batch_first):
+def test_context_with_another_batch_is_refused(entries, batch_first):
     """A reshape could otherwise assign its tokens to the entries of the query's batch."""
     _, ours = both(batch_first=batch_first)
     x, context = torch.randn(2, LENGTH, EMBED), torch.randn(entries, LENGTH, EMBED)

@@ -50,7 +50,7 @@ def test_logits_and_input_gradients(case):
 
 
 @pytest.mark.parametrize("scaling", [None, pytest.param("row", marks=pytest.mark.slow)])
-def test_products_of_8_bits(scaling):
+def test_fp8_matmuls(scaling):
     flax, module = both(num_layers=1, precision="fp8", scaling=scaling)
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (2, 19))
     want, plain = (
@@ -73,7 +73,7 @@ def test_bfloat16():
     assert error(got.detach()) <= 1.3 * error(flax(jnp.asarray(tokens)))
 
 
-def test_bfloat16_parameters_are_loaded_exactly():
+def test_bfloat16_parameters_load_exactly():
     flax, module = both(param_dtype="bfloat16")
     want = models.flat_parameters(flax)["layers.1.mlp.up_proj.kernel"].astype(np.float32)
     got = module.layers[1].mlp.up_proj.weight
@@ -81,7 +81,7 @@ def test_bfloat16_parameters_are_loaded_exactly():
     assert np.array_equal(got.detach().float().numpy().T, want)
 
 
-def test_config_as_a_mapping():
+def test_config_as_mapping():
     module = bridge.nn.Transformer(SHAPE)
     flax = models.Transformer(models.TransformerConfig(**SHAPE), rngs=nnx.Rngs(0))
     module.load_flax_state(models.flat_parameters(flax))

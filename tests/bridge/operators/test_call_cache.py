@@ -24,7 +24,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize("name", tiers.cases(CALLS, QUICK))
-def test_known_calls_and_gradients_are_those_of_first_calls(name, direct):
+def test_cached_calls_match_first_calls(name, direct):
     """The tensors of the third call have other values than in the first two calls."""
     call, given = CALLS[name]
     fresh = [x.detach().mul(0.5).requires_grad_() for x in given]
@@ -47,7 +47,7 @@ def test_known_calls_and_gradients_are_those_of_first_calls(name, direct):
         assert direct.calls == before + 1
 
 
-def test_constants_and_names_make_other_calls(direct):
+def test_constants_and_names_are_part_of_the_key(direct):
     """Also constants that compare equal in Python, and a setting of PyTorch's."""
     x, y = random(3).detach(), random(3, seed=1).detach()
     one = {"scale": 0.0, "kind": 1}
@@ -90,7 +90,7 @@ def test_constants_and_names_make_other_calls(direct):
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_rows_and_their_gradient(with_bias, direct):
+def test_lse_and_its_gradient(with_bias, direct):
     given = [*qkv(), random(1, 4, 24, 24)] if with_bias else qkv()
 
     def attend(query, key, value, bias=None):
@@ -113,7 +113,7 @@ def test_rows_and_their_gradient(with_bias, direct):
     assert direct.calls
 
 
-def test_each_mask_is_itself(direct):
+def test_masks_are_compared_by_identity(direct):
     """Masks of one structure share a program, no cached call. A call dies with its Mask; a backward keeps it."""
     given, numbers = qkv(), [jnp.arange(24, dtype=jnp.int32)[None].repeat(2, 0) // at for at in (3, 9, 15)]
     wants = []
@@ -135,7 +135,7 @@ def test_each_mask_is_itself(direct):
 
 
 # The tensors belong to a cached call, but each call below is a different call.
-def test_other_tensors_go_another_way(direct):
+def test_other_tensors_skip_the_cache(direct):
     query, key, value = (x.detach() for x in qkv())
     for _ in range(2):
         want = bridge.flash_attention(query, key, value)
@@ -163,7 +163,7 @@ MASK = bridge.masks.causal()
 
 
 @pytest.mark.parametrize("name", ["plain", "dilated", "matmul", "dynamic", "Mask"])
-def test_the_dtype_of_autocast_makes_other_calls(name, direct):
+def test_autocast_dtype_is_part_of_the_key(name, direct):
     call, given = CALLS[name]
     given = [x.detach().bfloat16() for x in given]
     outs = {}
@@ -197,7 +197,7 @@ EQUAL = [
 
 
 @pytest.mark.parametrize("case", range(len(EQUAL)))
-def test_an_argument_that_equals_a_known_one_raises(case, direct):
+def test_wrong_type_equal_to_a_cached_value_raises(case, direct):
     call, taken, refused = EQUAL[case]
     ((name, _),) = refused.items()
     given = [x.detach() for x in qkv()]
@@ -207,7 +207,7 @@ def test_an_argument_that_equals_a_known_one_raises(case, direct):
         call(*given, **taken)
 
 
-def test_modes_see_the_operator(direct):
+def test_torch_modes_see_the_operator(direct):
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -236,7 +236,7 @@ def test_modes_see_the_operator(direct):
                 seen.clear()
 
 
-def test_settings_make_other_calls(direct, monkeypatch):
+def test_settings_are_part_of_the_key(direct, monkeypatch):
     query, key, value = (x.detach() for x in qkv())
     for _ in range(2):
         bridge.flash_attention(query, key, value)
@@ -259,7 +259,7 @@ def test_settings_make_other_calls(direct, monkeypatch):
     assert direct.calls == calls
 
 
-def test_compiled_code_does_not_look(direct):
+def test_compiled_code_skips_the_cache(direct):
     torch._dynamo.reset()
     query, key, value = (x.detach() for x in qkv())
     for _ in range(2):
@@ -271,7 +271,7 @@ def test_compiled_code_does_not_look(direct):
     assert direct.calls == calls
 
 
-def test_an_operator_knows_its_calls(direct, monkeypatch):
+def test_operator_caches_its_calls(direct, monkeypatch):
     """A compiled graph calls the operator, which launches by the direct route."""
     torch._dynamo.reset()
     query, key, value = qkv()
@@ -304,7 +304,7 @@ def test_an_operator_knows_its_calls(direct, monkeypatch):
 
 @pytest.mark.parametrize("is_direct", [True, False])
 @pytest.mark.parametrize("name", ["plain", "bias", "matmul", "from_jax"])
-def test_a_compiled_graph_has_the_operators_that_a_cuda_graph_may_hold(name, is_direct, request):
+def test_compiled_graph_has_capturable_operators(name, is_direct, request):
     from torch._dynamo.backends.common import aot_autograd
 
     if is_direct:
@@ -350,7 +350,7 @@ def test_threads(direct):
     assert not wrong
 
 
-def test_as_many_calls_as_wanted_are_known(direct, monkeypatch):
+def test_cache_size_is_bounded(direct, monkeypatch):
     monkeypatch.setattr(call_cache, "_MOST", 3)
     function = bridge.from_jax(lambda x: x + 1)
     for size in range(1, 8):
@@ -359,7 +359,7 @@ def test_as_many_calls_as_wanted_are_known(direct, monkeypatch):
     assert [call.chain.there for call in calls._calls.values()] == [[True]] * 3
 
 
-def test_without_pytorchs_guards_nothing_is_known(direct, monkeypatch):
+def test_no_cache_without_pytorch_guards(direct, monkeypatch):
     monkeypatch.setattr(torch_internals, "_GUARDS", None)
     query, key, value = (x.detach() for x in qkv())
     for _ in range(3):
@@ -367,14 +367,14 @@ def test_without_pytorchs_guards_nothing_is_known(direct, monkeypatch):
     assert not direct.calls
 
 
-def test_the_private_symbols_are_found():
+def test_private_symbols_are_found():
     """A PyTorch without them serves every call, and takes longer."""
     assert torch_internals._GUARDS is not None
     assert torch_internals.empty_on_gpu is torch._C._dynamo.guards._empty_strided_cuda
 
 
 @pytest.mark.parametrize("name", ["matmul", "flash_attention", "dilated_attention"])
-def test_another_dtype_of_autocast_is_another_call(name):
+def test_autocast_dtype_change_misses_the_cache(name):
     """The tensors are the same, and so is PyTorch's check of them."""
     query = torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     call = {

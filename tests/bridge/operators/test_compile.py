@@ -78,7 +78,7 @@ def test_autocast(make_qkv):
     assert {x.dtype for x in torch.autograd.grad(results[1].sum(), inputs)} == {torch.float32}
 
 
-def test_wrong_shapes_are_told_while_compiling():
+def test_wrong_shapes_raise_while_compiling():
     compiled = torch.compile(bridge.flash_attention, backend="aot_eager", fullgraph=True)
     query, key = torch.zeros(1, 8, 4, 16), torch.zeros(1, 8, 3, 16)
     with pytest.raises(RuntimeError, match=r"ValueError\(\"key: got 3 heads, want a divisor of query's 4 heads\"\)"):

@@ -24,7 +24,7 @@ QUICK = [
 
 
 @pytest.mark.parametrize("needs", [("query",), ("value",), ("bias",), ("query", "bias")], ids="-".join)
-def test_only_the_gradients_that_are_needed_are_computed(needs, direct):
+def test_only_needed_gradients_are_computed(needs, direct):
     """Each backward returns just the needed gradients, which equal the gradients of PyTorch's own formula."""
     given = dict(zip(("query", "key", "value", "bias"), (*qkv(), random(1, 4, 24, 24)), strict=True))
     given = {name: x.detach().requires_grad_(name in needs) for name, x in given.items()}
@@ -44,7 +44,8 @@ def test_only_the_gradients_that_are_needed_are_computed(needs, direct):
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
 @pytest.mark.parametrize("name", ["plain", "bias", "rms_norm"])
-def test_a_checkpoint_recomputes_by_a_known_call_what_a_first_call_computed(name, is_reentrant, direct):
+def test_checkpoint_recomputes_by_a_cached_call(name, is_reentrant, direct):
+    """A checkpoint recomputes by a cached call the result of a first call."""
     call, given = CALLS[name]
     with route.disabled():
         want = torch.autograd.grad(total(call(*given)), given)
@@ -56,7 +57,7 @@ def test_a_checkpoint_recomputes_by_a_known_call_what_a_first_call_computed(name
 
 
 @pytest.mark.parametrize("name", ["plain", "matmul", "from_jax"])
-def test_gradients_are_switched_off_and_on(name, direct):
+def test_gradients_off_and_on(name, direct):
     """A call under no_grad, of tensors that require gradients, is not the call with gradients."""
     call, given = CALLS[name]
     for _ in range(3):
@@ -81,7 +82,7 @@ def test_forward_mode_raises(direct):
 
 
 @pytest.mark.parametrize("name", ["plain", "matmul", "from_jax"])
-def test_a_second_gradient_raises(name, direct):
+def test_second_derivative_raises(name, direct):
     call, given = CALLS[name]
     for _ in range(3):
         (first, *_) = torch.autograd.grad(total(call(*given)), given, create_graph=True)
@@ -91,7 +92,7 @@ def test_a_second_gradient_raises(name, direct):
 
 
 @pytest.mark.parametrize("name", tiers.cases(CALLS, QUICK))
-def test_gradients_of_a_batch_of_cotangents(name, direct):
+def test_batched_cotangents(name, direct):
     """Before the call is cached, and after the call and its backward are, on either route."""
     call, given = CALLS[name]
     for _ in range(2):
@@ -111,7 +112,7 @@ def first_of(found):
 
 
 @pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
-def test_a_vectorized_jacobian(strategy, direct):
+def test_vectorized_jacobian(strategy, direct):
     x, y = random(4), random(4, seed=1)
     product = bridge.from_jax(lambda x, y: jnp.sin(x) * y * x.sum())
     want = torch.autograd.functional.jacobian(lambda x, y: torch.sin(x) * y * x.sum(), (x, y))
@@ -121,7 +122,7 @@ def test_a_vectorized_jacobian(strategy, direct):
         torch.autograd.grad(product(x, y).sum(), (x, y))
 
 
-def test_a_compiled_batch_of_cotangents():
+def test_compiled_batched_cotangents():
     """Also by a graph of many sizes. With two nested calls of torch's vmap, the batches are nested."""
     from torch._vmap_internals import _vmap
 
@@ -136,7 +137,7 @@ def test_a_compiled_batch_of_cotangents():
     torch.testing.assert_close(got, bridge.rms_norm(z).permute(1, 2, 0, 3))
 
 
-def test_an_input_that_is_changed_before_the_backward_raises(direct):
+def test_input_changed_before_the_backward_raises(direct):
     query, key, value = qkv()
     for _ in range(3):
         doubled = query * 2

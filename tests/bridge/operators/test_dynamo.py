@@ -54,7 +54,7 @@ def fresh():
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_step_whose_backward_runs_inside(name):
+def test_backward_inside_the_graph(name):
     """The bridge has nothing cached, so JAX traces while torch.compile inspects frames."""
     call, inputs = CALLS[name]
     bridge.clear_cache()
@@ -70,7 +70,7 @@ def test_a_step_whose_backward_runs_inside(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_after_a_graph_break(name):
+def test_call_after_a_graph_break(name):
     call, inputs = CALLS[name]
 
     def broken(first, *others):
@@ -82,20 +82,20 @@ def test_a_call_after_a_graph_break(name):
 
 
 @pytest.mark.parametrize("name", ["bias", "a Mask"])
-def test_a_checkpoint(name):
+def test_checkpoint(name):
     call, inputs = CALLS[name]
     step = lambda *inputs: checkpoint(call, *inputs, use_reentrant=False)
     close(gradients(torch.compile(step, backend="aot_eager"), inputs), gradients(call, inputs))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_mask_in_one_graph(backend):
+def test_mask_in_one_graph(backend):
     attend = lambda *x: bridge.flash_attention(*x, mask=BLOCKS)
     compiled = torch.compile(attend, backend=backend, fullgraph=True)
     close(gradients(compiled, qkv()), gradients(attend, qkv()))
 
 
-def test_a_mask_that_is_an_argument():
+def test_mask_as_argument():
     """Each Mask object has its own graph, even with equal arrays."""
     attend = lambda mask, *x: bridge.flash_attention(*x, mask=mask)
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
@@ -103,7 +103,7 @@ def test_a_mask_that_is_an_argument():
         torch.testing.assert_close(compiled(mask, *qkv()), attend(mask, *qkv()))
 
 
-def test_a_mask_and_lengths_in_one_graph():
+def test_mask_and_lengths_in_one_graph():
     attend = lambda *x: bridge.flash_attention(*x, mask=masks_of_all)
     masks_of_all = masks.causal() & masks.sliding_window(5, 0)
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -118,7 +118,7 @@ def test_prepared_masks_and_compiled_attention():
     close(gradients(torch.compile(attend, backend="aot_eager", fullgraph=True), qkv()), gradients(attend, qkv()))
 
 
-def test_an_exported_program_with_a_mask_trains():
+def test_exported_program_with_mask_trains():
     class Module(torch.nn.Module):
         def forward(self, query, key, value):
             return bridge.flash_attention(query, key, value, mask=BLOCKS)
@@ -127,7 +127,8 @@ def test_an_exported_program_with_a_mask_trains():
     close(gradients(exported, qkv(seed=1)), gradients(Module(), qkv(seed=1)))
 
 
-def test_masks_of_graphs_have_one_name_as_long_as_they_live():
+def test_graph_masks_keep_one_name():
+    """A Mask that a graph uses keeps one name while it is alive."""
     mask, before = masks.block_sparse(torch.ones(3, 3, dtype=torch.bool), 8), len(mask_operands._KEPT)
     device = torch.device("cpu")
     names = {mask_operands.register_weak([mask], device).name for _ in range(3)}
@@ -143,7 +144,7 @@ def test_masks_of_graphs_have_one_name_as_long_as_they_live():
 
 
 @pytest.mark.parametrize("name", ["flash_attention", "rms_norm"])
-def test_a_call_is_one_node_of_a_graph(name):
+def test_call_is_one_graph_node(name):
     """torch.compile checks each name that it sees inside of a call before every call."""
     graphs = []
 

@@ -29,14 +29,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_plan_is_that_of_the_call(name):
+def test_every_function_has_a_plan(name):
     plan = CALLS[name](bridge.explain)
     assert isinstance(plan, jax_kernels.Plan)
     assert plan.implementation == "xla"
     assert dict(plan.passed_over).keys() <= {"mosaic_gpu", "triton", "cudnn"}
 
 
-def test_a_plan_is_the_one_of_the_jax_op():
+def test_plan_matches_the_jax_op():
     arrays = [jax_kernels.bridge.interop.dlpack.jax.numpy.asarray(x.numpy()) for x in QKV]
     want = jax_kernels.explain(jax_kernels.flash_attention, *arrays, window=3)
     assert bridge.explain(bridge.flash_attention, *QKV, window=3) == want
@@ -74,7 +74,7 @@ def test_a_wrong_device_is_an_error():
         bridge.explain(Attend(), QKV[0], device="h200")
 
 
-def test_what_is_wrong_is_an_error():
+def test_wrong_arguments_raise():
     with pytest.raises(TypeError, match=r"^op: got int"):
         bridge.explain(3)
     with pytest.raises(TypeError, match="calls no op"):

@@ -38,7 +38,7 @@ def close(got, want, dtype):
     [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
      (torch.float32, torch.bfloat16)],
 )  # fmt: skip
-def test_against_torch(name, dtype, weights):
+def test_matches_torch(name, dtype, weights):
     mine, theirs = OPS[name]
     (x,), given = tensors((3, 5, 40), dtype=dtype), tensors((40,), (40,), dtype=weights, seed=1)
     given = given if name == "layer_norm" else given[:1]
@@ -57,7 +57,7 @@ def test_against_torch(name, dtype, weights):
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_default_eps_is_that_of_torch(name, dtype):
+def test_default_eps_matches_torch(name, dtype):
     """The values are so small that eps decides the result. Holds for every version of PyTorch."""
     (x,) = tensors((3, 40), dtype=dtype)
     x = (x.detach() * 1e-3).requires_grad_()
@@ -87,7 +87,7 @@ def test_residual(name):
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("shape", [40, (5, 8)])
-def test_modules_are_those_of_torch(name, shape):
+def test_modules_match_torch(name, shape):
     mine, theirs = (module(shape) for module in MODULES[name])
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -113,7 +113,7 @@ def test_gemma_and_no_parameters():
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("shape", [16, (2, 8)])
-def test_options_of_modules(name, shape):
+def test_module_options(name, shape):
     norm, _ = OPS[name]
     given = (3, 5, 16) if shape == 16 else (3, 5, 2, 8)
     (x,) = tensors(given)

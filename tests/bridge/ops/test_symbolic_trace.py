@@ -130,7 +130,7 @@ def test_fx_keeps_modules_as_nodes(name):
         assert torch.equal(traced(x), model(x))
 
 
-def test_fx_of_a_module_itself_names_the_way_out():
+def test_fx_error_for_a_module_names_the_fix():
     for module in (bridge.nn.MultiheadAttention(16, 4), bridge.nn.Linear(16, 16), bridge.nn.FlexAttention("causal")):
         with pytest.raises(ValueError, match=r"^torch\.fx\.symbolic_trace: got a .*, want a module that has it as a"):
             fx.symbolic_trace(module)
@@ -154,13 +154,13 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_fx_of_other_functions_names_the_way_out(name):
+def test_fx_error_for_functions_names_fx_wrap(name):
     call, argument = FUNCTIONS[name]
     with pytest.raises(TypeError, match=rf"^{argument}.*torch\.fx\.proxy\.Proxy.*torch\.fx\.wrap$"):
         fx.symbolic_trace(Model(call))
 
 
-def test_fx_wrap_is_a_way_out():
+def test_fx_wrap_works():
     traced = fx.symbolic_trace(Model(lambda self, x: flash_attention(*[x.unflatten(-1, (2, 8))] * 3, is_causal=True)))
     query = X.unflatten(-1, (2, 8))
     assert torch.equal(traced(X), flash_attention(query, query, query, is_causal=True))
@@ -193,7 +193,7 @@ SCRIPTED = {
 
 
 @pytest.mark.parametrize("name", SCRIPTED)
-def test_script_of_modules_names_the_way_out(name):
+def test_script_error_for_modules_names_the_fix(name):
     with pytest.raises(RuntimeError, match=r"^torch\.jit\.script: got a jax_kernels \w+, which .*torch\.compile"):
         torch.jit.script(SCRIPTED[name]())
 
@@ -208,7 +208,7 @@ class Norms(torch.nn.Module):
         return bridge.rms_norm(x)
 
 
-def test_script_of_functions_names_the_way_out():
+def test_script_error_for_functions_names_the_fix():
     wanted = r"torch\.jit\.script: got code that calls jax_kernels\.bridge\.{}, .*torch\.compile"
     for given, name in ((Calls(), "flash_attention"), (Norms(), "rms_norm"), (bridge.matmul, "matmul")):
         with pytest.raises(RuntimeError, match=wanted.format(name)):
@@ -220,7 +220,7 @@ RECORDED = [x for x in HOLDERS if "parameter" not in x]
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", RECORDED)
-def test_traces_hold_the_call_and_its_gradients(name):
+def test_jit_trace_records_the_operator(name):
     """torch.jit.trace records the operator, whether the call is cached or not, with or without gradients."""
     torch.manual_seed(0)
     model = HOLDERS[name]()

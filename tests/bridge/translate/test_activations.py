@@ -107,13 +107,13 @@ def test_other_ops_and_modules():
     torch.testing.assert_close(few(x), layer(x), rtol=0.05, atol=0.05)
 
 
-def test_functions_with_names_here_have_these():
+def test_named_functions_are_recognised():
     assert activations.name_of(functional.gelu) == "gelu"
     assert activations.name_of(torch.sigmoid) == "sigmoid"
     assert activations.name_of(None) is None
 
 
-def test_functions_that_are_made_anew_share_a_program():
+def test_equal_functions_share_a_program():
     x, w, _ = tensors()
     bridge.clear_cache()
     for factor in (2.0, 3.0, 2.0, 3.0):
@@ -122,7 +122,7 @@ def test_functions_that_are_made_anew_share_a_program():
     assert bridge.cache_info().plans == 2
 
 
-def test_partials_and_modules_that_are_made_anew_share_a_program():
+def test_equal_partials_and_modules_share_a_program():
     x, w, _ = tensors()
     for make, count in (
         (lambda slope: nn.LeakyReLU(slope), 2),
@@ -139,7 +139,7 @@ def test_partials_and_modules_that_are_made_anew_share_a_program():
         assert bridge.cache_info().plans == count
 
 
-def test_a_function_that_is_kept_is_known(monkeypatch):
+def test_same_function_hits_the_cache(monkeypatch):
     x, w, _ = tensors()
     call = lambda: bridge.matmul(x, w, activation=functional.mish)
     want = call()
@@ -147,7 +147,7 @@ def test_a_function_that_is_kept_is_known(monkeypatch):
     torch.testing.assert_close(call(), want, rtol=0, atol=0)
 
 
-def test_explain_knows_a_function():
+def test_explain_takes_a_function():
     x, w, _ = tensors()
     assert "xla" in str(bridge.explain(bridge.matmul, x, w, activation=functional.mish))
 

@@ -67,7 +67,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_twins(name):
+def test_equal_functions(name):
     make = SAME[name]
     first, second = make(), make()
     assert first is not second
@@ -75,7 +75,7 @@ def test_twins(name):
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_what_may_differ_without_showing(name):
+def test_hidden_differences(name):
     first, second = DIFFERENT[name](), DIFFERENT[name]()
     assert (function_identity.canonical_function(first), function_identity.canonical_function(second)) == (
         first,
@@ -95,18 +95,18 @@ def test_what_may_differ_without_showing(name):
         (with_default(2.0), with_default(3.0)),
     ],
 )
-def test_others_are_no_twins(first, second):
+def test_different_functions(first, second):
     assert function_identity.canonical_function(first) is not function_identity.canonical_function(second)
 
 
-def test_a_global_that_changes(monkeypatch):
+def test_changed_global(monkeypatch):
     make = SAME["a global number"]
     first = function_identity.canonical_function(make())
     monkeypatch.setitem(globals(), "FACTOR", 5.0)
     assert function_identity.canonical_function(make()) is not first
 
 
-def test_a_lambda_for_each_call_adds_one_plan():
+def test_lambda_in_a_loop_adds_one_program():
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 16, 2, 8, generator=generator) for _ in range(3))
     attend = lambda factor: bridge.flash_attention(query, key, value, score_mod=lambda s, b, h, i, j: s * factor)
@@ -118,7 +118,7 @@ def test_a_lambda_for_each_call_adds_one_plan():
     assert len(programs.PROGRAMS) == before + 2
 
 
-def test_a_first_function_that_changed_stands_for_no_new_twins(monkeypatch):
+def test_changed_function_is_not_canonical(monkeypatch):
     """A program that was traced before a value changed that the function reads does not serve a later function."""
     generator = torch.Generator().manual_seed(0)
     short, long = (torch.randn(1, length, 2, 8, generator=generator) for length in (8, 12))

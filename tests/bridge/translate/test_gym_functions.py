@@ -364,7 +364,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_score_mods_without_a_form(name):
+def test_untranslatable_score_mods(name):
     score_mod, message = REFUSED[name]
     query = torch.zeros(1, 2, HEADS, 8)
     with pytest.raises(TypeError, match=f"^score_mod: .*{message}"):
@@ -382,12 +382,12 @@ def test_score_mods_without_a_form(name):
         (lambda b, h, q, k: SLOPES.double()[h] > k, TypeError, "uses torch's double|float64|Tensor.double"),
     ],
 )
-def test_masks_without_a_form(mask_mod, kind, message):
+def test_untranslatable_masks(mask_mod, kind, message):
     with pytest.raises(kind, match=message):
         masks.from_function(mask_mod, batch=BATCH, heads=HEADS)
 
 
-def test_int64_tensors_of_a_score_mod():
+def test_score_mod_int64_tensors():
     """They are narrowed exactly. A value that does not fit raises an error that names the tensor."""
     places = torch.arange(4, dtype=torch.int64)
     score_mod = lambda s, b, h, q, k: s * (places[q] - places[k])
@@ -399,7 +399,7 @@ def test_int64_tensors_of_a_score_mod():
         bridge.flash_attention(query, query, query, score_mod=score_mod)
 
 
-def test_functions_that_are_made_anew_share_a_program():
+def test_equal_functions_share_a_program():
     made = lambda module, scale: lambda s, b, h, q, k: s + module.table[h, q - k + module.length] * scale
     query = torch.randn(1, HEADS, 6, 8, generator=torch.Generator().manual_seed(5))
     bridge.flex_attention(query, query, query, made(RELATIVE, 2.0))
@@ -411,7 +411,7 @@ def test_functions_that_are_made_anew_share_a_program():
     assert bridge.cache_info().plans > before
 
 
-def test_an_activation_may_not_mix_values():
+def test_activation_may_not_mix_values():
     """An activation runs on whole tiles, a score_mod on scalars."""
     x = torch.randn(4, 8)
     with pytest.raises(TypeError, match=r"activation: .*torch's sum, which mixes"):

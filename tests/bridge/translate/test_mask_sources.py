@@ -68,7 +68,7 @@ def oracle(keep):
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("is_known", [False, True], ids=["new", "known"])
-def test_a_tensor_that_changed(name, is_known):
+def test_changed_tensor(name, is_known):
     ids = torch.zeros(LENGTH, dtype=torch.int32)
     mask_mod = READERS[name](ids)
     mask = masks.from_function(mask_mod)
@@ -81,7 +81,7 @@ def test_a_tensor_that_changed(name, is_known):
     torch.testing.assert_close(attend(masks.from_function(mask_mod)).double(), oracle(keep), atol=1e-5, rtol=1e-5)
 
 
-def test_the_error_names_the_tensor():
+def test_error_names_the_tensor():
     module = Documents()
     cases = {"self.ids": module.mask_mod, "module.ids": lambda b, h, q, k: module.ids[q] == module.ids[k]}
     for text, mask_mod in cases.items():
@@ -92,7 +92,7 @@ def test_the_error_names_the_tensor():
             attend(mask)
 
 
-def test_a_global_that_is_bound_anew(monkeypatch):
+def test_rebound_global(monkeypatch):
     mask = masks.from_function(lambda b, h, q, k: GLOBAL[q] == GLOBAL[k])
     for _ in range(3):
         attend(mask)
@@ -101,7 +101,7 @@ def test_a_global_that_is_bound_anew(monkeypatch):
         attend(mask)
 
 
-def test_a_variable_that_is_bound_anew():
+def test_rebound_variable():
     ids = torch.zeros(LENGTH, dtype=torch.int32)
     mask = masks.from_function(lambda b, h, q, k: ids[q] == ids[k])
     attend(mask)
@@ -110,7 +110,7 @@ def test_a_variable_that_is_bound_anew():
         attend(mask)
 
 
-def test_a_buffer_that_is_replaced_or_moved():
+def test_replaced_or_moved_buffer():
     for change in (lambda x: setattr(x, "ids", x.ids.clone()), lambda x: setattr(x.ids, "data", x.ids.clone())):
         module = Documents()
         mask = masks.from_function(module.mask_mod)
@@ -120,7 +120,7 @@ def test_a_buffer_that_is_replaced_or_moved():
             attend(mask)
 
 
-def test_inference_tensors_are_compared():
+def test_inference_tensors_are_compared_by_value():
     """PyTorch does not count changes of inference tensors."""
     with torch.inference_mode():
         ids = torch.zeros(LENGTH, dtype=torch.int32)
@@ -160,7 +160,7 @@ def test_every_use_of_the_mask():
             use()
 
 
-def test_a_backward_after_the_change():
+def test_backward_after_the_change():
     """The forward used the old values, and so does its backward."""
     ids = torch.zeros(LENGTH, dtype=torch.int32)
     mask = masks.from_function(of_cell(ids))
@@ -174,7 +174,7 @@ def test_a_backward_after_the_change():
     torch.testing.assert_close(got, want)
 
 
-def test_other_masks_and_copies_have_no_sources():
+def test_builders_and_copies_have_no_sources():
     ids = torch.zeros(LENGTH, dtype=torch.int32)
     segments, mask = masks.segments(ids), masks.from_function(of_cell(ids))
     duplicate = copy.deepcopy(mask)
@@ -184,7 +184,7 @@ def test_other_masks_and_copies_have_no_sources():
     torch.testing.assert_close(attend(duplicate), want)
 
 
-def test_a_mask_of_its_own_module_is_collected():
+def test_mask_of_a_module_is_collected():
     module = Documents()
     module.mask = masks.from_function(module.mask_mod)
     for _ in range(3):

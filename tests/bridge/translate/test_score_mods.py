@@ -102,7 +102,7 @@ def test_score_mod(name, qkv):
         torch.testing.assert_close(of_ours, of_theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_the_values_of_a_tensor_are_data(qkv):
+def test_tensor_values_are_data(qkv):
     slopes = torch.ones(HEADS)
     score_mod = closing_over(slopes)
     bridge.flash_attention(*qkv, score_mod=score_mod)
@@ -127,7 +127,7 @@ def test_compiled(name, qkv):
         torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4)
 
 
-def test_the_other_ops(qkv):
+def test_other_ops(qkv):
     keep = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     score_mod = MODS["a global"][0]
     want = flex(*qkv, score_mod, lambda b, h, q, k: q >= k)

@@ -167,16 +167,16 @@ def compare(got, want):
             np.testing.assert_allclose(x, y.numpy(), atol=1e-4, rtol=1e-4, err_msg=f"the slope of {name}")
 
 
-def test_functions_of_one():
+def test_unary_functions():
     for points, names in UNARY.items():
         compare(*both({name: found(name) for name in names.split()}, points))
 
 
-def test_functions_of_two():
+def test_binary_functions():
     compare(*both({name: found(name) for name in BINARY.split()}, POINTS, POINTS.flip(0) * 0.9))
 
 
-def test_functions_of_integers():
+def test_integer_functions():
     x, y = torch.tensor([7, -9, 12, 0, 5], dtype=torch.int32), torch.tensor([2, 4, 3, 1, 6], dtype=torch.int32)
     compare(*both({name: found(name) for name in WHOLE.split()}, x, y))
     more = {
@@ -210,7 +210,7 @@ def test_calls():
     compare(*both(CALLS, POINTS, POINTS.flip(0) * 0.9))
 
 
-def test_ties_share_the_gradient_as_in_torch():
+def test_ties_split_the_gradient_as_in_torch():
     x = torch.tensor([-1.0, 0.0, 0.0, 1.0, 2.0])
     names = [
         "relu",
@@ -242,7 +242,7 @@ def pointwise():
             yield name.strip("_")
 
 
-def test_every_pointwise_function_has_a_form_or_is_named():
+def test_every_pointwise_function_is_listed():
     names = set(pointwise())
     assert len(names) > 100
     missing = {x for x in names if x not in FORMS and x.removeprefix("special_") not in FORMS}

@@ -69,9 +69,8 @@ def plain(attention, x, mask=True):
         {"use_rotary": False, "is_causal": False, "head_dim": 5},
         {"rope_theta": 100.0, "is_causal": False},
     ],
-    ids=str,
 )
-def test_equals_a_plain_evaluation(options):
+def test_matches_a_plain_evaluation(options):
     attention, x = module(**options), inputs()
     np.testing.assert_allclose(forward(attention, x), plain(attention, x), atol=2e-6)
 
@@ -117,7 +116,7 @@ def test_prepared_masks():
         assert str(program).count("= sort[") == sorts
 
 
-def test_decoding_under_a_mask():
+def test_decoding_with_a_mask():
     attention, x = module(mask=masks.sliding_window(2, 0) | masks.prefix(1)), inputs()
     cache, outs = attention.init_cache(BATCH, 16), []
     for start, end in ((0, 5), (5, 6), (6, LENGTH)):
@@ -126,7 +125,7 @@ def test_decoding_under_a_mask():
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(attention, x), atol=1e-6)
 
 
-def test_decoding_under_an_array(monkeypatch):
+def test_decoding_with_a_mask_array(monkeypatch):
     """decode_attention takes arrays of keys, or of queries and keys; flash_attention takes all other masks."""
     calls = []
     count = lambda *given, **options: calls.append(options) or decode_attention(*given, **options)
@@ -150,7 +149,7 @@ def test_decoding_under_an_array(monkeypatch):
     assert len(calls) == 4
 
 
-def test_computes_in_dtype_and_keeps_parameters_in_param_dtype():
+def test_dtype_and_param_dtype():
     attention, x = module(dtype=jnp.bfloat16), inputs()
     out = forward(attention, x)
     assert out.dtype == jnp.bfloat16
@@ -158,7 +157,7 @@ def test_computes_in_dtype_and_keeps_parameters_in_param_dtype():
     np.testing.assert_allclose(out.astype(jnp.float32), plain(attention, x), atol=2e-2)
 
 
-def test_rotary_scores_depend_on_the_distance_alone():
+def test_rotary_scores_depend_only_on_distance():
     q, k = (jax.random.normal(jax.random.key(i), (1, LENGTH, 2, 16)) for i in range(2))
     scores = lambda shift: jnp.einsum(
         "bthd,bshd->bhts", *(rotary_embedding(x, jnp.arange(LENGTH) + shift) for x in (q, k)), precision="highest"
@@ -176,7 +175,7 @@ def test_rotary_positions_may_differ_by_batch():
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (5, 1, 3, 2), (LENGTH,)], ids=str)
+@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (5, 1, 3, 2), (LENGTH,)])
 def test_decoding_equals_the_full_forward(kv_heads, chunks):
     attention, x = module(num_kv_heads=kv_heads), inputs()
     cache, outs, start = attention.init_cache(BATCH, 16), [], 0
@@ -188,7 +187,7 @@ def test_decoding_equals_the_full_forward(kv_heads, chunks):
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(attention, x), atol=1e-6)
 
 
-def test_the_unfilled_cache_is_never_attended_to():
+def test_unfilled_cache_is_masked():
     attention, x = module(is_causal=False), inputs()
     out, cache = decode(attention, x[:, :6], attention.init_cache(BATCH, 16))
     np.testing.assert_allclose(out, plain(attention, x[:, :6]), atol=2e-6)
@@ -196,7 +195,7 @@ def test_the_unfilled_cache_is_never_attended_to():
     np.testing.assert_allclose(out, plain(attention, x)[:, 6:], atol=2e-6)
 
 
-def test_a_step_compiles_once():
+def test_decode_step_compiles_once():
     attention, x, traces = module(), inputs(), []
 
     @nnx.jit
@@ -210,7 +209,7 @@ def test_a_step_compiles_once():
     assert traces == [(BATCH, 1, WIDTH)]
 
 
-def test_the_cache_keeps_its_dtype_and_is_not_changed():
+def test_cache_keeps_its_dtype_and_values():
     attention, x = module(), inputs()
     empty = attention.init_cache(BATCH, 16, jnp.bfloat16)
     _, cache = decode(attention, x, empty)
@@ -220,7 +219,7 @@ def test_the_cache_keeps_its_dtype_and_is_not_changed():
     assert not np.asarray(empty.key, np.float32).any()
 
 
-def test_a_full_cache_is_an_error():
+def test_full_cache_raises():
     attention, x = module(), inputs()
     _, cache = decode(attention, x, attention.init_cache(BATCH, 16))
     with pytest.raises(ValueError, match="cache: got 6 tokens after 11, want at most max_length=16 in all"):
@@ -241,8 +240,8 @@ def ragged(attention, x, lengths, max_length=16):
 @pytest.mark.parametrize(
     "options", [{}, {"num_kv_heads": 2, "use_rotary": False}, {"mask": masks.sliding_window(4, 0) | masks.prefix(1)}]
 )
-@pytest.mark.parametrize("lengths", tiers.cases([(3, 7), (7, 3), (5, 5)], ["(7, 3)"]))
-def test_sequences_of_different_lengths(options, lengths):
+@pytest.mark.parametrize("lengths", tiers.cases([(3, 7), (7, 3), (5, 5)], ["(7, 3)"], "lengths"))
+def test_ragged_batch(options, lengths):
     """Each sequence of a batch equals the sequence alone, with a cache of one scalar length."""
     attention, x = module(**options), inputs()
     out, cache = ragged(attention, x, lengths)
@@ -266,7 +265,7 @@ def test_sequences_of_different_lengths(options, lengths):
         np.testing.assert_allclose(out[b], full[0, -3:], atol=1e-6)
 
 
-def test_one_length_and_a_length_for_each_sequence_are_the_same():
+def test_scalar_and_per_sequence_lengths_agree():
     attention, x = module(), inputs()
     _, cache = decode(attention, x[:, :6], attention.init_cache(BATCH, 16))
     assert cache.lengths.tolist() == [6, 6]
@@ -278,7 +277,7 @@ def test_one_length_and_a_length_for_each_sequence_are_the_same():
     assert given.length.tolist() == [LENGTH, LENGTH]
 
 
-def test_decode_attention_takes_the_cache():
+def test_decode_attention_reads_the_cache():
     attention, x = module(num_kv_heads=2, use_rotary=False), inputs()
     _, cache = ragged(attention, x, (3, 7))
     new = inputs(1, seed=2)
@@ -288,7 +287,7 @@ def test_decode_attention_takes_the_cache():
     np.testing.assert_allclose(attention.out_proj(out.reshape(BATCH, 1, -1)), want, atol=1e-6)
 
 
-def test_a_sequence_past_the_cache_s_end_is_nan_alone():
+def test_only_a_sequence_past_the_cache_end_is_nan():
     attention, x = module(), inputs()
     _, cache = ragged(attention, x, (3, 7), max_length=8)
     with pytest.raises(ValueError, match="cache: got 2 tokens after 7, want at most max_length=8 in all"):
@@ -383,13 +382,13 @@ MODULES = {
 
 @pytest.mark.parametrize("name", BAD_OPTIONS)
 @pytest.mark.parametrize("of", MODULES)
-def test_options_are_checked_where_the_module_is_made(of, name):
+def test_options_are_checked_at_construction(of, name):
     options, error, message = BAD_OPTIONS[name]
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         MODULES[of](WIDTH, 4, rngs=nnx.Rngs(0), **options)
 
 
-def test_a_bad_mask_of_a_call_is_named_beside_the_module_s():
+def test_bad_call_mask_is_named_with_the_module_mask():
     attention = module(mask=masks.prefix(3))
     cache = attention.init_cache(BATCH, 16)
     for mask, arguments, message in [
@@ -405,13 +404,13 @@ def test_a_bad_mask_of_a_call_is_named_beside_the_module_s():
         attention(inputs(), mask=jnp.ones((1, length), bool), cache=cache)
 
 
-def test_numbers_of_numpy_are_python_s():
+def test_numpy_scalars_become_python():
     attention = module(rope_theta=np.float32(100), use_rotary=np.bool_(True))
     assert type(attention.rope_theta) is float
     np.testing.assert_array_equal(attention(inputs()), module(rope_theta=100)(inputs()))
 
 
-def test_parameters_of_64_bits():
+def test_64_bit_parameters():
     """64-bit parameters need jax_enable_x64. The ops compute in 32 bits at most, with any setting."""
     with jax.enable_x64(True):
         attention = module(param_dtype="float64")

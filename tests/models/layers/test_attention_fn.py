@@ -49,7 +49,6 @@ def close(got, want, atol=2e-6):
             ((2, 3), "shared_by_the_batch"),
         ]
     ],
-    ids=str,
 )
 def test_linen(batch, name):
     x, mask = inputs(batch), masks(batch)[name]
@@ -101,7 +100,7 @@ def test_nnx(name, kv_heads):
     jax.tree.map(close, run(ours, x), run(theirs, x))
 
 
-def test_nnx_is_causal_and_cross_attention():
+def test_nnx_causal_and_cross_attention():
     make = lambda function: nnx.MultiHeadAttention(
         num_heads=HEADS, in_features=WIDTH, decode=False, attention_fn=function, rngs=nnx.Rngs(0)
     )
@@ -112,7 +111,7 @@ def test_nnx_is_causal_and_cross_attention():
     close(ours(x, memory), theirs(x, memory))
 
 
-def test_decode_in_flax_own_cache():
+def test_decode_with_flax_cache():
     make = lambda function: nnx.MultiHeadAttention(
         num_heads=HEADS, in_features=WIDTH, decode=True, attention_fn=function, rngs=nnx.Rngs(0)
     )
@@ -124,7 +123,7 @@ def test_decode_in_flax_own_cache():
         close(ours(x[:, i : i + 1]), theirs(x[:, i : i + 1]))
 
 
-@pytest.mark.parametrize("batch", [(), (2,), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("batch", [(), (2,), (2, 1, 3)])
 def test_any_number_of_batch_axes(batch):
     q, k, v = (jax.random.normal(jax.random.key(i), (*batch, LENGTH, HEADS, 8)) for i in range(3))
     mask = jax.random.bernoulli(jax.random.key(3), 0.5, (*batch, 1, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
@@ -132,7 +131,7 @@ def test_any_number_of_batch_axes(batch):
     close(jax.jit(attention_fn)(q, k, v, mask=mask), want)
 
 
-def test_a_dtype_is_promoted_as_flax_does():
+def test_dtypes_promote_as_in_flax():
     q, k, v = (jax.random.normal(jax.random.key(i), (2, LENGTH, HEADS, 8)) for i in range(3))
     mixed = (q.astype(jnp.bfloat16), k, v)
     assert attention_fn(*mixed).dtype == nn.dot_product_attention(*mixed).dtype == jnp.float32
@@ -155,12 +154,12 @@ QKV = tuple(np.zeros((2, LENGTH, HEADS, 8), np.float32) for _ in range(3))
         ("precision", jax.lax.DotAlgorithmPreset.BF16_BF16_F32),
     ],
 )
-def test_refuses_what_it_cannot_do(name, value):
+def test_unsupported_options_raise(name, value):
     with pytest.raises(NotImplementedError, match=f"^{name}: got "):
         attention_fn(*map(jnp.asarray, QKV), **{name: value})
 
 
-def test_dropout_of_a_module_is_refused_unless_deterministic():
+def test_module_dropout_must_be_deterministic():
     make = lambda: nnx.MultiHeadAttention(
         num_heads=HEADS,
         in_features=WIDTH,
@@ -190,8 +189,8 @@ def test_bad_shapes_are_named():
         attention_fn(q, k, v, mask=jnp.ones((1, LENGTH, LENGTH), jnp.int32))
 
 
-@pytest.mark.parametrize("batch", [(2,), (2, 1)], ids=str)
-def test_an_additive_mask_is_an_error_also_while_tracing(batch):
+@pytest.mark.parametrize("batch", [(2,), (2, 1)])
+def test_additive_mask_raises_while_tracing(batch):
     q, k, v = (jnp.asarray(x).reshape(*batch, LENGTH, HEADS, 8) for x in QKV)
     additive = jnp.where(nn.make_causal_mask(jnp.ones((*batch, LENGTH))) > 0, 0.0, -1e9)
     with pytest.raises(ValueError, match="mask: got float32 values other than 0 and 1"):

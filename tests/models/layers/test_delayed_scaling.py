@@ -27,7 +27,7 @@ def largest(x):
     return float(jnp.abs(x).max())
 
 
-def test_the_history_and_the_scales_that_it_gives():
+def test_history_and_scales():
     module, amax = linear(), [largest(x) for x in XS]
     assert amax == sorted(amax)  # so that an earlier call's scale saturates
     kernel, bias, seen = module.kernel[...], module.bias[...], []
@@ -47,7 +47,7 @@ def test_the_history_and_the_scales_that_it_gives():
     assert np.abs(first(XS[4]) - second(XS[4])).max() > 1
 
 
-def test_the_first_call_is_that_of_dynamic_scaling():
+def test_first_call_matches_dynamic_scaling():
     delayed, dynamic = linear(), linear(fp8_scaling="dynamic", amax_history_length=None)
     np.testing.assert_array_equal(delayed(1000 * XS[0]), dynamic(1000 * XS[0]))
     empty = linear()
@@ -56,7 +56,7 @@ def test_the_first_call_is_that_of_dynamic_scaling():
     np.testing.assert_array_equal(empty(XS[1]), dynamic(XS[1]))  # zeros leave no scale
 
 
-def test_what_is_not_finite_stays_out_of_the_history():
+def test_non_finite_values_skip_the_history():
     module = linear()
     out = module(XS[0].at[0, 0].set(jnp.nan).at[1, 1].set(jnp.inf))
     assert np.isnan(out[:2]).all()
@@ -105,7 +105,7 @@ def test_gradients_and_remat():
         np.testing.assert_array_equal(x.x_history[...], np.float32([largest(XS[1]), largest(XS[0]), 0]))
 
 
-def test_the_parameters_are_those_without():
+def test_parameters_match_dynamic_scaling():
     delayed, dynamic = linear(), linear(fp8_scaling="dynamic", amax_history_length=None)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(delayed, nnx.Param), nnx.state(dynamic, nnx.Param))
     assert not jax.tree.leaves(nnx.state(dynamic, AmaxHistory))
@@ -187,7 +187,7 @@ def losses_of(**options):
     return float(got), float(first), rest
 
 
-def test_it_learns_as_well_as_in_bfloat16():
+def test_learns_as_well_as_bfloat16():
     want, first, _ = losses_of()
     got, _, histories = losses_of(precision="fp8", fp8_scaling="delayed")
     assert want < 0.7 * first

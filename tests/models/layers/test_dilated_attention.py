@@ -19,7 +19,7 @@ forward = nnx.jit(lambda model, *args: model(*args))
 
 
 @pytest.mark.parametrize("layer_norm", [False, True])
-def test_is_projections_around_dilated_attention(layer_norm):
+def test_projections_around_dilated_attention(layer_norm):
     pattern = PATTERN | {"heads": "groups", "combine": "mean", "order": "hilbert"}
     module = MultiHeadDilatedAttention(
         24, 4, head_dim=8, use_rotary=False, is_causal=False, layer_norm=layer_norm, rngs=nnx.Rngs(0), **pattern
@@ -75,7 +75,7 @@ def test_all_arguments_reach_dilated_attention(monkeypatch):
         {"precision": "fp8", "scaling": "row"},
     ],
 )
-def test_longnet_has_the_fields_of_its_config(fields):
+def test_longnet_keeps_its_config_fields(fields):
     fields |= {"rope_theta": 500.0, "head_dim": 6, "dtype": "bfloat16", "param_dtype": "float16"}
     config = LongNetConfig(**SHAPE, **PATTERN, **fields, layer_norm=True, gamma=9.0, implementation="xla")
     block = LongNet(config, rngs=nnx.Rngs(0)).layers[0]
@@ -96,13 +96,13 @@ def test_longnet_has_the_fields_of_its_config(fields):
     assert block.attention_norm.epsilon == config.norm_eps
 
 
-def test_a_named_implementation_reaches_the_projections():
+def test_implementation_reaches_the_projections():
     config = LongNetConfig(**SHAPE, **PATTERN, projection_implementation="fast")
     with pytest.raises(ValueError, match="implementation='fast' is not known"):
         LongNet(config, rngs=nnx.Rngs(0))(jnp.zeros((1, 12), jnp.int32))
 
 
-def test_without_dilation_it_is_the_transformer():
+def test_undilated_longnet_is_the_transformer():
     config = LongNetConfig(**SHAPE, segment_lengths=[100], dilation_rates=[1])
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(models.TransformerConfig)}
     transformer = models.Transformer(models.TransformerConfig(**fields), rngs=nnx.Rngs(0))
@@ -112,7 +112,7 @@ def test_without_dilation_it_is_the_transformer():
     np.testing.assert_allclose(forward(longnet, tokens), forward(transformer, tokens), atol=1e-5)
 
 
-def test_longnet_learns_and_sees_no_later_token():
+def test_longnet_learns_and_is_causal():
     longnet = LongNet(LongNetConfig(**SHAPE, **PATTERN, remat=True, layer_norm=True, gamma=1.2), rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 50)
     logits = forward(longnet, tokens)
@@ -174,6 +174,6 @@ def test_module_errors(arguments, error, message):
     ],
     ids=["is_causal", "implementation"],
 )
-def test_options_are_checked_where_the_module_is_made(options, message):
+def test_options_are_checked_at_construction(options, message):
     with pytest.raises(TypeError, match=f"^{message}"):
         models.DilatedAttention((4,), (2,), **options)

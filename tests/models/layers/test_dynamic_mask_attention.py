@@ -52,13 +52,13 @@ def plain(attention, x, mask=True):
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": False, "keys_to_keep": 1}, {"keys_to_keep": LENGTH - 1}], ids=str
 )
-def test_equals_a_plain_evaluation(options):
+def test_matches_a_plain_evaluation(options):
     attention, x = module(**options), inputs()
     np.testing.assert_allclose(forward(attention, x), plain(attention, x), atol=2e-6)
 
 
 @pytest.mark.parametrize("keys_to_keep", [5, LENGTH])
-def test_a_bias_that_is_nan_keeps_no_key(keys_to_keep):
+def test_nan_bias_keeps_no_key(keys_to_keep):
     """Whether keys are ranked or all kept, heads with NaN bias give 0."""
     attention, x = module(keys_to_keep=keys_to_keep), inputs()
     kernel = attention.out_proj.kernel[...]
@@ -69,7 +69,7 @@ def test_a_bias_that_is_nan_keeps_no_key(keys_to_keep):
     np.testing.assert_allclose(forward(attention, x), want, atol=2e-6)
 
 
-def test_keys_compete_within_the_masks():
+def test_top_k_ranks_within_the_masks():
     """A key that a mask of the module or of the call excludes does not count among the kept keys."""
     some = jax.random.bernoulli(jax.random.key(2), 0.6, (BATCH, KV_HEADS, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
     window, x = masks.sliding_window(9, 3), inputs()
@@ -80,7 +80,7 @@ def test_keys_compete_within_the_masks():
         np.testing.assert_allclose(forward(attention, x, mask), plain(attention, x, want), atol=2e-6)
 
 
-def test_fewer_keys_than_are_kept():
+def test_fewer_keys_than_top_k():
     """All keys that the mask leaves are kept, also for a Mask with the heads of the keys."""
     attention, x = module(keys_to_keep=LENGTH), inputs()
     some = jax.random.bernoulli(jax.random.key(2), 0.6, (BATCH, KV_HEADS, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
@@ -106,7 +106,7 @@ def test_decoding_equals_the_full_forward(options):
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(attention, x), atol=1e-6)
 
 
-def test_decoding_sequences_of_different_lengths():
+def test_decoding_a_ragged_batch():
     attention, x = module(use_rotary=True), inputs()
     lengths = (8, 11)
     out, cache = decode(attention, x[:, :11], attention.init_cache(BATCH, 20))
@@ -117,14 +117,14 @@ def test_decoding_sequences_of_different_lengths():
         np.testing.assert_allclose(out[b], want[b, n : n + 6], atol=1e-6)
 
 
-def test_the_unfilled_cache_takes_nobody_s_place():
+def test_unfilled_cache_is_not_ranked():
     """The cache's unfilled keys are zeros, with a bias larger than the bias of some tokens."""
     attention, x = module(is_causal=False, keys_to_keep=12), inputs()
     out, _ = decode(attention, x, attention.init_cache(BATCH, 24))
     np.testing.assert_allclose(out, plain(attention, x), atol=2e-6)
 
 
-def test_the_bias_learns():
+def test_bias_has_gradients():
     """A and dt_proj get the bias's gradient at fixed keys, which finite differences confirm."""
     attention, x = module(), inputs()
     loss = lambda attention: jnp.sin(attention(x)).sum()
@@ -166,7 +166,7 @@ def test_bad_arguments_are_named():
             module()(inputs(), mask=short, **arguments)
 
 
-def test_devices_do_not_share_the_tokens():
+def test_sharded_tokens_raise():
     attention = module(sequence_axis="sequence")
     heads = jnp.zeros((BATCH, 8, 4, 8))
     with pytest.raises(NotImplementedError, match=r"^sequence_axis: got tokens sharded along 'sequence'"):
@@ -192,6 +192,6 @@ def test_exports_with_a_symbolic_batch():
         np.testing.assert_allclose(call(x), run(x), atol=1e-6)
 
 
-def test_export_wants_a_known_length():
+def test_export_needs_a_known_length():
     with pytest.raises(ValueError, match="x: got the symbolic length t, want an int"):
         exported(BATCH, "t", WIDTH)

@@ -34,7 +34,7 @@ def both(**options):
     ],
     ids=lambda options: "_".join(options) or "plain",
 )
-def test_is_that_of_nnx(options):
+def test_matches_nnx(options):
     mine, theirs = both(**options)
     assert jax.tree.structure(nnx.state(mine)) == jax.tree.structure(nnx.state(theirs))
     got, want = mine(X), theirs(X)
@@ -57,7 +57,7 @@ def test_activation_and_residual():
     np.testing.assert_allclose(got, nnx.silu(theirs(X)) + 1, rtol=1e-5, atol=1e-5)
 
 
-def test_what_runs_as_in_nnx_takes_no_epilogue():
+def test_nnx_options_exclude_an_epilogue():
     mine = models.Linear(24, 40, activation="silu", precision="highest", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=re.escape("activation, residual: got one with an option of nnx's")):
         mine(X)
@@ -76,7 +76,7 @@ def test_gated_mlp(dtype):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_products_of_rounded_operands(precision):
+def test_bf16_and_fp16_precision(precision):
     module, mlp = (kind(24, 40, precision=precision, rngs=nnx.Rngs(0)) for kind in (models.Linear, models.GatedMLP))
     for got, plain in ((module(X), X @ module.kernel[...]), (mlp(X), models.GatedMLP(24, 40, rngs=nnx.Rngs(0))(X))):
         assert got.dtype == jnp.float32
@@ -84,7 +84,7 @@ def test_products_of_rounded_operands(precision):
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-def test_a_wide_residual(dtype):
+def test_wide_residual(dtype):
     """A wide residual counts with its full precision, if the module has no dtype."""
     x, residual = X.astype(jnp.bfloat16), jnp.full((*X.shape[:-1], 24), 1 + 2**-12)
     options = {"dtype": dtype, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
@@ -123,7 +123,7 @@ def distance(got, want):
 
 
 @pytest.mark.parametrize(("scaling", "dtype"), EIGHT_BITS)
-def test_products_of_8_bits(scaling, dtype):
+def test_fp8_matmul(scaling, dtype):
     mine, theirs = linear(dtype=dtype, precision="fp8", scaling=scaling), linear(nnx.Linear, dtype=dtype)
     assert jax.tree.structure(nnx.state(mine)) == jax.tree.structure(nnx.state(theirs))
     mine.activation, residual = "silu", jnp.ones((3, 5, 40), dtype)
@@ -144,7 +144,7 @@ def test_products_of_8_bits(scaling, dtype):
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
-def test_gradients_of_8_bits_under_jit(scaling):
+def test_fp8_gradients_under_jit(scaling):
     module = linear(precision="fp8", scaling=scaling)
     gradient = nnx.grad(lambda module, x: (module(x) ** 2).sum(), argnums=(0, 1))
     for a, b in zip(*map(jax.tree.leaves, (gradient(module, X), nnx.jit(gradient)(module, X))), strict=True):
@@ -152,7 +152,7 @@ def test_gradients_of_8_bits_under_jit(scaling):
 
 
 @pytest.mark.parametrize(("scaling", "dtype"), EIGHT_BITS)
-def test_gated_mlp_of_8_bits(scaling, dtype):
+def test_fp8_gated_mlp(scaling, dtype):
     module = models.GatedMLP(24, 40, dtype=dtype, precision="fp8", scaling=scaling, rngs=nnx.Rngs(0))
     residual = jnp.ones(X.shape, dtype)
     got = module(X, residual=residual)
@@ -166,7 +166,7 @@ def test_gated_mlp_of_8_bits(scaling, dtype):
     assert 0 < distance(got, plain(X, residual=residual)) < 0.1
 
 
-def test_bad_options_of_8_bits():
+def test_fp8_bad_options():
     with pytest.raises(ValueError, match=re.escape("scaling='row' must be None with precision=None: it is for 'fp8'")):
         linear(scaling="row")
     with pytest.raises(ValueError, match=re.escape("scaling='row' must be None with precision='highest'")):

@@ -36,7 +36,7 @@ def inputs(dtype, seed=0):
         ("float32", {"use_scale": False, "epsilon": 1e-3}),
     ],
 )
-def test_is_that_of_nnx(name, dtype, options):
+def test_matches_nnx(name, dtype, options):
     x, (mine, theirs) = inputs(dtype), both(name, **options)
     assert jax.tree.structure(nnx.state(mine)) == jax.tree.structure(nnx.state(theirs))
     loss = lambda module, x: jnp.sin(module(x).astype(jnp.float32)).sum()
@@ -78,7 +78,7 @@ def test_scale_offset(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_it_begins_as_without_an_offset(name):
+def test_scale_offset_starts_at_identity(name):
     mine, theirs = (kind(SHAPE[-1], rngs=nnx.Rngs(0), **more)
                     for kind, more in zip(MODULES[name], ({"scale_offset": 1.0}, {}), strict=True))  # fmt: skip
     np.testing.assert_array_equal(mine.scale[...], jnp.zeros(SHAPE[-1]))
@@ -86,7 +86,7 @@ def test_it_begins_as_without_an_offset(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_wide_residual_widens_the_sum(name):
+def test_wide_residual_widens_the_sum(name):
     x, residual = inputs("bfloat16"), jnp.full(SHAPE, 1 + 2**-12, jnp.float32)
     module = MODULES[name][0](SHAPE[-1], param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     out, total = module(x, residual=residual)
@@ -95,7 +95,7 @@ def test_a_wide_residual_widens_the_sum(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_rest_runs_as_in_nnx(name):
+def test_other_options_run_as_in_nnx(name):
     x, mask = inputs("float32"), np.random.default_rng(2).random(SHAPE) < 0.7
     mine, theirs = both(name)
     np.testing.assert_array_equal(mine(x, mask=mask), theirs(x, mask=mask))
@@ -109,7 +109,7 @@ def test_the_rest_runs_as_in_nnx(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_kernels_run(name, monkeypatch):
+def test_kernels_run(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     x, (mine, theirs) = inputs("float32"), both(name)
     mine.implementation = "triton"

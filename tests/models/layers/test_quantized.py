@@ -50,8 +50,8 @@ def dequantized(model, quantized):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("kind", [models.Linear, nnx.Linear])
-def test_linear_is_the_product_with_dequantised_weights(kind, format):
+@pytest.mark.parametrize("kind", [pytest.param(models.Linear, id="models"), pytest.param(nnx.Linear, id="nnx")])
+def test_linear_matches_dequantized_weights(kind, format):
     plain = linear(kind)
     layer = QuantizedLinear.from_linear(plain, format)
     plain.kernel[...] = dequantize(quantize(plain.kernel[...], format))
@@ -94,7 +94,7 @@ def test_gated_mlp(format, quantize_down):
 
 
 @pytest.mark.parametrize("format", tiers.cases(FORMATS, ["int4"]))
-def test_a_transformer_is_near_that_of_floats(format):
+def test_transformer_is_close_to_float(format):
     plain = transformer()
     quantized = models.quantize_weights(transformer(), format, skip=())
     assert isinstance(quantized.head, QuantizedLinear)
@@ -109,7 +109,7 @@ def test_a_transformer_is_near_that_of_floats(format):
     np.testing.assert_array_equal(*drawn)
 
 
-def test_decoding_with_a_cache_and_a_split_model():
+def test_decoding_with_a_cache_and_nnx_split():
     model = models.quantize_weights(transformer(scan_layers=True), "int4")
     graphdef, state = nnx.split(model)
     step = jax.jit(lambda state, tokens, cache: nnx.merge(graphdef, state)(tokens, cache=cache))
@@ -125,14 +125,14 @@ def test_decoding_with_a_cache_and_a_split_model():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4"])
-def test_blocks_in_a_scan_keep_their_scales_and_values(format):
+def test_scanned_blocks_keep_scales_and_values(format):
     """The computation is in bfloat16. Other models round their matrices to bfloat16 when they are stacked."""
     models_ = [models.quantize_weights(transformer(scan_layers=x, dtype="bfloat16"), format) for x in (True, False)]
     assert distance(*(forward(model, TOKENS) for model in models_)) < 0.02
 
 
 @pytest.mark.slow
-def test_gradients_by_the_input_and_optimizers():
+def test_input_gradients_and_optimizers():
     model = models.quantize_weights(transformer(), "mxfp8")
     before = {path: np.asarray(x[...]) for path, x in nnx.to_flat_state(nnx.state(model, QuantizedWeight))}
     assert len(before) == 2 * 2 * 7
@@ -171,7 +171,7 @@ def test_skip_and_a_second_call():
     assert first.mlp.gate_proj.layout.format == "int4"
 
 
-def test_a_longnet():
+def test_longnet():
     config = models.LongNetConfig(
         vocab_size=50, model_dim=32, num_layers=1, num_heads=4, segment_lengths=(4, 16), dilation_rates=(1, 2)
     )
@@ -232,7 +232,7 @@ def test_bad_arguments_are_named():
         models.flat_parameters(quantized)
 
 
-def test_bad_arguments_of_the_modules_are_named():
+def test_bad_module_arguments_are_named():
     w = linear().kernel[...]
     with pytest.raises(TypeError, match="kernel: got one of float8_e4m3fn, want a QuantizedArray of 'int8', 'int4'"):
         QuantizedLinear(quantize(w))

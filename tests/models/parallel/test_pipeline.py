@@ -73,7 +73,7 @@ def main():
 
 
 @pytest.mark.timeout(120)
-def test_stages_compute_what_the_blocks_do():
+def test_stages_match_the_blocks():
     found = json.loads(cpu_devices.lines_of(__file__, limit=100)[-1])
     for name, error in found["errors"].items():
         assert error < 2e-6, name

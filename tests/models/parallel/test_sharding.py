@@ -246,7 +246,7 @@ ALL = [*CASES, *MODULES, *QUANTIZED, *GENERATE, *EXPLICIT, "placed_sequence"]
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", tiers.groups(ALL, QUICK, 4))
-def test_a_mesh_changes_nothing(names):
+def test_mesh_changes_no_result(names):
     results = cpu_devices.results_of(__file__, names)
     for name, found in results.items():
         assert found["error"] < 3e-6, name
@@ -274,7 +274,7 @@ def test_parameters_by_name(name, shape, want):
     assert ShardingRules().parameter_spec(name, shape, MESH) == want
 
 
-def test_a_mask_of_batch_entries_that_are_shared_out_is_refused():
+def test_mask_of_a_sharded_batch_is_refused():
     attention = MultiHeadAttention(
         8, 2, sequence_axis="sequence", mask=masks.prefix(jnp.asarray([2, 3])), rngs=nnx.Rngs(0)
     )
@@ -286,7 +286,7 @@ def test_a_mask_of_batch_entries_that_are_shared_out_is_refused():
 
 
 @pytest.mark.parametrize("own", [None, masks.causal()], ids=["alone", "beside_the_module_s"])
-def test_a_call_s_mask_is_of_the_whole_sequence(own):
+def test_call_mask_covers_the_whole_sequence(own):
     """Its shape covers all tokens, also in a shard_map around the call. An error names the mask."""
     attention = MultiHeadAttention(8, 2, sequence_axis="sequence", mask=own, rngs=nnx.Rngs(0))
     x = jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)
@@ -324,7 +324,7 @@ def test_bad_meshes_and_batches_are_named():
         batch_sharding((3, 8), MESH)
 
 
-def test_axes_of_a_mesh_that_no_rule_uses_are_named():
+def test_unused_mesh_axes_are_named():
     mesh = AbstractMesh((4, 2, 1), ("seq", "data", "more"))
     known = "data, fsdp, pipeline, sequence, tensor"
     with pytest.raises(ValueError, match=f"mesh: got seq=4, along which .* want axes that the rules use: {known}"):

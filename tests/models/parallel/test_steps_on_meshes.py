@@ -83,7 +83,7 @@ LOSSES = {
 
 
 @pytest.mark.timeout(240)
-def test_a_loss_gathers_no_activation():
+def test_loss_gathers_no_activation():
     for name, found in cpu_devices.results_of(__file__, list(LOSSES)).items():
         assert {collective for collective, *_ in found["collectives"]} == {"all-reduce"}, (name, found)
         shapes = [shape for _, *shape in found["collectives"]]
@@ -93,7 +93,7 @@ def test_a_loss_gathers_no_activation():
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", [["tokens", "parameters"], pytest.param(["all"], marks=pytest.mark.slow)])
-def test_a_step_gathers_no_activation(names):
+def test_step_gathers_no_activation(names):
     done = cpu_devices.done_by(__file__, *names, limit=220, TF_CPP_MIN_LOG_LEVEL="0")
     assert "full rematerialization" not in done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -56,7 +56,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_an_older_one_restored(saved, tmp_path, damage, capfd):
+def test_damaged_checkpoint_falls_back_to_an_older_one(saved, tmp_path, damage, capfd):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     DAMAGES[damage](tmp_path / "2")
     one = trainer(tmp_path)
@@ -75,7 +75,7 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_restored(saved, tmp_path
     one.close()
 
 
-def test_a_checkpoint_of_before_there_were_digests_is_restored(saved, monkeypatch):
+def test_checkpoint_without_digests_is_restored(saved, monkeypatch):
     read = checkpoints.read_run
     monkeypatch.setattr(
         checkpoints, "read_run", lambda *given: {k: v for k, v in read(*given).items() if k != "digests"}
@@ -86,7 +86,7 @@ def test_a_checkpoint_of_before_there_were_digests_is_restored(saved, monkeypatc
 
 
 @pytest.mark.parametrize("optimizer", [optax.adamw(1e-2, mu_dtype=jnp.bfloat16), optax.sgd(1e-2)], ids=["dtype", "sgd"])
-def test_the_state_of_another_optimizer_is_not_cast(saved, optimizer):
+def test_state_of_another_optimizer_is_refused(saved, optimizer):
     one = trainer(saved, optimizer)
     with pytest.raises(ValueError, match="optimizer: got one whose state differs from the state in the checkpoint of"):
         one.restore()
@@ -94,7 +94,7 @@ def test_the_state_of_another_optimizer_is_not_cast(saved, optimizer):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int32", "int8", "bool", "uint32"])
-def test_a_digest_tells_bits_and_places(dtype):
+def test_digest_depends_on_bits_and_order(dtype):
     random = np.random.default_rng(0)
     x = jnp.asarray(random.integers(-9, 9, (5, 6, 7)) if dtype != "bool" else random.random((5, 6, 7)) < 0.5).astype(
         dtype
@@ -129,7 +129,7 @@ def longnet():
     return LongNetConfig(**dataclasses.asdict(CONFIG), segment_lengths=(8, 16), dilation_rates=(1, 2))
 
 
-def test_every_field_of_a_config_is_compared_or_free(saved, tmp_path, monkeypatch):
+def test_every_config_field_is_compared_or_free(saved, tmp_path, monkeypatch):
     """A field may change the model's result without changing a parameter's shape."""
     assert {x.name for x in dataclasses.fields(TransformerConfig)} == OTHER_MODELS.keys() | OTHER_WAYS.keys()
     own = {x.name for x in dataclasses.fields(LongNetConfig)} - {x.name for x in dataclasses.fields(TransformerConfig)}

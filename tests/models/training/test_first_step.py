@@ -28,7 +28,7 @@ CONFIG = TransformerConfig(
 
 
 @pytest.mark.usefixtures("no_interpret")
-def test_a_program_has_a_kernel_once():
+def test_program_lowers_each_kernel_once():
     """JAX numbers the kernels of a program: a kernel that is lowered twice has two names, and compiles twice."""
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
@@ -55,7 +55,7 @@ SMALL = ["layers=3", "width=1024", "heads=8", "mlp=1024", "vocabulary=8192", "le
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("mesh", ["data=2", "sequence=2"])
-def test_a_program_for_two_devices_has_a_kernel_once(mesh):
+def test_two_device_program_lowers_each_kernel_once(mesh):
     """Each kernel is called in each block. Gradients are summed, and heads exchanged; nothing else is sent."""
     script = compile_case.__file__.replace("compile_case.py", "compile_step.py")
     found = json.loads(compile_case.compile_script(script, mesh, *SMALL).printed.splitlines()[-1])

@@ -33,7 +33,7 @@ def steps_in(folder):
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
-def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
+def test_second_process_is_refused_while_the_first_lives(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, __file__, str(tmp_path)]
     first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -61,7 +61,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
     assert not (tmp_path / ".lock.json").exists()
 
 
-def test_trainers_of_one_process_write_one_after_the_other(tmp_path):
+def test_trainers_in_one_process_take_turns(tmp_path):
     first, second = trainer(tmp_path), trainer(tmp_path)
     first.fit([BATCH] * 2, 1, save_every=1)
     message = "another Trainer of this process writes since .+, want another folder, or close\\(\\) the other"
@@ -91,7 +91,7 @@ def test_trainers_of_one_process_write_one_after_the_other(tmp_path):
 
 
 @pytest.mark.parametrize("process", [0, 1])
-def test_of_several_processes_the_first_locks_for_all(tmp_path, monkeypatch, process):
+def test_first_process_locks_for_all(tmp_path, monkeypatch, process):
     """The other processes learn from the first, by `gathered`, whether it has the lock."""
     monkeypatch.setattr("jax.process_count", lambda: 2)
     monkeypatch.setattr("jax.process_index", lambda: process)
@@ -111,7 +111,7 @@ def test_of_several_processes_the_first_locks_for_all(tmp_path, monkeypatch, pro
         FolderLock(tmp_path).take()
 
 
-def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch):
+def test_file_system_without_locks_warns(tmp_path, monkeypatch):
     import errno
 
     import filelock
@@ -143,7 +143,7 @@ def full_after(tmp_path, monkeypatch):
     return fill
 
 
-def test_a_full_disk_names_the_newest_checkpoint(tmp_path, full_after):
+def test_full_disk_error_names_the_newest_checkpoint(tmp_path, full_after):
     one = trainer(tmp_path)
     one.fit([BATCH] * 3, 1, save_every=1)
     freed = full_after(one)
@@ -160,7 +160,7 @@ def test_a_full_disk_names_the_newest_checkpoint(tmp_path, full_after):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk")
-def test_a_disk_that_is_full(tmp_path, capfd):
+def test_full_disk(tmp_path, capfd):
     """A real disk of 400 kB: it has room for two checkpoints, and orbax prints nothing."""
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", tmp_path], check=False).returncode:
         pytest.skip("cannot mount a disk")
@@ -178,7 +178,7 @@ def test_a_disk_that_is_full(tmp_path, capfd):
         subprocess.run(["umount", "-l", tmp_path], check=False)
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+def test_unwritable_folder_is_named(tmp_path, monkeypatch):
     with pytest.raises(checkpoints.NotWritten, match=r"folder: /proc/none/run cannot be made \(No such file"):
         trainer("/proc/none/run")
     one = trainer(tmp_path)
@@ -197,7 +197,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
-def test_parameters_that_are_not_finite_are_not_saved(tmp_path, bad):
+def test_non_finite_parameters_are_not_saved(tmp_path, bad):
     one = trainer(tmp_path)
     one.fit([BATCH], 1, save_every=1)
     one.train(BATCH)
@@ -210,7 +210,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, bad):
     one.close()
 
 
-def test_the_last_step_s_parameters_are_checked():
+def test_last_parameters_are_checked():
     one = trainer(None, optax.sgd(np.inf))
     with pytest.raises(
         FloatingPointError, match=r"step 1: got parameters that are not finite, .+ \(embed and 10 more\)"
@@ -220,7 +220,7 @@ def test_the_last_step_s_parameters_are_checked():
     one.fit([BATCH], 1)
 
 
-def test_a_file_is_whole_or_the_one_before(tmp_path, monkeypatch):
+def test_file_writes_are_atomic(tmp_path, monkeypatch):
     path, link = tmp_path / "a.json", tmp_path / "link"
     write_whole(path, "old")
     link.symlink_to(path)

@@ -57,7 +57,7 @@ def loss_after_training(precision):
 
 
 @pytest.mark.slow
-def test_it_learns_as_well_as_in_bfloat16():
+def test_learns_as_well_as_bfloat16():
     want, first = loss_after_training(None)
     got, _ = loss_after_training("fp8")
     assert want < 0.6 * first

@@ -44,7 +44,7 @@ def test_against_float64(chunk, transpose_w):
         np.testing.assert_allclose(got, want, atol=3e-6)
 
 
-def test_bfloat16_is_as_good_as_a_plain_evaluation():
+def test_bfloat16_is_as_exact_as_a_plain_evaluation():
     x, w, targets, cotangent = arrays(jnp.bfloat16)
 
     def plain(x, w):
@@ -61,7 +61,7 @@ def test_bfloat16_is_as_good_as_a_plain_evaluation():
         assert 0 < ours < 1.1 * theirs
 
 
-def test_the_gradient_of_float32_weights_is_a_sum_in_float32():
+def test_float32_weight_gradient_sums_in_float32():
     """With x in 16 bits, only the cotangents of the logits are rounded, not the sum."""
     x, w, targets, cotangent = arrays(jnp.bfloat16)
     _, vjp = jax.vjp(lambda w: linear_cross_entropy(x, w, targets, chunk=8), w)
@@ -99,7 +99,7 @@ def test_targets_of_any_width(dtype):
     np.testing.assert_allclose(losses, oracle(x, w, targets.astype(np.int64), cotangent)[0], atol=3e-6)
 
 
-def test_the_logits_of_the_vocabulary_never_stand():
+def test_full_logits_are_never_stored():
     x, w, targets, _ = arrays()
     loss = lambda x, w: linear_cross_entropy(x, w, targets, chunk=10).sum()
     program = str(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(x, w))
@@ -107,7 +107,7 @@ def test_the_logits_of_the_vocabulary_never_stand():
     assert f"[{BATCH},{LENGTH},{VOCABULARY}]" not in program
 
 
-def test_inside_shard_map_with_its_types_checked():
+def test_inside_shard_map_with_check_vma():
     """Even on one device the types show the varying axes: w's gradient has to be summed."""
     x, w, targets, cotangent = arrays()
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))

@@ -36,7 +36,7 @@ def row():
     return jnp.asarray(np.random.default_rng(0).integers(0, 50, (1, len(IDS[0]))))
 
 
-def test_a_row_of_documents_is_each_by_itself():
+def test_packed_documents_match_separate_documents():
     """Logits, the mean loss and its gradients. Positions restart in each document, so the results are close."""
     model = Transformer(TransformerConfig(**SHAPE, remat="attention"), rngs=nnx.Rngs(0))
     logits = nnx.jit(lambda model, tokens, ids: model(tokens, segment_ids=ids))(model, row(), IDS)
@@ -58,7 +58,7 @@ def test_a_row_of_documents_is_each_by_itself():
         np.testing.assert_allclose(got, want, atol=2e-6)
 
 
-def test_positions_are_the_caller_s_where_given():
+def test_given_positions_are_used():
     """Rotary embedding depends on differences: a common shift changes nothing, a shift of some tokens does."""
     attention = MultiHeadAttention(16, 4, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (2, 8, 16))
@@ -70,7 +70,7 @@ def test_positions_are_the_caller_s_where_given():
     assert np.abs(uneven[1] - want[1]).max() > 1e-3
 
 
-def test_dynamic_masks_choose_among_a_document_s_keys():
+def test_dynamic_masks_rank_within_a_document():
     attention = DynamicMaskAttention(16, 4, keys_to_keep=3, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (1, IDS.shape[1], 16))
     call = nnx.jit(lambda attention, x, **documents: attention(x, **documents))
@@ -79,7 +79,7 @@ def test_dynamic_masks_choose_among_a_document_s_keys():
         np.testing.assert_allclose(out[:, span], call(attention, x[:, span]), atol=2e-6)
 
 
-def test_a_longnet_sees_no_other_document():
+def test_longnet_sees_one_document():
     """LongNet's pattern follows positions in the row: only a document in whole segments equals its separate run."""
     config = LongNetConfig(**SHAPE, segment_lengths=(4, 8), dilation_rates=(1, 2))
     model = LongNet(config, rngs=nnx.Rngs(0))
@@ -98,7 +98,7 @@ def test_ids_are_not_wrapped():
     assert packed([[5, 5, 6, 6]], np.zeros((1, 4))).segment_ids.dtype == jnp.int32
 
 
-def test_a_batch_of_padding_teaches_nothing():
+def test_batch_of_padding_has_no_gradient():
     trainer = Trainer(TransformerConfig(**SHAPE), optax.sgd(0.1), accumulate=2)
     before = [np.asarray(x) for x in jax.tree.leaves(trainer.state["params"])]
     tokens = jnp.zeros((2, 6), jnp.int32)
@@ -109,7 +109,7 @@ def test_a_batch_of_padding_teaches_nothing():
         np.testing.assert_array_equal(x, y)
 
 
-def test_where_documents_begin_and_end():
+def test_document_boundaries():
     ids = jnp.asarray([[4, 4, 2, 2, 2, 4, -1, -1]])
     np.testing.assert_array_equal(document_positions(ids), [[0, 1, 0, 1, 2, 0, 0, 1]])
     np.testing.assert_array_equal(within_documents(jnp.arange(10, 18)[None], ids), [[10, -1, 12, 13, -1, -1, -1, -1]])
@@ -120,7 +120,7 @@ def test_where_documents_begin_and_end():
     np.testing.assert_array_equal(document_starts(text, ord("\n")), [0, 4, 8, 9])
 
 
-def test_a_digest_is_of_all_tokens():
+def test_digest_covers_all_tokens():
     """It reads 2**24 tokens at a time."""
     tokens = np.zeros((3 << 24) + 5, np.uint8)
     digests = [TokenBatches(tokens, 16, 3).sha256]
@@ -131,7 +131,7 @@ def test_a_digest_is_of_all_tokens():
     assert digests[-1] == hashlib.sha256(tokens).hexdigest()
 
 
-def test_batches_of_documents(tmp_path):
+def test_document_batches(tmp_path):
     texts = [bytes(range(10 * i, 10 * i + size)) for i, size in enumerate((7, 3, 30, 10))]
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_bytes(text)

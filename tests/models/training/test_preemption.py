@@ -34,7 +34,7 @@ def terminates(step, found):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_one_process_saves_and_ends_after_its_step(tmp_path):
+def test_process_saves_and_ends_after_its_step(tmp_path):
     trainer, batches = trainer_and_batches(tmp_path)
     with pytest.raises(SystemExit) as ended:
         trainer.fit(batches, 100, run={"name": "mine"}, on_step=terminates)
@@ -49,14 +49,14 @@ def test_one_process_saves_and_ends_after_its_step(tmp_path):
     assert again.step == 2 * AT
 
 
-def test_without_a_folder_it_ends_after_its_last_step_too():
+def test_process_without_a_folder_ends_after_its_step():
     trainer, batches = trainer_and_batches(None)
     with pytest.raises(SystemExit) as ended:
         trainer.fit(batches, AT, on_step=terminates)
     assert ended.value.code == STOPPED
 
 
-def test_a_handler_of_the_caller_s_own_is_left_alone():
+def test_existing_handler_is_kept():
     got = []
     handler = lambda *_: got.append("SIGTERM")
     before = signal.signal(signal.SIGTERM, handler)
@@ -70,7 +70,7 @@ def test_a_handler_of_the_caller_s_own_is_left_alone():
         signal.signal(signal.SIGTERM, before)
 
 
-def test_another_thread_has_no_handler():
+def test_other_threads_install_no_handler():
     asks = []
 
     def run():
@@ -85,7 +85,7 @@ def test_another_thread_has_no_handler():
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_two_processes_end_after_the_same_step(tmp_path):
+def test_processes_end_after_the_same_step(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

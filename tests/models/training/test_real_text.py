@@ -38,7 +38,7 @@ def losses_on(axes: dict[str, int]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_a_mesh_trains_on_real_text_as_one_device_does():
+def test_mesh_trains_on_real_text_as_one_device():
     one, four = json.loads(cpu_devices.lines_of(__file__, devices=4, limit=120)[-1])
     assert len(one) == len(four) == STEPS
     np.testing.assert_allclose(four, one, rtol=1e-5)

@@ -37,7 +37,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_known_ids_are_named(call):
+def test_concrete_ids_out_of_range_are_named(call):
     model = MODELS["transformer"]
     for bad, got in [(-1, "-1 to 6"), (50, "0 to 50"), (2**32 + 3, f"0 to {2**32 + 3}")]:
         with pytest.raises(ValueError, match=f"tokens: got ids from {got}, want 0 to 49"):
@@ -49,7 +49,7 @@ def test_known_ids_are_named(call):
             CALLS[call](model, bad)
 
 
-def test_traced_ids_outside_are_nan_on_both_sides(model):
+def test_traced_ids_out_of_range_give_nan(model):
     forward = nnx.jit(lambda model, tokens: (model(tokens), model.losses(tokens, jnp.asarray(GOOD))))
     want = [np.asarray(x)[0] for x in forward(model, GOOD)]
     assert np.isfinite(np.concatenate([x.ravel() for x in want])).all()
@@ -71,7 +71,7 @@ def gradients(model, tokens, targets, segment_ids=None):
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["targets", "segment_ids"])
-def test_padding_of_minus_one_changes_nothing(model, is_packed):
+def test_padding_of_minus_one_is_ignored(model, is_packed):
     """Losses and gradients of rows that end in padding equal the losses and gradients of the rows without it."""
     pad = lambda x: np.pad(x, ((0, 0), (0, 4)), constant_values=-1)
     tokens, targets, ids = pad(GOOD), pad(np.roll(GOOD, -1, 1)), pad(np.zeros_like(GOOD))

@@ -47,7 +47,8 @@ def end(process, code=0):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_that_is_killed_in_a_checkpoint_s_write_goes_on_as_if_it_had_not_been(tmp_path):
+def test_killed_run_resumes_exactly(tmp_path):
+    """A run that is killed while it writes a checkpoint resumes as if it had not stopped."""
     mesh = "data=2,sequence=2"
     whole, killed = start(tmp_path / "whole", mesh, STEPS), start(tmp_path / "killed", mesh, STEPS, "kill")
     want = end(whole)
@@ -68,7 +69,8 @@ def batches(**options):
     return TokenBatches(random.integers(0, 64, 500), 16, 4, **options)
 
 
-def test_kernels_are_compiled_beside_the_first_step_and_nothing_is_lowered_twice(monkeypatch):
+def test_kernels_compile_once_during_the_first_step(monkeypatch):
+    """Kernels compile during the first step, and no program is lowered twice."""
     lowered, traced, waits = [], [], []
 
     def compile_kernels(program, device, wait):
@@ -91,7 +93,7 @@ def test_kernels_are_compiled_beside_the_first_step_and_nothing_is_lowered_twice
     assert len(traced) == 1
 
 
-def test_learns_and_accumulates_what_one_batch_gives():
+def test_accumulation_matches_one_batch():
     """Parts of a batch with different numbers of counted targets give the whole batch's mean."""
     runs = []
     for options in ({"accumulate": 1}, {"accumulate": 2}):
@@ -108,7 +110,7 @@ def test_learns_and_accumulates_what_one_batch_gives():
     np.testing.assert_allclose(trainer.evaluate((tokens, targets)), float(losses.sum()) / 52, rtol=1e-5)
 
 
-def test_weights_of_any_size_give_the_same_mean():
+def test_weighted_mean_is_scale_free():
     """A loss whose weights sum to less than one target also has the gradient of the weighted mean."""
 
     def weighted(model, batch, key):
@@ -135,7 +137,7 @@ def test_mixed_precision_keeps_parameters_and_moments_in_float32():
         assert kinds == {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
 
 
-def test_the_loss_s_keys_hang_on_the_seed_and_the_step():
+def test_loss_keys_depend_on_seed_and_step():
     def keys(seed):
         seen = lambda model, batch, key: (jax.random.uniform(key) + 0 * model.embed[...].sum(), jnp.int32(1))
         trainer = Trainer(CONFIG, optax.sgd(0.0), seed=seed, loss=seen)
@@ -145,7 +147,9 @@ def test_the_loss_s_keys_hang_on_the_seed_and_the_step():
     assert len({*keys(0), *keys(1)}) == 6
 
 
-def test_a_run_goes_on_from_an_earlier_step_in_another_folder_or_without_the_later_checkpoints(tmp_path):
+def test_run_resumes_from_an_earlier_step(tmp_path):
+    """A run resumes from an earlier step in another folder, or after later checkpoints were removed."""
+
     def trainer():
         return Trainer(CONFIG, optax.sgd(0.1), folder=tmp_path)
 
@@ -236,17 +240,17 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_arguments_of_another_kind_are_named(case):
+def test_arguments_of_wrong_type_are_named(case):
     changed, error, message = ARGUMENTS[case]
     with pytest.raises(error, match=message):
         Trainer(**{"config": CONFIG, "optimizer": optax.sgd(0.1)} | changed)
 
 
-def test_the_largest_seed_is_one():
+def test_largest_seed_is_accepted():
     assert Trainer(CONFIG, optax.sgd(0.1), seed=2**32 - 1).step == 0
 
 
-def test_batches_of_another_kind_are_named():
+def test_wrong_batches_are_named():
     trainer, good = Trainer(CONFIG, optax.sgd(0.1)), np.zeros((2, 4), np.int32)
     pairs = "want .tokens, targets. or .tokens, targets, segment_ids., integers .batch, length."
     for call, error, message in [
@@ -275,7 +279,7 @@ def test_batches_of_another_kind_are_named():
     assert trainer.step == 0
 
 
-def test_batches_hang_on_the_seed_and_the_step_alone():
+def test_batches_depend_only_on_seed_and_step():
     one, other = batches(), batches(mesh=make_mesh({"data": 1}))
     assert one.windows == 31
     for step in (0, 3, 40):

@@ -35,7 +35,6 @@ def arrays(seq_len=40, kv_len=40, head_dim=16, batch=2):
         ("longformer", {"window": 8, "n": 2}, masks.sliding_window(4, 4) | masks.global_tokens(2)),
         (masks.prefix(7) | masks.causal(), {}, masks.prefix(7) | masks.causal()),
     ],
-    ids=str,
 )
 def test_equals_flash_attention(pattern, options, mask):
     attention = compile_attention(pattern, 40, 16, **SHAPE, **options)
@@ -47,7 +46,7 @@ def test_equals_flash_attention(pattern, options, mask):
         np.testing.assert_allclose(got, w, atol=1e-5)
 
 
-def test_density_is_of_blocks():
+def test_density_counts_blocks():
     """Blocks of 128. A causal mask has 10 of 16 live blocks; a window counts a block that it only touches as live."""
     assert compile_attention("causal", 512, 64).density == 10 / 16
     assert compile_attention("sliding_window", 512, 64, left=1, right=0).density == 7 / 16
@@ -55,7 +54,7 @@ def test_density_is_of_blocks():
     assert compile_attention("causal", 258, 64).density == pytest.approx(6 / 9)
 
 
-def test_lengths_go_to_the_presets_that_have_them():
+def test_lengths_reach_the_presets():
     attention = compile_attention(
         "bigbird", 60, 16, kv_len=40, block_size=20, random_blocks=0, window_blocks=1, **SHAPE
     )
@@ -63,7 +62,7 @@ def test_lengths_go_to_the_presets_that_have_them():
     assert attention(*arrays(60)).shape == (2, 60, 4, 16)
 
 
-def test_the_cache():
+def test_cache():
     """Keeps one object for each set of arguments, device and mode, and counts."""
     of = lambda **kwargs: compile_attention("sliding_window", 40, 16, **{"left": 3, "right": 0} | kwargs)
     first = of()
@@ -85,7 +84,7 @@ def test_the_cache():
     assert of() is not first
 
 
-def test_what_is_interpreted_is_not_kept_for_other_calls(monkeypatch):
+def test_interpreted_calls_are_not_cached(monkeypatch):
     of = lambda: compile_attention(masks.sliding_window(3, 0), 40, 16, implementation="triton")
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     assert of().plan.implementation == "triton"
@@ -94,7 +93,7 @@ def test_what_is_interpreted_is_not_kept_for_other_calls(monkeypatch):
         of()
 
 
-def test_it_runs_the_implementation_that_it_was_asked_for():
+def test_requested_implementation_runs():
     """It does not run the implementation that dispatch would choose for the device."""
     for implementation, kernels in (("xla", 0), (None, 1)):
         with on_device("H200"):
@@ -118,7 +117,7 @@ def test_inside_jit():
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_measured_speedup_is_what_the_clock_says(backward, monkeypatch):
+def test_measured_speedup_follows_the_clock(backward, monkeypatch):
     """It returns the median of the rounds. Sparse and dense attention take turns, and each runs the right calls."""
     attention = compile_attention("causal", 40, 16, batch=3, **SHAPE)
     outs, seconds = [], iter([0.01, 0.0001, 0.002, 0.006, 0.004, 0.007, 0.003, 0.1])
@@ -142,7 +141,7 @@ def test_measured_speedup_is_what_the_clock_says(backward, monkeypatch):
     assert rms_error(ours[:, 0], dense[:, 0]) > 0.1
 
 
-def test_a_reading_of_the_clock_is_of_one_call(monkeypatch):
+def test_clock_times_one_call(monkeypatch):
     """The clock ignores the first call, which compiles."""
     module = sys.modules[CompiledAttention.__module__]
     now = [0.0]

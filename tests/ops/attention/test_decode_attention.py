@@ -59,7 +59,7 @@ def test_triton_interpreted_in_one_split(name, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", [*CASES.values(), *LONG.values(), ON_XLA], ids=str)
+@pytest.mark.parametrize("case", [*CASES.values(), *LONG.values(), ON_XLA])
 def test_on_gpu(case, implementation, no_interpret):
     arrays = arrays_of(case)
     try:
@@ -79,7 +79,7 @@ def test_on_gpu_the_same_bits(implementation, no_interpret):
         np.testing.assert_array_equal(once, twice)
 
 
-def test_it_is_flash_attention_with_bottom_right_alignment(no_interpret):
+def test_matches_bottom_right_flash_attention(no_interpret):
     from jax_kernels import flash_attention
 
     random = np.random.default_rng(3)
@@ -94,7 +94,7 @@ def test_it_is_flash_attention_with_bottom_right_alignment(no_interpret):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_a_mask_object_and_entries_of_several_sequences(implementation, monkeypatch):
+def test_mask_object_and_shared_batch_entries(implementation, monkeypatch):
     """A Mask's queries are at the end of each sequence. An array entry can serve several neighbouring sequences."""
     from jax_kernels import masks
 
@@ -117,7 +117,7 @@ def test_a_mask_object_and_entries_of_several_sequences(implementation, monkeypa
         assert error <= bound, (name, error, bound)
 
 
-def test_without_lse_and_with_a_scale_of_zero(no_interpret):
+def test_without_lse_and_with_zero_scale(no_interpret):
     arrays = arrays_of(dataclasses.replace(ON_XLA, window=None, softcap=None, sinks=False, kv_lengths=None))
     out = decode_attention(arrays["q"], arrays["k"], arrays["v"], scale=0)
     assert isinstance(out, jax.Array)
@@ -146,7 +146,7 @@ def test_vmap(implementation, mapped, monkeypatch):
             assert error <= bound, (name, error, bound)
 
 
-def test_it_has_no_gradient(no_interpret):
+def test_has_no_gradient(no_interpret):
     arrays = arrays_of(ON_XLA)
     for name in "qkv":
         loss = lambda x, name=name: run(ON_XLA, arrays | {name: x}, "xla")[0].sum()
@@ -218,7 +218,7 @@ def test_plans(no_interpret):
     assert "decode_attention: mosaic_gpu" in str(plan("h200"))
 
 
-def test_named_implementations_that_cannot_serve(no_interpret):
+def test_named_implementation_cannot_serve(no_interpret):
     for device, implementation, changed, message in (
         ("a100", "mosaic_gpu", {}, "it needs Hopper"),
         ("h200", "mosaic_gpu", {"dtype": "float32"}, "not float32"),
@@ -295,7 +295,7 @@ def test_bad_input(name, no_interpret):
         assert message in str(caught.value)
 
 
-def test_what_a_length_leaves_out_has_no_say(no_interpret):
+def test_keys_past_the_length_have_no_influence(no_interpret):
     """Keys past a length have no influence, and the last key within it has: this checks the cases' own checks."""
     case = dataclasses.replace(ON_XLA, kv_lengths=(150, 150), window=None)
     arrays = arrays_of(case)
@@ -307,7 +307,7 @@ def test_what_a_length_leaves_out_has_no_say(no_interpret):
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-def test_kernels_are_traced_alike_where_jax_has_64_bits(implementation):
+def test_kernel_programs_are_equal_under_x64(implementation):
     query, cache = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 1, 8, 64), (2, 512, 2, 64)))
     with jax.enable_x64(True), on_device("h200"):
         out = jax.eval_shape(functools.partial(decode_attention, implementation=implementation), query, cache, cache)

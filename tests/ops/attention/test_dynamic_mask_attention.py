@@ -94,7 +94,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shapes", tiers.cases(SHAPES, {str(SHAPES[at]) for at in (1, 3, 5)}))
-def test_against_float64(shapes):
+def test_matches_float64(shapes):
     mask, bias = random_mask(*shapes[0]), random_bias(*shapes[1])
     (_, (out, lse)), gradients = compare(mask, bias)
     assert gradients[3].shape == shapes[1]
@@ -103,7 +103,7 @@ def test_against_float64(shapes):
     assert not np.asarray(gradients[0])[dead].any()
 
 
-def test_arguments_of_a_mapped_call():
+def test_vmapped_arguments():
     """Sinks belong to query's heads, score_mod gets query's head indices, lengths belong to batch entries."""
     mask, bias = random_mask(B, HKV, T, S), random_bias(B, HKV, T, S)
     compare(mask, bias, sinks=np.arange(H, dtype=np.float32) - 2)
@@ -142,7 +142,7 @@ def test_any_shapes(data):
     compare(random_mask(*draw()), random_bias(*draw()), batch=batch)
 
 
-def test_nothing_is_repeated_over_the_group():
+def test_keys_are_not_repeated_over_the_group():
     mask = jax.ShapeDtypeStruct((B, HKV, 640, 640), bool)
     bias = jax.ShapeDtypeStruct((B, HKV, 640, 640), jnp.bfloat16)
     query, key = (jax.ShapeDtypeStruct((B, 640, heads, 64), jnp.bfloat16) for heads in (H, HKV))
@@ -202,7 +202,7 @@ def test_bad_input(name):
         dynamic_mask_attention(*arrays(), *given)
 
 
-def test_bad_shapes_are_those_of_the_call():
+def test_shape_errors_name_the_call():
     query, key, value = arrays()
     with pytest.raises(ValueError, match="key: got 3 heads, want a divisor of query's 5 heads"):
         dynamic_mask_attention(query[:, :, :5], key, value, random_mask(T, S))

@@ -219,7 +219,7 @@ def test_bad_argument(arguments, error, message, compiled):
         explain(flash_attention, **arguments)
 
 
-def test_the_listener_hears_compiling(compiled):
+def test_listener_hears_compiling(compiled):
     jax.jit(lambda x: x * 3 + 1)(np.float32(2)).block_until_ready()
     assert compiled
 
@@ -274,8 +274,8 @@ NOT_SERVED = [
 ]
 
 
-@pytest.mark.parametrize(("implementation", "arguments", "reason"), NOT_SERVED, ids=[str(x[1:]) for x in NOT_SERVED])
-def test_what_an_implementation_does_not_serve(implementation, arguments, reason):
+@pytest.mark.parametrize(("implementation", "arguments", "reason"), NOT_SERVED)
+def test_named_implementation_cannot_serve(implementation, arguments, reason):
     with (
         on_device("h200"),
         pytest.raises(NotImplementedError, match=rf"'{implementation}' cannot .*: {re.escape(reason)}"),
@@ -306,9 +306,8 @@ def test_what_an_implementation_does_not_serve(implementation, arguments, reason
         ({"bias": BIAS, "mask": jax.ShapeDtypeStruct((64, 64), bool)}, "mosaic_gpu"),
         ({"bias": BIAS, "mask": jax.ShapeDtypeStruct((2, 1, 64, 64), bool)}, "mosaic_gpu"),
     ],
-    ids=str,
 )
-def test_what_serves_it_on_hopper(arguments, implementation):
+def test_hopper_implementation(arguments, implementation):
     with on_device("h200"):
         assert explain(flash_attention, **EVEN | arguments).implementation == implementation
 
@@ -324,7 +323,7 @@ def test_gpu_implementation_on_a_cpu(name, compiled):
 
 
 @pytest.mark.parametrize("name", ["mosaic_gpu", "triton", "cudnn"])
-def test_float32_on_a_cpu_lacks_a_gpu_first(name):
+def test_float32_error_on_a_cpu_names_the_gpu(name):
     with pytest.raises(
         NotImplementedError, match=f"'{name}' cannot serve this flash_attention: it needs an NVIDIA GPU"
     ):
@@ -337,19 +336,19 @@ def test_unknown_implementation_lists_the_known_ones():
 
 
 @pytest.mark.parametrize("name", ["is_causal", "return_lse", "deterministic", "scale"])
-def test_traced_where_a_static_value_is_wanted(name):
+def test_traced_value_for_a_static_argument(name):
     with pytest.raises(TypeError, match=rf"{name}: got \w*Tracer, want"):
         jax.jit(lambda flag: flash_attention(**GOOD, **{name: flag}))(True if name != "scale" else 1.0)
 
 
-def test_argument_without_a_meaning():
+def test_meaningless_argument():
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
         flash_attention(**GOOD, causal=True)
     with pytest.raises(TypeError, match="positional"):
         flash_attention(*GOOD.values(), None)
 
 
-def test_good_arguments_of_every_kind():
+def test_valid_arguments_of_every_type():
     """The checks accept the documented arguments. These calls would fail if a check were too strict."""
     want = flash_attention(**GOOD, is_causal=True, q_offset=1, kv_lengths=jnp.array([5, 2]))
     for offset in (np.int64(1), np.array(1), jnp.int32(1), [1, 1], np.array([1, 1], np.uint8), jnp.ones(B, jnp.int16)):

@@ -26,7 +26,7 @@ from jax_kernels.testing import (
     tolerance_of,
     why_not,
 )
-from tests.support.cases import tiers
+from tests.support.cases import ids, tiers
 from tests.support.oracles import attention as attention_oracle
 
 xla = functools.partial(flash_attention, implementation="xla")
@@ -102,7 +102,7 @@ def skip_where_not_served(case, implementation):
 
 def in_one_process(cases):
     """The cases as parameters. With xdist's loadgroup, one process and one oracle serve a case."""
-    return [pytest.param(case, id=case.name, marks=pytest.mark.xdist_group(case.name)) for case in cases]
+    return [pytest.param(case, id=ids.case_id(case, case), marks=pytest.mark.xdist_group(case.name)) for case in cases]
 
 
 @pytest.mark.gpu
@@ -140,7 +140,7 @@ def check_padded(implementation):
         assert rms_error(x, y) < 4e-3, name
 
 
-def test_queries_that_a_low_bias_masks(monkeypatch):
+def test_queries_masked_by_a_low_bias(monkeypatch):
     check_padded("xla")
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     check_padded("triton")
@@ -148,7 +148,7 @@ def test_queries_that_a_low_bias_masks(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-def test_on_gpu_queries_that_a_low_bias_masks(implementation):
+def test_on_gpu_queries_masked_by_a_low_bias(implementation):
     check_padded(implementation)
 
 
@@ -193,7 +193,7 @@ def test_on_gpu_the_same_bits_without_lse(name):
 @pytest.mark.parametrize(
     "name", ["long_bias", "long_bias_full", "long_bias_keys", "long_bias_odd", "long_bias_256", "long_cells_bias"]
 )
-def test_on_gpu_a_deterministic_backward_takes_a_bias(name):
+def test_on_gpu_deterministic_backward_with_bias(name):
     case = next(case for case in GPU_ATTENTION_CASES if case.name == name)
     arrays = attention_inputs(case)
     run = lambda deterministic: run_attention(case, arrays, "mosaic_gpu", deterministic=deterministic)
@@ -215,7 +215,7 @@ def test_on_gpu_a_deterministic_backward_takes_a_bias(name):
     ],
     ids=["full", "causal", "mask", "kv_lengths", "window_bias"],
 )
-def test_the_oracle_is_attention(arguments, kv_heads):
+def test_oracle_is_attention(arguments, kv_heads):
     """All other tests rest on the float64 reference. This compares it with JAX's own attention."""
     case = AttentionCase(
         "", q_length=37, kv_length=52, heads=4, kv_heads=kv_heads, head_dim=16, v_head_dim=16, dtype="float32"
@@ -323,7 +323,7 @@ def test_on_gpu_dense_mask_by_cudnn(shape):
     assert not np.asarray(results[0][0])[np.broadcast_to(dead, (2, 64, 4))].any()
 
 
-@pytest.mark.parametrize("scale", tiers.cases([0.3, -0.7, 0, np.float32(2)], {"-0.7", "0"}))
+@pytest.mark.parametrize("scale", tiers.cases([0.3, -0.7, 0, np.float32(2)], {"-0.7", "0"}, "scale"))
 def test_scale(scale):
     got = results_of(functools.partial(with_lse, scale=scale))
     want = results_of(lambda *qkv: reference.oracle(AttentionInputs(*qkv), AttentionOptions(scale=float(scale))))
@@ -331,7 +331,7 @@ def test_scale(scale):
         assert rms_error(g, w) < 2e-6
 
 
-def test_masked_keys_have_no_say():
+def test_masked_keys_have_no_influence():
     """Other values in ignored keys leave every bit of the output unchanged."""
     query, key, value, *_ = attention_inputs(SMALL)
     f = jax.jit(functools.partial(with_lse, kv_lengths=np.array([30, 38]), is_causal=True))
@@ -344,7 +344,7 @@ def test_masked_keys_have_no_say():
         np.testing.assert_array_equal(x[rows], z[rows])
 
 
-def test_traced_offset_and_lengths_are_the_static_ones():
+def test_traced_offset_and_lengths_match_static():
     query, key, value, *_ = attention_inputs(SMALL)
     traced = jax.jit(
         lambda offset, lengths: with_lse(query, key, value, is_causal=True, q_offset=offset, kv_lengths=lengths)
@@ -407,8 +407,8 @@ def check_any(case, arrays, implementation, check_dead):
     check_dead(case, got)
 
 
-@pytest.mark.parametrize("case", [SMALL, SMALL_ELSE], ids=str)
-def test_the_oracle_has_the_right_gradient(case):
+@pytest.mark.parametrize("case", [SMALL, SMALL_ELSE])
+def test_oracle_gradient_is_right(case):
     arrays = attention_inputs(case)
     got, want = (f(case, *arrays)._asdict() for f in (attention_float64, attention_oracle.attention))
     assert list(got) == list(want)

@@ -29,14 +29,14 @@ def check(case, implementation):
     assert not np.asarray(out)[dead].any()
 
 
-@pytest.mark.parametrize("case", [CASES[name] for name in ("causal", "lengths", "offsets", "odd")], ids=str)
+@pytest.mark.parametrize("case", [CASES[name] for name in ("causal", "lengths", "offsets", "odd")])
 def test_xla(case, no_interpret):
     check(case, "xla")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", [*CASES.values(), *LONG.values()], ids=str)
+@pytest.mark.parametrize("case", [*CASES.values(), *LONG.values()])
 def test_on_gpu(case, implementation, no_interpret):
     arrays = arrays_of(case)
     try:
@@ -70,11 +70,11 @@ def test_scales(no_interpret):
 
 
 @pytest.mark.parametrize("scale", [0, -0.2])
-def test_scales_that_are_not_positive(scale, no_interpret):
+def test_non_positive_scales(scale, no_interpret):
     check(dataclasses.replace(SMALL, scale=scale), "xla")
 
 
-def test_what_a_length_leaves_out_has_no_say(no_interpret):
+def test_keys_past_the_length_have_no_influence(no_interpret):
     case = dataclasses.replace(SMALL, kv_lengths=(15,))
     arrays = arrays_of(case)
     before = run(case, arrays, "xla")[1]
@@ -98,7 +98,7 @@ def test_vmap(no_interpret):
 
 
 @pytest.mark.parametrize("name", ["query", "value", "q_scale", "v_scale"])
-def test_it_has_no_gradient(name, no_interpret):
+def test_has_no_gradient(name, no_interpret):
     arrays = arrays_of(SMALL)
     total = lambda x: flash_attention_fp8(**arrays | {name: x}).astype(jnp.float32).sum()
     with pytest.raises(NotImplementedError, match="flash_attention_fp8: it has no gradient, want flash_attention"):
@@ -127,13 +127,13 @@ def test_plans(no_interpret):
             explain(flash_attention_fp8, *shapes().values(), 1.0)
 
 
-def test_named_implementations_that_cannot_serve(no_interpret):
+def test_named_implementation_cannot_serve(no_interpret):
     for device, message in (("a100", "it needs Hopper"), ("cpu", "it needs an NVIDIA GPU")):
         with on_device(device), pytest.raises(NotImplementedError, match=message):
             explain(flash_attention_fp8, **shapes(), implementation="mosaic_gpu")
 
 
-def test_the_kernel_is_traced_alike_where_jax_has_64_bits():
+def test_kernel_program_is_equal_under_x64():
     with jax.enable_x64(True), on_device("h200"):
         out = jax.eval_shape(functools.partial(flash_attention_fp8, implementation="mosaic_gpu"), **shapes())
     assert (out.shape, out.dtype) == ((2, 512, 8, 128), jnp.bfloat16)

@@ -69,12 +69,12 @@ def test_flash_attention(name, extra):
     check(lambda given: attend(dict(given)), *EXTRA[extra])
 
 
-def test_the_oracle():
+def test_oracle():
     options = AttentionOptions(scale=0.25)
     check(lambda given: reference.oracle(AttentionInputs(**given, kv_lengths=LENGTHS), options))
 
 
-def test_gradients_of_a_score_mods_arrays_by_blocks():
+def test_score_mod_array_gradients_by_blocks():
     table, lengths = GIVEN["table"], jnp.asarray(LENGTHS)
 
     def gradients(value):
@@ -89,7 +89,7 @@ def test_gradients_of_a_score_mods_arrays_by_blocks():
         np.testing.assert_array_equal(gradients(value), gradients(0.0))
 
 
-def test_cudnn_is_given_zeros(monkeypatch):
+def test_cudnn_gets_zeros(monkeypatch):
     """cuDNN's own kernels multiply the values past the lengths by probabilities of 0."""
     given = []
 

@@ -66,7 +66,7 @@ FLOATS = ["float32", "bfloat16", "float16"]
 
 
 @pytest.mark.parametrize(("name", "dtype"), tiers.pairs(OPS, FLOATS, ("flash_attention", "bfloat16")))
-def test_traced_zeros_and_ones_are_a_mask(name, dtype):
+def test_traced_zeros_and_ones_mask(name, dtype):
     attend, keep = OPS[name]
     want = results(attend, jnp.asarray(keep))
     known = results(attend, jnp.asarray(keep, dtype))
@@ -77,7 +77,7 @@ def test_traced_zeros_and_ones_are_a_mask(name, dtype):
 
 
 @pytest.mark.parametrize(("name", "low"), tiers.pairs(OPS, [-1e9, -jnp.inf, jnp.nan, 0.5], ("flash_attention", -1e9)))
-def test_a_traced_additive_mask_gives_nan(name, low):
+def test_traced_additive_mask_gives_nan(name, low):
     attend, keep = OPS[name]
     mask = jnp.where(keep, 0.0, low)
     for x in jax.jit(functools.partial(results, attend))(mask):
@@ -87,7 +87,7 @@ def test_a_traced_additive_mask_gives_nan(name, low):
 
 
 @pytest.mark.parametrize("mask_of", [masks.dense, lambda mask: masks.block_sparse(mask, 1) & masks.causal()])
-def test_a_traced_additive_mask_of_decode_attention_gives_nan(mask_of):
+def test_decode_traced_additive_mask_gives_nan(mask_of):
     decode = lambda mask: decode_attention(*QKV, mask=mask_of(mask), return_lse=True)
     for x, y in zip(jax.jit(decode)(jnp.asarray(KEEP, jnp.float32)), decode(jnp.asarray(KEEP)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
@@ -95,7 +95,7 @@ def test_a_traced_additive_mask_of_decode_attention_gives_nan(mask_of):
         assert np.isnan(x).all()
 
 
-def test_each_call_of_a_vmap_has_its_own_mask():
+def test_vmap_checks_each_mask():
     mask = jnp.stack([jnp.asarray(KEEP, jnp.float32), jnp.where(KEEP, 0.0, -1e9)])
     out, lse = jax.vmap(lambda mask: xla(*QKV, mask=mask))(mask)
     for x in (out, lse):
@@ -103,26 +103,26 @@ def test_each_call_of_a_vmap_has_its_own_mask():
         assert np.isnan(x[1]).all()
 
 
-def test_only_traced_floats_pay():
+def test_only_traced_floats_are_checked():
     attend = lambda mask: str(jax.make_jaxpr(lambda *qkv: flash_attention(*qkv, mask=mask))(*QKV))
     assert "nan" not in attend(jnp.asarray(KEEP))
     assert "nan" not in attend(jnp.asarray(KEEP, jnp.float32))
 
 
-def test_a_plan_takes_a_traced_mask():
+def test_plan_takes_a_traced_mask():
     plans = []
     jax.jit(lambda mask: plans.append(explain(flash_attention, *QKV, mask=mask)))(jnp.asarray(KEEP, jnp.float32))
     jax.jit(lambda mask: plans.append(explain(dynamic_mask_attention, *QKV, mask)))(jnp.asarray(KEEP, jnp.float32))
     assert [plan.implementation for plan in plans] == ["xla", "xla"]
 
 
-def test_a_call_that_cannot_give_nan_refuses():
+def test_traced_floats_without_a_nan_check_raise():
     with pytest.raises(TypeError, match="mask: got floats that are traced, want bool: write `mask != 0`"):
         jax.jit(lambda mask: prepare(query=QKV[0], key=QKV[1], value=QKV[2], mask=mask)[1].query)(jnp.ones((T, T)))
 
 
 @pytest.mark.parametrize("mask", [np.ones((), bool), jnp.zeros((), bool)], ids=["keeps", "drops"])
-def test_one_bool_for_all(mask):
+def test_scalar_bool_mask(mask):
     out, lse = xla(*QKV, mask=mask)
     want = xla(*QKV, mask=np.broadcast_to(mask, (T, T)))
     for x, y in zip((out, lse), want, strict=True):

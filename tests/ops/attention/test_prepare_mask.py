@@ -58,7 +58,7 @@ def sorts(mask, query=QUERY, key=KEY, wrap=lambda attend: attend, **arguments):
     return names.count("sort")
 
 
-def test_calls_make_no_lists():
+def test_calls_reuse_the_lists():
     prepared = prepared_on_hopper()
     assert sorts(MASK) == 4
     assert sorts(prepared) == 0
@@ -73,7 +73,7 @@ def test_calls_make_no_lists():
         assert sorts(compile_attention(MASK, T, 64, num_heads=H, num_kv_heads=KV_HEADS).prepared_mask) == 0
 
 
-def test_a_larger_batch_has_each_tile_of_each_entry():
+def test_larger_batch_repeats_the_tiles():
     """The lists were made for two batch entries. A larger batch repeats their tiles for each next two entries."""
     for lists in prepared_on_hopper().lists:
         tiles = np.asarray(lists.lists.tiles)
@@ -83,7 +83,7 @@ def test_a_larger_batch_has_each_tile_of_each_entry():
             np.testing.assert_array_equal(of_pair[:, 1:], tiles[:, 1:])
 
 
-def test_tiles_count_the_steps_of_full_blocks():
+def test_tiles_count_full_block_steps():
     """By key, each block has one step per head of its group. After the full blocks, a kernel looks up mask bits."""
     for made in prepared_on_hopper().lists:
         blocks = MASK.block_lists(T, T, *made.call.blocks, by=made.call.by)
@@ -95,7 +95,7 @@ def test_tiles_count_the_steps_of_full_blocks():
         np.testing.assert_array_equal(tiles[:, 4], full[tiles[:, 2]])
 
 
-def test_an_array():
+def test_array_mask():
     """An array mask has lists, alone, with other limits, or prepared with a bias. "cudnn" takes it as an array."""
     array = jnp.asarray(np.random.default_rng(2).random((1, H, T, T)) < 0.5)
     for mask, arguments in (
@@ -132,14 +132,14 @@ OTHER_CALLS = {
 
 
 @pytest.mark.parametrize("name", tiers.cases(OTHER_CALLS, {"window", "kv_lengths"}))
-def test_other_calls_make_theirs(name):
+def test_other_calls_build_their_lists(name):
     given = {name: OTHER_CALLS[name]()}
     assert sorts(prepared_on_hopper(), **given) == sorts(MASK, **given) >= 4
     array = masks.dense(np.random.default_rng(2).random((1, H, T, T)) < 0.5)
     assert sorts(prepared_on_hopper(array), **given) == sorts(array, **given) >= 4
 
 
-def test_it_crosses_scan_shard_map_and_vmap():
+def test_passes_through_scan_shard_map_and_vmap():
     prepared = prepared_on_hopper()
     sequence = lambda attend: lambda q, *kv: jax.lax.scan(lambda q, _: (attend(q, *kv), None), q, length=3)[0]
     assert sorts(prepared, wrap=sequence) == 0
@@ -161,7 +161,7 @@ def test_it_crosses_scan_shard_map_and_vmap():
     assert "sort" not in set(primitives(program.jaxpr))
 
 
-def test_it_is_a_mask():
+def test_is_a_mask():
     prepared = prepared_on_hopper()
     assert isinstance(prepared, masks.Mask)
     assert len(prepared.lists) == 2
@@ -196,7 +196,6 @@ def test_without_lists():
 @pytest.mark.parametrize(
     "arguments",
     [pytest.param({}, marks=pytest.mark.slow), {"is_causal": True, "window": 20}, {"q_offset": jnp.array([3, -5])}],
-    ids=str,
 )
 def test_results(arguments):
     """A prepared mask that differs between heads, passed to jit, in three ops, with gradients: equals the mask."""
@@ -223,7 +222,7 @@ def test_results(arguments):
             assert rms_error(x, y) == 0
 
 
-def test_the_forward_knows_how_many_keys_a_query_has(monkeypatch):
+def test_forward_reads_the_keys_per_query(monkeypatch):
     """The queries have too few keys for bounds to pay. A list's width does not show this."""
     looks = []
     monkeypatch.setattr(forward_sm90, "_bounds", lambda *args, **kwargs: looks.append(args) or (None, None))
@@ -290,5 +289,5 @@ def test_bad_input(name):
         call()
 
 
-def test_it_is_exported():
+def test_is_exported():
     assert type(prepared_on_hopper(masks.causal())) is PreparedMask

@@ -139,7 +139,7 @@ def test_against_float64(name, masked, small_chunks):
     assert not np.asarray(got[0][0])[np.isneginf(want[0][1]).swapaxes(1, 2)].any()
 
 
-def test_what_is_masked_out_passes_nothing(small_chunks):
+def test_masked_pairs_pass_no_gradient(small_chunks):
     got, want = ours("far", is_causal=True, q_offset=4), float64("far_in_float64", np.arange(S) <= POSITIONS + 4)
     check(got, want, 2e-5)  # the scores, near 200, are rounded
 
@@ -169,7 +169,7 @@ def test_alibi_is_a_bias(slopes, left, offset):
     check(got, want, 2e-6)
 
 
-def test_beside_a_bias_and_sinks():
+def test_with_bias_and_sinks():
     """The bias is added to score_mod's result."""
     bias, sinks = jnp.asarray(np.random.default_rng(3).standard_normal((1, H, T, S)), jnp.float32), jnp.arange(4.0)
     table = jnp.asarray(-np.abs(POSITIONS - np.arange(S)) / 8, jnp.float32)
@@ -202,7 +202,7 @@ def test_16_bit_and_a_negative_scale():
     assert rms_error(got, np.einsum("bhts,bshd->bthd", weights, wide[2])) < 3e-3
 
 
-def test_closed_over_arrays_of_other_kinds():
+def test_closed_over_arrays_of_other_dtypes():
     """An int array has no gradient, a bfloat16 array has a bfloat16 gradient, a known array is a constant."""
     ids = jnp.asarray(np.arange(S) % 3)
 
@@ -329,7 +329,7 @@ def test_triton_is_xla(name, argnums, arguments, monkeypatch):
     check(got[1], want[1], 1e-5)
 
 
-def test_which_implementation():
+def test_chosen_implementation():
     """Kernels support look-ups by the row, the column or the diagonal of a tile, and arithmetic on a tile."""
     query = jax.ShapeDtypeStruct((B, 64, H, 64), jnp.bfloat16)
     single = jax.ShapeDtypeStruct((B, 64, H, 64), jnp.float32)
@@ -397,7 +397,7 @@ def test_bad_input(name):
         flash_attention(*arrays(), score_mod=mod)
 
 
-def test_arrays_on_explicit_axes_are_arguments_of_auto_axes():
+def test_arrays_on_explicit_axes():
     """A mod that closes over such arrays raises. As arguments of auto_axes they have gradients."""
     mesh = jax.make_mesh((1,), ("data",))
     *qkv, slopes = (jax.device_put(x, jax.NamedSharding(mesh, jax.P())) for x in (*arrays(), np.ones(H, np.float32)))
@@ -417,7 +417,7 @@ def test_arrays_on_explicit_axes_are_arguments_of_auto_axes():
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-def test_not_beside_a_softcap():
+def test_refused_with_softcap():
     with pytest.raises(ValueError, match=r"^softcap: got 2\.0 with a score_mod, want None: score_mod\(score, \.\.\.\)"):
         flash_attention(*arrays(), score_mod=out_of(lambda s: s), softcap=2.0)
 
@@ -431,7 +431,7 @@ QUICK_MASKING = [pytest.param(*case, marks=pytest.mark.slow if i > 0 else ()) fo
 
 
 @pytest.mark.parametrize(("implementation", "name"), QUICK_MASKING)
-def test_rows_that_it_masks_whole(implementation, name, monkeypatch):
+def test_fully_masked_rows(implementation, name, monkeypatch):
     if implementation == "triton":
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     errors = score_mod_cases.errors_by(score_mod_cases.CASES[name], implementation)

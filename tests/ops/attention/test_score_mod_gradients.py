@@ -132,7 +132,7 @@ def test_against_all_pairs(name, small_blocks):
     check(*both_ways(mod, **arguments))
 
 
-def test_key_heads_of_a_mask_of_heads(small_blocks):
+def test_grouped_heads_with_a_mask_per_head(small_blocks):
     """Two heads of query for each head of key, with different lists."""
     arrays = (normal(1, 40, 4, 8), normal(1, 40, 2, 8), normal(1, 40, 2, 8), normal(1, 40, 4, 8), normal(1, 4, 40))
     mask = masks.block_sparse(random.random((4, 3, 3)) < 0.7, 16)
@@ -145,7 +145,7 @@ def test_whole_blocks():
     check(got, want, 1e-5)
 
 
-def test_differences_are_summed_along_diagonals():
+def test_relative_reads_sum_along_diagonals():
     """No scatter of all pairs. The lengths are no multiples of whole blocks."""
     got, want = both_ways(relative_of_each, mask=CASES["strided"].mask)
     check(got, want)
@@ -163,7 +163,7 @@ def test_differences_are_summed_along_diagonals():
     assert added == ["f32[20]"]
 
 
-def test_where_nothing_is_live(small_blocks):
+def test_no_live_blocks(small_blocks):
     got, want = both_ways(of_all, mask=CASES["nothing"].mask)
     for x in jax.tree.leaves((got, want)):
         assert not np.asarray(x).any()
@@ -183,7 +183,7 @@ def test_dead_blocks_are_not_visited(small_blocks):
     assert np.isnan(want[0]).all()
 
 
-def test_memory_is_of_a_chunk(monkeypatch):
+def test_memory_is_one_chunk(monkeypatch):
     """The memory is of two blocks of 16 by 16, for any mask, not of all pairs."""
     monkeypatch.setattr(score_mod_gradients, "BLOCK", 16)
     monkeypatch.setattr(reference, "CHUNK_BYTES", 2 * 4 * 16 * 16)
@@ -218,7 +218,7 @@ def test_no_pairs_pass_no_gradient(empty):
 
 
 @pytest.mark.parametrize("mod", [alibi, relative])
-def test_rows_that_are_wholly_low(mod):
+def test_very_low_rows(mod):
     """Their lse is -1e9 in float32. excess, the rest that lse loses, is the logarithm of their number of keys."""
     closed = {name: jnp.asarray(x) for name, x in CLOSED[mod].items()}
     low = jnp.where(jnp.arange(T) % 3 == 0, jnp.float32(-1e9), 0)

@@ -94,7 +94,7 @@ def test_results_vary_over_the_mesh(name, device, no_interpret):
 
 @pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["causal", "lengths", "bias", "dilated"])
-def test_a_mesh_of_one_device_changes_no_number(name, backend, no_interpret):
+def test_one_device_mesh_changes_no_result(name, backend, no_interpret):
     device = jax.devices(backend)[0]
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=[device])
     arrays = jax.random.normal(jax.random.key(0), (3, 1, LENGTH, 2, 64), jnp.bfloat16)
@@ -112,7 +112,7 @@ def test_a_mesh_of_one_device_changes_no_number(name, backend, no_interpret):
     ("name", "check_vma"),
     tiers.some_pairs(["causal", "segments", "bias by key"], [True, False], [("causal", False), ("bias by key", True)]),
 )
-def test_a_shard_map_that_nothing_traces(name, check_vma):
+def test_untraced_shard_map(name, check_vma):
     """JAX has no custom_vjp with symbolic zeros in an untraced shard_map."""
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
     query = jax.random.normal(jax.random.key(0), (1, LENGTH, 2, 64))

@@ -26,8 +26,8 @@ with_lse = functools.partial(xla, return_lse=True)
 SMALL = next(case for case in ATTENTION_CASES if case.name == "everything")
 
 
-@pytest.mark.parametrize("argnums", tiers.cases([0, 1, 2, (0, 2)], ["1", "(0, 2)"]))
-def test_gradient_of_some_inputs(argnums):
+@pytest.mark.parametrize("argnums", tiers.cases([0, 1, 2, (0, 2)], ["1", "(0, 2)"], "argnums"))
+def test_gradient_by_some_inputs(argnums):
     query, key, value, dout, dlse = attention_inputs(SMALL)
 
     def loss(*qkv):
@@ -54,7 +54,7 @@ def test_gradient_through_lse_alone():
     assert not dv.any()
 
 
-def test_halves_of_the_keys_merge_by_lse():
+def test_key_halves_merge_by_lse():
     """The identity on which ring, dilated and split-KV attention rest, with its gradient."""
     query, key, value, dout, dlse = attention_inputs(SMALL)
 
@@ -164,7 +164,7 @@ def test_vmap_of_bias_sinks_and_segments(bias_axis, bias, sinks_axis, implementa
         assert rms_error(g, w.sum(0) if axis is None else jnp.moveaxis(w, 0, axis)) < 2e-6
 
 
-def test_the_gradient_of_a_16_bit_bias_under_vmap_is_rounded_once(monkeypatch):
+def test_vmapped_16_bit_bias_gradient_is_rounded_once(monkeypatch):
     """32 batch entries and mapped calls share a bias. Its gradient has the same error as without vmap.
 
     A second rounding, for each entry, would make the error 1.5 times larger.
@@ -284,7 +284,7 @@ def test_no_score_matrix():
 
 @pytest.mark.gpu
 @pytest.mark.timeout(400)
-def test_131072_tokens():
+def test_sequence_of_131072_tokens():
     """Causal 16 x 128 forward and backward on Hopper: the last rows are right, memory is linear in the tokens."""
     reason = why_not(AttentionCase("", head_dim=128, v_head_dim=128, is_causal=True), "mosaic_gpu")
     if reason is not None:
@@ -330,7 +330,7 @@ def test_131072_tokens():
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
-def test_kernels_are_traced_alike_where_jax_has_64_bits(implementation):
+def test_kernel_programs_are_equal_under_x64(implementation):
     query = jax.ShapeDtypeStruct((2, 300, 4, 64), jnp.bfloat16)
 
     def loss(query):

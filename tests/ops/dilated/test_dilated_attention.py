@@ -96,14 +96,14 @@ SLOW = [pytest.param(*case, marks=() if i % 2 else pytest.mark.slow) for i, case
 
 
 @pytest.mark.parametrize(("mode", "is_causal", "order", "packed", "heads", "kv_heads"), SLOW)
-def test_is_its_definition(mode, is_causal, order, packed, heads, kv_heads):
+def test_matches_its_definition(mode, is_causal, order, packed, heads, kv_heads):
     arguments = PATTERN | MODES[mode] | {"is_causal": is_causal, "order": order}
     length = 16 if mode == "one_call" else 24
     check(arrays(length, heads, kv_heads), segment_ids=ids_of(length) if packed else None, **arguments)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_reference_is_the_definition(mode):
+def test_reference_matches_the_definition(mode):
     arguments = PATTERN | MODES[mode] | {"is_causal": mode != "partition", "order": "hilbert"}
     inputs, ids = arrays(23, 5, 5), ids_of(23)
     want = dilated_oracle.dilated_attention(*inputs, segment_ids=ids, **arguments)
@@ -154,8 +154,8 @@ def test_any_call(call):
 @pytest.mark.slow
 @hypothesis.given(any_call())
 @hypothesis.settings(max_examples=10)
-def test_no_token_of_any_call_sees_a_later_one(call):
-    """Like test_no_token_sees_a_later_one, for any segments, rates, heads and ids."""
+def test_random_calls_are_causal(call):
+    """Like test_is_causal, for any segments, rates, heads and ids."""
     length, heads, kv_heads, pattern = call
     pattern |= {"is_causal": True}
     if pattern["segment_ids"] is not None:
@@ -184,7 +184,7 @@ BROKEN = {
 
 @hypothesis.given(any_call(), st.sampled_from([*BROKEN]), st.data())
 @hypothesis.settings(max_examples=150)
-def test_a_bad_pattern_is_named(call, name, data):
+def test_bad_pattern_is_named(call, name, data):
     """The error names the argument, or its item, whatever the other arguments."""
     length, heads, kv_heads, pattern = call
     bad = data.draw(st.sampled_from(BROKEN[name]))
@@ -205,7 +205,7 @@ def weights_of(length, heads, kv_heads, **arguments):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("order", [None, "hilbert"])
-def test_no_token_sees_a_later_one(mode, order):
+def test_is_causal(mode, order):
     """Batch entry j changes token j: neither out nor lse before j changes."""
     arguments = PATTERN | MODES[mode] | {"order": order, "is_causal": True}
     for differs in differences(21, 4, 4, **arguments):
@@ -214,7 +214,7 @@ def test_no_token_sees_a_later_one(mode, order):
 
 
 @pytest.mark.parametrize("order", [None, "hilbert"])
-def test_a_partition_covers_every_token(order):
+def test_partition_covers_every_token(order):
     """Also past the sum of the segments, and if the sequence ends within a segment."""
     for lengths, rates in (((10, 6), (4, 3)), ((8, 30), (4, 5))):
         pattern = {"segment_lengths": lengths, "dilation_rates": rates, "layout": "partition", "order": order}
@@ -226,27 +226,27 @@ def test_a_partition_covers_every_token(order):
         )
 
 
-def test_a_hilbert_order_at_rate_1_changes_nothing():
+def test_hilbert_order_at_rate_1_changes_nothing():
     pattern = {"segment_lengths": (8, 100), "dilation_rates": (1, 1)}
     plain, ordered = (weights_of(23, 2, 2, order=order, **pattern) for order in (None, "hilbert"))
     np.testing.assert_array_equal(plain, ordered)
 
 
-def test_a_hilbert_order_changes_which_tokens_are_seen():
+def test_hilbert_order_changes_the_seen_tokens():
     pattern = {"segment_lengths": (16,), "dilation_rates": (4,)}
     plain, ordered = (weights_of(16, 4, 4, order=order, **pattern) > 0 for order in (None, "hilbert"))
     assert (plain != ordered).any()
     np.testing.assert_array_equal(plain.sum(axis=-1).sum(axis=-1), ordered.sum(axis=-1).sum(axis=-1))
 
 
-def test_rate_1_over_the_whole_sequence_is_attention():
+def test_rate_1_over_the_sequence_is_attention():
     query, key, value, *_ = arrays(19, 4, 2)
     got = xla(query, key, value, segment_lengths=(50,), dilation_rates=(1,), is_causal=True)
     want = flash_attention(query, key, value, is_causal=True, implementation="xla")
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
-def test_a_negative_scale():
+def test_negative_scale():
     check(arrays(16, 4, 4), scale=-0.7, is_causal=True, segment_lengths=(8,), dilation_rates=(2,))
 
 
@@ -280,7 +280,7 @@ def test_shard_map():
         assert rms_error(g, w) < 1e-6
 
 
-def test_what_the_backward_keeps():
+def test_backward_residuals():
     """It keeps query, key, value, out and lse, and nothing of a branch."""
     for mode in ("longnet", "stopped", "all_mean"):
         inputs = arrays(20, 4, 2)[:3]
@@ -290,7 +290,7 @@ def test_what_the_backward_keeps():
         assert kept == sorted([*(x.shape for x in inputs), (2, 20, 4, 6), (2, 4, 20)])
 
 
-def test_like_branches_are_one_attention(monkeypatch):
+def test_equal_branches_are_one_attention(monkeypatch):
     shapes = []
     forward = attention_vjp.attention_forward
     record = lambda call, inputs: (shapes.append((inputs.query.shape, inputs.key.shape)), forward(call, inputs))[1]

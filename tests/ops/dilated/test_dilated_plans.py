@@ -47,7 +47,7 @@ LONGNET = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
         ("B200", {}, [3]),
     ],
 )
-def test_which_branches_are_read_in_place(device, arguments, attentions):
+def test_branches_read_in_place(device, arguments, attentions):
     """For each attention "view", or the number of gathered pieces, if no launch is worth a copy."""
     given = LONGNET | {"length": 4096, "kv_heads": 8, "head_dim": 128} | arguments
     length, kv_heads, head_dim = (given.pop(name) for name in ("length", "kv_heads", "head_dim"))
@@ -156,7 +156,7 @@ def test_errors(arguments, error, message, monkeypatch):
             function(query, **given)
 
 
-def test_queries_and_keys_are_the_same_tokens():
+def test_queries_and_keys_need_one_length():
     query, key, value = QUERY, QUERY, QUERY[..., :6]
     with pytest.raises(ValueError, match=r"key: got length 19, want query's length 20"):
         dilated_attention(query, key[:, :19], value[:, :19], segment_lengths=(8,), dilation_rates=(1,))

@@ -51,9 +51,8 @@ def launches(shape, kv_heads=None, device="h200", **pattern):
         # Keys of different lengths cannot share a launch.
         ((1, 1024, 16, 128), {"segment_lengths": (1024,) * 2, "dilation_rates": (1, 2)}, [("view", 0), ("view", 1)]),
     ],
-    ids=str,
 )
-def test_what_is_joined(shape, arguments, expected):
+def test_joined_launches(shape, arguments, expected):
     assert launches(shape, **arguments) == expected
 
 
@@ -66,12 +65,12 @@ def test_what_is_joined(shape, arguments, expected):
         (None, EVERY_VIEW),  # an unknown device
     ],
 )
-def test_the_device_decides(bandwidth, expected):
+def test_joining_depends_on_the_device(bandwidth, expected):
     device = dataclasses.replace(device_info("h200"), memory_bandwidth=bandwidth)
     assert launches((1, 8192, 16, 128), device=device, **GROUPS) == expected
 
 
-def test_a_piece_joins_what_is_gathered_anyway():
+def test_piece_joins_gathered_branches():
     """The last branch, whose segments do not divide the sequence, and the branch before it."""
     pattern = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
     assert launches((1, 3072, 16, 128), **pattern) == [("view", 0), [1, 2], [2]]
@@ -79,7 +78,7 @@ def test_a_piece_joins_what_is_gathered_anyway():
     assert launches((1, 3072, 16, 128), device=dear, **pattern) == [("view", 0), ("view", 1), [2], [2]]
 
 
-def test_explain_tells_what_is_joined():
+def test_explain_shows_joined_branches():
     arrays = [jax.ShapeDtypeStruct((2, 8192, 16, 128), jnp.bfloat16)] * 3
     with on_device("h200"):
         plan = explain(dilated_attention, *arrays, **GROUPS)
@@ -106,7 +105,7 @@ def test_explain_tells_what_is_joined():
         (9, 3, "groups", (2, 4)),  # one group of 5 heads and one of 4
     ],
 )
-def test_a_view_has_each_head_s_class_and_key_head(heads, kv_heads, served, rates):
+def test_view_head_indices(heads, kv_heads, served, rates):
     """Query head h reads head class * H + h of a view [B, rows, rate * H, D]; keys likewise."""
     length, group = 64 * max(rates) * 3, heads // kv_heads
     branches = tuple((length, rate) for rate in rates)

@@ -156,7 +156,7 @@ def results_of(names):
 # One test checks all results of a process. With separate tests, each worker would start the process.
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", tiers.groups(CASES, QUICK, len(CASES)))
-def test_is_dilated_attention(names):
+def test_matches_dilated_attention(names):
     for name, result in results_of(names).items():
         for what, error in zip(("out", "lse", "dq", "dk", "dv"), result["errors"], strict=True):
             assert error < 1e-6, (name, what)
@@ -222,7 +222,7 @@ def what_travels(name):
 
 
 @pytest.mark.parametrize(("length", "rate", "devices"), [(64, 4, 4), (64, 8, 8), (48, 3, 4), (60, 5, 2)])
-def test_how_an_order_is_dealt_out(length, rate, devices):
+def test_order_is_dealt_to_devices(length, rate, devices):
     """The rows of a class, concatenated over the devices, are the class in the order of the sequence."""
     tokens = arrangement(length, rate)
     at, places = dealt_out([tokens[phase::rate] for phase in range(rate)], devices, 8)

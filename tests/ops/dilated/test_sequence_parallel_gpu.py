@@ -30,7 +30,7 @@ PATTERNS = {
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "whole"])
 @pytest.mark.parametrize("implementation", [None, "triton"])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_devices_give_what_one_does(name, implementation, is_packed, is_causal):
+def test_devices_match_one_device(name, implementation, is_packed, is_causal):
     random = np.random.default_rng(0)
     query, dout = (jnp.asarray(random.standard_normal((2, LENGTH, 8, 64)), jnp.bfloat16) for _ in range(2))
     key, value = (jnp.asarray(random.standard_normal((2, LENGTH, 4, 64)), jnp.bfloat16) for _ in range(2))

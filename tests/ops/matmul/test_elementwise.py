@@ -64,7 +64,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_taken(name):
+def test_accepted(name):
     check_elementwise(TAKEN[name])
 
 
@@ -75,7 +75,7 @@ def test_refused(name):
         check_elementwise(function)
 
 
-def test_a_traced_array_in_a_jitted_function():
+def test_traced_array_in_a_jitted_function():
     def loss(a):
         check_elementwise(jax.jit(lambda z: z * a))
         return a

@@ -11,7 +11,7 @@ from jax_kernels import explain, gated_matmul, matmul
 from jax_kernels.dispatch import on_device
 from jax_kernels.quantization import QuantizedArray, dequantize, quantize
 from jax_kernels.testing import fp8_matmul as cases
-from tests.support.cases import tiers
+from tests.support.cases import ids, tiers
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_against_float64(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", cases.HOPPER)
+@pytest.mark.parametrize("name", ids.named(cases.HOPPER))
 def test_on_hopper(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")
@@ -111,7 +111,7 @@ def test_scales_far_apart(scales, scaling):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
-def test_formats_mix_and_bfloat16_is_the_default():
+def test_mixed_formats_default_to_bfloat16():
     x, w = quantize(_normal(8, 16), "e5m2"), quantize(_normal(16, 4), "e4m3")
     out = matmul(x, w, bias=jnp.ones(4), activation="relu")
     assert out.dtype == jnp.bfloat16
@@ -134,7 +134,7 @@ def test_values_without_scales():
     np.testing.assert_allclose(out, jax.nn.silu(gate) * 3.5 * up, rtol=1e-5)
 
 
-def test_scales_of_three_axes():
+def test_scales_with_three_axes():
     """The scaling is inferred if a scale's shape fits only rows, or only blocks."""
     by_row = jnp.array([1.0, 10.0, 100.0])[:, None]
     x, w = _normal(2, 3, 512, dtype=jnp.float32) * by_row, _normal(512, 8).astype(jnp.float8_e4m3fn)
@@ -159,7 +159,7 @@ def test_delayed_scales():
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_what_is_not_finite_stays_so(bad):
+def test_non_finite_values_propagate(bad):
     x, w = _normal(8, 16).at[3, 5].set(bad), _normal(16, 4)
     assert np.isnan(matmul(x, w, precision="fp8")).all()
     rows = np.isnan(matmul(x, w, precision="fp8", scaling="row"))
@@ -281,14 +281,14 @@ def test_bad_input(name):
         call()
 
 
-def test_a_gpu_without_products_of_8_bits():
+def test_gpu_without_fp8_matmuls():
     x, w = (jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (X, W))
     with on_device("A100"), pytest.raises(NotImplementedError, match=r"Ada .* Hopper .* Blackwell"):
         explain(matmul, x, w, precision="fp8")
 
 
 @pytest.mark.parametrize("sizes", [(1000, 64, 448), (1004, 64, 512), (1000, 96, 512)])
-def test_what_the_hopper_kernel_does_not_serve(sizes):
+def test_hopper_kernel_limits(sizes):
     m, n, k = sizes
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n)))
     with on_device("H200"), pytest.raises(NotImplementedError, match=r"rows in multiples of 8|K in multiples of 128"):

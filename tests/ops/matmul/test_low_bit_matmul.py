@@ -13,7 +13,7 @@ from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.quantization import quantize
 from jax_kernels.testing import low_bit_matmul as cases
-from tests.support.cases import tiers
+from tests.support.cases import ids, tiers
 
 
 @pytest.mark.parametrize("kind", tiers.cases(cases.KINDS, {"int8", "int4", "mxfp4"}))
@@ -36,7 +36,7 @@ def test_calls(kind, name, monkeypatch):
             assert error <= bound, (implementation, result)
 
 
-@pytest.mark.parametrize("name", tiers.cases(["wide_out", "gated"], {"gated"}))
+@pytest.mark.parametrize("name", tiers.cases({name: cases.CASES[name] for name in ("wide_out", "gated")}, {"gated"}))
 def test_split(name, monkeypatch):
     """Several programs work on one tile."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
@@ -45,22 +45,24 @@ def test_split(name, monkeypatch):
             assert error <= bound, result
 
 
+ON_GPU = cases.CASES | {f"large_{name}": case for name, case in cases.LARGE.items()}
+ON_HOPPER = cases.HOPPER | {f"large_{kind}": (kind, ((16, 4096, 8192), {"bias": "float32"})) for kind in cases.KINDS}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", cases.KINDS)
-@pytest.mark.parametrize("name", [*cases.CASES, *(f"large_{name}" for name in cases.LARGE)])
+@pytest.mark.parametrize("name", ids.named(ON_GPU))
 def test_on_gpu(kind, name):
-    found = cases.CASES | {f"large_{name}": case for name, case in cases.LARGE.items()}
-    for result, (error, bound) in cases.errors(cases.KINDS[kind], found[name], "triton").items():
+    for result, (error, bound) in cases.errors(cases.KINDS[kind], ON_GPU[name], "triton").items():
         assert error <= bound, result
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*cases.HOPPER, *(f"large_{kind}" for kind in cases.KINDS)])
+@pytest.mark.parametrize("name", ids.named(ON_HOPPER))
 def test_on_hopper(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")
-    large = {f"large_{kind}": (kind, ((16, 4096, 8192), {"bias": "float32"})) for kind in cases.KINDS}
-    for result, (error, bound) in cases.errors_by((cases.HOPPER | large)[name], "mosaic_gpu").items():
+    for result, (error, bound) in cases.errors_by(ON_HOPPER[name], "mosaic_gpu").items():
         assert error <= bound, result
 
 
@@ -96,7 +98,7 @@ def test_vmap(monkeypatch):
             np.testing.assert_array_equal(got[i], call(x[i], of(i)))
 
 
-def test_gradients_of_weights_are_refused():
+def test_weight_gradients_are_refused():
     quantized = quantize(W, "int4")
     with pytest.raises(NotImplementedError, match="w_scale of low-bit weights has no gradient"):
         jax.grad(lambda w: matmul(X, w).sum().astype(jnp.float32), allow_int=True)(quantized)
@@ -122,7 +124,7 @@ def test_bad_input(name):
         call()
 
 
-def test_what_the_kernels_do_not_serve():
+def test_kernel_limits():
     quantized = quantize(W, "int4")
     for implementation, x, reason in (
         ("mosaic_gpu", X, "with low-bit weights it needs N in multiples of 64"),
@@ -133,7 +135,7 @@ def test_what_the_kernels_do_not_serve():
             explain(matmul, x, quantized, implementation=implementation)
 
 
-def test_in_a_shard_map_that_nothing_traces():
+def test_untraced_shard_map():
     """JAX has no custom_vjp with symbolic zeros in an untraced shard_map."""
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
     w = quantize(W, "int8")

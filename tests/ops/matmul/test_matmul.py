@@ -18,15 +18,16 @@ from jax_kernels.ops.activations import ACTIVATIONS, derivative_of
 from jax_kernels.ops.attention import vjp
 from jax_kernels.ops.matmul import gradients
 from jax_kernels.testing import matmul as matmul_cases
+from tests.support.cases import ids
 
 
-@pytest.mark.parametrize("name", matmul_cases.CASES)
+@pytest.mark.parametrize("name", ids.named(matmul_cases.CASES))
 def test_against_float64(name):
     for result, (error, bound) in matmul_cases.errors_by(matmul_cases.CASES[name], "xla").items():
         assert error <= bound, result
 
 
-@pytest.mark.parametrize("name", matmul_cases.TRITON)
+@pytest.mark.parametrize("name", ids.named(matmul_cases.TRITON))
 def test_triton_against_float64(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for result, (error, bound) in matmul_cases.errors_by(matmul_cases.TRITON[name], "triton").items():
@@ -34,7 +35,7 @@ def test_triton_against_float64(name, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", matmul_cases.TRITON | matmul_cases.GPU)
+@pytest.mark.parametrize("name", ids.named(matmul_cases.TRITON | matmul_cases.GPU))
 def test_triton_on_gpu(name):
     cases = matmul_cases.TRITON | matmul_cases.GPU
     for result, (error, bound) in matmul_cases.errors_by(cases[name], "triton").items():
@@ -42,7 +43,7 @@ def test_triton_on_gpu(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*matmul_cases.HOPPER, *ACTIVATIONS])
+@pytest.mark.parametrize("name", [*ids.named(matmul_cases.HOPPER), *ACTIVATIONS])
 def test_on_hopper(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")
@@ -52,7 +53,7 @@ def test_on_hopper(name):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_plans_of_rounded_operands(precision):
+def test_plans_with_rounded_operands(precision):
     x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 1000, 512), (512, 1024)))
     with on_device("H200"):
         assert explain(matmul, x, w, precision=precision).implementation == "mosaic_gpu"
@@ -62,7 +63,7 @@ def test_plans_of_rounded_operands(precision):
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
-def test_an_activation_of_fewer_bits(implementation, monkeypatch):
+def test_activation_in_lower_precision(implementation, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     options = {"implementation": implementation, "precision": "tf32"}
     x, w = (jnp.asarray(np.random.default_rng(i).standard_normal((8, 8)), jnp.float32) for i in range(2))
@@ -74,7 +75,7 @@ def test_an_activation_of_fewer_bits(implementation, monkeypatch):
             np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
 
 
-def test_functions_are_not_kept():
+def test_functions_are_not_kept_alive():
     """Neither functions nor their closed-over arrays are kept when no longer used."""
     x, kept = jnp.ones((8, 8)), []
     for i in range(3):
@@ -91,7 +92,7 @@ def test_functions_are_not_kept():
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
-def test_a_function_as_activation(implementation, monkeypatch):
+def test_function_as_activation(implementation, monkeypatch):
     if implementation == "triton":
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     options = {"implementation": implementation, "precision": "tf32"}
@@ -282,7 +283,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_what_the_hopper_kernel_does_not_serve(name):
+def test_hopper_kernel_limits(name):
     given, reason = REASONS[name]
     given = {"x": (1000, 512), "w": (512, 1024), "dtype": "bfloat16"} | given
     x, w = (jax.ShapeDtypeStruct(given.pop(key), given["dtype"]) for key in ("x", "w"))
@@ -303,7 +304,7 @@ TABLE, NUMBER = jnp.arange(1.0, 9.0), jnp.float32(2)
 
 
 @pytest.mark.parametrize("name", NOT_FOR_TRITON)
-def test_what_triton_does_not_serve(name):
+def test_triton_limits(name):
     given, reason = NOT_FOR_TRITON[name]
     given = {"x": (1000, 512), "w": (512, 1024), "dtype": "bfloat16", "device": "A100"} | given
     x, w = (jax.ShapeDtypeStruct(given.pop(key), given["dtype"]) for key in ("x", "w"))
@@ -312,7 +313,7 @@ def test_what_triton_does_not_serve(name):
         explain(matmul, x, w, implementation="triton", **given)
 
 
-def test_arrays_of_2_to_4_gib_launch_as_small_ones():
+def test_launches_of_2_to_4_gib_arrays():
     """Kernels reach every element of arrays of 2 and 4 bytes: large and small calls have the same launches."""
     call = functools.partial(matmul, implementation="triton")
     w = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
@@ -328,7 +329,7 @@ def test_arrays_of_2_to_4_gib_launch_as_small_ones():
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_products_of_rounded_operands(precision):
+def test_matmuls_with_rounded_operands(precision):
     dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[precision]
     x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(5, 16), (16, 8)]))
     exact = lambda y: np.asarray(y.astype(dtype), np.float64)
@@ -344,7 +345,7 @@ def test_products_of_rounded_operands(precision):
 
 
 @pytest.mark.parametrize("factor", [1e5, 3e-8])
-def test_float32_cotangents_beside_float16(factor):
+def test_float32_cotangents_with_float16_operands(factor):
     """Float16 cannot represent either factor."""
     x, w = jnp.ones((4, 8), jnp.float16), jnp.full((8, 6), 2, jnp.float16)
     for call in (matmul, lambda x, w, **rest: gated_matmul(x, w, w, activation=lambda z: z, **rest)):

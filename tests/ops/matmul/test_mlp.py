@@ -11,15 +11,16 @@ from jax_kernels import explain, mlp
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.activations import ACTIVATIONS, derivative_of
 from jax_kernels.testing import mlp as cases
+from tests.support.cases import ids
 
 
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("name", ids.named(cases.CASES))
 def test_against_float64(name):
     for result, (error, bound) in cases.errors_by(cases.CASES[name], "xla").items():
         assert error <= bound, result
 
 
-@pytest.mark.parametrize("name", cases.TRITON)
+@pytest.mark.parametrize("name", ids.named(cases.TRITON))
 def test_triton_against_float64(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for result, (error, bound) in cases.errors_by(cases.TRITON[name], "triton").items():
@@ -27,14 +28,14 @@ def test_triton_against_float64(name, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", cases.TRITON | cases.GPU)
+@pytest.mark.parametrize("name", ids.named(cases.TRITON | cases.GPU))
 def test_triton_on_gpu(name):
     for result, (error, bound) in cases.errors_by((cases.TRITON | cases.GPU)[name], "triton").items():
         assert error <= bound, result
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*cases.HOPPER, *cases.GPU, *ACTIVATIONS])
+@pytest.mark.parametrize("name", [*ids.named(cases.HOPPER | cases.GPU), *ACTIVATIONS])
 def test_on_hopper(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")
@@ -69,7 +70,7 @@ def test_vmap(implementation, w_gate, monkeypatch):
                 np.testing.assert_allclose(y[i], right, rtol=1e-4, atol=1e-4)
 
 
-def test_hidden_is_not_kept():
+def test_hidden_is_not_stored():
     """Between forward and backward a gated unit keeps both matmuls' results, and neither hidden nor its cotangent."""
     x, w = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16), jax.ShapeDtypeStruct((128, 512), jnp.bfloat16)
     down = jax.ShapeDtypeStruct((512, 128), jnp.bfloat16)
@@ -118,7 +119,7 @@ def test_derivatives(name):
     np.testing.assert_allclose(got[x != 0], want[x != 0], atol=2e-4)
 
 
-def test_a_function_as_activation():
+def test_function_as_activation():
     """The derivative of a function without a name comes from jax.vjp."""
     swish = lambda z: z * jax.nn.sigmoid(1.7 * z)
     got = jax.grad(lambda x: mlp(**(ARRAYS | {"x": x}), activation=swish).sum())(ARRAYS["x"])

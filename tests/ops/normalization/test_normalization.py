@@ -12,7 +12,7 @@ from jax_kernels.dispatch import on_device
 from jax_kernels.ops import unsupported
 from jax_kernels.pallas.block_specs.sm80 import SM80
 from jax_kernels.testing.normalization import CASES, HOPPER, LONG, Case, errors_by
-from tests.support.cases import tiers
+from tests.support.cases import ids, tiers
 
 IMPLEMENTATIONS = ("triton", "xla")
 
@@ -23,7 +23,7 @@ def check(case, implementation=None):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ids.named(CASES))
 def test_against_float64(name, implementation, monkeypatch):
     if implementation == "triton":
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
@@ -39,7 +39,7 @@ def test_long_rows(name, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", [*CASES, *LONG])
+@pytest.mark.parametrize("name", ids.named(CASES | LONG))
 def test_on_gpu(name, implementation):
     case = (CASES | LONG)[name]
     check(case, implementation)
@@ -47,7 +47,7 @@ def test_on_gpu(name, implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", HOPPER)
+@pytest.mark.parametrize("name", ids.named(HOPPER))
 def test_hopper_on_gpu(name):
     check(HOPPER[name], "mosaic_gpu")
     check(HOPPER[name].of_rows(1000), "mosaic_gpu")
@@ -56,12 +56,12 @@ def test_hopper_on_gpu(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 @pytest.mark.parametrize("columns", [1024, 4096, 8192, 16384])
-def test_hopper_serves_every_row_of_its_block_specs_on_gpu(columns, op):
+def test_hopper_serves_every_block_spec_row_on_gpu(columns, op):
     """The rings of slots are reused many times."""
     check(Case((4099, columns), op, has_residual=op == "rms_norm", weights="bfloat16"), "mosaic_gpu")
 
 
-def test_every_row_of_the_block_specs(monkeypatch):
+def test_every_block_spec_row(monkeypatch):
     """Each row with its largest number of columns, and with one more block of rows than programs."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for row in SM80.norm:
@@ -93,7 +93,7 @@ def test_no_rows():
     assert [y.shape for y in vjp(out)] == [(0, 8), (8,)]
 
 
-def test_shard_map_sums_the_gradient_of_a_shared_scale():
+def test_shard_map_sums_the_shared_scale_gradient():
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     x, scale = jnp.arange(24.0).reshape(4, 6) % 5, jnp.arange(1.0, 7.0)
     sharded = jax.shard_map(

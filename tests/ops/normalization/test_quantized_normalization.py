@@ -13,10 +13,12 @@ from jax_kernels.dispatch import on_device
 from jax_kernels.pallas.normalization.triton.forward import odd_halves
 from jax_kernels.quantization import FORMATS, QuantizedArray, dequantize, quantize
 from jax_kernels.testing.normalization import CASES, LONG, OPS, Case
+from tests.support.cases import ids
 
 IMPLEMENTATIONS = ("triton", "xla")
 QUANTIZED = {name: CASES[name] for name in ("plain", "odd", "prime", "one_row", "one_column", "residual", "no_weights")}
 QUANTIZED |= {name: CASES[name] for name in ("no_bias", "float32", "rms", "rms_residual", "rms_offset", "wide")}
+ON_GPU = QUANTIZED | {name: LONG[name] for name in ("long", "long_drift", "rms_long")}
 NAMED = [*((name, "e4m3") for name in QUANTIZED), *((name, "e5m2") for name in ("odd", "residual", "rms", "wide"))]
 NAN = float("nan")
 
@@ -65,13 +67,16 @@ def check(case: Case, implementation: str, format: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("name", "format"), NAMED)
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [pytest.param(name, format, id=f"{ids.case_id(name, QUANTIZED[name])}-{format}") for name, format in NAMED],
+)
 def test_equals_quantize(name, implementation, format, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     check(QUANTIZED[name], implementation, format)
 
 
-@pytest.mark.parametrize("name", ["long", "rms_long"])
+@pytest.mark.parametrize("name", ids.named({name: LONG[name] for name in ("long", "rms_long")}))
 def test_long_rows(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     check(LONG[name], "triton", "e4m3")
@@ -80,9 +85,9 @@ def test_long_rows(name, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", [*QUANTIZED, "long", "long_drift", "rms_long"])
+@pytest.mark.parametrize("name", ids.named(ON_GPU))
 def test_on_gpu(name, implementation, format):
-    case = (QUANTIZED | LONG)[name]
+    case = ON_GPU[name]
     check(case, implementation, format)
     check(case.of_rows(1000), implementation, format)
 
@@ -112,14 +117,14 @@ def check_rows_of_every_kind(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_of_every_kind(implementation, monkeypatch):
+def test_extreme_rows(implementation, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     check_rows_of_every_kind(implementation)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_of_every_kind_on_gpu(implementation):
+def test_extreme_rows_on_gpu(implementation):
     check_rows_of_every_kind(implementation)
 
 
@@ -142,18 +147,18 @@ def check_matmul(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_operand_of_matmul(implementation, monkeypatch):
+def test_result_as_matmul_operand(implementation, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     check_matmul(implementation)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_operand_of_matmul_on_gpu(implementation):
+def test_result_as_matmul_operand_on_gpu(implementation):
     check_matmul(implementation)
 
 
-def test_halves_are_rounded_as_float32_is():
+def test_float16_midpoints_round_as_float32():
     """Values near every midpoint of the 8-bit formats, cut to float16 and then rounded, as on Ada."""
     random = np.random.default_rng(5)
     cut = lambda x: (x.view(np.int32) & ~0x1FFF).view(np.float32).astype(np.float16)
@@ -230,7 +235,7 @@ def test_no_rows():
     assert (got.shape, got.scale.shape, got.dtype) == ((0, 8), (0,), jnp.float8_e4m3fn)
 
 
-def test_one_row_of_one_axis():
+def test_single_row_of_one_axis():
     got = rms_norm(jnp.arange(8.0), quantize="e4m3")
     assert (got.shape, got.scale.shape) == ((8,), ())
     np.testing.assert_allclose(got.scale, 7 / np.sqrt(np.square(np.arange(8)).mean()) / 448, rtol=1e-5)

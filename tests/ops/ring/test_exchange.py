@@ -52,7 +52,7 @@ def differing():
 
 
 @pytest.mark.timeout(200)
-def test_permutes_give_what_all_to_alls_give():
+def test_permutes_match_all_to_all():
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=180, check=False
@@ -61,7 +61,7 @@ def test_permutes_give_what_all_to_alls_give():
     assert done.stdout.splitlines() == ["differing: []"]
 
 
-def test_what_is_sent():
+def test_sent_arrays():
     """Each permute sends another device's heads of both arrays; no other collective runs."""
     devices = 4
     mesh = jax.sharding.AbstractMesh((devices,), ("s",), (jax.sharding.AxisType.Auto,))

@@ -55,7 +55,7 @@ def test_padded_sizes_compile():
 @pytest.mark.timeout(compile_case.TIMEOUT + 20 * EXAMPLES + 30)
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 @pytest.mark.parametrize("kind", random_rings.KINDS)
-def test_they_compile(kind, gpu):
+def test_random_rings_compile(kind, gpu):
     names = [f"{kind}-{number}" for number in range(EXAMPLES or 6)]
     done = forked.run(random_rings.__file__, gpu, *names, env={}, timeout=compile_case.TIMEOUT + 20 * EXAMPLES)
     assert done.returncode == 0, done.stderr[-3000:]

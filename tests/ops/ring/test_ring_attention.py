@@ -203,7 +203,7 @@ def main(names) -> dict:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", tiers.groups(CASES, QUICK, 10))
-def test_is_flash_attention(names):
+def test_matches_flash_attention(names):
     results = cpu_devices.results_of(__file__, names, JAX_KERNELS_INTERPRET="1")
     for name, found in results.items():
         for what, error in found["errors"].items():
@@ -218,7 +218,7 @@ LIMITS = [(None, None), (None, 0), (5, 0), (3, 7), (None, 2), (0, 0), (1, 9), (9
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
 @pytest.mark.parametrize("axis", [1, 2])
-def test_gathered_tokens_come_into_their_order_and_back(layout, axis):
+def test_gathered_tokens_are_ordered_and_restored(layout, axis):
     ring = Layout(name=layout, devices=3, length=4, left=None, right=None)
     of_devices = np.concatenate([ring.tokens(device) for device in range(3)])
     x = np.moveaxis(np.broadcast_to(of_devices, (2, 5, 12)), -1, axis)
@@ -231,7 +231,7 @@ def test_gathered_tokens_come_into_their_order_and_back(layout, axis):
 @pytest.mark.parametrize(
     ("left", "right"), [(None, None), (None, 0), (5, 0), (3, 7), (None, 2), (0, 0), (1, 9), (9, 1)]
 )
-def test_steps_hold_every_pair_once(layout, left, right):
+def test_steps_cover_every_pair_once(layout, left, right):
     """The calls of all steps keep each pair of query and key within the limits exactly once, and no other pair."""
     devices, length = 4, 6
     found = np.zeros((devices * length, devices * length), int)

@@ -25,7 +25,7 @@ from tests.tools import compile_case
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else None,
 )
-def test_sends_run_beside_kernels(devices, mode, words, beside):
+def test_sends_overlap_kernels(devices, mode, words, beside):
     compiled = compile_case.compile_script(
         compile_case.__file__.replace("compile_case.py", "compile_ring.py"), str(devices), mode, *words
     )

@@ -100,7 +100,7 @@ def test_forward_mode_as_for_flash_attention(strategy, is_traced):
         np.testing.assert_allclose(jax.grad(loss(shared))(x), jax.grad(loss(alone))(x), atol=1e-5)
 
 
-def test_ids_of_queries_and_of_keys_are_refused():
+def test_separate_query_and_key_ids_are_refused():
     ids = jnp.zeros(X.shape[:2], jnp.int32)
     with pytest.raises(TypeError, match="segment_ids: got a pair, want one array"):
         ring_of(segment_ids=(ids, ids))

@@ -114,7 +114,7 @@ def errors(got, want):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("count", COUNTS)
-def test_many_gpus_are_as_exact_as_one(count, name, head_dim):
+def test_several_gpus_are_as_exact_as_one(count, name, head_dim):
     layout, options, check_vma = CASES[name]
     options = dict(options)
     given = arrays(options, head_dim, count)
@@ -133,7 +133,7 @@ def test_many_gpus_are_as_exact_as_one(count, name, head_dim):
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
-def test_a_bias_and_its_gradient(layout):
+def test_bias_and_its_gradient(layout):
     query, key, value, *_, dout, dlse = rounded(arrays({}, 64))
     bias = jax.random.normal(jax.random.key(0), (1, query.shape[2], TOKENS, TOKENS), jnp.bfloat16)
     given = query, key, value, dout, dlse, bias
@@ -160,7 +160,7 @@ def test_a_bias_and_its_gradient(layout):
         assert error < max(1.3 * of_one[what], 1e-5), (what, error, of_one[what])
 
 
-def test_the_same_bits_twice():
+def test_results_are_reproducible():
     given = rounded(arrays({}, 128))
     once, again = (over(2, "zigzag", {"is_causal": True, "deterministic": True}, True, given) for _ in range(2))
     for x, y in zip(once[:5], again[:5], strict=True):
@@ -169,7 +169,7 @@ def test_the_same_bits_twice():
 
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
 @pytest.mark.parametrize("count", COUNTS)
-def test_sends_by_copies_give_the_same_bits(count, strategy):
+def test_sends_by_copies_are_bitwise_equal(count, strategy):
     """Many calls are queued, each on the results of the call before, so that sends reuse memory of earlier sends."""
     mesh = jax.make_mesh((count,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
     options = compiler_options(mesh)

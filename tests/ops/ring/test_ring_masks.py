@@ -113,7 +113,7 @@ def run_case(devices, layout, strategy, mask, options):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", tiers.groups(CASES, QUICK, 9))
-def test_is_flash_attention(names):
+def test_matches_flash_attention(names):
     results = cpu_devices.results_of(__file__, names, devices=4)
     for name, found in results.items():
         assert found["error"] < 2e-6, (name, found)
@@ -122,7 +122,7 @@ def test_is_flash_attention(names):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_steps_that_are_left_out_have_no_pair(layout):
+def test_skipped_steps_have_no_pair(layout):
     """No step with a pair is left out. Under bands, stripes and cells, known while tracing, every empty step is."""
     ring = Layout(name=layout, devices=4, length=TOKENS // 4, left=None, right=None)
     few = masks.block_sparse(jnp.asarray(np.eye(6, dtype=bool)[None, None]), 8)
@@ -171,7 +171,7 @@ def test_bad_masks(name):
         ring_of(mask=mask)
 
 
-def test_windows_and_packed_sequences_in_a_mask_are_limits_of_the_call():
+def test_mask_windows_and_segments_become_arguments():
     """Kernels without support for Masks serve them."""
     ids = jnp.asarray([[0, 0, 0, 1, 1, -1]], jnp.int32)
     packed = masks.segments(ids)
@@ -189,14 +189,14 @@ def test_windows_and_packed_sequences_in_a_mask_are_limits_of_the_call():
         assert "pallas_call" in str(jax.make_jaxpr(shared)(X.astype(jnp.bfloat16)))
 
 
-def test_floats_that_are_no_mask_give_nan():
+def test_floats_other_than_0_and_1_give_nan():
     floats = jnp.full((6, 6), 0.5)
     call = lambda x, floats: ring_attention(x, x, x, axis_name="sequence", mask=masks.dense(floats))
     out = jax.jit(jax.shard_map(call, mesh=MESH, in_specs=jax.P(), out_specs=jax.P(), check_vma=False))(X, floats)
     assert np.isnan(out).all()
 
 
-def test_heads_of_an_unknown_mask_are_not_shared_out():
+def test_heads_of_an_unknown_mask_are_not_sharded():
     with pytest.raises(NotImplementedError, match="mask: got Own, whose heads cannot be sharded"):
         ring_of(strategy="all_to_all", mask=Own())
 

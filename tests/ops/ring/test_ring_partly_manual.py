@@ -86,14 +86,15 @@ def for_h100s():
 @pytest.mark.compile
 @pytest.mark.timeout(240)
 @pytest.mark.slow
-def test_hopper_kernels_share_out_the_batch_and_read_what_arrives_in_place():
+def test_hopper_kernels_shard_the_batch_and_read_in_place():
+    """Hopper's kernels shard the batch, and read received arrays in place."""
     found = cpu_devices.results_of(__file__, ["h100"])["h100"]
     assert found["found"] == {"collective-permute": 3}
     assert found["in_place"] == 2  # the kernels of the second step: forward and backward
 
 
 @pytest.mark.timeout(240)
-def test_the_batch_is_not_exchanged():
+def test_batch_is_not_exchanged():
     """Keys and values travel as one array with a leading axis of two: three sends of two devices."""
     for name, found in cpu_devices.results_of(__file__, list(CASES)).items():
         assert found["error"] < 2e-6, name

@@ -20,7 +20,7 @@ MESH = jax.make_mesh((1,), ("sequence",), (jax.sharding.AxisType.Auto,))
 X = jnp.ones((1, 6, 4, 8))
 
 
-def test_the_block_specs_choose_by_size():
+def test_block_specs_choose_the_strategy_by_size():
     """Strategy "auto" takes the row for its tokens and its window. An explicit strategy or number of sends wins."""
     rows = (
         RingRow(strategy="all_gather", up_to=4, is_windowed=False),
@@ -75,7 +75,7 @@ def test_the_block_specs_choose_by_size():
         ({"strategy": "all_to_all"}, 2, (4, 8)),
     ],
 )
-def test_auto_shares_out_the_heads_of_a_call_that_is_differentiated(options, kv_heads, permutes):
+def test_auto_shards_heads_of_differentiated_calls(options, kv_heads, permutes):
     """permutes: the number for a call alone, and for its gradients with a cotangent of lse."""
     mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
     attend = functools.partial(ring_attention, axis_name="sequence", is_causal=True, implementation="xla", **options)
@@ -128,7 +128,7 @@ def step_on_an_h100(function, local, heads):
     ("local", "heads", "together"),
     [(4096, 16, 16), (8192, 16, 8), (8192, 12, 12), (16384, 16, 4), (65536, 16, 1), (65536, 7, 1), (2048, 4, 4)],
 )
-def test_the_heads_of_a_causal_step_fill_the_gpu_twice(local, heads, together):
+def test_causal_step_heads_fill_the_gpu_twice(local, heads, together):
     """Half of a step's queries meet no key. The other half of 8,192 queries has 32 blocks: 8 heads have 256 blocks."""
     found = []
 
@@ -141,7 +141,7 @@ def test_the_heads_of_a_causal_step_fill_the_gpu_twice(local, heads, together):
     assert found == [together]
 
 
-def test_a_kernel_adds_to_an_array_of_its_own():
+def test_kernel_accumulates_into_its_own_array():
     """A barrier stops XLA from passing rows of an array in place, which would lose a kernel's additions to them."""
 
     def look(step, visitors, query):
@@ -156,7 +156,7 @@ def test_a_kernel_adds_to_an_array_of_its_own():
 @pytest.mark.parametrize(
     ("names", "permutes"), [((), 10), (OF_ATTENTION, 10), ((*OF_ATTENTION, *OF_HEADS, *RESIDUALS), 7)]
 )
-def test_what_a_policy_keeps_is_not_exchanged_again(names, permutes):
+def test_saved_residuals_are_not_exchanged_again(names, permutes):
     """The forward has three sends, the backward four. If nothing is kept, the forward's sends run again."""
     mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
     attend = functools.partial(ring_attention, axis_name="sequence", implementation="xla", strategy="all_to_all")
@@ -169,7 +169,7 @@ def test_what_a_policy_keeps_is_not_exchanged_again(names, permutes):
 
 
 @pytest.mark.parametrize(("strategy", "forwards"), [("ring", 0), ("halo", 0), ("all_to_all", 0), ("all_gather", 1)])
-def test_known_results_are_not_computed_again(strategy, forwards):
+def test_saved_results_are_not_recomputed(strategy, forwards):
     """Only the call of all keys and values runs again."""
 
     def gradients(x, lse):

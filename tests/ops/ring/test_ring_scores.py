@@ -101,7 +101,7 @@ def run_case(devices, layout, strategy, shape, options):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", tiers.groups(CASES, QUICK, 12))
-def test_is_flash_attention(names):
+def test_matches_flash_attention(names):
     for name, found in cpu_devices.results_of(__file__, names, devices=4).items():
         for what, error in found.items():
             assert error < 3e-6, (name, what, error)
@@ -128,7 +128,7 @@ def test_bad_input(name):
         jax.shard_map(call, mesh=MESH, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)(X)
 
 
-def test_a_score_mod_of_flash_attention_in_a_checked_shard_map():
+def test_score_mod_in_a_checked_shard_map():
     """The mod's program was traced for scalars that vary over no axis."""
     slopes = jnp.arange(4.0)
     mod = lambda score, b, h, q, k: jax.nn.silu(score) / 3 - slopes[h] * jnp.maximum(q - k, 0)

@@ -104,7 +104,7 @@ def test_bad_input(function, x, mesh, error, message, layout):
         function(x, mesh, "sequence", layout=layout)
 
 
-def test_integers_that_fit_are_kept():
+def test_fitting_integers_are_kept():
     ids = np.array([[-(2**31), 2**31 - 1]])
     np.testing.assert_array_equal(shard_sequence(ids, MESH, "sequence"), ids)
     with jax.enable_x64(True):

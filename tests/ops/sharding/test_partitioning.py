@@ -323,7 +323,7 @@ EXPLICIT = [
         pytest.param("explicit", EXPLICIT, marks=pytest.mark.slow),
     ],
 )
-def test_devices_share_the_work(kind, names):
+def test_devices_shard_the_work(kind, names):
     for name, found in results(kind, names).items():
         may = cases(64, 16, "triton")[name][3]
         may = may | {"all-gather"} if kind == "explicit" and name == "sinks" else may  # of two values
@@ -353,7 +353,7 @@ def test_programs_for_gpus_gather_nothing(gpu, names):
 
 @pytest.mark.compile
 @pytest.mark.timeout(300)
-def test_a_kernel_that_devices_share_is_one_however_often_it_is_called():
+def test_sharded_kernel_is_lowered_once():
     """XLA asks for each call's shard anew. Otherwise JAX would number each kernel, and XLA compile each."""
     # Norms forward and backward, the matmul, and the matmuls of x's and w's gradients.
     assert results("h200", ["blocks"])["blocks"]["calls"] == [3, 3, 3, 4, 4]
@@ -361,11 +361,12 @@ def test_a_kernel_that_devices_share_is_one_however_often_it_is_called():
 
 @pytest.mark.compile
 @pytest.mark.timeout(300)
-def test_a_program_for_one_mesh_does_not_serve_another_of_more_devices():
+def test_program_is_keyed_by_the_mesh():
+    """A program for one mesh does not serve a mesh of more devices."""
     assert results("h200", ["meshes"])["meshes"]["found"] == ["all-reduce"]
 
 
-def test_shared_tokens_are_an_error_on_explicit_axes():
+def test_sharded_tokens_raise_on_explicit_axes():
     mesh = jax.make_mesh((1,), ("sequence",), (AxisType.Explicit,))
     x = jax.device_put(jnp.ones((1, 8, 2, 8)), NamedSharding(mesh, P(None, "sequence")))
     with (
@@ -376,7 +377,7 @@ def test_shared_tokens_are_an_error_on_explicit_axes():
 
 
 @pytest.mark.parametrize(("devices", "dtype"), [(2, "bfloat16"), (3, "float32"), (4, "float32")])
-def test_a_sum_over_devices_is_rounded_once(devices, dtype):
+def test_sum_over_devices_is_rounded_once(devices, dtype):
     """A single addition is rounded once in any dtype. With several additions, all except the last would round, too."""
     x = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
     summed = functools.partial(partitioning._summed, lambda x: (x,), [("data",)])

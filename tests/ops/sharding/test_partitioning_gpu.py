@@ -26,7 +26,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_two_gpus_give_what_one_does(name):
+def test_two_gpus_match_one(name):
     """The function is called twice, so that its calls have one program."""
     function, shapes = CALLS[name]
     random = np.random.default_rng(0)
@@ -51,7 +51,7 @@ def test_two_gpus_give_what_one_does(name):
 
 @pytest.mark.parametrize("heads", ["all", "groups"])
 @pytest.mark.parametrize("order", [None, "hilbert"])
-def test_two_gpus_share_the_heads_of_dilated_attention(heads, order):
+def test_two_gpus_shard_dilated_heads(heads, order):
     """Each GPU runs its own tokens in its own program, forward and backward."""
     random = np.random.default_rng(0)
     query, dout = (jnp.asarray(random.standard_normal((2, 1024, 8, 64)), jnp.bfloat16) for _ in range(2))

@@ -53,7 +53,7 @@ def test_on_cpus(names):
 @pytest.mark.slow
 @pytest.mark.timeout(compile_case.TIMEOUT + 20 * EXAMPLES + 30)
 @pytest.mark.parametrize("kind", random_calls.KINDS)
-def test_they_compile(kind):
+def test_random_shards_compile(kind):
     names = [f"{kind}-{number}" for number in range(EXAMPLES or 4)]
     done = forked.run(random_shards.__file__, "h200", *names, env={}, timeout=compile_case.TIMEOUT + 20 * EXAMPLES)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -194,7 +194,7 @@ def check(found):
     ("implementation", "length"),
     [("xla", "short"), *(pytest.param(name, "all", marks=pytest.mark.slow) for name in ("xla", "triton"))],
 )
-def test_no_token_is_gathered(kind, implementation, length):
+def test_tokens_are_not_gathered(kind, implementation, length):
     words = kind, implementation, length
     lines = cpu_devices.lines_of(__file__, *words, limit=280, JAX_KERNELS_INTERPRET="1")
     check(json.loads(lines[-1]))

@@ -37,7 +37,7 @@ EVERY += [(Limits(q_offset, 31, True, (left, 0)), 4, 8) for q_offset in range(-2
 Q_LENGTH, KV_LENGTH = 32, 32
 
 
-def test_key_blocks_are_the_live_ones_partial_first():
+def test_key_blocks_are_live_and_partial_first():
     for limits, block_q, block_kv in EVERY:
         mask = dense(limits, Q_LENGTH, KV_LENGTH)
         for q_start in range(0, Q_LENGTH, block_q):
@@ -51,7 +51,7 @@ def test_key_blocks_are_the_live_ones_partial_first():
 
 @pytest.mark.parametrize("predicate_at_end", [True, False])
 @pytest.mark.parametrize("q_length", [32, 27])
-def test_query_blocks_hold_every_live_one(q_length, predicate_at_end):
+def test_query_blocks_cover_live_blocks(q_length, predicate_at_end):
     for limits, block_q, block_kv in EVERY:
         mask = dense(limits, Q_LENGTH, KV_LENGTH)
         for kv_start in range(0, KV_LENGTH if predicate_at_end else limits.kv_length, block_kv):
@@ -67,7 +67,7 @@ def test_query_blocks_hold_every_live_one(q_length, predicate_at_end):
                 assert not any(kept[block].all() for block in visited[: blocks.partial]), (limits, kv_start)
 
 
-def test_traced_limits_visit_what_python_numbers_do():
+def test_traced_limits_match_python_limits():
     """Kernels compute with int32 scalars. Known scalars may be Python's."""
 
     @jax.jit
@@ -91,7 +91,7 @@ def test_traced_limits_visit_what_python_numbers_do():
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_segment_ranges_hold_every_live_block(ordered):
+def test_segment_ranges_cover_live_blocks(ordered):
     random = np.random.default_rng(0)
     q_ids, kv_ids = (random.integers(-1, 9, (20, length), np.int32) for length in (27, 40))
     q_ids[3, :8], kv_ids[3, :16], kv_ids[4], q_ids[4, :4] = 4, 4, 5, 5
@@ -123,7 +123,7 @@ def test_segment_ranges_hold_every_live_block(ordered):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [None, (9, 5), (14, -1)])
 @pytest.mark.parametrize("in_order", [False, True])
-def test_segments_and_limits_leave_what_both_do(is_causal, window, in_order):
+def test_segments_and_limits_intersect(is_causal, window, in_order):
     q_ids, kv_ids = (np.repeat([0, 1, -1, 2], lengths)[None] for lengths in ((17, 6, 3, 14), (10, 13, 2, 15)))
     limits = Limits(3, 37, is_causal, window)
     query, key = np.arange(40)[:, None] + 3, np.arange(40)
@@ -162,7 +162,7 @@ def test_segments_and_limits_leave_what_both_do(is_causal, window, in_order):
     assert sum(int(blocks.count - blocks.partial) for blocks, *_ in found[:10]) == every.sum()
 
 
-def test_a_tile_without_keys_visits_one_block_with_the_predicate():
+def test_tile_without_keys_visits_one_masked_block():
     blocks = Limits(-100, 64, True).key_blocks(0, 16, 16).at_least_one()
     assert (blocks.count, blocks.partial, blocks.at(0)) == (1, 1, 0)
 
@@ -178,6 +178,6 @@ def test_a_tile_without_keys_visits_one_block_with_the_predicate():
         (lambda: specs.AttentionBackwardTriton(64, 64, 64, 8, 4, 2), "block_kv_dq=8 must be a positive multiple of 16"),
     ],
 )
-def test_wrong_block_specs_fail_where_they_are_written(make, message):
+def test_wrong_block_specs_fail_at_construction(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -36,7 +36,7 @@ def test_every_generation_is_compiled():
     assert set(GPUS) == set(block_specs.BLOCK_SPECS)
 
 
-def test_the_budget_has_the_rows_that_there_are():
+def test_budget_has_every_row():
     assert sorted(json.loads(BUDGET.read_text())) == sorted(ROWS)
 
 
@@ -52,7 +52,7 @@ QUICK = {
 }
 
 
-def test_every_generation_is_among_the_quick():
+def test_every_generation_has_a_quick_case():
     assert {entry.split(",")[0] for entry in QUICK} == set(GPUS.values())
 
 

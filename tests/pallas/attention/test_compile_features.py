@@ -85,7 +85,7 @@ def _compile(gpu: str, options: dict) -> list[str]:
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("case", tiers.cases(CASES, {"everything"}))
-def test_it_compiles(case):
+def test_features_in_triton(case):
     gpu, options = CASES[case]
     printed, _, others = compile_case.compile_script(__file__, gpu, json.dumps(options))
     names = json.loads(printed)
@@ -116,7 +116,7 @@ def test_features_in_mosaic(case):
 
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
-def test_one_block_of_keys_beside_a_bias():
+def test_one_key_block_with_a_bias():
     """Triton, which takes the rows far from 0, unrolls a loop over one block: it has to fit in shared memory, too."""
     spec = compile_case.Spec(implementation="mosaic_gpu", bias="bhts", q_length=320, kv_length=40)
     report = compile_case.compile_spec("h200", spec)

@@ -46,7 +46,7 @@ def test_attention():
 
 
 @pytest.mark.usefixtures("_few_cores")
-@pytest.mark.parametrize("case", decode_cases.CASES.values(), ids=str)
+@pytest.mark.parametrize("case", decode_cases.CASES.values())
 def test_decode_attention(case):
     def call(q, k, v, **arrays):
         options = {"window": case.window, "softcap": case.softcap, "scale": case.scale}
@@ -120,7 +120,7 @@ BESIDE_HOPPER = {
 
 
 @pytest.mark.parametrize("name", BESIDE_HOPPER)
-def test_beside_the_hopper_kernels(name, monkeypatch, no_interpret):
+def test_passes_of_the_hopper_kernels(name, monkeypatch, no_interpret):
     seen = []
 
     def look(gpu, function, *shapes):

@@ -41,7 +41,7 @@ def test_values(name, of):
     assert names <= elementwise._KNOWN | {"jit"}
 
 
-def test_a_function_of_known_primitives_stays():
+def test_known_primitives_are_kept():
     function = lambda x: x * jax.lax.logistic(x)
     assert elementwise.for_tiles(function) is function
     assert elementwise.for_tiles(None) is None

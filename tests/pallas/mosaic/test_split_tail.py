@@ -8,7 +8,7 @@ from jax_kernels.pallas.mosaic.split_tail import MOST_PARTS, SplitTail
 
 
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 140))
-def test_every_step_is_some_part_s(tiles, steps, core_count):
+def test_every_step_belongs_to_a_part(tiles, steps, core_count):
     split = SplitTail.of(tiles, steps, core_count)
     assert 1 <= split.parts <= min(MOST_PARTS, max(1, steps))
     taken: dict[int, list[int]] = {}
@@ -33,7 +33,7 @@ def test_every_step_is_some_part_s(tiles, steps, core_count):
         (4, 2, 1),  # a part would have only its start
     ],
 )
-def test_it_is_split_where_that_saves_time(tiles, steps, parts):
+def test_splits_only_when_it_saves_time(tiles, steps, parts):
     split = SplitTail.of(tiles, steps, core_count=132)
     assert split.parts == parts
     assert split.ctas == tiles + (tiles % 132 if parts > 1 else 0) * (parts - 1)

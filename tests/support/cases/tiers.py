@@ -5,17 +5,24 @@ gradient of every op, a compiled case of every kernel for each GPU generation, a
 """
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
 
+from tests.support.cases import ids
 
-def cases(names: Iterable[Any], quick: Collection[str]) -> list[Any]:
-    """The names as parameters of a test. Names that are not in `quick` are marked slow."""
+
+def cases(names: Iterable[Any], quick: Collection[str], argument: str = "") -> list[Any]:
+    """The names as parameters of a test. Names that are not in `quick` are marked slow.
+
+    Ids have the cases' shapes, or the name of the argument, if given, with its value.
+    """
+    given = names if isinstance(names, Mapping) else {}
     names = list(names)
     assert not (unknown := set(quick) - set(map(str, names))), unknown
-    return [pytest.param(x, id=str(x), marks=() if str(x) in quick else pytest.mark.slow) for x in names]
+    name_of = lambda x: (argument and ids.argument_id(x, argument)) or ids.case_id(ids.word(x), given.get(x, x))
+    return [pytest.param(x, id=name_of(x), marks=() if str(x) in quick else pytest.mark.slow) for x in names]
 
 
 def pairs(names: Iterable[Any], others: Iterable[Any], quick: tuple[Any, Any]) -> list[Any]:
@@ -23,15 +30,21 @@ def pairs(names: Iterable[Any], others: Iterable[Any], quick: tuple[Any, Any]) -
     both = list(itertools.product(names, others))
     assert quick in both, quick
     mark = lambda pair: () if quick[0] == pair[0] or quick[1] == pair[1] else pytest.mark.slow
-    return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=mark(pair)) for pair in both]
+    return [pytest.param(*pair, id=f"{ids.word(pair[0])}-{ids.word(pair[1])}", marks=mark(pair)) for pair in both]
 
 
-def some_pairs(names: Iterable[Any], others: Iterable[Any], quick: Collection[tuple[Any, Any]]) -> list[Any]:
-    """Every pair of a name and another name, as two parameters. Pairs that are not in `quick` are marked slow."""
+def some_pairs(
+    names: Iterable[Any], others: Iterable[Any], quick: Collection[tuple[Any, Any]], argument: str = ""
+) -> list[Any]:
+    """Every pair of a name and another name, as two parameters. Pairs that are not in `quick` are marked slow.
+
+    argument: the first parameter's name, which ids then show.
+    """
     both = list(itertools.product(names, others))
     assert not (unknown := set(quick) - set(both)), unknown
     mark = lambda pair: () if pair in quick else pytest.mark.slow
-    return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=mark(pair)) for pair in both]
+    first = lambda x: (argument and ids.argument_id(x, argument)) or ids.word(x)
+    return [pytest.param(*pair, id=f"{first(pair[0])}-{ids.word(pair[1])}", marks=mark(pair)) for pair in both]
 
 
 def groups(names: Iterable[str], quick: Collection[str], size: int) -> list[Any]:

@@ -109,7 +109,7 @@ def test_module(layer_norm):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("layer_norm", [True, False])
-def test_module_takes_weights_of_the_public_names(bias, layer_norm):
+def test_module_loads_public_weight_names(bias, layer_norm):
     shapes = {f"{name}_proj.weight": (32, 32) for name in ("q", "k", "v", "out")}
     shapes |= {f"{name}_proj.bias": (32,) for name in ("q", "k", "v", "out") if bias}
     shapes |= {f"norm.{name}": (32,) for name in ("weight", "bias") if layer_norm}
@@ -124,7 +124,7 @@ def test_module_takes_weights_of_the_public_names(bias, layer_norm):
         module.load_state_dict({name: weight for name, weight in weights.items() if name != "q_proj.weight"})
 
 
-def test_module_shows_no_token_a_later_one():
+def test_module_is_causal():
     """Batch entry j changes token j. No output before j changes."""
     module = bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values())
     x = torch.randn(1, 15, 32)
@@ -183,7 +183,7 @@ def test_module_backends():
         make()(torch.zeros(2, 15, 8))
 
 
-def test_module_of_another_layout():
+def test_module_with_another_layout():
     make = lambda **options: bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), **options)
     module = make(layout="partition")
     assert (module.pattern["heads"], module.pattern["combine"]) == ("all", "lse")

@@ -38,7 +38,7 @@ def gradients(results, inputs, cotangents):
     return torch.autograd.grad(total, inputs)
 
 
-def test_the_arguments_are_those_of_the_jax_function():
+def test_arguments_match_the_jax_function():
     ours, theirs = (inspect.signature(f).parameters for f in (bridge.flash_attention, jax_kernels.flash_attention))
     ours = {name: x for name, x in ours.items() if name != "other_names"}
     assert list(ours) == list(theirs)
@@ -46,7 +46,7 @@ def test_the_arguments_are_those_of_the_jax_function():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_numbers(case, make_qkv, reference):
+def test_values(case, make_qkv, reference):
     shape, options = CASES[case]
     inputs = make_qkv(**shape)
     out, lse = bridge.flash_attention(*inputs, return_lse=True, implementation="xla", **options)
@@ -82,7 +82,7 @@ BIASES = {
 
 @pytest.mark.parametrize("case", BIASES)
 def test_bias_and_sinks(case, make_qkv, reference):
-    """Values, and all five gradients; any gradient may be left out."""
+    """Values, and all five gradients; any gradient may be left out. One case leaves out each of three."""
     inputs = make_qkv(length=9, kv_length=11, kv_heads=2)
     bias, sinks = torch.randn(BIASES[case]), torch.randn(4)
     if case == "masked":
@@ -100,13 +100,13 @@ def test_bias_and_sinks(case, make_qkv, reference):
     cotangents = tuple(torch.randn_like(x) for x in want)
     wanted = torch.autograd.grad(want, inputs, cotangents)
     torch.testing.assert_close(torch.autograd.grad(got, inputs, cotangents), wanted, atol=2e-5, rtol=0)
-    for index in (0, 3, 4):
+    for index in (0, 3, 4) if case == "full" else (3,):
         alone = [x.detach().requires_grad_(i == index) for i, x in enumerate(inputs)]
         (gradient,) = torch.autograd.grad(results(ours, alone), [alone[index]], cotangents)
         torch.testing.assert_close(gradient, wanted[index], atol=2e-5, rtol=0)
 
 
-def test_dtypes_of_bias_and_sinks(make_qkv):
+def test_bias_and_sinks_dtypes(make_qkv):
     query, key, value = make_qkv(dtype=torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
         bias, sinks = (torch.zeros(n, dtype=dtype, requires_grad=True) for n in (24, 4))
@@ -118,7 +118,7 @@ def test_dtypes_of_bias_and_sinks(make_qkv):
     assert gradient.dtype == torch.float16
 
 
-def test_only_the_gradients_that_are_asked_for_are_computed(make_qkv, monkeypatch):
+def test_cached_calls_compute_only_requested_gradients(make_qkv, monkeypatch):
     """The second round runs cached calls."""
     programs, made = {}, bridge.ops.attention.flash_attention_operator._backward
 
@@ -145,8 +145,8 @@ def test_only_the_gradients_that_are_asked_for_are_computed(make_qkv, monkeypatc
     assert work[0b1] < 0.8 * work[0b11111]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_errors_are_no_larger_than_pytorchs(dtype, make_qkv, reference):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_errors_are_at_most_pytorchs(dtype, make_qkv, reference):
     inputs = make_qkv(length=64, dtype=dtype)
     cotangent = torch.randn(inputs[0].shape, dtype=torch.float64)
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -168,8 +168,8 @@ def test_16_bit_errors_are_no_larger_than_pytorchs(dtype, make_qkv, reference):
         assert error <= 1.1 * bound, name
 
 
-@pytest.mark.parametrize("needed", list(itertools.product([True, False], repeat=3))[:-1], ids=str)
-def test_only_the_asked_gradients(needed, make_qkv, reference):
+@pytest.mark.parametrize("needed", list(itertools.product([True, False], repeat=3))[:-1])
+def test_only_requested_gradients(needed, make_qkv, reference):
     inputs = [x.detach().requires_grad_(n) for x, n in zip(make_qkv(), needed, strict=True)]
     bridge.flash_attention(*inputs).square().sum().backward()
     got = [x.grad for x in inputs]
@@ -190,7 +190,7 @@ def test_gradient_through_lse_alone(make_qkv, reference):
     assert torch.count_nonzero(got[2]) == 0
 
 
-def test_no_gradient_is_tracked_where_none_is_asked(make_qkv):
+def test_no_gradient_without_requires_grad(make_qkv):
     inputs = make_qkv()
     with torch.no_grad():
         assert not bridge.flash_attention(*inputs).requires_grad

@@ -25,7 +25,7 @@ CALLS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CALLS)
-def test_it_is_the_bool_mask(name, dtype, make_qkv):
+def test_float_mask_matches_bool_mask(name, dtype, make_qkv):
     mask, call = CALLS[name]
     inputs = make_qkv()
     want, got = (call(x, *inputs) for x in (mask, mask.to(dtype)))
@@ -44,7 +44,7 @@ def test_other_values(name, make_qkv):
 
 
 @pytest.mark.parametrize("name", ["flash", "dynamic"])
-def test_compiled_it_is_nan_for_other_values(name, make_qkv):
+def test_compiled_other_values_give_nan(name, make_qkv):
     """As under jax.jit: the values are unknown beforehand."""
     mask, call = CALLS[name]
     inputs = make_qkv()
@@ -55,13 +55,13 @@ def test_compiled_it_is_nan_for_other_values(name, make_qkv):
     assert torch.autograd.grad(out.sum(), inputs)[0].isnan().all()
 
 
-def test_a_module(make_qkv):
+def test_module(make_qkv):
     module = bridge.nn.DynamicMaskAttention(16, 4)
     x = torch.randn(2, 24, 16)
     torch.testing.assert_close(module(x, mask=KEEP.float()), module(x, mask=KEEP))
 
 
-def test_pytorchs_own_meaning_stays(make_qkv):
+def test_sdpa_adds_float_masks(make_qkv):
     query, key, value = (x.detach().transpose(1, 2) for x in make_qkv())
     got = bridge.scaled_dot_product_attention(query, key, value, KEEP.float())
     want = torch.nn.functional.scaled_dot_product_attention(query, key, value, KEEP.float())

@@ -50,7 +50,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", tiers.cases(CASES, list(CASES)[::2]))
-def test_many_lengths_are_right_and_few_are_compiled(name, reference, monkeypatch):
+def test_many_lengths_compile_few_programs(name, reference, monkeypatch):
     compiled = programs(monkeypatch)
     for length in (*range(120, 144, 2), 160, 320, 513):
         query, key, value = qkv(length, queries=2)
@@ -62,7 +62,7 @@ def test_many_lengths_are_right_and_few_are_compiled(name, reference, monkeypatc
     assert set(compiled[2:]) - {124} <= {128, 160, 320, 640}, compiled
 
 
-def test_what_stays_as_it_is(monkeypatch):
+def test_unbucketed_calls_keep_their_length(monkeypatch):
     compiled = programs(monkeypatch)
     for length in (40, 41, 42, 43, 44):
         bridge.flash_attention(*qkv(length, queries=17))
@@ -74,7 +74,7 @@ def test_what_stays_as_it_is(monkeypatch):
     assert compiled[-1] == 50
 
 
-def test_lengths_that_keys_are_padded_to():
+def test_padded_key_lengths():
     for length in range(1, 5000):
         size = length_buckets.bucket_length(length)
         assert length <= size <= max(128, 1.26 * length)
@@ -96,7 +96,7 @@ def read(monkeypatch):
 
 
 @pytest.mark.parametrize("with_gradient", [False, True])
-def test_many_offsets_are_right_and_few_are_compiled(with_gradient, reference, make_qkv):
+def test_many_offsets_compile_few_programs(with_gradient, reference, make_qkv):
     inputs = make_qkv(length=6, kv_length=30)
     if not with_gradient:
         inputs = [x.detach() for x in inputs]
@@ -127,7 +127,7 @@ def test_expanded_masks_and_biases_are_not_materialised(read, reference, make_qk
     assert read[-1][3] == (1, 1, 1, 24)
 
 
-def test_a_gradient_of_an_expanded_bias_has_its_shape(read, reference, make_qkv):
+def test_expanded_bias_gradient_keeps_its_shape(read, reference, make_qkv):
     """Each entry has a gradient, though all share memory. Key and value with gradients stay expanded, too."""
     query, key, value = make_qkv(heads=4, kv_heads=1)
     bias = torch.randn(1, 1, 1, 24).expand(2, 4, 24, 24).requires_grad_()
@@ -142,7 +142,7 @@ def test_a_gradient_of_an_expanded_bias_has_its_shape(read, reference, make_qkv)
     assert read[-1][1:4] == [(2, 24, 4, 16), (2, 24, 4, 16), (2, 4, 24, 24)]
 
 
-def test_a_backward_reads_an_expanded_mask_as_it_is(read, make_qkv):
+def test_backward_reads_an_expanded_mask_in_place(read, make_qkv):
     inputs, mask = make_qkv(), torch.ones(24, 1, dtype=torch.bool).expand(2, 1, 24, 24)
     bridge.flash_attention(*inputs, mask=mask).sum().backward()
     assert [shapes[3] for shapes in read] == [(1, 1, 24, 1), (1, 1, 24, 1)]

@@ -26,7 +26,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
 @pytest.mark.parametrize("case", GIVEN)
-def test_backward_takes_the_forwards_rows(case, gpu):
+def test_backward_reads_the_forward_lse(case, gpu):
     array = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, HEAD_DIM), jnp.bfloat16)
     empty = dict.fromkeys(Tensors._fields)
     dtypes = {"mask": jnp.bool_, "bias": jnp.bfloat16}

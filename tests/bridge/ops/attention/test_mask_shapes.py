@@ -11,7 +11,7 @@ WANT = r"want one broadcastable to \[B, H, T, S\] = \(2, 4, 5, 7\)"
 
 
 @pytest.mark.parametrize("mask", BAD, ids=["batch", "keys", "heads"])
-def test_attn_mask_of_the_functions(mask):
+def test_attn_mask_shapes(mask):
     message = rf"attn_mask: got shape \({', '.join(map(str, mask.shape))}\), {WANT}"
     for function in (bridge.flash_attention, bridge.dynamic_mask_attention):
         with pytest.raises(ValueError, match=message):
@@ -21,14 +21,14 @@ def test_attn_mask_of_the_functions(mask):
 
 
 @pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}], ids=["ours", "torch"])
-def test_attn_mask_of_scaled_dot_product_attention(options):
+def test_sdpa_attn_mask_shapes(options):
     query, key = QUERY.transpose(1, 2), torch.zeros(2, 4, 7, 8)
     with pytest.raises(ValueError, match=r"attn_mask: got shape \(5, 6\), want one broadcastable to"):
         bridge.scaled_dot_product_attention(query, key, key, BAD[1], **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["mask", "causal"])
-def test_masks_of_multihead_attention(options):
+def test_multihead_attention_mask_shapes(options):
     module, x = bridge.nn.MultiheadAttention(8, 2, batch_first=True), torch.zeros(2, 5, 8)
     with pytest.raises(ValueError, match=r"attn_mask: got shape \(5, 6\), want \(5, 5\) or \(4, 5, 5\)"):
         module(x, x, x, attn_mask=BAD[1], need_weights=False, **options)
@@ -36,7 +36,7 @@ def test_masks_of_multihead_attention(options):
         module(x, x, x, key_padding_mask=BAD[1], need_weights=False, **options)
 
 
-def test_good_masks_are_taken_as_they_were():
+def test_valid_masks_are_used_unchanged():
     query, key, value = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
     mask = torch.rand(2, 1, 5, 7) < 0.7
     got = bridge.flash_attention(query, key, value, attn_mask=mask)
@@ -46,7 +46,7 @@ def test_good_masks_are_taken_as_they_were():
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_misspelt_pattern_has_a_hint():
+def test_misspelt_pattern_gives_a_hint():
     message = r"pattern: got 'sliding_windw', want one of 'attention_sinks', .+; did you mean 'sliding_window'\?"
     for window in (16, None):
         with pytest.raises(ValueError, match=message):

@@ -77,7 +77,7 @@ def test_mask_objects_and_score_mod(make_qkv, reference):
     check(results, inputs, reference, mask=dead, bias=alibi_bias(24))
 
 
-def test_gradients_of_what_a_function_closes_over(make_qkv, reference):
+def test_closed_over_tensors_have_gradients(make_qkv, reference):
     from jax_kernels import flash_attention
 
     def attend(query, key, value, slopes):
@@ -121,7 +121,7 @@ def test_compiled(make_qkv, reference):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_a_mask_object_that_is_made_in_a_compiled_function_breaks_the_graph(make_qkv, reference):
+def test_mask_built_while_compiling_breaks_the_graph(make_qkv, reference):
     inputs = make_qkv()
     attend = lambda query, key, value: (
         bridge.flash_attention(query * 2, key, value, mask=~(masks.causal() | masks.prefix(5))) + 1

@@ -127,7 +127,7 @@ def test_flash_attn_varlen_func(case, reference):
     [{"causal": True}, {"causal": True, "alibi_slopes": SLOPES, "softcap": 1.5, "window_size": (3, 0)}],
     ids=["causal", "all"],
 )
-def test_packed_tensors_of_several_lengths(options, reference):
+def test_packed_tensors_with_several_lengths(options, reference):
     lengths, kv_lengths = (4, 3), (5, 6)
     starts, kv_starts = (torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (lengths, kv_lengths))
     qkv = torch.randn(7, 3, 4, 16, requires_grad=True)
@@ -151,7 +151,7 @@ def test_packed_tensors_of_several_lengths(options, reference):
     same_gradients(got, want, [qkv, kv])
 
 
-def test_two_names_of_a_mask(make_qkv, reference):
+def test_mask_arguments(make_qkv, reference):
     inputs = make_qkv(length=9, kv_length=11, kv_heads=2)
     bias, mask = torch.randn(2, 2, 9, 11, requires_grad=True), torch.rand(2, 4, 9, 11) > 0.3
     want, _ = reference(*inputs, bias=bias.repeat_interleave(2, dim=1), mask=mask, is_causal=True, q_offset=2)
@@ -243,7 +243,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_other_names_in_flash_attention(name, compiled, make_qkv):
+def test_argument_aliases_of_flash_attention(name, compiled, make_qkv):
     others, own = NAMES[name]
     inputs = make_qkv()
     attend = lambda *x: bridge.flash_attention(*x, **others)
@@ -252,7 +252,7 @@ def test_other_names_in_flash_attention(name, compiled, make_qkv):
         torch.testing.assert_close(attend(*inputs), bridge.flash_attention(*inputs, **own))
 
 
-def test_other_names_in_the_ops_for_masks(make_qkv):
+def test_argument_aliases_of_mask_ops(make_qkv):
     inputs, keep = make_qkv(), torch.ones(24, 24, dtype=torch.bool).tril(3)
     want = bridge.dynamic_mask_attention(*inputs, keep, scale=0.3, is_causal=True)
     for _ in range(3):
@@ -264,7 +264,7 @@ def test_other_names_in_the_ops_for_masks(make_qkv):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_the_ops_for_masks_compiled(make_qkv):
+def test_compiled_mask_ops(make_qkv):
     inputs = [x.detach() for x in make_qkv()]
     keep, blocks = torch.ones(24, 24, dtype=torch.bool).tril(3), torch.ones(3, 3, dtype=torch.bool)
     for attend in (
@@ -277,7 +277,7 @@ def test_the_ops_for_masks_compiled(make_qkv):
         torch.testing.assert_close(compiled(*inputs), attend(*inputs))
 
 
-def test_errors_of_other_names(make_qkv):
+def test_argument_alias_errors(make_qkv):
     inputs, longer = make_qkv(), make_qkv(kv_length=30)
     keep = torch.ones(24, 24, dtype=torch.bool)
     for options, error, message in (
@@ -303,7 +303,7 @@ def test_errors_of_other_names(make_qkv):
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_sequence_that_is_longer_than_was_said(name, causal):
+def test_sequence_longer_than_max_seqlen(name, causal):
     x, starts = torch.zeros(10, 2, 8), torch.tensor([0, 3, 10], dtype=torch.int32)
     lengths = {"max_seqlen_q": 7, "max_seqlen_k": 7} | {name: 6}
     with pytest.raises(ValueError, match=rf"^{name}: got 6, want at least 7, the longest of cu_seqlens_{name[-1]}"):

@@ -85,7 +85,7 @@ def wanted(reference, q, keys, values, k, v, lengths, leftpads, tables, options)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_against_a_loop(case, reference):
+def test_matches_a_loop(case, reference):
     options = dict(CASES[case])
     queries, new, size, rotary = (options.pop(name, x) for name, x in (
         ("queries", 1), ("new", 1), ("page", None), ("rotary", None),
@@ -191,7 +191,7 @@ def test_errors(case):
         bridge.flash_attn_with_kvcache(**arguments)
 
 
-def test_no_gradient_is_lost():
+def test_gradients_are_not_dropped():
     q = Q.clone().requires_grad_()
     with pytest.raises(NotImplementedError, match=r"^q: got a tensor that requires a gradient"):
         bridge.flash_attn_with_kvcache(q, CACHE, CACHE)

@@ -101,7 +101,7 @@ def of_blocks(keep, size=16, noop=True, **full):
     )
 
 
-def test_the_lists_of_blocks_count():
+def test_block_lists_are_used():
     """PyTorch's kernels skip unlisted blocks. Its eager function reads only the mask_mod."""
     keep = torch.rand(BATCH, HEADS, 3, 3, generator=GENERATOR) > 0.4
     full = ~keep & (torch.rand(BATCH, HEADS, 3, 3, generator=GENERATOR) > 0.5)
@@ -123,14 +123,14 @@ def test_the_lists_of_blocks_count():
         torch.testing.assert_close(lse.double(), of_oracle[1], atol=1e-5, rtol=1e-5)
 
 
-def test_keys_of_one_batch_entry():
+def test_keys_with_one_batch_entry():
     qkv = make(kv_batch=1)
     made = block_mask(ragged, BATCH, HEADS)
     want, _ = oracle(qkv[0], *(x.expand(BATCH, -1, -1, -1) for x in qkv[1:]), keep=ragged)
     torch.testing.assert_close(bridge.flex_attention(*qkv, block_mask=made).double(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_mask_mod_reads_the_values_of_today():
+def test_mask_mod_reads_current_values():
     ids = torch.zeros(KV_LENGTH, dtype=torch.int64)
     mask_mod = lambda b, h, q, k: ids[q] == ids[k]
     made = block_mask(mask_mod)
@@ -159,7 +159,7 @@ def test_a_mask_mod_reads_the_values_of_today():
         attend(*qkv)
 
 
-def test_lists_that_change_make_the_mask_again():
+def test_changed_lists_rebuild_the_mask():
     made = of_blocks(torch.ones(1, 1, 3, 3, dtype=torch.bool))
     qkv = make()
     bridge.flex_attention(*qkv, block_mask=made)
@@ -207,14 +207,14 @@ def test_compiled():
         torch.testing.assert_close(lse.double(), of_oracle[1], atol=1e-5, rtol=1e-5)
 
 
-def test_a_mask_of_the_library():
+def test_library_mask():
     qkv = make()
     want, _ = oracle(*qkv, keep=lambda b, h, q, k: q >= k)
     got = bridge.flex_attention(*qkv, block_mask=masks.causal())
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_pytorchs_own_function_runs_for_the_rest():
+def test_other_calls_run_pytorchs_function():
     qkv = [x.double() for x in make()]
     with pytest.warns(UserWarning, match=r"flex_attention: query is torch.float64.* PyTorch's own function runs"):
         got = bridge.flex_attention(*qkv, block_mask=block_mask(documents))
@@ -244,7 +244,6 @@ def test_pytorchs_own_function_runs_for_the_rest():
         ({"kernel_options": {"BLOCK": 3}}, ValueError, "^kernel_options: got 'BLOCK'"),
         ({"return_lse": True, "return_aux": torchs.AuxRequest(lse=True)}, ValueError, "^return_lse, return_aux: got"),
     ],
-    ids=range(12),
 )
 def test_errors(change, kind, message):
     given = dict(zip(("query", "key", "value"), make(), strict=True)) | change
@@ -252,7 +251,7 @@ def test_errors(change, kind, message):
         bridge.flex_attention(**given)
 
 
-def test_options_of_pytorchs_kernels_change_nothing():
+def test_kernel_options_change_nothing():
     qkv = make()
     options = {"BLOCK_M": 32, "fwd_BLOCK_N": 64, "num_warps": 4, "PRESCALE_QK": True}
     torch.testing.assert_close(bridge.flex_attention(*qkv, kernel_options=options), bridge.flex_attention(*qkv))

@@ -44,7 +44,7 @@ LINEAR, RMS_NORM, DOUBLED = bridge.nn.Linear(16, 8), bridge.nn.RMSNorm(16), brid
 
 
 @pytest.mark.parametrize("name", OF_TENSORS)
-def test_a_nested_tensor_raises_before_and_after_a_call_is_known(name, direct):
+def test_nested_tensor_raises_before_and_after_caching(name, direct):
     call, shape, argument = OF_TENSORS[name]
     dense = [torch.randn(shape) for _ in range(3)]
     first, *others = dense
@@ -57,7 +57,7 @@ def test_a_nested_tensor_raises_before_and_after_a_call_is_known(name, direct):
         call(*dense)
 
 
-def test_a_nested_key_names_flash_attn_varlen_func(direct):
+def test_nested_key_error_names_varlen_func(direct):
     query, key, value = (x.detach() for x in qkv())
     with pytest.raises(ValueError, match=r"key: .* segment_ids, or by flash_attn_varlen"):
         bridge.flash_attention(query, torch.nested.nested_tensor(list(key), layout=torch.jagged), value)
@@ -135,7 +135,7 @@ MULTIHEAD = bridge.nn.MultiheadAttention(16, 4, batch_first=True)
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
 @pytest.mark.parametrize("name", EVERY_ARGUMENT)
-def test_a_nested_argument_is_named(name, layout):
+def test_nested_argument_is_named(name, layout):
     call, shapes, arguments = EVERY_ARGUMENT[name]
     dense = [torch.ones(x[:-1], dtype=torch.bool) if x[-1] is bool else torch.randn(x) for x in shapes]
     for at, argument in enumerate(arguments):
@@ -156,8 +156,8 @@ def multihead_pair(**options):
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("lengths", [(3, 5), (5, 5, 1)], ids=str)
-def test_multihead_attention_serves_strided_ones_as_pytorch(lengths, need_weights):
+@pytest.mark.parametrize("lengths", [(3, 5), (5, 5, 1)])
+def test_multihead_attention_strided_nested_tensors(lengths, need_weights):
     theirs, ours = multihead_pair()
     entries = [torch.randn(n, 16) for n in lengths]
     x = torch.nested.nested_tensor(entries)
@@ -174,7 +174,7 @@ def test_multihead_attention_serves_strided_ones_as_pytorch(lengths, need_weight
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
-def test_multihead_attention_names_what_pytorch_refuses_too(layout):
+def test_multihead_attention_refuses_as_pytorch(layout):
     _, ours = multihead_pair()
     x = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=layout)
     dense = torch.randn(2, 5, 16)
@@ -200,7 +200,7 @@ def test_multihead_attention_names_what_pytorch_refuses_too(layout):
             without(x, x, x)
 
 
-def test_encoders_of_pytorch_with_our_layers():
+def test_pytorch_encoders_with_our_layers():
     """Padding makes PyTorch's encoder nest its tensors. PyTorch's own layers give the same results."""
     layer = torch.nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
     theirs = torch.nn.TransformerEncoder(layer, 2).eval()

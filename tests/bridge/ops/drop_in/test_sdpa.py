@@ -73,7 +73,7 @@ QUICK = {
 }
 
 
-def test_the_signature_is_pytorchs():
+def test_signature_is_pytorchs():
     want = "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False)"
     own = inspect.signature(bridge.scaled_dot_product_attention)
     assert str(own.replace(return_annotation=own.empty, parameters=[
@@ -82,7 +82,7 @@ def test_the_signature_is_pytorchs():
 
 
 @pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in CASES])
-def test_numbers_and_gradients(case):
+def test_values_and_gradients(case):
     """PyTorch's plain mathematics in float64 is the reference."""
     *shapes, options = CASES[case]
     torch.manual_seed(len(case))
@@ -133,7 +133,7 @@ MEMORY = {
 
 
 @pytest.mark.parametrize("case", MEMORY)
-def test_memory_that_pytorchs_own_tests_take(case):
+def test_memory_layouts_of_pytorchs_tests(case):
     inputs, mask = MEMORY[case]
     inputs = [x.detach().requires_grad_() for x in inputs]
     with sdpa_kernel(SDPBackend.MATH):
@@ -187,21 +187,21 @@ def test_dense_layouts_are_read_in_place(layout, monkeypatch):
     assert all(x.is_contiguous() for x in seen)
 
 
-@pytest.mark.parametrize("scale", [True, False, torch.tensor(0.3)], ids=str)
-def test_a_scale_that_pytorch_takes_for_a_number(scale):
+@pytest.mark.parametrize("scale", [True, False, torch.tensor(0.3)])
+def test_scale_types_that_pytorch_accepts(scale):
     inputs = torch.randn(3, 2, 4, 9, 8)
     got = bridge.scaled_dot_product_attention(*inputs, scale=scale)
     want = functional.scaled_dot_product_attention(*inputs, scale=float(scale))
     torch.testing.assert_close(got, want, atol=3e-6, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
-def test_a_mask_on_another_device_raises(dtype):
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_mask_on_another_device_raises(dtype):
     with pytest.raises(ValueError, match=r"^attn_mask: got a tensor on meta, want query's device cpu$"):
         bridge.scaled_dot_product_attention(*torch.randn(3, 2, 4, 9, 8), torch.ones(9, 9, dtype=dtype, device="meta"))
 
 
-def test_a_scale_that_is_differentiated_raises():
+def test_differentiated_scale_raises():
     inputs = torch.randn(3, 2, 4, 9, 8)
     scale = torch.tensor(0.3, requires_grad=True)
     with pytest.raises(TypeError, match=r"^scale: got a tensor that requires a gradient, want a number"):
@@ -218,7 +218,7 @@ FALLBACKS = {
 
 
 @pytest.mark.parametrize("case", FALLBACKS)
-def test_what_falls_back_is_pytorchs_and_says_so_once(case, monkeypatch):
+def test_fallback_matches_pytorch_and_warns_once(case, monkeypatch):
     monkeypatch.setattr(warn_once, "_GIVEN", set())
     options, dtype, head_dim, message = FALLBACKS[case]
     inputs = torch.randn(3, 1, 2, 5, head_dim, dtype=dtype).requires_grad_()
@@ -237,7 +237,7 @@ def test_what_falls_back_is_pytorchs_and_says_so_once(case, monkeypatch):
 @pytest.mark.filterwarnings("ignore:scaled_dot_product_attention")
 @pytest.mark.parametrize("is_added", [False, True], ids=["bool", "added"])
 @pytest.mark.parametrize("case", FALLBACKS)
-def test_rows_that_see_nothing_in_calls_that_fall_back(case, is_added):
+def test_fully_masked_rows_in_the_fallback(case, is_added):
     options, dtype, head_dim, _ = FALLBACKS[case]
     inputs = torch.randn(3, 1, 2, 5, head_dim, dtype=dtype).requires_grad_()
     mask = torch.rand(2, 5, 5) > 0.5
@@ -251,7 +251,7 @@ def test_rows_that_see_nothing_in_calls_that_fall_back(case, is_added):
     assert (gradients[:, 0, 1] == 0).all()
 
 
-def test_by_assignment(monkeypatch):
+def test_assigned_to_torch_functional(monkeypatch):
     """torch.nn's modules call it, and its own fall back does not call itself."""
     monkeypatch.setattr(warn_once, "_GIVEN", set())
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
@@ -269,8 +269,8 @@ def test_by_assignment(monkeypatch):
         functional.scaled_dot_product_attention(*torch.randn(3, 1, 2, 5, 8), dropout_p=0.1)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1, 500), (500, 500)], ids=str)
-def test_rows_of_a_mask_have_one_shape_on_each_device(shape):
+@pytest.mark.parametrize("shape", [(2, 1, 1, 500), (500, 500)])
+def test_saved_mask_has_one_shape_per_device(shape):
     """Kernels of a GPU take a mask of keys as a bias. The results of the operator do not show it to its backward."""
     options = flash_attention_operator.Options(
         is_causal=False, window_left=-1, window_right=-1, q_offset=0, scale=None, softcap=None, return_lse=False,
@@ -366,7 +366,7 @@ def test_errors(options, error, message):
         bridge.scaled_dot_product_attention(**{"query": ONE, "key": ONE, "value": ONE, **options})
 
 
-def test_pytorchs_fast_path_calls_no_attention():
+def test_pytorchs_fast_path_skips_attention():
     """docs/pytorch.md says so, and says how to turn the fast path off."""
     layer = torch.nn.TransformerEncoderLayer(16, nhead=2, dropout=0.0, batch_first=True).eval()
     layer.self_attn = bridge.nn.MultiheadAttention(16, 2, batch_first=True)

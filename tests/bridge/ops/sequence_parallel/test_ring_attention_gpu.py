@@ -97,7 +97,7 @@ dist.destroy_process_group()
 """
 
 
-def test_two_processes_are_as_exact_as_float64(tmp_path):
+def test_two_processes_match_float64(tmp_path):
     script = tmp_path / "ring.py"
     script.write_text(SCRIPT)
     root = pathlib.Path(__file__).parents[4]

@@ -35,7 +35,7 @@ def array_of(shape):
 
 
 @pytest.mark.parametrize(("shape", "blocks"), TAKEN)
-def test_counts(shape, blocks):
+def test_counts_match_numpy(shape, blocks):
     assert block_counts_pass.takes(shape, *blocks)
     keep = array_of(shape)
     want = block_sums(keep, *blocks)
@@ -44,7 +44,7 @@ def test_counts(shape, blocks):
         np.testing.assert_array_equal(jax.jit(block_counts.counts, static_argnums=(1, 2))(keep, *blocks), want)
 
 
-def test_what_it_takes():
+def test_supported_shapes():
     takes = block_counts_pass.takes
     assert not takes((1, 1, 256, 256), 128, 96)  # no power of two
     assert not takes((1, 1, 256, 256), 40, 64)  # rows are in parts of 8
@@ -59,7 +59,7 @@ def has_kernel(function, *arguments):
     return "attention_dense_blocks" in str(jax.make_jaxpr(function)(*arguments))
 
 
-def test_where_it_is_used(monkeypatch):
+def test_use_in_block_lists(monkeypatch):
     """Each case has a different length, since jit keeps its traces."""
     keep = lambda n: jax.ShapeDtypeStruct((2, n, n), bool)
     density = lambda keep: masks.dense(keep).density(*keep.shape[-2:], 16)
@@ -107,7 +107,7 @@ def _compile(gpu: str, shape: list[int], blocks: list[int]) -> list[str]:
     ("shape", "blocks"),
     [((1, 16, 8192, 8192), (128, 128)), ((2, 1, 4001, 3999), (64, 32)), ((1, 1, 512, 512), (16, 16))],
 )
-def test_it_compiles(gpu, shape, blocks):
+def test_compiles(gpu, shape, blocks):
     printed, _, others = compile_case.compile_script(__file__, gpu, json.dumps([shape, blocks]))
     assert json.loads(printed) == ["attention_dense_blocks"]
     figures = others["attention_dense_blocks"]

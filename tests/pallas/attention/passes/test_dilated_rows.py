@@ -102,7 +102,7 @@ STRIDED = {
 
 
 @pytest.mark.parametrize("name", STRIDED)
-def test_views_have_the_gathered_rows(name, monkeypatch):
+def test_views_match_gathered_rows(name, monkeypatch):
     monkeypatch.setitem(PATTERNS, name, STRIDED[name])
     calls, heads, kv_heads, length = calls_of(name)
     strided = [part for call in calls for part in dilated_views.split_strided(call, length, heads // kv_heads)]
@@ -128,7 +128,7 @@ def test_views_have_the_gathered_rows(name, monkeypatch):
             np.testing.assert_array_equal(view, want)
 
 
-def test_what_is_not_strided():
+def test_unstrided_patterns():
     """Segments that do not cover the sequence, rates that do not divide them, rows in partial tiles, and an order."""
     for pattern in (
         ((48,), (2,), 4, 4, 64, None),

@@ -53,7 +53,7 @@ def test_packed(rows, columns, shape, transposed):
     np.testing.assert_array_equal(full, kept[1])
 
 
-def test_what_it_takes():
+def test_mask_bits_supported_shapes():
     assert mask_bits_pass.takes(1 << 31, 128)
     assert mask_bits_pass.takes((1 << 32) + 1, 64)
     assert not mask_bits_pass.takes((1 << 31) + 1, 128)
@@ -96,7 +96,7 @@ def test_packed_of_one_row(rows, columns, transposed):
         np.testing.assert_array_equal(got, want)
 
 
-def test_where_ranks_are_read():
+def test_rank_reads():
     """A kernel reads the ranks if lowered for a GPU, also for a prepared mask."""
     mask = masks.top_k(jnp.arange(200.0)[None], 7, among=masks.causal(), q_length=100)
     of = lambda mask, interpret: mask_bits.of_mask(
@@ -166,7 +166,6 @@ def test_longest(shape):
         ((1, 200, 2, 24), 256, 64),
         ((1, 77, 2, 192), 256, 64),
     ],
-    ids=str,
 )
 def test_backward_rows(shape, width, block_q, has_dlse, dtype):
     batch, length, heads, _ = shape
@@ -187,7 +186,7 @@ def test_backward_rows(shape, width, block_q, has_dlse, dtype):
     assert alone.dquery is None
 
 
-def test_what_backward_rows_takes():
+def test_backward_rows_supported_shapes():
     takes = lambda *shape: prepare_backward.takes(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 128, 64)
     assert takes(2, 8192, 16, 128)
     assert takes(4, 262144, 8, 128)  # 2 GiB of out, and 4 GiB of dquery

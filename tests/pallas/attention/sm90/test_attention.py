@@ -227,13 +227,13 @@ def test_interpreted(names):
             assert error <= result["bounds"][what], (name, what, error, result["bounds"][what])
 
 
-def test_the_room_above_a_row_s_first_block_fits_its_numbers():
+def test_softmax_room_fits_the_dtype():
     """softmax.room in P's dtype: float16 reaches at most 2**room; bfloat16 at least 2**-room of values of 1e-19."""
     assert 2 ** softmax.room(jnp.float16) < float(jnp.finfo(jnp.float16).max)
     assert 2 ** -softmax.room(jnp.bfloat16) * 1e-19 > float(jnp.finfo(jnp.float32).tiny)
 
 
-def test_a_deterministic_backward_adds_nothing_in_order_of_arrival():
+def test_deterministic_backward_has_no_atomic_adds():
     query = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
 
     def kernels(deterministic):
@@ -257,9 +257,8 @@ def test_a_deterministic_backward_adds_nothing_in_order_of_arrival():
         ((1, 1, 1, 512), {"kv_heads": 2}, True),
         ((1, 4, 512, 512), {}, False),
     ],
-    ids=str,
 )
-def test_the_gradient_of_a_bias_for_each_key_is_no_pass_of_its_own(shape, arguments, is_own):
+def test_key_bias_gradient_needs_no_extra_pass(shape, arguments, is_own):
     """Exceptions: a softcap, and different biases of heads that share keys."""
     kv_heads, arguments = arguments.get("kv_heads", 4), {k: x for k, x in arguments.items() if k != "kv_heads"}
     query, key = (jax.ShapeDtypeStruct((2, 512, heads, 64), jnp.bfloat16) for heads in (4, kv_heads))

@@ -10,7 +10,7 @@ from jax_kernels.pallas.attention.softmax import LN2, LOG2E, LOWEST
 FLOAT32, BFLOAT16 = float(jnp.finfo(jnp.float32).min), float(jnp.finfo(jnp.bfloat16).min)
 
 
-def test_finite_numbers_stay_finite():
+def test_finite_values_stay_finite():
     bias = jnp.asarray([FLOAT32, BFLOAT16, -1e30, -1e9, 0.5, -jnp.inf, jnp.inf])[None, None, None]
     by_key = jax.jit(ByKey.of)(bias)
     base2 = np.asarray(by_key.base2[0, 0])
@@ -22,7 +22,7 @@ def test_finite_numbers_stay_finite():
     np.testing.assert_array_equal(natural[2:], base2[2:] * np.float32(LN2))
 
 
-def test_lse_of_rows_that_have_the_lowest_keys_alone():
+def test_lse_of_rows_with_only_lowest_keys():
     bias = jnp.asarray([[FLOAT32, FLOAT32], [-1e30, 0.0]])[:, None, None]
     low = np.float32(LOWEST_OF_KEY) * np.float32(LN2)
     lse = jnp.asarray([[low, -jnp.inf, 3.0], [-1e30, -jnp.inf, 3.0]])[:, None]

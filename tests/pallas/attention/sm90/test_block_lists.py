@@ -79,7 +79,7 @@ def walked(lists, by):
 
 @pytest.mark.parametrize("by", ["query", "key"])
 @pytest.mark.parametrize("name", CASES)
-def test_lists_keep_what_the_call_keeps(name, by):
+def test_lists_cover_the_kept_pairs(name, by):
     mask, options, arrays = CASES[name]
     inputs = inputs_of(mask, arrays)
     build = lambda inputs: block_lists.lists_of(inputs, options, **SIZES, by=by)
@@ -100,7 +100,7 @@ def test_lists_keep_what_the_call_keeps(name, by):
     assert (options.is_causal, options.window, options.q_offset) == (False, None, 0)
 
 
-def test_long_sequences_take_no_array_of_all_pairs():
+def test_long_sequences_store_no_pair_array():
     """131,072 tokens have 16 Gi pairs. Only the partial blocks, of 128 x 128, have bits."""
     length = 1 << 17
     query, key = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for heads in (32, 8))
@@ -146,7 +146,7 @@ def in_order(lists):
 
 @pytest.mark.parametrize("by", ["query", "key"])
 @pytest.mark.parametrize("name", PREPARED)
-def test_prepared_lists_are_those_of_the_call(name, by):
+def test_prepared_lists_match_the_call(name, by):
     mask, options = PREPARED[name]
     prepared = prepared_of(mask, options, by)
     want = listed(inputs_of(mask, {}), options=options, by=by)
@@ -169,7 +169,7 @@ def test_prepared_lists_are_those_of_the_call(name, by):
         assert want.keys == want.indices.shape[-1] * BLOCKS[1] // block_lists.UNKNOWN
 
 
-def test_lists_are_short_where_the_mask_is_known():
+def test_known_masks_have_short_lists():
     """3 of each 8 cells are live. Under jit the lists have room for all 8, and bits for the whole diagonal."""
     cells = np.random.default_rng(1).random((16, 8)).argsort(axis=1) < 3
     mask = masks.block_sparse(cells, BLOCKS) & masks.causal()
@@ -209,7 +209,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_in_another_call_lists_are_of_the_mask(name, monkeypatch):
+def test_other_calls_rebuild_the_lists(name, monkeypatch):
     """The lists are built again, from the same inputs as without prepared lists."""
     mask = masks.sliding_window(20, 9) | masks.global_tokens(3)
     inputs, options, how = OTHERS[name](mask)
@@ -229,7 +229,7 @@ def test_in_another_call_lists_are_of_the_mask(name, monkeypatch):
 
 
 @pytest.mark.parametrize("by", ["query", "key"])
-def test_a_larger_batch_reads_them_for_each_entry(by):
+def test_larger_batch_reads_lists_per_entry(by):
     mask = masks.sliding_window(20, 9) | masks.global_tokens(3)
     one = inputs_of(mask, {})
     query, key = one.query[:1], one.key[:1]

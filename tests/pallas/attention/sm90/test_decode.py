@@ -71,7 +71,7 @@ def _compile(gpu: str, options: dict) -> list[str]:
 @pytest.mark.parametrize(
     "case", tiers.cases(COMPILED, {"h200_128", "h200_64_20_rows", "h200_256", "a100_128_pages", "a6000_64"})
 )
-def test_it_compiles(case):
+def test_compiles(case):
     gpu, options = COMPILED[case]
     _, mosaic, others = compile_case.compile_script(__file__, gpu, json.dumps(options))
     is_mosaic = options.get("implementation") != "triton"

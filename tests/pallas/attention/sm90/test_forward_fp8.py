@@ -43,7 +43,7 @@ def places(layout, shape):
     return x.reshape(-1, 128, x.shape[-1])
 
 
-def test_p_is_an_operand_where_it_stands():
+def test_p_registers_are_the_operand_layout():
     """as_operand relies on this: a thread's values belong to its own part of the operand, in KEY_ORDER."""
     from jax.experimental.mosaic.gpu import fragmented_array
 
@@ -94,19 +94,19 @@ def _compile(options: dict) -> None:
 
 # Representatives of similar rows: an odd call for 128 causal, causal calls for 64 and 256.
 COMPILED = {
-    "64": {"head_dim": 64, "is_causal": True},
-    "128": {"head_dim": 128},
-    "256": {"head_dim": 256, "is_causal": True},
+    "head_dim_64": {"head_dim": 64, "is_causal": True},
+    "head_dim_128": {"head_dim": 128},
+    "head_dim_256": {"head_dim": 256, "is_causal": True},
     "odd": {"head_dim": 72, "is_causal": True, "kv_lengths": True, "length": 777},
 }
 # Bytes that a kernel may spill outside the loop over the keys: once for each tile of queries.
-SPILLS = {"256": 8}
+SPILLS = {"head_dim_256": 8}
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
 @pytest.mark.parametrize("name", tiers.cases(COMPILED, {"odd"}))
-def test_it_compiles(name):
+def test_compiles(name):
     _, mosaic, others = compile_case.compile_script(__file__, json.dumps(COMPILED[name]))
     (kernel,) = mosaic.values()
     assert kernel["spill_stores"] + kernel["spill_loads"] <= SPILLS.get(name, 0), kernel

@@ -62,7 +62,7 @@ def mod_and_inputs(mod):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", MODS)
-def test_no_result_exceeds_it(name, is_causal):
+def test_bound_is_not_exceeded(name, is_causal):
     mod, arrays = mod_and_inputs(MODS[name])
     sizes = jnp.full((BATCH, HEADS), LARGEST)
     highest = mod.highest(sizes, LENGTH, no_later_keys=is_causal)
@@ -80,14 +80,14 @@ def test_no_result_exceeds_it(name, is_causal):
     assert (highest - most < 2).all(), "it is loose"
 
 
-def test_a_cap_needs_no_look_at_scores():
+def test_softcap_bounds_without_scores():
     mod, _ = mod_and_inputs(score_mod_cases.softcap)
     assert mod.highest(None, LENGTH, no_later_keys=False) == pytest.approx(20)
     assert mod_and_inputs(score_mod_cases.alibi)[0].highest(None, LENGTH, no_later_keys=True) is None
 
 
 @pytest.mark.parametrize("length", [1.0, 3.0, 10.0])
-def test_heads_with_small_scores_are_told_apart(length):
+def test_heads_with_small_scores_are_separated(length):
     """Scores reach length^2 / 8 for head 0, a fourth of this for head 1. The polynomial serves 0.75 of the cap."""
     query = jnp.zeros((1, 8, 2, 64), jnp.bfloat16).at[0, :, 0, 0].set(length).at[0, :, 1, 0].set(length / 4)
     key = jnp.zeros((1, 8, 1, 64), jnp.bfloat16).at[..., 0].set(length)
@@ -98,7 +98,7 @@ def test_heads_with_small_scores_are_told_apart(length):
     np.testing.assert_allclose(largest, np.minimum(scores, 3.0) * LOG2E, rtol=2e-4)
 
 
-def test_a_cap_too_large_for_the_room_still_serves_small_scores():
+def test_large_softcap_serves_small_scores():
     mod, _ = mod_and_inputs(lambda score, b, h, q, k: 50.0 * jnp.tanh(score / 50.0))
     assert mod.highest(None, LENGTH, no_later_keys=False) == pytest.approx(50)
     query = jnp.ones((BATCH, 8, HEADS, 64), jnp.bfloat16)

@@ -28,7 +28,7 @@ from jax_kernels.testing import (
     run_attention,
     tolerance_of,
 )
-from tests.support.cases import tiers
+from tests.support.cases import ids, tiers
 from tests.support.oracles import attention as attention_oracle
 
 pytestmark = pytest.mark.timeout(120)
@@ -58,8 +58,11 @@ class Case:
     batch: int = 2
 
     def __str__(self):
-        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
-        return "-".join(f"{field.name}={getattr(self, field.name)}" for field in changed).replace(" ", "") or "plain"
+        """The shapes, and the other fields that differ from their defaults."""
+        others = ("dtype", "is_causal", "q_offset", "kv_lengths", "precision")
+        changed = (f for f in dataclasses.fields(self) if f.name in others and getattr(self, f.name) != f.default)
+        texts = (f"{field.name}={getattr(self, field.name)}".replace(" ", "") for field in changed)
+        return "-".join([ids.attention_shape(self), *texts])
 
     def arrays(self):
         """query, key, value, and the cotangents of out and lse."""
@@ -218,7 +221,7 @@ QUICK_SPECIAL = {
 
 
 @pytest.mark.parametrize("case", tiers.cases([case for case in ATTENTION_CASES if is_special(case)], QUICK_SPECIAL))
-def test_windows_segments_softcap_sinks_and_biases(case):
+def test_features(case):
     arrays = attention_inputs(case)
     want = attention_oracle.attention(case, *arrays)
     bounds, got = tolerance_of(case, arrays, want), run_attention(case, arrays, "triton")
@@ -282,7 +285,7 @@ UNSEEN = {
 
 
 @pytest.mark.parametrize("limit", UNSEEN)
-def test_keys_that_no_query_sees_are_not_read(limit):
+def test_unseen_keys_are_not_read(limit):
     shown, seen, read = UNSEEN[limit]
     case = AttentionCase(limit, q_length=64, kv_length=400, **shown)
     keys = np.arange(400)
@@ -301,7 +304,7 @@ def test_keys_of_other_segments_are_not_read(monkeypatch):
         np.testing.assert_array_equal(gradient.any(axis=(0, 2, 3)), kv_ids == 1)
 
 
-def test_queries_of_other_segments_are_not_read_by_the_key_pass(monkeypatch):
+def test_key_pass_skips_queries_of_other_segments(monkeypatch):
     """All keys are in segment 1. Blocks of 64 queries below 128 and from 320 on belong to other segments."""
     queries = np.arange(400)
     q_ids = np.where(queries < 170, 0, np.where(queries < 300, 1, 2)).astype(np.int32)
@@ -317,7 +320,7 @@ def test_queries_of_other_segments_are_not_read_by_the_key_pass(monkeypatch):
         np.testing.assert_array_equal(*(np.asarray(x[name], np.float32) for x in (clean, poisoned)), err_msg=name)
 
 
-def test_the_predicate_is_for_partial_blocks_only():
+def test_only_partial_blocks_are_masked():
     step = lambda index, sums, *, partial: (sums[0] + index, sums[1]) if partial else (sums[0], sums[1] + index)
     for count, partial in ((5, 2), (5, 0), (5, 5), (0, 0)):
         blocks = block_ranges.BlockRange(jnp.int32(count), jnp.int32(partial), lambda index: index)
@@ -325,7 +328,7 @@ def test_the_predicate_is_for_partial_blocks_only():
         assert sums == (sum(range(partial)), sum(range(partial, count)))
 
 
-def test_queries_that_see_no_key_are_not_read_by_the_key_pass():
+def test_key_pass_skips_queries_without_keys():
     """With q_offset=-128 the first 128 queries see no key and contribute nothing, even if they are NaN."""
     case = Case(q_length=300, kv_length=150, dtype="bfloat16", is_causal=True, q_offset=-128)
     query, key, value, dout, dlse = case.arrays()
@@ -355,21 +358,21 @@ def _trace(case: Case):
 @pytest.mark.parametrize(
     ("precision", "wanted"), [("fp32", jax.lax.Precision.HIGHEST), ("tf32", jax.lax.Precision.DEFAULT)]
 )
-def test_float32_products_have_the_precision_asked_for(precision, wanted):
+def test_float32_matmuls_have_the_given_precision(precision, wanted):
     """The interpreter's matmuls are exact either way, so this reads the compiler's precision from the program."""
     products = [e for e in _trace(Case(precision=precision)) if e.primitive.name == "dot_general"]
     assert len(products) >= 9  # two in the forward, four and three in the backward
     assert {e.params["precision"] for e in products} == {(wanted, wanted)}
 
 
-def test_nothing_has_query_length_times_key_length_numbers():
+def test_no_array_of_all_pairs():
     case = Case(q_length=2048, kv_length=2048, heads=1, kv_heads=1, batch=1, head_dim=16, is_causal=True)
     sizes = [math.prod(v.aval.shape) for e in _trace(case) for v in e.outvars if hasattr(v.aval, "shape")]
     assert max(sizes) == 2048 * 16
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_a_bias_gradient_is_computed_only_where_it_is_asked_for(wanted):
+def test_bias_gradient_only_on_request(wanted):
     """The gradient takes only memory of its own size: the bias [1, H, 1, S] is never broadcast."""
     case = AttentionCase("", q_length=1024, kv_length=1024, heads=4, kv_heads=4, head_dim=16, bias="hs")
     query, key, value, dout, _ = attention_inputs(case)
@@ -403,7 +406,7 @@ SHAPES = [(1, 2, 70, 1), (1, 1, 1, 1), (1, 2, 70, 75), (2, 2, 1, 75)]
 @pytest.mark.parametrize(
     ("shape", "under"), tiers.some_pairs(SHAPES, UNDER, [(SHAPES[2], under) for under in list(UNDER)[:2]])
 )
-def test_the_gradient_of_a_bias_under_a_mask(shape, under):
+def test_bias_gradient_with_a_mask(shape, under):
     """The mask has an axis of keys, which the bias may lack."""
     case = AttentionCase("", batch=2, q_length=70, kv_length=75, heads=2, kv_heads=2, head_dim=16, dtype="float32")
     query, key, value, dout, dlse = attention_inputs(case)

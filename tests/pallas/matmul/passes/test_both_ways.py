@@ -52,7 +52,7 @@ def test_interpreted(shape, scaling):
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_what_is_not_finite(scaling, bad):
+def test_non_finite_values(scaling, bad):
     x = normal(130, 260).at[3, 200].set(bad)
     check(x, "e4m3", scaling, interpret=True)
     if scaling == "tensor":

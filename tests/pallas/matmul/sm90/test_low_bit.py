@@ -14,7 +14,7 @@ from jax_kernels.inputs.matmul import MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitSm90
 from jax_kernels.pallas.matmul.sm90.low_bit import LowBitTraits
 from jax_kernels.quantization.formats import LowBit
-from tests.support.cases import low_bit_blocks, tiers
+from tests.support.cases import ids, low_bit_blocks, tiers
 from tests.support.interpreters import kernels as cases_interpreter
 from tests.tools import compile_case
 
@@ -39,13 +39,13 @@ def test_interpreted(group):
         pytest.param(4, ["residual", "gated", "alone", "row", "mxfp4_one"], marks=pytest.mark.slow),
     ],
 )
-def test_splits_that_a_cluster_joins_interpreted(cores, names):
+def test_cluster_split_k_interpreted(cores, names):
     cases_interpreter.check("low_bit_block_cases", cores, False, names)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", low_bit_blocks.CASES | low_bit_blocks.GPU)
-def test_splits_that_a_cluster_joins_on_a_gpu(name):
+@pytest.mark.parametrize("name", ids.named(low_bit_blocks.CASES | low_bit_blocks.GPU))
+def test_cluster_split_k_on_a_gpu(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")
     case = (low_bit_blocks.CASES | low_bit_blocks.GPU)[name]
@@ -78,7 +78,7 @@ def traits_of(layout, n, k, activation=None, **blocks):
         (8192, 8192, jnp.sin, (4, 8, False)),  # Mosaic cannot compute sin well: a second launch has the epilogue
     ],
 )
-def test_splits_that_a_cluster_joins(n, k, activation, want):
+def test_cluster_split_k_counts(n, k, activation, want):
     traits = traits_of(LowBit(format="int4", group=128), n, k, activation, cluster_join=True)
     assert (traits.splits, traits.steps_of_split, traits.joins) == want
     assert traits.splits * traits.steps_of_split >= traits.k_steps
@@ -94,7 +94,7 @@ def test_splits_that_a_cluster_joins(n, k, activation, want):
         ("mxfp4", 32, 65536, 512, (4, 1, 2)),
     ],
 )
-def test_splits(format, group, n, k, want):
+def test_split_k_counts(format, group, n, k, want):
     """(compute warpgroups, CTAs of a tile, steps of each CTA)."""
     traits = traits_of(LowBit(format=format, group=group), n, k)
     assert (traits.compute_wgs, traits.splits, traits.steps_of_split) == want

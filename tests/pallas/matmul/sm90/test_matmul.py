@@ -22,8 +22,8 @@ from jax_kernels.pallas.matmul.sm90.matmul import matmul as matmul_sm90
 from jax_kernels.pallas.matmul.sm90.state import Traits
 from jax_kernels.pallas.mosaic import elementwise
 from tests.support.cases import fp8_gated as fp8_gated_cases
+from tests.support.cases import ids, tiers
 from tests.support.cases import matmul_blocks as matmul_block_cases
-from tests.support.cases import tiers
 from tests.support.interpreters import kernels as cases_interpreter
 from tests.tools import compile_case
 
@@ -59,12 +59,12 @@ def test_mlp_interpreted(cores, names):
         pytest.param(3, ["edges", "block"], marks=pytest.mark.slow),
     ],
 )
-def test_8_bits_interpreted(cores, names):
+def test_fp8_interpreted(cores, names):
     cases_interpreter.check("jax_kernels.testing.fp8_matmul", cores, cores == 1, names)
 
 
 @pytest.mark.timeout(240)
-def test_gated_units_of_8_bits_interpreted():
+def test_fp8_gated_interpreted():
     """Gate and up have different scales."""
     cases_interpreter.check("fp8_gated_cases", 1, True, list(fp8_gated_cases.CASES))
 
@@ -88,7 +88,7 @@ def test_other_blocks_interpreted(cores, names):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", matmul_block_cases.CASES | matmul_block_cases.GPU)
+@pytest.mark.parametrize("name", ids.named(matmul_block_cases.CASES | matmul_block_cases.GPU))
 def test_other_blocks_on_a_gpu(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")
@@ -115,7 +115,7 @@ def test_bad_blocks():
 
 @pytest.mark.parametrize(("m", "n", "rows_together"), [(900, 640, 3), (128, 64, 8), (1024, 512, 4), (1000, 256, 5)])
 @pytest.mark.parametrize("cluster", [1, 2])
-def test_every_work_tile_is_done_once(m, n, rows_together, cluster):
+def test_every_work_tile_runs_once(m, n, rows_together, cluster):
     """Includes the last band, which has fewer rows of tiles if rows_together does not divide them.
 
     The CTAs of a cluster may have tiles below the last row.
@@ -133,7 +133,7 @@ def test_every_work_tile_is_done_once(m, n, rows_together, cluster):
     assert set(found) == want
 
 
-def test_a_row_serves_products_that_fill_its_rounds():
+def test_row_serves_matmuls_that_fill_its_waves():
     """On 132 SMs, 8192 x 8192 takes 20.85 rounds of 128 x 192, and 16384 x 4096 takes 21.3."""
     shape = {"rows": 8192, "columns": 8192, "inner": 8192, "bits": 16, "core_count": 132}
     call = MatmulCall(**shape, is_gated=False, is_aligned=True, derives=False, has_long_epilogue=False)
@@ -156,7 +156,7 @@ def test_a_row_serves_products_that_fill_its_rounds():
     ("options", "block_n"),
     [({}, 256), ({"bias": True}, 256), ({"activation": "gelu"}, 192), ({"out_dtype": "float32"}, 192)],
 )
-def test_an_activation_or_more_bits_is_a_long_epilogue(options, block_n):
+def test_long_epilogues(options, block_n):
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     given = options | ({"bias": array(4096)} if "bias" in options else {})
     with on_device("h200"):
@@ -165,7 +165,7 @@ def test_an_activation_or_more_bits_is_a_long_epilogue(options, block_n):
 
 
 @pytest.mark.parametrize("name", ["gelu_tanh", "sigmoid", "silu"])
-def test_short_activations(name, monkeypatch):
+def test_short_epilogues(name, monkeypatch):
     """They equal the long functions up to float32's rounding. Other functions have no short form."""
     monkeypatch.setattr(elementwise.registers.interpreter, "INTERPRETED", True)
     x = jnp.linspace(-100, 100, 8001)

@@ -78,7 +78,7 @@ def test_assembly(format, group, dtype):
         (16, 65536, 8192, 2, (1, 32)),
     ],
 )
-def test_splits(m, n, k, programs, want):
+def test_split_k_counts(m, n, k, programs, want):
     layout = LowBit(format="int4", group=128)
     x, w = jax.ShapeDtypeStruct((m, k), jnp.bfloat16), jax.ShapeDtypeStruct((n, layout.bytes_of(k)), jnp.uint8)
     config = MatmulLowBitTriton(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=4, programs=programs)

@@ -17,14 +17,14 @@ from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.matmul.triton.state import Traits
 from jax_kernels.testing import matmul as matmul_cases
-from tests.support.cases import tiers
+from tests.support.cases import ids, tiers
 from tests.tools import compile_case
 
 BLOCKS = MatmulTriton(block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=2, rows_together=3)
 
 
 @pytest.mark.parametrize(("m", "n"), [(900, 160), (64, 31), (1, 1), (500, 100)])
-def test_every_work_tile_is_done_once(m, n):
+def test_every_work_tile_runs_once(m, n):
     inputs = MatmulInputs(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, 64), (64, n))))
     traits = Traits.of(inputs, MatmulOptions(out_dtype="bfloat16"), BLOCKS, 132)
     tile = jax.vmap(lambda i: (traits.tile(i).rows.start, traits.tile(i).columns.start))
@@ -45,7 +45,7 @@ def test_every_work_tile_is_done_once(m, n):
         (64, 64, 4096, None, (1, 64)),
     ],
 )
-def test_splits(m, n, k, split_steps, want):
+def test_split_k_counts(m, n, k, split_steps, want):
     inputs = MatmulInputs(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n))))
     config = dataclasses.replace(BLOCKS, split_steps=split_steps)
     traits = Traits.of(inputs, MatmulOptions(out_dtype="bfloat16"), config, 132)
@@ -58,8 +58,8 @@ SPLIT = {
 }
 
 
-@pytest.mark.parametrize("name", SPLIT)
-def test_split_against_float64(name, monkeypatch):
+@pytest.mark.parametrize("name", ids.named(SPLIT))
+def test_split_k_matches_float64(name, monkeypatch):
     """Several programs work on one tile. The gradients of w have equally few rows, and short sums."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     with on_device(dataclasses.replace(device_info("a100"), core_count=8)):

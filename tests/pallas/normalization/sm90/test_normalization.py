@@ -20,7 +20,7 @@ from jax_kernels.ops.normalization.normalization import _by_joined_rows
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.normalization.sm90.traits import Traits, row_warps_of
 from jax_kernels.reference import normalization as reference
-from tests.support.cases import norm_blocks
+from tests.support.cases import ids, norm_blocks
 from tests.support.cases.tiers import cases
 from tests.support.interpreters import kernels as cases_interpreter
 from tests.tools import compile_case
@@ -48,13 +48,13 @@ def test_interpreted(group):
         pytest.param(8, ["two", "rms_two", "long", "rms_long", "not_shared"], marks=pytest.mark.slow),
     ],
 )
-def test_rows_that_ctas_share_interpreted(cores, names):
+def test_rows_shared_by_ctas_interpreted(cores, names):
     cases_interpreter.check("norm_block_cases", cores, False, names)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", norm_blocks.CASES)
-def test_rows_that_ctas_share_on_a_gpu(name):
+@pytest.mark.parametrize("name", ids.named(norm_blocks.CASES))
+def test_rows_shared_by_ctas_on_a_gpu(name):
     if jax.devices()[0].compute_capability != "9.0":
         pytest.skip("needs Hopper")
     for what, (error, bound) in norm_blocks.errors_by(norm_blocks.CASES[name], "mosaic_gpu").items():
@@ -84,14 +84,14 @@ ROW_WARPS += [(100, 4, None), (2176, 4, None), (16896, 16, None), (32768, 16, No
 
 
 @pytest.mark.parametrize(("columns", "most", "want"), ROW_WARPS)
-def test_warps_that_share_a_row(columns, most, want):
+def test_warps_per_row(columns, most, want):
     assert row_warps_of(columns, most) == want
 
 
 @pytest.mark.parametrize(
     ("rows", "turns", "ctas"), [(32768, 4, 8192), (1000, 1, 1000), (3 * 132 * 4, 3, 528), (1, 1, 1)]
 )
-def test_every_block_has_a_turn(rows, turns, ctas):
+def test_every_block_runs(rows, turns, ctas):
     """A CTA takes several blocks; only one if there are too few blocks for all SMs."""
     x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
     config = NormSm90(row_warps=4, warpgroups=1, stages=4, turns=4)
