@@ -53,12 +53,20 @@ def test_the_reference_has_every_public_name(module):
     assert not names - documented
 
 
-def test_the_architecture_has_every_op():
+def rows_of_ops() -> list[tuple[str, list[str]]]:
+    """(op, the other cells) of the architecture's tables from an op to its files."""
+    tables = ARCHITECTURE.read_text().partition("## From an op to its files")[2]
+    rows = [
+        [cell.strip(" `") for cell in row.strip("|").split("|")]
+        for row in re.findall(r"^\| `.*$", tables, re.MULTILINE)
+    ]
+    return [(op, cells) for op, *cells in rows]
+
+
+def test_the_architecture_has_every_op_in_both_tables():
     from jax_kernels.cli.ops import OPS
 
-    rows = re.findall(r"^\| `(\w+)` \| `jax_kernels/ops/", ARCHITECTURE.read_text(), re.MULTILINE)
-    assert set(rows) == set(OPS)
-    assert len(rows) == len(OPS)
+    assert sorted(op for op, _ in rows_of_ops()) == sorted([*OPS, *OPS])
 
 
 def test_the_architecture_names_files_and_folders_that_exist():
@@ -68,13 +76,16 @@ def test_the_architecture_names_files_and_folders_that_exist():
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
-def test_the_architecture_leads_from_an_op_to_files_that_have_it():
-    for row in re.findall(r"^\| `\w+` \| `jax_kernels/ops/.*$", ARCHITECTURE.read_text(), re.MULTILINE):
-        op, file, _, _, _, tests, bridge, page = (cell.strip(" `") for cell in row.strip("|").split("|"))
+@pytest.mark.parametrize(("op", "cells"), rows_of_ops())
+def test_the_architecture_leads_from_an_op_to_files_that_have_it(op, cells):
+    if len(cells) == 4:
+        page, file, *_ = cells
         assert f"def {op}(" in (ROOT / file).read_text()
-        assert f"def {op}(" in (ROOT / bridge).read_text()
-        assert op in (ROOT / tests).read_text()
         assert op in (ARCHITECTURE.parent / re.search(r"\((.*)\)", page)[1]).read_text()
+    else:
+        _, tests, bridge = cells
+        assert op in (ROOT / tests).read_text()
+        assert f"def {op}(" in (ROOT / bridge).read_text()
 
 
 @pytest.mark.parametrize(
@@ -96,6 +107,20 @@ def test_fields_become_a_list(hook):
     assert hook("docstring_code")._with_lists(text, ["a", "b", "c"]) == (
         "A class.\n\n- `a`: the first.\n- `b, c`: two others: see a."
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("1. One:\n\n   ```\n   code\n   ```\n\n2. Two", "1. One:\n\n    ```\n    code\n    ```\n\n2. Two\n"),
+        ("- One\n  more\n\nEnd", "- One\n    more\n\nEnd\n"),
+        ("```\n1. One\n   more\n```", "```\n1. One\n   more\n```\n"),
+        ("| `a \\| b` | c \\| d |", "| `a | b` | c \\| d |\n"),
+        ("`a \\| b`", "`a \\| b`\n"),
+    ],
+)
+def test_pages_for_github_become_pages_for_the_site(hook, text, want):
+    assert hook("github_markdown").on_page_markdown(text, page=None, config=None, files=None) == want
 
 
 @pytest.mark.parametrize(
