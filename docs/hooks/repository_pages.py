@@ -43,7 +43,7 @@ SOURCES = {
         "CONTRIBUTING.md",
         (
             "Build and test",
-            "Where things are",
+            "Folders",
             "Compile one case without a GPU",
             "Show that a refactoring kept every kernel",
             "Compare two versions on a GPU",
