@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "benchmarks/results"
-FIGURES = "How to read a figure"
+FIGURES = "## How to read a figure".removeprefix("## ")
 
 
 @dataclasses.dataclass(frozen=True)
