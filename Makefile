@@ -17,7 +17,7 @@ else
 CUDA := ,cuda
 endif
 
-.PHONY: demo test test-all test-gpu test-sanitizer lint newest clean
+.PHONY: demo docs test test-all test-gpu test-sanitizer lint newest clean
 
 demo: .venv/.demo
 	$(BIN)/jax-kernels demo $(ARGS)
@@ -30,12 +30,12 @@ SECOND := tests/masks tests/models tests/ops
 HOUSE := tests/test_house.py
 THIRD := tests $(foreach path,$(FIRST) $(SECOND) $(HOUSE),--ignore=$(path))
 
-test: .venv/.dev lint
+test: .venv/.dev lint docs
 	$(PYTEST) -m "not slow" $(ARGS) $(FIRST)
 	$(PYTEST) -m "not slow" $(ARGS) $(SECOND)
 	$(PYTEST) -m "not slow" $(ARGS) $(THIRD)
 
-test-all: .venv/.dev lint
+test-all: .venv/.dev lint docs
 	$(PYTEST) $(ARGS) $(FIRST)
 	$(PYTEST) $(ARGS) $(SECOND)
 	$(PYTEST) $(ARGS) $(THIRD)
@@ -55,6 +55,10 @@ lint: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q $(HOUSE)
+
+# The site, in site/. A dead link, a missing name or a page outside of the navigation fails.
+docs: .venv/.dev
+	PYTHONPATH=. JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Import and numerics on the newest jax, in an environment of its own.
 newest: .venv-newest/.ready
@@ -79,4 +83,4 @@ newest: .venv-newest/.ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-newest build dist *.egg-info
+	rm -rf .venv .venv-newest build dist site *.egg-info

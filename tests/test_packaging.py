@@ -26,7 +26,7 @@ def run(*command, **kwargs):
 def built(tmp_path_factory) -> Path:
     """A folder with the wheel and the sdist, built from a copy of the checkout. The wheel is built from the sdist."""
     copy = tmp_path_factory.mktemp("checkout") / "checkout"
-    ignore = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "runs")
+    ignore = shutil.ignore_patterns(".*", "*.egg-info", "__pycache__", "build", "dist", "runs", "site")
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignore)
     run("-m", "build", "--no-isolation", copy)
     return copy / "dist"

@@ -87,9 +87,11 @@ class MultiheadDilatedAttention(torch.nn.Module):
         that package; with layout="partition", "all" and "lse", the only values it takes.
 
     Attributes:
-      attention_backend: the implementation that runs with the parameters' current device and dtype. gpu_info: the
-      DeviceInfo of this device. device, dtype: of the parameters. backend_times: the milliseconds of each timed
-      implementation; empty without benchmark_backends. On the meta device attention_backend and gpu_info are None.
+      attention_backend: the implementation that runs with the parameters' current device and dtype; None on the meta
+        device.
+      gpu_info: the DeviceInfo of this device; None on the meta device.
+      device, dtype: of the parameters.
+      backend_times: the milliseconds of each timed implementation; empty without benchmark_backends.
 
     Raises:
       TypeError, ValueError: an argument is out of range. The text names it.

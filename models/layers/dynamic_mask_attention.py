@@ -34,7 +34,7 @@ class DynamicMaskAttention(MultiHeadAttention):
       keys_to_keep: the largest number of keys that a query attends to, among the keys that is_causal and the masks
         allow. Among keys with equal bias the first keys are kept.
       rngs: also draws A, normal with a standard deviation of 0.02. If A were 0, all keys would have the same bias.
-      The other arguments are as in MultiHeadAttention. A mask has num_kv_heads heads, or one head.
+      Other arguments: as in MultiHeadAttention. A mask has num_kv_heads heads, or one head.
 
     Raises:
       ValueError, TypeError: an argument is wrong; the error names it.

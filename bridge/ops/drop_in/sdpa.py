@@ -66,7 +66,8 @@ def scaled_dot_product_attention(
         requires a gradient.
       ValueError: both attn_mask and is_causal are given, shapes do not fit together, or a tensor is nested while query,
         key or value is dense or there is an attn_mask.
-      It also raises the errors of flash_attention. A second derivative raises.
+
+    It also raises the errors of flash_attention. A second derivative raises.
     """
     if not _check_tensors(query, key, value, attn_mask):
         return _without_shapes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)

@@ -55,7 +55,7 @@ def sequence_parallel_dilated_attention(
         [B, T, Hkv, Dv]; in query's dtype and on its device. segment_ids: int32 [B, T].
       group: the torch.distributed process group; None is all ranks.
       deterministic: None follows torch.use_deterministic_algorithms; if this is off, XLA's flag decides.
-      The other arguments are as in jax_kernels.sequence_parallel_dilated_attention.
+      Other arguments: as in jax_kernels.sequence_parallel_dilated_attention.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].

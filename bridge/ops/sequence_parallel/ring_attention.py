@@ -63,7 +63,7 @@ def ring_attention(
         order: bridge.shard_sequence(bias, axis=2), where bias is the whole sequence's.
       group: the torch.distributed process group whose ranks, in order, shard the sequence; None is all ranks.
       deterministic: None follows torch.use_deterministic_algorithms; if this is off, XLA's flag decides.
-      The other arguments are as in jax_kernels.ring_attention.
+      Other arguments: as in jax_kernels.ring_attention.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T]. Both are differentiable.

@@ -1,0 +1,213 @@
+"""The documentation site: its pages have the library's names, and its hooks write the right text.
+
+`make docs` builds the site, and fails for a dead link or a missing name.
+"""
+
+import importlib
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mkdocs")
+pytest.importorskip("mkdocstrings")
+pytest.importorskip("torch")
+pytest.importorskip("flax")
+
+ROOT = Path(__file__).parents[1]
+HOOKS = ROOT / "docs" / "hooks"
+ARCHITECTURE = ROOT / "docs" / "develop" / "architecture.md"
+MODULES = ("jax_kernels", "jax_kernels.masks", "jax_kernels.models", "jax_kernels.bridge", "jax_kernels.bridge.nn")
+# For the command line.
+INTERNAL = {"jax_kernels.bridge.nn.has_gpu", "jax_kernels.bridge.nn.logits_and_input_gradients"}
+
+
+@pytest.fixture
+def hook(monkeypatch):
+    """Imports a file of docs/hooks."""
+    monkeypatch.syspath_prepend(str(HOOKS))
+    return importlib.import_module
+
+
+def public_names(module: str) -> set[str]:
+    """The names that a module imports as `X as X`, or has in __all__, without its submodules."""
+    imported = importlib.import_module(module)
+    listed = getattr(imported, "__all__", None)
+    names = listed or re.findall(
+        r"\bimport \w+ as (\w+)|^    (\w+) as \w+,$", Path(imported.__file__).read_text(), re.M
+    )
+    names = [name if isinstance(name, str) else name[0] or name[1] for name in names]
+    is_public = lambda name: not name.startswith("_") and not isinstance(getattr(imported, name), types.ModuleType)
+    return {f"{module}.{name}" for name in names if is_public(name)} - INTERNAL
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_reference_has_every_public_name(module):
+    text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    documented = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    names = public_names(module)
+    assert len(names) >= 15
+    assert not names - documented
+
+
+def rows_of_ops() -> list[tuple[str, list[str]]]:
+    """(op, the other cells) of the architecture's tables from an op to its files."""
+    tables = ARCHITECTURE.read_text().partition("## From an op to its files")[2]
+    rows = [
+        [cell.strip(" `") for cell in row.strip("|").split("|")]
+        for row in re.findall(r"^\| `.*$", tables, re.MULTILINE)
+    ]
+    return [(op, cells) for op, *cells in rows]
+
+
+def test_the_architecture_has_every_op_in_both_tables():
+    from jax_kernels.cli.ops import OPS
+
+    assert sorted(op for op, _ in rows_of_ops()) == sorted([*OPS, *OPS])
+
+
+def test_the_architecture_names_files_and_folders_that_exist():
+    text = ARCHITECTURE.read_text()
+    paths = set(re.findall(r"(?:jax_kernels|pallas|bridge|models|tests)/[\w/]*(?:\.\w+)?", text))
+    assert len(paths) > 40
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize(("op", "cells"), rows_of_ops())
+def test_the_architecture_leads_from_an_op_to_files_that_have_it(op, cells):
+    if len(cells) == 4:
+        page, file, *_ = cells
+        assert f"def {op}(" in (ROOT / file).read_text()
+        assert op in (ARCHITECTURE.parent / re.search(r"\((.*)\)", page)[1]).read_text()
+    else:
+        _, tests, bridge = cells
+        assert op in (ROOT / tests).read_text()
+        assert f"def {op}(" in (ROOT / bridge).read_text()
+
+
+@pytest.mark.parametrize(
+    ("docstring", "want"),
+    [
+        ("Code::\n\n    a = b[0] * c\n\nMore.", "Code:\n\n```python\na = b[0] * c\n```\n\nMore."),
+        ("[B, T] of 2**3 < 9, `x[0]`.", "\\[B, T] of 2\\*\\*3 &lt; 9, `x[0]`."),
+        ("Args:\n  a, b,\n    c: as in x.\n  *rest: more.", "Args:\n  a, b, c: as in x.\n  *rest: more."),
+        ("Returns:\n  out: x.\n\nRaises:\n  TypeError: y.", "Returns:\n  out&#58; x.\n\nRaises:\n  TypeError: y."),
+        ("An end::", "An end::"),
+    ],
+)
+def test_docstrings_become_markdown(hook, docstring, want):
+    assert hook("docstring_code").as_markdown(docstring) == want
+
+
+def test_fields_become_a_list(hook):
+    text = "A class.\n\na: the first. b, c: two\nothers: see a."
+    assert hook("docstring_code")._with_lists(text, ["a", "b", "c"]) == (
+        "A class.\n\n- `a`: the first.\n- `b, c`: two others: see a."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("1. One:\n\n   ```\n   code\n   ```\n\n2. Two", "1. One:\n\n    ```\n    code\n    ```\n\n2. Two\n"),
+        ("- One\n  more\n\nEnd", "- One\n    more\n\nEnd\n"),
+        ("```\n1. One\n   more\n```", "```\n1. One\n   more\n```\n"),
+        ("| `a \\| b` | c \\| d |", "| `a | b` | c \\| d |\n"),
+        ("`a \\| b`", "`a \\| b`\n"),
+    ],
+)
+def test_pages_for_github_become_pages_for_the_site(hook, text, want):
+    assert hook("github_markdown").on_page_markdown(text, page=None, config=None, files=None) == want
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "want"),
+    [
+        ("index.md", "docs/masks.md#how-to-make-one", "masks.md#how-to-make-one"),
+        ("masks.md", "../benchmarks/notes/masks.md", "performance/notes/masks.md"),
+        ("performance/notes/masks.md", "../results/sparse-h200.json", "../../benchmarks/results/sparse-h200.json"),
+        ("performance/notes/index.md", "../../CONTRIBUTING.md#glossary", "../../develop/glossary.md#glossary"),
+        ("develop/architecture.md", "../../bridge/README.md", "bridge.md"),
+        ("masks.md", "https://arxiv.org/abs/2307.08691", "https://arxiv.org/abs/2307.08691"),
+    ],
+)
+def test_links_of_the_repository_become_links_of_the_site(hook, page, link, want):
+    pages = hook("repository_pages")
+    file = types.SimpleNamespace(file=types.SimpleNamespace(src_uri=page))
+    text = f"[text]({link}) `code`\n\n```\n[text]({link})\n```\n"
+    assert pages.on_page_markdown(text, file, None, None) == f"[text]({want}) `code`\n\n```\n[text]({link})\n```\n"
+
+
+def test_a_page_of_sections_has_their_text(hook):
+    pages = hook("repository_pages")
+    text = pages._text(pages.SOURCES["develop/add_a_mask.md"])
+    assert text.startswith("# Add a mask\n")
+    assert "jax_kernels/masks/presets.py" in text
+    assert "## Add a kernel" not in text
+
+
+def test_a_section_without_a_page_raises(hook, monkeypatch):
+    pages = hook("repository_pages")
+    without = {uri: source for uri, source in pages.SOURCES.items() if uri != "develop/glossary.md"}
+    monkeypatch.setattr(pages, "SOURCES", without)
+    with pytest.raises(pages.PluginError, match=r"no page of the site has \['Glossary'\]"):
+        pages._check_sections()
+    source = pages.Source("CONTRIBUTING.md", ("No such section",))
+    monkeypatch.setattr(pages, "SOURCES", {"x.md": source})
+    with pytest.raises(pages.PluginError, match=r"x.md: CONTRIBUTING.md has no section \['No such section'\]"):
+        pages._check_sections()
+
+
+def test_the_support_matrix_has_the_plans_of_the_library(hook):
+    import jax.numpy as jnp
+
+    from jax_kernels import explain, layer_norm
+    from jax_kernels.cli.ops import spec
+    from jax_kernels.dispatch import on_device
+
+    matrix = hook("support_matrix")
+    columns = {column.title: column for column in matrix._columns()}
+    cases = {case.label: case for case in matrix._cases_of("layer_norm", matrix.OPS["layer_norm"])}
+    for title in ("Hopper 9.0", "Ampere 8.0", "Turing 7.5", "no GPU"):
+        answer = lambda name, column=columns[title]: matrix._answer(cases["bfloat16"], name, column)
+        defaults = [name for name in ("mosaic_gpu", "triton", "xla") if answer(name) == "default"]
+        with on_device(columns[title].info):
+            plan = explain(layer_norm, spec((1024, 4096), jnp.bfloat16))
+        assert defaults == [plan.implementation]
+    assert matrix._answer(cases["float32"], "mosaic_gpu", columns["Ampere 8.0"]).startswith("it needs Hopper")
+    assert matrix._directions(cases["bfloat16"], "xla", columns["no GPU"]) == "forward, backward"
+    (decode, *_) = matrix._cases_of("decode_attention", matrix.OPS["decode_attention"])
+    assert matrix._directions(decode, "xla", columns["no GPU"]) == "forward"
+
+
+def test_the_page_of_the_command_line_has_every_command(hook):
+    text = hook("command_pages").page()
+    for command in ("info", "check", "train", "demo", "explain matmul"):
+        assert f"# `jax-kernels {command}`" in text
+        assert f"Usage: jax-kernels {command} [OPTIONS]" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text", ["[x](missing.md)", "[x](#missing)", "::: jax_kernels.no_such_name", "![x](missing.png)"]
+)
+def test_a_strict_build_fails(tmp_path, text):
+    config = (ROOT / "mkdocs.yml").read_text()
+    config = re.sub(r"^hooks:\n(?:  .*\n)+", "", config, flags=re.MULTILINE)
+    config = re.sub(r"^nav:\n(?:  .*\n)+", "nav: [index.md]\n", config, flags=re.MULTILINE)
+    config = config.replace("docs_dir: docs", "docs_dir: pages").replace("paths: [.]", f"paths: [{ROOT}]")
+    config = config.replace("docs/hooks/docstring_code.py", str(HOOKS / "docstring_code.py"))
+    config = config.replace("extra_css: [site.css]\n", "")
+    (tmp_path / "mkdocs.yml").write_text(config)
+    (tmp_path / "pages").mkdir()
+    build = lambda: subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    (tmp_path / "pages" / "index.md").write_text("# Home\n\n[x](#home)\n")
+    done = build()
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "pages" / "index.md").write_text(f"# Home\n\n{text}\n")
+    assert build().returncode == 1
