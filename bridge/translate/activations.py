@@ -5,7 +5,7 @@ torch.compile can make a constant of a name, and programs are cached by it.
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -15,10 +15,11 @@ import torch
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.keyed_cache import unique_name
 from jax_kernels.bridge.translate import function_identity, score_mods, torch_to_jnp
+from jax_kernels.bridge.translate.score_mods import Function
 
 __all__ = ["is_kept", "name_of", "with_functions"]
 
-_OWN: dict[Any, str] = {
+_OWN: dict[Function, str] = {
     **dict.fromkeys((torch.relu, torch.nn.functional.relu), "relu"),
     **dict.fromkeys((torch.tanh, torch.nn.functional.tanh), "tanh"),
     **dict.fromkeys((torch.sigmoid, torch.nn.functional.sigmoid), "sigmoid"),
@@ -26,13 +27,13 @@ _OWN: dict[Any, str] = {
     torch.nn.functional.silu: "silu",
 }
 _MOST = 4096
-_FUNCTIONS: dict[str, Callable[..., Any]] = {}
-_NAMES: dict[Any, str] = {}  # by function
+_FUNCTIONS: dict[str, Function] = {}
+_NAMES: dict[Hashable, str] = {}  # by function
 _WANT = "want a name, or an elementwise function of one tensor, or of one jax.Array"
 
 
 @torch.compiler.assume_constant_result
-def name_of(activation: Any) -> str | None:
+def name_of(activation: str | Function | None) -> str | None:
     """The name by which `with_functions` finds the activation. Names and None are returned unchanged.
 
     PyTorch functions such as torch.relu get this library's names. Twins (see `twins`) have the same name. So do
@@ -65,7 +66,7 @@ def name_of(activation: Any) -> str | None:
     return name
 
 
-def _key(function: Any) -> Any:
+def _key(function: Any) -> Hashable:
     """A key that is equal for partials, or PyTorch modules, that compute the same; else the function itself."""
     if isinstance(function, functools.partial):
         given = *function.args, *function.keywords.values()
@@ -76,12 +77,12 @@ def _key(function: Any) -> Any:
     return function
 
 
-def is_kept(activation: Any) -> bool:
+def is_kept(activation: str | Function | None) -> bool:
     """Whether a call with this activation may be cached: False for a function that is made anew for each call."""
     return not isinstance(activation, types.FunctionType) or torch.compiler.is_compiling() or _is_first(activation)
 
 
-def _is_first(function: Any) -> bool:
+def _is_first(function: types.FunctionType) -> bool:
     return _FUNCTIONS.get(_NAMES.get(_key(function_identity.canonical_function(function)), "")) is function
 
 
@@ -102,7 +103,7 @@ def _in_jnp(activation: str | None, **others: Any) -> dict[str, Any]:
     return others | {"activation": activation if function is None else _traceable(function)}
 
 
-def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
+def _traceable(function: Function) -> Function:
     """The function in jnp. Raises TypeError, naming the function, if its torch operations have no form in jnp."""
     x = jax.ShapeDtypeStruct((), jnp.float32)
     try:
@@ -120,5 +121,5 @@ def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     return of_arrays
 
 
-def _text(function: Any) -> str:
+def _text(function: Function) -> str:
     return getattr(function, "__qualname__", repr(function))

@@ -10,16 +10,17 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 
 from jax_kernels.bridge.translate import function_identity
 
-__all__ = ["Path", "Standin", "copied", "reached", "root_of", "text_of"]
+__all__ = ["Path", "Root", "Standin", "copied", "reached", "root_of", "text_of"]
 
 type Path = tuple[tuple[str, Any], ...]
+type Root = types.FunctionType | types.MethodType | functools.partial | Callable[..., torch.Tensor]
 type Replace = Callable[[Any, Path], Any]
 
 _LIBRARIES = ("torch", "jax", "jaxlib", "numpy")
@@ -71,7 +72,7 @@ def text_of(function: Any, path: Path) -> str:
     return text
 
 
-def root_of(function: Any) -> Any:
+def root_of(function: Any) -> Root | None:
     """The function, partial or method that a call of `function` runs; None if it is not Python code."""
     if isinstance(function, types.FunctionType | types.MethodType | functools.partial):
         return function
@@ -114,7 +115,7 @@ class Standin:
         """A Standin of the same object with other attributes."""
         return Standin(self._reference(), read)
 
-    def twins_key(self, known: Callable[[Any], Any]) -> Any:
+    def twins_key(self, known: Callable[[Any], Hashable]) -> Hashable:
         """A key that is equal for objects if the attributes that the function reads are equal."""
         if self._is_looked_at or not self.is_whole:  # it reads itself or a property
             raise function_identity.UncomparableFunctionError
@@ -168,7 +169,7 @@ class _Copier:
             return self._object(x, path, names)
         return self.replace(x, path)
 
-    def _function(self, function: types.FunctionType, path: Path) -> Any:
+    def _function(self, function: types.FunctionType, path: Path) -> types.FunctionType:
         home = (function.__module__ or "").split(".")[0]
         if home in _LIBRARIES and (home != "torch" or not function.__closure__):
             return function
@@ -202,7 +203,7 @@ class _Copier:
         self.found[id(function)] = copy
         return copy
 
-    def _method(self, method: types.MethodType, path: Path, names: tuple[str, ...]) -> Any:
+    def _method(self, method: types.MethodType, path: Path, names: tuple[str, ...]) -> types.MethodType:
         function = method.__func__
         if not isinstance(function, types.FunctionType) or isinstance(method.__self__, type):
             return method
@@ -211,7 +212,7 @@ class _Copier:
         )
         return types.MethodType(self.of(function, (*path, ("attribute", "__func__")), names), owner)
 
-    def _partial(self, partial: Any, path: Path, names: tuple[str, ...]) -> Any:
+    def _partial(self, partial: functools.partial, path: Path, names: tuple[str, ...]) -> functools.partial:
         keywords = {key: self.of(x, (*path, ("keyword", key)), names) for key, x in partial.keywords.items()}
         args = [self.of(x, (*path, ("argument", i)), names) for i, x in enumerate(partial.args)]
         return functools.partial(self.of(partial.func, (*path, ("attribute", "func")), names), *args, **keywords)

@@ -74,7 +74,7 @@ def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
 
     The call is not cached if its score_mod reads tensors or is created anew for each call.
     """
-    score_mod = arguments.get("score_mod")
+    score_mod: Any = arguments.get("score_mod")
     root = captures.root_of(score_mod)
     if root is None:
         return _Apart(seen, arguments)
