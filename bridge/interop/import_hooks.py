@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["when_imported"]
 
 
-def when_imported(module: str, call: Callable[[], Any]) -> None:
+def when_imported(module: str, call: Callable[[], None]) -> None:
     """Runs call() once `module` has been imported: now if it has been, otherwise at the end of its import."""
     found = sys.modules.get(module)
     if found is not None and not getattr(found.__spec__, "_initializing", False):
@@ -23,7 +23,7 @@ def when_imported(module: str, call: Callable[[], Any]) -> None:
 class _Finder(MetaPathFinder):
     """Finds one module as the other finders do, with a loader that runs a call after the module."""
 
-    def __init__(self, module: str, call: Callable[[], Any]) -> None:
+    def __init__(self, module: str, call: Callable[[], None]) -> None:
         self._module = module
         self._call = call
 
@@ -42,7 +42,7 @@ class _Finder(MetaPathFinder):
 class _Loader(Loader):
     """Loads a module by its own loader, then runs a call."""
 
-    def __init__(self, loader: Loader, call: Callable[[], Any]) -> None:
+    def __init__(self, loader: Loader, call: Callable[[], None]) -> None:
         self._loader = loader
         self._call = call
 
