@@ -15,11 +15,12 @@ import torch
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.keyed_cache import unique_name
 from jax_kernels.bridge.translate import function_identity, score_mods, torch_to_jnp
-from jax_kernels.bridge.translate.score_mods import Function
 
-__all__ = ["is_kept", "name_of", "with_functions"]
+__all__ = ["Activation", "is_kept", "name_of", "with_functions"]
 
-_OWN: dict[Function, str] = {
+type Activation = Callable[[torch.Tensor], torch.Tensor] | Callable[[jax.Array], jax.Array]
+
+_OWN: dict[Activation, str] = {
     **dict.fromkeys((torch.relu, torch.nn.functional.relu), "relu"),
     **dict.fromkeys((torch.tanh, torch.nn.functional.tanh), "tanh"),
     **dict.fromkeys((torch.sigmoid, torch.nn.functional.sigmoid), "sigmoid"),
@@ -27,13 +28,13 @@ _OWN: dict[Function, str] = {
     torch.nn.functional.silu: "silu",
 }
 _MOST = 4096
-_FUNCTIONS: dict[str, Function] = {}
+_FUNCTIONS: dict[str, Activation] = {}
 _NAMES: dict[Hashable, str] = {}  # by function
 _WANT = "want a name, or an elementwise function of one tensor, or of one jax.Array"
 
 
 @torch.compiler.assume_constant_result
-def name_of(activation: str | Function | None) -> str | None:
+def name_of(activation: str | Activation | None) -> str | None:
     """The name by which `with_functions` finds the activation. Names and None are returned unchanged.
 
     PyTorch functions such as torch.relu get this library's names. Twins (see `twins`) have the same name. So do
@@ -77,7 +78,7 @@ def _key(function: Any) -> Hashable:
     return function
 
 
-def is_kept(activation: str | Function | None) -> bool:
+def is_kept(activation: str | Activation | None) -> bool:
     """Whether a call with this activation may be cached: False for a function that is made anew for each call."""
     return not isinstance(activation, types.FunctionType) or torch.compiler.is_compiling() or _is_first(activation)
 
@@ -103,7 +104,7 @@ def _in_jnp(activation: str | None, **others: Any) -> dict[str, Any]:
     return others | {"activation": activation if function is None else _traceable(function)}
 
 
-def _traceable(function: Function) -> Function:
+def _traceable(function: Activation) -> Activation:
     """The function in jnp. Raises TypeError, naming the function, if its torch operations have no form in jnp."""
     x = jax.ShapeDtypeStruct((), jnp.float32)
     try:
@@ -121,5 +122,5 @@ def _traceable(function: Function) -> Function:
     return of_arrays
 
 
-def _text(function: Function) -> str:
+def _text(function: Activation) -> str:
     return getattr(function, "__qualname__", repr(function))
