@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import torch
 
+from jax_kernels.bridge.translate.activations import Activation
 from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.ops.matmul.matmul import PRECISIONS
 
@@ -43,7 +44,7 @@ def check_scales(**scales: Any) -> None:
             raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor, a number or None{way_out(x)}")
 
 
-def check_activation(activation: Any, *, is_optional: bool = True) -> None:
+def check_activation(activation: str | Activation | None, *, is_optional: bool = True) -> None:
     """Raises TypeError or ValueError unless activation is the name of an activation, a function, or None."""
     if callable(activation) or (activation is None and is_optional):
         return
@@ -55,7 +56,7 @@ def check_activation(activation: Any, *, is_optional: bool = True) -> None:
         raise ValueError(f"activation: got {activation!r}, want {'None or ' * is_optional}one of {known}")
 
 
-def check_precision(precision: Any, wanted: tuple[str, ...] = PRECISIONS) -> None:
+def check_precision(precision: str | None, wanted: tuple[str, ...] = PRECISIONS) -> None:
     """Raises ValueError unless precision is one of the wanted names, or None."""
     if precision is not None and precision not in wanted:
         raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, wanted))} or None")

@@ -23,6 +23,9 @@ from jax_kernels.masks import Mask
 __all__ = ["define_formulas"]
 
 
+type _Ignored = torch.Size | list[torch.Size | None] | bool | int | float | str | None
+
+
 def _attention(query: torch.Size, value: torch.Size, of_query: int, of_value: int) -> int:
     """of_query, of_value: the numbers of matmuls with the head_dim of query, and with the head_dim of value."""
     batch, length, heads, head_dim = query
@@ -30,11 +33,11 @@ def _attention(query: torch.Size, value: torch.Size, of_query: int, of_value: in
     return 2 * batch * heads * length * kv_length * (of_query * head_dim + of_value * value_dim)
 
 
-def _forward(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+def _forward(query: torch.Size, key: torch.Size, value: torch.Size, *_: _Ignored, **__: _Ignored) -> int:
     return _attention(query, value, 1, 1)
 
 
-def _backward(query: torch.Size, key: torch.Size, value: torch.Size, *_: Any, **__: Any) -> int:
+def _backward(query: torch.Size, key: torch.Size, value: torch.Size, *_: _Ignored, **__: _Ignored) -> int:
     """Counts the recomputed scores, and the gradients of the weights, query, key and value."""
     return _attention(query, value, 3, 2)
 
@@ -78,12 +81,12 @@ def _products(jaxpr: Any) -> int:
     return total
 
 
-def _call(tensors: list[torch.Size], program: str, *_: Any, **__: Any) -> int:
+def _call(tensors: list[torch.Size], program: str, *_: _Ignored, **__: _Ignored) -> int:
     return _of_program(program, False)
 
 
 def _call_backward(
-    stored: list[torch.Size], cotangents: list[torch.Size | None], program: str, *_: Any, **__: Any
+    stored: list[torch.Size], cotangents: list[torch.Size | None], program: str, *_: _Ignored, **__: _Ignored
 ) -> int:
     return _of_program(program, True) - _of_program(program, False)
 

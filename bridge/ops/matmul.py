@@ -1,7 +1,7 @@
 """matmul, gated_matmul, mlp and linear on PyTorch tensors, and the modules Linear and GatedMLP."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -298,7 +298,22 @@ def _takes_tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
-def linear(x: torch.Tensor, weight: Weights, bias: torch.Tensor | None = None, **arguments: Any) -> torch.Tensor:
+class MatmulOptions(TypedDict, total=False):
+    """The keyword arguments of matmul except bias and transpose_w."""
+
+    activation: str | Activation | None
+    residual: torch.Tensor | None
+    x_scale: torch.Tensor | float | None
+    w_scale: torch.Tensor | float | None
+    out_dtype: torch.dtype | None
+    precision: str | None
+    scaling: str | None
+    implementation: str | None
+
+
+def linear(
+    x: torch.Tensor, weight: Weights, bias: torch.Tensor | None = None, **arguments: Unpack[MatmulOptions]
+) -> torch.Tensor:
     """torch.nn.functional.linear, weight [N, K], with bridge.matmul's arguments except transpose_w.
 
     weight may be low-bit weights: bridge.quantize(weight, "int4", axis=-1).

@@ -108,7 +108,11 @@ def layer_norm(
         own = {"eps": eps, "scale_offset": scale_offset, "quantize": quantize, "implementation": implementation}
         return _on_shards(layer_norm, {"x": x, "scale": scale, "bias": bias, "residual": residual}, own)
     scale, bias = (_weights(weights, x) for weights in (scale, bias))
-    options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
+    options: dict[str, float | str | None] = {
+        "eps": eps,
+        "scale_offset": scale_offset,
+        "implementation": implementation,
+    }
     if quantize is not None:
         return _quantized_layer_norm(x, scale, bias, residual=residual, quantize=quantize, **options)
     return _layer_norm.serve(call, x, scale, bias, residual=residual, **options)
@@ -178,7 +182,11 @@ def rms_norm(
         own = {"eps": eps, "scale_offset": scale_offset, "quantize": quantize, "implementation": implementation}
         return _on_shards(rms_norm, {"x": x, "scale": scale, "residual": residual}, own)
     eps = _default_eps(x.dtype) if eps is None else eps
-    options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
+    options: dict[str, float | str | None] = {
+        "eps": eps,
+        "scale_offset": scale_offset,
+        "implementation": implementation,
+    }
     if quantize is not None:
         return _quantized_rms_norm(x, _weights(scale, x), residual=residual, quantize=quantize, **options)
     return _rms_norm.serve(call, x, _weights(scale, x), residual=residual, **options)

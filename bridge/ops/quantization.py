@@ -89,11 +89,11 @@ def _stored(x: QuantizedTensor) -> Stored:
     return {"values": x.values, "scale": x.scale, **facts}
 
 
-def on_stored(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_stored[Result](function: Callable[..., Result]) -> Callable[..., Result]:
     """Wraps an op of JAX arrays so that it also takes weights in the form that `stored` returns. Keeps op.plan."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Result:
         return function(*map(_as_array, args), **kwargs)
 
     call.plan = lambda *args, **kwargs: function.plan(*map(_as_array, args), **kwargs)  # type: ignore[attr-defined]
@@ -125,7 +125,7 @@ def _quantize(x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
 
 
 @from_jax
-def _dequantize(x: dict[str, Any], dtype: str) -> jax.Array:
+def _dequantize(x: dict[str, jax.Array | str | int | None], dtype: str) -> jax.Array:
     return quantization.dequantize(_as_array(x), dtype)
 
 

@@ -12,19 +12,22 @@ import torch
 from torch.fx import Proxy
 
 from jax_kernels.bridge.ops.drop_in import fallback
+from jax_kernels.masks import Mask
 
 __all__ = ["Proxy", "call", "is_traced", "leaf", "no_script", "refuse_functions", "sdpa_of_script"]
+
+type Argument = torch.Tensor | Proxy | Mask | bool | int | float | str | None
 
 _WAYS_OUT = "compile it with torch.compile, export it with torch.export, or record calls with torch.jit.trace"
 
 
-def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Proxy:
+def call(function: Callable[..., Any], *arguments: Argument, **options: Argument) -> Proxy:
     """Adds a call of the function as a node to the graph of torch.fx.symbolic_trace."""
     proxy = next(x for x in arguments if isinstance(x, Proxy))
     return proxy.tracer.create_proxy("call_function", function, arguments, options)
 
 
-def is_traced(*arguments: Any) -> bool:
+def is_traced(*arguments: Argument) -> bool:
     """Whether torch.fx.symbolic_trace makes the call, so that an argument is its Proxy."""
     for x in arguments:  # noqa: SIM110 (half the time of any)
         if isinstance(x, Proxy):
@@ -32,7 +35,7 @@ def is_traced(*arguments: Any) -> bool:
     return False
 
 
-def leaf(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
+def leaf(module: torch.nn.Module, *arguments: Argument, **options: Argument) -> Any:
     """Adds a call of the module as a node to the graph of torch.fx.symbolic_trace, like calls of torch.nn's modules.
 
     Options that are None are omitted.

@@ -87,11 +87,11 @@ def _is_first(function: types.FunctionType) -> bool:
     return _FUNCTIONS.get(_NAMES.get(_key(function_identity.canonical_function(function)), "")) is function
 
 
-def with_functions(op: Callable[..., Any]) -> Callable[..., Any]:
+def with_functions[Result](op: Callable[..., Result]) -> Callable[..., Result]:
     """Wraps an op of JAX arrays: `activation` may also be a name from name_of. The wrapper has a `plan`, too."""
 
     @functools.wraps(op)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Result:
         return op(*args, **_in_jnp(**kwargs))
 
     call.plan = lambda *args, **kwargs: op.plan(*args, **_in_jnp(**kwargs))  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ __all__ = ["Path", "Root", "Standin", "copied", "reached", "root_of", "text_of"]
 
 type Path = tuple[tuple[str, Any], ...]
 type Root = types.FunctionType | types.MethodType | functools.partial | Callable[..., torch.Tensor]
+type Values = dict[str, Any]  # attributes or globals, by name
 type Replace = Callable[[Any, Path], Any]
 
 _LIBRARIES = ("torch", "jax", "jaxlib", "numpy")
@@ -92,7 +93,7 @@ class Standin:
     is_whole: whether `read` has all attributes that the function reads.
     """
 
-    def __init__(self, of: Any, read: dict[str, Any]) -> None:
+    def __init__(self, of: Any, read: Values) -> None:
         try:
             self._reference: Callable[[], Any] = weakref.ref(of)
         except TypeError:
@@ -111,7 +112,7 @@ class Standin:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._reference()(*args, **kwargs)
 
-    def filled(self, read: dict[str, Any]) -> "Standin":
+    def filled(self, read: Values) -> "Standin":
         """A Standin of the same object with other attributes."""
         return Standin(self._reference(), read)
 
@@ -218,13 +219,13 @@ class _Copier:
         return functools.partial(self.of(partial.func, (*path, ("attribute", "func")), names), *args, **keywords)
 
     def _standin(self, x: Standin, path: Path) -> Standin:
-        read: dict[str, Any] = {}
+        read: Values = {}
         self.found[id(x)] = made = x.filled(read)
         read |= {name: self.of(value, path, ()) for name, value in x._read.items()}
         return made
 
     def _object(self, x: Any, path: Path, names: tuple[str, ...]) -> Standin:
-        read: dict[str, Any] = {}
+        read: Values = {}
         self.found[id(x)] = made = Standin(x, read)
         waiting = list(dict.fromkeys(names))
         while waiting:
@@ -245,7 +246,7 @@ class _Copier:
         return made
 
 
-def _globals(own: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
+def _globals(own: Values, read: Values) -> Values:
     return {**read, "__builtins__": own.get("__builtins__"), "__name__": own.get("__name__")}
 
 

@@ -227,7 +227,7 @@ def _bucketize(x: Operand, boundaries: jax.Array, out_int32: bool = False, right
     return _searchsorted(boundaries, x, right=right)
 
 
-def _einsum(equation: str, *operands: Any) -> jax.Array:
+def _einsum(equation: str, *operands: jax.Array | tuple[jax.Array, ...] | list[jax.Array]) -> jax.Array:
     return jnp.einsum(equation, *_sizes(operands), precision=lax.Precision.HIGHEST)
 
 

@@ -226,7 +226,7 @@ for _own in _COMPARISONS:
     setattr(TracedTensor, f"__{_own}__", _operate(f"__{_own}__", getattr(operator, _own)))
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _name_of(function: Callable[..., torch.Tensor]) -> str:
     """The name of a torch function in torch_table. Operators of other libraries keep their namespace."""
     name = getattr(function, "__name__", str(function))
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
@@ -366,7 +366,9 @@ _MIXES = dict.fromkeys(
 )
 
 
-def to_jnp(function: Callable[..., Any], *, is_elementwise: bool = False) -> Callable[..., jax.Array]:
+def to_jnp(
+    function: Callable[..., torch.Tensor] | Callable[..., jax.Array], *, is_elementwise: bool = False
+) -> Callable[..., jax.Array]:
     """Turns a function of tensors, in torch operations, into a function of arrays. It raises UnsupportedTorchOpError.
 
     is_elementwise: whether the caller passes arrays instead of scalars. Reductions and look-ups then raise

@@ -7,7 +7,7 @@ import torch
 from jax_kernels.bridge.translate.score_mods import ScoreMod
 from jax_kernels.masks import Mask
 
-__all__ = ["AttentionOptions", "FlashOptions", "OutAndLse", "Outputs", "SegmentIds", "Window"]
+__all__ = ["AttentionOptions", "FlashOptions", "OutAndLse", "Outputs", "PrepareOptions", "SegmentIds", "Window"]
 
 type Window = int | tuple[int, int] | torch.Tensor
 type SegmentIds = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -33,6 +33,13 @@ class AttentionOptions(TypedDict, total=False):
     softmax_scale: float | torch.Tensor | None
     causal: bool
     window_size: Window | None
+
+
+class PrepareOptions(AttentionOptions, total=False):
+    """The keyword arguments of flash_attention that prepare_mask takes."""
+
+    bias: torch.Tensor | None
+    return_lse: bool
 
 
 class FlashOptions(AttentionOptions, total=False):

@@ -1,7 +1,7 @@
 """dilated_attention on PyTorch tensors."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Required, TypedDict, Unpack, overload
+from typing import Literal, Required, TypedDict, Unpack, overload
 
 import torch
 
@@ -112,14 +112,18 @@ def dilated_attention(
         batch = ("batch", None, None, None)
         tensors = {"query": query, "key": key, "value": value, "segment_ids": segment_ids}
         roles = {"query": batch, "key": batch, "value": batch, "segment_ids": batch[:2]}
-        pattern: dict[str, Any] = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "heads": heads}
+        pattern: dict[str, Sequence[int] | str | bool | None] = {
+            "segment_lengths": segment_lengths,
+            "dilation_rates": dilation_rates,
+            "heads": heads,
+        }
         pattern |= {
             "combine": combine,
             "layout": layout,
             "order": order,
             "stop_gradient_weights": stop_gradient_weights,
         }
-        settings: dict[str, Any] = {
+        settings: dict[str, bool | float | str | None] = {
             "is_causal": is_causal,
             "return_lse": return_lse,
             "scale": scale,

@@ -29,18 +29,21 @@ from jax_kernels.ops.attention import flash_attention as attention
 __all__ = ["attend_in_graph", "block_sparse_attention", "dynamic_mask_attention", "find", "masked_attention"]
 
 
+type _Arrays = jax.Array | tuple[jax.Array, jax.Array]
+
+
 class ScoreModOp:
     """An op whose score_mod may be in torch operations.
 
     skeleton, read: instead of a score_mod that reads tensors, its skeleton's name, and the tensors.
     """
 
-    def __init__(self, op: Callable[..., Any]) -> None:
+    def __init__(self, op: Callable[..., _Arrays]) -> None:
         functools.update_wrapper(self, op, updated=())
         self.plain_numbers = (*ATTENTION, "block_size")
         self._op = op
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> _Arrays:
         return self._op(*args, **_in_jnp(**kwargs))
 
     def plan(self, *args: Any, read: Sequence[jax.Array] = (), **kwargs: Any) -> dispatch.Plan:

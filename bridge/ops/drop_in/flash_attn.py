@@ -207,7 +207,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Probabilities:
     """flash_attn_varlen_func with the keys and values in one tensor kv: [total_k, 2, Hkv, D]."""
     _check_packed("kv", kv, 2, "[tokens, 2, heads, head_dim]")
-    rest: Any = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest)
 
@@ -227,7 +227,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Probabilities:
     """flash_attn_varlen_func with queries, keys and values in one tensor qkv: [total, 3, H, D]."""
     _check_packed("qkv", qkv, 3, "[tokens, 3, heads, head_dim]")
-    rest: Any = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(1)
     try:
         return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest)

@@ -26,6 +26,7 @@ _OPTIONS = {*getattr(getattr(torchs, "FlexKernelOptions", None), "__annotations_
 _torchs = torchs.flex_attention  # PyTorch's own, even if the name is reassigned later
 
 
+type KernelOptions = dict[str, bool | int | float | str]
 type BlockMask = torchs.BlockMask | Mask
 
 
@@ -39,7 +40,7 @@ def flex_attention(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     return_lse: Literal[False] = ...,
-    kernel_options: dict[str, Any] | None = ...,
+    kernel_options: KernelOptions | None = ...,
     *,
     return_aux: None = ...,
 ) -> torch.Tensor: ...
@@ -54,7 +55,7 @@ def flex_attention(
     enable_gqa: bool = ...,
     *,
     return_lse: Literal[True],
-    kernel_options: dict[str, Any] | None = ...,
+    kernel_options: KernelOptions | None = ...,
     return_aux: None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
@@ -67,7 +68,7 @@ def flex_attention(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     return_lse: bool = ...,
-    kernel_options: dict[str, Any] | None = ...,
+    kernel_options: KernelOptions | None = ...,
     *,
     return_aux: "torchs.AuxRequest | None" = ...,
 ) -> "torch.Tensor | tuple[torch.Tensor, torch.Tensor | torchs.AuxOutput]": ...
@@ -80,7 +81,7 @@ def flex_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None,
+    kernel_options: KernelOptions | None = None,
     *,
     return_aux: "torchs.AuxRequest | None" = None,
 ) -> "torch.Tensor | tuple[torch.Tensor, torch.Tensor | torchs.AuxOutput | None]":
@@ -195,7 +196,7 @@ def _check(
     value: torch.Tensor,
     block_mask: BlockMask | None,
     enable_gqa: bool,
-    kernel_options: dict[str, Any] | None,
+    kernel_options: KernelOptions | None,
 ) -> None:
     """Raises, naming the argument, for types, layouts and shapes that flex_attention does not accept."""
     check_tensors(query=query, key=key, value=value)

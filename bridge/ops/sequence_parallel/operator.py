@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +42,7 @@ class SequenceParallelOperator:
 class _Call:
     op: SequenceParallelOperator
     ring: ProcessMesh
-    options: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Hashable], ...]
 
 
 class _Attend(torch.autograd.Function):
@@ -105,7 +105,7 @@ def _run(ring: ProcessMesh, program: JaxFunction, tensors: Sequence[Any]) -> lis
 
 @memoize
 def _forward(
-    op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]
+    op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Hashable], ...]
 ) -> JaxFunction:
     """The jitted function from (query, key, value, segment_ids, sinks, bias) to (out, lse)."""
     return _shared(functools.partial(op.attend, **dict(options)), mesh, (1, 2))
@@ -113,7 +113,7 @@ def _forward(
 
 @memoize
 def _backward(
-    op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]
+    op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Hashable], ...]
 ) -> JaxFunction:
     """The jitted function from the forward's inputs, results and cotangents to the gradients.
 
