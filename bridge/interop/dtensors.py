@@ -102,7 +102,7 @@ def on_shards(
         local[name] = x.to_local(grad_placements=shards.placements(axes, x.shape, of_gradient=True))
     found = function(**{name: local.get(name) for name in tensors}, **options)
 
-    def whole(x: torch.Tensor, axes: Roles) -> "DTensor":
+    def whole(x: torch.Tensor, axes: Roles) -> Any:
         sharded = set(shards.roles)
         size = lambda role, n: shards.sizes[role] if role is not None and role in sharded else n
         shape = torch.Size([size(role, n) for role, n in zip(axes, x.shape, strict=True)])
@@ -216,9 +216,7 @@ def attention(function: Function, given: Mapping[str, Any]) -> Any:
             placements = _text(tensors["query"])
             raise ValueError(f"mask: got {size} {role} with a DTensor with placements {placements}, want a Mask of 1")
 
-    def run(
-        segment_ids: torch.Tensor | None = None, kv_segment_ids: torch.Tensor | None = None, **others: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def run(segment_ids: Any = None, kv_segment_ids: Any = None, **others: Any) -> Any:
         ids = segment_ids if kv_segment_ids is None else (segment_ids, kv_segment_ids)
         return function(**others) if ids is None else function(segment_ids=ids, **others)
 

@@ -181,7 +181,7 @@ def _varlen_on_shards(tensors: dict[str, Any], options: dict[str, Any], with_lse
     of_slopes = (None, "heads") if isinstance(slopes, torch.Tensor) and slopes.ndim == 2 else ("heads",)
     roles = {"q": heads, "k": heads, "v": heads, "alibi_slopes": of_slopes}
 
-    def run(**given: Any) -> Outputs:
+    def run(**given: Any) -> Any:
         out, lse, _ = flash_attn_varlen_func(**given, return_attn_probs=True)
         return (out, lse) if with_lse else out
 
