@@ -60,6 +60,18 @@ def layer_norm(
     scale: torch.Tensor | None = ...,
     bias: torch.Tensor | None = ...,
     *,
+    residual: torch.Tensor,
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: None = ...,
+    implementation: str | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    *,
     residual: torch.Tensor | None = ...,
     eps: float = ...,
     scale_offset: float = ...,
@@ -129,6 +141,17 @@ def rms_norm(
     quantize: None = ...,
     implementation: str | None = ...,
 ) -> torch.Tensor: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = ...,
+    *,
+    residual: torch.Tensor,
+    eps: float | None = ...,
+    scale_offset: float = ...,
+    quantize: None = ...,
+    implementation: str | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def rms_norm(
     x: torch.Tensor,

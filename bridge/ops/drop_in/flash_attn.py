@@ -4,7 +4,7 @@ Their alignment differs from bridge.flash_attention: causal masks and windows ar
 the position of the last key.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,34 @@ _OWN_NAMES = {
 }
 
 
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+) -> Probabilities: ...
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -85,18 +113,56 @@ def flash_attn_func(
     return _finished(attend(q, k, v, alibi_slopes, offset, options, return_attn_probs), return_attn_probs)
 
 
-def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Probabilities:
+def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_func with the keys and values in one tensor kv: [B, S, 2, Hkv, D]."""
     _check_packed("kv", kv, 2)
     return flash_attn_func(q, *kv.unbind(2), *args, **options)
 
 
-def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **options: Any) -> Probabilities:
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **options: Any) -> Any:
     """flash_attn_func with queries, keys and values in one tensor qkv: [B, T, 3, H, D]."""
     _check_packed("qkv", qkv, 3)
     return flash_attn_func(*qkv.unbind(2), *args, **options)
 
 
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+    block_table: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+    block_table: torch.Tensor | None = ...,
+) -> Probabilities: ...
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -189,6 +255,40 @@ def _varlen_on_shards(tensors: dict[str, Any], options: dict[str, Any], with_lse
     return (*results, None) if with_lse else results
 
 
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+) -> Probabilities: ...
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -212,6 +312,34 @@ def flash_attn_varlen_kvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest)
 
 
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+) -> Probabilities: ...
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,

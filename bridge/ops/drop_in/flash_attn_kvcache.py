@@ -1,7 +1,7 @@
 """flash-attn's attention to a KV cache, after writing new keys and values to the cache."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -27,6 +27,50 @@ _OWN_NAMES = {
 }
 
 
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    rotary_cos: torch.Tensor | None = ...,
+    rotary_sin: torch.Tensor | None = ...,
+    cache_seqlens: int | torch.Tensor | None = ...,
+    cache_batch_idx: torch.Tensor | None = ...,
+    cache_leftpad: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    num_splits: int = ...,
+    return_softmax_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    rotary_cos: torch.Tensor | None = ...,
+    rotary_sin: torch.Tensor | None = ...,
+    cache_seqlens: int | torch.Tensor | None = ...,
+    cache_batch_idx: torch.Tensor | None = ...,
+    cache_leftpad: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    num_splits: int = ...,
+    return_softmax_lse: bool = ...,
+) -> Outputs: ...
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
