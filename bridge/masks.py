@@ -24,13 +24,15 @@ JAX function that builds the mask and calls attention, and pass it to bridge.fro
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Callable
+from collections.abc import Sequence as _Sequence
+from typing import Any
+from typing import overload as _overload
 
 import jax
 import numpy as np
 import torch
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike as _ArrayLike
 
 from jax_kernels import masks as _masks
 from jax_kernels.bridge.interop import dlpack as _dlpack
@@ -98,7 +100,7 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
                 raise TypeError(f"{name}: got dtype torch.uint32, want torch.int32; cast it with .to(torch.int32)")
         given = [_on_device(x, device) if isinstance(x, Mask) else x for x in given]
 
-        def of(make: Callable[..., Mask], arrays: Sequence[jax.Array]) -> Mask:
+        def of(make: Callable[..., Mask], arrays: _Sequence[jax.Array]) -> Mask:
             filled = list(given)
             for index, array in zip(found, arrays, strict=True):
                 filled[index] = array
@@ -161,7 +163,7 @@ top_k_blocks = _of_tensors(_masks.top_k_blocks, is_traced=True)
 @functools.wraps(_masks.from_function, assigned=("__module__", "__name__", "__qualname__"))
 def from_function(
     function: _score_functions.Function,
-    *arrays: torch.Tensor | ArrayLike,
+    *arrays: torch.Tensor | _ArrayLike,
     batch: int | None = None,
     heads: int | None = None,
 ) -> Mask:
@@ -195,9 +197,9 @@ from_function = torch.compiler.disable(
 _pooled_scores = _from_jax(_masks.pooled_scores)
 
 
-@overload
+@_overload
 def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int, int]) -> jax.Array: ...
-@overload
+@_overload
 def pooled_scores(query: torch.Tensor, key: torch.Tensor, block_size: int | tuple[int, int]) -> torch.Tensor: ...
 @functools.wraps(_masks.pooled_scores)
 def pooled_scores(query: Any, key: Any, block_size: int | tuple[int, int]) -> Any:
