@@ -22,8 +22,8 @@ class GrowingLayer(DynamicLayer):
     new memory if another method set them, or if they come from inference_mode and are continued outside of it.
     """
 
-    keys: Any
-    values: Any
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -70,7 +70,7 @@ class GrowingCache(DynamicCache):
     """transformers' DynamicCache of GrowingLayers. Layers with their own window keep transformers' class."""
 
     layers: Any
-    layer_class_to_replicate: Any
+    layer_class_to_replicate: type[DynamicLayer] | None
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config=config)

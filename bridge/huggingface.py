@@ -5,7 +5,7 @@ The first call of a function imports transformers; importing this module does no
 
 import inspect
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,11 @@ from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
 from jax_kernels.bridge.ops.decoding import cached_decoding
 from jax_kernels.bridge.ops.drop_in import fallback, heads_first
 from jax_kernels.bridge.ops.drop_in.sdpa import shared_axes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from jax_kernels.bridge.hf_cache import GrowingCache
 
 __all__ = ["NAME", "attention", "attention_mask", "growing_cache", "register", "replace_attention"]
 
@@ -47,7 +52,7 @@ def register(name: str = NAME) -> str:
     return name
 
 
-def replace_attention(model: Any) -> Any:
+def replace_attention[Model: "PreTrainedModel"](model: Model) -> Model:
     """Sets this library's attention in all layers of a transformers.PreTrainedModel. Returns the same model.
 
     Raises:
@@ -67,7 +72,7 @@ def replace_attention(model: Any) -> Any:
     return model
 
 
-def growing_cache(model: Any) -> Any:
+def growing_cache(model: "PreTrainedModel | PreTrainedConfig") -> "GrowingCache":
     """An empty cache for generate(past_key_values=...) and for a model's calls: a transformers.DynamicCache with room.
 
     Keys and values are the front of larger memory. A new token is written after them, where DynamicCache copies all
@@ -177,7 +182,7 @@ def _are_weights_collected() -> bool:
 
 
 def _reason(
-    query: torch.Tensor, value: torch.Tensor, dropout: float, asks_for_weights: bool, head_mask: Any
+    query: torch.Tensor, value: torch.Tensor, dropout: float, asks_for_weights: bool, head_mask: torch.Tensor | None
 ) -> str | None:
     """The reason why PyTorch has to compute the attention; None if this library serves the call."""
     if asks_for_weights:
@@ -231,7 +236,9 @@ def _causal_mask(
     return mask
 
 
-def _mask_and_bias(mask: torch.Tensor | None, bias: torch.Tensor | None, *, is_shrunk: bool = True) -> tuple[Any, Any]:
+def _mask_and_bias(
+    mask: torch.Tensor | None, bias: torch.Tensor | None, *, is_shrunk: bool = True
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(a bool mask, a bias) from a layer's mask and bias. is_shrunk: whether to drop the mask's repeated entries."""
     if mask is None:
         return None, bias
@@ -241,7 +248,7 @@ def _mask_and_bias(mask: torch.Tensor | None, bias: torch.Tensor | None, *, is_s
     return None, mask if bias is None else bias + mask
 
 
-def _window(module: torch.nn.Module, sliding_window: Any, length: int) -> tuple[int, int] | None:
+def _window(module: torch.nn.Module, sliding_window: int | None, length: int) -> tuple[int, int] | None:
     """The window of a causal layer whose mask the kernels make."""
     if sliding_window is _NOT_GIVEN:
         sliding_window = _window_of_config(module, length)
@@ -304,7 +311,7 @@ def attention_mask(
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    config: Any = None,
+    config: "PreTrainedConfig | None" = None,
     **others: Any,
 ) -> torch.Tensor | None:
     """The mask of a model's layers, with the signature of transformers' AttentionMaskInterface: bool [B, 1, T, S].
@@ -335,7 +342,7 @@ def attention_mask(
     )
 
 
-def _is_plain_window(local_size: int | None, config: Any) -> bool:
+def _is_plain_window(local_size: int | None, config: "PreTrainedConfig | None") -> bool:
     """Whether the local attention is the config's sliding window, which layers pass on, and not chunked."""
     if local_size is None or getattr(config, "attention_chunk_size", None) is not None:
         return False
@@ -347,7 +354,9 @@ def _is_full(attention_mask: torch.Tensor | None) -> bool:
     return attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all()))
 
 
-def _is_whole(q_length: int, q_offset: Any, kv_offset: Any, attention_mask: torch.Tensor | None) -> bool:
+def _is_whole(
+    q_length: int, q_offset: int | torch.Tensor, kv_offset: int | torch.Tensor, attention_mask: torch.Tensor | None
+) -> bool:
     """Whether the queries are all tokens of the sequence, starting at the first."""
     begins = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
     return begins and q_length > 1 and (attention_mask is None or attention_mask.shape[-1] == q_length)

@@ -25,11 +25,14 @@ JAX function that builds the mask and calls attention, and pass it to bridge.fro
 import functools
 import inspect
 from collections.abc import Callable
+from collections.abc import Sequence as _Sequence
 from typing import Any
+from typing import overload as _overload
 
 import jax
 import numpy as np
 import torch
+from jax.typing import ArrayLike as _ArrayLike
 
 from jax_kernels import masks as _masks
 from jax_kernels.bridge.interop import dlpack as _dlpack
@@ -64,12 +67,12 @@ def _number(name: str, x: Any) -> Any:
 
 
 @functools.wraps(_masks.dilated)
-def dilated(rate: Any) -> Mask:
+def dilated(rate: int | torch.Tensor) -> Mask:
     return _masks.dilated(_plain_of("rate", rate))
 
 
 @functools.wraps(_masks.sliding_window)
-def sliding_window(left: Any, right: Any) -> Mask:
+def sliding_window(left: int | torch.Tensor | None, right: int | torch.Tensor | None) -> Mask:
     return _masks.sliding_window(_plain_of("left", left), _plain_of("right", right))
 
 
@@ -97,7 +100,7 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
                 raise TypeError(f"{name}: got dtype torch.uint32, want torch.int32; cast it with .to(torch.int32)")
         given = [_on_device(x, device) if isinstance(x, Mask) else x for x in given]
 
-        def of(make: Callable[..., Mask], arrays: Any) -> Mask:
+        def of(make: Callable[..., Mask], arrays: _Sequence[jax.Array]) -> Mask:
             filled = list(given)
             for index, array in zip(found, arrays, strict=True):
                 filled[index] = array
@@ -132,7 +135,13 @@ def _compiled(builder: Callable[..., Mask], *args: Any, **kwargs: Any) -> Mask:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _jitted(builder: Any, structure: Any, is_data: Any, constants: Any, data: Any) -> Mask:
+def _jitted(
+    builder: Callable[..., Mask],
+    structure: jax.tree_util.PyTreeDef,
+    is_data: tuple[bool, ...],
+    constants: tuple[Any, ...],
+    data: Any,
+) -> Mask:
     data = iter(data)
     leaves = [next(data) if is_one else x for x, is_one in zip(constants, is_data, strict=True)]
     args, kwargs = jax.tree.unflatten(structure, leaves)
@@ -152,7 +161,12 @@ top_k_blocks = _of_tensors(_masks.top_k_blocks, is_traced=True)
 
 
 @functools.wraps(_masks.from_function, assigned=("__module__", "__name__", "__qualname__"))
-def from_function(function: Any, *arrays: Any, batch: int | None = None, heads: int | None = None) -> Mask:
+def from_function(
+    function: _score_functions.Function,
+    *arrays: torch.Tensor | _ArrayLike,
+    batch: int | None = None,
+    heads: int | None = None,
+) -> Mask:
     """jax_kernels.masks.from_function, for a function (b, h, q, k) in jnp code, or of scalars in torch operations.
 
     Args:
@@ -183,6 +197,10 @@ from_function = _private.not_in_graph(
 _pooled_scores = _from_jax(_masks.pooled_scores)
 
 
+@_overload
+def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int, int]) -> jax.Array: ...
+@_overload
+def pooled_scores(query: torch.Tensor, key: torch.Tensor, block_size: int | tuple[int, int]) -> torch.Tensor: ...
 @functools.wraps(_masks.pooled_scores)
 def pooled_scores(query: Any, key: Any, block_size: int | tuple[int, int]) -> Any:
     is_tensor = isinstance(query, torch.Tensor) or isinstance(key, torch.Tensor)

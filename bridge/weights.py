@@ -6,11 +6,13 @@ copied; no memory is shared. Flax is not imported.
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.typing import ArrayLike
 
 from jax_kernels.bridge.interop import fork
 from jax_kernels.bridge.jax_functions.argument_checks import type_name
@@ -19,7 +21,13 @@ from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention
 from jax_kernels.bridge.nn.multihead_dilated_attention import MultiheadDilatedAttention
 from jax_kernels.bridge.nn.ring_dilated_attention import RingDilatedAttention
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 __all__ = ["from_flax", "to_flax", "transformer_fields"]
+
+type FlaxParameters = dict[str | int, FlaxParameters | jax.Array]
+type GivenParameters = Mapping[Any, GivenParameters | ArrayLike]
 
 # Parts of a Llama's parameter names: in transformers -> in jax_kernels.models.Transformer.
 _LLAMA = {
@@ -68,7 +76,7 @@ _ALONE = (
 _OWN_NAMES = ("weight", "bias", "A")
 
 
-def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParameters:
     """Converts the parameters of a module or a state dict for the Flax model of the same kind.
 
     For example::
@@ -125,7 +133,7 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, A
     return found
 
 
-def from_flax(parameters: Mapping[Any, Any], names: str = "bridge") -> dict[str, torch.Tensor]:
+def from_flax(parameters: GivenParameters, names: str = "bridge") -> dict[str, torch.Tensor]:
     """Converts a Flax model's parameters to a PyTorch state dict. The inverse of to_flax.
 
     For example::
@@ -169,7 +177,7 @@ def from_flax(parameters: Mapping[Any, Any], names: str = "bridge") -> dict[str,
     return {"lm_head.weight": llama["model.embed_tokens.weight"]} | llama
 
 
-def transformer_fields(config: Any) -> dict[str, Any]:
+def transformer_fields(config: "PreTrainedConfig") -> dict[str, Any]:
     """The fields of models.TransformerConfig for a transformers.LlamaConfig.
 
     For example, TransformerConfig(**transformer_fields(llama.config)).
@@ -260,7 +268,7 @@ def _torch_name(path: tuple[str, ...]) -> tuple[str, bool]:
     return ".".join((*parts, "weight" if last in ("kernel", "scale") else last)), last == "kernel"
 
 
-def _leaves(parameters: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(parameters: GivenParameters, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ArrayLike]]:
     for key, x in parameters.items():
         longer = (*path, *str(key).split("."))
         if isinstance(x, Mapping):

@@ -1,8 +1,7 @@
 """Compiles JAX functions for a GPU without running them, so that their executables can be read (see executable.py)."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 
 from jax_kernels.bridge.direct.chain import LaunchChain, NotDirectError
 from jax_kernels.bridge.direct.executable import chain_of
+from jax_kernels.bridge.interop.donated_outputs import JaxFunction
 
 __all__ = ["Target", "compile_chain"]
 
@@ -66,7 +66,7 @@ class _Device(AbstractDevice):
     compute_capability: str = ""
 
 
-def compile_chain(target: Target, function: Callable[..., Any], specs: Sequence[Any]) -> LaunchChain:
+def compile_chain(target: Target, function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct]) -> LaunchChain:
     """The launch chain of a function of arrays, which returns a flat sequence.
 
     specs: a jax.ShapeDtypeStruct for each argument. Raises NotDirectError if the function has no chain. A function that

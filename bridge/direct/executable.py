@@ -13,7 +13,6 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -53,7 +52,9 @@ _THUNKS = {
 }
 
 
-def chain_of(compiled: jax.stages.Compiled, inputs: Sequence[Any], outputs: Sequence[Any]) -> LaunchChain:
+def chain_of(
+    compiled: jax.stages.Compiled, inputs: Sequence[jax.ShapeDtypeStruct], outputs: Sequence[jax.ShapeDtypeStruct]
+) -> LaunchChain:
     """The launch chain of a program that JAX compiled for a GPU. inputs, outputs: its arrays, with shape and dtype.
 
     Raises NotDirectError if there is no chain, or if the serialized executable is not in jaxlib 0.11's format.
@@ -65,7 +66,9 @@ def chain_of(compiled: jax.stages.Compiled, inputs: Sequence[Any], outputs: Sequ
         raise NotDirectError(f"JAX's executable is not in jaxlib 0.11's format: {error}") from error
 
 
-def read_chain(data: bytes, inputs: Sequence[Any], outputs: Sequence[Any]) -> LaunchChain:
+def read_chain(
+    data: bytes, inputs: Sequence[jax.ShapeDtypeStruct], outputs: Sequence[jax.ShapeDtypeStruct]
+) -> LaunchChain:
     """The launch chain of a serialized executable. Raises NotDirectError or ValueError."""
     header = varint(data, 0)
     outer = _joined(data[header.end + header.value :], "xla.ExecutableAndOptionsProto")
@@ -99,7 +102,7 @@ def _joined(data: bytes, name: str) -> Message:
     return Message(merged).with_fields(fields)
 
 
-def _array(x: Any) -> Array:
+def _array(x: jax.ShapeDtypeStruct) -> Array:
     dtype = np.dtype(x.dtype)
     size = int(np.prod(x.shape, dtype=np.int64)) * dtype.itemsize
     if not size:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge.direct.chain import Array, Copy, Fill, Kernel, LaunchChain, MosaicKernel, Place
+from jax_kernels.bridge.direct.chain import Array, Copy, Fill, Kernel, LaunchChain, MosaicKernel, Place, Step
 from jax_kernels.bridge.interop import dlpack, torch_internals
 from jax_kernels.bridge.interop.cuda_driver import (
     CLUSTER_DIMENSION,
@@ -44,7 +44,7 @@ class Allocator(NamedTuple):
 
     empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
     device: Callable[[], int]
-    on: Callable[[torch.device], contextlib.AbstractContextManager[Any]]
+    on: Callable[[torch.device], contextlib.AbstractContextManager[None]]
     stream: Callable[[int], int]
     is_capturing: Callable[[], bool]
 
@@ -63,9 +63,9 @@ def torch_allocator() -> Allocator:
 class _Mosaic(NamedTuple):
     """A Mosaic kernel that is compiled in this process. handle: the argument of MosaicGpuUnload."""
 
-    handle: Any
+    handle: "ctypes._Pointer[ctypes.c_void_p]"
     function: int
-    launch: Any
+    launch: Callable[[int, int, int], None]
 
 
 class _Ready(NamedTuple):
@@ -78,12 +78,12 @@ class _Ready(NamedTuple):
 class _Resources:
     """The modules and Mosaic kernels of a chain, in the context of one device. close unloads them."""
 
-    def __init__(self, driver: Driver, context: int, mosaic: Any) -> None:
+    def __init__(self, driver: Driver, context: int, mosaic: Callable[[], ctypes.CDLL]) -> None:
         self.driver = driver
         self.context = context
         self.mosaic_library = mosaic
         self.modules: list[int] = []
-        self.mosaic: list[Any] = []
+        self.mosaic: list[ctypes._Pointer[ctypes.c_void_p]] = []
         self.is_captured = False
 
     def close(self) -> None:
@@ -128,14 +128,14 @@ class _Block:
         self.current = ctypes.c_void_p()
         self.current_pointer = ctypes.byref(self.current)
         self.configs: list[LaunchConfig] = []
-        self.keep: list[Any] = []
+        self.keep: list[ctypes.Array[ctypes.c_void_p]] = []
         self.calls: list[Callable[[int], int | None]] = []
         first = 0
         for step, ready in zip(loaded.chain.steps, loaded.ready, strict=True):
             self._add(step, ready, base + 8 * first, loaded)
             first += len(_places(step))
 
-    def _add(self, step: Any, ready: _Ready, address: int, loaded: "LoadedChain") -> None:
+    def _add(self, step: Step, ready: _Ready, address: int, loaded: "LoadedChain") -> None:
         """Adds the calls of a step. address: host address of the step's first device address in the block."""
         driver: Any = loaded.driver
         at = lambda index: ctypes.c_uint64.from_address(address + 8 * index)
@@ -163,7 +163,7 @@ class _Block:
                 self.calls.append(lambda stream: copy(target.value, source.value, size, stream))
 
 
-def _filler(driver: Any, target: Any, size: int, value: int) -> Callable[[int], int]:
+def _filler(driver: Any, target: ctypes.c_uint64, size: int, value: int) -> Callable[[int], int]:
     if size % 4 == 0:
         words = driver.cuMemsetD32Async
         return lambda stream: words(target.value, value, size // 4, stream)
@@ -190,7 +190,7 @@ def _config(step: Kernel) -> LaunchConfig:
     return config
 
 
-def _places(step: Any) -> tuple[Place, ...]:
+def _places(step: Step) -> tuple[Place, ...]:
     """The addresses that a step needs, in the order of a block."""
     match step:
         case Kernel():
@@ -223,7 +223,7 @@ class LoadedChain:
         device: torch.device,
         *,
         cuda: Driver | None = None,
-        mosaic: Callable[[], Any] = mosaic_library,
+        mosaic: Callable[[], ctypes.CDLL] = mosaic_library,
         allocator: Allocator | None = None,
     ) -> None:
         self.chain = chain
@@ -262,7 +262,9 @@ class LoadedChain:
         known = {(buffer, 0): buffer for buffer in range(count)} | {x: count + at for at, x in enumerate(inner)}
         order = [known[x.buffer, x.offset] for x in places]
         self._inner = inner
-        self._ordered: Any = operator.itemgetter(*order) if len(order) > 1 else lambda addresses: [addresses[order[0]]]
+        self._ordered: Callable[[list[int]], Sequence[int]] = (
+            operator.itemgetter(*order) if len(order) > 1 else lambda addresses: [addresses[order[0]]]
+        )
         self.slots = len(places)
         self._pack = struct.Struct(f"={len(places)}Q").pack_into
 
@@ -325,7 +327,7 @@ def _run(driver: Driver, block: _Block, stream: int) -> None:
             driver.check("a launch", code)
 
 
-def _load(step: Any, resources: _Resources) -> _Ready:
+def _load(step: Step, resources: _Resources) -> _Ready:
     """Loads a step's kernel in the current context."""
     if isinstance(step, Kernel):
         module = resources.driver.load(step.cubin)

@@ -102,13 +102,13 @@ class Message:
         return found
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     at = 0
     while at < len(data):
         key, at = varint(data, at)
         kind = key & 7
         if kind == 0:
-            value: Any
+            value: int | bytes
             value, at = varint(data, at)
         elif kind in (1, 5):
             size = 8 if kind == 1 else 4

@@ -11,22 +11,55 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import torch
 
 from jax_kernels import dispatch
-from jax_kernels.bridge.direct.chain import NotDirectError
+from jax_kernels.bridge.direct.chain import LaunchChain, NotDirectError
 from jax_kernels.bridge.direct.compile import Target, compile_chain
 from jax_kernels.bridge.direct.launcher import LoadedChain, torch_allocator, unload_dropped
 from jax_kernels.bridge.interop import dlpack
+from jax_kernels.bridge.interop.donated_outputs import JaxFunction
+from jax_kernels.masks import Mask
 
-__all__ = ["clear", "count", "disabled", "enabled", "find", "is_enabled", "launch", "reasons"]
+__all__ = ["Operands", "clear", "count", "disabled", "enabled", "find", "is_enabled", "launch", "reasons"]
 
 _MOST_CHAINS = 512
+
+
+class ArraySignature(Protocol):
+    """The shape and dtype of a Mask's array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> jnp.dtype: ...
+    @property
+    def weak_type(self) -> bool: ...
+
+
+class MaskSignature(Protocol):
+    """The structure of a call's Masks, and each of their arrays without its values."""
+
+    @property
+    def structure(self) -> jax.tree_util.PyTreeDef: ...
+    @property
+    def arrays(self) -> Sequence[ArraySignature]: ...
+    def __hash__(self) -> int: ...
+
+
+class Operands(Protocol):
+    """The Masks of a call. tensors: their arrays as PyTorch tensors, or None if there is no copy to read."""
+
+    @property
+    def masks(self) -> tuple[Mask, ...]: ...
+    @property
+    def signature(self) -> MaskSignature: ...
+    def tensors(self, device: torch.device) -> list[torch.Tensor] | None: ...
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -50,7 +83,7 @@ class _State:
     """
 
     is_enabled: bool
-    entries: dict[Any, _Entry] = dataclasses.field(default_factory=dict)
+    entries: dict[Hashable, _Entry] = dataclasses.field(default_factory=dict)
     refused: dict[torch.device, str | None] = dataclasses.field(default_factory=dict)
     refused_mosaic: dict[torch.device, str | None] = dataclasses.field(default_factory=dict)
     warned: str | None = None
@@ -93,7 +126,7 @@ def _switched(is_enabled: bool) -> Iterator[None]:
 
 
 def launch(
-    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
+    function: JaxFunction, tensors: Sequence[torch.Tensor | None], operands: Operands | None = None
 ) -> list[torch.Tensor] | None:
     """The results of a jitted JAX function on tensors of one GPU by the direct route; None if it has no chain.
 
@@ -110,7 +143,7 @@ def launch(
 
 
 def find(
-    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
+    function: JaxFunction, tensors: Sequence[torch.Tensor | None], operands: Operands | None = None
 ) -> LoadedChain | None:
     """The chain of a function for tensors of these shapes; None if it has no chain. Compiles it at the first call.
 
@@ -149,7 +182,7 @@ def count() -> int:
     return len(_STATE.entries)
 
 
-def _is_there(x: Any) -> bool:
+def _is_there(x: torch.Tensor | None) -> bool:
     return x is not None
 
 
@@ -159,7 +192,9 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return dlpack.readable(x)
 
 
-def _make(key: Any, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], masks: Any) -> _Entry | None:
+def _make(
+    key: Hashable, function: JaxFunction, tensors: Sequence[torch.Tensor | None], masks: MaskSignature | None
+) -> _Entry | None:
     device = next(x.device for x in tensors if x is not None)
     if dlpack.is_capturing(device):
         return None
@@ -216,7 +251,7 @@ def _warn(what: str, reason: str) -> None:
 
 
 def _loaded(
-    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], masks: Any, device: torch.device
+    function: JaxFunction, tensors: Sequence[torch.Tensor | None], masks: MaskSignature | None, device: torch.device
 ) -> LoadedChain:
     """Compiles and loads a function's chain. masks: the signature of its Masks, or None. Raises NotDirectError."""
     unload_dropped()
@@ -239,7 +274,7 @@ def _loaded(
     return LoadedChain(chain, device)
 
 
-def _compiled(function: Callable[..., Any], specs: Sequence[Any], device: torch.device) -> Any:
+def _compiled(function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct], device: torch.device) -> LaunchChain:
     with dlpack.outside_of_traces(), dispatch.on_device(dispatch.device_info(dlpack.jax_device(device))):
         return compile_chain(_target(device), function, specs)
 
@@ -277,7 +312,7 @@ def _product(x, w):
     return (matmul.matmul(x, w, implementation="mosaic_gpu"),)
 
 
-_TESTS: dict[str, Any] = {
+_TESTS: dict[str, tuple[JaxFunction, tuple[tuple[int, ...], ...]]] = {
     "kernels": (_norm, ((96, 512), (512,), (96, 512))),
     "Mosaic's": (_product, ((256, 256), (256, 256))),
 }
@@ -306,6 +341,6 @@ def _wave(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.arange(size, device=device, dtype=torch.float32).mul(0.37).sin().reshape(shape).to(torch.bfloat16)
 
 
-def _poisoned(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+def _poisoned(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     fresh = torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
     return fresh.fill_(255 if fresh.dtype == torch.uint8 else float("nan"))

@@ -1,12 +1,11 @@
 """Dictionaries of a bounded size."""
 
 import contextlib
-from typing import Any
 
 __all__ = ["drop_oldest"]
 
 
-def drop_oldest(entries: dict[Any, Any], most: int) -> None:
+def drop_oldest[Key, Value](entries: dict[Key, Value], most: int) -> None:
     """Drops the oldest entries until at most `most` entries are left. Several threads may call it at once."""
     while len(entries) > most:
         with contextlib.suppress(StopIteration, RuntimeError):  # another thread changed the dictionary meanwhile

@@ -14,7 +14,7 @@ _HANDLE, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _UNSIGNED, _OUT = ctypes.c_uint, ctypes.c_void_p
 
 # Function names with the version suffixes of cuda.h.
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
+_SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuInit": (_UNSIGNED,),
     "cuGetErrorName": (_INT, _OUT),
     "cuDeviceGet": (_OUT, _INT),
@@ -122,7 +122,7 @@ def driver() -> Driver:
 
 
 @functools.cache
-def mosaic_library() -> Any:
+def mosaic_library() -> ctypes.CDLL:
     """JAX's library with MosaicGpuCompile and MosaicGpuUnload, found as jax.experimental.mosaic.gpu finds it."""
     try:
         plugin = importlib.import_module("jax_plugins.xla_cuda13")

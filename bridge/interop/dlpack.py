@@ -93,19 +93,19 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def jax_dtype(dtype: torch.dtype) -> Any:
+def jax_dtype(dtype: torch.dtype) -> jnp.dtype:
     """JAX's NumPy dtype for a PyTorch dtype."""
     return _TO_JAX[dtype]
 
 
-def torch_dtype(name: str, dtype: Any) -> torch.dtype:
+def torch_dtype(name: str, dtype: jnp.dtype) -> torch.dtype:
     """The PyTorch dtype of a JAX array. Raises TypeError, naming the array, if PyTorch lacks the dtype."""
     if dtype not in _TO_TORCH:
         raise TypeError(f"{name}: got dtype {dtype}, which PyTorch does not take; cast it first")
     return _TO_TORCH[dtype]
 
 
-def has_torch_dtype(dtype: Any) -> bool:
+def has_torch_dtype(dtype: jnp.dtype) -> bool:
     """Whether PyTorch has the dtype of a JAX array."""
     return dtype in _TO_TORCH
 
@@ -196,7 +196,7 @@ def export_arrays(
         return _cloned(views, stream, read)
 
 
-def _cloned(views: list[torch.Tensor], stream: Any, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _cloned(views: list[torch.Tensor], stream: torch.cuda.Stream, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of the views, on the current stream of the current device."""
     tensors = [view.clone(memory_format=torch.contiguous_format) for view in views]
     _HELD.hold(stream, views, read)
@@ -228,7 +228,9 @@ def copy_to_jax(tensors: Sequence[torch.Tensor], device: torch.device) -> list[j
     return call_on_tensors(lambda *arrays: [jnp.copy(array) for array in arrays], tensors, device)
 
 
-def call_on_tensors(function: Callable[..., Any], tensors: Sequence[torch.Tensor], device: torch.device) -> Any:
+def call_on_tensors[Result](
+    function: Callable[..., Result], tensors: Sequence[torch.Tensor], device: torch.device
+) -> Result:
     """The results of a JAX function of the tensors: a pytree of arrays. No array may use the tensors' memory.
 
     Later work of PyTorch's current stream waits until JAX has read the tensors.
@@ -248,7 +250,7 @@ def call_on_tensors(function: Callable[..., Any], tensors: Sequence[torch.Tensor
     return results
 
 
-def outside_of_traces() -> contextlib.AbstractContextManager[Any]:
+def outside_of_traces() -> contextlib.AbstractContextManager[None]:
     """Makes JAX compute inside the block, even while JAX traces a function that calls the bridge on tensors."""
     return contextlib.nullcontext() if core.trace_state_clean() else core.eval_context()
 
@@ -274,8 +276,8 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 class _DlpackFunctions(NamedTuple):
     """jaxlib's own DLPack functions: from a capsule to an array, and back."""
 
-    to_array: Any
-    to_capsule: Any
+    to_array: Callable[..., jax.Array]
+    to_capsule: Callable[..., Any]
 
 
 def _private() -> _DlpackFunctions | None:
@@ -357,11 +359,11 @@ def after_current_stream(device: torch.device) -> int | None:
 
 
 @functools.cache
-def _stream_of_jax(device: torch.device) -> Any:
+def _stream_of_jax(device: torch.device) -> torch.cuda.Stream:
     return _external_stream(jax_device(device).get_stream_for_external_ready_events(), device)
 
 
-def _current_stream(device: torch.device) -> Any:
+def _current_stream(device: torch.device) -> torch.cuda.Stream:
     """PyTorch's current stream of a GPU, as a cached object: each torch.cuda.current_stream() makes a new object."""
     return _external_stream(torch_internals.stream_handle(device.index), device)
 

@@ -29,7 +29,7 @@ class _Functions(NamedTuple):
     capsule: Callable[..., Any]
     pointer: Callable[..., int]
     malloc: Callable[[int], int]
-    copy: Callable[..., Any]
+    copy: Callable[[int, bytes, int], int]
     free: int
 
 
@@ -50,7 +50,7 @@ class _TensorHeader(NamedTuple):
     """A DLManagedTensor without the data's address. shape: the sizes to which it points."""
 
     rest: bytes
-    shape: Any
+    shape: ctypes.Array[ctypes.c_int64]
 
 
 def _form_of(tensor: torch.Tensor) -> _TensorHeader:
@@ -78,8 +78,8 @@ class CapsuleFactory:
         self._to_array = to_array
         self._device = device
         self._code = code
-        self._forms: dict[Any, _TensorHeader] = {}
-        self._kept: dict[Any, jax.Array] = {}
+        self._forms: dict[tuple[torch.Size, torch.dtype], _TensorHeader] = {}
+        self._kept: dict[tuple[int, torch.Size, torch.dtype], jax.Array] = {}
 
     def over(self, tensor: torch.Tensor, stream: int | None = None) -> jax.Array:
         """A new array. stream: from dlpack.after_current_stream; JAX waits for it before it uses the array."""

@@ -9,8 +9,8 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import jax
 import torch
@@ -20,8 +20,11 @@ from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.dlpack_capsule import CapsuleFactory
 from jax_kernels.bridge.interop.keep_alive import relaxed_capture
 from jax_kernels.bridge.interop.planning_device import planning_on
+from jax_kernels.masks import Mask
 
-__all__ = ["FlatArguments", "forget", "run"]
+__all__ = ["FlatArguments", "JaxFunction", "forget", "run"]
+
+type JaxFunction = Callable[..., Sequence[jax.Array]]  # returns a flat sequence of arrays
 
 _MOST = 1024
 
@@ -33,12 +36,12 @@ class FlatArguments(NamedTuple):
     structures, with arrays of equal shapes.
     """
 
-    masks: tuple[Any, ...]
+    masks: tuple[tuple[Mask, ...], ...]
     tensors: Sequence[torch.Tensor]
     absent: tuple[bool, ...]
-    structure: Any = None
+    structure: Hashable = None
 
-    def placed(self, values: Sequence[Any]) -> list[Any]:
+    def placed[Value](self, values: Sequence[Value]) -> list[tuple[Mask, ...] | Value | None]:
         """The Masks, then the values of the tensors, with None for absent arguments."""
         given = iter(values)
         return [*self.masks, *(None if is_absent else next(given) for is_absent in self.absent)]
@@ -58,16 +61,16 @@ class _DonatingJit:
     results: forms of the results by key of the arguments; None if JAX does not write in place.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        def in_place(results: Any, *arguments: Any) -> Any:
+    def __init__(self, function: JaxFunction) -> None:
+        def in_place(results: list[jax.Array], *arguments: tuple[Mask, ...] | jax.Array | None) -> Sequence[jax.Array]:
             return function(*arguments)
 
         in_place.__name__ = getattr(function, "__name__", in_place.__name__)
         self.jitted = jax.jit(in_place, donate_argnums=0, keep_unused=True)
-        self.results: dict[Any, tuple[_Result, ...] | None] = {}
+        self.results: dict[Hashable, tuple[_Result, ...] | None] = {}
         self._function = function
 
-    def forms(self, key: Any, arguments: FlatArguments) -> tuple[_Result, ...] | None:
+    def forms(self, key: Hashable, arguments: FlatArguments) -> tuple[_Result, ...] | None:
         """Finds the results' forms for new arguments; None if JAX cannot write in place. key: the arguments' key."""
         forms = self.results[key] = self._traced(arguments)
         drop_oldest(self.results, _MOST)
@@ -87,7 +90,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(reversed(shape[1:]), lambda x, y: x * y, initial=1))[::-1] if shape else ()
 
 
-_PROGRAMS: dict[Callable[..., Any], _DonatingJit] = {}
+_PROGRAMS: dict[JaxFunction, _DonatingJit] = {}
 
 
 def forget() -> None:
@@ -95,7 +98,7 @@ def forget() -> None:
     _PROGRAMS.clear()
 
 
-def _program(function: Callable[..., Any]) -> _DonatingJit:
+def _program(function: JaxFunction) -> _DonatingJit:
     program = _PROGRAMS.get(function)
     if program is None:
         program = _PROGRAMS[function] = _DonatingJit(function)
@@ -103,7 +106,7 @@ def _program(function: Callable[..., Any]) -> _DonatingJit:
     return program
 
 
-def run(function: Callable[..., Any], arguments: FlatArguments, device: torch.device) -> list[torch.Tensor] | None:
+def run(function: JaxFunction, arguments: FlatArguments, device: torch.device) -> list[torch.Tensor] | None:
     """The results of a jitted function. None if JAX does not write them in place: then the caller runs it otherwise.
 
     Never waits for a GPU on the host.
@@ -128,7 +131,7 @@ def run(function: Callable[..., Any], arguments: FlatArguments, device: torch.de
     return written.results
 
 
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
     is_current = device.type != "cuda" or torch.cuda.current_device() == device.index
     return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 

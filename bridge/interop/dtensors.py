@@ -7,15 +7,21 @@ gradient of a replicated tensor is then a partial sum.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from jax_kernels.masks import Mask
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
 __all__ = ["HEADS", "are_in", "attention", "is_dtensor", "on_shards", "refuse", "rows_roles"]
 
 type Roles = tuple[str | None, ...]
+type Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 HEADS: Roles = ("batch", None, "heads", None)
 SCORES: Roles = ("batch", "heads", None, None)
 LSE: Roles = ("batch", "heads", None)
@@ -45,15 +51,17 @@ def refuse(function: str, **tensors: Any) -> None:
 class _Shards(NamedTuple):
     """roles: the sharded role of each dimension of the mesh, or None. sizes: global sizes by role."""
 
-    mesh: Any
+    mesh: "DeviceMesh"
     roles: list[str | None]
     sizes: dict[str, int]
 
-    def placements(self, axes: Roles, shape: Sequence[int] | None = None, *, of_gradient: bool = False) -> list[Any]:
+    def placements(
+        self, axes: Roles, shape: Sequence[int] | None = None, *, of_gradient: bool = False
+    ) -> list["Placement"]:
         """The placements of a tensor whose axes have these roles. shape: None if no axis is broadcast."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
-        found: list[Any] = []
+        found: list[Placement] = []
         for role in self.roles:
             if role is None:
                 found.append(Replicate())
@@ -65,8 +73,8 @@ class _Shards(NamedTuple):
 
 
 def on_shards(
-    function: Callable[..., Any],
-    tensors: Mapping[str, Any],
+    function: Function,
+    tensors: Mapping[str, torch.Tensor | None],
     roles: Mapping[str, Roles],
     results: Sequence[Roles],
     options: Mapping[str, Any],
@@ -80,7 +88,7 @@ def on_shards(
     """
     from torch.distributed.tensor import DTensor
 
-    given = {name: x for name, x in tensors.items() if x is not None}
+    given: dict[str, Any] = {name: x for name, x in tensors.items() if x is not None}
     shards = _shards(given, roles)
     local = {}
     for name, x in given.items():
@@ -108,7 +116,7 @@ def on_shards(
     return whole(found, results[0])
 
 
-def _shards(given: Mapping[str, Any], roles: Mapping[str, Roles]) -> _Shards:
+def _shards(given: Mapping[str, "DTensor"], roles: Mapping[str, Roles]) -> _Shards:
     first = next(name for name, x in given.items() if is_dtensor(x))
     mesh = given[first].device_mesh
     sizes: dict[str, int] = {}
@@ -126,7 +134,7 @@ def _shards(given: Mapping[str, Any], roles: Mapping[str, Roles]) -> _Shards:
     return _Shards(mesh=mesh, roles=found, sizes=sizes)
 
 
-def _role_of(dim: int, given: Mapping[str, Any], roles: Mapping[str, Roles]) -> str | None:
+def _role_of(dim: int, given: Mapping[str, "DTensor"], roles: Mapping[str, Roles]) -> str | None:
     """The role that is sharded along a dimension of the mesh, or None."""
     from torch.distributed.tensor import Shard
 
@@ -147,7 +155,7 @@ def _role_of(dim: int, given: Mapping[str, Any], roles: Mapping[str, Roles]) -> 
     return found
 
 
-def _check_sizes(role: str, devices: int, given: Mapping[str, Any], roles: Mapping[str, Roles]) -> None:
+def _check_sizes(role: str, devices: int, given: Mapping[str, "DTensor"], roles: Mapping[str, Roles]) -> None:
     """Raises unless the shards of all tensors hold the same part of the role's axis."""
     sizes = {name: x.shape[roles[name].index(role)] for name, x in given.items() if role in roles[name]}
     different = {size for size in sizes.values() if size > 1}
@@ -186,13 +194,13 @@ def _attention_roles(name: str, x: torch.Tensor) -> Roles:
     return axes[len(axes) - x.ndim :]
 
 
-def attention(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+def attention(function: Function, given: Mapping[str, Any]) -> Any:
     """Runs an attention function on DTensors. given: all its arguments, by name. Batch and heads may be sharded.
 
     Raises the errors of on_shards. With a sharded axis, also raises ValueError for a score_mod, and for a Mask that
     differs along this axis: their functions take global indices.
     """
-    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    tensors: dict[str, Any] = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     options = {name: x for name, x in given.items() if name not in tensors}
     if isinstance(given.get("segment_ids"), tuple | list):
         del options["segment_ids"]
@@ -220,9 +228,9 @@ def rows_roles(x: torch.Tensor) -> Roles:
     return (*(f"axis {axis}" for axis in range(x.ndim - 1)), None)
 
 
-def _names(placements: Sequence[Any]) -> str:
+def _names(placements: Sequence["Placement"]) -> str:
     return f"({', '.join(map(repr, placements))})"
 
 
-def _text(x: Any) -> str:
+def _text(x: "DTensor") -> str:
     return _names(x.placements)

@@ -12,7 +12,7 @@ __all__ = ["when_imported"]
 _WAITING: dict[str, list[Callable[[], Any]]] = {}  # the calls by the name of the module
 
 
-def when_imported(module: str, call: Callable[[], Any]) -> None:
+def when_imported(module: str, call: Callable[[], None]) -> None:
     """Runs call() once `module` has been imported: at once if it has been, otherwise at the end of its import."""
     found = sys.modules.get(module)
     if found is not None and not getattr(found.__spec__, "_initializing", False):

@@ -13,8 +13,8 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -30,7 +30,7 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 def relaxed_capture() -> Iterator[None]:
     """Allows this thread, inside the block, CUDA calls that would end a CUDA graph's capture in another thread."""
     try:
-        exchange: Any = cuda_driver.driver().cuThreadExchangeStreamCaptureMode  # type: ignore[attr-defined]
+        exchange: Callable[..., int] = cuda_driver.driver().cuThreadExchangeStreamCaptureMode  # type: ignore[attr-defined]
     except (OSError, AttributeError):
         yield
         return

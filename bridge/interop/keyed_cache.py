@@ -6,7 +6,6 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 
@@ -16,18 +15,18 @@ __all__ = ["clear", "memoize", "unique_name"]
 _MOST = 1024  # values per function
 
 
-class _Once:
+class _Once[*Key, Value]:
     """A functools.lru_cache for threads: if several threads ask for a key at once, one computes and the others wait."""
 
-    def __init__(self, make: Callable[..., Any]) -> None:
+    def __init__(self, make: Callable[[*Key], Value]) -> None:
         self._make = make
-        self._made: dict[Any, Any] = {}
-        self._locks: dict[Any, threading.RLock] = {}
+        self._made: dict[tuple[*Key], Value] = {}
+        self._locks: dict[tuple[int, tuple[*Key]], threading.RLock] = {}
         # lru_cache makes look-ups fast. Several threads may miss at once, so _made_once locks.
         self._get = functools.lru_cache(_MOST)(self._made_once)
         self.__wrapped__ = make
 
-    def __call__(self, *key: Any) -> Any:
+    def __call__(self, *key: *Key) -> Value:
         return self._get(*key)
 
     def __len__(self) -> int:
@@ -37,7 +36,7 @@ class _Once:
         self._get.cache_clear()
         self._made.clear()
 
-    def _made_once(self, *key: Any) -> Any:
+    def _made_once(self, *key: *Key) -> Value:
         # The process id is part of the lock's key, because a fork copies locks that other threads hold.
         own = os.getpid(), key
         with self._locks.setdefault(own, threading.RLock()):
@@ -52,7 +51,7 @@ class _Once:
 _ALL: list[_Once] = []
 
 
-def memoize(make: Callable[..., Any]) -> _Once:
+def memoize[*Key, Value](make: Callable[[*Key], Value]) -> _Once[*Key, Value]:
     """Decorates a function so that it computes a value once per key, with a least-recently-used cache."""
     made = _Once(make)
     _ALL.append(made)

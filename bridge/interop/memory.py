@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import torch
@@ -99,7 +99,7 @@ def memory_report(device: torch.device | str | int | None = None) -> MemoryRepor
     )
 
 
-def retry_on_oom(device: torch.device, call: Callable[[], Any]) -> Any:
+def retry_on_oom[Result](device: torch.device, call: Callable[[], Result]) -> Result:
     """Returns call(). If JAX is out of memory on a GPU, empties PyTorch's cache and calls once more.
 
     Raises torch.cuda.OutOfMemoryError, with a memory_report, if the second call fails too.

@@ -8,12 +8,13 @@ import torch
 
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack, fork
+from jax_kernels.device import DeviceInfo
 
 __all__ = ["planning_on"]
 
 
 @functools.cache
-def _device_info(device: torch.device) -> Any:
+def _device_info(device: torch.device) -> DeviceInfo:
     return dispatch.device_info(dlpack.jax_device(device))
 
 
@@ -22,7 +23,7 @@ class _Planning:
 
     __slots__ = ("_outside", "_target")
 
-    def __init__(self, target: contextlib.AbstractContextManager[Any]) -> None:
+    def __init__(self, target: contextlib.AbstractContextManager[DeviceInfo | None]) -> None:
         self._target = target
         self._outside = dlpack.outside_of_traces()
 

@@ -132,7 +132,7 @@ def node_in_graph[Function: Callable[..., Any]](function: Function) -> Function:
     return function
 
 
-def skip_dynamo(function: Any) -> Any:
+def skip_dynamo[Function: Callable[..., Any]](function: Function) -> Function:
     """Keeps torch.compile from rewriting the frames of a function and of all its callees. Returns the function.
 
     torch.compile also intercepts the frames that a backward runs, and JAX's frames fail then. The function is as fast
@@ -149,7 +149,7 @@ def skip_dynamo(function: Any) -> Any:
     return function
 
 
-def size_hint(size: Any) -> int | None:
+def size_hint(size: torch.SymInt | int) -> int | None:
     """The example value of a size in a trace, without making the size a constant; None if it has no example value."""
     if not isinstance(size, torch.SymInt):
         return size
@@ -161,7 +161,9 @@ def size_hint(size: Any) -> int | None:
 
 
 _MOST_LEVELS = 64
-_is_legacy_batched: Callable[[Any], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
+_is_legacy_batched: Callable[[torch.Tensor], bool] = getattr(
+    torch._C._functorch, "is_legacy_batchedtensor", lambda x: False
+)
 
 
 class Batch(NamedTuple):
@@ -258,7 +260,7 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Check | None:
     if len(unique) == len(tensors):
         return guards.check
 
-    def check(*given: Any) -> bool:  # PyTorch's check returns False if a tensor occurs twice
+    def check(*given: torch.Tensor) -> bool:  # PyTorch's check returns False if a tensor occurs twice
         return all(given[at] is x for at, x in zip(places, given, strict=True)) and guards.check(
             *(x for index, x in enumerate(given) if places[index] == index)
         )

@@ -8,7 +8,7 @@ the backward, take the program's name and the tensors.
 import ctypes
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ from jax_kernels.bridge.jax_functions.mask_operands import (
 )
 from jax_kernels.bridge.jax_functions.program_operators import CachedFunction, CallFunction, ProgramInfo, call_op
 from jax_kernels.bridge.jax_functions.programs import ProgramKey, TensorSpec, register
-from jax_kernels.bridge.jax_functions.pytree import LEAF, MaskById, flatten, unflatten
+from jax_kernels.bridge.jax_functions.pytree import LEAF, MaskById, Structure, flatten, unflatten
 from jax_kernels.bridge.jax_functions.tracing import program_for
 from jax_kernels.bridge.operators import execute, plan_query, torch_operator
 from jax_kernels.bridge.operators.call_cache import CachedCall, CallCache, same_tensors
@@ -125,8 +125,8 @@ class _FromJax:
 class CallKey(NamedTuple):
     """The key of a cached call. statics: arguments that are no tensors (a Mask by id), and which are tensors."""
 
-    statics: Any
-    tensors: Sequence[Any]
+    statics: Hashable
+    tensors: Sequence[torch.Tensor]
 
 
 def call_key(arguments: Sequence[Any], options: Sequence[Any]) -> CallKey:
@@ -149,8 +149,8 @@ def call_key_by_name(args: Sequence[Any], kwargs: dict[str, Any], *settings: Any
     The tensors are in the order of `flatten`. The statics are equal if the structures are equal, and hold the ids of
     Masks.
     """
-    statics: list[Any] = [len(args), *settings]
-    tensors: list[Any] = []
+    statics: list[Hashable] = [len(args), *settings]
+    tensors: list[torch.Tensor] = []
     for name, x in (*((None, x) for x in args), *kwargs.items()):
         kind = type(x)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -170,7 +170,7 @@ def call_key_by_name(args: Sequence[Any], kwargs: dict[str, Any], *settings: Any
 
 
 def _seen_in_trees(args: Sequence[Any], kwargs: dict[str, Any], settings: Sequence[Any]) -> CallKey:
-    tensors: list[Any] = []
+    tensors: list[torch.Tensor] = []
     masks: list[Mask] = []
     structure = flatten((tuple(args), kwargs), tensors, masks)
     return CallKey((structure, *settings, *map(id, masks)), tensors)
@@ -238,7 +238,7 @@ class JaxOp:
         return results
 
 
-def _check_dense(function: Callable[..., Any], structure: Any, tensors: Sequence[torch.Tensor]) -> None:
+def _check_dense(function: Callable[..., Any], structure: Structure, tensors: Sequence[torch.Tensor]) -> None:
     """Raises, naming the argument, for a nested tensor, which has no shape, and for a DTensor."""
     for index, x in enumerate(tensors):
         if dtensors.is_dtensor(x):
@@ -248,7 +248,7 @@ def _check_dense(function: Callable[..., Any], structure: Any, tensors: Sequence
             dlpack.check_dense(leaf_names(function, structure)[index], x)
 
 
-def _config() -> tuple[Any, ...]:
+def _config() -> tuple[bool, str | None]:
     """The JAX settings that change a function's results."""
     return _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision
 
@@ -266,7 +266,7 @@ def _known_call(
 
 def _run(
     name: str,
-    structure: Any,
+    structure: Structure,
     tensors: list[torch.Tensor],
     operands: CallMasks | WeakCallMasks,
     masks: MaskSignature | None,
@@ -293,7 +293,7 @@ def _run(
     return unflatten(program.outputs, iter(results))
 
 
-def _with_masks(name: str, structure: Any, tensors: list[torch.Tensor], masks: list[Mask]) -> Any:
+def _with_masks(name: str, structure: Structure, tensors: list[torch.Tensor], masks: list[Mask]) -> Any:
     if not tensors:
         return _run(name, structure, tensors, NO_MASKS, NO_MASKS.signature)
     first, *_ = tensors
@@ -303,7 +303,7 @@ def _with_masks(name: str, structure: Any, tensors: list[torch.Tensor], masks: l
 
 
 @torch_internals.constant_in_graph
-def _recipe(name: str, structure: Any) -> str:
+def _recipe(name: str, structure: Structure) -> str:
     """The name of a call's recipe, a constant for torch.compile."""
     return dynamic_shapes.name_of(name, structure)
 
@@ -318,7 +318,7 @@ def _flat_call(recipe: str, tensors: list[torch.Tensor]) -> dynamic_shapes.Flat:
     return dynamic_shapes.Flat(call_op(tensors, traced.program, traced.operands), traced.outputs)
 
 
-_OUTPUTS: dict[str, Any] = {}  # by recipe: the structure of the results of the call being traced
+_OUTPUTS: dict[str, Structure] = {}  # by recipe: the structure of the results of the call being traced
 _MOST_OUTPUTS = 1024
 
 
@@ -356,12 +356,12 @@ def _results_of(recipe: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Ten
 
 
 @torch_internals.constant_in_graph
-def _outputs(recipe: str) -> Any:
+def _outputs(recipe: str) -> Structure:
     """The structure of the results of the recipe's last traced call."""
     return _OUTPUTS[recipe]
 
 
-def _traced_call(name: str, structure: Any, tensors: list[torch.Tensor], masks: Sequence[Mask | MaskById]) -> Any:
+def _traced_call(name: str, structure: Structure, tensors: list[torch.Tensor], masks: Sequence[Mask | MaskById]) -> Any:
     """A call in a graph of torch.compile. It serves only the Masks that it was traced with."""
     # torch.compile cannot make a frozen dataclass a constant. It can for the id, and then checks for the same object.
     ids = [mask.number if isinstance(mask, MaskById) else id(mask) for mask in masks]
@@ -381,14 +381,14 @@ class _Traced(NamedTuple):
     """A program without a gradient, in constants for torch.compile. outputs: structure. operands: name of the Masks."""
 
     program: str
-    outputs: Any
+    outputs: Structure
     operands: str
 
 
 @torch_internals.constant_in_graph
-def _traced(name: str, structure: Any, signatures: tuple[TensorSpec, ...], *ids: int) -> _Traced:
+def _traced(name: str, structure: Structure, signatures: tuple[TensorSpec, ...], *ids: int) -> _Traced:
     """ids: ids of the Masks. The traced function keeps the Masks alive."""
-    operands: Any = NO_MASKS
+    operands: CallMasks | WeakCallMasks = NO_MASKS
     masks: list[Mask] = [ctypes.cast(number, ctypes.py_object).value for number in ids]
     if masks and signatures:
         first, *_ = signatures

@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import torch
 
+from jax_kernels.bridge.translate.activations import Activation
+
 __all__ = [
     "check_activation",
     "check_optional_tensors",
@@ -40,7 +42,7 @@ def check_scales(**scales: Any) -> None:
             raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor, a number or None{way_out(x)}")
 
 
-def check_activation(activation: Any, *, is_optional: bool = True) -> None:
+def check_activation(activation: str | Activation | None, *, is_optional: bool = True) -> None:
     """Raises TypeError or ValueError unless activation is the name of an activation, a function, or None."""
     if callable(activation) or (activation is None and is_optional):
         return
@@ -54,7 +56,7 @@ def check_activation(activation: Any, *, is_optional: bool = True) -> None:
         raise ValueError(f"activation: got {activation!r}, want {'None or ' * is_optional}one of {known}")
 
 
-def check_precision(precision: Any, wanted: tuple[str, ...] | None = None) -> None:
+def check_precision(precision: str | None, wanted: tuple[str, ...] | None = None) -> None:
     """Raises ValueError unless precision is None or one of the wanted names, by default the names that matmul takes."""
     from jax_kernels.ops.matmul.matmul import PRECISIONS
 

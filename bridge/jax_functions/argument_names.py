@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax_kernels.bridge.jax_functions.pytree import LEAF, unflatten
+from jax_kernels.bridge.jax_functions.pytree import LEAF, Structure, unflatten
 
 __all__ = ["constants", "leaf_names", "rename"]
 
 
-def leaf_names(function: Callable[..., Any], structure: Any) -> list[str]:
+def leaf_names(function: Callable[..., Any], structure: Structure) -> list[str]:
     """The name of each tensor of a call, in the order of the leaves: "x", or "x[0]" and "x['a']" in containers.
 
     structure: structure of the call's (args, kwargs).
@@ -18,7 +18,7 @@ def leaf_names(function: Callable[..., Any], structure: Any) -> list[str]:
     return [name for name, part in _named_parts(function, structure) if part == LEAF]
 
 
-def constants(function: Callable[..., Any], structure: Any) -> Iterator[tuple[str, Any]]:
+def constants(function: Callable[..., Any], structure: Structure) -> Iterator[tuple[str, Any]]:
     """(name, value) of each constant of a call that is no number. Names are formed as in leaf_names."""
     for name, (kind, *others) in _named_parts(function, structure):
         if kind == "constant":
@@ -26,7 +26,7 @@ def constants(function: Callable[..., Any], structure: Any) -> Iterator[tuple[st
             yield name, value
 
 
-def _named_parts(function: Callable[..., Any], structure: Any) -> Iterator[tuple[str, Any]]:
+def _named_parts(function: Callable[..., Any], structure: Structure) -> Iterator[tuple[str, Structure]]:
     """The name and the structure of each leaf, Mask and constant of a call."""
     _, (positional, by_keyword) = structure
     _, given = positional
@@ -52,7 +52,7 @@ def _positional(function: Callable[..., Any], count: int) -> list[str]:
     return [*names, *others][:count]
 
 
-def _parts(name: str, structure: Any) -> Iterator[tuple[str, Any]]:
+def _parts(name: str, structure: Structure) -> Iterator[tuple[str, Structure]]:
     """The name and the structure of each leaf in an argument of this name, also in nested containers."""
     kind, *parts = structure
     if kind in ("dict", "ordered dict"):

@@ -25,6 +25,7 @@ from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.keyed_cache import memoize, unique_name
 from jax_kernels.bridge.jax_functions.mask_operands import NO_MASKS
 from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, Program, ProgramKey, TensorSpec, display_name
+from jax_kernels.bridge.jax_functions.pytree import Structure
 from jax_kernels.bridge.jax_functions.tracing import cotangents_of, outputs_of, program_for
 from jax_kernels.bridge.operators import torch_operator
 
@@ -35,7 +36,7 @@ class DynamicCall(NamedTuple):
     """A call without values and shapes. function: its name. structure: the arguments' structure, with constants."""
 
     function: str
-    structure: Any
+    structure: Structure
     x64: bool
 
     def request(self, signatures: Sequence[TensorSpec]) -> ProgramKey:
@@ -51,7 +52,7 @@ class _Result(NamedTuple):
 
 class _Results(NamedTuple):
     results: tuple[_Result, ...]
-    structure: Any
+    structure: Structure
 
     @property
     def text(self) -> str:
@@ -149,10 +150,10 @@ def is_any_shape(tensors: Sequence[torch.Tensor]) -> bool:
 
 class Flat(NamedTuple):
     results: list[torch.Tensor]
-    structure: Any
+    structure: Structure
 
 
-def name_of(function: str, structure: Any) -> str:
+def name_of(function: str, structure: Structure) -> str:
     """The name of a call's recipe. structure: structure of the call's arguments."""
     return _name_of(DynamicCall(function, structure, jax.config.jax_enable_x64))
 
@@ -229,7 +230,7 @@ def _pinned(x: _Sizes, pins: Sequence[str]) -> _Sizes:
     return x._replace(sizes=tuple(hint if size in pins else size for size, hint in zip(x.sizes, x.hints, strict=True)))
 
 
-def _described(size: Any) -> int | str:
+def _described(size: torch.SymInt | int) -> int | str:
     """A constant size as an int; else the text of the size's expression."""
     if not isinstance(size, torch.SymInt):
         return size
@@ -295,7 +296,7 @@ def _first_trial(recipe: DynamicCall, tensors: Sequence[_Sizes], every: Sequence
     return None
 
 
-def _shape(sizes: Sequence[Any], shapes: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+def _shape(sizes: Sequence[int | tuple[int, int]], shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The shape of a result. sizes: as in _Result. shapes: shapes of the tensors."""
     return tuple(x if isinstance(x, int) else shapes[x[0]][x[1]] for x in sizes)
 

@@ -18,22 +18,26 @@ from jax_kernels.bridge.interop import dlpack
 from jax_kernels.bridge.interop.import_hooks import when_imported
 from jax_kernels.bridge.jax_functions.programs import find_program
 from jax_kernels.bridge.jax_functions.tracing import mask_specs, outputs_of
+from jax_kernels.masks import Mask
 
 __all__ = ["define_formulas"]
 
 
-def _attention(query: Any, value: Any, of_query: int, of_value: int) -> int:
+type _Ignored = torch.Size | list[torch.Size | None] | bool | int | float | str | None
+
+
+def _attention(query: torch.Size, value: torch.Size, of_query: int, of_value: int) -> int:
     """of_query, of_value: the numbers of matmuls with the head_dim of query, and with the head_dim of value."""
     batch, length, heads, head_dim = query
     _, kv_length, _, value_dim = value
     return 2 * batch * heads * length * kv_length * (of_query * head_dim + of_value * value_dim)
 
 
-def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _forward(query: torch.Size, key: torch.Size, value: torch.Size, *_: _Ignored, **__: _Ignored) -> int:
     return _attention(query, value, 1, 1)
 
 
-def _backward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _backward(query: torch.Size, key: torch.Size, value: torch.Size, *_: _Ignored, **__: _Ignored) -> int:
     """Counts the recomputed scores, and the gradients of the weights, query, key and value."""
     return _attention(query, value, 3, 2)
 
@@ -46,8 +50,8 @@ def _of_program(name: str, with_gradient: bool) -> int:
     specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in program.request.signatures]
     moving = [index for index, needed in enumerate(program.needs) if needed]
 
-    def both(masks: Any, *leaves: Any) -> Any:
-        def moved(*values: Any) -> Any:
+    def both(masks: tuple[Mask, ...], *leaves: jax.Array) -> tuple[jax.Array, ...]:
+        def moved(*values: jax.Array) -> list[jax.Array]:
             full = list(leaves)
             for index, value in zip(moving, values, strict=True):
                 full[index] = value
@@ -77,11 +81,13 @@ def _products(jaxpr: Any) -> int:
     return total
 
 
-def _call(tensors: Any, program: str, *_: Any, **__: Any) -> int:
+def _call(tensors: list[torch.Size], program: str, *_: _Ignored, **__: _Ignored) -> int:
     return _of_program(program, False)
 
 
-def _call_backward(stored: Any, cotangents: Any, program: str, *_: Any, **__: Any) -> int:
+def _call_backward(
+    stored: list[torch.Size], cotangents: list[torch.Size | None], program: str, *_: _Ignored, **__: _Ignored
+) -> int:
     return _of_program(program, True) - _of_program(program, False)
 
 

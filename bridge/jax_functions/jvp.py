@@ -4,16 +4,16 @@ torch.func.vmap maps these programs like all programs, so jacfwd works. Function
 reverse-mode gradient (jax.custom_vjp), or an op of this library, have no such program.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jax_kernels.bridge.interop.donated_outputs import JaxFunction
 from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.jax_functions.programs import Program, ProgramKey, VmapLevel, display_name, register_tangents
-from jax_kernels.bridge.jax_functions.pytree import LEAF, MASK
+from jax_kernels.bridge.jax_functions.pytree import LEAF, MASK, Structure
 from jax_kernels.bridge.jax_functions.tracing import build_program, outputs_of
 from jax_kernels.bridge.operators import torch_operator
 from jax_kernels.tracing.derivatives import linear_p
@@ -43,12 +43,12 @@ def jvp_program(request: ProgramKey, moving: tuple[bool, ...]) -> Program:
 
 class _Named(NamedTuple):
     name: str
-    function: Callable[..., Any]
+    function: JaxFunction
 
 
 @memoize
 def _function(
-    function: str, structure: Any, maps: tuple[VmapLevel, ...], moving: tuple[bool, ...], of_masks: int
+    function: str, structure: Structure, maps: tuple[VmapLevel, ...], moving: tuple[bool, ...], of_masks: int
 ) -> _Named:
     """The function that takes a request's leaves, the tangents of the moving leaves, and its Masks."""
     outputs, _ = outputs_of(ProgramKey(function, structure, (), None, False, maps))
@@ -80,7 +80,7 @@ def _function(
     return _Named(register_tangents(tangents), tangents)
 
 
-def _is_reverse_alone(jaxpr: Any) -> bool:
+def _is_reverse_alone(jaxpr: core.Jaxpr) -> bool:
     for equation in jaxpr.eqns:
         if str(equation.primitive) in _REVERSE_ALONE:
             return True

@@ -10,10 +10,12 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import torch
+from jax.typing import ArrayLike
 
 from jax_kernels.bridge.interop import dlpack, fork
 from jax_kernels.bridge.interop.keyed_cache import unique_name
@@ -37,14 +39,14 @@ class ArraySignature(NamedTuple):
     """The shape and dtype of a Mask's array, without its values."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: jnp.dtype
     weak_type: bool
 
 
 class MaskSignature(NamedTuple):
     """The Masks of a call without their values: the key of a compiled program. Their structure, and each array."""
 
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
     arrays: tuple[ArraySignature, ...]
 
 
@@ -158,7 +160,7 @@ class _MaskInfo:
     """The constant parts of a Mask, kept while it is alive. reference: its callback drops them."""
 
     reference: weakref.ref[Mask]
-    structure: Any
+    structure: jax.tree_util.PyTreeDef
     arrays: tuple[ArraySignature, ...]
     copies: dict[torch.device, _Copy]
 
@@ -247,7 +249,7 @@ def register_weak(masks: Sequence[Mask], device: torch.device) -> WeakCallMasks:
         return _KEPT[name]
 
 
-def _drop(kept: dict[str, WeakCallMasks], name: str, _: Any) -> None:
+def _drop(kept: dict[str, WeakCallMasks], name: str, _: weakref.ref[Mask]) -> None:
     kept.pop(name, None)
 
 
@@ -291,7 +293,7 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
         return copies[target]
 
 
-def _leaf(device: torch.device, x: Any) -> jax.Array:
+def _leaf(device: torch.device, x: torch.Tensor | ArrayLike) -> jax.Array:
     if not isinstance(x, torch.Tensor):
         return jax.device_put(checks.array("mask", x, "arrays"), dlpack.jax_device(device))
     dlpack.check_dtype("mask", x.dtype)

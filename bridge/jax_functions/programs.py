@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
+from jax_kernels.bridge.interop.donated_outputs import JaxFunction
 from jax_kernels.bridge.interop.keyed_cache import unique_name
 from jax_kernels.bridge.jax_functions.mask_operands import MaskSignature
+from jax_kernels.bridge.jax_functions.pytree import Structure
 
 __all__ = [
     "FUNCTIONS",
@@ -74,7 +76,7 @@ class ProgramKey(NamedTuple):
     """
 
     function: str
-    structure: Any
+    structure: Structure
     signatures: tuple[TensorSpec, ...]
     masks: MaskSignature | None
     x64: bool
@@ -112,15 +114,15 @@ class Program:
     name: str
     request: ProgramKey
     needs: tuple[bool, ...]
-    outputs: Any
+    outputs: Structure
     count: int
     fixed: tuple[int, ...]
     results: tuple[ResultSpec, ...]
     grads: tuple[ResultSpec, ...]
     inputs_read: tuple[int, ...]
     outputs_read: tuple[int, ...]
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
+    forward: JaxFunction
+    backward: JaxFunction
 
     @functools.cached_property
     def has_gradient(self) -> bool:

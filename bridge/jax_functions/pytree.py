@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import operator
 import types
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,9 @@ from jax_kernels.bridge.jax_functions.argument_checks import type_name, way_out
 from jax_kernels.bridge.translate import function_identity
 from jax_kernels.masks import Mask
 
-__all__ = ["LEAF", "MASK", "Leaf", "MaskById", "flatten", "unflatten"]
+__all__ = ["LEAF", "MASK", "Leaf", "MaskById", "Structure", "flatten", "unflatten"]
+
+type Structure = tuple[Any, ...]  # nested tuples of hashable constants
 
 _LEAF, _MASK = ("leaf",), ("mask",)
 LEAF, MASK = _LEAF, _MASK  # the structures of one leaf, and of a Mask
@@ -40,7 +42,7 @@ class Leaf(metaclass=_LeafType):
     """The type of every value in a function's result that is neither None nor a container."""
 
 
-def flatten(tree: Any, leaves: list[Any], masks: list[Any] | None, leaf_type: Any = torch.Tensor) -> tuple[Any, ...]:
+def flatten(tree: Any, leaves: list[Any], masks: list[Any] | None, leaf_type: type = torch.Tensor) -> Structure:
     """The structure of a tree as a tuple of constants. Appends its leaves to `leaves` and its Masks to `masks`."""
     if isinstance(tree, leaf_type):
         leaves.append(tree)
@@ -61,7 +63,7 @@ def flatten(tree: Any, leaves: list[Any], masks: list[Any] | None, leaf_type: An
     return _constant(tree)
 
 
-def _constant(value: Any) -> tuple[Any, ...]:
+def _constant(value: Any) -> Structure:
     kind = type(value)
     if kind is str or kind is bool or value is None:
         return ("constant", kind, value)
@@ -83,7 +85,7 @@ def _constant(value: Any) -> tuple[Any, ...]:
     return ("constant", kind, value, _parts(value))
 
 
-def _parts(value: Any) -> Any:
+def _parts(value: Any) -> Hashable:
     """A key that distinguishes equal constants with different parts. Raises TypeError for a tensor inside a constant.
 
     Such a tensor would lose its gradient.
@@ -96,7 +98,7 @@ def _parts(value: Any) -> Any:
     return ()
 
 
-def _part(whole: Any, value: Any) -> Any:
+def _part(whole: Any, value: Any) -> Structure:
     if isinstance(value, torch.Tensor):
         raise TypeError(
             f"got a torch.Tensor inside of a {type(whole).__name__}, which is a constant; want it as an argument, "
@@ -107,7 +109,7 @@ def _part(whole: Any, value: Any) -> Any:
     return _constant(value)
 
 
-def unflatten(structure: tuple[Any, ...], leaves: Iterator[Any], masks: Iterator[Mask] = _NO_MASKS) -> Any:
+def unflatten(structure: Structure, leaves: Iterator[Any], masks: Iterator[Mask] = _NO_MASKS) -> Any:
     """The inverse of flatten. leaves, masks: in flatten's order."""
     kind, *parts = structure
     if kind == "leaf":

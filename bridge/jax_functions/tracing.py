@@ -1,12 +1,13 @@
 """Makes the program of a request: traces the JAX function, and finds the values that its backward reads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax.extend import core
 
 from jax_kernels.bridge.interop import dlpack, planning_device
 from jax_kernels.bridge.interop.keyed_cache import memoize
@@ -23,7 +24,8 @@ from jax_kernels.bridge.jax_functions.programs import (
     pin_if_traced,
     store,
 )
-from jax_kernels.bridge.jax_functions.pytree import Leaf, flatten, unflatten
+from jax_kernels.bridge.jax_functions.pytree import Leaf, Structure, flatten, unflatten
+from jax_kernels.masks import Mask
 
 __all__ = ["build_program", "cotangents_of", "mapped_axes", "mask_specs", "outputs_of", "program_for"]
 
@@ -145,10 +147,10 @@ def _check(request: ProgramKey, function: Callable[..., Any]) -> torch.device:
     return first.device
 
 
-def outputs_of(request: ProgramKey) -> tuple[Callable[..., tuple[jax.Array, ...]], list[Any]]:
+def outputs_of(request: ProgramKey) -> tuple[Callable[..., tuple[jax.Array, ...]], list[Structure]]:
     """(a function from Masks and arrays to the outputs, a list to which each of its traces adds their structure)."""
     function = find_function(request.function)
-    structures: list[Any] = []
+    structures: list[Structure] = []
 
     def outputs(masks, *leaves):
         def each(*leaves):
@@ -164,7 +166,7 @@ def outputs_of(request: ProgramKey) -> tuple[Callable[..., tuple[jax.Array, ...]
     return outputs, structures
 
 
-def mask_specs(signature: MaskSignature | None) -> Any:
+def mask_specs(signature: MaskSignature | None) -> tuple[Mask, ...]:
     """The Masks with a jax.ShapeDtypeStruct for each array."""
     if signature is None:
         return ()
@@ -172,17 +174,18 @@ def mask_specs(signature: MaskSignature | None) -> Any:
     return jax.tree.unflatten(signature.structure, arrays)
 
 
-def _infos(what: str, arrays: Any) -> tuple[ResultSpec, ...]:
+def _infos(what: str, arrays: Sequence[jax.ShapeDtypeStruct]) -> tuple[ResultSpec, ...]:
     """PyTorch's shapes and dtypes of JAX's arrays. Raises TypeError, naming `what`, for a dtype that PyTorch lacks."""
     return tuple(ResultSpec(x.shape, dlpack.torch_dtype(what, x.dtype)) for x in arrays)
 
 
-def _sources(jaxpr: Any, mask_count: int, count: int) -> list[ResidualSource]:
+def _sources(jaxpr: core.Jaxpr, mask_count: int, count: int) -> list[ResidualSource]:
     """The source of each residual, so that no array is kept twice.
 
     mask_count: the number of inputs that are arrays of Masks. count: the number of results that are outputs.
     """
-    known: dict[Any, ResidualSource] = {}
+    known: dict[Hashable, ResidualSource] = {}
+    variable: core.Var | core.Literal
     for index, variable in enumerate(jaxpr.invars):
         is_mask = index < mask_count
         source = ResidualSource("mask", index) if is_mask else ResidualSource("input", index - mask_count)
@@ -197,7 +200,9 @@ def _sources(jaxpr: Any, mask_count: int, count: int) -> list[ResidualSource]:
     return sources
 
 
-def cotangents_of(infos: Any, given: Any) -> tuple[Any, ...]:
+def cotangents_of(
+    infos: Sequence[jax.ShapeDtypeStruct | jax.Array], given: Iterable[jax.Array | np.ndarray | None]
+) -> tuple[jax.Array | np.ndarray, ...]:
     """JAX's cotangents from PyTorch's. None becomes zeros."""
     cotangents = []
     for info, cotangent in zip(infos, given, strict=True):
@@ -209,7 +214,7 @@ def cotangents_of(infos: Any, given: Any) -> tuple[Any, ...]:
     return tuple(cotangents)
 
 
-def _conjugate(x: Any) -> Any:
+def _conjugate(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Converts complex gradients between PyTorch's and JAX's conventions, in both directions."""
     return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 

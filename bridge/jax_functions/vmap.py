@@ -2,11 +2,10 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import jax
 
+from jax_kernels.bridge.interop.donated_outputs import JaxFunction
 from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.jax_functions.program_operators import backward_op, call_op
 from jax_kernels.bridge.jax_functions.programs import (
@@ -70,7 +69,7 @@ def _in_parallel(size: int, infos: tuple[ResultSpec, ...]) -> tuple[ResultSpec, 
     return tuple(info._replace(shape=(size, *info.shape)) for info in infos)
 
 
-def _vmap(function: Callable[..., Any], size: int, mapped: tuple[bool, ...]) -> Callable[..., Any]:
+def _vmap(function: JaxFunction, size: int, mapped: tuple[bool, ...]) -> JaxFunction:
     """The jitted jax.vmap of a function of Masks and arrays. All calls share the Masks."""
     return jax.jit(jax.vmap(function, (None, *mapped_axes(mapped)), axis_size=size), keep_unused=True)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from jax_kernels import dispatch
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
@@ -56,8 +57,8 @@ class AdaptiveAttention(torch.nn.Module):
         bias: bool = True,
         is_causal: bool = False,
         implementation: str | None = None,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "context_dim": context_dim}
@@ -123,7 +124,7 @@ class AdaptiveAttention(torch.nn.Module):
         *,
         mask: torch.Tensor | Mask | None = None,
         is_causal: bool | None = None,
-    ) -> Any:
+    ) -> dispatch.Plan:
         """The plan of a call: its implementation, its blocks and the reasons. Attention does not run."""
         with torch.no_grad():
             return explain(flash_attention, *self._heads(x, context), **self._options(mask, is_causal))
@@ -139,7 +140,7 @@ class AdaptiveAttention(torch.nn.Module):
         projected = (self.q_proj(x), self.k_proj(source), self.v_proj(source))
         return [y.unflatten(-1, (-1, self.head_dim)) for y in projected]
 
-    def _options(self, mask: Any, is_causal: bool | None) -> dict[str, Any]:
+    def _options(self, mask: torch.Tensor | Mask | None, is_causal: bool | None) -> dict[str, Any]:
         causal = self.is_causal if is_causal is None else is_causal
         return {"mask": mask, "is_causal": causal, "implementation": self.implementation}
 

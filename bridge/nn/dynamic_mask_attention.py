@@ -169,7 +169,7 @@ class DynamicMaskAttention(torch.nn.Module):
 
     __prepare_scriptable__ = symbolic_trace.no_script
 
-    def _check_mask(self, mask: Any, x: torch.Tensor) -> None:
+    def _check_mask(self, mask: torch.Tensor | Mask, x: torch.Tensor) -> None:
         if isinstance(mask, Mask):
             self._check_heads(mask.heads)
             return

@@ -1,7 +1,5 @@
 """torch.nn.MultiheadAttention by flash_attention."""
 
-from typing import Any
-
 import torch
 from torch.nn import functional
 
@@ -45,8 +43,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         implementation: str | None = None,
     ) -> None:
@@ -177,7 +175,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Whether keys are appended to which all queries attend."""
         return self.bias_k is not None or self.add_zero_attn
 
-    def _projected(self, query: Any, key: Any, value: Any, batch: int) -> list[torch.Tensor]:
+    def _projected(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: int) -> list[torch.Tensor]:
         """The projections [B, T, H, D]. If the sequence comes first, batch entries become heads, to avoid a copy."""
         if self.in_proj_weight is not None and query is key is value:  # one matmul: its gradient is rounded once
             projected = list(functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1))
@@ -207,7 +205,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return mask.triu(1)
 
     def _mask_and_bias(
-        self, query: Any, key: Any, attn_mask: Any, key_padding_mask: Any, batch: int, is_causal: bool
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        key_padding_mask: torch.Tensor | None,
+        batch: int,
+        is_causal: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(the bool mask, True where a query may attend; the bias) for the tensors of _projected. Each may be None."""
         axis = 1 if self.batch_first and query.ndim == 3 else 0
@@ -257,7 +261,7 @@ def _by_pytorch(
     return fallback.attention(query, key, value, mask, dropout_p).transpose(1, 2), None
 
 
-def _check(name: str, mask: Any, shapes: tuple[tuple[int, ...], ...], query: torch.Tensor) -> None:
+def _check(name: str, mask: torch.Tensor, shapes: tuple[tuple[int, ...], ...], query: torch.Tensor) -> None:
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{name}: got {type(mask).__name__}, want a torch.Tensor")
     check_dense(name, mask)

@@ -11,6 +11,7 @@ import jax
 import torch
 from torch.nn import functional
 
+from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dlpack, planning_device
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
@@ -29,7 +30,7 @@ __all__ = ["MultiheadDilatedAttention"]
 _FASTEST = ("auto", "sdpa", "flash", "flash_attn", "flash_attn_2", "flash_attn_3", "xformers", "manual")
 
 
-def _checked_backend(backend: Any) -> str | None:
+def _checked_backend(backend: str | None) -> str | None:
     """The implementation of a backend's name; None for the fastest. Raises TypeError or ValueError."""
     if backend is None:
         return None
@@ -208,7 +209,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
             return timed.fastest
         return self._asked
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, torch.Tensor], prefix: str, *others: Any) -> None:
         """Splits a fused qkv_proj [3 * embed_dim, embed_dim], in the order query, key, value, into its projections."""
         for kind in ("weight", "bias"):
             fused = state_dict.get(f"{prefix}qkv_proj.{kind}")
@@ -240,7 +241,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
         *,
         segment_ids: torch.Tensor | None = None,
         need_weights: bool = False,
-    ) -> Any:
+    ) -> torch.Tensor | tuple[torch.Tensor, None]:
         """The output [B, T, embed_dim] from query, key and value [B, T, embed_dim]; key and value default to query.
 
         An empty batch gives an empty output.
@@ -287,7 +288,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
         length = min(max(self.pattern["segment_lengths"]), 8192)
         return 1, length, self.num_heads, self.embed_dim // self.num_heads
 
-    def _plan(self, implementation: str | None) -> Any:
+    def _plan(self, implementation: str | None) -> dispatch.Plan:
         x = jax.ShapeDtypeStruct(self._shape(), dlpack.jax_dtype(self.dtype))
         with planning_device.planning_on(self.device):
             return explain(ops.dilated_attention, x, x, x, implementation=implementation, **self.pattern)

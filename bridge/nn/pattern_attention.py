@@ -51,7 +51,12 @@ class FlexAttention(torch.nn.Module):
 
     @plain_arguments
     def __init__(
-        self, pattern: str | Mask, window: Any = None, *, implementation: str | None = None, **options: Any
+        self,
+        pattern: str | Mask,
+        window: int | tuple[int, int] | None = None,
+        *,
+        implementation: str | None = None,
+        **options: Any,
     ) -> None:
         super().__init__()
         _check_pattern(pattern)
@@ -60,8 +65,8 @@ class FlexAttention(torch.nn.Module):
         self.pattern = pattern
         self.options = options if window is None else options | _windows(pattern, window)
         self.implementation = implementation
-        self._kept: dict[Any, CompiledAttention] = {}
-        self._in_graphs: dict[Any, Mask] = {}  # keep-alive for graphs of torch.compile
+        self._kept: dict[tuple[_Shape, torch.device], CompiledAttention] = {}
+        self._in_graphs: dict[tuple[_Shape, torch.device], Mask] = {}  # keep-alive for graphs of torch.compile
         self._number = self._registered()
         if isinstance(pattern, str):
             preset(pattern, **self._with_lengths(1024, 1024))  # raises the errors of a call
@@ -173,7 +178,7 @@ def _made(number: int, *facts: Any) -> tuple[int, str]:
     return _MODULES[number]._in_graph(_Shape(*shape), device)
 
 
-def _check_pattern(pattern: Any) -> None:
+def _check_pattern(pattern: str | Mask) -> None:
     """Raises TypeError or ValueError unless pattern is the name of a preset, or a Mask."""
     if isinstance(pattern, Mask):
         return
@@ -184,7 +189,7 @@ def _check_pattern(pattern: Any) -> None:
         raise ValueError(f"pattern: got {pattern!r}, want one of {names}{did_you_mean(pattern, PRESETS)}")
 
 
-def _windows(pattern: Any, window: Any) -> dict[str, Any]:
+def _windows(pattern: str | Mask, window: int | tuple[int, int]) -> dict[str, Any]:
     """Converts window to the pattern's options: `window`, or `left` and `right`. Raises ValueError."""
     takes = inspect.signature(PRESETS[pattern]).parameters if isinstance(pattern, str) and pattern in PRESETS else {}
     if "window" in takes:

@@ -1,8 +1,8 @@
 """A linear layer with low-bit weights, and a function that gives them to the linear layers of a model."""
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 
@@ -11,6 +11,7 @@ from jax_kernels.bridge.jax_functions.argument_checks import check_activation, c
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.matmul import Linear, linear
 from jax_kernels.bridge.ops.quantization import QuantizedTensor, quantize
+from jax_kernels.bridge.translate.activations import Activation
 from jax_kernels.quantization import formats
 
 __all__ = ["QuantizedLinear", "quantize_weights"]
@@ -50,14 +51,14 @@ class QuantizedLinear(torch.nn.Module):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         format: str = "int4",
         scaling: str | None = None,
         group_size: int | None = None,
         scale_dtype: torch.dtype | None = None,
-        activation: str | Callable[..., Any] | None = None,
+        activation: str | Activation | None = None,
         precision: str | None = None,
         implementation: str | None = None,
     ) -> None:
@@ -155,7 +156,7 @@ class QuantizedLinear(torch.nn.Module):
         activation = "" if self.activation is None else f", activation={self.activation!r}"
         return f"{features}, format={self.format!r}{group}{activation}"
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """torch.nn.Module._apply, except that the buffers (low-bit values, scales and the shape) keep their dtypes."""
         buffers = list(self._buffers.values())
 
@@ -169,13 +170,13 @@ class QuantizedLinear(torch.nn.Module):
 
     def _load_from_state_dict(
         self,
-        state_dict: Any,
+        state_dict: Mapping[str, torch.Tensor],
         prefix: str,
-        local_metadata: Any,
+        local_metadata: Mapping[str, int],
         strict: bool,
-        missing: Any,
-        unexpected: Any,
-        errors: Any,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
     ) -> None:
         """Rejects other formats, which torch.nn.Module would cast, and another K of the same padded size."""
         wrong = []
@@ -191,7 +192,7 @@ class QuantizedLinear(torch.nn.Module):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
 
-def _check_format(format: Any) -> None:
+def _check_format(format: str) -> None:
     """Raises ValueError for an unknown format."""
     if format not in tuple(formats.FORMATS):
         raise ValueError(f"format: got {format!r}, want one of {', '.join(map(repr, formats.FORMATS))}")

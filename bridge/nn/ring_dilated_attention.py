@@ -22,7 +22,7 @@ class RingDilatedAttention(MultiheadDilatedAttention):
       group: the torch.distributed process group whose ranks shard the sequence; None is all ranks.
     """
 
-    def __init__(self, *args: Any, group: Any = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, group: "torch.distributed.ProcessGroup | None" = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
 

@@ -3,7 +3,7 @@
 import math
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -48,6 +48,20 @@ __all__ = [
     "rotary_embedding",
 ]
 
+
+class Config(Protocol):
+    """A config of jax_kernels.models: the required fields of Transformer. The other fields are optional."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def model_dim(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+
+
 _REQUIRED = ("vocab_size", "model_dim", "num_layers", "num_heads")
 _DEFAULTS = {
     "num_kv_heads": None,
@@ -78,7 +92,7 @@ _DEFAULTS |= _PATTERN | {"layer_norm": False, "gamma": None}
 class FP8Linear(PlainLinear):
     """PlainLinear with an 8-bit matmul."""
 
-    def __init__(self, in_features: int, out_features: int, shape: Any) -> None:
+    def __init__(self, in_features: int, out_features: int, shape: types.SimpleNamespace) -> None:
         super().__init__(in_features, out_features, shape.param_dtype)
         self.scaling = shape.scaling
 
@@ -86,7 +100,7 @@ class FP8Linear(PlainLinear):
         return linear(x, self.weight.to(x.dtype), precision="fp8", scaling=self.scaling)
 
 
-def _linear(in_features: int, out_features: int, shape: Any) -> PlainLinear:
+def _linear(in_features: int, out_features: int, shape: types.SimpleNamespace) -> PlainLinear:
     """A linear layer of a block. With precision "fp8" its matmul has 8 bits."""
     if shape.precision == "fp8":
         return FP8Linear(in_features, out_features, shape)
@@ -99,7 +113,7 @@ class Attention(torch.nn.Module):
     With segment_lengths it is dilated, like jax_kernels.models.MultiHeadDilatedAttention.
     """
 
-    def __init__(self, shape: Any) -> None:
+    def __init__(self, shape: types.SimpleNamespace) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         self.rope_theta = shape.rope_theta
@@ -139,7 +153,7 @@ class Attention(torch.nn.Module):
 class MLP(torch.nn.Module):
     """The gated MLP: down_proj(silu(gate_proj(x)) * up_proj(x))."""
 
-    def __init__(self, shape: Any) -> None:
+    def __init__(self, shape: types.SimpleNamespace) -> None:
         super().__init__()
         self.precision = shape.precision
         self.scaling = shape.scaling
@@ -162,7 +176,7 @@ class MLP(torch.nn.Module):
 class Block(torch.nn.Module):
     """A block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, shape: Any) -> None:
+    def __init__(self, shape: types.SimpleNamespace) -> None:
         super().__init__()
         self.attention_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
         self.attention = Attention(shape)
@@ -191,7 +205,7 @@ class Transformer(torch.nn.Module):
       ValueError: a field is missing or unknown, or does not fit the others.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Config | Mapping[str, Any]) -> None:
         super().__init__()
         shape = _shape(config)
         self.dtype = shape.dtype
@@ -279,7 +293,7 @@ def _flax_name(name: str) -> str:
     return name.removesuffix("weight") + ("scale" if name.endswith("norm.weight") else "kernel")
 
 
-def _shape(config: Any) -> types.SimpleNamespace:
+def _shape(config: Config | Mapping[str, Any]) -> types.SimpleNamespace:
     """The fields of a config with their defaults, dtypes as torch.dtypes."""
     if isinstance(config, Mapping):
         unknown = sorted(config.keys() - {*_REQUIRED, *_DEFAULTS})
@@ -326,7 +340,12 @@ def has_gpu() -> bool:
 
 
 def logits_and_input_gradients(
-    config: Any, parameters: Mapping[str, np.ndarray], tokens: np.ndarray, targets: np.ndarray, *, device: str
+    config: Config | Mapping[str, Any],
+    parameters: Mapping[str, np.ndarray],
+    tokens: np.ndarray,
+    targets: np.ndarray,
+    *,
+    device: str,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits and input gradients of a Transformer with Flax's weights, for a comparison with the Flax model.
 

@@ -8,7 +8,7 @@ cover runs like a first call: under compilers, transforms, autocast or modes, or
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.translate import mask_sources
+from jax_kernels.masks import Mask
 
 __all__ = ["CachedCall", "CallCache", "clear", "count", "same_tensors"]
 
@@ -49,7 +50,7 @@ class CachedCall:
     def __init__(
         self,
         chain: Callable[..., list[torch.Tensor]],
-        finish: Callable[[Any], Any],
+        finish: Callable[[list[torch.Tensor]], Any],
         function: type[torch.autograd.Function] | None = None,
         facts: Any = None,
     ) -> None:
@@ -60,8 +61,8 @@ class CachedCall:
         self.function = function
         self.facts = facts
         self.backwards = None if function is None else CallCache()
-        self.references: list[Any] = []
-        self.statics: Any = None
+        self.references: list[weakref.ref[Mask]] = []
+        self.statics: Hashable = None
         self.check: Callable[..., bool] = _never
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -70,7 +71,7 @@ class CachedCall:
         return self.finish(self.function.apply(self, *tensors))
 
 
-def _never(*tensors: Any) -> bool:
+def _never(*tensors: torch.Tensor) -> bool:
     return False
 
 
@@ -82,10 +83,10 @@ class CallCache:
     def __init__(self) -> None:
         self._nothing = CachedCall(None, _never)  # type: ignore[arg-type]
         self._last = self._nothing
-        self._calls: dict[Any, CachedCall] = {}
+        self._calls: dict[Hashable, CachedCall] = {}
         _ALL.add(self)
 
-    def find(self, statics: Any, tensors: Sequence[Any]) -> CachedCall | None:
+    def find(self, statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
         """The cached call for these tensors, or None. Not for code that torch.compile traces."""
         call = self._last
         try:
@@ -109,7 +110,7 @@ class CallCache:
             return None
         return None if _is_transforming() and torch_internals.is_forward_mode() else call
 
-    def _search(self, statics: Any, tensors: Sequence[Any]) -> CachedCall | None:
+    def _search(self, statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
         if not self._calls:
             return None
         call = self._calls.get(_key(statics, tensors))
@@ -120,10 +121,10 @@ class CallCache:
 
     def learn(
         self,
-        statics: Any,
+        statics: Hashable,
         tensors: Sequence[torch.Tensor],
         make: Callable[[], CachedCall | None],
-        masks: Sequence[Any] = (),
+        masks: Sequence[Mask] = (),
     ) -> None:
         """Caches a call, unless its tensors cannot be checked, or are not read in place.
 
@@ -152,7 +153,7 @@ class CallCache:
             return
         drop_oldest(self._calls, _MOST)
 
-    def forget(self, key: Any) -> None:
+    def forget(self, key: Hashable) -> None:
         """Drops the call of a key."""
         self._last = self._nothing
         self._calls.pop(key, None)
@@ -165,13 +166,13 @@ class CallCache:
         return len(self._calls)
 
 
-def _forget(reference: "weakref.ref[CallCache]", key: Any, _: Any) -> None:
+def _forget(reference: "weakref.ref[CallCache]", key: Hashable, _: weakref.ref[Mask]) -> None:
     known = reference()
     if known is not None:
         known.forget(key)
 
 
-def same_tensors(read: Sequence[Any], given: Sequence[Any]) -> bool:
+def same_tensors(read: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
     """Whether a call reads the given tensor objects, and not copies."""
     return len(read) == len(given) and all(map(operator.is_, read, given))
 
@@ -207,7 +208,7 @@ def _under_autocast(check: torch_internals.Check, tensors: Sequence[torch.Tensor
     return lambda *given: torch.get_autocast_dtype(device) is dtype and check(*given)
 
 
-def _key(statics: Any, tensors: Sequence[Any]) -> Any:
+def _key(statics: Hashable, tensors: Sequence[torch.Tensor]) -> Hashable:
     """The key of a call: its statics, and its tensors without their values. None if a tensor has an unknown type."""
     if any(type(x) not in _TYPES for x in tensors):
         return None

@@ -1,13 +1,15 @@
 """Runs a jitted JAX function on PyTorch's tensors, by the direct route or by the DLPack route."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.direct.launcher import LoadedChain
+from jax_kernels.bridge.direct.route import Operands
 from jax_kernels.bridge.interop import dlpack, donated_outputs, memory
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
+from jax_kernels.bridge.interop.donated_outputs import JaxFunction
 from jax_kernels.bridge.interop.planning_device import planning_on
 from jax_kernels.bridge.operators.call_cache import CachedCall, CallCache
 
@@ -15,7 +17,7 @@ __all__ = ["clear", "execute", "launcher_for"]
 
 
 def execute(
-    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
+    function: JaxFunction, tensors: Sequence[torch.Tensor | None], operands: Operands | None = None
 ) -> list[torch.Tensor]:
     """Calls a jitted JAX function, which returns a flat sequence of arrays, on tensors of one device.
 
@@ -33,7 +35,10 @@ def execute(
 
 
 def _through_jax(
-    function: Callable[..., Any], tensors: Sequence[Any], given: Sequence[torch.Tensor], operands: Any
+    function: JaxFunction,
+    tensors: Sequence[torch.Tensor | bool | None],
+    given: Sequence[torch.Tensor],
+    operands: Operands | None,
 ) -> list[torch.Tensor]:
     """`run` by the DLPack route. given: the non-None entries of `tensors`, in order."""
     device = given[0].device
@@ -58,7 +63,9 @@ class _JaxLauncher:
 
     __slots__ = ("_function", "_operands", "_places")
 
-    def __init__(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any) -> None:
+    def __init__(
+        self, function: JaxFunction, tensors: Sequence[torch.Tensor | None], operands: Operands | None
+    ) -> None:
         self._function = function
         self._places = [None if x is None else True for x in tensors]
         self._operands = operands
@@ -68,7 +75,7 @@ class _JaxLauncher:
 
 
 def launcher_for(
-    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
+    function: JaxFunction, tensors: Sequence[torch.Tensor | None], operands: Operands | None = None
 ) -> Callable[..., list[torch.Tensor]]:
     """A callable that takes the non-None tensors: the function's chain, or the function by the DLPack route."""
     chain, other = route.find(function, tensors, operands), _JaxLauncher(function, tensors, operands)
@@ -83,7 +90,7 @@ class _MaskedChain:
 
     __slots__ = ("_chain", "_device", "_operands", "_other")
 
-    def __init__(self, chain: Any, other: _JaxLauncher, operands: Any, device: torch.device) -> None:
+    def __init__(self, chain: LoadedChain, other: _JaxLauncher, operands: Operands, device: torch.device) -> None:
         self._chain = chain
         self._other = other
         self._operands = operands
@@ -94,12 +101,12 @@ class _MaskedChain:
         return self._other(*tensors) if masks is None else self._chain(*masks, *tensors)
 
 
-_KNOWN: dict[Any, CallCache] = {}  # by function
+_KNOWN: dict[JaxFunction, CallCache] = {}  # by function
 _MOST = 1024
 
 
 def _launched(
-    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], given: list[torch.Tensor], operands: Any
+    function: JaxFunction, tensors: Sequence[torch.Tensor | None], given: list[torch.Tensor], operands: Operands | None
 ) -> list[torch.Tensor] | None:
     """route.launch, or its cached call if there is one. given: the non-None entries of `tensors`, in order."""
     if operands is not None and operands.masks:
@@ -117,7 +124,7 @@ def _launched(
     return results
 
 
-def _call_of(chain: Any) -> CachedCall | None:
+def _call_of(chain: LoadedChain | None) -> CachedCall | None:
     return None if chain is None else CachedCall(chain, lambda results: results)
 
 

@@ -6,15 +6,18 @@ gradient. It skips the "Autograd" implementation (below_autograd), which would c
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
 from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.direct.route import Operands
 from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop.donated_outputs import JaxFunction
 from jax_kernels.bridge.operators import execute
 from jax_kernels.bridge.operators.call_cache import CachedCall, CallCache, same_tensors
 
@@ -34,6 +37,11 @@ __all__ = [
     "unwrapped",
 ]
 
+type Argument = torch.Tensor | Sequence[torch.Tensor | None] | bool | int | float | str | None
+type Results = torch.Tensor | Sequence[torch.Tensor]
+type Finish = Callable[[list[torch.Tensor]], Results]
+type VmapRule = Callable[..., tuple[Results, int | Sequence[int]]]
+
 _LIBRARY = torch.library.Library("jax_kernels", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _TENSOR = torch.Tensor
@@ -42,21 +50,21 @@ _TENSOR = torch.Tensor
 class JaxCall(NamedTuple):
     """A call of an operator, as the arguments of running.run."""
 
-    function: Callable[..., Any]
+    function: JaxFunction
     tensors: Sequence[torch.Tensor | None]
-    operands: Any = None
+    operands: Operands | None = None
 
 
 def define_operator(
     name: str,
     schema: str,
     program: Callable[..., JaxCall],
-    finish: Callable[..., Callable[[list[torch.Tensor]], Any]],
-    fake: Callable[..., Any],
-    differentiate: Callable[..., Any],
+    finish: Callable[..., Finish],
+    fake: Callable[..., Results],
+    differentiate: Callable[..., Results],
     label: Callable[..., str],
-    push: Callable[..., Any] | None = None,
-) -> Any:
+    push: Callable[..., Results] | None = None,
+) -> OpOverload:
     """The operator torch.ops.jax_kernels.<name>, for CPU and CUDA tensors.
 
     Each function takes the operator's arguments. program: returns the Program; its tensors are the operator's tensors,
@@ -71,10 +79,10 @@ def define_operator(
     """
 
     @torch_internals.skip_dynamo
-    def kernel(*arguments: Any) -> Any:
+    def kernel(*arguments: Argument) -> Results:
         return finish(*arguments)(execute.execute(*program(*arguments)))
 
-    def known_call(*arguments: Any) -> CachedCall | None:
+    def known_call(*arguments: Argument) -> CachedCall | None:
         function, tensors, operands = program(*arguments)
         read = [x for x in tensors if x is not None]
         if (operands is not None and operands.masks) or not same_tensors(read, _seen(arguments).tensors):
@@ -93,13 +101,13 @@ def _defined(
     name: str,
     schema: str,
     tags: Sequence[torch.Tag],
-    kernel: Callable[..., Any],
+    kernel: Callable[..., Results],
     known_call: Callable[..., CachedCall | None],
-    fake: Callable[..., Any],
-    differentiate: Callable[..., Any],
+    fake: Callable[..., Results],
+    differentiate: Callable[..., Results],
     label: Callable[..., str],
-    push: Callable[..., Any] | None,
-) -> Any:
+    push: Callable[..., Results] | None,
+) -> OpOverload:
     _LIBRARY.define(name + schema, tags=tags)
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, kernel, key)
@@ -109,7 +117,7 @@ def _defined(
     known = CallCache()
 
     @torch_internals.skip_dynamo
-    def autograd(*arguments: Any) -> Any:
+    def autograd(*arguments: Argument) -> Results:
         seen = _seen(arguments)
         if (call := known.find(*seen)) is not None:
             return call(seen.tensors)
@@ -130,19 +138,19 @@ def _defined(
 class _Seen(NamedTuple):
     """The arguments of an operator. statics: the arguments, with a marker for each tensor. tensors: in order."""
 
-    statics: tuple[Any, ...]
+    statics: tuple[Hashable, ...]
     tensors: list[torch.Tensor]
 
 
-def _seen(arguments: Sequence[Any]) -> _Seen:
+def _seen(arguments: Sequence[Argument]) -> _Seen:
     if list in map(type, arguments):
         return _seen_in_lists(arguments)
     statics = [_TENSOR if isinstance(x, _TENSOR) else x for x in arguments]
     return _Seen(tuple(statics), [x for x in arguments if isinstance(x, _TENSOR)])
 
 
-def _seen_in_lists(arguments: Sequence[Any]) -> _Seen:
-    statics: list[Any] = []
+def _seen_in_lists(arguments: Sequence[Argument]) -> _Seen:
+    statics: list[Hashable] = []
     tensors: list[torch.Tensor] = []
     for x in arguments:
         if isinstance(x, _TENSOR):
@@ -157,7 +165,7 @@ def _seen_in_lists(arguments: Sequence[Any]) -> _Seen:
     return _Seen(tuple(statics), tensors)
 
 
-def _flat(arguments: Sequence[Any]) -> list[Any]:
+def _flat(arguments: Sequence[Argument]) -> list[torch.Tensor | bool | int | float | str | None]:
     """The arguments of an operator, with the items of lists."""
     return [x for given in arguments for x in (given if isinstance(given, list | tuple) else (given,))]
 
@@ -165,14 +173,14 @@ def _flat(arguments: Sequence[Any]) -> list[Any]:
 class _Direct(NamedTuple):
     """The variant of an operator for programs that are launched directly."""
 
-    operator: Any
+    operator: OpOverload
     program: Callable[..., JaxCall]
 
 
-_DIRECT: dict[Any, _Direct] = {}
+_DIRECT: dict[OpOverload, _Direct] = {}
 
 
-def _capturable(operator: Any, arguments: Sequence[Any]) -> Any:
+def _capturable(operator: OpOverload, arguments: Sequence[Argument]) -> OpOverload:
     """The operator. In a graph that torch.compile traces, its direct variant if the call has a launch chain.
 
     The search for the launch chain compiles the call's kernels.
@@ -192,7 +200,7 @@ def _capturable(operator: Any, arguments: Sequence[Any]) -> Any:
         return direct.operator if is_direct else operator
 
 
-def define_vmap(name: str, rule: Callable[..., Any]) -> None:
+def define_vmap(name: str, rule: VmapRule) -> None:
     """Defines torch.func.vmap of the operator; `rule(info, in_dims, *args)` returns (results, out_dims).
 
     Batches of cotangents, from torch.autograd.grad(is_grads_batched=True), use the same rule.
@@ -210,7 +218,7 @@ class _Info(NamedTuple):
 
 
 @torch_internals.skip_dynamo
-def _with_batches(rule: Callable[..., Any], *arguments: Any) -> Any:
+def _with_batches(rule: Callable[..., tuple[Any, Any]], *arguments: Any) -> Results:
     """An operator's results, by its vmap rule, for tensors that PyTorch's autograd has batched."""
     level, size = torch_internals.batch_of(_flat(arguments))
     apart = lambda x: torch_internals.remove_batch_dim(x, level) if torch_internals.is_in_batch(x, level) else None
@@ -229,10 +237,10 @@ def _with_batches(rule: Callable[..., Any], *arguments: Any) -> Any:
     return type(results)(torch_internals.add_batch_dim(x, at, level) for x, at in zip(results, each, strict=True))
 
 
-def loop_vmap(operator: Callable[[], Any]) -> Callable[..., Any]:
+def loop_vmap(operator: Callable[[], OpOverload]) -> VmapRule:
     """A vmap rule that calls the operator for each batch entry, and stacks the results."""
 
-    def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
+    def rule(info: _Info, in_dims: Sequence[Any], *arguments: Argument) -> tuple[list[torch.Tensor], int]:
         def entry(at: int, x: Any, dim: Any) -> Any:
             if isinstance(x, list | tuple):
                 return [entry(at, y, one) for y, one in zip(x, dim, strict=True)]
@@ -245,7 +253,7 @@ def loop_vmap(operator: Callable[[], Any]) -> Callable[..., Any]:
     return rule
 
 
-def below_autograd(operator: Any, *arguments: Any) -> Any:
+def below_autograd(operator: OpOverload, *arguments: Argument) -> Any:
     """The operator's results, without a gradient."""
     if torch._C._len_torch_dispatch_stack():
         operator = _capturable(operator, arguments)
@@ -253,7 +261,7 @@ def below_autograd(operator: Any, *arguments: Any) -> Any:
         return operator(*arguments)
 
 
-def inside_function(operator: Any, *arguments: Any) -> Any:
+def inside_function(operator: OpOverload, *arguments: Argument) -> Any:
     """The operator's results inside a Function's forward, where PyTorch has switched gradients off.
 
     Gradients are off only for the Function's own level: other levels of torch.func may differentiate the operator.
@@ -264,7 +272,7 @@ def inside_function(operator: Any, *arguments: Any) -> Any:
         return below_autograd(operator, *arguments)
 
 
-def call_in_backward(operator: Any, *arguments: Any) -> Any:
+def call_in_backward(operator: OpOverload, *arguments: Argument) -> Any:
     """The operator's results, below autograd unless they may be differentiated."""
     if torch.is_grad_enabled() or torch_internals.is_forward_mode():
         return operator(*arguments)
@@ -284,13 +292,13 @@ def apply(function: Any, *arguments: Any) -> Any:
 
 
 @functools.cache
-def _of_one_level(function: type[torch.autograd.Function]) -> Any:
+def _of_one_level(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
     """The Function as a subclass of torch.func's class for one level."""
     body = {name: vars(function)[name] for name in ("forward", "backward", "jvp")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), body)
 
 
-def has_tangent(arguments: Sequence[Any]) -> bool:
+def has_tangent(arguments: Sequence[Argument]) -> bool:
     """Whether an argument has a tangent of forward-mode differentiation."""
     if not torch_internals.is_forward_mode() or not torch._C._is_fwd_grad_enabled():
         return False
@@ -299,14 +307,14 @@ def has_tangent(arguments: Sequence[Any]) -> bool:
     return any(forward_ad.unpack_dual(x, level=level).tangent is not None for x in tensors)
 
 
-def refuse_tangent(name: str) -> Any:
+def refuse_tangent(name: str) -> NoReturn:
     raise NotImplementedError(
         f"{name}: forward-mode differentiation is not supported (torch.func.jvp, linearize, jacfwd and hessian, "
         "torch.autograd.forward_ad); use the reverse mode: torch.func.vjp, grad, jacrev, or backward()"
     )
 
 
-def refuse_second_gradient(name: str) -> Any:
+def refuse_second_gradient(name: str) -> NoReturn:
     raise RuntimeError(f"{name}: double backward is not supported; its gradient cannot be differentiated again")
 
 
@@ -328,7 +336,9 @@ class _Last(torch.autograd.Function):
         refuse_tangent(ctx.name)
 
 
-def refuse_gradient(name: str, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> Any:
+def refuse_gradient(
+    name: str, function: Callable[..., Results], tensors: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
     """function(*tensors), a tuple of tensors. Its backward raises. For an operator's "Autograd" implementation."""
     return apply(_Last, name, function, *tensors)
 

@@ -113,7 +113,7 @@ def benchmark_implementations(
     return dict(sorted(times.items(), key=lambda item: item[1]))
 
 
-def _takes_implementation(op: Any) -> bool:
+def _takes_implementation(op: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(op).parameters.values()
     except (TypeError, ValueError):  # it has no signature, or is no function
@@ -121,13 +121,13 @@ def _takes_implementation(op: Any) -> bool:
     return any(x.name == "implementation" or x.kind is x.VAR_KEYWORD for x in parameters)
 
 
-def _milliseconds(call: Callable[[], Any], place: torch.device, seconds: float) -> float:
+def _milliseconds(call: Callable[[], None], place: torch.device, seconds: float) -> float:
     """The time of a call in a queue of calls."""
     once = _queued(call, place, 2)
     return _queued(call, place, max(2, min(1000, int(seconds * 1e3 / max(once, 1e-3)))))
 
 
-def _queued(call: Callable[[], Any], place: torch.device, calls: int) -> float:
+def _queued(call: Callable[[], None], place: torch.device, calls: int) -> float:
     if place.type != "cuda":
         begin = time.perf_counter()
         for _ in range(calls):

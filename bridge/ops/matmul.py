@@ -1,7 +1,7 @@
 """matmul, gated_matmul, mlp and linear on PyTorch tensors, and the modules Linear and GatedMLP."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -18,8 +18,8 @@ from jax_kernels.bridge.jax_functions.argument_checks import (
 )
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops import symbolic_trace
-from jax_kernels.bridge.ops.quantization import QuantizedTensor, on_stored, stored
-from jax_kernels.bridge.translate.activations import is_kept, name_of, with_functions
+from jax_kernels.bridge.ops.quantization import Facts, QuantizedTensor, Stored, on_stored, stored
+from jax_kernels.bridge.translate.activations import Activation, is_kept, name_of, with_functions
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
 from jax_kernels.quantization import check_scaling
@@ -29,16 +29,18 @@ __all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul", "mlp"]
 _matmul = JaxOp(with_functions(on_stored(ops.matmul)), is_whole=True)
 _gated_matmul = JaxOp(with_functions(on_stored(ops.gated_matmul)), is_whole=True)
 _mlp = JaxOp(with_functions(mlp_ops.mlp), is_whole=True)
+type Weights = torch.Tensor | QuantizedTensor
+
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 def matmul(
     x: torch.Tensor,
-    w: torch.Tensor | QuantizedTensor,
+    w: Weights,
     *,
     bias: torch.Tensor | None = None,
-    activation: str | Callable[..., Any] | None = None,
+    activation: str | Activation | None = None,
     residual: torch.Tensor | None = None,
     x_scale: torch.Tensor | float | None = None,
     w_scale: torch.Tensor | float | None = None,
@@ -118,9 +120,9 @@ def matmul(
 
 def gated_matmul(
     x: torch.Tensor,
-    w_gate: torch.Tensor | QuantizedTensor,
-    w_up: torch.Tensor | QuantizedTensor,
-    activation: str | Callable[..., Any] = "silu",
+    w_gate: Weights,
+    w_up: Weights,
+    activation: str | Activation = "silu",
     *,
     residual: torch.Tensor | None = None,
     x_scale: torch.Tensor | float | None = None,
@@ -187,7 +189,7 @@ def mlp(
     w_gate: torch.Tensor | None = None,
     bias_up: torch.Tensor | None = None,
     bias_down: torch.Tensor | None = None,
-    activation: str | Callable[..., Any] = "silu",
+    activation: str | Activation = "silu",
     residual: torch.Tensor | None = None,
     transpose_w: bool = False,
     precision: str | None = None,
@@ -237,7 +239,7 @@ def mlp(
     return out if wide is None else wide + out
 
 
-def _on_shards(op: Callable[..., Any], tensors: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
+def _on_shards(op: Callable[..., torch.Tensor], tensors: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
     """`op` on DTensors. Rows of x may be sharded; for matmul and gated_matmul, columns of the weights too."""
     for name, x in tensors.items():
         if isinstance(x, QuantizedTensor):
@@ -259,7 +261,7 @@ def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> CallKey:
     return call_key(arguments, (*options, torch.get_float32_matmul_precision()))
 
 
-def _parts(w: Any) -> tuple[Any, ...]:
+def _parts(w: Weights) -> tuple[torch.Tensor | Facts, ...]:
     """The tensors of weights, and their other fields, for _seen."""
     return (w.values, w.scale, w.facts) if isinstance(w, QuantizedTensor) else (w,)
 
@@ -271,12 +273,12 @@ def _check_weights(**weights: Any) -> None:
             raise TypeError(f"{name}: got {type_name(w)}, want a torch.Tensor or a bridge.QuantizedTensor")
 
 
-def _argument(name: str, w: Any) -> Any:
+def _argument(name: str, w: Weights) -> torch.Tensor | Stored:
     """Weights in the form that the JAX op takes."""
     return stored(name, w) if isinstance(w, QuantizedTensor) else w
 
 
-def _without_gradient(scale: Any) -> Any:
+def _without_gradient(scale: torch.Tensor | float | None) -> torch.Tensor | float | None:
     return in_float32(scale.detach() if isinstance(scale, torch.Tensor) else scale)
 
 
@@ -296,8 +298,21 @@ def _takes_tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
+class MatmulOptions(TypedDict, total=False):
+    """The keyword arguments of matmul except bias and transpose_w."""
+
+    activation: str | Activation | None
+    residual: torch.Tensor | None
+    x_scale: torch.Tensor | float | None
+    w_scale: torch.Tensor | float | None
+    out_dtype: torch.dtype | None
+    precision: str | None
+    scaling: str | None
+    implementation: str | None
+
+
 def linear(
-    x: torch.Tensor, weight: torch.Tensor | QuantizedTensor, bias: torch.Tensor | None = None, **arguments: Any
+    x: torch.Tensor, weight: Weights, bias: torch.Tensor | None = None, **arguments: Unpack[MatmulOptions]
 ) -> torch.Tensor:
     """torch.nn.functional.linear, weight [N, K], with bridge.matmul's arguments except transpose_w.
 
@@ -324,7 +339,7 @@ def _under_autocast(*tensors: Any) -> list[Any]:
     return [x if stays(x) else x.to(dtype) for x in tensors]
 
 
-def _check_scaling(scaling: Any, precision: Any) -> None:
+def _check_scaling(scaling: str | None, precision: str | None) -> None:
     """Raises ValueError for an unknown scaling, or a scaling without an 8-bit matmul."""
     if scaling is None:
         return
@@ -333,7 +348,9 @@ def _check_scaling(scaling: Any, precision: Any) -> None:
         raise ValueError(f"scaling: got {scaling!r} with precision={precision!r}, want None, or precision='fp8'")
 
 
-def _with_wide_residual(x: torch.Tensor, residual: Any, out_dtype: Any) -> tuple[Any, Any]:
+def _with_wide_residual(
+    x: torch.Tensor, residual: Any, out_dtype: torch.dtype | None
+) -> tuple[torch.Tensor | None, torch.dtype | None]:
     """(residual, out_dtype). Under autocast, a missing out_dtype becomes the dtype of x + residual in PyTorch.
 
     residual is then cast to this dtype.
@@ -364,10 +381,10 @@ class Linear(torch.nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
-        activation: str | Callable[..., Any] | None = None,
+        activation: str | Activation | None = None,
         precision: str | None = None,
         scaling: str | None = None,
         implementation: str | None = None,
@@ -433,12 +450,12 @@ class GatedMLP(torch.nn.Module):
         in_features: int,
         hidden_features: int,
         *,
-        activation: str | Callable[..., Any] = "silu",
+        activation: str | Activation = "silu",
         precision: str | None = None,
         scaling: str | None = None,
         implementation: str | None = None,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_activation(activation, is_optional=False)
@@ -478,6 +495,6 @@ class GatedMLP(torch.nn.Module):
     __prepare_scriptable__ = symbolic_trace.no_script
 
 
-def _options(layer: Any) -> dict[str, Any]:
+def _options(layer: Linear) -> dict[str, Any]:
     """The options of a layer's matmul."""
     return {"precision": layer.precision, "scaling": layer.scaling, "implementation": layer.implementation}

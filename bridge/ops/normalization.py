@@ -2,8 +2,9 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
+import jax
 import torch
 
 from jax_kernels.bridge.interop import dtensors, torch_internals
@@ -18,11 +19,16 @@ from jax_kernels.quantization import FORMATS
 __all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]
 
 
-def _as_arrays(norm: Callable[..., Any]) -> Callable[..., Any]:
+type Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+def _as_arrays(norm: Callable[..., Any]) -> Callable[..., tuple[jax.Array, ...]]:
     """Splits the norm's 8-bit output into arrays: (values, scale), or (values, scale, x + residual)."""
 
     @functools.wraps(norm)
-    def call(*args: Any, residual: Any, **options: Any) -> Any:
+    def call(
+        *args: jax.Array | None, residual: jax.Array | None, **options: float | str | None
+    ) -> tuple[jax.Array, ...]:
         found = norm(*args, residual=residual, **options)
         out, *total = (found,) if residual is None else found
         return out.values, out.scale, *total
@@ -36,6 +42,42 @@ _quantized_layer_norm = from_jax(_as_arrays(normalization.layer_norm))
 _quantized_rms_norm = from_jax(_as_arrays(normalization.rms_norm))
 
 
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    *,
+    residual: None = ...,
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: None = ...,
+    implementation: str | None = ...,
+) -> torch.Tensor: ...
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    *,
+    residual: torch.Tensor,
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: None = ...,
+    implementation: str | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = ...,
+    bias: torch.Tensor | None = ...,
+    *,
+    residual: torch.Tensor | None = ...,
+    eps: float = ...,
+    scale_offset: float = ...,
+    quantize: str | None = ...,
+    implementation: str | None = ...,
+) -> Outputs: ...
 def layer_norm(
     x: torch.Tensor,
     scale: torch.Tensor | None = None,
@@ -46,7 +88,7 @@ def layer_norm(
     scale_offset: float = 0.0,
     quantize: str | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Outputs:
     """jax_kernels.layer_norm on PyTorch tensors, with gradients of x, scale, bias and residual.
 
     See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast has no effect: the statistics are in
@@ -78,12 +120,49 @@ def layer_norm(
         own = {"eps": eps, "scale_offset": scale_offset, "quantize": quantize, "implementation": implementation}
         return _on_shards(layer_norm, {"x": x, "scale": scale, "bias": bias, "residual": residual}, own)
     scale, bias = (_weights(weights, x) for weights in (scale, bias))
-    options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
+    options: dict[str, float | str | None] = {
+        "eps": eps,
+        "scale_offset": scale_offset,
+        "implementation": implementation,
+    }
     if quantize is not None:
         return _quantized_layer_norm(x, scale, bias, residual=residual, quantize=quantize, **options)
     return _layer_norm.serve(call, x, scale, bias, residual=residual, **options)
 
 
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = ...,
+    *,
+    residual: None = ...,
+    eps: float | None = ...,
+    scale_offset: float = ...,
+    quantize: None = ...,
+    implementation: str | None = ...,
+) -> torch.Tensor: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = ...,
+    *,
+    residual: torch.Tensor,
+    eps: float | None = ...,
+    scale_offset: float = ...,
+    quantize: None = ...,
+    implementation: str | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = ...,
+    *,
+    residual: torch.Tensor | None = ...,
+    eps: float | None = ...,
+    scale_offset: float = ...,
+    quantize: str | None = ...,
+    implementation: str | None = ...,
+) -> Outputs: ...
 def rms_norm(
     x: torch.Tensor,
     scale: torch.Tensor | None = None,
@@ -93,7 +172,7 @@ def rms_norm(
     scale_offset: float = 0.0,
     quantize: str | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Outputs:
     """jax_kernels.rms_norm on PyTorch tensors, with gradients of x, scale and residual.
 
     See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast has no effect: the statistics are in
@@ -126,17 +205,21 @@ def rms_norm(
         own = {"eps": eps, "scale_offset": scale_offset, "quantize": quantize, "implementation": implementation}
         return _on_shards(rms_norm, {"x": x, "scale": scale, "residual": residual}, own)
     eps = _default_eps(x.dtype) if eps is None else eps
-    options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
+    options: dict[str, float | str | None] = {
+        "eps": eps,
+        "scale_offset": scale_offset,
+        "implementation": implementation,
+    }
     if quantize is not None:
         return _quantized_rms_norm(x, _weights(scale, x), residual=residual, quantize=quantize, **options)
     return _rms_norm.serve(call, x, _weights(scale, x), residual=residual, **options)
 
 
-def _on_shards(norm: Callable[..., Any], tensors: dict[str, Any], options: dict[str, Any]) -> Any:
+def _on_shards(norm: Callable[..., Outputs], tensors: dict[str, Any], options: dict[str, Any]) -> Outputs:
     """The norm of DTensors. Their rows may be sharded."""
     rows, width = dtensors.rows_roles(tensors["x"]), (None,)
     roles = {"x": rows, "residual": rows, "scale": width, "bias": width}
-    results: tuple[Any, ...] = (rows, rows) if options["quantize"] is None else (rows, rows[:-1], rows)
+    results: tuple[dtensors.Roles, ...] = (rows, rows) if options["quantize"] is None else (rows, rows[:-1], rows)
     if tensors["residual"] is None:
         results = results[:-1]
     return dtensors.on_shards(norm, tensors, roles, results, options)
@@ -235,12 +318,12 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
     @plain_arguments
     def __init__(
         self,
-        normalized_shape: Any,
+        normalized_shape: int | list[int] | tuple[int, ...],
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         scale_offset: float = 0.0,
         quantize: str | None = None,
@@ -249,7 +332,7 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self._take(scale_offset, quantize, implementation)
 
-    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Outputs:
         """input: x of bridge.layer_norm, [..., *normalized_shape].
 
         Returns the result, of input's shape and dtype; with a residual, (the result, input + residual).
@@ -277,11 +360,11 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
     @plain_arguments
     def __init__(
         self,
-        normalized_shape: Any,
+        normalized_shape: int | list[int] | tuple[int, ...],
         eps: float | None = None,
         elementwise_affine: bool = True,
-        device: Any = None,
-        dtype: Any = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
         *,
         scale_offset: float = 0.0,
         quantize: str | None = None,
@@ -290,7 +373,7 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self._take(scale_offset, quantize, implementation)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Outputs:
         """x: [..., *normalized_shape]. Returns the result, or with a residual, (the result, x + residual).
 
         The result has x's shape and dtype. With quantize, returns (values, scale), or (values, scale, x + residual):
@@ -302,7 +385,13 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
         return _like(x, rms_norm(x_, scale, residual=residual, **self._options), self.quantize)
 
 
-def _flat(x: Any, residual: Any, shape: tuple[int, ...], weight: Any, bias: Any) -> tuple[Any, Any, Any, Any]:
+def _flat(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    shape: tuple[int, ...],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(x, scale, bias, residual) with the axes of `shape` flattened to one axis. Raises ValueError."""
     axes = len(shape)
     check_tensors(x=x)
@@ -320,7 +409,7 @@ def _flat(x: Any, residual: Any, shape: tuple[int, ...], weight: Any, bias: Any)
     return rows(x), flat(weight), flat(bias), rows(residual)
 
 
-def _like(x: torch.Tensor, results: Any, quantize: str | None) -> Any:
+def _like(x: torch.Tensor, results: Outputs, quantize: str | None) -> Outputs:
     """Reshapes the results to x's shape. The scales of 8-bit results stay unchanged."""
     if not isinstance(results, tuple | list):
         return results.view(x.shape)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,10 @@ from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tens
 from jax_kernels.quantization import QuantizedArray, formats
 from jax_kernels.quantization.formats import LowBit
 
-__all__ = ["QuantizedTensor", "dequantize", "on_stored", "quantize", "stored"]
+__all__ = ["Facts", "QuantizedTensor", "Stored", "dequantize", "on_stored", "quantize", "stored"]
+
+type Facts = tuple[str | int | None, ...]
+type Stored = dict[str, torch.Tensor | str | int | None]
 
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -59,7 +62,7 @@ class QuantizedTensor:
         return self.values.device
 
     @property
-    def facts(self) -> tuple[Any, ...]:
+    def facts(self) -> Facts:
         """The fields that are not tensors."""
         return self.format, self.group_size, self.axis, self.length
 
@@ -74,23 +77,23 @@ class QuantizedTensor:
         return dataclasses.replace(self, values=self.values.to(device), scale=self.scale.to(device))
 
 
-def stored(name: str, x: QuantizedTensor) -> dict[str, Any]:
+def stored(name: str, x: QuantizedTensor) -> Stored:
     """Low-bit weights as an argument of a JAX function. Raises NotImplementedError if they require a gradient."""
     if torch.is_grad_enabled() and (x.values.requires_grad or x.scale.requires_grad):
         raise NotImplementedError(f"{name}: got low-bit weights that require a gradient, want detached weights")
     return _stored(x)
 
 
-def _stored(x: QuantizedTensor) -> dict[str, Any]:
+def _stored(x: QuantizedTensor) -> Stored:
     facts = {"format": x.format, "group_size": x.group_size, "axis": x.axis, "length": x.length}
     return {"values": x.values, "scale": x.scale, **facts}
 
 
-def on_stored(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_stored[Result](function: Callable[..., Result]) -> Callable[..., Result]:
     """Wraps an op of JAX arrays so that it also takes weights in the form that `stored` returns. Keeps op.plan."""
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Result:
         return function(*map(_as_array, args), **kwargs)
 
     call.plan = lambda *args, **kwargs: function.plan(*map(_as_array, args), **kwargs)  # type: ignore[attr-defined]
@@ -122,10 +125,43 @@ def _quantize(x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
 
 
 @from_jax
-def _dequantize(x: dict[str, Any], dtype: str) -> jax.Array:
+def _dequantize(x: dict[str, jax.Array | str | int | None], dtype: str) -> jax.Array:
     return quantization.dequantize(_as_array(x), dtype)
 
 
+@overload
+def quantize(
+    x: torch.Tensor,
+    format: Literal["e4m3", "e5m2"] = ...,
+    *,
+    scaling: str | None = ...,
+    axis: int | None = ...,
+    scale: torch.Tensor | None = ...,
+    group_size: int | None = ...,
+    scale_dtype: torch.dtype | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def quantize(
+    x: torch.Tensor,
+    format: Literal["int8", "int4", "mxfp8", "mxfp4"],
+    *,
+    scaling: str | None = ...,
+    axis: int | None = ...,
+    scale: torch.Tensor | None = ...,
+    group_size: int | None = ...,
+    scale_dtype: torch.dtype | None = ...,
+) -> QuantizedTensor: ...
+@overload
+def quantize(
+    x: torch.Tensor,
+    format: str,
+    *,
+    scaling: str | None = ...,
+    axis: int | None = ...,
+    scale: torch.Tensor | None = ...,
+    group_size: int | None = ...,
+    scale_dtype: torch.dtype | None = ...,
+) -> Any: ...
 def quantize(
     x: torch.Tensor,
     format: str = "e4m3",
@@ -135,7 +171,7 @@ def quantize(
     scale: torch.Tensor | None = None,
     group_size: int | None = None,
     scale_dtype: torch.dtype | None = None,
-) -> Any:
+) -> tuple[torch.Tensor, torch.Tensor] | QuantizedTensor:
     """jax_kernels.quantize on a PyTorch tensor.
 
     Args:

@@ -6,25 +6,28 @@ compiles PyTorch's scaled_dot_product_attention, and all other functions and mod
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Proxy
 
 from jax_kernels.bridge.ops.drop_in import fallback
+from jax_kernels.masks import Mask
 
 __all__ = ["Proxy", "call", "is_traced", "leaf", "no_script", "refuse_functions", "sdpa_of_script"]
+
+type Argument = torch.Tensor | Proxy | Mask | bool | int | float | str | None
 
 _WAYS_OUT = "compile it with torch.compile, export it with torch.export, or record calls with torch.jit.trace"
 
 
-def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def call(function: Callable[..., Any], *arguments: Argument, **options: Argument) -> Proxy:
     """Adds a call of the function as a node to the graph of torch.fx.symbolic_trace."""
     proxy = next(x for x in arguments if isinstance(x, Proxy))
     return proxy.tracer.create_proxy("call_function", function, arguments, options)
 
 
-def is_traced(*arguments: Any) -> bool:
+def is_traced(*arguments: Argument) -> bool:
     """Whether torch.fx.symbolic_trace makes the call, so that an argument is its Proxy."""
     for x in arguments:  # noqa: SIM110 (half the time of any)
         if isinstance(x, Proxy):
@@ -32,7 +35,7 @@ def is_traced(*arguments: Any) -> bool:
     return False
 
 
-def leaf(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
+def leaf(module: torch.nn.Module, *arguments: Argument, **options: Argument) -> Any:
     """Adds a call of the module as a node to the graph of torch.fx.symbolic_trace, like calls of torch.nn's modules.
 
     Options that are None are omitted.
@@ -51,7 +54,7 @@ def leaf(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
     return tracer.create_proxy("call_module", path, arguments, given)
 
 
-def no_script(module: Any) -> Any:
+def no_script(module: torch.nn.Module) -> NoReturn:
     """Raises RuntimeError. torch.jit.script calls it as a module's method __prepare_scriptable__."""
     raise RuntimeError(
         f"torch.jit.script: got a jax_kernels {type(module).__name__}, which TorchScript cannot hold: JAX runs it; "
@@ -66,8 +69,8 @@ def refuse_functions(functions: Iterable[Any]) -> None:
             function.__prepare_scriptable__ = _refusing(function.__name__)  # type: ignore[attr-defined]
 
 
-def _refusing(name: str) -> Callable[[], Any]:
-    def prepare() -> Any:
+def _refusing(name: str) -> Callable[[], NoReturn]:
+    def prepare() -> NoReturn:
         raise RuntimeError(
             f"torch.jit.script: got code that calls jax_kernels.bridge.{name}, which TorchScript cannot hold: JAX "
             f"runs it; {_WAYS_OUT}"
@@ -76,7 +79,7 @@ def _refusing(name: str) -> Callable[[], Any]:
     return prepare
 
 
-def sdpa_of_script() -> Callable[..., Any]:
+def sdpa_of_script() -> Callable[..., torch.Tensor]:
     """The function that TorchScript compiles as scaled_dot_product_attention: PyTorch's function."""
     fallback.warn("scaled_dot_product_attention", "torch.jit.script's programs cannot run JAX")
     return _pytorchs

@@ -5,7 +5,7 @@ torch.compile can make a constant of a name, and programs are cached by it.
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -17,9 +17,11 @@ from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.keyed_cache import unique_name
 from jax_kernels.bridge.translate import function_identity, score_mods, torch_to_jnp
 
-__all__ = ["is_kept", "name_of", "with_functions"]
+__all__ = ["Activation", "is_kept", "name_of", "with_functions"]
 
-_OWN: dict[Any, str] = {
+type Activation = Callable[[torch.Tensor], torch.Tensor] | Callable[[jax.Array], jax.Array]
+
+_OWN: dict[Activation, str] = {
     **dict.fromkeys((torch.relu, torch.nn.functional.relu), "relu"),
     **dict.fromkeys((torch.tanh, torch.nn.functional.tanh), "tanh"),
     **dict.fromkeys((torch.sigmoid, torch.nn.functional.sigmoid), "sigmoid"),
@@ -27,13 +29,13 @@ _OWN: dict[Any, str] = {
     torch.nn.functional.silu: "silu",
 }
 _MOST = 4096
-_FUNCTIONS: dict[str, Callable[..., Any]] = {}
-_NAMES: dict[Any, str] = {}  # by function
+_FUNCTIONS: dict[str, Activation] = {}
+_NAMES: dict[Hashable, str] = {}  # by function
 _WANT = "want a name, or an elementwise function of one tensor, or of one jax.Array"
 
 
 @torch_internals.constant_in_graph
-def name_of(activation: Any) -> str | None:
+def name_of(activation: str | Activation | None) -> str | None:
     """The name by which `with_functions` finds the activation. Names and None are returned unchanged.
 
     PyTorch functions such as torch.relu get this library's names. Twins (see `twins`) have the same name. So do
@@ -66,7 +68,7 @@ def name_of(activation: Any) -> str | None:
     return name
 
 
-def _key(function: Any) -> Any:
+def _key(function: Any) -> Hashable:
     """A key that is equal for partials, or PyTorch modules, that compute the same; else the function itself."""
     if isinstance(function, functools.partial):
         given = *function.args, *function.keywords.values()
@@ -77,20 +79,20 @@ def _key(function: Any) -> Any:
     return function
 
 
-def is_kept(activation: Any) -> bool:
+def is_kept(activation: str | Activation | None) -> bool:
     """Whether a call with this activation may be cached: False for a function that is made anew for each call."""
     return not isinstance(activation, types.FunctionType) or torch.compiler.is_compiling() or _is_first(activation)
 
 
-def _is_first(function: Any) -> bool:
+def _is_first(function: types.FunctionType) -> bool:
     return _FUNCTIONS.get(_NAMES.get(_key(function_identity.canonical_function(function)), "")) is function
 
 
-def with_functions(op: Callable[..., Any]) -> Callable[..., Any]:
+def with_functions[Result](op: Callable[..., Result]) -> Callable[..., Result]:
     """Wraps an op of JAX arrays: `activation` may also be a name from name_of. The wrapper has a `plan`, too."""
 
     @functools.wraps(op)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Result:
         return op(*args, **_in_jnp(**kwargs))
 
     call.plan = lambda *args, **kwargs: op.plan(*args, **_in_jnp(**kwargs))  # type: ignore[attr-defined]
@@ -103,7 +105,7 @@ def _in_jnp(activation: str | None, **others: Any) -> dict[str, Any]:
     return others | {"activation": activation if function is None else _traceable(function)}
 
 
-def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
+def _traceable(function: Activation) -> Activation:
     """The function in jnp. Raises TypeError, naming the function, if its torch operations have no form in jnp."""
     x = jax.ShapeDtypeStruct((), jnp.float32)
     try:
@@ -121,5 +123,5 @@ def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
     return of_arrays
 
 
-def _text(function: Any) -> str:
+def _text(function: Activation) -> str:
     return getattr(function, "__qualname__", repr(function))

@@ -6,6 +6,7 @@ check compares numerical slopes at a few values.
 
 import inspect
 import sys
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,7 @@ _AGREES: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 def check() -> None:
     """Raises UnsupportedTorchOpError in the forward of a Function whose backward is not the forward's derivative."""
-    frame: Any = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     for _ in range(_DEEPEST):
         if frame is None:
             return
@@ -37,7 +38,7 @@ def check() -> None:
         frame = frame.f_back
 
 
-def _of_forward(code: Any) -> Any:
+def _of_forward(code: types.CodeType) -> type[torch.autograd.Function] | None:
     """The Function whose forward has this code."""
     for kind in _every(torch.autograd.Function):
         if getattr(vars(kind).get("forward"), "__func__", None) is not None and kind.forward.__code__ is code:
@@ -45,13 +46,13 @@ def _of_forward(code: Any) -> Any:
     return None
 
 
-def _every(kind: Any) -> Iterator[Any]:
+def _every(kind: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.Function]]:
     for below in kind.__subclasses__():
         yield below
         yield from _every(below)
 
 
-def _agrees(function: Any, frame: Any) -> bool:
+def _agrees(function: type[torch.autograd.Function], frame: types.FrameType) -> bool:
     found = _AGREES.get(function)
     if found is None:
         _AGREES[function] = True  # during the check
@@ -63,13 +64,13 @@ def _agrees(function: Any, frame: Any) -> bool:
     return found
 
 
-def _arguments(function: Any, frame: Any) -> list[Any]:
+def _arguments(function: type[torch.autograd.Function], frame: types.FrameType) -> list[Any]:
     names = list(inspect.signature(function.forward).parameters)
     has_context = function.setup_context is torch.autograd.Function.setup_context
     return [frame.f_locals[name] for name in names[has_context:]]
 
 
-def _is_derivative(function: Any, args: list[Any]) -> bool:
+def _is_derivative(function: type[torch.autograd.Function], args: list[Any]) -> bool:
     """Whether the backward equals the numerical slopes of the forward, at a few values of each tensor."""
     from jax_kernels.bridge.translate.torch_to_jnp import TracedTensor
 

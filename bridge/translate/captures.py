@@ -10,16 +10,18 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
 
 from jax_kernels.bridge.translate import function_identity
 
-__all__ = ["Path", "Standin", "copied", "reached", "root_of", "text_of"]
+__all__ = ["Path", "Root", "Standin", "copied", "reached", "root_of", "text_of"]
 
 type Path = tuple[tuple[str, Any], ...]
+type Root = types.FunctionType | types.MethodType | functools.partial | Callable[..., torch.Tensor]
+type Values = dict[str, Any]  # attributes or globals, by name
 type Replace = Callable[[Any, Path], Any]
 
 _LIBRARIES = ("torch", "jax", "jaxlib", "numpy")
@@ -71,7 +73,7 @@ def text_of(function: Any, path: Path) -> str:
     return text
 
 
-def root_of(function: Any) -> Any:
+def root_of(function: Any) -> Root | None:
     """The function, partial or method that a call of `function` runs; None if it is not Python code."""
     if isinstance(function, types.FunctionType | types.MethodType | functools.partial):
         return function
@@ -91,7 +93,7 @@ class Standin:
     is_whole: whether `read` has all attributes that the function reads.
     """
 
-    def __init__(self, of: Any, read: dict[str, Any]) -> None:
+    def __init__(self, of: Any, read: Values) -> None:
         try:
             self._reference: Callable[[], Any] = weakref.ref(of)
         except TypeError:
@@ -110,11 +112,11 @@ class Standin:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._reference()(*args, **kwargs)
 
-    def filled(self, read: dict[str, Any]) -> "Standin":
+    def filled(self, read: Values) -> "Standin":
         """A Standin of the same object with other attributes."""
         return Standin(self._reference(), read)
 
-    def twins_key(self, known: Callable[[Any], Any]) -> Any:
+    def twins_key(self, known: Callable[[Any], Hashable]) -> Hashable:
         """A key that is equal for objects if the attributes that the function reads are equal."""
         if self._is_looked_at or not self.is_whole:  # it reads itself or a property
             raise function_identity.UncomparableFunctionError
@@ -168,7 +170,7 @@ class _Copier:
             return self._object(x, path, names)
         return self.replace(x, path)
 
-    def _function(self, function: types.FunctionType, path: Path) -> Any:
+    def _function(self, function: types.FunctionType, path: Path) -> types.FunctionType:
         home = (function.__module__ or "").split(".")[0]
         if home in _LIBRARIES and (home != "torch" or not function.__closure__):
             return function
@@ -202,7 +204,7 @@ class _Copier:
         self.found[id(function)] = copy
         return copy
 
-    def _method(self, method: types.MethodType, path: Path, names: tuple[str, ...]) -> Any:
+    def _method(self, method: types.MethodType, path: Path, names: tuple[str, ...]) -> types.MethodType:
         function = method.__func__
         if not isinstance(function, types.FunctionType) or isinstance(method.__self__, type):
             return method
@@ -211,19 +213,19 @@ class _Copier:
         )
         return types.MethodType(self.of(function, (*path, ("attribute", "__func__")), names), owner)
 
-    def _partial(self, partial: Any, path: Path, names: tuple[str, ...]) -> Any:
+    def _partial(self, partial: functools.partial, path: Path, names: tuple[str, ...]) -> functools.partial:
         keywords = {key: self.of(x, (*path, ("keyword", key)), names) for key, x in partial.keywords.items()}
         args = [self.of(x, (*path, ("argument", i)), names) for i, x in enumerate(partial.args)]
         return functools.partial(self.of(partial.func, (*path, ("attribute", "func")), names), *args, **keywords)
 
     def _standin(self, x: Standin, path: Path) -> Standin:
-        read: dict[str, Any] = {}
+        read: Values = {}
         self.found[id(x)] = made = x.filled(read)
         read |= {name: self.of(value, path, ()) for name, value in x._read.items()}
         return made
 
     def _object(self, x: Any, path: Path, names: tuple[str, ...]) -> Standin:
-        read: dict[str, Any] = {}
+        read: Values = {}
         self.found[id(x)] = made = Standin(x, read)
         waiting = list(dict.fromkeys(names))
         while waiting:
@@ -244,7 +246,7 @@ class _Copier:
         return made
 
 
-def _globals(own: dict[str, Any], read: dict[str, Any]) -> dict[str, Any]:
+def _globals(own: Values, read: Values) -> Values:
     return {**read, "__builtins__": own.get("__builtins__"), "__name__": own.get("__name__")}
 
 

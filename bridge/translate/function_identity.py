@@ -13,6 +13,7 @@ import dis
 import functools
 import types
 import weakref
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,9 +24,9 @@ from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 __all__ = ["Place", "UncomparableFunctionError", "canonical_function", "function_key", "names_of"]
 
 _MOST = 1024
-_FIRST: dict[Any, types.FunctionType] = {}
+_FIRST: dict[Hashable, types.FunctionType] = {}
 # function -> its first key, or None if it had none. Its programs may have read the values of that time.
-_SEEN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_SEEN: weakref.WeakKeyDictionary[types.FunctionType, Hashable] = weakref.WeakKeyDictionary()
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = ("jax", "jaxlib", "numpy", "math", "operator", "functools", "builtins")
 _DYNAMIC = {"globals", "eval", "exec", "vars", "__import__"}  # code with these names may read any value
@@ -41,7 +42,7 @@ class Place(NamedTuple):
     number: int
 
 
-def canonical_function(function: Any) -> Any:
+def canonical_function(function: types.FunctionType) -> types.FunctionType:
     """The first known twin of a function, or the function itself if it is the first."""
     try:
         key = function_key(function)
@@ -64,7 +65,7 @@ def _copy(function: types.FunctionType) -> types.FunctionType:
     return copy
 
 
-def function_key(function: Any, *, is_copy: bool = False) -> Any:
+def function_key(function: Any, *, is_copy: bool = False) -> Hashable:
     """The key that all twins of a function share. Raises UncomparableFunctionError if the function has no twins.
 
     is_copy: whether the function is a copy by captures.copied. No other code changes the lists, dicts and objects of
@@ -73,7 +74,7 @@ def function_key(function: Any, *, is_copy: bool = False) -> Any:
     return _known(function, (), is_copy) if is_copy else _key(function)
 
 
-def _key(function: Any, outer: tuple[Any, ...] = (), is_copy: bool = False) -> Any:
+def _key(function: types.FunctionType, outer: tuple[types.FunctionType, ...] = (), is_copy: bool = False) -> Hashable:
     """The key that all twins of a function share. outer: the functions whose keys are being computed."""
     if function.__dict__ or function in outer:
         raise UncomparableFunctionError
@@ -103,7 +104,7 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*own, *inner]))
 
 
-def _known(value: Any, outer: tuple[Any, ...], is_copy: bool = False) -> Any:
+def _known(value: Any, outer: tuple[types.FunctionType, ...], is_copy: bool = False) -> Hashable:
     """The key of a value; equal keys mean equal values. Raises UncomparableFunctionError if there is none."""
     kind = type(value)
     if is_copy and (found := _known_copy(value, outer)) is not None:
@@ -134,7 +135,7 @@ def _known(value: Any, outer: tuple[Any, ...], is_copy: bool = False) -> Any:
     raise UncomparableFunctionError
 
 
-def _known_copy(value: Any, outer: tuple[Any, ...]) -> Any:
+def _known_copy(value: Any, outer: tuple[types.FunctionType, ...]) -> Hashable:
     """_known of a mutable part of a copy, such as a list, dict or object; None for other values."""
     kind = type(value)
     known = lambda x: _known(x, outer, True)

@@ -58,7 +58,7 @@ class Sources:
     def is_fresh(self) -> bool:
         return all(source.is_fresh(self._function) for source in self._sources)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type["Sources"], tuple[None, tuple[()]]]:
         return Sources, (None, ())
 
 
@@ -90,7 +90,7 @@ def attach(mask: Mask, root: Any, paths: Sequence[captures.Path]) -> Mask:
     return mask
 
 
-def _every(mask: Any) -> Iterator[tuple[Mask, Sources | None]]:
+def _every(mask: Mask) -> Iterator[tuple[Mask, Sources | None]]:
     """A mask and its parts, recursively and in order, with their Sources."""
     mask = mask.unprepared
     yield mask, vars(mask).get(_NAME)
@@ -133,7 +133,7 @@ def watched(passes: Callable[..., bool], masks: Sequence[Mask]) -> Callable[...,
     if not found:
         return passes
 
-    def check_of_both(*tensors: Any) -> bool:
+    def check_of_both(*tensors: torch.Tensor) -> bool:
         sources = [reference() for reference in found]
         return all(x is not None and x.is_fresh() for x in sources) and passes(*tensors)
 

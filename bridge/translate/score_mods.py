@@ -7,12 +7,13 @@ from closures, globals or defaults become arguments of the call: their values ar
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax.typing import ArrayLike
 from torch.utils.weak import WeakIdKeyDictionary
 
 from jax_kernels.bridge.interop import dlpack, torch_internals
@@ -22,19 +23,39 @@ from jax_kernels.bridge.translate import captures, function_identity, torch_to_j
 from jax_kernels.bridge.translate.captures import Path
 from jax_kernels.masks.arrays import reads
 
-__all__ = ["RefusedError", "apart_in_graph", "bind_tensors", "looks_at", "mask_mod", "read", "split_tensors", "to_jnp"]
+__all__ = [
+    "Function",
+    "RefusedError",
+    "ScoreMod",
+    "apart_in_graph",
+    "bind_tensors",
+    "looks_at",
+    "mask_mod",
+    "read",
+    "split_tensors",
+    "to_jnp",
+]
+
+type Function = Callable[..., torch.Tensor] | Callable[..., jax.Array]  # in torch operations, or in jnp code
+type ScoreMod = (
+    Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    | Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+)
+type _Value = torch.Tensor | ArrayLike  # a mask function's argument after the indices
 
 _WANT = (
     "want an elementwise function of scalars in torch's elementwise operations, or in jnp code, as in "
     "jnp.where(q_idx >= kv_idx, jnp.tanh(score), -jnp.inf)"
 )
 _MOST = 4096
-_SKELETONS: dict[str, Any] = {}  # functions with a `Place` for each tensor that they read
-_NAMES: dict[Any, str] = {}  # key of twins -> name
-_OF_FUNCTION: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyDictionary()
+_SKELETONS: dict[str, captures.Root] = {}  # functions with a `Place` for each tensor that they read
+_NAMES: dict[Hashable, str] = {}  # key of twins -> name
+_OF_FUNCTION: weakref.WeakKeyDictionary[Function, tuple[str, list[Path]] | tuple[None, None]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def split_tensors(function: Any, argument: str = "score_mod") -> tuple[str, tuple[Path, ...]] | None:
+def split_tensors(function: Function, argument: str = "score_mod") -> tuple[str, tuple[Path, ...]] | None:
     """(the name of the function's skeleton, the paths of its tensors from its root); None if it reads no tensors.
 
     A skeleton is the function without its tensors. Twins share a skeleton. Raises TypeError, naming the tensor, for a
@@ -44,9 +65,9 @@ def split_tensors(function: Any, argument: str = "score_mod") -> tuple[str, tupl
     if root is None:
         return None
     places: dict[int, function_identity.Place] = {}
-    paths: list[Any] = []
+    paths: list[Path] = []
 
-    def place(x: Any, path: Any) -> Any:
+    def place(x: Any, path: Path) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         if id(x) not in places:
@@ -73,7 +94,7 @@ def split_tensors(function: Any, argument: str = "score_mod") -> tuple[str, tupl
     return name, tuple(paths)
 
 
-def _of_function(function: Any) -> tuple[Any, Any]:
+def _of_function(function: Function) -> tuple[str, list[Path]] | tuple[None, None]:
     try:
         return _OF_FUNCTION.get(function, (None, None))
     except TypeError:  # it has no hash
@@ -81,12 +102,12 @@ def _of_function(function: Any) -> tuple[Any, Any]:
 
 
 @torch_internals.constant_in_graph
-def apart_in_graph(function: Any) -> tuple[str, tuple[Path, ...]] | None:
+def apart_in_graph(function: Function) -> tuple[str, tuple[Path, ...]] | None:
     """apart, for code that torch.compile traces."""
     return split_tensors(function)
 
 
-def _check(argument: str, function: Any, x: torch.Tensor, path: Path) -> None:
+def _check(argument: str, function: captures.Root, x: torch.Tensor, path: Path) -> None:
     """Raises TypeError, naming the tensor, if JAX lacks its dtype. int64 passes, because `read` narrows it."""
     wants = {torch.float64: "torch.float32", torch.uint64: "torch.int32"}
     if x.dtype in wants or x.dtype.is_complex:
@@ -98,7 +119,7 @@ def _check(argument: str, function: Any, x: torch.Tensor, path: Path) -> None:
         )
 
 
-def _qualname(function: Any) -> str:
+def _qualname(function: Function | captures.Root | None) -> str:
     inner = getattr(function, "func", function)
     return getattr(inner, "__qualname__", repr(inner))
 
@@ -106,7 +127,9 @@ def _qualname(function: Any) -> str:
 _CHECKED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # versions of int64 tensors whose values fit int32
 
 
-def read(argument: str, function: Any, paths: Sequence[Path]) -> tuple[list[torch.Tensor], Any]:
+def read(
+    argument: str, function: Function | None, paths: Sequence[Path]
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """(the tensors that a function reads now, whether their values fit int32). int64 becomes int32.
 
     The second result is None if all values are known to fit. Otherwise it is a bool tensor: the host does not wait for
@@ -132,7 +155,9 @@ def read(argument: str, function: Any, paths: Sequence[Path]) -> tuple[list[torc
     return tensors, are_valid
 
 
-def _check_values(argument: str, function: Any, path: Path, x: torch.Tensor, narrow: torch.Tensor) -> None:
+def _check_values(
+    argument: str, function: captures.Root | None, path: Path, x: torch.Tensor, narrow: torch.Tensor
+) -> None:
     """Raises ValueError, naming the tensor, unless all values of int64 fit int32."""
     version = None if x.is_inference() else x._version
     if version is not None and _CHECKED.get(x) == version:
@@ -146,7 +171,7 @@ def _check_values(argument: str, function: Any, path: Path, x: torch.Tensor, nar
     _CHECKED[x] = version
 
 
-def _kept(function: Any) -> str:
+def _kept(function: captures.Root) -> str:
     """Stores a new skeleton. Returns its name."""
     name = unique_name("score_mod")
     _SKELETONS[name] = function
@@ -154,7 +179,7 @@ def _kept(function: Any) -> str:
     return name
 
 
-def bind_tensors(skeleton: str, arrays: Any, argument: str = "score_mod") -> Callable[..., Any]:
+def bind_tensors(skeleton: str, arrays: Sequence[jax.Array], argument: str = "score_mod") -> Callable[..., jax.Array]:
     """The skeleton's function in jnp. It reads the arrays instead of its tensors.
 
     Raises TypeError, naming the function, if it has no form in jnp.
@@ -175,7 +200,7 @@ def bind_tensors(skeleton: str, arrays: Any, argument: str = "score_mod") -> Cal
     return named
 
 
-def to_jnp(function: Any, name: str = "score_mod") -> Any:
+def to_jnp(function: Function, name: str = "score_mod") -> Function:
     """A score_mod in jnp: the function itself, or its jnp form if it is in torch operations and reads no tensors.
 
     Raises TypeError, naming the function, if it uses torch and has no form in jnp.
@@ -192,7 +217,9 @@ def to_jnp(function: Any, name: str = "score_mod") -> Any:
     return named
 
 
-def mask_mod(function: Any, arrays: Sequence[Any] = ()) -> tuple[Any, list[torch.Tensor], tuple[Path, ...]]:
+def mask_mod(
+    function: Function, arrays: Sequence[_Value] = ()
+) -> tuple[Function, list[torch.Tensor], tuple[Path, ...]]:
     """(a mask's function in jnp, the tensors that it takes after the indices, their paths). Twins have equal functions.
 
     arrays: the arguments that it takes after these tensors.
@@ -229,7 +256,7 @@ def mask_mod(function: Any, arrays: Sequence[Any] = ()) -> tuple[Any, list[torch
     return named, [], ()
 
 
-def _refuse(function: Any, *given: Any) -> None:
+def _refuse(function: Function, *given: jax.ShapeDtypeStruct | ArrayLike) -> None:
     """Raises RefusedError if the function uses an operation without a form. The builder raises other errors."""
     try:
         jax.eval_shape(function, *given)
@@ -239,7 +266,7 @@ def _refuse(function: Any, *given: Any) -> None:
         return
 
 
-def _struct(x: Any) -> Any:
+def _struct(x: _Value) -> jax.ShapeDtypeStruct | ArrayLike:
     """An array's shape and dtype, for a trace."""
     if not isinstance(x, torch.Tensor):
         return x
@@ -256,7 +283,7 @@ class _OfIndices:
     function: Any
     count: int = 0
 
-    def __call__(self, b: Any, h: Any, q: Any, k: Any, *arrays: Any) -> Any:
+    def __call__(self, b: jax.Array, h: jax.Array, q: jax.Array, k: jax.Array, *arrays: jax.Array) -> jax.Array:
         if isinstance(self.function, str):
             function = bind_tensors(self.function, arrays[: self.count], "function")
         else:
@@ -268,7 +295,7 @@ class _OfIndices:
         return _qualname(_SKELETONS.get(self.function, self.function))
 
 
-def _of_each(function: Callable[..., Any], *indices: Any) -> Any:
+def _of_each(function: Callable[..., jax.Array], *indices: jax.Array) -> jax.Array:
     """Maps a function of four scalars over the arrays' broadcast shape. It skips arrays that the function ignores."""
     indices = tuple(map(jnp.asarray, indices))
     program = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), jnp.int32)] * 4)
@@ -286,7 +313,7 @@ def _of_each(function: Callable[..., Any], *indices: Any) -> Any:
     return jnp.expand_dims(result, [axis for axis in range(rank) if axis not in mapped])
 
 
-def looks_at(function: Any, arrays: Sequence[Any]) -> tuple[bool, bool]:
+def looks_at(function: Function, arrays: Sequence[_Value]) -> tuple[bool, bool]:
     """(whether a mask's function reads the batch index, whether it reads the head index). It is mask_mod's result."""
     indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     program = jax.make_jaxpr(function)(*indices, *map(_struct, arrays)).jaxpr
@@ -297,7 +324,7 @@ class RefusedError(TypeError):
     """Raised by to_jnp, filled and mask_mod for a function without a form in jnp."""
 
 
-def _traces(function: Callable[..., Any]) -> bool:
+def _traces(function: Function) -> bool:
     try:
         _trace(function)
     except Exception:
@@ -305,17 +332,17 @@ def _traces(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _trace(function: Callable[..., Any]) -> None:
+def _trace(function: Function) -> None:
     index = jax.ShapeDtypeStruct((), jnp.int32)
     jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.float32), index, index, index, index)
 
 
-def _named(name: str, function: Any) -> Callable[..., Any]:
+def _named(name: str, function: Function) -> Callable[..., jax.Array]:
     """The function in jnp. It raises RefusedError, with its name, for an operation without a form."""
     inner = torch_to_jnp.to_jnp(function)
     own = _qualname(function)
 
-    def of_arrays(*args: Any) -> Any:
+    def of_arrays(*args: jax.Array) -> jax.Array:
         try:
             return inner(*args)
         except torch_to_jnp.UnsupportedTorchOpError as error:

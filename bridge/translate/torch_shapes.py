@@ -17,6 +17,12 @@ class UnsupportedTorchOpError(TypeError):
     """Raised for a function in torch operations that uses an operation without a form in jnp."""
 
 
+type Operand = jax.Array | float  # an array, or a Python number
+type Result = jax.Array | tuple[jax.Array, ...]
+type Form = Callable[..., Result]
+type Size = int | tuple[int, ...] | list[int]
+type _Option = torch.device | torch.layout | torch.memory_format | str | int | None
+
 TORCHS = {
     jnp.dtype(dlpack.jax_dtype(x)): x
     for x in (
@@ -26,14 +32,21 @@ TORCHS = {
 }
 
 
-def dtype_of(dtype: Any) -> Any:
+def dtype_of(dtype: torch.dtype) -> jnp.dtype:
     """JAX's dtype for torch's. Integers have at most 32 bits. Raises UnsupportedTorchOpError."""
     if not isinstance(dtype, torch.dtype) or dtype not in (torch.int64, *TORCHS.values()):
         raise UnsupportedTorchOpError(f"converts to {dtype!r}, want torch.float32, a 16-bit dtype, an int or a bool")
     return dlpack.jax_dtype(torch.int32 if dtype == torch.int64 else dtype)
 
 
-def _to(x: Any, *args: Any, dtype: Any = None, device: Any = None, copy: Any = None, non_blocking: Any = None) -> Any:
+def _to(
+    x: jax.Array,
+    *args: Any,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    copy: bool | None = None,
+    non_blocking: bool | None = None,
+) -> jax.Array:
     """tensor.to: args are a dtype, a tensor (for its dtype), a device, or a device and a dtype."""
     for given in args:
         if isinstance(given, torch.dtype):
@@ -45,18 +58,18 @@ def _to(x: Any, *args: Any, dtype: Any = None, device: Any = None, copy: Any = N
     return x if dtype is None else x.astype(dtype_of(dtype))
 
 
-def _cast(dtype: torch.dtype) -> Callable[..., Any]:
+def _cast(dtype: torch.dtype) -> Form:
     return lambda x: x.astype(dtype_of(dtype))
 
 
-def _type(x: Any, dtype: Any) -> Any:
+def _type(x: jax.Array, dtype: torch.dtype) -> jax.Array:
     return x.astype(dtype_of(dtype))
 
 
 _MADE = ("device", "layout", "pin_memory", "memory_format")  # options that change no value
 
 
-def _checked(options: dict[str, Any]) -> None:
+def _checked(options: dict[str, _Option]) -> None:
     if options.get("requires_grad"):
         raise UnsupportedTorchOpError("makes a tensor with requires_grad=True, want a tensor that the function reads")
     for name in options:
@@ -64,17 +77,17 @@ def _checked(options: dict[str, Any]) -> None:
             raise UnsupportedTorchOpError(f"makes a tensor with {name}, which has no form in jnp here")
 
 
-def _like(number: Any) -> Callable[..., Any]:
+def _like(number: Operand) -> Callable[..., jax.Array]:
     """zeros_like, ones_like and empty_like."""
 
-    def like(x: Any, dtype: Any = None, **options: Any) -> Any:
+    def like(x: jax.Array, dtype: torch.dtype | None = None, **options: _Option) -> jax.Array:
         _checked(options)
         return jnp.full_like(x, number, dtype=None if dtype is None else dtype_of(dtype))
 
     return like
 
 
-def _full_like(x: Any, fill_value: Any, dtype: Any = None, **options: Any) -> Any:
+def _full_like(x: jax.Array, fill_value: Operand, dtype: torch.dtype | None = None, **options: _Option) -> jax.Array:
     return _like(fill_value)(x, dtype, **options)
 
 
@@ -83,27 +96,29 @@ def _sizes(given: Sequence[Any]) -> tuple[int, ...]:
     return tuple(given[0]) if len(given) == 1 and isinstance(given[0], tuple | list) else tuple(given)
 
 
-def _new(number: Any) -> Callable[..., Any]:
+def _new(number: Operand) -> Form:
     """tensor.new_zeros, new_ones and new_empty."""
 
-    def new(x: Any, *size: Any, dtype: Any = None, **options: Any) -> Any:
+    def new(x: jax.Array, *size: Size, dtype: torch.dtype | None = None, **options: Any) -> jax.Array:
         size = _sizes((options.pop("size"),) if "size" in options else size)
         return _new_full(x, size, number, dtype, **options)
 
     return new
 
 
-def _new_full(x: Any, size: Any, fill_value: Any, dtype: Any = None, **options: Any) -> Any:
+def _new_full(
+    x: jax.Array, size: Size, fill_value: Operand, dtype: torch.dtype | None = None, **options: _Option
+) -> jax.Array:
     _checked(options)
     return jnp.full(_sizes((size,)), fill_value, x.dtype if dtype is None else dtype_of(dtype))
 
 
-def _new_tensor(x: Any, data: Any, dtype: Any = None, **options: Any) -> Any:
+def _new_tensor(x: jax.Array, data: Any, dtype: torch.dtype | None = None, **options: _Option) -> jax.Array:
     _checked(options)
     return jnp.asarray(data, x.dtype if dtype is None else dtype_of(dtype))
 
 
-DTYPES: dict[str, Callable[..., Any]] = {
+DTYPES: dict[str, Form] = {
     "to": _to,
     "type": _type,
     "type_as": lambda x, y: x.astype(y.dtype),
@@ -124,95 +139,99 @@ DTYPES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _axes(dim: Any) -> Any:
+def _axes(dim: Size | None) -> int | tuple[int, ...] | None:
     return tuple(dim) if isinstance(dim, list | tuple) else dim
 
 
-def _reduction(function: Callable[..., Any]) -> Callable[..., Any]:
-    def reduced(x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+def _reduction(function: Callable[..., jax.Array]) -> Form:
+    def reduced(
+        x: jax.Array, dim: Size | None = None, keepdim: bool = False, dtype: torch.dtype | None = None
+    ) -> jax.Array:
         x = x if dtype is None else x.astype(dtype_of(dtype))
         return function(x, axis=_axes(dim), keepdims=keepdim)
 
     return reduced
 
 
-def _product(function: Callable[..., Any]) -> Callable[..., Any]:
+def _product(function: Callable[..., jax.Array]) -> Form:
     """A product of vectors or matrices with float32 precision."""
 
-    def product(x: Any, y: Any) -> Any:
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
         dtype = jnp.result_type(x, y)
         return function(jnp.asarray(x, dtype), jnp.asarray(y, dtype), precision=lax.Precision.HIGHEST)
 
     return product
 
 
-def _dot(x: Any, y: Any) -> Any:
+def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     """The dot product as a sum of elementwise products, which a kernel's program may contain."""
     if x.ndim != 1 or y.ndim != 1:
         raise UnsupportedTorchOpError(f"calls torch.dot of shapes {x.shape} and {y.shape}, want two vectors")
     return jnp.sum(x * y)
 
 
-def _view(x: Any, *shape: Any) -> Any:
+def _view(x: jax.Array, *shape: Size | torch.dtype) -> jax.Array:
     if len(shape) == 1 and isinstance(shape[0], torch.dtype):
         raise UnsupportedTorchOpError("views a tensor as another dtype, which has no form in jnp here")
     return x.reshape(_sizes(shape))
 
 
-def _expand(x: Any, *size: Any) -> Any:
+def _expand(x: jax.Array, *size: Size) -> jax.Array:
     size = _sizes(size)
     own = (1,) * (len(size) - x.ndim) + x.shape
     return jnp.broadcast_to(x, tuple(n if m == -1 else m for n, m in zip(own, size, strict=True)))
 
 
-def _squeeze(x: Any, dim: Any = None) -> Any:
+def _squeeze(x: jax.Array, dim: Size | None = None) -> jax.Array:
     dims = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     return jnp.squeeze(x, tuple(i for i in dims if x.shape[i] == 1))
 
 
-def _flatten(x: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+def _flatten(x: jax.Array, start_dim: int = 0, end_dim: int = -1) -> jax.Array:
     if x.ndim == 0:
         return x.reshape(1)
     start, end = start_dim % x.ndim, end_dim % x.ndim
     return x.reshape(*x.shape[:start], -1, *x.shape[end + 1 :])
 
 
-def _select(x: Any, dim: int, index: Any) -> Any:
+def _select(x: jax.Array, dim: int, index: jax.Array | int) -> jax.Array:
     return jnp.moveaxis(x, dim, 0)[index]
 
 
-def _index_select(x: Any, dim: int, index: Any) -> Any:
+def _index_select(x: jax.Array, dim: int, index: jax.Array) -> jax.Array:
     return jnp.take(x, jnp.atleast_1d(index), axis=dim, mode="clip")
 
 
-def _narrow(x: Any, dim: int, start: Any, length: int) -> Any:
+def _narrow(x: jax.Array, dim: int, start: jax.Array | int, length: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, start, length, dim)
 
 
-def _take(x: Any, index: Any) -> Any:
+def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.reshape(-1)[index]
 
 
-def _embedding(x: Any, weight: Any, **options: Any) -> Any:
+def _embedding(x: jax.Array, weight: jax.Array, **options: bool | float | None) -> jax.Array:
     if any(options.values()):
         raise UnsupportedTorchOpError("calls torch's embedding with options, want weight[index]")
     return weight[x]
 
 
-def _searchsorted(sorted_sequence: Any, x: Any, out_int32: bool = False, right: bool = False, side: Any = None) -> Any:
+def _searchsorted(
+    sorted_sequence: jax.Array, x: Operand, out_int32: bool = False, right: bool = False, side: str | None = None
+) -> jax.Array:
     side = side or ("right" if right else "left")
     return jnp.searchsorted(sorted_sequence, x, side=side).astype(jnp.int32)
 
 
-def _bucketize(x: Any, boundaries: Any, out_int32: bool = False, right: bool = False) -> Any:
+def _bucketize(x: Operand, boundaries: jax.Array, out_int32: bool = False, right: bool = False) -> jax.Array:
     return _searchsorted(boundaries, x, right=right)
 
 
-def _einsum(equation: str, *operands: Any) -> Any:
+def _einsum(equation: str, *operands: jax.Array | tuple[jax.Array, ...] | list[jax.Array]) -> jax.Array:
     return jnp.einsum(equation, *_sizes(operands), precision=lax.Precision.HIGHEST)
 
 
-SHAPES: dict[str, Callable[..., Any]] = {
+SHAPES: dict[str, Form] = {
     "__getitem__": lambda x, index: x[index],
     **dict.fromkeys(("view", "reshape"), _view),
     **dict.fromkeys(("view_as", "reshape_as"), lambda x, y: x.reshape(y.shape)),

@@ -5,18 +5,15 @@ other parameters have torch's names. At a kink a form has torch's derivative.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.scipy import special
 
-from jax_kernels.bridge.translate.torch_shapes import DTYPES, SHAPES, UnsupportedTorchOpError
+from jax_kernels.bridge.translate.torch_shapes import DTYPES, SHAPES, Form, Operand, Result, UnsupportedTorchOpError
 
 __all__ = ["CASTS", "FORMS", "IN_PLACE", "RANDOM", "VIEWS", "binary"]
-
-type Form = Callable[..., Any]
 
 RANDOM = {
     *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "poisson", "multinomial", "binomial"),
@@ -40,13 +37,13 @@ VIEWS = {
 }
 
 
-def _floating(x: Any) -> Any:
+def _floating(x: Operand) -> jax.Array:
     """Converts integers and bools to float32."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
 
 
-def _is_whole(x: Any) -> bool:
+def _is_whole(x: Operand) -> bool:
     return not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
@@ -69,15 +66,15 @@ def _rounded(function: Form) -> Form:
     return lambda x: x if _is_whole(x) else function(x)
 
 
-def _where(condition: Any, x: Any, y: Any) -> Any:
+def _where(condition: jax.Array, x: Operand, y: Operand) -> jax.Array:
     return jnp.where(condition, x, y)
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Operand) -> bool:
     return isinstance(x, int | float)
 
 
-def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+def _clamp(x: jax.Array, min: Operand | None = None, max: Operand | None = None) -> jax.Array:
     """clamp. At a numeric bound the gradient of x is 0, as in torch; at a tensor's bound it is halved."""
     if min is None and max is None:
         raise UnsupportedTorchOpError("calls torch.clamp without a bound, want min or max")
@@ -88,17 +85,17 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Any:
     return jnp.where(x >= max, max, x) if _is_number(max) else jnp.minimum(x, max)
 
 
-def _abs(x: Any) -> Any:
+def _abs(x: jax.Array) -> jax.Array:
     """abs. Its gradient at 0 is 0, as in torch."""
     return x * jnp.sign(x)
 
 
-def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+def _softplus(x: jax.Array, beta: float = 1.0, threshold: float = 20.0) -> jax.Array:
     scaled = x * beta
     return jnp.where(scaled > threshold, x, jnp.log1p(jnp.exp(jnp.minimum(scaled, threshold))) / beta)
 
 
-def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
+def _divide(x: jax.Array, y: Operand, rounding_mode: str | None = None) -> jax.Array:
     if rounding_mode is None:
         return jnp.true_divide(x, y)
     if rounding_mode == "floor":
@@ -109,109 +106,111 @@ def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Any:
     raise UnsupportedTorchOpError(f"rounding_mode: got {rounding_mode!r}, want None, 'floor' or 'trunc'")
 
 
-def _promoted(x: Any, y: Any) -> tuple[Any, Any]:
+def _promoted(x: Operand, y: Operand) -> tuple[jax.Array, jax.Array]:
     dtype = jnp.result_type(x, y)
     return jnp.asarray(x, dtype), jnp.asarray(y, dtype)
 
 
-def _add(x: Any, y: Any, alpha: Any = 1) -> Any:
+def _add(x: jax.Array, y: Operand, alpha: float = 1) -> jax.Array:
     return x + (y if alpha == 1 else alpha * y)
 
 
-def _subtract(x: Any, y: Any, alpha: Any = 1) -> Any:
+def _subtract(x: jax.Array, y: Operand, alpha: float = 1) -> jax.Array:
     return _add(x, y, -alpha)
 
 
-def _power(x: Any, exponent: Any) -> Any:
+def _power(x: jax.Array, exponent: Operand) -> jax.Array:
     if isinstance(exponent, int) and not isinstance(exponent, bool) and hasattr(x, "dtype") and exponent >= 0:
         return x**exponent
     return jnp.power(x, exponent)
 
 
-def _round(x: Any, decimals: int = 0) -> Any:
+def _round(x: jax.Array, decimals: int = 0) -> jax.Array:
     return x if _is_whole(x) else jnp.round(x, decimals)
 
 
-def _gelu(x: Any, approximate: str = "none") -> Any:
+def _gelu(x: jax.Array, approximate: str = "none") -> jax.Array:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
 
 
-def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0) -> Any:
+def _hardtanh(x: jax.Array, min_val: float = -1.0, max_val: float = 1.0) -> jax.Array:
     return _clamp(x, min_val, max_val)
 
 
-def _hardsigmoid(x: Any) -> Any:
+def _hardsigmoid(x: jax.Array) -> jax.Array:
     return _clamp(x + 3.0, 0.0, 6.0) / 6.0
 
 
-def _leaky_relu(x: Any, negative_slope: float = 0.01) -> Any:
+def _leaky_relu(x: jax.Array, negative_slope: float = 0.01) -> jax.Array:
     return jnp.where(x > 0, x, x * negative_slope)
 
 
-def _threshold(x: Any, threshold: float, value: float) -> Any:
+def _threshold(x: jax.Array, threshold: float, value: float) -> jax.Array:
     return jnp.where(x > threshold, x, value)
 
 
-def _below(x: Any) -> Any:
+def _below(x: jax.Array) -> jax.Array:
     """x if x <= 0, else 0: for larger x, exp would overflow in the gradient. The gradient at 0 is 1."""
     return jnp.where(x > 0, 0.0, x)
 
 
-def _elu(x: Any, alpha: float = 1.0) -> Any:
+def _elu(x: jax.Array, alpha: float = 1.0) -> jax.Array:
     return jnp.where(x > 0, x, alpha * jnp.expm1(_below(x)))
 
 
-def _celu(x: Any, alpha: float = 1.0) -> Any:
+def _celu(x: jax.Array, alpha: float = 1.0) -> jax.Array:
     return jnp.where(x > 0, x, alpha * jnp.expm1(_below(x) / alpha))
 
 
-def _selu(x: Any) -> Any:
+def _selu(x: jax.Array) -> jax.Array:
     return 1.0507009873554805 * _elu(x, 1.6732632423543772)
 
 
-def _softshrink(x: Any, lambd: float = 0.5) -> Any:
+def _softshrink(x: jax.Array, lambd: float = 0.5) -> jax.Array:
     return jnp.where(x > lambd, x - lambd, jnp.where(x < -lambd, x + lambd, 0.0))
 
 
-def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
+def _masked_fill(x: jax.Array, mask: jax.Array, value: Operand) -> jax.Array:
     return jnp.where(mask, jnp.asarray(value, x.dtype), x)
 
 
-def _lerp(x: Any, end: Any, weight: Any) -> Any:
+def _lerp(x: jax.Array, end: jax.Array, weight: Operand) -> jax.Array:
     return x + weight * (end - x)
 
 
-def _addcmul(x: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
+def _addcmul(x: jax.Array, tensor1: jax.Array, tensor2: jax.Array, value: float = 1) -> jax.Array:
     return x + value * (tensor1 * tensor2)
 
 
-def _addcdiv(x: Any, tensor1: Any, tensor2: Any, value: Any = 1) -> Any:
+def _addcdiv(x: jax.Array, tensor1: jax.Array, tensor2: jax.Array, value: float = 1) -> jax.Array:
     return x + value * jnp.true_divide(tensor1, tensor2)
 
 
-def _logit(x: Any, eps: float | None = None) -> Any:
+def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
     x = _floating(x)
     return special.logit(x if eps is None else _clamp(x, eps, 1 - eps))
 
 
-def _copysign(x: Any, y: Any) -> Any:
+def _copysign(x: jax.Array, y: Operand) -> jax.Array:
     """copysign. Its gradient at x = 0 is 0, as in torch."""
     return _abs(_floating(x)) * jnp.where(jnp.signbit(_floating(y)), -1.0, 1.0)
 
 
-def _isclose(x: Any, y: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+def _isclose(x: jax.Array, y: Operand, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> jax.Array:
     return jnp.isclose(x, y, rtol, atol, equal_nan)
 
 
-def _isin(elements: Any, test_elements: Any, assume_unique: bool = False, invert: bool = False) -> Any:
+def _isin(elements: Operand, test_elements: Operand, assume_unique: bool = False, invert: bool = False) -> jax.Array:
     return jnp.isin(elements, test_elements, invert=invert)
 
 
-def _nan_to_num(x: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Any:
+def _nan_to_num(
+    x: jax.Array, nan: float | None = 0.0, posinf: float | None = None, neginf: float | None = None
+) -> jax.Array:
     return x if _is_whole(x) else jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf)
 
 
-def _without_nan(function: Form) -> Form:
+def _without_nan(function: Callable[..., jax.Array]) -> Form:
     """fmin and fmax. If one value is NaN, the result is the other value."""
     return lambda x, y: jnp.where(jnp.isnan(x), y, jnp.where(jnp.isnan(y), x, function(x, y)))
 
@@ -219,7 +218,7 @@ def _without_nan(function: Form) -> Form:
 def _extreme(of_two: Form, of_all: Form) -> Form:
     """torch.max and torch.min, of two tensors or of all values of one tensor."""
 
-    def extreme(x: Any, y: Any = None) -> Any:
+    def extreme(x: jax.Array, y: Operand | None = None) -> Result:
         if isinstance(y, int):
             raise UnsupportedTorchOpError("calls max or min along an axis, want amax or amin")
         return of_all(x) if y is None else of_two(x, y)

@@ -9,16 +9,17 @@ import functools
 import inspect
 import operator
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 import torch
 from torch.overrides import TorchFunctionMode
 
 from jax_kernels.bridge.interop import dlpack
 from jax_kernels.bridge.translate import autograd_functions
-from jax_kernels.bridge.translate.torch_shapes import SHAPES, TORCHS, UnsupportedTorchOpError, dtype_of
+from jax_kernels.bridge.translate.torch_shapes import SHAPES, TORCHS, Form, Operand, UnsupportedTorchOpError, dtype_of
 from jax_kernels.bridge.translate.torch_table import CASTS, FORMS, IN_PLACE, RANDOM, VIEWS
 
 __all__ = ["TracedTensor", "UnsupportedTorchOpError", "to_jnp"]
@@ -57,7 +58,7 @@ class TracedTensor:
     __array_ufunc__ = None  # NumPy's scalars leave operators to TracedTensor
     __hash__ = object.__hash__
 
-    def __init__(self, array: Any, *, is_read: bool = False) -> None:
+    def __init__(self, array: jax.Array, *, is_read: bool = False) -> None:
         self.array = array
         self.is_shared = False
         self.is_read = is_read
@@ -110,7 +111,7 @@ class TracedTensor:
     requires_grad = is_cuda = is_nested = is_sparse = is_quantized = False
     is_cpu = True
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
@@ -132,7 +133,7 @@ class TracedTensor:
     def is_signed(self) -> bool:
         return self.dtype.is_signed
 
-    def is_contiguous(self, *_: Any, **__: Any) -> bool:
+    def is_contiguous(self, *_: torch.memory_format, **__: torch.memory_format) -> bool:
         return True
 
     def __getitem__(self, index: Any) -> "TracedTensor":
@@ -163,7 +164,7 @@ class TracedTensor:
             self._has_no_value()
         return iter(_called("unbind", (self,), {}))
 
-    def _has_no_value(self, *_: Any) -> Any:
+    def _has_no_value(self, *_: int) -> NoReturn:
         raise UnsupportedTorchOpError(
             "asks for the value of a score or an index, as in `if`; want torch.where(condition, x, y)"
         )
@@ -200,17 +201,19 @@ def _assigned(name: str, value: TracedTensor, result: TracedTensor) -> TracedTen
     return value
 
 
-def _operate(
-    name: str, function: Callable[[Any, Any], Any], *, swaps: bool = False
-) -> Callable[[TracedTensor, Any], TracedTensor]:
-    def operate(self: TracedTensor, other: Any) -> TracedTensor:
+type _Other = TracedTensor | float
+type _Binary = Callable[[Operand, Operand], jax.Array]
+
+
+def _operate(name: str, function: _Binary, *, swaps: bool = False) -> Callable[[TracedTensor, _Other], TracedTensor]:
+    def operate(self: TracedTensor, other: _Other) -> TracedTensor:
         pair = (self, other)[:: -1 if swaps else 1]
         return _result(name, function, pair, {})
 
     return operate
 
 
-def _operate_in_place(name: str, function: Callable[[Any, Any], Any]) -> Callable[[TracedTensor, Any], TracedTensor]:
+def _operate_in_place(name: str, function: _Binary) -> Callable[[TracedTensor, _Other], TracedTensor]:
     return lambda self, other: _assigned(name, self, _result(name, function, (self, other), {}))
 
 
@@ -223,7 +226,7 @@ for _own in _COMPARISONS:
     setattr(TracedTensor, f"__{_own}__", _operate(f"__{_own}__", getattr(operator, _own)))
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: Callable[..., torch.Tensor]) -> str:
     """The name of a torch function in torch_table. Operators of other libraries keep their namespace."""
     name = getattr(function, "__name__", str(function))
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
@@ -271,7 +274,7 @@ def _called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _result(name: str, form: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _result(name: str, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The TracedTensor, or tuple of TracedTensors, that a form returns.
 
     Raises UnsupportedTorchOpError with the function's name if the form fails.
@@ -331,7 +334,7 @@ class _Constants(TorchFunctionMode):
         return _constant(name, made) if is_constant else made
 
 
-def _holds(kind: type, args: Any, kwargs: dict[str, Any]) -> bool:
+def _holds(kind: type, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an argument, or an item of a tuple or list, is of this type."""
     return any(
         isinstance(x, kind) or (isinstance(x, tuple | list) and _holds(kind, x, {})) for x in (*args, *kwargs.values())
@@ -363,7 +366,9 @@ _MIXES = dict.fromkeys(
 )
 
 
-def to_jnp(function: Callable[..., Any], *, is_elementwise: bool = False) -> Callable[..., Any]:
+def to_jnp(
+    function: Callable[..., torch.Tensor] | Callable[..., jax.Array], *, is_elementwise: bool = False
+) -> Callable[..., jax.Array]:
     """Turns a function of tensors, in torch operations, into a function of arrays. It raises UnsupportedTorchOpError.
 
     is_elementwise: whether the caller passes arrays instead of scalars. Reductions and look-ups then raise
@@ -371,7 +376,7 @@ def to_jnp(function: Callable[..., Any], *, is_elementwise: bool = False) -> Cal
     """
 
     @functools.wraps(function, updated=())
-    def of_arrays(*args: Any) -> Any:
+    def of_arrays(*args: jax.Array) -> jax.Array:
         with _Constants(), _refusing(_MIXES if is_elementwise else {}):
             result = function(*map(TracedTensor, args))
         if isinstance(result, bool | int | float):

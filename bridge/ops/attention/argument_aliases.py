@@ -35,7 +35,7 @@ def renamed(function: str, others: dict[str, Any], given: dict[str, Any]) -> dic
     return found
 
 
-def check_mask_shape(name: str, mask: Any, query: Any, key: Any) -> None:
+def check_mask_shape(name: str, mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:
     """Raises ValueError for a tensor that is not broadcastable to [B, H, T, S], or to [B, Hkv, T, S]."""
     if not all(isinstance(x, torch.Tensor) for x in (mask, query, key)) or not query.ndim == key.ndim == 4:
         return

@@ -11,6 +11,7 @@ import torch
 from jax_kernels.bridge.interop import dtensors
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
+from jax_kernels.bridge.ops.attention.attention_types import SegmentIds
 
 __all__ = [
     "as_torch_is_set",
@@ -107,7 +108,14 @@ def check_statics(*, is_causal, scale, softcap, return_lse, deterministic, preci
             raise TypeError(f"{name}: got {type(choice).__name__}, want a name or None")
 
 
-def as_torch_is_set(query, key, value, *, bias=None, deterministic=None) -> tuple[Any, ...]:
+def as_torch_is_set(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    deterministic: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool | None]:
     """(query, key, value, bias, deterministic) after autocast and torch.use_deterministic_algorithms.
 
     A float32 bias stays float32.
@@ -150,7 +158,7 @@ def window_sides(window: Any) -> tuple[int, int]:
     return left, right
 
 
-def segment_pair(segment_ids: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def segment_pair(segment_ids: SegmentIds | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """(query's ids, key's ids) of the argument `segment_ids`."""
     if segment_ids is None:
         return None, None

@@ -45,7 +45,7 @@ class CompiledAttention:
         self._implementation = implementation
         self._passed: torch_internals.Check | None = None  # whether tensors resemble a checked call's
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[functools.partial["CompiledAttention"], tuple[Mask, int, int]]:
         """Pickles as a call of compile_attention with the mask. The loading process plans it again."""
         query, key, _ = self._compiled.specs.values()
         batch, length, heads, head_dim = query.shape
@@ -76,7 +76,7 @@ class CompiledAttention:
         """The mask, with the block lists of its calls."""
         return self._compiled.prepared_mask
 
-    def _check(self, query: Any, key: Any, value: Any) -> None:
+    def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raises unless the tensors are as the class documents."""
         for (name, spec), x in zip(self._compiled.specs.items(), (query, key, value), strict=True):
             check_tensor(name, x, query)
@@ -102,7 +102,7 @@ class CompiledAttention:
         return f"{self._compiled!r} on {self.device}"
 
 
-def _holds(check: torch_internals.Check, *tensors: Any) -> bool:
+def _holds(check: torch_internals.Check, *tensors: torch.Tensor) -> bool:
     try:
         return check(*tensors)
     except (RuntimeError, TypeError, ValueError):  # arguments that are no tensors

@@ -1,20 +1,61 @@
 """dilated_attention on PyTorch tensors."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, Required, TypedDict, Unpack, overload
 
 import torch
 
 from jax_kernels.bridge.interop import dtensors
 from jax_kernels.bridge.jax_functions.api import JaxOp, call_key
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
+from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
 from jax_kernels.ops.dilated import dilated_attention as ops
 
-__all__ = ["dilated_attention"]
+__all__ = ["DilatedOptions", "dilated_attention"]
 
 _attend = JaxOp(ops.dilated_attention, is_whole=True)
 
 
+class DilatedOptions(TypedDict, total=False):
+    """The keyword arguments of dilated attention except return_lse."""
+
+    segment_lengths: Required[Sequence[int]]
+    dilation_rates: Required[Sequence[int]]
+    is_causal: bool
+    heads: str
+    combine: str
+    layout: str
+    order: str | None
+    stop_gradient_weights: bool
+    segment_ids: torch.Tensor | None
+    scale: float | None
+    deterministic: bool | None
+    precision: str | None
+    implementation: str | None
+
+
+@overload
+def dilated_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[DilatedOptions],
+) -> torch.Tensor: ...
+@overload
+def dilated_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[DilatedOptions],
+) -> OutAndLse: ...
+@overload
+def dilated_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool, **options: Unpack[DilatedOptions]
+) -> Outputs: ...
 def dilated_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -34,7 +75,7 @@ def dilated_attention(
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Outputs:
     """jax_kernels.dilated_attention on PyTorch tensors, with gradients of query, key and value, also through lse.
 
     bridge.from_jax describes how calls run, compile, are differentiated and are captured. Under autocast query, key and
@@ -71,14 +112,18 @@ def dilated_attention(
         batch = ("batch", None, None, None)
         tensors = {"query": query, "key": key, "value": value, "segment_ids": segment_ids}
         roles = {"query": batch, "key": batch, "value": batch, "segment_ids": batch[:2]}
-        pattern: dict[str, Any] = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "heads": heads}
+        pattern: dict[str, Sequence[int] | str | bool | None] = {
+            "segment_lengths": segment_lengths,
+            "dilation_rates": dilation_rates,
+            "heads": heads,
+        }
         pattern |= {
             "combine": combine,
             "layout": layout,
             "order": order,
             "stop_gradient_weights": stop_gradient_weights,
         }
-        settings: dict[str, Any] = {
+        settings: dict[str, bool | float | str | None] = {
             "is_causal": is_causal,
             "return_lse": return_lse,
             "scale": scale,

@@ -1,7 +1,7 @@
 """flash_attention on PyTorch tensors."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
 
@@ -21,6 +21,7 @@ from jax_kernels.bridge.ops.attention.attention_checks import (
     segment_pair,
     window_sides,
 )
+from jax_kernels.bridge.ops.attention.attention_types import FlashOptions, OutAndLse, Outputs, SegmentIds, Window
 from jax_kernels.bridge.ops.attention.flash_attention_operator import (
     Attention,
     Options,
@@ -30,6 +31,7 @@ from jax_kernels.bridge.ops.attention.flash_attention_operator import (
     known_call,
 )
 from jax_kernels.bridge.ops.attention.length_buckets import KeyArrays
+from jax_kernels.bridge.translate.score_mods import ScoreMod
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import flash_attention as attention
 
@@ -42,26 +44,48 @@ flops.define_formulas("flash_attention", "flash_attention_inference", "flash_att
 class FlashArguments(NamedTuple):
     """The arguments of flash_attention, unchanged."""
 
-    query: Any
-    key: Any
-    value: Any
-    bias: Any
-    mask: Any
-    is_causal: Any
-    window: Any
-    segment_ids: Any
-    kv_lengths: Any
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    bias: torch.Tensor | None
+    mask: torch.Tensor | Mask | None
+    is_causal: bool
+    window: Window | None
+    segment_ids: SegmentIds | None
+    kv_lengths: torch.Tensor | None
     q_offset: Any
-    score_mod: Any
-    sinks: Any
+    score_mod: ScoreMod | None
+    sinks: torch.Tensor | None
     scale: Any
     softcap: Any
-    return_lse: Any
-    deterministic: Any
-    precision: Any
-    implementation: Any
+    return_lse: bool
+    deterministic: bool | None
+    precision: str | None
+    implementation: str | None
 
 
+@overload
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[FlashOptions],
+) -> torch.Tensor: ...
+@overload
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[FlashOptions],
+) -> OutAndLse: ...
+@overload
+def flash_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool, **options: Unpack[FlashOptions]
+) -> Outputs: ...
 def flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -70,20 +94,20 @@ def flash_attention(
     bias: torch.Tensor | None = None,
     mask: torch.Tensor | Mask | None = None,
     is_causal: bool = False,
-    window: int | tuple[int, int] | None = None,
-    segment_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    window: Window | None = None,
+    segment_ids: SegmentIds | None = None,
     kv_lengths: torch.Tensor | None = None,
     q_offset: int | torch.Tensor = 0,
-    score_mod: Any = None,
+    score_mod: ScoreMod | None = None,
     sinks: torch.Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
+    scale: float | torch.Tensor | None = None,
+    softcap: float | torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,
     **other_names: Any,
-) -> Any:
+) -> Outputs:
     """jax_kernels.flash_attention on PyTorch tensors: gradients of query, key, value, bias, sinks, also through lse.
 
     It runs on the tensors' own device, after the work on PyTorch's current stream. The host never waits for the GPU.
@@ -146,7 +170,7 @@ def flash_attention(
         )._asdict()
         return flash_attention(**named | renamed("flash_attention", other_names, named))
     statics: Any = None
-    present: Sequence[Any] = ()
+    present: Sequence[torch.Tensor] = ()
     is_compiling = torch.compiler.is_compiling()
     if is_compiling and score_mod is None and not isinstance(mask, Mask):
         return _in_graph(
@@ -184,12 +208,14 @@ def flash_attention(
 _KNOWN = CallCache()
 
 
-def _kinds(window: Any) -> Any:
+def _kinds(window: Window) -> type | tuple[type, ...]:
     """The types of a window's sides, or the type of the window."""
     return tuple(map(type, window)) if isinstance(window, tuple) else type(window)
 
 
-def _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset) -> tuple[list[Any], Any]:
+def _present(
+    query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset
+) -> tuple[list[torch.Tensor], Hashable]:
     """(the tensors that a call has, in the order of Tensors; which tensors it has). Nothing is checked yet."""
     is_pair = isinstance(segment_ids, tuple | list) and len(segment_ids) == 2
     q_ids, kv_ids = segment_ids if is_pair else (segment_ids, segment_ids)
@@ -210,7 +236,7 @@ def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv
 
 
 @torch_internals.node_in_graph
-def _in_graph(*given: Any) -> Any:
+def _in_graph(*given: Any) -> Outputs:
     """A call of a compiled graph without a Mask or a score_mod.
 
     torch.compile does not trace this function: each name that it sees adds to its checks before every call.
@@ -220,7 +246,9 @@ def _in_graph(*given: Any) -> Any:
     return _call(named._replace(**constants), None, (), is_traced=True)
 
 
-def _call(given: FlashArguments, statics: Any, present: Sequence[Any], *, is_traced: bool = False) -> Any:
+def _call(
+    given: FlashArguments, statics: Hashable, present: Sequence[torch.Tensor], *, is_traced: bool = False
+) -> Outputs:
     """Runs a call: with a Mask or a score_mod by from_jax, else by flash_attention's own operators.
 
     statics, present: the key by which the call is cached. is_traced: whether the call is part of a compiled graph.
@@ -347,7 +375,7 @@ def _kept(options: Options) -> dict[str, Any]:
     return {name: own[name] for name in own if name not in ("window_left", "window_right", "q_offset")}
 
 
-def _run(tensors: Tensors, options: Options, *, is_traced: bool) -> Any:
+def _run(tensors: Tensors, options: Options, *, is_traced: bool) -> Outputs:
     """Runs a call that has been checked: out, or (out, lse)."""
     arguments = (*tensors, *options)
     operator = forward_op if options.return_lse else inference_op

@@ -1,7 +1,7 @@
 """8-bit attention on PyTorch tensors: quantize_fp8 and flash_attention_fp8."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 
@@ -9,6 +9,7 @@ from jax_kernels import quantization
 from jax_kernels.bridge.interop.plain_numbers import in_float32, plain_of
 from jax_kernels.bridge.jax_functions.api import JaxOp, call_key, from_jax
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_scales, check_tensors
+from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
 from jax_kernels.ops.attention import flash_attention_fp8 as ops
 
 __all__ = ["flash_attention_fp8", "quantize_fp8"]
@@ -35,6 +36,41 @@ def quantize_fp8(x: torch.Tensor, axis: int | Sequence[int] | None = None) -> tu
     return tuple(_quantize_fp8(x, axis=tuple(axis) if isinstance(axis, list) else axis))
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of flash_attention_fp8 except return_lse."""
+
+    q_scale: torch.Tensor | float | None
+    k_scale: torch.Tensor | float | None
+    v_scale: torch.Tensor | float | None
+    is_causal: bool
+    scale: float | None
+    q_offset: int | torch.Tensor
+    kv_lengths: torch.Tensor | None
+    implementation: str | None
+
+
+@overload
+def flash_attention_fp8(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> torch.Tensor: ...
+@overload
+def flash_attention_fp8(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> OutAndLse: ...
+@overload
+def flash_attention_fp8(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool, **options: Unpack[_Options]
+) -> Outputs: ...
 def flash_attention_fp8(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -49,7 +85,7 @@ def flash_attention_fp8(
     kv_lengths: torch.Tensor | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> Any:
+) -> Outputs:
     """jax_kernels.flash_attention_fp8 on 8-bit PyTorch tensors, the results of quantize_fp8(x, axis=(1, 3)).
 
     Forward only. bridge.from_jax describes how calls run, compile and are captured.

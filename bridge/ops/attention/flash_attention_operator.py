@@ -12,7 +12,7 @@ of keys also returns an excess, which no backward reads.
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,22 +45,22 @@ __all__ = [
 DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
 
 
-class Tensors(NamedTuple):
+class Tensors[Value](NamedTuple):
     """The tensors of a call, in the operators' order. The first five are DIFFERENTIATED."""
 
-    query: Any
-    key: Any
-    value: Any
-    bias: Any
-    sinks: Any
-    mask: Any
-    q_segment_ids: Any
-    kv_segment_ids: Any
-    kv_lengths: Any
-    q_offset: Any
+    query: Value
+    key: Value
+    value: Value
+    bias: Value | None
+    sinks: Value | None
+    mask: Value | None
+    q_segment_ids: Value | None
+    kv_segment_ids: Value | None
+    kv_lengths: Value | None
+    q_offset: Value | None
 
     @property
-    def differentiated(self) -> tuple[Any, ...]:
+    def differentiated(self) -> tuple[Value | None, ...]:
         """The tensors of DIFFERENTIATED, in its order."""
         return self[: len(DIFFERENTIATED)]
 
@@ -69,7 +69,7 @@ class Tensors(NamedTuple):
         """Whether the rows of a call have an excess. This must not depend on the call's plan."""
         return self.bias is not None
 
-    def lse_of(self, rows: Any) -> Any:
+    def lse_of[Array: (torch.Tensor, jax.Array)](self, rows: Array) -> Array:
         """The log-sum-exp of a call's rows."""
         return rows[:, 0] if self.has_excess else rows
 
@@ -96,16 +96,16 @@ class BackwardArguments(NamedTuple):
     """
 
     wanted: int
-    out: Any
-    rows: Any
-    dout: Any
-    drows: Any
+    out: torch.Tensor
+    rows: torch.Tensor
+    dout: torch.Tensor | None
+    drows: torch.Tensor | None
 
 
 class Arguments(NamedTuple):
     """The arguments of an operator. backward: BackwardArguments, or None in the forward."""
 
-    tensors: Tensors
+    tensors: Tensors[torch.Tensor]
     options: Options
     backward: Any
 
@@ -172,7 +172,7 @@ def _inference(device: torch.device, options: Options):
     return jax.jit(inference, keep_unused=True)
 
 
-def gradient_bits(needed: Sequence[Any]) -> int:
+def gradient_bits(needed: Sequence[bool | None]) -> int:
     """BackwardArguments.wanted. needed: for each of DIFFERENTIATED, whether it needs a gradient."""
     return sum(1 << index for index, is_needed in enumerate(needed[: len(DIFFERENTIATED)]) if is_needed)
 
@@ -333,9 +333,9 @@ class _Facts(NamedTuple):
         """The names of the tensors that the call has."""
         return [name for name, is_there in zip(Tensors._fields, self.there, strict=True) if is_there]
 
-    def filled(self, tensors: Sequence[Any]) -> Tensors:
+    def filled[Value](self, tensors: Sequence[Value]) -> Tensors[Value]:
         """Tensors with the given values, in order, and None for the tensors that the call lacks."""
-        given = iter(tensors)
+        given: Iterator[Any] = iter(tensors)
         return Tensors(*(next(given) if there else None for there in self.there))
 
 
@@ -379,7 +379,9 @@ _ALL_OF_THREE = [True, True, True]
 _WANTED_OF_THREE = gradient_bits(_ALL_OF_THREE)
 
 
-def _known_backward(call: CachedCall, statics: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _known_backward(
+    call: CachedCall, statics: tuple[int, bool, bool], tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """The wanted gradients, by the operator. The next call with these statics is a cached call."""
     wanted, without_dout, without_drows = statics
     count = sum(call.facts.there)
@@ -400,15 +402,15 @@ def _known_backward(call: CachedCall, statics: Any, tensors: Sequence[torch.Tens
     return [x for index, x in enumerate(gradients) if wanted >> index & 1]
 
 
-def _same(results: Any) -> Any:
+def _same(results: list[torch.Tensor]) -> list[torch.Tensor]:
     return results
 
 
-def _present(tensors: Sequence[Any]) -> list[torch.Tensor]:
+def _present(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     return [x for x in tensors if x is not None]
 
 
-def known_call(tensors: Tensors, options: Options) -> CachedCall | None:
+def known_call(tensors: Tensors[torch.Tensor], options: Options) -> CachedCall | None:
     """A cached call for checked tensors read in place; None if the program would read copies.
 
     It returns the results of Attention if a gradient is needed, else the results of the call's operator.
@@ -420,7 +422,7 @@ def known_call(tensors: Tensors, options: Options) -> CachedCall | None:
         return None
     chain = execute.launcher_for(*program)
     facts = _Facts(options=options, there=tuple(x is not None for x in tensors), with_rows=options.return_lse)
-    finish: Callable[[Any], Any] = _same
+    finish: Callable[[list[torch.Tensor]], torch_operator.Results] = _same
     if not options.return_lse and not needs_grad:
         finish = operator.itemgetter(0)
     elif options.return_lse:
@@ -428,7 +430,7 @@ def known_call(tensors: Tensors, options: Options) -> CachedCall | None:
     return CachedCall(chain, finish, CachedAttention if needs_grad else None, facts)
 
 
-def _without_excess(results: Any) -> Any:
+def _without_excess(results: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     out, rows = results
     return out, rows[:, 0]
 

@@ -1,12 +1,13 @@
 """torch.func.vmap of flash_attention's operators: the mapped axis joins the batch."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from jax_kernels.bridge.operators import torch_operator
 from jax_kernels.bridge.ops.attention.flash_attention_operator import (
+    Arguments,
     BackwardArguments,
     Tensors,
     backward_op,
@@ -19,12 +20,13 @@ from jax_kernels.bridge.ops.attention.flash_attention_operator import (
 __all__ = ["define_rules"]
 
 
-def _rule(op: Any) -> Callable[..., Any]:
+def _rule(op: OpOverload) -> torch_operator.VmapRule:
     def rule(info, in_dims, *arguments):
         size = info.batch_size
         front = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, in_dims, strict=True)]
         mapped = [dim is not None for dim in in_dims]
-        call, is_mapped = split(front), split(mapped)
+        call = split(front)
+        is_mapped: Any = split(mapped)
         if _is_a_loop(call, is_mapped.tensors):
             return _one_by_one(op, size, front, mapped)
         batch = call.tensors.query.shape[1 if is_mapped.tensors.query else 0]
@@ -32,7 +34,7 @@ def _rule(op: Any) -> Callable[..., Any]:
             _join_as(name, x, has_axis, size, batch)
             for name, x, has_axis in zip(Tensors._fields, call.tensors, is_mapped.tensors, strict=True)
         )
-        extra: tuple[Any, ...] = ()
+        extra: tuple[torch.Tensor | int | None, ...] = ()
         if call.backward is not None:
             given = zip(BackwardArguments._fields, call.backward, is_mapped.backward, strict=True)
             extra = tuple(x if name == "wanted" else _join(x, m, size) for name, x, m in given)
@@ -45,7 +47,7 @@ def _rule(op: Any) -> Callable[..., Any]:
     return rule
 
 
-def _is_a_loop(call: Any, is_mapped: Tensors) -> bool:
+def _is_a_loop(call: Arguments, is_mapped: Tensors[bool]) -> bool:
     """Whether the mapped calls must run one by one.
 
     All entries of a batch have the same sinks. They add to one gradient of the sinks, or of a broadcast bias.
@@ -57,7 +59,9 @@ def _is_a_loop(call: Any, is_mapped: Tensors) -> bool:
     return not {"bias", "sinks"}.isdisjoint(names_of(call.backward.wanted))
 
 
-def _one_by_one(op: Any, size: int, front: list[Any], mapped: list[bool]) -> Any:
+def _one_by_one(
+    op: OpOverload, size: int, front: list[Any], mapped: list[bool]
+) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], int | tuple[int, ...]]:
     """Runs the mapped calls in a loop and stacks their results."""
     each = [op(*(x[i] if m else x for x, m in zip(front, mapped, strict=True))) for i in range(size)]
     if op is inference_op:
@@ -66,7 +70,7 @@ def _one_by_one(op: Any, size: int, front: list[Any], mapped: list[bool]) -> Any
     return results, (0,) * len(results)
 
 
-def _join_as(name: str, x: Any, is_mapped: bool, size: int, batch: int) -> Any:
+def _join_as(name: str, x: torch.Tensor | None, is_mapped: bool, size: int, batch: int) -> torch.Tensor | None:
     """The tensor of this name for the joined call, with the mapped axis in the batch."""
     if name in ("bias", "mask"):
         return _join_scores(x, is_mapped, size, batch)
@@ -75,7 +79,7 @@ def _join_as(name: str, x: Any, is_mapped: bool, size: int, batch: int) -> Any:
     return x if name == "sinks" else _join(x, is_mapped, size)
 
 
-def _join(x: Any, is_mapped: bool, size: int) -> Any:
+def _join(x: torch.Tensor | None, is_mapped: bool, size: int) -> torch.Tensor | None:
     """Joins the [B, ...] tensors of the calls to [size * B, ...]."""
     if x is None:
         return None
@@ -83,7 +87,7 @@ def _join(x: Any, is_mapped: bool, size: int) -> Any:
     return x.flatten(0, 1)
 
 
-def _join_scores(x: Any, is_mapped: bool, size: int, batch: int) -> Any:
+def _join_scores(x: torch.Tensor | None, is_mapped: bool, size: int, batch: int) -> torch.Tensor | None:
     """Joins a tensor that is broadcast to [B, H, T, S]."""
     if x is None or (not is_mapped and (x.ndim < 4 or x.shape[0] == 1)):
         return x
@@ -93,7 +97,7 @@ def _join_scores(x: Any, is_mapped: bool, size: int, batch: int) -> Any:
     return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
 
 
-def _join_offset(x: Any, is_mapped: bool, size: int, batch: int) -> Any:
+def _join_offset(x: torch.Tensor | None, is_mapped: bool, size: int, batch: int) -> torch.Tensor | None:
     """Joins a tensor that is a scalar or [B]."""
     if x is None or (not is_mapped and x.ndim == 0):
         return x

@@ -4,7 +4,7 @@ The floats are no bias here. PyTorch's scaled_dot_product_attention, and the bri
 mask of floats to the scores.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -15,7 +15,7 @@ __all__ = ["as_bool", "is_float", "or_nan"]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def is_float(mask: Any) -> bool:
+def is_float(mask: Any) -> TypeGuard[torch.Tensor]:
     """Whether mask is a dense tensor of floats."""
     if not isinstance(mask, torch.Tensor) or mask.dtype not in _FLOATS:
         return False

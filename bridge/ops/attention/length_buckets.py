@@ -10,18 +10,21 @@ mask or a bias has no effect.
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from jax_kernels.bridge.ops.attention.flash_attention_operator import Arguments
 
 __all__ = ["KeyArrays", "canonicalized", "pad_to_bucket", "without_expanded_axes"]
 
 _MOST_QUERIES = 16
 _LENGTHS = 3  # from the third length on keys are padded; after three values q_offset becomes a tensor
 _SHORTEST = 128
-_SEEN: dict[Any, set[int]] = {}
+_SEEN: dict[Hashable, set[int]] = {}
 _LOCK = threading.Lock()
 _MOST = 1024
 
@@ -34,10 +37,10 @@ class KeyArrays(NamedTuple):
     bias: torch.Tensor | None
     mask: torch.Tensor | None
     kv_lengths: torch.Tensor | None
-    q_offset: Any
+    q_offset: int | torch.Tensor
 
 
-def pad_to_bucket(query: torch.Tensor, keys: KeyArrays, others: Any) -> KeyArrays | None:
+def pad_to_bucket(query: torch.Tensor, keys: KeyArrays, others: Hashable) -> KeyArrays | None:
     """The arguments with padded keys; None if no padding is needed. others: the rest of the call's key."""
     key, value, bias, mask, kv_lengths, q_offset = keys
     length = key.shape[1]
@@ -54,7 +57,7 @@ def pad_to_bucket(query: torch.Tensor, keys: KeyArrays, others: Any) -> KeyArray
     if not isinstance(q_offset, torch.Tensor):
         q_offset = torch.full((), q_offset, dtype=torch.int32, device=query.device)
     rows = lambda x: x if size == length else functional.pad(x, (0, 0, 0, 0, 0, size - length))
-    columns: Callable[[Any], Any] = lambda x: (
+    columns: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda x: (
         x if x is None or x.shape[-1] != length or length == 1 else functional.pad(x, (0, size - length))
     )
     return KeyArrays(
@@ -75,7 +78,7 @@ def bucket_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def _has_growing_length(query: torch.Tensor, keys: KeyArrays, others: Any) -> bool:
+def _has_growing_length(query: torch.Tensor, keys: KeyArrays, others: Hashable) -> bool:
     """Whether the call was made with several numbers of keys, including this call's number."""
     first = lambda x: None if x is None else tuple(x.shape[:-1])
     has_offset = isinstance(keys.q_offset, torch.Tensor)
@@ -93,17 +96,19 @@ def _has_growing_length(query: torch.Tensor, keys: KeyArrays, others: Any) -> bo
         return len(lengths) == _LENGTHS
 
 
-_OFFSETS: dict[Any, set[int]] = {}
+_OFFSETS: dict[Hashable, set[int]] = {}
 
 
-def canonicalized(call: Any, shrinking: Sequence[str]) -> Any:
+def canonicalized(call: "Arguments", shrinking: Sequence[str]) -> "Arguments":
     """The Arguments of an attention operator, in the form that its program reads.
 
     q_offset is a tensor from its fourth value on. shrinking: the names of tensors that may be read with axes of size 1;
     key and value are read with one head if each is an expansion of one head.
     """
     tensors, options = call.tensors, call.options
-    changed = {name: without_expanded_axes(getattr(tensors, name)) for name in ("bias", "mask") if name in shrinking}
+    changed: dict[str, Any] = {
+        name: without_expanded_axes(getattr(tensors, name)) for name in ("bias", "mask") if name in shrinking
+    }
     if "key" in shrinking and "value" in shrinking and _is_one_head(tensors.key) and _is_one_head(tensors.value):
         changed |= {name: getattr(tensors, name).narrow(2, 0, 1) for name in ("key", "value")}
     changed = {name: x for name, x in changed.items() if x is not getattr(tensors, name)}
@@ -115,7 +120,7 @@ def canonicalized(call: Any, shrinking: Sequence[str]) -> Any:
     return call._replace(tensors=call.tensors._replace(q_offset=offset), options=options._replace(q_offset=0))
 
 
-def _has_many(call: Any) -> bool:
+def _has_many(call: "Arguments") -> bool:
     """Whether the call was made with more than _LENGTHS values of q_offset, including this call's value."""
     key = (
         call.options._replace(q_offset=0),

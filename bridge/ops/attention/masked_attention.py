@@ -2,12 +2,14 @@
 
 import functools
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
+import jax
 import jax.numpy as jnp
 import torch
 
+from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dtensors, torch_internals
 from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_options
 from jax_kernels.bridge.jax_functions.api import CallKey, JaxOp, call_key_by_name
@@ -16,7 +18,9 @@ from jax_kernels.bridge.operators.call_cache import CachedCall
 from jax_kernels.bridge.ops.attention import float_masks, length_buckets
 from jax_kernels.bridge.ops.attention.argument_aliases import OTHER_NAMES, renamed
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
+from jax_kernels.bridge.ops.attention.attention_types import AttentionOptions, OutAndLse, Outputs
 from jax_kernels.bridge.translate import captures, function_identity, score_mods
+from jax_kernels.bridge.translate.score_mods import ScoreMod
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import block_sparse_attention as block_sparse
 from jax_kernels.ops.attention import dynamic_mask_attention as dynamic_mask
@@ -25,27 +29,32 @@ from jax_kernels.ops.attention import flash_attention as attention
 __all__ = ["attend_in_graph", "block_sparse_attention", "dynamic_mask_attention", "find", "masked_attention"]
 
 
+type _Arrays = jax.Array | tuple[jax.Array, jax.Array]
+
+
 class ScoreModOp:
     """An op whose score_mod may be in torch operations.
 
     skeleton, read: instead of a score_mod that reads tensors, its skeleton's name, and the tensors.
     """
 
-    def __init__(self, op: Callable[..., Any]) -> None:
+    def __init__(self, op: Callable[..., _Arrays]) -> None:
         functools.update_wrapper(self, op, updated=())
         self.plain_numbers = (*ATTENTION, "block_size")
         self._op = op
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> _Arrays:
         return self._op(*args, **_in_jnp(**kwargs))
 
-    def plan(self, *args: Any, read: Any = (), **kwargs: Any) -> Any:
+    def plan(self, *args: Any, read: Sequence[jax.Array] = (), **kwargs: Any) -> dispatch.Plan:
         """The plan for jax_kernels.explain. Nothing runs, so zeros replace the arrays that a function reads."""
         read = [jnp.zeros(x.shape, x.dtype) for x in read]
         return self._op.plan(*args, **_in_jnp(read=read, **kwargs))  # type: ignore[attr-defined]
 
 
-def _in_jnp(score_mod: Any = None, skeleton: str | None = None, read: Any = (), **others: Any) -> dict[str, Any]:
+def _in_jnp(
+    score_mod: ScoreMod | None = None, skeleton: str | None = None, read: Sequence[jax.Array] = (), **others: Any
+) -> dict[str, Any]:
     """The arguments of an op, with the score_mod converted to jnp."""
     if skeleton is not None:
         return others | {"score_mod": score_mods.bind_tensors(skeleton, read)}
@@ -66,7 +75,7 @@ class _Apart(NamedTuple):
 
     seen: CallKey | None
     arguments: dict[str, Any]
-    is_valid: Any = None
+    is_valid: torch.Tensor | None = None
 
 
 def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
@@ -74,7 +83,7 @@ def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
 
     The call is not cached if its score_mod reads tensors or is created anew for each call.
     """
-    score_mod = arguments.get("score_mod")
+    score_mod: Any = arguments.get("score_mod")
     root = captures.root_of(score_mod)
     if root is None:
         return _Apart(seen, arguments)
@@ -94,8 +103,16 @@ def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
 
 
 def masked_attention(
-    query: Any, key: Any, value: Any, seen: CallKey | None, *, bias: Any, sinks: Any, mask: Any, **arguments: Any
-) -> Any:
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seen: CallKey | None,
+    *,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    mask: torch.Tensor | Mask | None,
+    **arguments: Any,
+) -> Outputs:
     """bridge.flash_attention with a Mask or a score_mod. A score_mod and the structure of a Mask are constants.
 
     seen: the key to cache this call under. Calls whose score_mod is created anew each time are not cached.
@@ -107,18 +124,56 @@ def masked_attention(
     return float_masks.or_nan(results, call.is_valid)
 
 
-def attend_in_graph(query: Any, key: Any, value: Any, mask: MaskById, **arguments: Any) -> Any:
+def attend_in_graph(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: MaskById, **arguments: Any
+) -> Any:
     """bridge.flash_attention with a Mask, in code that torch.compile traces. The caller keeps the Mask alive."""
     (query, key, value, _), arguments = _prepared(query, key, value, None, None, arguments)
     call = _split_closure(None, arguments)
     return float_masks.or_nan(_flash.serve(None, query, key, value, mask=mask, **call.arguments), call.is_valid)
 
 
-def find(statics: Any, tensors: Sequence[Any]) -> CachedCall | None:
+def find(statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
     """The cached call of `attend` with this key. Do not call it in code that torch.compile traces."""
     return _flash.find(CallKey(statics, tensors))
 
 
+@overload
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: torch.Tensor | Mask,
+    *,
+    block_size: int | tuple[int, int] | None = ...,
+    bias: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    **arguments: Unpack[AttentionOptions],
+) -> torch.Tensor: ...
+@overload
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: torch.Tensor | Mask,
+    *,
+    block_size: int | tuple[int, int] | None = ...,
+    bias: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    **arguments: Unpack[AttentionOptions],
+) -> OutAndLse: ...
+@overload
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: torch.Tensor | Mask,
+    *,
+    block_size: int | tuple[int, int] | None = ...,
+    bias: torch.Tensor | None = ...,
+    return_lse: bool,
+    **arguments: Unpack[AttentionOptions],
+) -> Outputs: ...
 def block_sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -127,7 +182,7 @@ def block_sparse_attention(
     *,
     block_size: int | tuple[int, int] | None = None,
     **arguments: Any,
-) -> Any:
+) -> Outputs:
     """jax_kernels.block_sparse_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
 
     See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts query, key, value and a 16-bit
@@ -172,6 +227,42 @@ def block_sparse_attention(
     return float_masks.or_nan(results, apart.is_valid)
 
 
+@overload
+def dynamic_mask_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | Mask | None = ...,
+    bias: torch.Tensor | None = ...,
+    *,
+    attn_mask: torch.Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    **arguments: Unpack[AttentionOptions],
+) -> torch.Tensor: ...
+@overload
+def dynamic_mask_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | Mask | None = ...,
+    bias: torch.Tensor | None = ...,
+    *,
+    attn_mask: torch.Tensor | None = ...,
+    return_lse: Literal[True],
+    **arguments: Unpack[AttentionOptions],
+) -> OutAndLse: ...
+@overload
+def dynamic_mask_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | Mask | None = ...,
+    bias: torch.Tensor | None = ...,
+    *,
+    attn_mask: torch.Tensor | None = ...,
+    return_lse: bool,
+    **arguments: Unpack[AttentionOptions],
+) -> Outputs: ...
 def dynamic_mask_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -179,7 +270,7 @@ def dynamic_mask_attention(
     mask: torch.Tensor | Mask | None = None,
     bias: torch.Tensor | None = None,
     **arguments: Any,
-) -> Any:
+) -> Outputs:
     """jax_kernels.dynamic_mask_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
 
     See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts query, key, value and a 16-bit
@@ -228,7 +319,14 @@ def _renamed(function: str, arguments: dict[str, Any], **given: Any) -> dict[str
     return own | renamed(function, others, own | given)
 
 
-def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
+def _prepared(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | Mask | None,
+    bias: torch.Tensor | None,
+    arguments: dict[str, Any],
+) -> tuple[Any, dict[str, Any]]:
     """((query, key, value, bias), arguments), checked and cast as in bridge.flash_attention."""
     arguments = arguments | plain_options(("q_offset",), arguments)
     check_inputs(

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import torch
@@ -10,6 +10,7 @@ import torch
 from jax_kernels.bridge.interop import dlpack, planning_device
 from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_of, plain_options
 from jax_kernels.bridge.jax_functions.mask_operands import on_device
+from jax_kernels.bridge.ops.attention.attention_types import PrepareOptions
 from jax_kernels.bridge.translate import mask_sources
 from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.ops.attention import prepare_mask as ops
@@ -22,7 +23,7 @@ def prepare_mask(
     query: torch.Tensor | jax.ShapeDtypeStruct,
     key: torch.Tensor | jax.ShapeDtypeStruct,
     value: torch.Tensor | jax.ShapeDtypeStruct | None = None,
-    **arguments: Any,
+    **arguments: Unpack[PrepareOptions],
 ) -> PreparedMask:
     """jax_kernels.prepare_mask for calls of the bridge: the mask with its block lists, made on the tensors' device.
 
@@ -47,9 +48,9 @@ def prepare_mask(
         was made, or as in jax_kernels.prepare_mask.
       TypeError, NotImplementedError: as in jax_kernels.prepare_mask.
     """
-    arguments |= plain_options(ATTENTION, arguments)
-    offset = plain_of("offset", arguments.get("q_offset", 0))
-    given = {"query": query, "key": key, "value": value, **arguments, "q_offset": offset}
+    named: dict[str, Any] = {**arguments, **plain_options(ATTENTION, arguments)}
+    offset = plain_of("offset", named.get("q_offset", 0))
+    given = {"query": query, "key": key, "value": value, **named, "q_offset": offset}
     device = None
     for name in ("query", "key", "value", "bias", "sinks"):
         x = given.get(name)

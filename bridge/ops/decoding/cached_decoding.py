@@ -8,7 +8,7 @@ compiled graph the cache has a fixed size, and the mask gives the lengths.
 import functools
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,12 +95,12 @@ def _ends(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor:
 class _Folded(NamedTuple):
     """The arrays of decode_attention, with the key heads folded into the batch."""
 
-    query: Any
-    key: Any
-    value: Any
-    kv_lengths: Any
-    mask: Any
-    bias: Any
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    kv_lengths: jax.Array
+    mask: jax.Array | None
+    bias: jax.Array | None
 
 
 def _folded(query, key, value, lengths, mask, bias) -> _Folded:

@@ -1,6 +1,6 @@
 """decode_attention on PyTorch tensors."""
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 
@@ -10,6 +10,7 @@ from jax_kernels.bridge.jax_functions.api import JaxOp, call_key
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors
 from jax_kernels.bridge.ops.attention import float_masks, length_buckets
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
+from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs, Window
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import decode_attention as ops
 
@@ -19,6 +20,42 @@ _attend = JaxOp(ops.decode_attention, is_whole=True)
 _attend_by_object = JaxOp(ops.decode_attention)
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of decode_attention except return_lse."""
+
+    kv_lengths: torch.Tensor | None
+    block_tables: torch.Tensor | None
+    mask: torch.Tensor | Mask | None
+    bias: torch.Tensor | None
+    window: Window | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    scale: float | None
+    implementation: str | None
+
+
+@overload
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> torch.Tensor: ...
+@overload
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> OutAndLse: ...
+@overload
+def decode_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool, **options: Unpack[_Options]
+) -> Outputs: ...
 def decode_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -28,13 +65,13 @@ def decode_attention(
     block_tables: torch.Tensor | None = None,
     mask: torch.Tensor | Mask | None = None,
     bias: torch.Tensor | None = None,
-    window: int | tuple[int, int] | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> Any:
+) -> Outputs:
     """jax_kernels.decode_attention on PyTorch tensors: the newest 1 to 16 tokens against a cache. Forward only.
 
     bridge.from_jax describes how calls run, compile and are captured. Under autocast query, key and value are cast to

@@ -3,7 +3,8 @@
 The blocks in its lists are kept. In a partial block the mask_mod selects pairs; in a full block all pairs are kept.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,6 +12,9 @@ from jax_kernels.bridge import masks
 from jax_kernels.bridge.ops.drop_in import torch_flex
 from jax_kernels.bridge.translate import mask_sources, score_mods
 from jax_kernels.masks import Mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention import flex_attention as torchs
 
 __all__ = ["Sizes", "is_whole", "mask_in_graph", "mask_of"]
 
@@ -29,11 +33,15 @@ class Sizes(NamedTuple):
     kv_length: int
 
 
+type _MaskMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+type _State = tuple[_MaskMod, tuple[bool, ...], tuple[int, ...], tuple[int, ...]]
+
+
 class _Made(NamedTuple):
     """A Mask, and the BlockMask's state when the Mask was made."""
 
     mask: Mask
-    state: tuple[Any, ...]
+    state: _State
 
 
 class _Kept(dict[Sizes, _Made]):
@@ -46,16 +54,16 @@ class _Kept(dict[Sizes, _Made]):
         super().__init__()
         self.in_graphs: dict[int, Mask] = {}
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type["_Kept"], tuple[()]]:
         return _Kept, ()
 
 
-def is_whole(block_mask: Any) -> bool:
+def is_whole(block_mask: "torchs.BlockMask") -> bool:
     """Whether block_mask is PyTorch's BlockMask for calls without a mask."""
     return tuple(block_mask.BLOCK_SIZE) == (_WHOLE, _WHOLE) and block_mask.mask_mod is torch_flex.module.noop_mask
 
 
-def mask_of(block_mask: Any, sizes: Sizes) -> Mask:
+def mask_of(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
     """The Mask of a BlockMask for calls of these sizes. It is kept, and made again if a tensor has changed.
 
     Raises ValueError, naming block_mask, if the BlockMask was made for other sizes, and TypeError if its mask_mod has
@@ -71,20 +79,20 @@ def mask_of(block_mask: Any, sizes: Sizes) -> Mask:
     return made.mask
 
 
-def mask_in_graph(block_mask: Any, sizes: Sizes) -> Mask:
+def mask_in_graph(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
     """The Mask of a BlockMask, for a graph of torch.compile. The BlockMask keeps the Mask alive."""
     mask = mask_of(block_mask, sizes)
     vars(block_mask)[_NAME].in_graphs[id(mask)] = mask
     return mask
 
 
-def _state_of(block_mask: Any) -> tuple[Any, ...]:
+def _state_of(block_mask: "torchs.BlockMask") -> _State:
     """The parts of a BlockMask that determine its Mask, except the values of tensors."""
     is_there = tuple(getattr(block_mask, name) is not None for name in _LISTS)
     return block_mask.mask_mod, is_there, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
 
 
-def _make(block_mask: Any, sizes: Sizes) -> Mask:
+def _make(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
     mask_mod = block_mask.mask_mod
     if mask_mod is getattr(torch_flex.module, "_sliced_mask_mod_error", None):
         raise ValueError(
@@ -100,7 +108,7 @@ def _make(block_mask: Any, sizes: Sizes) -> Mask:
     return mask_sources.attach(_of_lists(block_mask, sizes), block_mask, lists)
 
 
-def _of_lists(block_mask: Any, sizes: Sizes) -> Mask:
+def _of_lists(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
     mask_mod = block_mask.mask_mod
     partial = _blocks(block_mask, "kv_num_blocks", "kv_indices", sizes)
     has_full = block_mask.full_kv_num_blocks is not None
@@ -113,7 +121,7 @@ def _of_lists(block_mask: Any, sizes: Sizes) -> Mask:
     return mask if full is None else mask | masks.block_sparse(full, size)
 
 
-def _of_function(mask_mod: Any, sizes: Sizes) -> Mask:
+def _of_function(mask_mod: _MaskMod, sizes: Sizes) -> Mask:
     """masks.from_function of a mask_mod. The Mask has an axis for batch, or heads, only if the mask_mod reads it."""
     made, read, _ = score_mods.mask_mod(mask_mod)
     sees_batch, sees_heads = score_mods.looks_at(made, read)
@@ -122,7 +130,7 @@ def _of_function(mask_mod: Any, sizes: Sizes) -> Mask:
     )
 
 
-def _blocks(block_mask: Any, of_counts: str, of_indices: str, sizes: Sizes) -> torch.Tensor:
+def _blocks(block_mask: "torchs.BlockMask", of_counts: str, of_indices: str, sizes: Sizes) -> torch.Tensor:
     """The blocks of a pair of lists: bool [B or 1, H or 1, rows, columns]."""
     counts, indices = getattr(block_mask, of_counts).detach(), getattr(block_mask, of_indices).detach()
     counts = counts.reshape((1,) * (3 - counts.ndim) + tuple(counts.shape))

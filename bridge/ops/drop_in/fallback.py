@@ -4,8 +4,6 @@ These are scaled_dot_product_attention, nn.MultiheadAttention and the attention 
 for each reason. Functions with this library's own names raise.
 """
 
-from typing import Any
-
 import torch
 from torch.nn import functional
 
@@ -74,9 +72,17 @@ def attention_with_weights(
 
 
 def _attend(
-    query: Any, key: Any, value: Any, mask: Any, bias: Any, sinks: Any, scale: Any, softcap: Any, dropout_p: float,
-    head_mask: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout_p: float,
+    head_mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     group = query.shape[1] // key.shape[1] if key.shape[1] else 1
     if group > 1:
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))

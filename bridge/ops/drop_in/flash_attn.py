@@ -4,7 +4,7 @@ Their alignment differs from bridge.flash_attention: causal masks and windows ar
 the position of the last key.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,15 @@ from jax_kernels.bridge.jax_functions.api import from_jax
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops.attention.argument_aliases import check_mask_shape
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs, check_tensor
+from jax_kernels.bridge.ops.attention.attention_types import Outputs, Window
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
 from jax_kernels.bridge.ops.attention.masked_attention import dynamic_mask_attention
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import flash_attention as ops
 from jax_kernels.ops.checks import check_softcap
 from jax_kernels.plain_numbers import ATTENTION, with_plain_numbers
+
+type Probabilities = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]  # out, or (out, lse, None)
 
 __all__ = [
     "attend",
@@ -48,6 +51,34 @@ _OWN_NAMES = {
 }
 
 
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+) -> Probabilities: ...
 def flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -60,7 +91,7 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Probabilities:
     """flash_attn.flash_attn_func by bridge.flash_attention.
 
     Args:
@@ -94,6 +125,44 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **options: Any) -> 
     return flash_attn_func(*qkv.unbind(2), *args, **options)
 
 
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+    block_table: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+    block_table: torch.Tensor | None = ...,
+) -> Probabilities: ...
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -111,7 +180,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
-) -> Any:
+) -> Probabilities:
     """flash_attn.flash_attn_varlen_func by bridge.flash_attention: packed sequences of several lengths.
 
     If both cu_seqlens are one tensor, or if the call has no causal, window or alibi_slopes, the packed sequences run
@@ -171,7 +240,7 @@ def flash_attn_varlen_func(
     return (joined, rows.joined(lse.mT, q.shape[0]).mT, None) if return_attn_probs else joined
 
 
-def _varlen_on_shards(tensors: dict[str, Any], options: dict[str, Any], with_lse: bool) -> Any:
+def _varlen_on_shards(tensors: dict[str, Any], options: dict[str, Any], with_lse: bool) -> Probabilities:
     """flash_attn_varlen_func of DTensors, whose heads may be sharded."""
     heads = (None, "heads", None)
     slopes = tensors["alibi_slopes"]
@@ -186,6 +255,40 @@ def _varlen_on_shards(tensors: dict[str, Any], options: dict[str, Any], with_lse
     return (*results, None) if with_lse else results
 
 
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+) -> Probabilities: ...
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -201,14 +304,42 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Probabilities:
     """flash_attn_varlen_func with the keys and values in one tensor kv: [total_k, 2, Hkv, D]."""
     _check_packed("kv", kv, 2, "[tokens, 2, heads, head_dim]")
-    rest: Any = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest)
 
 
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    deterministic: bool = ...,
+    return_attn_probs: bool = ...,
+) -> Probabilities: ...
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -221,10 +352,10 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Any:
+) -> Probabilities:
     """flash_attn_varlen_func with queries, keys and values in one tensor qkv: [total, 3, H, D]."""
     _check_packed("qkv", qkv, 3, "[tokens, 3, heads, head_dim]")
-    rest: Any = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(1)
     try:
         return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *rest)
@@ -279,14 +410,19 @@ def flash_dmattn_func(
         raise
 
 
-def _of_heads(bias: Any, query: torch.Tensor) -> Any:
+def _of_heads(bias: Any, query: torch.Tensor) -> torch.Tensor | None:
     """Repeats a bias with one entry per key head for each query head."""
     is_of_keys = isinstance(bias, torch.Tensor) and bias.ndim == 4 and bias.shape[1] not in (0, 1, query.shape[2])
     return bias.repeat_interleave(query.shape[2] // bias.shape[1], dim=1) if is_of_keys else bias
 
 
 def options_of(
-    dropout_p: float, softmax_scale: Any, causal: bool, window_size: Any, softcap: float, deterministic: bool
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Window,
+    softcap: float,
+    deterministic: bool,
 ) -> dict[str, Any]:
     """flash-attn's arguments by bridge.flash_attention's names."""
     if not isinstance(window_size, tuple):
@@ -305,7 +441,7 @@ def options_of(
     }
 
 
-def _offset(query: Any, key: Any, names: tuple[str, str] = ("query", "key")) -> int:
+def _offset(query: torch.Tensor, key: torch.Tensor, names: tuple[str, str] = ("query", "key")) -> int:
     """The position of query 0 under bottom-right alignment."""
     for name, x in zip(names, (query, key), strict=True):
         check_tensor(name, x, query)
@@ -314,7 +450,7 @@ def _offset(query: Any, key: Any, names: tuple[str, str] = ("query", "key")) -> 
     return key.shape[1] - query.shape[1]
 
 
-def _check_packed(name: str, x: Any, parts: int, want: str | None = None) -> None:
+def _check_packed(name: str, x: torch.Tensor, parts: int, want: str | None = None) -> None:
     """want: the axes of a tensor of packed sequences; None for a batch."""
     check_tensor(name, x, x)
     axes = 5 if want is None else 4
@@ -323,7 +459,7 @@ def _check_packed(name: str, x: Any, parts: int, want: str | None = None) -> Non
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, want {want}")
 
 
-def _checked_longest(name: str, starts: torch.Tensor, given: Any) -> int:
+def _checked_longest(name: str, starts: torch.Tensor, given: int) -> int:
     """max_seqlen as an int. Raises if a sequence on a CPU is longer. The host never waits for a GPU."""
     if torch.compiler.is_compiling():
         return given
@@ -338,7 +474,7 @@ def _checked_longest(name: str, starts: torch.Tensor, given: Any) -> int:
     return given
 
 
-def _finished(results: Any, with_lse: bool) -> Any:
+def _finished(results: Any, with_lse: bool) -> Probabilities:
     return (*results, None) if with_lse else results
 
 
@@ -348,8 +484,14 @@ def _pair(results: Any, with_lse: bool) -> tuple[Any, Any]:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, offset: Any, options: dict[str, Any], with_lse: bool
-) -> Any:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor | None,
+    offset: int | torch.Tensor,
+    options: dict[str, Any],
+    with_lse: bool,
+) -> Outputs:
     """flash_attention, with ALiBi slopes if there are any. Errors have flash-attn's argument names."""
     try:
         if slopes is None:
@@ -361,8 +503,14 @@ def attend(
 
 
 def attend_with_slopes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: Any, offset: Any, options: dict[str, Any], with_lse: bool
-) -> Any:
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slopes: torch.Tensor,
+    offset: int | torch.Tensor,
+    options: dict[str, Any],
+    with_lse: bool,
+) -> Outputs:
     check_slopes(slopes, q)
     batch, heads = q.shape[0], q.shape[2]
     if dtensors.are_in(q, k, v):
@@ -389,7 +537,7 @@ def _with_alibi(
     offsets: jax.Array,
     softcap: float | None = None,
     **options: Any,
-) -> Any:
+) -> tuple[jax.Array, jax.Array] | jax.Array:
     """Attention on softcapped scores minus slopes[b, h] * |query position - key position|."""
     check_softcap(softcap)
 
@@ -401,7 +549,7 @@ def _with_alibi(
     return ops.flash_attention(q, k, v, score_mod=score_mod, q_offset=offsets, **options)
 
 
-def check_slopes(slopes: Any, q: torch.Tensor) -> None:
+def check_slopes(slopes: torch.Tensor, q: torch.Tensor) -> None:
     """Raises TypeError or ValueError unless alibi_slopes are float32 [H] or [B, H]."""
     check_tensor("alibi_slopes", slopes, q)
     batch, heads = q.shape[0], q.shape[2]

@@ -1,7 +1,7 @@
 """flash-attn's attention to a KV cache, after writing new keys and values to the cache."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -9,6 +9,7 @@ from jax_kernels.bridge.interop import dtensors, torch_internals
 from jax_kernels.bridge.interop.plain_numbers import plain_of
 from jax_kernels.bridge.jax_functions.argument_names import rename
 from jax_kernels.bridge.ops.attention.attention_checks import check_tensor
+from jax_kernels.bridge.ops.attention.attention_types import Outputs
 from jax_kernels.bridge.ops.decoding.decode_attention import decode_attention
 from jax_kernels.bridge.ops.drop_in.flash_attn import attend, check_slopes, options_of
 from jax_kernels.ops.attention.decode_attention import MOST_QUERIES, SMALLEST_PAGE
@@ -26,6 +27,50 @@ _OWN_NAMES = {
 }
 
 
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    rotary_cos: torch.Tensor | None = ...,
+    rotary_sin: torch.Tensor | None = ...,
+    cache_seqlens: int | torch.Tensor | None = ...,
+    cache_batch_idx: torch.Tensor | None = ...,
+    cache_leftpad: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    num_splits: int = ...,
+    return_softmax_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = ...,
+    v: torch.Tensor | None = ...,
+    rotary_cos: torch.Tensor | None = ...,
+    rotary_sin: torch.Tensor | None = ...,
+    cache_seqlens: int | torch.Tensor | None = ...,
+    cache_batch_idx: torch.Tensor | None = ...,
+    cache_leftpad: torch.Tensor | None = ...,
+    block_table: torch.Tensor | None = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    rotary_interleaved: bool = ...,
+    alibi_slopes: torch.Tensor | None = ...,
+    num_splits: int = ...,
+    return_softmax_lse: bool = ...,
+) -> Outputs: ...
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -46,7 +91,7 @@ def flash_attn_with_kvcache(
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Any:
+) -> Outputs:
     """flash_attn.flash_attn_with_kvcache by bridge.decode_attention and bridge.flash_attention. Forward only.
 
     k and v are written to k_cache and v_cache in place, after the cache_seqlens keys of each sequence. The queries
@@ -116,8 +161,13 @@ def flash_attn_with_kvcache(
 
 
 def _attend(
-    q: torch.Tensor, cache: "_Cache", lengths: torch.Tensor, slopes: Any, options: dict[str, Any], with_lse: bool
-) -> Any:
+    q: torch.Tensor,
+    cache: "_Cache",
+    lengths: torch.Tensor,
+    slopes: torch.Tensor | None,
+    options: dict[str, Any],
+    with_lse: bool,
+) -> Outputs:
     """Attends to the first `lengths` keys of the cache."""
     length = q.shape[1]
     if 0 < length <= MOST_QUERIES and (length == 1 or options["is_causal"]):
@@ -219,7 +269,7 @@ class _Rotary(NamedTuple):
         return torch.cat([found.to(x.dtype), rest], dim=-1)
 
 
-def _check_no_gradient(**tensors: Any) -> None:
+def _check_no_gradient(**tensors: torch.Tensor | None) -> None:
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
@@ -257,7 +307,13 @@ def _check_within(name: str, x: torch.Tensor, most: int, of: str) -> None:
         raise ValueError(f"{name}: got {int(x.min())} to {int(x.max())}, want indices of {of}, 0 to {most - 1}")
 
 
-def _checked_cache(q: Any, k_cache: Any, v_cache: Any, rows: Any, table: Any) -> _Cache:
+def _checked_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor | None,
+    table: torch.Tensor | None,
+) -> _Cache:
     is_paged = table is not None
     cache_axes = "[pages, page_size, heads, head_dim]" if is_paged else "[rows, length, heads, head_dim]"
     for name, x, axes in (
@@ -323,7 +379,7 @@ def _check_pages(cache: _Cache, lengths: torch.Tensor, new: int) -> None:
 
 
 def _checked_new(
-    q: torch.Tensor, k: Any, v: Any, cache: _Cache, lengths: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, cache: _Cache, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """k and v in the cache's dtype. They must already have this dtype unless autocast is on."""
     if v is None:

@@ -1,7 +1,7 @@
 """PyTorch's flex_attention over flash_attention."""
 
 import ctypes
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -14,8 +14,11 @@ from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
 from jax_kernels.bridge.ops.attention.masked_attention import attend_in_graph
 from jax_kernels.bridge.ops.drop_in import block_masks, heads_first, torch_flex
-from jax_kernels.bridge.translate.score_mods import RefusedError
+from jax_kernels.bridge.translate.score_mods import RefusedError, ScoreMod
 from jax_kernels.masks import Mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention import flex_attention as torchs
 
 __all__ = ["flex_attention"]
 
@@ -24,19 +27,65 @@ _MOST_HEAD_DIM = 256
 _LAYOUT = "want 4 axes [batch, heads, length, head_dim]"
 
 
+type KernelOptions = dict[str, bool | int | float | str]
+type BlockMask = torchs.BlockMask | Mask
+
+
+@overload
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    score_mod: Any = None,
-    block_mask: Any = None,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: Literal[False] = ...,
+    kernel_options: KernelOptions | None = ...,
+    *,
+    return_aux: None = ...,
+) -> torch.Tensor: ...
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    return_lse: Literal[True],
+    kernel_options: KernelOptions | None = ...,
+    return_aux: None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = ...,
+    block_mask: BlockMask | None = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    return_lse: bool = ...,
+    kernel_options: KernelOptions | None = ...,
+    *,
+    return_aux: "torchs.AuxRequest | None" = ...,
+) -> "torch.Tensor | tuple[torch.Tensor, torch.Tensor | torchs.AuxOutput]": ...
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None,
+    kernel_options: KernelOptions | None = None,
     *,
-    return_aux: Any = None,
-) -> Any:
+    return_aux: "torchs.AuxRequest | None" = None,
+) -> "torch.Tensor | tuple[torch.Tensor, torch.Tensor | torchs.AuxOutput | None]":
     """torch.nn.attention.flex_attention.flex_attention by flash_attention; it may be assigned to that name.
 
     Equivalent to the following code, where `mask` has the blocks and the mask_mod of block_mask::
@@ -79,7 +128,12 @@ def flex_attention(
     scale = scale if scale is None else float(scale)
     if return_lse and return_aux is not None:
         raise ValueError("return_lse, return_aux: got both, want one of them")
-    options = {"scale": scale, "enable_gqa": enable_gqa, "kernel_options": kernel_options, "return_aux": return_aux}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "kernel_options": kernel_options,
+        "return_aux": return_aux,
+    }
     given = (query, key, value, score_mod, block_mask)
     reason = _why_torchs(query, value, return_aux)
     if reason is not None:
@@ -98,7 +152,14 @@ def flex_attention(
 
 
 def _attended(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, *, scale, has_lse
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | None,
+    *,
+    scale: float | None,
+    has_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse). lse is None unless has_lse."""
     batch, heads, length, _ = query.shape
@@ -130,7 +191,14 @@ def _made(number: int, *sizes: int) -> int:
     return id(block_masks.mask_in_graph(block_mask, block_masks.Sizes(*sizes)))
 
 
-def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool, kernel_options: Any) -> None:
+def _check(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: BlockMask | None,
+    enable_gqa: bool,
+    kernel_options: KernelOptions | None,
+) -> None:
     """Raises, naming the argument, for types, layouts and shapes that flex_attention does not accept."""
     check_tensors(query=query, key=key, value=value)
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -158,7 +226,7 @@ def _check(query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: bool, 
             raise ValueError(f"kernel_options: got {name!r}, want names of FlexKernelOptions")
 
 
-def _why_torchs(query: torch.Tensor, value: torch.Tensor, return_aux: Any) -> str | None:
+def _why_torchs(query: torch.Tensor, value: torch.Tensor, return_aux: "torchs.AuxRequest | None") -> str | None:
     """The reason why PyTorch's own function runs; None if flash_attention serves the call."""
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else query.dtype
@@ -173,7 +241,15 @@ def _why_torchs(query: torch.Tensor, value: torch.Tensor, return_aux: Any) -> st
     return None
 
 
-def _by_torch(reason: str, query: Any, key: Any, value: Any, *arguments: Any, return_lse: bool, **options: Any) -> Any:
+def _by_torch(
+    reason: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *arguments: Any,
+    return_lse: bool,
+    **options: Any,
+) -> Any:
     """PyTorch's own result, with a warning the first time."""
     warn_once(f"flex_attention: {reason}; PyTorch's own function runs instead")
     query, key, value, *_ = as_torch_is_set(query, key, value)

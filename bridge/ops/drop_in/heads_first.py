@@ -7,11 +7,12 @@
 | else | a copy in flash_attention's layout |
 """
 
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from jax_kernels.bridge.interop import dtensors
+from jax_kernels.bridge.ops.attention.attention_types import AttentionOptions
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
 
 __all__ = ["attend"]
@@ -24,7 +25,7 @@ def attend(
     *,
     mask: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    **options: Any,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
     """flash_attention of [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv]. Returns [B, H, T, Dv], maybe transposed.
 

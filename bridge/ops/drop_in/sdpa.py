@@ -118,7 +118,9 @@ class _Inputs(NamedTuple):
 scaled_dot_product_attention.__prepare_scriptable__ = symbolic_trace.sdpa_of_script  # type: ignore[attr-defined]
 
 
-def _without_shapes(query: Any, key: Any, value: Any, attn_mask: Any, *options: Any) -> Any:
+def _without_shapes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, *options: Any
+) -> Any:
     """Runs a call of nested tensors by PyTorch's function. Records a call of torch.fx's Proxies as a node.
 
     options: dropout_p, is_causal, scale and enable_gqa.
@@ -142,7 +144,7 @@ def _without_shapes(query: Any, key: Any, value: Any, attn_mask: Any, *options: 
     )
 
 
-def _check_tensors(query: Any, key: Any, value: Any, attn_mask: Any) -> bool:
+def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any) -> bool:
     """Checks the tensors' types, axes and dtypes. Raises TypeError or ValueError.
 
     Returns False, without further checks, if a tensor is nested or a torch.fx.Proxy.
@@ -172,7 +174,7 @@ def _check_tensors(query: Any, key: Any, value: Any, attn_mask: Any) -> bool:
     return True
 
 
-def _number(scale: Any) -> Any:
+def _number(scale: torch.Tensor | float | None) -> float | None:
     """`scale` as a number. Like PyTorch's function, it accepts a bool and a tensor with one element."""
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise TypeError("scale: got a tensor that requires a gradient, want a number; multiply query by it")

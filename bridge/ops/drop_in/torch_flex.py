@@ -1,9 +1,13 @@
 """torch.nn.attention.flex_attention, which imports torch._dynamo: loaded only if a process uses it."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax_kernels.bridge.interop.import_hooks import when_imported
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+    from typing_extensions import TypeIs
 
 __all__ = ["is_block_mask", "load", "option_names"]
 
@@ -18,7 +22,7 @@ def load() -> None:
         importlib.import_module(_MODULE)
 
 
-def is_block_mask(x: Any) -> bool:
+def is_block_mask(x: Any) -> "TypeIs[BlockMask]":
     """Whether x is PyTorch's BlockMask."""
     return module is not None and isinstance(x, module.BlockMask)
 

@@ -2,13 +2,15 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, Unpack, overload
 
 import torch
 
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
+from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
+from jax_kernels.bridge.ops.attention.dilated_attention import DilatedOptions
 from jax_kernels.bridge.ops.sequence_parallel.operator import SequenceParallelOperator
 from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, process_mesh
 from jax_kernels.ops.dilated import dilated_attention as ops
@@ -19,6 +21,36 @@ from jax_kernels.ops.ring.layouts import axis_size
 __all__ = ["sequence_parallel_dilated_attention"]
 
 
+@overload
+def sequence_parallel_dilated_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: "torch.distributed.ProcessGroup | None" = ...,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[DilatedOptions],
+) -> torch.Tensor: ...
+@overload
+def sequence_parallel_dilated_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: "torch.distributed.ProcessGroup | None" = ...,
+    return_lse: Literal[True],
+    **options: Unpack[DilatedOptions],
+) -> OutAndLse: ...
+@overload
+def sequence_parallel_dilated_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: "torch.distributed.ProcessGroup | None" = ...,
+    return_lse: bool,
+    **options: Unpack[DilatedOptions],
+) -> Outputs: ...
 @functools.partial(
     torch_internals.not_in_graph, reason="jax_kernels: sequence_parallel_dilated_attention runs over several processes"
 )
@@ -30,7 +62,7 @@ def sequence_parallel_dilated_attention(
     *,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
-    group: Any = None,
+    group: "torch.distributed.ProcessGroup | None" = None,
     is_causal: bool = False,
     heads: str = "all",
     combine: str = "lse",
@@ -43,7 +75,7 @@ def sequence_parallel_dilated_attention(
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Outputs:
     """jax_kernels.sequence_parallel_dilated_attention on PyTorch tensors, with one process for each device.
 
     The ranks of the group, in order, hold consecutive tokens, as shard_sequence(layout="contiguous") returns them. As

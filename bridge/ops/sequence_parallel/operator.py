@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import torch
 
 from jax_kernels.bridge.interop import dlpack
+from jax_kernels.bridge.interop.donated_outputs import JaxFunction
 from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.operators import torch_operator
 from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, ProcessMesh
@@ -26,12 +27,12 @@ class SequenceParallelOperator:
     """
 
     label: str
-    attend: Callable[..., Any]
-    known: Callable[..., Any]
+    attend: Callable[..., tuple[jax.Array, jax.Array]]
+    known: Callable[..., tuple[jax.Array, jax.Array]]
 
     def __call__(
         self, ring: ProcessMesh, options: dict[str, Any], query, key, value, segment_ids, sinks, bias=None
-    ) -> Any:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) on the processes of a ring. options: hashable."""
         call = _Call(self, ring, tuple(options.items()))
         return _Attend.apply(call, query, key, value, segment_ids, sinks, bias)
@@ -41,7 +42,7 @@ class SequenceParallelOperator:
 class _Call:
     op: SequenceParallelOperator
     ring: ProcessMesh
-    options: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Hashable], ...]
 
 
 class _Attend(torch.autograd.Function):
@@ -89,7 +90,7 @@ class _Gradients(torch.autograd.Function):
 _AXES = 1, 1, 1, 1, None, 2, 1, 2, 1, 2
 
 
-def _run(ring: ProcessMesh, program: Any, tensors: Any) -> list[torch.Tensor]:
+def _run(ring: ProcessMesh, program: JaxFunction, tensors: Sequence[Any]) -> list[torch.Tensor]:
     """Runs a program on this process's tensors. Some may be None."""
     device = tensors[0].device
     dlpack.refuse_capture(device)
@@ -103,13 +104,17 @@ def _run(ring: ProcessMesh, program: Any, tensors: Any) -> list[torch.Tensor]:
 
 
 @memoize
-def _forward(op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
+def _forward(
+    op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Hashable], ...]
+) -> JaxFunction:
     """The jitted function from (query, key, value, segment_ids, sinks, bias) to (out, lse)."""
     return _shared(functools.partial(op.attend, **dict(options)), mesh, (1, 2))
 
 
 @memoize
-def _backward(op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
+def _backward(
+    op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Hashable], ...]
+) -> JaxFunction:
     """The jitted function from the forward's inputs, results and cotangents to the gradients.
 
     The gradients: query, key, value, sinks and bias.
@@ -126,7 +131,9 @@ def _backward(op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tu
     return _shared(gradients, mesh, (1, 1, 1, 0, 2))
 
 
-def _shared(function: Any, mesh: jax.sharding.Mesh, axes: tuple[int, ...]) -> Any:
+def _shared(
+    function: Callable[..., Sequence[jax.Array | None]], mesh: jax.sharding.Mesh, axes: tuple[int, ...]
+) -> JaxFunction:
     """Turns a function of this process's shards into a jitted function of whole arrays.
 
     axes: for each result, the axis along which the processes' shards are concatenated.

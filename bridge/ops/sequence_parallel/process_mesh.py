@@ -8,7 +8,7 @@ import functools
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import torch
@@ -75,7 +75,9 @@ class ProcessMesh(NamedTuple):
     mesh: jax.sharding.Mesh
     rank: int
 
-    def whole(self, tensors: Sequence[torch.Tensor], axes: Sequence[int | None]) -> tuple[list[jax.Array], Any]:
+    def whole(
+        self, tensors: Sequence[torch.Tensor], axes: Sequence[int | None]
+    ) -> tuple[list[jax.Array], list[torch.Tensor]]:
         """(arrays over the group whose shards in this process are the tensors, the owners of the memory).
 
         axes: for each array, the axis along which it is sharded; None if all processes have the same array.
@@ -96,7 +98,7 @@ class ProcessMesh(NamedTuple):
         return dlpack.export_arrays([array.addressable_data(0) for array in arrays], device)
 
 
-def process_mesh(group: Any) -> ProcessMesh:
+def process_mesh(group: "dist.ProcessGroup | None") -> ProcessMesh:
     """The Ring of a process group; None is all processes. Raises RuntimeError if JAX does not know the processes."""
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call torch.distributed.init_process_group first")

@@ -1,7 +1,7 @@
 """ring_attention on PyTorch tensors: one process per device. Each process holds a shard of the sequence."""
 
 import functools
-from typing import Any
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -9,9 +9,10 @@ import torch.distributed as dist
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs, check_statics
+from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
 from jax_kernels.bridge.ops.sequence_parallel.operator import SequenceParallelOperator
 from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, process_mesh
-from jax_kernels.bridge.translate.score_mods import to_jnp
+from jax_kernels.bridge.translate.score_mods import ScoreMod, to_jnp
 from jax_kernels.masks import Mask
 from jax_kernels.ops.ring import ring_attention as ops
 from jax_kernels.ops.ring import shard_sequence as orders
@@ -19,6 +20,49 @@ from jax_kernels.ops.ring import shard_sequence as orders
 __all__ = ["ring_attention", "shard_sequence", "unshard_sequence"]
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of ring_attention except return_lse."""
+
+    group: "dist.ProcessGroup | None"
+    layout: str | None
+    strategy: str
+    sends_ahead: int | None
+    mask: Mask | None
+    is_causal: bool
+    window: int | tuple[int, int] | None
+    segment_ids: torch.Tensor | None
+    sinks: torch.Tensor | None
+    score_mod: ScoreMod | None
+    bias: torch.Tensor | None
+    scale: float | None
+    softcap: float | None
+    deterministic: bool | None
+    precision: str | None
+    implementation: str | None
+
+
+@overload
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> torch.Tensor: ...
+@overload
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> OutAndLse: ...
+@overload
+def ring_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_lse: bool, **options: Unpack[_Options]
+) -> Outputs: ...
 @functools.partial(torch_internals.not_in_graph, reason="jax_kernels: ring_attention runs over several processes")
 @plain_arguments
 def ring_attention(
@@ -26,7 +70,7 @@ def ring_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    group: Any = None,
+    group: "dist.ProcessGroup | None" = None,
     layout: str | None = None,
     strategy: str = "auto",
     sends_ahead: int | None = None,
@@ -35,7 +79,7 @@ def ring_attention(
     window: int | tuple[int, int] | None = None,
     segment_ids: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
-    score_mod: Any = None,
+    score_mod: ScoreMod | None = None,
     bias: torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -43,7 +87,7 @@ def ring_attention(
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Outputs:
     """jax_kernels.ring_attention on PyTorch tensors, under torchrun with one process for each device.
 
     Each process calls it with its own tokens, in the same order of calls. Call bridge.initialize_distributed() first.
@@ -119,7 +163,9 @@ _OP = SequenceParallelOperator(label="ring_attention", attend=_attend, known=_kn
 
 
 @plain_arguments
-def shard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag", axis: int = 1) -> torch.Tensor:
+def shard_sequence(
+    x: torch.Tensor, *, group: "dist.ProcessGroup | None" = None, layout: str = "zigzag", axis: int = 1
+) -> torch.Tensor:
     """This process's shard of a tensor that all processes hold whole.
 
     Args:
@@ -137,7 +183,9 @@ def shard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag"
 
 
 @plain_arguments
-def unshard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag", axis: int = 1) -> torch.Tensor:
+def unshard_sequence(
+    x: torch.Tensor, *, group: "dist.ProcessGroup | None" = None, layout: str = "zigzag", axis: int = 1
+) -> torch.Tensor:
     """The whole tensor in the order of the tokens. x: this process's shard. The result has no gradient."""
     count = dist.get_world_size(group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(count)]
