@@ -12,4 +12,4 @@ QUICK = {"relative_64"}
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("names", tiers.groups(score_mod_cases.CASES, QUICK, 2))
 def test_interpreted(names):
-    cases_interpreter.check("score_mod_cases", 1, races=False, names=list(names))
+    cases_interpreter.check("tests.support.cases.score_mods", 1, races=False, names=list(names))

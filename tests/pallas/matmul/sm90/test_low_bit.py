@@ -40,7 +40,7 @@ def test_interpreted(group):
     ],
 )
 def test_cluster_split_k_interpreted(cores, names):
-    cases_interpreter.check("low_bit_block_cases", cores, False, names)
+    cases_interpreter.check("tests.support.cases.low_bit_blocks", cores, False, names)
 
 
 @pytest.mark.gpu

@@ -66,7 +66,7 @@ def test_fp8_interpreted(cores, names):
 @pytest.mark.timeout(240)
 def test_fp8_gated_interpreted():
     """Gate and up have different scales."""
-    cases_interpreter.check("fp8_gated_cases", 1, True, list(fp8_gated_cases.CASES))
+    cases_interpreter.check("tests.support.cases.fp8_gated", 1, True, list(fp8_gated_cases.CASES))
 
 
 @pytest.mark.timeout(240)
@@ -84,7 +84,7 @@ def test_fp8_gated_interpreted():
 )
 def test_other_blocks_interpreted(cores, names):
     """Warpgroups with separate tiles, and with 128 rows; epilogues with less work."""
-    cases_interpreter.check("matmul_block_cases", cores, cores == 1, names)
+    cases_interpreter.check("tests.support.cases.matmul_blocks", cores, cores == 1, names)
 
 
 @pytest.mark.gpu

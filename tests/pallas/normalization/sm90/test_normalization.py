@@ -49,7 +49,7 @@ def test_interpreted(group):
     ],
 )
 def test_rows_shared_by_ctas_interpreted(cores, names):
-    cases_interpreter.check("norm_block_cases", cores, False, names)
+    cases_interpreter.check("tests.support.cases.norm_blocks", cores, False, names)
 
 
 @pytest.mark.gpu
