@@ -69,7 +69,7 @@ def test_the_tables_name_exported_functions():
 
 @pytest.mark.parametrize("op", EXPORTED)
 def test_a_plan_through_explain(op, no_interpret):
-    """OPS has a typical call, of which explain gives the plan that a named implementation has."""
+    """OPS has a typical call; explain returns the plan of a named implementation for it."""
     assert OPS[op].function is getattr(jax_kernels, op)
     with dispatch.on_device("cpu"):
         plan = OPS[op].plan("bfloat16", "xla")

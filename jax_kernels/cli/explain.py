@@ -29,13 +29,13 @@ _HELP = {
     "flash_attention_fp8": "for float8_e4m3fn arrays of these shapes.",
     "decode_attention": "for the newest tokens (--shape) and a cache (--kv-shape).",
     "dilated_attention": "for these shapes, branch by branch.",
-    "dynamic_mask_attention": "for these shapes. The plan is that of the flash_attention inside.",
-    "block_sparse_attention": "for these shapes. The plan is that of the flash_attention inside.",
+    "dynamic_mask_attention": "for these shapes. It is the plan of the inner flash_attention call.",
+    "block_sparse_attention": "for these shapes. It is the plan of the inner flash_attention call.",
     "ring_attention": "for one device's tokens (--shape): the strategy, and each step.",
     "sequence_parallel_dilated_attention": "for one device's tokens (--shape), branch by branch.",
-    "matmul": "for x of this shape and weights of so many columns.",
-    "gated_matmul": "for x of this shape and weights of so many columns.",
-    "mlp": "for its first products, of x of this shape and weights of so many columns.",
+    "matmul": "for x of this shape and weights with --columns columns.",
+    "gated_matmul": "for x of this shape and weights with --columns columns.",
+    "mlp": "for its first matmuls, of x of this shape and weights with --columns columns.",
     "layer_norm": "for this shape.",
     "rms_norm": "for this shape.",
 }
@@ -66,13 +66,13 @@ def _command(op: str) -> Callable[..., None]:
         with on_devices(values.get("devices")):
             _show_plan(op, device, as_json, given)
 
-    command.__doc__ = f"Show what {op} would run {_HELP.get(op, _DEFAULT_HELP)}"
+    command.__doc__ = f"Show the plan of {op} {_HELP.get(op, _DEFAULT_HELP)}"
     command.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     command.__annotations__ = {name: x.annotation for name, x in parameters.items()}
     return command
 
 
-_DEFAULT_HELP = "for these shapes: implementation, blocks, and what was passed over."
+_DEFAULT_HELP = "for these shapes: implementation, blocks, and the implementations passed over."
 
 
 def _show_plan(op: str, device: str | None, as_json: bool, arguments: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ EVERY = ("mosaic_gpu", "triton", "cudnn", "xla")
 class Op:
     """A public op, and a typical call, by which `info` judges its implementations.
 
-    function: what jax_kernels.explain takes. implementations: the names that it knows.
+    function: the op, for jax_kernels.explain. implementations: the names that the op knows.
     q_length: the queries of the call; LENGTH keys, 8 heads of 128. shapes: of the arrays of an op that is no attention.
     dtype: None for 16 bits, as the device has them.
     arguments: the other arguments of the call. devices: over which the sequence is sharded; None for a whole sequence.
@@ -57,7 +57,7 @@ class Op:
 
 
 def on_devices(count: int | None) -> contextlib.AbstractContextManager[Any]:
-    """Plans inside the block see a mesh of so many devices along AXIS. None: no mesh."""
+    """Plans inside the block see a mesh with this number of devices along AXIS. None: no mesh."""
     if count is None:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(AbstractMesh((count,), (AXIS,), (AxisType.Auto,)))

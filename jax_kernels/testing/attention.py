@@ -222,9 +222,9 @@ def run_attention(
     op: Callable[..., Any] = flash_attention,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """flash_attention and its gradients in one jit: what there is of AttentionResults, by name.
+    """flash_attention and its gradients in one jit: the available entries of AttentionResults, by name.
 
-    arrays: those of attention_inputs. op: a function with the arguments and results of flash_attention. kwargs go to
+    arrays: from attention_inputs. op: a function with the arguments and results of flash_attention. kwargs go to
     it. "cudnn" gives no lse: there, lse is left out and dlse counts as zero.
     """
     with_lse = _gives_lse(implementation)

@@ -1,7 +1,7 @@
-"""Shared memory and barriers for pl.run_scoped to allocate, typed as the refs that the kernel gets in their place.
+"""Shared memory and barriers for pl.run_scoped to allocate, typed as the refs that the kernel receives.
 
-A dataclass of scratch memory first holds what is to be allocated. pl.run_scoped calls the kernel with a dataclass of
-refs in its place. The fields have the types of the refs.
+A dataclass of scratch memory first holds the requests for memory. pl.run_scoped then calls the kernel with a dataclass
+of refs. The fields have the types of the refs.
 """
 
 from collections.abc import Sequence

@@ -203,7 +203,10 @@ ALONE = {
     "MultiheadDilatedAttention": (
         lambda: bridge.nn.MultiheadDilatedAttention(32, 4, (8,), (1,)), "^source: got a MultiheadDilatedAttention"
     ),
-    "MultiheadAttention": (lambda: bridge.nn.MultiheadAttention(16, 2), "^source: got a MultiheadAttention, which jax_kernels.models lacks"),
+    "MultiheadAttention": (
+        lambda: bridge.nn.MultiheadAttention(16, 2),
+        "^source: got a MultiheadAttention, which jax_kernels.models lacks",
+    ),
     "torch's, inside": (
         lambda: torch.nn.Sequential(torch.nn.MultiheadAttention(16, 2)), r"^source\.0: got a MultiheadAttention"
     ),
