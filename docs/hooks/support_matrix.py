@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 from jax_kernels import dispatch, quantize
-from jax_kernels.cli.ops import OPS, Op, spec
+from jax_kernels.cli.ops import AXIS, OPS, Op, spec
 from jax_kernels.device import _GPUS, CPU, DeviceInfo, device_info
 
 URI = "reference/support_matrix.md"
@@ -170,10 +171,17 @@ def _directions(case: Case, implementation: str, column: Column) -> str:
     given = {name: x for name, x in case.op.arguments.items() if is_array(x)}
     options = {name: x for name, x in case.op.arguments.items() if name not in given}
 
-    def total(*arrays: Any, **given: Any) -> Any:
-        out = case.op.function(*arrays, **given, **options, implementation=implementation)
-        return jnp.asarray(out, jnp.float32).sum()
+    def call(*arrays: Any, **given: Any) -> Any:
+        return case.op.function(*arrays, **given, **options, implementation=implementation)
 
+    def total(*arrays: Any, **given: Any) -> Any:
+        return jnp.asarray(function(*arrays, **given), jnp.float32).sum()
+
+    function: Any = call
+    if case.op.devices is not None:
+        mesh, tokens = AbstractMesh((case.op.devices,), (AXIS,), (AxisType.Auto,)), PartitionSpec(None, AXIS)
+        function = jax.shard_map(call, mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=False)
+        arrays = [x.update(shape=(x.shape[0], x.shape[1] * case.op.devices, *x.shape[2:])) for x in arrays]
     with dispatch.on_device(column.info):
         try:
             jax.eval_shape(jax.grad(total), *arrays, **given)
