@@ -22,6 +22,7 @@ NOT_OPS = {
     "compiler_options": "options of XLA",
     "dequantize": "plain JAX",
     "device_info": "describes a device",
+    "device_names": "lists devices",
     "explain": "returns plans",
     "hilbert_order": "NumPy",
     "invert_order": "NumPy",
@@ -50,7 +51,9 @@ REFERENCES = {
 # Ops without a function of the bridge, with the reason.
 NOT_IN_THE_BRIDGE: dict[str, str] = {}
 
-FUNCTIONS = {name for name, x in vars(jax_kernels).items() if inspect.isfunction(x) and not name.startswith("_")}
+FUNCTIONS = {
+    name for name in dir(jax_kernels) if inspect.isfunction(getattr(jax_kernels, name)) and not name.startswith("_")
+}
 EXPORTED = sorted(FUNCTIONS - NOT_OPS.keys())
 
 
