@@ -202,7 +202,7 @@ def test_explain_of_a_function_with_a_parameter_device():
     with pytest.raises(TypeError, match=r"device: attend has a parameter of this name, want functools.partial\(attend"):
         explain(attend, 1, device="h200")
     assert explain(functools.partial(attend, device="own"), 1, device="h200") == (1, "own")
-    for name in jax_kernels.__dict__:
+    for name in dir(jax_kernels):
         op = getattr(jax_kernels, name)
         if hasattr(op, "plan"):
             assert "device" not in inspect.signature(op).parameters

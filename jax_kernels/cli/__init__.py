@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+from collections.abc import Collection
 from typing import Any, NoReturn
 
 __all__ = ["UserError", "WriteError", "main"]
@@ -31,12 +32,31 @@ class WriteError(Exception):
     """A file that cannot be written, such as on a full disk. It is shown as one line, and the exit code is 1."""
 
 
-def _app() -> Any:
+# The commands whose modules import the ops, which takes a second, with the first line of their help.
+COMMANDS = {
+    "info": "Show the device, the versions, and which implementations of each op can run.",
+    "check": "Compare the ops and their gradients with float64, for every implementation that can run here.",
+    "explain": "Show which implementation a call would use, with which blocks, and why. Without an op: attention.",
+}
+
+
+def _load(app: Any, name: str) -> None:
+    """Adds a command of COMMANDS."""
     import typer
 
-    from jax_kernels.cli.check import check
-    from jax_kernels.cli.explain import COMMANDS, OpGroup
-    from jax_kernels.cli.info import info
+    module = importlib.import_module(f"jax_kernels.cli.{name}")
+    if name != "explain":
+        app.command()(getattr(module, name))
+        return
+    group = typer.Typer(cls=module.OpGroup, help=COMMANDS[name], no_args_is_help=True)
+    for op, command in module.COMMANDS.items():
+        group.command(op)(command)
+    app.add_typer(group, name=name)
+
+
+def _app(loaded: Collection[str] = tuple(COMMANDS)) -> Any:
+    """The app. loaded: the commands of COMMANDS that may run; the app has only the help of others."""
+    import typer
 
     app = typer.Typer(
         name="jax-kernels",
@@ -45,16 +65,11 @@ def _app() -> Any:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    app.command()(info)
-    app.command()(check)
-    explain = typer.Typer(
-        cls=OpGroup,
-        help="Show which implementation a call would use, with which blocks, and why. Without an op: attention.",
-        no_args_is_help=True,
-    )
-    for name, command in COMMANDS.items():
-        explain.command(name)(command)
-    app.add_typer(explain, name="explain")
+    for name, text in COMMANDS.items():
+        if name in loaded:
+            _load(app, name)
+        else:
+            app.command(name, help=text)(lambda: None)
 
     def later(name: str, text: str) -> None:
         """Adds a command whose module loads only when the command runs, because it needs the flax extra."""
@@ -99,7 +114,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     missing package.
     """
     try:
-        sys.exit(_app()(arguments, prog_name="jax-kernels", standalone_mode=False))
+        words = sys.argv[1:] if arguments is None else arguments
+        sys.exit(_app(words)(arguments, prog_name="jax-kernels", standalone_mode=False))
     except UserError as error:
         _fail(str(error))
     except WriteError as error:

@@ -32,11 +32,11 @@ class RingPlan(Plan):
     differentiated_steps: tuple[tuple[str, Plan], ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.op}: {self.implementation} ({self.why})"]
+        lines = [f"{self.op}: {self.implementation} ({self.why})", f"  device: {self.device}"]
         lines += self._lines(f"strategy {self.strategy}", self.steps)
         if self.differentiated != self.strategy:
             lines += self._lines(f"with gradients strategy {self.differentiated}", self.differentiated_steps)
-        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.passed_over])
+        return "\n".join(lines + self.lines_of_others())
 
     def _lines(self, heading: str, steps: tuple[tuple[str, Plan], ...]) -> list[str]:
         """The heading, and one line for each run of steps with one plan."""
