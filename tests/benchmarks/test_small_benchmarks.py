@@ -140,7 +140,7 @@ def test_features_without_time_left(run_features):
         (accuracy, "--lengths 32,0", "got '32,0', want positive integers"),
         (matmul_accuracy, "--shapes 3,4", "shapes: got [3, 4], want M,N,K"),
         (matmul_accuracy, "--kinds int8", "kinds: got 'int8', want some of bfloat16"),
-        (long_sequence, "--segments 16,32 --rates 1", "segments, rates: got (16, 32) and (1,), want as many of each"),
+        (long_sequence, "--segments 16,32 --rates 1", "segments, rates: got (16, 32) and (1,), want equally many"),
         (long_sequence, "--rates 1", "segments, rates: got None and (1,)"),
     ],
 )

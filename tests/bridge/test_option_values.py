@@ -229,7 +229,7 @@ LEFT_OUT = {
     "QuantizedTensor", "benchmark_implementations", "cache_info", "clear_cache", "compile_attention", "dequantize",
     "device_info", "explain", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
     "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "from_jax",
-    "initialize_distributed", "leave_memory_to_torch", "linear", "memory_report", "prepare_mask", "quantize_weights",
+    "initialize_distributed", "linear", "memory_report", "prepare_mask", "quantize_weights",
     "ring_attention", "sequence_parallel_dilated_attention", "shard_sequence", "unshard_sequence",
 }  # fmt: skip
 # Arguments that raise for every value except one, or change no value.
