@@ -97,17 +97,17 @@ class _FromJax:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self._op.serve(None, *args, **kwargs)
+            return self._op.run(None, *args, **kwargs)
         seen = None
         if not kwargs:
             seen = CallKey(len(args), args)
-            if (known := self._op.find(seen)) is not None:
+            if (known := self._op.lookup(seen)) is not None:
                 return known(args)
         if seen is None or not all(isinstance(x, torch.Tensor) for x in args):
             seen = call_key_by_name(args, kwargs)
-            if (known := self._op.find(seen)) is not None:
+            if (known := self._op.lookup(seen)) is not None:
                 return known(seen.tensors)
-        return self._op.serve(seen, *args, **kwargs)
+        return self._op.run(seen, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         return from_jax, (self.__wrapped__,)  # type: ignore[attr-defined]
@@ -179,14 +179,14 @@ def _seen_in_trees(args: Sequence[Any], kwargs: dict[str, Any], settings: Sequen
 class JaxOp:
     """A JAX function in the form of from_jax, for an op that gives the keys of its cached calls."""
 
-    def __init__(self, function: Callable[..., Any], *, is_whole: bool = False) -> None:
-        """is_whole: the arguments are tensors and constants, and the results tensors. So torch.compile need not trace
+    def __init__(self, function: Callable[..., Any], *, is_opaque: bool = False) -> None:
+        """is_opaque: the arguments are tensors and constants, and the results tensors. So torch.compile need not trace
         into a call: each name that it sees adds to its checks before every call of a graph.
         """
         self._function = function
         self._name = name = register(function)
         self._known = CallCache()
-        self._is_whole = is_whole
+        self._is_opaque = is_opaque
         self._numbers: tuple[str, ...] = getattr(function, "plain_numbers", ())
 
         def in_graph(*args: Any, **kwargs: Any) -> Any:
@@ -197,16 +197,16 @@ class JaxOp:
             flat = _flat_call(dynamic_shapes.name_of(name, structure), tensors)
             return unflatten(flat.structure, iter(flat.results))
 
-        self._in_graph = torch_internals.node_in_graph(in_graph) if is_whole else in_graph
+        self._in_graph = torch_internals.node_in_graph(in_graph) if is_opaque else in_graph
 
-    def find(self, seen: CallKey) -> CachedCall | None:
+    def lookup(self, seen: CallKey) -> CachedCall | None:
         """The cached call of this key, or None. Not for code that torch.compile traces."""
         config = _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision  # _config(), without a call
-        return self._known.find((seen.statics, config), seen.tensors)
+        return self._known.lookup((seen.statics, config), seen.tensors)
 
-    def serve(self, seen: CallKey | None, *args: Any, **kwargs: Any) -> Any:
+    def run(self, seen: CallKey | None, *args: Any, **kwargs: Any) -> Any:
         """The function's results. seen: key to cache the call, if its tensors are the arguments' tensors."""
-        if self._is_whole and torch.compiler.is_compiling():
+        if self._is_opaque and torch.compiler.is_compiling():
             return self._in_graph(*args, **kwargs)
         if not torch.compiler.is_compiling() and (changed := plain_options(self._numbers, kwargs)):
             # Numbers in arrays and tensors may change: they are read in each call.
@@ -234,7 +234,7 @@ class JaxOp:
                 request = ProgramKey(self._name, structure, signatures, signature, jax.config.jax_enable_x64)
                 return _known_call(request, tensors, operands)
 
-            self._known.learn((seen.statics, _config()), tensors, make, masks)
+            self._known.record((seen.statics, _config()), tensors, make, masks)
         return results
 
 

@@ -153,13 +153,13 @@ class CachedFunction(torch.autograd.Function):
             return (None,) * (1 + len(program.needs))
         stored = list(ctx.saved_tensors)
         statics, tensors = tuple(x is None for x in given), [*stored, *present]
-        known = call.backwards.find(statics, tensors)
+        known = call.backwards.lookup(statics, tensors)
         if known is not None:
             gradients = known(tensors)
         else:
             gradients = torch_operator.call_in_backward(backward_op, stored, given, program.name, operands.name)
             if torch_internals.is_plain_eager() and not torch.is_grad_enabled():
-                call.backwards.learn(statics, tensors, lambda: _known_backward(call.facts, (*stored, *given)))
+                call.backwards.record(statics, tensors, lambda: _known_backward(call.facts, (*stored, *given)))
         found = iter(gradients)
         return (None, *(next(found) if needed else None for needed in program.needs))
 

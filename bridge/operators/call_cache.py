@@ -86,7 +86,7 @@ class CallCache:
         self._calls: dict[Hashable, CachedCall] = {}
         _ALL.add(self)
 
-    def find(self, statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
+    def lookup(self, statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
         """The cached call for these tensors, or None. Not for code that torch.compile traces."""
         call = self._last
         try:
@@ -119,7 +119,7 @@ class CallCache:
         self._last = call
         return call
 
-    def learn(
+    def record(
         self,
         statics: Hashable,
         tensors: Sequence[torch.Tensor],

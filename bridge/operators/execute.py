@@ -116,11 +116,11 @@ def _launched(
         known = _KNOWN[function] = CallCache()
         drop_oldest(_KNOWN, _MOST)
     statics = tuple(x is None for x in tensors)
-    if (call := known.find(statics, given)) is not None:
+    if (call := known.lookup(statics, given)) is not None:
         return call(given)
     results = route.launch(function, tensors, operands)
     if results is not None:
-        known.learn(statics, given, lambda: _call_of(route.find(function, tensors, operands)))
+        known.record(statics, given, lambda: _call_of(route.find(function, tensors, operands)))
     return results
 
 

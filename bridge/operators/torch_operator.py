@@ -119,7 +119,7 @@ def _defined(
     @torch_internals.skip_dynamo
     def autograd(*arguments: Argument) -> Results:
         seen = _seen(arguments)
-        if (call := known.find(*seen)) is not None:
+        if (call := known.lookup(*seen)) is not None:
             return call(seen.tensors)
         flat = _flat(arguments)
         if has_tangent(flat):
@@ -128,7 +128,7 @@ def _defined(
             return differentiate(*arguments)
         results = below_autograd(operator, *arguments)
         if torch_internals.is_plain_eager():
-            known.learn(*seen, lambda: known_call(*arguments))
+            known.record(*seen, lambda: known_call(*arguments))
         return results
 
     _LIBRARY.impl(name, autograd, "Autograd")

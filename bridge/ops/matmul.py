@@ -26,9 +26,9 @@ from jax_kernels.quantization import check_scaling
 
 __all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul", "mlp"]
 
-_matmul = JaxOp(with_functions(on_stored(ops.matmul)), is_whole=True)
-_gated_matmul = JaxOp(with_functions(on_stored(ops.gated_matmul)), is_whole=True)
-_mlp = JaxOp(with_functions(mlp_ops.mlp), is_whole=True)
+_matmul = JaxOp(with_functions(on_stored(ops.matmul)), is_opaque=True)
+_gated_matmul = JaxOp(with_functions(on_stored(ops.gated_matmul)), is_opaque=True)
+_mlp = JaxOp(with_functions(mlp_ops.mlp), is_opaque=True)
 type Weights = torch.Tensor | QuantizedTensor
 
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -84,7 +84,7 @@ def matmul(
     if not torch.compiler.is_compiling():
         options = activation, transpose_w, out_dtype, precision, scaling, implementation
         call = _seen((x, *_parts(w), bias, residual, x_scale, w_scale), options)
-        if (known := _matmul.find(call)) is not None:
+        if (known := _matmul.lookup(call)) is not None:
             return known(call.tensors)
     check_tensors(x=x)
     _check_weights(w=w)
@@ -101,7 +101,7 @@ def matmul(
         return _on_shards(matmul, {"x": x, "w": w, "bias": bias, "residual": residual}, own)
     x, w, bias = _under_autocast(x, w, bias)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
-    return _matmul.serve(
+    return _matmul.run(
         call if is_kept(activation) else None,
         x,
         _argument("w", w),
@@ -145,7 +145,7 @@ def gated_matmul(
         options = activation, transpose_w, out_dtype, precision, scaling, implementation
         weights = *_parts(w_gate), *_parts(w_up)
         call = _seen((x, *weights, residual, x_scale, w_gate_scale, w_up_scale), options)
-        if (known := _gated_matmul.find(call)) is not None:
+        if (known := _gated_matmul.lookup(call)) is not None:
             return known(call.tensors)
     check_tensors(x=x)
     _check_weights(w_gate=w_gate, w_up=w_up)
@@ -163,7 +163,7 @@ def gated_matmul(
         return _on_shards(gated_matmul, {"x": x, "w_gate": w_gate, "w_up": w_up, "residual": residual}, own)
     x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
-    return _gated_matmul.serve(
+    return _gated_matmul.run(
         call if is_kept(activation) else None,
         x,
         _argument("w_gate", w_gate),
@@ -211,7 +211,7 @@ def mlp(
     if not torch.compiler.is_compiling():
         options = activation, transpose_w, precision, implementation
         call = _seen((x, w_up, w_down, w_gate, bias_up, bias_down, residual), options)
-        if (known := _mlp.find(call)) is not None:
+        if (known := _mlp.lookup(call)) is not None:
             return known(call.tensors)
     check_tensors(x=x, w_up=w_up, w_down=w_down)
     check_optional_tensors(w_gate=w_gate, bias_up=bias_up, bias_down=bias_down, residual=residual)
@@ -222,7 +222,7 @@ def mlp(
     x, w_up, w_down, w_gate, bias_up, bias_down = _under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
     residual, out_dtype = _with_wide_residual(x, residual, None)
     wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype
-    out = _mlp.serve(
+    out = _mlp.run(
         call if wide is None and is_kept(activation) else None,
         x,
         w_up,

@@ -36,8 +36,8 @@ def _as_arrays(norm: Callable[..., Any]) -> Callable[..., tuple[jax.Array, ...]]
     return call
 
 
-_layer_norm = JaxOp(normalization.layer_norm, is_whole=True)
-_rms_norm = JaxOp(normalization.rms_norm, is_whole=True)
+_layer_norm = JaxOp(normalization.layer_norm, is_opaque=True)
+_rms_norm = JaxOp(normalization.rms_norm, is_opaque=True)
 _quantized_layer_norm = from_jax(_as_arrays(normalization.layer_norm))
 _quantized_rms_norm = from_jax(_as_arrays(normalization.rms_norm))
 
@@ -112,7 +112,7 @@ def layer_norm(
     call = None
     if quantize is None and not torch.compiler.is_compiling():
         call = call_key((x, scale, bias, residual), (eps, scale_offset, implementation))
-        if (known := _layer_norm.find(call)) is not None:
+        if (known := _layer_norm.lookup(call)) is not None:
             return known(call.tensors)
     check_tensors(x=x)
     check_optional_tensors(scale=scale, bias=bias, residual=residual)
@@ -127,7 +127,7 @@ def layer_norm(
     }
     if quantize is not None:
         return _quantized_layer_norm(x, scale, bias, residual=residual, quantize=quantize, **options)
-    return _layer_norm.serve(call, x, scale, bias, residual=residual, **options)
+    return _layer_norm.run(call, x, scale, bias, residual=residual, **options)
 
 
 @overload
@@ -197,7 +197,7 @@ def rms_norm(
     call = None
     if quantize is None and not torch.compiler.is_compiling():
         call = call_key((x, scale, residual), (eps, scale_offset, implementation))
-        if (known := _rms_norm.find(call)) is not None:
+        if (known := _rms_norm.lookup(call)) is not None:
             return known(call.tensors)
     check_tensors(x=x)
     check_optional_tensors(scale=scale, residual=residual)
@@ -212,7 +212,7 @@ def rms_norm(
     }
     if quantize is not None:
         return _quantized_rms_norm(x, _weights(scale, x), residual=residual, quantize=quantize, **options)
-    return _rms_norm.serve(call, x, _weights(scale, x), residual=residual, **options)
+    return _rms_norm.run(call, x, _weights(scale, x), residual=residual, **options)
 
 
 def _on_shards(norm: Callable[..., Outputs], tensors: dict[str, Any], options: dict[str, Any]) -> Outputs:

@@ -13,7 +13,7 @@ from jax_kernels.ops.dilated import dilated_attention as ops
 
 __all__ = ["DilatedOptions", "dilated_attention"]
 
-_attend = JaxOp(ops.dilated_attention, is_whole=True)
+_attend = JaxOp(ops.dilated_attention, is_opaque=True)
 
 
 class DilatedOptions(TypedDict, total=False):
@@ -106,7 +106,7 @@ def dilated_attention(
             *(deterministic, precision, implementation, torch.are_deterministic_algorithms_enabled()),
         )
         call = call_key((query, key, value, segment_ids), options)
-        if (known := _attend.find(call)) is not None:
+        if (known := _attend.lookup(call)) is not None:
             return known(call.tensors)
     if dtensors.are_in(query, key, value):  # a head's tokens depend on the head's index: no sharded heads
         batch = ("batch", None, None, None)
@@ -135,7 +135,7 @@ def dilated_attention(
         raise TypeError("segment_ids: got a pair, want one int32 tensor [B, T]: queries and keys are the same tokens")
     check_inputs(query, key, value, segment_ids=(segment_ids,))
     query, key, value, _, deterministic = as_torch_is_set(query, key, value, deterministic=deterministic)
-    return _attend.serve(
+    return _attend.run(
         call,
         query,
         key,

@@ -195,7 +195,7 @@ def flash_attention(
             *(there, None if isinstance(q_offset, torch.Tensor) else q_offset),
             torch.are_deterministic_algorithms_enabled(),
         )
-        known = masked_attention.find(statics, present) if by_function else _KNOWN.find(statics, present)
+        known = masked_attention.lookup(statics, present) if by_function else _KNOWN.lookup(statics, present)
         if known is not None:
             return known(present)
     given = FlashArguments(
@@ -344,7 +344,7 @@ def _call(
     results = _run(tensors, options, is_traced=is_traced)
     read = [x for x in tensors if x is not None]
     if statics is not None and torch_internals.is_plain_eager() and same_tensors(read, present):
-        _KNOWN.learn(statics, present, lambda: known_call(tensors, options))
+        _KNOWN.record(statics, present, lambda: known_call(tensors, options))
     return results
 
 

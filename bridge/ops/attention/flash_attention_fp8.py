@@ -14,7 +14,7 @@ from jax_kernels.ops.attention import flash_attention_fp8 as ops
 
 __all__ = ["flash_attention_fp8", "quantize_fp8"]
 
-_attend = JaxOp(ops.flash_attention_fp8, is_whole=True)
+_attend = JaxOp(ops.flash_attention_fp8, is_opaque=True)
 _quantize_fp8 = from_jax(quantization.quantize_fp8)
 
 
@@ -106,12 +106,12 @@ def flash_attention_fp8(
     if not torch.compiler.is_compiling():
         options = is_causal, scale, return_lse, implementation
         call = call_key((query, key, value, q_scale, k_scale, v_scale, q_offset, kv_lengths), options)
-        if (known := _attend.find(call)) is not None:
+        if (known := _attend.lookup(call)) is not None:
             return known(call.tensors)
     check_tensors(query=query, key=key, value=value)
     check_optional_tensors(kv_lengths=kv_lengths)
     check_scales(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-    return _attend.serve(
+    return _attend.run(
         call,
         query,
         key,

@@ -363,7 +363,7 @@ class CachedAttention(torch.autograd.Function):
         tensors = [*ctx.saved_tensors, *given]
         wanted = _WANTED_OF_THREE if needed == _ALL_OF_THREE else gradient_bits(call.facts.filled(needed))
         statics = wanted, dout is None, drows is None
-        known = call.backwards.find(statics, tensors)
+        known = call.backwards.lookup(statics, tensors)
         gradients = _known_backward(call, statics, tensors) if known is None else known(tensors)
         if needed == _ALL_OF_THREE:
             return (None, *gradients)
@@ -398,7 +398,7 @@ def _known_backward(
                 return None
             return CachedCall(execute.launcher_for(*program), _same)
 
-        call.backwards.learn(statics, tensors, make)
+        call.backwards.record(statics, tensors, make)
     return [x for index, x in enumerate(gradients) if wanted >> index & 1]
 
 

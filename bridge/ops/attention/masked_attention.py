@@ -26,7 +26,7 @@ from jax_kernels.ops.attention import block_sparse_attention as block_sparse
 from jax_kernels.ops.attention import dynamic_mask_attention as dynamic_mask
 from jax_kernels.ops.attention import flash_attention as attention
 
-__all__ = ["attend_in_graph", "block_sparse_attention", "dynamic_mask_attention", "find", "masked_attention"]
+__all__ = ["attend_in_graph", "block_sparse_attention", "dynamic_mask_attention", "lookup", "masked_attention"]
 
 
 type _Arrays = jax.Array | tuple[jax.Array, jax.Array]
@@ -120,7 +120,7 @@ def masked_attention(
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments | {"sinks": sinks})
     del arguments["sinks"]
     call = _split_closure(seen, arguments)
-    results = _flash.serve(call.seen, query, key, value, bias=bias, sinks=sinks, mask=mask, **call.arguments)
+    results = _flash.run(call.seen, query, key, value, bias=bias, sinks=sinks, mask=mask, **call.arguments)
     return float_masks.or_nan(results, call.is_valid)
 
 
@@ -130,12 +130,12 @@ def attend_in_graph(
     """bridge.flash_attention with a Mask, in code that torch.compile traces. The caller keeps the Mask alive."""
     (query, key, value, _), arguments = _prepared(query, key, value, None, None, arguments)
     call = _split_closure(None, arguments)
-    return float_masks.or_nan(_flash.serve(None, query, key, value, mask=mask, **call.arguments), call.is_valid)
+    return float_masks.or_nan(_flash.run(None, query, key, value, mask=mask, **call.arguments), call.is_valid)
 
 
-def find(statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
+def lookup(statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
     """The cached call of `attend` with this key. Do not call it in code that torch.compile traces."""
-    return _flash.find(CallKey(statics, tensors))
+    return _flash.lookup(CallKey(statics, tensors))
 
 
 @overload
@@ -202,7 +202,7 @@ def block_sparse_attention(
     if not torch.compiler.is_compiling():
         options = {"block_size": block_size, **arguments}
         call = call_key_by_name((query, key, value, block_mask), options, torch.are_deterministic_algorithms_enabled())
-        if (known := _block_sparse.find(call)) is not None:
+        if (known := _block_sparse.lookup(call)) is not None:
             return known(call.tensors)
     if any(name in arguments for name in OTHER_NAMES):
         arguments = _renamed("block_sparse_attention", arguments, query=query, key=key, mask=block_mask)
@@ -223,7 +223,7 @@ def block_sparse_attention(
     if "bias" in arguments:
         arguments = arguments | {"bias": bias}
     apart = _split_closure(call, arguments)
-    results = _block_sparse.serve(apart.seen, query, key, value, block_mask, block_size=block_size, **apart.arguments)
+    results = _block_sparse.run(apart.seen, query, key, value, block_mask, block_size=block_size, **apart.arguments)
     return float_masks.or_nan(results, apart.is_valid)
 
 
@@ -290,7 +290,7 @@ def dynamic_mask_attention(
     if not torch.compiler.is_compiling():
         settings = torch.are_deterministic_algorithms_enabled()
         call = call_key_by_name((query, key, value, mask, bias), arguments, settings)
-        if (known := _dynamic_mask.find(call)) is not None:
+        if (known := _dynamic_mask.lookup(call)) is not None:
             return known(call.tensors)
     if any(name in arguments for name in OTHER_NAMES):
         arguments = _renamed("dynamic_mask_attention", arguments, query=query, key=key, mask=mask)
@@ -308,7 +308,7 @@ def dynamic_mask_attention(
     if isinstance(mask, torch.Tensor) and torch_internals.is_plain_eager():
         mask = length_buckets.without_expanded_axes(mask)
     apart = _split_closure(call, arguments)
-    results = _dynamic_mask.serve(apart.seen, query, key, value, mask, bias, **apart.arguments)
+    results = _dynamic_mask.run(apart.seen, query, key, value, mask, bias, **apart.arguments)
     return float_masks.or_nan(results, apart.is_valid)
 
 

@@ -53,9 +53,9 @@ def decode_cache(
     if bias is not None:
         bias = _padded(bias, room)
     call = call_key((query, roomy_key, roomy_value, lengths, mask, bias, sinks), (scale, softcap))
-    if (known := _attend.find(call)) is not None:
+    if (known := _attend.lookup(call)) is not None:
         return known(call.tensors)
-    return _attend.serve(
+    return _attend.run(
         call, query, roomy_key, roomy_value, lengths, mask, bias, sinks, scale=scale, softcap=softcap
     )  # fmt: skip
 
@@ -79,7 +79,7 @@ def attend_in_graph(
     four = lambda x: None if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape)
     mask, bias = four(mask), four(bias)
     lengths = _ends(mask, key)
-    return _attend.serve(None, query, key, value, lengths, mask, bias, sinks, scale=scale, softcap=softcap)
+    return _attend.run(None, query, key, value, lengths, mask, bias, sinks, scale=scale, softcap=softcap)
 
 
 def _ends(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _plan(query, key, value, lengths, mask, bias, sinks, *, scale, softcap):
 
 
 _decode.plan = _plan  # type: ignore[attr-defined]
-_attend = JaxOp(_decode, is_whole=True)
+_attend = JaxOp(_decode, is_opaque=True)
 
 
 def view_with_capacity(x: torch.Tensor) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from jax_kernels.ops.attention import decode_attention as ops
 
 __all__ = ["decode_attention"]
 
-_attend = JaxOp(ops.decode_attention, is_whole=True)
+_attend = JaxOp(ops.decode_attention, is_opaque=True)
 _attend_by_object = JaxOp(ops.decode_attention)
 
 
@@ -104,7 +104,7 @@ def decode_attention(
         kinds = of_sides, type(softcap), type(scale), type(return_lse)
         options = *kinds, sides, softcap, scale, return_lse, implementation
         call = call_key((query, key, value, kv_lengths, block_tables, mask, bias, sinks), options)
-        if (known := _attend.find(call)) is not None:
+        if (known := _attend.lookup(call)) is not None:
             results = known(call.tensors)
             return results if is_valid is None else float_masks.or_nan(results, is_valid)
     if block_tables is None and is_valid is None and dtensors.are_in(query, key, value):
@@ -120,7 +120,7 @@ def decode_attention(
     )  # fmt: skip
     query, key, value, bias, _ = as_torch_is_set(query, key, value, bias=bias)
     attend = _attend_by_object if is_object else _attend
-    results = attend.serve(
+    results = attend.run(
         call,
         query,
         key,

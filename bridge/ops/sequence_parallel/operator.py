@@ -95,10 +95,10 @@ def _run(ring: ProcessMesh, program: JaxFunction, tensors: Sequence[Any]) -> lis
     device = tensors[0].device
     dlpack.refuse_capture(device)
     present = [(x, axis) for x, axis in zip(tensors, _AXES[: len(tensors)], strict=True) if x is not None]
-    arrays, owners = ring.whole([x for x, _ in present], [axis for _, axis in present])
+    arrays, owners = ring.to_global([x for x, _ in present], [axis for _, axis in present])
     given = iter(arrays)
     results = program(*(None if x is None else next(given) for x in tensors))
-    found = ring.own(results, device)
+    found = ring.to_local(results, device)
     del owners
     return found
 

@@ -75,7 +75,7 @@ class ProcessMesh(NamedTuple):
     mesh: jax.sharding.Mesh
     rank: int
 
-    def whole(
+    def to_global(
         self, tensors: Sequence[torch.Tensor], axes: Sequence[int | None]
     ) -> tuple[list[jax.Array], list[torch.Tensor]]:
         """(arrays over the group whose shards in this process are the tensors, the owners of the memory).
@@ -93,7 +93,7 @@ class ProcessMesh(NamedTuple):
             arrays.append(jax.make_array_from_single_device_arrays(tuple(shape), sharding, [part]))
         return arrays, owners
 
-    def own(self, arrays: Sequence[jax.Array], device: torch.device) -> list[torch.Tensor]:
+    def to_local(self, arrays: Sequence[jax.Array], device: torch.device) -> list[torch.Tensor]:
         """This process's shards of arrays, as new tensors."""
         return dlpack.export_arrays([array.addressable_data(0) for array in arrays], device)
 

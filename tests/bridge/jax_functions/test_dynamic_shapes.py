@@ -218,9 +218,9 @@ def test_sizes_marked_dynamic_by_torch():
 
 def test_result_size_from_no_input():
     """Such a size is a constant of its graph."""
-    twice = JaxOp(lambda x: jnp.concatenate([x, x]), is_whole=True)
+    twice = JaxOp(lambda x: jnp.concatenate([x, x]), is_opaque=True)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda x: twice.serve(None, x), backend=counter, fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda x: twice.run(None, x), backend=counter, fullgraph=True, dynamic=True)
     for size in (5, 6):
         x = random(size)
         torch.testing.assert_close(compiled(x), torch.cat([x, x]))
@@ -260,10 +260,10 @@ def test_bounded_size():
 def test_rebuilders_without_text_are_kept(monkeypatch):
     """A graph whose recipe is a text outlives clear_cache(), another one says that it does not."""
     monkeypatch.setattr(dynamic_shapes, "_MOST", 2)
-    scaled = JaxOp(lambda x, by, names=(): x * (by if isinstance(by, float) else by.value), is_whole=True)
+    scaled = JaxOp(lambda x, by, names=(): x * (by if isinstance(by, float) else by.value), is_opaque=True)
     kinds = [enum.Enum("Kind", {"one": number}) for number in range(2, 6)]
     graph = lambda *given: torch.compile(
-        lambda x: scaled.serve(None, x, *given), backend="aot_eager", fullgraph=True, dynamic=True
+        lambda x: scaled.run(None, x, *given), backend="aot_eager", fullgraph=True, dynamic=True
     )
     bridge.clear_cache()
     plain, first = graph(-0.5, ("a b", None, True, 2**70, [1])), graph(kinds[0].one)
