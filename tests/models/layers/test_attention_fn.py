@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_kernels.models.layers import attention_fn
+from jax_kernels.models import attention_fn
 from tests.support.cases import tiers
 
 WIDTH, HEADS, LENGTH = 32, 4, 9
