@@ -34,7 +34,9 @@ def takes(shape: tuple[int, ...], block_q: int, block_kv: int) -> bool:
 
 
 def _tile(kv_length: int, block_q: int, block_kv: int) -> tuple[int, int]:
-    """(rows, columns) of a program: some of a block's rows, and the columns of one or more neighbouring blocks."""
+    """(rows, columns) that one program counts: some rows of a block, and all columns of one or more neighbouring
+    blocks.
+    """
     rows = min(block_q & -block_q, max(LEAST_ROWS, ELEMENTS // block_kv))
     columns = block_kv
     while 2 * columns * rows <= ELEMENTS and columns < kv_length:

@@ -1,8 +1,8 @@
-"""Merges the branches of dilated attention. It reads each branch once and writes the result once: bound by memory.
+"""Kernels that gather the branches of dilated attention into compact arrays, and that merge or add up the branches.
 
-A branch's results are compact: they hold only the tokens that its heads take. A program owns a block of tokens of one
-head, finds these tokens in each branch, and loads only their rows. If this were a selection, XLA would load every row
-as many times as the branch's rate.
+They read each branch once and write the result once: bound by memory. A branch's results are compact: they hold only
+the tokens that its heads take. A program owns a block of tokens of one head, finds these tokens in each branch, and
+loads only their rows. If this were a selection, XLA would load every row as many times as the branch's rate.
 """
 
 import functools
@@ -293,12 +293,12 @@ def _run(kernel, name: str, shape: Shape, arrays: Sequence[Any], results: Sequen
 
 
 def _whole(x: jax.Array) -> pl.BlockSpec:
-    """The spec that gives every program the whole array, for look-ups."""
+    """The BlockSpec that gives every program the whole array x, for look-ups."""
     return pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim)
 
 
 def _lines(x: jax.Array) -> jax.Array:
-    """[entries, rows, heads, D] -> [entries, rows, heads * D]."""
+    """x [entries, rows, heads, D] as [entries, rows, heads * D]."""
     return x.reshape(*x.shape[:2], -1)
 
 
@@ -317,4 +317,5 @@ def _load(ref: Any, place: Any, exists: Any, head_dim: int) -> jax.Array:
 
 
 def _store(ref: Any, x: jax.Array, exists: Any, head_dim: int) -> None:
+    """Stores x [block, padded head_dim] in ref's dtype, without the rows that do not exist and the padding columns."""
     plgpu.store(ref, x.astype(ref.dtype), mask=head_mask(exists, len(exists), head_dim))

@@ -36,7 +36,7 @@ class Rows(NamedTuple):
 def takes(out: Float[Array, "B T H Dv"], width: int, block_q: int) -> bool:
     """Whether CUDA's grid has room for the programs of rows_of.
 
-    out: [B, T, H, Dv]. width: the head_dim of dquery. block_q: as for rows_of.
+    out: [B, T, H, Dv]. width: the head_dim of dquery. block_q: the block of queries to which results are padded.
     """
     batch, length, _, v_head_dim = out.shape
     blocks = pl.cdiv(length, block_q) * block_q // _rows_of(v_head_dim, width, block_q)

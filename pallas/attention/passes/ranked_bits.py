@@ -1,7 +1,7 @@
-"""Packs a masks.ranked.Ranked mask into words from its ranks: bound by writing the words; no bool per pair exists.
+"""Packs a Ranked mask (jax_kernels.masks.ranked_mask) into mask words from its ranks.
 
-XLA takes about fifteen instructions per bit. This kernel takes four, and none for pairs past all intervals, which are
-half of a causal mask.
+Bound by writing the words; no bool per pair exists. XLA takes about fifteen instructions per bit. This kernel takes
+four, and none for pairs past all intervals, which are half of a causal mask.
 """
 
 import jax

@@ -85,6 +85,7 @@ class TracedCall:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, interpret: bool):
+        """The TracedCall of these inputs. block_q, block_kv: the largest block sizes."""
         _, q_length, heads, head_dim = inputs.query.shape
         return cls(
             options=options,
@@ -159,7 +160,7 @@ class TracedCall:
         return blocks
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-        """The float32 matmul of two matrices, summed over axis axes[0] of a and axes[1] of b."""
+        """The float32 matmul of two matrices, contracted over axis axes[0] of a and axis axes[1] of b."""
         dimensions = (((axes[0],), (axes[1],)), ((), ()))
         return lax.dot_general(a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32)
 
@@ -234,7 +235,7 @@ class TracedCall:
 
 
 def _bits(x: float) -> str:
-    """The hex digits of a float32 in PTX, which follow 0f."""
+    """The 8 hex digits of x as a float32, which PTX writes after "0f"."""
     return struct.pack(">f", x).hex()
 
 

@@ -218,7 +218,8 @@ def merge(out, lse, query, *, interpret) -> tuple[jax.Array, jax.Array]:
 def _merge_kernel(out_ref, lse_ref, merged_ref, merged_lse_ref, *, parts, v_head_dim):
     """Merges the parts of one row. The weight of a part is its fraction of the sum of exponentials.
 
-    The views of out and merged have padded(v_head_dim) columns: past v_head_dim they hold the next row.
+    parts: the number of parts. The views of out and merged have padded(v_head_dim) columns: past v_head_dim they hold
+    the next row.
     """
 
     def step(index, state):

@@ -1,4 +1,6 @@
-"""The named state of the Hopper backward's kernel for a deterministic dquery."""
+"""The state of the Hopper kernel of a deterministic dquery: static facts, shared memory, and a CTA's block of
+queries.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -57,6 +59,7 @@ class Traits:
     def of(
         cls, arrays: Arrays, options: AttentionOptions, kv_length: int, *, config: AttentionBackwardSm90
     ) -> "Traits":
+        """The Traits of a launch with these arrays. kv_length: the unpadded number of keys."""
         batch, q_length, heads, head_dim = arrays.query.shape
         bias, mod = arrays.bias or Bias(), arrays.mod
         assert config.dquery is not None, config
@@ -189,6 +192,7 @@ class Kernel:
 
     @classmethod
     def of(cls, traits: Traits, arrays: Arrays, dq_gmem: Ref, smem: Smem) -> "Kernel":
+        """The Kernel of the calling CTA and warpgroup. dq_gmem: dquery in device memory."""
         options, limits = traits.options, None
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")

@@ -109,8 +109,8 @@ def attention_backward(
     dquery: float32, with query's shape, or with only the heads that the call uses. query's gradient / options.scale is
     added to it, and the sum is returned instead of the gradient. dquery must be None if options.deterministic.
 
-    The kernel adds dquery in order of arrival, and may add dkey and dvalue the same way (see split_tail). If
-    options.deterministic, another kernel sums dquery in the order of the keys.
+    The kernel adds dquery in order of arrival, and may add dkey and dvalue the same way, if it splits the last work
+    tiles into parts. If options.deterministic, another kernel sums dquery in the order of the keys.
     """
     width = _width_of(inputs)
     axes = varying_axes(inputs, lse, delta, dout, out, dlse)

@@ -1,4 +1,7 @@
-"""The work tile and the q_loop step of a compute warpgroup of the Hopper backward."""
+"""The work tile and the step of a compute warpgroup of the Hopper backward.
+
+A step is one iteration of q_loop, the loop over the queries that attend to a block of keys.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple

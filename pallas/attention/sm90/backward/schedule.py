@@ -140,10 +140,12 @@ class Schedule:
 
     @property
     def ctas(self) -> int:
+        """The number of CTAs to launch."""
         return self.scheduler.ctas if self.is_persistent else self.split.ctas
 
     @property
     def k_stages(self) -> int:
+        """The number of stages for blocks of keys."""
         return 2 if self.is_persistent else 1
 
     def stages_of(self, turn: Index) -> Stages:

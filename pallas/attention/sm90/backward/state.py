@@ -1,4 +1,4 @@
-"""The named state of the Hopper backward's kernel: shared memory, barriers, and data that warpgroups exchange."""
+"""The state of the Hopper backward's kernel: shared memory, barriers, and data that warpgroups exchange."""
 
 import dataclasses
 import functools
@@ -217,6 +217,7 @@ class Kernel:
     def of(
         cls, traits: Traits, barriers: Barriers, arrays: Arrays[Ref], results: Results[Ref], scratch: Smem
     ) -> "Kernel":
+        """The Kernel of the calling CTA and warpgroup. scratch: its memory, from pl.run_scoped."""
         return cls(
             traits=traits,
             arrays=arrays,
@@ -232,7 +233,9 @@ class Kernel:
         return self.traits.schedule
 
     def block(self, tile: Index) -> KeyBlock:
+        """The block of keys of work tile number `tile`."""
         return self.schedule.block(self.arrays, tile)
 
     def q_loop(self, tile: Index, block: KeyBlock) -> QLoop:
+        """The loop over the queries that attend to the block of keys of work tile number `tile`."""
         return self.schedule.q_loop(self.arrays, tile, block)

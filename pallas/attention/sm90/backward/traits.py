@@ -66,6 +66,11 @@ class Traits:
         core_count: int,
         interpret: bool,
     ) -> "Traits":
+        """The Traits of a launch with these arrays. kv_length: the unpadded number of keys. core_count: the number of
+        SMs.
+
+        Raises ValueError if config.block_q does not fit the head_dim.
+        """
         head_dim = arrays.query.shape[-1]
         block_kv = block_kv_of(head_dim)
         width = head_dim // COMPUTE_WGS if head_dim > 128 else head_dim
@@ -149,6 +154,7 @@ class Traits:
 
     @property
     def width(self) -> int:
+        """The number of columns that a warpgroup's accumulators of dkey and dvalue have: head_dim, or half of it."""
         return self.head_dim // self.halves
 
     @property
@@ -163,7 +169,9 @@ class Traits:
 
     @property
     def parts(self) -> int:
-        """The number of a warpgroup's accumulators for dkey, and also for dvalue."""
+        """The number of arrays of columns into which a warpgroup's accumulator of dkey is divided; dvalue has as
+        many.
+        """
         return self.q_tiles.count
 
     @property
@@ -180,7 +188,7 @@ class Traits:
 
     @property
     def waits_late(self) -> bool:
-        """Whether the scores are issued before the wait for dout."""
+        """Whether a step issues the scores before it waits for dout."""
         return self.config.late_do and not self.scores_ahead
 
     @property

@@ -116,7 +116,7 @@ class Plan:
         return self.dtype if self.parts == 1 else jnp.dtype(jnp.float32)
 
     def following(self, slot: Index) -> Index:
-        """The slot after this one in a ring."""
+        """The index of the slot after this one in a ring; after the last comes the first."""
         return jnp.where(slot == self.config.stages - 1, 0, slot + 1)
 
 
@@ -269,6 +269,7 @@ class Loader(Warpgroup):
     """The memory warpgroup: it fills the ring of each compute warpgroup."""
 
     def run(self) -> None:
+        """Loads all items of the CTA."""
         compute_wgs = self.plan.config.compute_warpgroups
         if compute_wgs == 2:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
@@ -341,7 +342,10 @@ class RowLimits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopState:
-    """The state of the loop over keys: the softmax so far (see softmax.py), and the ring's slot of the next block."""
+    """The state of the loop over keys: the softmax so far, and the ring's slot of the next block.
+
+    row_max, row_sum: the maximum of each row in base 2, [64], and partial sums of each row of P, [64, 8], both float32.
+    """
 
     row_max: jax.Array
     row_sum: jax.Array

@@ -266,7 +266,10 @@ def prepared_lists(
 
 
 def _rounded_up(count: int) -> int:
-    """Rounds up by at most an eighth: similar masks, e.g. of layers, then have lists of one shape and one program."""
+    """`count` rounded up by at most an eighth.
+
+    Similar masks, e.g. of layers, then have lists of one shape, and share a compiled program.
+    """
     unit = 1 << max(0, count.bit_length() - 4)
     return -(-count // unit) * unit
 

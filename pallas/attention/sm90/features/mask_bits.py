@@ -1,4 +1,4 @@
-"""Mask bits in the Hopper kernels: a thread reads the bits of its part of a row as one word, into registers."""
+"""Mask words in the Hopper kernels: a thread reads the bits of its part of a row as one word, into registers."""
 
 import functools
 from typing import Any
@@ -107,7 +107,7 @@ def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interp
 
 
 def _of_blocks(words: jax.Array, rows: int) -> jax.Array:
-    """Splits the rows of words [..., rows of whole blocks, PART] into blocks."""
+    """Mask words [..., rows of all blocks, PART] as [..., blocks, rows, PART]."""
     return words.reshape(*words.shape[:3], -1, rows, PART)
 
 

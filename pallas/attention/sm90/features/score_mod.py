@@ -5,8 +5,8 @@ late. All factors of the scores, including the scale and log2(e), become one fac
 tanh, exp and the logistic function use exp2 and a reciprocal: the hardware's tanh has a relative error of 5e-4. Sums of
 indices are computed in float32 if it is exact for them, which saves the conversion of a tile.
 
-XLA reads the program's arrays beforehand (see score_mod.tiles). This gives values of a batch entry and head, and values
-of a query, of a key or of a difference query - key, which a kernel loads from device memory.
+XLA reads the program's arrays beforehand (score_mod.tile_reads). This gives values of a batch entry and head, and
+values of a query, of a key or of a difference query - key, which a kernel loads from device memory.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ class Mod:
 
     @property
     def may_mask(self) -> bool:
-        """Whether every key of a row may get a score far from 0, such as the -1e9 of a mask.
+        """Whether the score_mod may give all keys of a query scores far from 0, such as the -1e9 of a mask.
 
         Scores then stay in natural units: times log2(e) they would be rounded by more than they differ, or overflow.
         This is so if the program has a large constant, or reads floats of queries or keys.
@@ -182,6 +182,11 @@ class Tile:
         starts,
         first: int,
     ):
+        """Prepares a tile; Mod.on describes the result.
+
+        scores: query @ key^T without the scale. numbers: for each operand its scalar or None. head: (batch entry,
+        head). starts: the first query "q" and key "k". first: the axis of the scores along which queries lie.
+        """
         self.result, self.slope, self.units = mod.result, mod.slope, mod.units
         self.raw, self.scale, self.head, self.starts = scores, mod.scale, head, starts
         self.leaves = dict(zip(mod.leaves, zip(mod.operands, numbers, strict=True), strict=True))
@@ -202,7 +207,7 @@ class Tile:
         """The new scores of the tile, float32, in natural units if Mod.may_mask, else in base 2.
 
         by_warp: warps may take different branches, so that a warp with small scores computes a tanh by a polynomial.
-        small: all scores of the tile are so small (see tanh_limits).
+        small: all scores of the tile are known to be small enough for the polynomial.
         """
         factor = tanh_factor(self.result) if by_warp or small else None
         joined = lambda parts: jnp.concatenate([part.whole(self.result, self.units) for part in parts], axis=1)

@@ -25,7 +25,8 @@ from jax_kernels.pallas.mosaic.tile_scheduler import Fetched
 class LoopState:
     """The state of the loop over keys: P of the last block, not yet multiplied by V, and the softmax so far.
 
-    p: [64, block_kv], an operand of the matmul with V. row_max, row_sum: see softmax.py. slot: of the last block.
+    p: [64, block_kv], an operand of the matmul with V. row_max: [64], the maximum of each row. row_sum: [64, 8],
+    partial sums of each row of P. slot: of the last block.
     """
 
     p: jax.Array
@@ -37,9 +38,10 @@ class LoopState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileSums:
-    """The results of a loop over keys for 64 queries: O before its division by row_sum, and the slot of the last block.
+    """The results of a loop over keys for 64 queries, from which out and lse are computed.
 
-    acc: O, float32 [64, v_head_dim]. row_max, row_sum: see softmax.py.
+    acc: O before its division by the sums, float32 [64, v_head_dim]. row_max: [64], the maximum of each row. row_sum:
+    [64, 8], partial sums of each row of P. slot: of the last block.
     """
 
     acc: jax.Array
@@ -69,8 +71,8 @@ def with_accumulators[Result](run: Callable[[Accumulators], Result], *, v_head_d
 class Exponentials:
     """The results of a step's softmax.
 
-    p: exp2(S - row_max), float32 [64, block_kv]. row_max, row_sum: the new state, see softmax.py. alpha: [64], the
-    factor for O. rescaled(acc, alpha): returns O under the new maximum.
+    p: exp2(S - row_max), float32 [64, block_kv]. row_max: [64], the new maximum. row_sum: [64, 8], the new partial sums
+    of each row of P. alpha: [64], the factor for O. rescaled(acc, alpha): returns O under the new maximum.
     """
 
     p: jax.Array

@@ -137,6 +137,7 @@ class Scratch:
 
     @classmethod
     def of(cls, config: AttentionForwardFp8Sm90, head_dim: int, v_head_dim: int, scheduler: TileScheduler) -> "Scratch":
+        """The scratch specifications for a block spec row, head dims and a scheduler."""
         compute_wgs, block_kv, stages = config.compute_warpgroups, config.block_kv, config.stages
         tile_smem = lambda *shape: smem_ref(shape, E4M3, transforms=swizzled(shape[-1]))
         return cls(

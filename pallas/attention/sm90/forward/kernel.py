@@ -142,7 +142,10 @@ class Compute(ComputeWarpgroup[QueryTile]):
 
     @property
     def has_small(self) -> bool:
-        """Whether heads with small scores take a separate softmax branch; impossible if the loop masks first."""
+        """Whether heads with small scores take a separate softmax branch, with a polynomial for the tanh.
+
+        It is impossible if the loop masks before the softmax.
+        """
         has_mask = self.kv_loop.has_partial and not self.kv_loop.only_first_partial
         return self.arrays.small_scores is not None and not has_mask
 

@@ -146,7 +146,9 @@ def attention_forward_together(
 
 
 def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
-    """(query, key, value) of each call of a launch, padded for the tensor memory accelerator."""
+    """(query, key, value) of each call of a launch, with head_dims and lengths that the tensor memory accelerator
+    takes.
+    """
     any_rows = has_odd_length(*(x for of in inputs for x in (of.query, of.key)))
     return [tuple(pad_for_tma(x, any_rows=any_rows) for x in of[:3]) for of in inputs]
 

@@ -271,6 +271,7 @@ class KvLoop:
         )
 
     def _listed_tile(self, index: Index) -> WorkTile:
+        """Work tile number `index` of the launch, from the block lists."""
         blocks = needed(self.lists).blocks_of(index)
         q_head, kv_head = self.calls[0].array_heads(blocks.head)
         return WorkTile(

@@ -303,6 +303,7 @@ class Smem:
 
     @classmethod
     def of(cls, plan: Plan, scratch: Scratch) -> "Smem":
+        """The views of a CTA's scratch memory."""
         (q, q_copied), (k, k_copied) = plan.qk_tiles.views(scratch.q), plan.qk_tiles.views(scratch.k)
         v, v_copied = plan.v_tiles.views(scratch.v)
         out, out_copied = q, q_copied
