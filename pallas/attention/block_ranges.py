@@ -341,9 +341,9 @@ def limits(
     is_causal: bool,
     window: tuple[int, int] | None = None,
 ) -> Limits:
-    """The Limits of a batch entry, for use inside a kernel.
+    """The limits of the keys of batch entry batch_index, for use inside a kernel.
 
-    bounds_ref: the result of bounds_array in memory; None: q_offset and kv_length hold for all batch entries.
+    bounds_ref: the result of bounds_array in memory. If it is None, q_offset and kv_length hold for all batch entries.
     """
     if bounds_ref is None:
         return Limits(cast(int, q_offset), kv_length, is_causal, window)
@@ -390,7 +390,7 @@ def segment_ranges(
 
 
 def among(ranges_ref: Ref, batch_index: Index, block: Index) -> Among:
-    """The Among of a block, read from segment_ranges' result in memory."""
+    """The range of blocks that a block may attend to, from segment_ranges' result in memory."""
     return Among(*(ranges_ref[batch_index, block, i] for i in range(4)))
 
 

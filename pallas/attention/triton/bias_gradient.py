@@ -60,9 +60,9 @@ class Pairs(NamedTuple):
     def of(
         cls, inputs: AttentionInputs, options: AttentionOptions, call: TracedCall, *, with_blocks: bool = True
     ) -> "Pairs | None":
-        """The Pairs of inputs.mask, for the blocks of `call`; None without a mask.
+        """The pairs that inputs.mask keeps, for the blocks of `call`; None without a mask.
 
-        with_blocks: whether to find the dead blocks of a mask array, too.
+        with_blocks: whether to find the dead blocks of a mask array, too. Dead blocks of a Mask are always found.
         """
         if inputs.mask is None:
             return None

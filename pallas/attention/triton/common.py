@@ -85,7 +85,9 @@ class TracedCall:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, interpret: bool):
-        """The TracedCall of these inputs. block_q, block_kv: the largest block sizes."""
+        """The static facts of a call with these inputs. block_q, block_kv: the block sizes; short lengths get smaller
+        blocks.
+        """
         _, q_length, heads, head_dim = inputs.query.shape
         return cls(
             options=options,
@@ -111,7 +113,9 @@ class TracedCall:
 
     @property
     def columns(self) -> int | None:
-        """The length of the axis of keys of arrays that `aligned` has padded; None without a bias or score_mod."""
+        """The number of keys rounded up to a multiple of 8, the padded length of bias and operands; None without
+        these.
+        """
         return pl.cdiv(self.kv_length, ALIGNED) * ALIGNED if self.may_mask else None
 
     @property
@@ -444,7 +448,9 @@ class Queries(NamedTuple):
 
     @classmethod
     def of(cls, limits: block_ranges.Limits, q_start: Index, block_q: int, ids: jax.Array | None) -> "Queries":
-        """The Queries of the block of queries that starts at q_start."""
+        """The limits of each query of the block that starts at q_start. ids: the queries' segment ids, None without
+        segments.
+        """
         queries = q_start + iota(block_q)
         start = limits.key_start(queries) if limits.left >= 0 else None
         return cls(start, jnp.broadcast_to(limits.key_limit(queries), (block_q,)), ids)

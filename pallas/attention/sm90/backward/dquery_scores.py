@@ -33,7 +33,7 @@ class KvStep:
 
     @classmethod
     def of(cls, rows: Rows, i: Index) -> "KvStep":
-        """The KvStep of step `i`, after its loads have arrived."""
+        """Step number `i`, after waiting for its loads."""
         traits, smem = rows.kernel.traits, rows.kernel.smem
         blocks = traits.blocks
         wg = recomputed(rows.kernel.wg)
@@ -119,7 +119,10 @@ def probabilities(step: KvStep, scores: Scores) -> jax.Array:
 
 
 def _modified(step: KvStep, s: jax.Array) -> score_mod.Tile:
-    """The Tile that evaluates the score_mod on the step's scores s."""
+    """An object (score_mod.Tile) that evaluates the call's score_mod on the step's scores.
+
+    s: Q K^T without the scale, [64 queries, keys]. The call has a score_mod.
+    """
     rows, tile, mod = step.rows, step.kernel.tile, step.kernel.arrays.mod
     assert mod is not None
     return mod.on(s, rows.mod_numbers, tile.b, tile.head, rows.q_start, step.kv_start())

@@ -59,7 +59,7 @@ class Traits:
     def of(
         cls, arrays: Arrays, options: AttentionOptions, kv_length: int, *, config: AttentionBackwardSm90
     ) -> "Traits":
-        """The Traits of a launch with these arrays. kv_length: the unpadded number of keys."""
+        """The static facts of a launch with these arrays. kv_length: the unpadded number of keys."""
         batch, q_length, heads, head_dim = arrays.query.shape
         bias, mod = arrays.bias or Bias(), arrays.mod
         assert config.dquery is not None, config
@@ -192,7 +192,7 @@ class Kernel:
 
     @classmethod
     def of(cls, traits: Traits, arrays: Arrays, dq_gmem: Ref, smem: Smem) -> "Kernel":
-        """The Kernel of the calling CTA and warpgroup. dq_gmem: dquery in device memory."""
+        """The state of the calling CTA and warpgroup, with its block of queries. dq_gmem: dquery in device memory."""
         options, limits = traits.options, None
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -256,7 +256,7 @@ class Rows:
 
     @classmethod
     def of(cls, kernel: Kernel) -> "Rows":
-        """The Rows of the calling warpgroup, loaded from shared memory."""
+        """The 64 queries of the calling warpgroup, with lse and delta loaded from shared memory to registers."""
         tile, mod = kernel.tile, kernel.arrays.mod
         q_start = tile.q_start + 64 * kernel.wg
         mine = pl.ds(64 * kernel.wg, 64)

@@ -170,7 +170,7 @@ def _prepared(
     config: AttentionBackwardSm90,
     interpret: bool,
 ) -> Prepared:
-    """The Prepared of a call, with arrays padded for the kernels.
+    """The inputs, options and padded arrays of a call for its backward kernels.
 
     width: the head dim that the kernels are compiled for, 64, 128 or 256. zeros: whether a pass may make the zeros of
     dquery.

@@ -39,7 +39,7 @@ class RowLoads:
 
     @classmethod
     def of_queries(cls, kernel: Kernel) -> "RowLoads":
-        """The RowLoads of query, with lse and segment ids."""
+        """The loads of query, with lse and, if the call has segments, segment ids."""
         arrays, smem, barriers = kernel.arrays, kernel.smem, kernel.barriers
         return cls(
             gmem=arrays.query,
@@ -56,7 +56,7 @@ class RowLoads:
 
     @classmethod
     def of_dout(cls, kernel: Kernel) -> "RowLoads":
-        """The RowLoads of dout, with delta."""
+        """The loads of dout, with delta."""
         arrays, smem, barriers = kernel.arrays, kernel.smem, kernel.barriers
         return cls(
             gmem=arrays.dout,
@@ -98,7 +98,7 @@ class StepLoads:
         return block.b, place.head, pl.ds(place.q_block * kernel.schedule.block_q, kernel.schedule.block_q)
 
     def numbers_again(self) -> StepNumbers:
-        """The StepNumbers of the step, recomputed."""
+        """The step's block of queries and flags, which the compute warpgroups read from shared memory, recomputed."""
         block = self.kernel.block(recomputed(self.tile))
         q_loop = self.kernel.q_loop(self.tile, block)
         index = recomputed(self.step)

@@ -83,7 +83,9 @@ class QStep:
 
     @classmethod
     def of(cls, work: WorkTile, i: Index) -> "QStep":
-        """The QStep of step `i`, after its loads have arrived. i: `nth` in a persistent CTA, `index` otherwise."""
+        """Step number `i`, after waiting for its loads. i: counts as `nth` in a persistent CTA, as `index`
+        otherwise.
+        """
         kernel, traits, schedule = work.kernel, work.kernel.traits, work.kernel.schedule
         config, is_persistent = traits.config, schedule.is_persistent
         wg = recomputed(kernel.wg)
@@ -134,8 +136,8 @@ class QStep:
         return self.work.kernel.traits
 
     def numbers(self) -> StepNumbers:
-        """The StepNumbers that the memory warpgroup of a persistent CTA wrote for this step, read from shared memory
-        again.
+        """The step's block of queries and flags, which the memory warpgroup of a persistent CTA wrote, read once
+        more.
         """
         return StepNumbers.read(needed(self.kernel.smem.steps), self.slot)
 

@@ -30,7 +30,10 @@ def biased(step: QStep, s: jax.Array) -> jax.Array:
 
 
 def modified(step: QStep, s: jax.Array) -> score_mod.Tile:
-    """The Tile that evaluates the score_mod on the step's scores s."""
+    """An object (score_mod.Tile) that evaluates the call's score_mod on the step's scores.
+
+    s: K Q^T without the scale, [64 keys, queries]. The call has a score_mod.
+    """
     b, mod = step.b_again(), step.kernel.arrays.mod
     assert mod is not None
     numbers = mod.of_head(b, step.head)

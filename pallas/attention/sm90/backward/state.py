@@ -43,7 +43,7 @@ class StepNumbers(NamedTuple):
 
     @classmethod
     def read(cls, smem: Ref, slot: Index) -> "StepNumbers":
-        """The StepNumbers in stage `slot`, loaded from shared memory."""
+        """The block of queries and flags of the step in stage `slot`, loaded from shared memory."""
         return cls(*(smem[slot, i] for i in range(len(cls._fields))))
 
     def leave(self, smem: Ref, slot: Index, ready: Barrier) -> None:
@@ -180,7 +180,7 @@ class KernelBarriers:
 
     @classmethod
     def of(cls, wanted: Barriers, arrays: list[Barrier]) -> "KernelBarriers":
-        """The KernelBarriers from allocated arrays of barriers (Smem.barriers)."""
+        """The barriers by name, from allocated arrays of barriers (Smem.barriers)."""
         found: dict[str, Any] = {field.name: wanted.of(arrays, field.name) for field in dataclasses.fields(cls)}
         return cls(**found)
 
@@ -217,7 +217,9 @@ class Kernel:
     def of(
         cls, traits: Traits, barriers: Barriers, arrays: Arrays[Ref], results: Results[Ref], scratch: Smem
     ) -> "Kernel":
-        """The Kernel of the calling CTA and warpgroup. scratch: its memory, from pl.run_scoped."""
+        """The state of the calling CTA and warpgroup. scratch: the CTA's memory, from pl.run_scoped. barriers: their
+        names.
+        """
         return cls(
             traits=traits,
             arrays=arrays,

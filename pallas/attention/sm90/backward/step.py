@@ -124,7 +124,7 @@ def _add_product(accs: tuple[AccumulatorRef, ...], x: jax.Array, smem: Ref) -> N
 
 
 def _weights_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: jax.Array | None) -> Weights:
-    """The Weights of a step, including its matmuls K Q^T and V dO^T.
+    """(P^T, dS^T, dbias) of a step, including its matmuls K Q^T and V dO^T.
 
     s: S^T if Traits.scores_ahead, otherwise None. dbias: the sum so far.
     """
@@ -155,7 +155,7 @@ def _weights(
     dp_acc: AccumulatorRef,
     s_acc: AccumulatorRef | None,
 ) -> Weights:
-    """The Weights of a step whose K Q^T is computed or issued.
+    """(P^T, dS^T, dbias) of a step, whose S^T = K Q^T is computed or issued.
 
     s: S^T if Traits.scores_ahead, otherwise None. s_acc: the accumulator of S^T, whose matmuls are issued, otherwise
     None. dp_acc: the accumulator of dP^T. dbias: the sum so far.
@@ -217,7 +217,10 @@ def _give_ds(step: QStep, ds: jax.Array) -> None:
 
 
 def _next_step(step: QStep) -> NextStep:
-    """The NextStep, after waiting for its queries, and for its keys if they belong to another work tile."""
+    """The stage and slot of the next step's keys and queries, after waiting for these loads.
+
+    It waits for the keys only if they belong to another work tile, and for the queries only if there is a next step.
+    """
     kernel, traits, schedule, barriers = step.kernel, step.traits, step.kernel.schedule, step.kernel.barriers
     slot, k_stage = schedule.slot_of(step.nth + 1, traits.config.q_stages), step.k_stage
     wait_q = lambda: plgpu.barrier_wait(barriers.q_ready.at[slot])

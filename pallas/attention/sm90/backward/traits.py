@@ -66,8 +66,8 @@ class Traits:
         core_count: int,
         interpret: bool,
     ) -> "Traits":
-        """The Traits of a launch with these arrays. kv_length: the unpadded number of keys. core_count: the number of
-        SMs.
+        """The static facts of a launch with these arrays. kv_length: the unpadded number of keys. core_count: the
+        number of SMs.
 
         Raises ValueError if config.block_q does not fit the head_dim.
         """

@@ -390,7 +390,9 @@ class Compute(Warpgroup):
         return sums.slot
 
     def _row_limits(self, item: Item) -> RowLimits:
-        """The RowLimits of an item's tile. Rows past the last query have the last query's limit."""
+        """The limits of the keys of each row of an item's tile. Rows past the last query have the last query's
+        limit.
+        """
         q_length, length = self.plan.q_length, item.length
         # Rows past the last query have the last query's limit.
         row = item.tile * TILE + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)

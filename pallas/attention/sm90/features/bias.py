@@ -125,7 +125,10 @@ class ByKey(NamedTuple):
 
     @classmethod
     def of(cls, bias: jax.Array) -> "ByKey":
-        """The ByKey of a bias [B or 1, H or 1, 1, S] in natural units and of any float dtype."""
+        """A bias per key in the form of the kernel: in base 2, where lower finite values are raised to -2.9e38.
+
+        bias: [B or 1, H or 1, 1, S], of any float dtype, in natural units; -inf masks out and stays -inf.
+        """
         given = bias[:, :, 0].astype(jnp.float32)
         is_low = (given * LOG2E <= LOWEST_OF_KEY) & (given > -jnp.inf)
         base2 = jnp.where(is_low, LOWEST_OF_KEY, given * LOG2E)
@@ -154,7 +157,7 @@ def with_bias_as_in_lse(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def bias_of(inputs: AttentionInputs, *, transposed: bool) -> Bias | None:
-    """The Bias that the kernel reads, from inputs.bias and from a mask with one row for all queries; None without both.
+    """The bias that the kernel reads, from inputs.bias and from a mask with one row for all queries; None without both.
 
     transposed: rows are keys. The last axis of bias and mask is S, not 1. A mask becomes a bias per key of 0 or -inf, a
     small array. With a bias per query and key the block lists hold the mask. This bias is copied if it is transposed,

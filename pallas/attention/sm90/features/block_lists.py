@@ -164,7 +164,7 @@ class ListedCall:
         by: str,
         heads_together: int,
     ) -> "ListedCall":
-        """The ListedCall of these inputs.
+        """The static facts of these inputs on which block lists depend.
 
         by: "query" or "key". Lists by key belong to a kv head. If the mask differs between heads, such a list covers
         all query heads of the kv head's group, whose blocks of queries are numbered one head after another.

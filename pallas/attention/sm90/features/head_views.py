@@ -34,6 +34,7 @@ class LaunchCall:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "LaunchCall":
+        """The static facts of a call with these inputs."""
         batch, q_length = inputs.query.shape[:2]
         heads, kv_heads = head_counts(inputs.query, inputs.key, options)
         return cls(batch, q_length, inputs.key.shape[1], heads, kv_heads, options.query_heads, options.kv_heads)

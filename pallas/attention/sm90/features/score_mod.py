@@ -127,18 +127,19 @@ class Mod:
     def on(
         self, scores: jax.Array, numbers: list[jax.Array | None], b, h, q_start, kv_start, *, transposed: bool = False
     ) -> "Tile":
-        """The Tile that evaluates the program on a tile of scores, query @ key^T without the scale.
+        """An object (Tile) that computes the new scores of a tile, and their derivative.
 
-        numbers: the result of of_head for b and h. q_start, kv_start: the tile's first query and key. transposed: the
-        rows of scores are keys.
+        scores: query @ key^T of the tile, without the scale, in registers. numbers: the result of of_head for b and h.
+        q_start, kv_start: the tile's first query and key. transposed: the rows of scores are keys.
         """
         return Tile(self, scores, numbers, (b, h), {"q": q_start, "k": kv_start}, 1 if transposed else 0)
 
 
 def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int) -> Mod | None:
-    """The Mod of a call, None if the call has no score_mod.
+    """The call's score_mod as the Hopper kernels read it: a graph and its operands; None if the call has none.
 
     block_q, block_kv: the largest blocks of the kernels that read the operands, which are padded to whole blocks.
+    Raises NotImplementedError if the kernels cannot evaluate the score_mod.
     """
     if inputs.score_mod is None:
         return None
@@ -436,7 +437,7 @@ class Part:
         return made[node, "float"]
 
     def _make_float(self, node: Node) -> Any:
-        """Computes `_as_float`'s value."""
+        """Computes the value of an integer node in float32, for `_as_float`, which keeps it."""
         if node.kind == "literal":
             return float(node.value)
         if node.kind in ("q", "k"):

@@ -41,7 +41,7 @@ class CleanEnd[A: jax.Array | Ref](NamedTuple):
 
 
 def clean_end(inputs: AttentionInputs, key: jax.Array, value: jax.Array, block: int) -> CleanEnd | None:
-    """The CleanEnd of a call; None if the call has no kv_lengths.
+    """Copies of each batch entry's last block of keys and values, with zeros past its length; None without kv_lengths.
 
     key, value: of the inputs, padded to the kernel's head_dim. block: the number of keys that the kernel loads at once.
     """

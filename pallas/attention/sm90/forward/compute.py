@@ -192,7 +192,7 @@ class ComputeWarpgroup[Tile](abc.ABC):
 
     @abc.abstractmethod
     def softmax_step(self, tile: Tile, s: jax.Array, step: Index, state: LoopState) -> Exponentials:
-        """The Exponentials of a block that is not the first. s: its scores."""
+        """P, the new row_max and row_sum, and the factor for O, after a block that is not the first. s: its scores."""
 
     @abc.abstractmethod
     def rescaled_and_rounded(

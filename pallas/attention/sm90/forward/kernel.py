@@ -188,7 +188,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
         return following, self.ring.following(sums.slot)
 
     def start_tile(self, index: Index, turn: Index, own: WorkTile) -> QueryTile:
-        """The QueryTile of work tile `index`, after its queries have arrived. own: the warpgroup's part of the work
+        """The warpgroup's queries of work tile `index`, after they have arrived. own: the warpgroup's part of the work
         tile.
         """
         plan, arrays, w = self.plan, self.arrays, self.w

@@ -139,6 +139,7 @@ class PingPong:
 
     @classmethod
     def of(cls, config: AttentionForwardSm90, *, interpret: bool) -> "PingPong":
+        """The turns for this block spec row. Off in interpretation and unless config.pingpong."""
         return cls(warpgroups=config.compute_warpgroups, is_on=config.pingpong and not interpret)
 
     def wait(self, w: int) -> None:

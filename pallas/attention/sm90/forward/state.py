@@ -83,7 +83,7 @@ class Results[A: jax.Array | Ref]:
 
     @classmethod
     def of(cls, refs: tuple[A, ...], calls: int) -> "Results":
-        """The Results from one tuple of all outs, then all lses, then all excess; the last two may be missing.
+        """The results by name, from one tuple of all outs, then all lses, then all excess; the last two may be missing.
 
         calls: the number of calls.
         """
@@ -129,7 +129,7 @@ class Plan:
         config: AttentionForwardSm90,
         interpret: bool,
     ) -> "Plan":
-        """The Plan of a launch with these arrays."""
+        """The static facts of a launch with these arrays. calls: of each call of the launch."""
         bias = arrays.bias or Bias()
         return cls(
             config=config,
@@ -223,7 +223,7 @@ class Plan:
         return SmemTiles(self.v_head_dim, self.any_rows)
 
     def kv_loop(self, arrays: Arrays, cta: Index) -> KvLoop:
-        """The KvLoop of a CTA."""
+        """The loop over blocks of keys (KvLoop) of CTA number `cta`."""
         return KvLoop(
             cta=cta,
             scheduler=self.scheduler,
