@@ -29,8 +29,8 @@ def packed(
 ) -> Int32[Array, "B H blocks rows 8"]:
     """The mask words of a mask: int32 [B, H, blocks of columns, rows padded to whole blocks, PART], zeros past the end.
 
-    Bit i of word j is column i * PART + j of its block of columns. keep: bool [B, H, T, S]. rows, columns: the block
-    size. Rows are queries and columns keys; if transposed, the reverse. The caller has checked `takes`.
+    PART is 8, and bit i of word j is column i * 8 + j of its block of columns. keep: bool [B, H, T, S]. rows, columns:
+    the block size. Rows are queries and columns keys; if transposed, the reverse. The caller has checked `takes`.
     """
     batch, heads, q_length, kv_length = keep.shape
     row_count, column_count = (kv_length, q_length) if transposed else (q_length, kv_length)

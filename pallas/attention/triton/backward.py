@@ -83,8 +83,8 @@ def attention_backward(
 def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
     """[dkey, dvalue, *sums by key] from the pass whose programs own blocks of keys.
 
-    sums by key: for each operand of the score_mod with an axis of keys, its gradient summed over queries, [B, H, S]
-    float32.
+    bounds, q_ids, kv_ids: the result of common.limiting_arrays. lse: in the units of TracedCall.exp2. operands: of the
+    score_mod. sums by key: for each operand with an axis of keys, its gradient summed over queries, [B, H, S] float32.
     """
     block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
     # All queries of the query heads of this key head; without an axis of heads if the group has one head.
@@ -202,7 +202,9 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
 def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
     """[dquery, *sums by query] from the pass whose programs own blocks of queries.
 
-    sums by query: for each other operand of the score_mod that has a gradient, it summed over keys, [B, H, T] float32.
+    bounds, q_ids, kv_ids: the result of common.limiting_arrays. lse: in the units of TracedCall.exp2. operands: of the
+    score_mod. sums by query: for each operand without an axis of keys that has a gradient, its gradient summed over
+    keys, [B, H, T] float32.
     """
     programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands)
     rows: dict[str, Any] = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}

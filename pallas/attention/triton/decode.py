@@ -95,7 +95,10 @@ def attention_decode(
 ) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32) of T new queries per sequence over its cached keys.
 
-    decode_contract.py describes the arguments. The arrays have 16-bit dtypes. config: the block spec row.
+    The queries are the last T of kv_lengths keys. key, value: a contiguous cache, or pages if block_tables, int32, has
+    the pages of each sequence; 16-bit. sinks: logits that join the softmax's denominator. mask, bias: [n, H or 1, T or
+    1, S] or None; each of the n entries serves B / n consecutive sequences. left: the number of keys before its own
+    that a query attends to, -1 for all. scale: positive. config: the block spec row.
     """
     batch, q_length, heads, head_dim = query.shape
     kv_heads, v_head_dim = key.shape[2], value.shape[3]

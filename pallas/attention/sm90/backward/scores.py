@@ -143,9 +143,9 @@ def times_slope(step: QStep, p: jax.Array, scores: Scores) -> tuple[jax.Array | 
 
 
 def bias_gradient_sum(ds: Any, dbias: Any) -> Any:
-    """dbias plus the sum of dS^T [64, queries] over groups of PART columns: float32 [64, PART].
+    """dbias plus the sum of dS^T [64, queries] over its groups of PART (8) columns: float32 [64, 8].
 
-    The PART partial sums of a row are added up when the loop has ended.
+    The 8 partial sums of a row are added up when the loop has ended.
     """
     parts = [ds[:, i : i + PART] for i in range(0, ds.shape[1], PART)]
     return functools.reduce(jnp.add, parts, dbias)

@@ -33,8 +33,12 @@ def attention_decode(
 ) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32) of T new queries per sequence over its cached keys.
 
-    decode_contract.py describes the arguments. Here mask and bias are None, the arrays have 16-bit dtypes, the
-    head_dims are multiples of 64, and the length of a contiguous cache is a multiple of 8.
+    The queries are the last T of kv_lengths keys. key, value: a contiguous cache, or pages if block_tables, int32, has
+    the pages of each sequence. sinks: logits that join the softmax's denominator. left: the number of keys before its
+    own that a query attends to, -1 for all. scale: positive.
+
+    mask and bias must be None, the arrays have 16-bit dtypes, the head_dims are multiples of 64, and the length of a
+    contiguous cache is a multiple of 8.
     """
     batch, q_length, heads, head_dim = query.shape
     kv_heads, group = key.shape[2], heads // key.shape[2]

@@ -22,8 +22,8 @@ from jax_kernels.pallas.mosaic.layouts import PART, WGMMA
 def kept(scores, words, *, by_word: bool):
     """The scores with -inf where the mask drops the pair.
 
-    scores: float32 [rows, columns] in the layout of wgmma's results. words: int32 [rows, PART], mask words: bit i of
-    word j is column i * PART + j, and 0 drops the pair. by_word: takes half as many instructions and a few more
+    scores: float32 [rows, columns] in the layout of wgmma's results. words: int32 [rows, PART], PART = 8, mask words:
+    bit i of word j is column i * 8 + j, and 0 drops the pair. by_word: takes half as many instructions and a few more
     registers.
     """
     if interpreter.INTERPRETED or not by_word:
@@ -76,8 +76,9 @@ def of_mask(
 ) -> jax.Array:
     """The mask words of all blocks of a mask: int32 [B, H, blocks of columns, blocks of rows, rows, PART].
 
-    lengths: of queries and keys. offset: int32 [B or 1], the position of query 0. rows, columns: the block size. Rows
-    are queries and columns keys; if transposed, the reverse. interpret: whether XLA alone makes the words.
+    PART is 8, and bit i of word j is column i * 8 + j of a block. lengths: of queries and keys. offset: int32 [B or 1],
+    the position of query 0. rows, columns: the block size. Rows are queries and columns keys; if transposed, the
+    reverse. interpret: whether XLA alone makes the words.
     """
     sizes: dict[str, Any] = {"rows": rows, "columns": columns, "transposed": transposed}
     pairs = lambda mask: mask.to_dense(*lengths, q_offset=offset)
@@ -95,8 +96,9 @@ def of_mask(
 def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interpret: bool = True) -> jax.Array:
     """The mask words of all blocks of a bool array: int32 [B, H, blocks of columns, blocks of rows, rows, PART].
 
-    keep: bool [B, H, T, S]. rows, columns: the block size. Rows are queries and columns keys; if transposed, the
-    reverse. Words past the end are zeros. interpret: whether XLA alone makes the words, as on a CPU.
+    PART is 8, and bit i of word j is column i * 8 + j of a block. keep: bool [B, H, T, S]. rows, columns: the block
+    size. Rows are queries and columns keys; if transposed, the reverse. Words past the end are zeros. interpret:
+    whether XLA alone makes the words, as on a CPU.
     """
     if interpret or not mask_bits_pass.takes(keep.size, columns):
         return _by_xla(keep, rows, columns, transposed)

@@ -237,10 +237,11 @@ class Tile:
 
 
 class Part:
-    """PART neighbouring columns of a Tile, on which the nodes of the program are evaluated.
+    """PART (8) neighbouring columns of a Tile, on which the nodes of the program are evaluated.
 
     Each value is computed at its first use, and kept. of_rows: values that do not vary along columns, common to all
-    parts of a tile. first: the index of the first column.
+    parts of a tile. first: the index of the first column. tanh_factor: if not None, a polynomial computes the program's
+    tanh, whose argument is tanh_factor times the raw score.
     """
 
     def __init__(self, tile: Tile, scores: jax.Array, first: int, of_rows: dict[Any, Any], tanh_factor: float | None):
