@@ -1,7 +1,8 @@
-"""Block ranges: the mask as data. They list the blocks that a tile of attention visits, for both directions.
+"""Block ranges: the blocks that a work tile of attention visits, computed from the limits of the keys.
 
-A tile numbers its blocks in the order of its visits. Partial blocks evaluate the predicate, full blocks do not.
-`BlockRange.at(step)` is the block that a step visits. Dead blocks have no number.
+A BlockRange numbers the visited blocks in the order of the visits: `BlockRange.at(step)` is the index of the block that
+a step visits. A kernel evaluates the predicate (`Limits.keep`) in partial blocks only. Dead blocks are not visited. The
+forward visits blocks of keys for a block of queries, the backward also blocks of queries for a block of keys.
 """
 
 import dataclasses
@@ -23,9 +24,9 @@ from jax_kernels.pallas.mosaic.layouts import RegisterLayout
 
 @dataclasses.dataclass(frozen=True)
 class BlockRange:
-    """The blocks of one tile. count: of visited blocks. partial: of visited blocks that need the predicate.
+    """The blocks that one work tile visits, in order: steps 0 ... count - 1, where step i visits block at(i).
 
-    Partial blocks come first, except `last` of them, which come at the end.
+    partial: how many of the visited blocks are partial. They come first, except `last` of them, which come at the end.
     """
 
     count: Index
@@ -34,22 +35,25 @@ class BlockRange:
     last: Index = 0
 
     def is_partial(self, step: Index) -> bool | jax.Array:
+        """Whether a step's block is partial, so that its scores need the predicate."""
         if isinstance(self.last, int) and self.last == 0:
             return step < self.partial
         return (step < self.partial - self.last) | (step >= self.count - self.last)
 
     def at_least_one(self) -> "BlockRange":
-        """For a kernel that always visits a block: a tile without blocks visits block 0, as a partial block."""
+        """The range for a kernel that always visits a block: an empty range visits block 0, as a partial block."""
         at = lambda step: maximum(self.at(step), 0)
         return BlockRange(maximum(self.count, 1), maximum(self.partial, 1), at, self.last)
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The limits of a query's keys. Query i has position q_offset + i and attends to keys below kv_length. If causal,
-    these keys end at its position. A window (left, right) limits them to position - left ... position + right, where
-    -1 means no limit. Queries before first_query, a multiple of the kernel's block size, attend to no key. The values
-    are Python ints or traced scalars of one batch entry.
+    """The limits of a query's keys in one batch entry.
+
+    Query i has position q_offset + i and attends to keys below kv_length. If causal, these keys end at its position
+    (inclusive). A window (left, right) limits them to position - left ... position + right (both inclusive); -1 means
+    no limit on that side. Queries before first_query, a multiple of the kernel's block_q, attend to no key. Lengths and
+    offsets are Python ints or traced int32 scalars.
     """
 
     q_offset: Index
@@ -59,7 +63,10 @@ class Limits:
     first_query: Index = 0
 
     def of_queries(self, q_start: Index) -> "Limits":
-        """The Limits of the block of queries at q_start: kv_length is 0 if the block lies before first_query."""
+        """The Limits of the block of queries that starts at q_start.
+
+        If the block lies before first_query, kv_length is 0: its queries have no keys.
+        """
         if _static(self.first_query):
             return self
         kv_length = jnp.where(q_start < self.first_query, 0, self.kv_length)
@@ -67,22 +74,24 @@ class Limits:
 
     @property
     def left(self) -> int:
+        """The number of keys before its position that a query may attend to; -1: no limit."""
         return -1 if self.window is None else self.window[0]
 
     @property
     def right(self) -> int:
+        """The number of keys after its position that a query may attend to, 0 if causal; -1: no limit."""
         if self.is_causal:
             return 0
         return -1 if self.window is None else self.window[1]
 
     def key_limit(self, q_index: Index) -> Index:
-        """The end (exclusive) of the keys that query `q_index` may attend to."""
+        """The end (exclusive) of the keys that query `q_index`, an index in the array, may attend to."""
         if self.right < 0:
             return self.kv_length
         return _clip(self.q_offset + q_index + (self.right + 1), 0, self.kv_length)
 
     def key_start(self, q_index: Index) -> Index:
-        """The first key that query `q_index` may attend to."""
+        """The first key that query `q_index`, an index in the array, may attend to."""
         if self.left < 0:
             return 0
         return _clip(self.q_offset + q_index - self.left, 0, self.kv_length)
@@ -98,10 +107,15 @@ class Limits:
         may_end: bool,
         ids=None,
     ):
-        """The predicate of the block of keys at kv_start and queries at q_start: bool, in a register layout.
+        """Which pairs of a block the limits keep: bool of this shape, in a register layout.
 
-        may_end: the block may reach past kv_length. ids: the segment ids of the rows and of the columns. The scalars
-        are added to the rows, because a thread has few rows: sums for the columns would take a register each.
+        kv_start, q_start: the first key and the first query. kv_axis: the axis of `shape` along which keys lie.
+        may_end: whether the block may reach past kv_length. ids: None, or the segment ids (of the rows, of the
+        columns), which must be equal for a pair to be kept. At least one of a causal limit, a window, may_end and ids
+        is needed.
+
+        The scalars are added to the rows, because a thread has few rows: sums for the columns would take a register
+        each.
         """
         # If the width is a power of two, a thread finds its column by a shift, otherwise by a division.
         wide = shape[0], pl.next_power_of_2(shape[1])
@@ -137,7 +151,7 @@ class Limits:
         return functools.reduce(lambda a, b: a & b, parts)
 
     def keep_all(self, block_kv: int) -> bool:
-        """Whether tracing shows that every query attends to every key, and that the keys are whole blocks."""
+        """Whether tracing knows that every query attends to every key, and that the keys are whole blocks."""
         length = self.kv_length
         return self.left < 0 and self.right < 0 and isinstance(length, int) and length % block_kv == 0
 
@@ -146,8 +160,9 @@ class Limits:
     ) -> BlockRange:
         """The blocks of keys that queries q_start ... q_start + block_q - 1 attend to, right to left.
 
-        among: restricts the blocks, and the full blocks, to its own. in_order: strictly right to left. Otherwise the
-        partial blocks of the left end come before the full blocks, so that all partial blocks come first.
+        among: the only blocks that may be visited or full, e.g. because of segments; None: no such restriction.
+        in_order: strictly right to left. Otherwise the partial blocks of the left end come before the full blocks, so
+        that all partial blocks come first.
         """
         q_end = q_start + block_q - 1
         longest, shortest = self.key_limit(q_end), self.key_limit(q_start)
@@ -178,9 +193,12 @@ class Limits:
     ) -> BlockRange:
         """The blocks of queries that attend to any of keys kv_start ... kv_start + block_kv - 1, left to right.
 
-        among, in_order: as for key_blocks. predicate_at_end: a block of keys that reaches past kv_length needs the
-        predicate in every step. False is for a kernel that drops the sums of keys past kv_length and that, if kv_length
-        is known when tracing, asks only for blocks with keys.
+        among: the only blocks that may be visited or full, e.g. because of segments; None: no such restriction.
+        in_order: strictly left to right. Otherwise the partial blocks of both ends come first.
+
+        predicate_at_end: if the block of keys reaches past kv_length, all its blocks of queries are partial. False is
+        for a kernel that drops the sums of keys past kv_length and that, if kv_length is known when tracing, asks only
+        for blocks with keys.
         """
         total = -(-q_length // block_q)
         kv_end = kv_start + block_kv - 1
@@ -217,7 +235,9 @@ class Limits:
 
 
 class Among(NamedTuple):
-    """Blocks first ... end - 1. In blocks full_first ... full_end - 1, by default none, only Limits can mask a pair."""
+    """Blocks to which a BlockRange is restricted: first ... end - 1. Blocks full_first ... full_end - 1 are full unless
+    Limits mask a pair of them; by default there are none, so that every block is partial.
+    """
 
     first: Index
     end: Index
@@ -227,7 +247,10 @@ class Among(NamedTuple):
     def within(
         self, first: Index, full_start: Index, full_end: Index, last: Index
     ) -> tuple[Index, Index, Index, Index]:
-        """The intersection with these bounds, as (first, full_start, full_end, last)."""
+        """The given bounds restricted to these blocks, as (first, full_start, full_end, last).
+
+        The given bounds are blocks first ... last - 1; blocks full_start ... full_end - 1 are full under Limits alone.
+        """
         first = maximum(first, self.first)
         last = maximum(minimum(last, self.end), first)
         if isinstance(self.full_end, int) and self.full_end == 0:
@@ -238,7 +261,10 @@ class Among(NamedTuple):
 def _partial_at_both_ends(
     first: Index, full_start: Index, full_end: Index, last: Index, *, descending: bool, in_order: bool
 ) -> BlockRange:
-    """Blocks first ... last - 1. Blocks full_start ... full_end - 1, if any, are full."""
+    """The BlockRange of blocks first ... last - 1, where blocks full_start ... full_end - 1 (none if empty) are full.
+
+    descending: from last - 1 down. in_order: visits strictly in this order; otherwise all partial blocks come first.
+    """
     if isinstance(full_end, int) and full_end == 0:  # no block is full
         count = last - first
         return BlockRange(count, count, lambda step: last - 1 - step if descending else first + step)
@@ -290,9 +316,10 @@ def _where(condition: bool | jax.Array, a: Index, b: Index) -> Index:
 
 
 def bounds_array(inputs: AttentionInputs, options: AttentionOptions) -> Int32[Array, "B columns"] | None:
-    """[B, 2] int32 of (q_offset, number of keys that count), for a kernel to read; None if tracing knows both.
+    """The limits of each batch entry that tracing does not know, as an int32 array for a kernel; None if it knows all.
 
-    With inputs.reach: [B, 3], whose last column is the first query with keys.
+    Columns: the position of query 0, and the number of keys that count, 0 ... S. With inputs.reach a third column: the
+    first query that has keys.
     """
     q_offset, kv_lengths = first_position(inputs, options), inputs.kv_lengths
     batch, kv_length = inputs.key.shape[:2]
@@ -314,7 +341,10 @@ def limits(
     is_causal: bool,
     window: tuple[int, int] | None = None,
 ) -> Limits:
-    """The Limits of a batch entry; bounds_ref is None or holds bounds_array."""
+    """The limits of the keys of batch entry batch_index, for use inside a kernel.
+
+    bounds_ref: the result of bounds_array in memory. If it is None, q_offset and kv_length hold for all batch entries.
+    """
     if bounds_ref is None:
         return Limits(cast(int, q_offset), kv_length, is_causal, window)
     first_query = bounds_ref[batch_index, 2] if bounds_ref.shape[1] > 2 else 0
@@ -328,18 +358,24 @@ NO_QUERY, NO_KEY = -1, -2
 def segment_arrays(
     q_ids: Int32[Array, "B T"], kv_ids: Int32[Array, "B S"]
 ) -> tuple[Int32[Array, "B T"], Int32[Array, "B S"]]:
-    """Segment ids of queries and keys. A query may attend to a key if and only if their ids are equal."""
+    """The segment ids, with negative ids replaced: by -1 for queries, by -2 for keys, so that they equal no other id.
+
+    A query may attend to a key if and only if their ids in the results are equal.
+    """
     return jnp.where(q_ids < 0, NO_QUERY, q_ids), jnp.where(kv_ids < 0, NO_KEY, kv_ids)
 
 
 def segment_ranges(
     ids: Int32[Array, "B T"], block: int, other_ids: Int32[Array, "B S"], other_block: int
 ) -> Int32[Array, "B blocks 4"]:
-    """[B, blocks, 4] int32: for each block of ids, the fields of Among for the blocks of other_ids that it meets.
+    """For each block of `ids`, the range of blocks of `other_ids` that it may attend to: (first, end, full_first,
+    full_end).
 
-    Two blocks meet if they may share an id. If the ids are not sorted, the range also holds blocks that do not meet.
-    The full range is the first run of neighbouring blocks whose ids all equal the single id of the block itself.
-    ids, other_ids: [B, T] and [B, S] int32.
+    The results are the fields of Among; both ends are exclusive. ids, other_ids: segment ids of queries and of keys, or
+    the reverse; block, other_block: the block sizes. Two blocks meet if the ranges of their ids overlap. If the ids are
+    not sorted, the range first ... end - 1 also holds blocks that do not meet. Blocks full_first ... full_end - 1 are
+    the first consecutive blocks whose ids all equal the single id of the block itself; the range is empty if there are
+    none.
     """
     low, high, only = _extremes(ids, block)
     other_low, other_high, other_only = _extremes(other_ids, other_block)
@@ -354,14 +390,15 @@ def segment_ranges(
 
 
 def among(ranges_ref: Ref, batch_index: Index, block: Index) -> Among:
-    """The blocks that a block may meet, from segment_ranges."""
+    """The range of blocks that a block may attend to, from segment_ranges' result in memory."""
     return Among(*(ranges_ref[batch_index, block, i] for i in range(4)))
 
 
 def _extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The lowest and the highest id >= 0 of each block, and its single id, or -1 if it has several: [B, blocks].
+    """(the lowest id, the highest id, the only id) of each block, counting ids >= 0: three int32 [B, blocks].
 
-    A block without an id >= 0 gets a lowest and a highest id that meet no block.
+    The only id is -1 if a block has several ids. A block without an id >= 0 has a lowest id above all ids and a highest
+    id below all ids >= 0, so that it meets no block.
     """
     ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), constant_values=-1)
     ids = ids.reshape(ids.shape[0], -1, block)

@@ -25,7 +25,10 @@ MERGE_OVERHEAD = 4
 
 
 def pack(query: Float[Array, "B T H D"], kv_heads: int, rows: int) -> Float[Array, "B Hkv rows D"]:
-    """[B, T, H, D] -> [B, Hkv, rows, D], with rows of zeros at the end."""
+    """The queries as rows of one matrix per key head: row t * H / Hkv + g is query t of query head g of the key head.
+
+    rows: the number of rows of the result; rows without a query are zeros at the end.
+    """
     batch, q_length, heads, head_dim = query.shape
     query = query.reshape(batch, q_length, kv_heads, heads // kv_heads, head_dim).swapaxes(1, 2)
     query = query.reshape(batch, kv_heads, -1, head_dim)
@@ -35,7 +38,9 @@ def pack(query: Float[Array, "B T H D"], kv_heads: int, rows: int) -> Float[Arra
 def unpack(
     out: Float[Array, "B Hkv rows Dv"], lse: Float32[Array, "B Hkv rows"], q_length: int, heads: int
 ) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
-    """[B, Hkv, rows, Dv] and [B, Hkv, rows] -> [B, T, H, Dv] and [B, H, T]."""
+    """The inverse of `pack` for a kernel's results: out [B, T, H, Dv] and lse [B, H, T]; rows without a query are
+    dropped.
+    """
     batch, kv_heads = out.shape[:2]
     group = heads // kv_heads
     out, lse = (x[:, :, : group * q_length].reshape(batch, kv_heads, q_length, group, *x.shape[3:]) for x in (out, lse))
@@ -45,7 +50,7 @@ def unpack(
 def row_sinks(
     sinks: Float32[Array, "B H"] | None, kv_heads: int, q_length: int, rows: int
 ) -> Float32[Array, "B Hkv rows"] | None:
-    """[B, Hkv, rows] float32 from [B, H]: the sink of each row's head."""
+    """The sink of each packed row's head, zeros for rows without a query; None without sinks."""
     if sinks is None:
         return None
     of_rows = jnp.tile(sinks.reshape(len(sinks), kv_heads, -1), (1, 1, q_length))
@@ -53,15 +58,19 @@ def row_sinks(
 
 
 def most_blocks(capacity: int, q_length: int, left: int, block_kv: int) -> int:
-    """The largest number of key blocks that a sequence may visit."""
+    """The largest number of blocks of keys that a sequence may visit.
+
+    left: the number of keys before its own that a query attends to; -1: all.
+    """
     blocks = pl.cdiv(capacity, block_kv)
     return blocks if left < 0 else min(blocks, pl.cdiv(left + q_length, block_kv) + 1)
 
 
 def split_count(programs: int, blocks: int, slots: int) -> int:
-    """The number of splits of `blocks` blocks of keys, for `programs` pairs of a sequence and a key head.
+    """The number of splits into which the keys of each sequence are cut, so that all SMs have work.
 
-    slots: the number of programs that run at a time. Returns the fewest splits that reach the least time, in blocks.
+    programs: pairs of a sequence and a key head (and a tile of rows). blocks: blocks of keys of a sequence. slots: the
+    number of programs that run at a time. Returns the fewest splits that reach the shortest estimated time.
     """
 
     def time(splits):

@@ -1,4 +1,8 @@
-"""The program of a score_mod as a graph: the inputs of each value, and the indices along which the value varies."""
+"""The program of a score_mod as a graph: the inputs of each value, and the indices along which the value varies.
+
+A kernel evaluates the graph for the pairs of a tile. Values that vary along queries only, or keys only, are computed
+once per row or column.
+"""
 
 import dataclasses
 import functools
@@ -17,8 +21,10 @@ WHOLE = frozenset("qk")
 class Node:
     """A value of the program, computed for each pair of a tile.
 
-    axes: the letters of "qk" along which the value varies. bound: of an integer's magnitude, None if unknown. value:
-    of a literal.
+    kind: "score" (the score that the function gets), "b", "h", "q" or "k" (an index: batch entry, head, query, key),
+    "operand" (a value read from an array), "literal", or the name of the JAX primitive that computes the value. axes:
+    the letters of "qk" along which the value varies. inputs, params: of the primitive. bound: a limit of the magnitude
+    of an integer and of all its summands; None if unknown. value: of a literal.
     """
 
     kind: str
@@ -35,7 +41,7 @@ class Node:
 
     @property
     def may_be_infinite(self) -> bool:
-        """Whether a derivative may be infinite or NaN for a masked pair, whose score is finite."""
+        """Whether this value, a derivative, may be infinite or NaN for a masked pair, whose score is finite."""
         if not self.is_float or not self.axes or self.kind in ("score", "tanh", "logistic"):
             return False
         simple = ("add", "add_any", "sub", "mul", "neg", "square", "one_minus_square", "select_n", "sign", "copy")
@@ -47,9 +53,11 @@ class Node:
 def nodes(
     program: Jaxpr, operands: list[tuple[Any, frozenset[str]]], lengths: tuple[int, int]
 ) -> tuple[tuple[Node, ...], Node, Node]:
-    """(operands, the result, its derivative with respect to the score) of a TileMod's program.
+    """(operands, result, slope): the nodes of a score_mod's program, a scalar function of (score, b, h, q, k,
+    *operands).
 
-    operands: dtype and axes of each. lengths: of queries and keys.
+    result: the new score. slope: its derivative with respect to the score. operands: the dtype and the axes of each
+    operand. lengths: the number of queries and of keys, which bound the indices.
     """
     q_length, kv_length = lengths
     index = lambda kind, axes="", bound=None: Node(kind, jnp.dtype(jnp.int32), frozenset(axes), bound=bound)
@@ -79,6 +87,7 @@ def _converted(x: Node, dtype: jnp.dtype) -> Node:
 
 
 def _traced(jaxpr: Jaxpr, consts: Any, inputs: list[Node]) -> list[Node]:
+    """The nodes of a jaxpr's results, from the nodes of its inputs. Nested jaxprs are inlined."""
     known = dict(zip(jaxpr.invars, inputs, strict=True))
     literal = lambda value, aval: Node("literal", jnp.dtype(aval.dtype), value=jnp.dtype(aval.dtype).type(value))
     known |= {variable: literal(x, variable.aval) for variable, x in zip(jaxpr.constvars, consts, strict=True)}
@@ -96,7 +105,7 @@ def _traced(jaxpr: Jaxpr, consts: Any, inputs: list[Node]) -> list[Node]:
 
 
 def reads_large(result: Node) -> bool:
-    """Whether the program has a finite constant far from 0, such as the -1e9 of a mask."""
+    """Whether the program has a finite constant of magnitude above 2**13, such as the -1e9 of a mask."""
     seen, rest = set(), [result]
     while rest:
         node = rest.pop()
@@ -110,8 +119,10 @@ def reads_large(result: Node) -> bool:
 
 
 def tanh_factor(result: Node) -> float | None:
-    """The factor of the score in the program's only tanh, whose argument is a multiple of the score; None if it is 0,
-    or if the program has another form."""
+    """The number c if the program has a single tanh, whose argument is c times the score; else None.
+
+    None is returned for no tanh, several, any other argument, and c = 0.
+    """
     found, seen, rest = [], set(), [result]
     while rest:
         node = rest.pop()
@@ -134,9 +145,10 @@ def tanh_factor(result: Node) -> float | None:
 
 
 def interval(node: Node, known: dict[Any, tuple[Any, Any]]) -> tuple[Any, Any] | None:
-    """(lowest, highest) value of a node, None if unknown. The bounds are floats if they depend on no array.
+    """(lowest, highest) value that a node can have; None if unknown. The bounds are floats if they depend on no array.
 
-    known: the intervals of operands, of "score" and of "q - k", where they are known.
+    known: known intervals, by Node for operands, and by the strings "score" and "q - k" for the score and for the
+    difference of the query's and the key's index.
     """
     kind, inputs = node.kind, node.inputs
     if kind == "literal":
@@ -190,6 +202,9 @@ def is_one(x: Node) -> bool:
 
 
 def _applied(equation: Any, inputs: list[Node]) -> Node:
+    """The node of an equation's result. Equations on literals are evaluated, copies and multiplications by 1 are
+    skipped.
+    """
     kind, (out,) = str(equation.primitive), equation.outvars
     dtype = jnp.dtype(out.aval.dtype)
     if all(x.kind == "literal" for x in inputs):
@@ -205,7 +220,11 @@ def _applied(equation: Any, inputs: list[Node]) -> Node:
 
 
 def _bound(kind: str, inputs: list[Node]) -> int | None:
-    """A bound on the magnitude of a sum of indices and of each of its terms."""
+    """An integer that bounds the magnitude of an integer result and of all its summands, from the inputs' bounds.
+
+    It is the sum of the inputs' bounds. None for operations other than add, sub, neg, abs, max and min, and if a bound
+    is unknown.
+    """
     if kind not in ("add", "sub", "neg", "abs", "max", "min"):
         return None
     bounds = [abs(int(x.value)) if x.kind == "literal" and not x.is_float else x.bound for x in inputs]

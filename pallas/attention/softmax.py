@@ -1,10 +1,11 @@
-"""The online softmax in base 2: scores times scale * log2(e), so that exp2 is one instruction.
+"""The online softmax of the Hopper kernels in base 2: scores times scale * log2(e), so that exp2 is one instruction.
 
 With a bias per query, scores are in natural units instead. A bias of finfo.min means to mask: times log2(e) it would be
 -inf, and the maximum of a row that it masks whole must be subtracted from the row's scores without rounding.
 
-The running state of a tile is (row_max, row_sum): the maximum of each row, and partial sums of each row, eight
-columns wide. The columns are added up once, at the end: inside the loop no thread waits for another thread's sum.
+The running state of a tile is (row_max, row_sum): the maximum of each row, float32 [rows], and partial sums of each
+row's P, float32 [rows, 8]. The 8 columns are added up once, at the end: inside the loop no thread waits for another
+thread's sum.
 """
 
 import math
@@ -27,21 +28,27 @@ NEAR = 2.0**13
 
 
 def is_far(lse):
-    """Whether each row's lse is so large that its rounding matters, e.g. if a bias of -1e9 masks all keys."""
+    """Whether each lse, in natural units, is so large (above 2**13) that its rounding matters: bool, in lse's shape.
+
+    Example: a bias of -1e9 masks all keys of a query.
+    """
     return jnp.isfinite(lse) & (jnp.abs(lse) > NEAR)
 
 
 def start(rows: int, *, natural: bool = False):
-    """(row_max, row_sum) of rows that have met no key."""
+    """(row_max, row_sum) of rows that have met no key: the lowest maximum and zeros. natural: scores in natural
+    units.
+    """
     lowest = jnp.full((rows,), LOWEST_NATURAL if natural else LOWEST, jnp.float32)
     row_max = plgpu.layout_cast(lowest, WGMMA.reduce(1))
     return row_max, plgpu.layout_cast(jnp.zeros((rows, PARTIAL_COLUMNS), jnp.float32), WGMMA)
 
 
 def step(scores, row_max, row_sum, scale, largest: float = 0.0):
-    """(P = exp2 of the scores, new row_max, new row_sum, alpha: the factor for the accumulator so far).
+    """(P, new row_max, new row_sum, alpha) after a block of scores [rows, keys].
 
-    Masked scores are -inf. largest: log2 of the largest P; the maximum is lowered by it.
+    P = exp2(scores * scale * log2(e) - row_max), float32. alpha: [rows], the factor for the accumulator so far. Masked
+    scores are -inf. largest: log2 of the largest P; the maximum is lowered by it.
     """
     factor = scale * LOG2E
     top = scores.max(axis=1) * factor
@@ -52,7 +59,7 @@ def step(scores, row_max, row_sum, scale, largest: float = 0.0):
 
 
 def natural_step(scores, row_max, row_sum):
-    """step for scores and a maximum in natural units."""
+    """(P, new row_max, new row_sum, alpha) as `step` returns them, for scores and a maximum in natural units."""
     new = jnp.maximum(row_max, scores.max(axis=1))
     alpha = jnp.exp2((row_max - new) * LOG2E)
     p = jnp.exp2((scores - lax.broadcast_in_dim(new, scores.shape, [0])) * LOG2E)
@@ -60,10 +67,11 @@ def natural_step(scores, row_max, row_sum):
 
 
 def lazy_step(scores, row_max, row_sum, scale, largest: float, limit: float, any_above):
-    """The result of step, and whether to rescale by its alpha: P may rise to 2**limit before the maximum is renewed.
+    """(P, new row_max, new row_sum, alpha, rises), where the maximum is renewed only if P would rise above 2**limit.
 
-    any_above(values [rows, PARTIAL_COLUMNS], limits [rows]): whether any value is above its row's limit, for all
-    threads that branch together.
+    rises: a bool scalar, whether the maximum was renewed; only then is alpha the factor for the accumulator. The other
+    arguments are as in `step`. any_above(values [rows, PARTIAL_COLUMNS], limits [rows]): whether any value is above its
+    row's limit, for all threads that branch together.
     """
     factor = scale * LOG2E
     tops = _tree(jnp.maximum, _parts(scores)) * factor
@@ -82,21 +90,26 @@ def lazy_step(scores, row_max, row_sum, scale, largest: float, limit: float, any
 
 
 def bounded_step(scores, row_max, row_sum, scale: float):
-    """(P, new row_sum) for a fixed maximum: no search for the maximum, and no rescaling. See room()."""
+    """(P, new row_sum) under a fixed maximum row_max: no search for the maximum, and no rescaling.
+
+    Valid if no score is more than room() above the maximum.
+    """
     p = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_max, scores.shape, [0]))
     return p, row_sum + _row_sums(p)
 
 
 def _row_sums(p):
-    """The rows of P summed up to PARTIAL_COLUMNS, as a tree, so that additions do not wait for one another."""
+    """The partial sums of each row of P: [rows, PARTIAL_COLUMNS], added as a tree, so that additions do not wait."""
     return _tree(jnp.add, _parts(p))
 
 
 def _parts(x):
+    """The array's columns in groups of PARTIAL_COLUMNS."""
     return [x[:, i : i + PARTIAL_COLUMNS] for i in range(0, x.shape[1], PARTIAL_COLUMNS)]
 
 
 def _tree(combine, parts):
+    """Combines the parts pairwise until one is left."""
     while len(parts) > 1:
         odd = parts[-1:] if len(parts) % 2 else []
         parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
@@ -106,19 +119,21 @@ def _tree(combine, parts):
 def room(dtype) -> float:
     """The largest rise, in base 2, of scores above the maximum of a row's first block for which bounded_step is valid.
 
-    bfloat16 has the exponents for a maximum this far above the scores: see lifted(). float16 has not: there
-    exp2(score - maximum) is at most 2**room. P and its sums can hold it, because float16 values are below 2**16.
+    dtype: of P in the matmul with V. bfloat16 has the exponents for a maximum this far above the scores: see lifted().
+    float16 has not: there exp2(score - maximum) is at most 2**room. P and its sums can hold it, because float16 values
+    are below 2**16.
     """
     return 60.0 if dtype == jnp.bfloat16 else 15.0
 
 
 def lifted(p, row_max, row_sum, largest):
-    """(P, row_max, row_sum) of a row's first block, relative to a maximum that no score exceeds, if room() allows it.
+    """(P, row_max, row_sum) of a row's first block, changed to a maximum that no score of the row exceeds.
 
-    P is then at most 1, as with a running maximum: a P of up to 2**room would overflow with values above 2**47, which
-    bfloat16 has. A row's largest P is above 2**-room / 2, so that it does not underflow with values above 1e-19. The
-    lift is a whole number, so that a P of 1 becomes a power of two, which bfloat16 holds exactly: if one key has nearly
-    all the weight of a row, the rounding of its P would be the largest error.
+    largest: an upper bound of the row's scores in base 2, at most room() above row_max. P is then at most 1, as with a
+    running maximum: a P of up to 2**room would overflow with values above 2**47, which bfloat16 has. A row's largest P
+    is above 2**-room / 2, so that it does not underflow with values above 1e-19. The lift is a whole number, so that a
+    P of 1 becomes a power of two, which bfloat16 holds exactly: if one key has nearly all the weight of a row, the
+    rounding of its P would be the largest error.
     """
     distance = jnp.maximum(largest - row_max, 0.0)
     whole = distance.astype(jnp.int32).astype(jnp.float32)
@@ -129,20 +144,25 @@ def lifted(p, row_max, row_sum, largest):
 
 
 def largest_scores(longest_queries, longest_keys, scale: float):
-    """[B, H] float32: an upper bound of each head's scores in base 2, from the largest squared norms of query rows
-    [B, H] and key rows [B, Hkv]."""
+    """An upper bound of each head's scores in base 2: float32 [B, H].
+
+    longest_queries, longest_keys: the largest squared norm of a query row [B, H] and of a key row [B, Hkv].
+    """
     keys = jnp.repeat(longest_keys, longest_queries.shape[1] // longest_keys.shape[1], axis=1)
     return jnp.sqrt(longest_queries * keys) * (scale * LOG2E * (1 + 1e-4))
 
 
 def norms(parts):
-    """The norms of rows of 16-bit values, which are given as one or more arrays of columns: float32 [rows]."""
+    """The Euclidean norm of each row of a matrix of 16-bit values: float32 [rows]. parts: arrays of its columns."""
     squares = [jnp.square(part.astype(jnp.float32)).sum(axis=1) for part in parts]
     return jnp.sqrt(_tree(jnp.add, squares))
 
 
 def with_sink(row_max, row_sum, sink, *, natural: bool = False):
-    """(new row_max, new row_sum, the factor for the accumulator) after a sink logit joins the denominator."""
+    """(new row_max, new row_sum, factor for the accumulator) after a sink logit joins the denominator.
+
+    sink: a logit in natural units, per row. natural: row_max is in natural units, not in base 2.
+    """
     sink = sink if natural else sink * LOG2E
     exp2 = lambda x: jnp.exp2(x * LOG2E if natural else x)
     new = jnp.maximum(row_max, sink)
@@ -153,9 +173,11 @@ def with_sink(row_max, row_sum, sink, *, natural: bool = False):
 
 
 def finish_exactly(row_max, row_sum, *, natural: bool):
-    """The result of finish for rows that may be dead, and excess: the exact log-sum-exp minus lse.
+    """(factor for the accumulator, lse, excess), per row, for rows that may have met no key.
 
-    lse has 24 bits and loses the log of the sums next to a maximum of -1e9.
+    lse: the log-sum-exp in natural log, rounded; it has 24 bits and loses the log of the sums next to a maximum of
+    -1e9. excess: the exact log-sum-exp minus lse. A row without a key has factor 0, lse -inf and excess 0. natural:
+    row_max is in natural units.
     """
     row_sum = row_sum.sum(axis=1)
     # Round the maximum: a fused multiply-add would keep bits that the backward's scores do not have.
@@ -169,9 +191,9 @@ def finish_exactly(row_max, row_sum, *, natural: bool):
 
 
 def finish(row_max, row_sum, *, may_be_dead: bool):
-    """(factor for the accumulator, log-sum-exp in natural log), per row.
+    """(factor for the accumulator, lse in natural log), per row, at the end of the loop over keys.
 
-    may_be_dead: rows may have met no key.
+    may_be_dead: rows may have met no key; their factor is 0 and their lse -inf.
     """
     row_sum = row_sum.sum(axis=1)
     if not may_be_dead:
@@ -183,7 +205,10 @@ def finish(row_max, row_sum, *, may_be_dead: bool):
 
 
 def merged(lse, other):
-    """(log-sum-exp over all keys, weight of the first result, weight of the second result), per row. -inf: no key."""
+    """(lse over both sets of keys, weight of the first result, weight of the second result), per row.
+
+    lse, other: of two results for the same queries over different keys; -inf: no key.
+    """
     top = jnp.maximum(lse, other)
     top = jnp.where(top == -jnp.inf, 0.0, top)
     mine, theirs = (jnp.exp2((x - top) * LOG2E) for x in (lse, other))

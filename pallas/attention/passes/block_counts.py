@@ -17,7 +17,10 @@ LEAST_ROWS = 16
 
 
 def takes(shape: tuple[int, ...], block_q: int, block_kv: int) -> bool:
-    """Whether parts of blocks are Triton tensors, and Triton can address all bools."""
+    """Whether this kernel can count a bool array of this shape [B, H, T, S]; if not, XLA has to.
+
+    It needs block sizes that give Triton tensors (powers of two), and an array that Triton can address.
+    """
     batch, heads, q_length, kv_length = shape
     rows, columns = _tile(kv_length, block_q, block_kv)
     return (
@@ -31,7 +34,9 @@ def takes(shape: tuple[int, ...], block_q: int, block_kv: int) -> bool:
 
 
 def _tile(kv_length: int, block_q: int, block_kv: int) -> tuple[int, int]:
-    """(rows, columns) of a program: some of a block's rows, and the columns of one or more neighbouring blocks."""
+    """(rows, columns) that one program counts: some rows of a block, and all columns of one or more neighbouring
+    blocks.
+    """
     rows = min(block_q & -block_q, max(LEAST_ROWS, ELEMENTS // block_kv))
     columns = block_kv
     while 2 * columns * rows <= ELEMENTS and columns < kv_length:
@@ -42,7 +47,11 @@ def _tile(kv_length: int, block_q: int, block_kv: int) -> tuple[int, int]:
 def counts(
     keep: Bool[Array, "B H T S"], block_q: int, block_kv: int, *, interpret: bool
 ) -> Int32[Array, "B H rows columns"]:
-    """int32 [B, H, ceil(T / block_q), ceil(S / block_kv)] from bool [B, H, T, S]."""
+    """The number of True values in each block of block_q x block_kv: int32 [B, H, ceil(T / block_q), ceil(S /
+    block_kv)].
+
+    The caller has checked `takes`.
+    """
     batch, heads, q_length, kv_length = keep.shape
     rows, columns = _tile(kv_length, block_q, block_kv)
     blocks, parts = pl.cdiv(q_length, block_q), block_q // rows

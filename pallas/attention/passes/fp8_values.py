@@ -22,9 +22,11 @@ BLOCK = 128  # keys of a program, and the longest row of a swizzled tile
 def transposed(
     value: Float[Array, "B S Hkv Dv"], kv_lengths: Int32[Array, " B"] | None, *, interpret: bool
 ) -> Float[Array, "B Hkv columns rows"]:
-    """[B, S, Hkv, Dv] of an 8-bit type -> [B, Hkv, Dv rounded up to 64, S rounded up to BLOCK], in KEY_ORDER.
+    """The values transposed and padded with zeros: [B, Hkv, Dv rounded up to 64, S rounded up to 128], in the same
+    dtype.
 
-    kv_lengths: [B] int32. The values of keys at or past this length become zeros, as does the padding of the axes.
+    In every 16 keys, the key at index i is key KEY_ORDER[i]. value: [B, S, Hkv, Dv], an 8-bit type. kv_lengths: values
+    of keys at or past this length become zeros; None: all S keys count.
     """
     batch, kv_length, kv_heads, head_dim = value.shape
     columns, rows = pl.cdiv(kv_length, BLOCK) * BLOCK, pl.cdiv(head_dim, 64) * 64
@@ -62,7 +64,7 @@ def transposed(
 
 
 def _by_xla(value: jax.Array, kv_lengths: jax.Array | None, rows: int, columns: int) -> jax.Array:
-    """`transposed`, for arrays that Triton cannot address."""
+    """The result of `transposed` with `rows` rows and `columns` keys, by XLA: for arrays that Triton cannot address."""
     batch, kv_length, kv_heads, head_dim = value.shape
     if kv_lengths is not None:
         exists = jnp.arange(kv_length) < kv_lengths[:, None]

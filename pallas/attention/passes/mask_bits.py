@@ -1,7 +1,7 @@
-"""Packs the bits of a mask into the words that the Hopper kernels read: bound by reading each bool once.
+"""Packs a bool mask into mask words, which the Hopper kernels read: bound by reading each bool once.
 
-XLA takes five times as long if each head has its own mask (16 heads of 8192 x 8192 on an H200: 2.25 ms against
-0.43 ms; transposed, 0.60 ms against 0.50 ms).
+XLA takes five times as long if each head has its own mask (16 heads of 8192 x 8192 on an H200: 2.25 ms against 0.43 ms;
+transposed, 0.60 ms against 0.50 ms).
 """
 
 import jax
@@ -20,16 +20,17 @@ WARPS = 4
 
 
 def takes(pairs: int, columns: int) -> bool:
-    """Whether blocks of `columns` columns are Triton tensors, and Triton can address `pairs` bools."""
+    """Whether this kernel can pack a mask of `pairs` bools into blocks of `columns` columns; if not, XLA has to."""
     return columns & (columns - 1) == 0 and columns % PART == 0 and reaches(pairs, itemsize=1)
 
 
 def packed(
     keep: Bool[Array, "B H T S"], rows: int, columns: int, *, transposed: bool, interpret: bool
 ) -> Int32[Array, "B H blocks rows 8"]:
-    """sm90.mask_bits.packed with the rows of all blocks in one axis: int32 [B, H, blocks of columns, rows, PART].
+    """The mask words of a mask: int32 [B, H, blocks of columns, rows padded to whole blocks, PART], zeros past the end.
 
-    keep: bool [B, H, T, S]. The rows are padded to whole blocks.
+    PART is 8, and bit i of word j is column i * 8 + j of its block of columns. keep: bool [B, H, T, S]. rows, columns:
+    the block size. Rows are queries and columns keys; if transposed, the reverse. The caller has checked `takes`.
     """
     batch, heads, q_length, kv_length = keep.shape
     row_count, column_count = (kv_length, q_length) if transposed else (q_length, kv_length)

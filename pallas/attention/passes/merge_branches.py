@@ -1,8 +1,8 @@
-"""Merges the branches of dilated attention. It reads each branch once and writes the result once: bound by memory.
+"""Kernels that gather the branches of dilated attention into compact arrays, and that merge or add up the branches.
 
-A branch's results are compact: they hold only the tokens that its heads take. A program owns a block of tokens of one
-head, finds these tokens in each branch, and loads only their rows. If this were a selection, XLA would load every row
-as many times as the branch's rate.
+They read each branch once and write the result once: bound by memory. A branch's results are compact: they hold only
+the tokens that its heads take. A program owns a block of tokens of one head, finds these tokens in each branch, and
+loads only their rows. If this were a selection, XLA would load every row as many times as the branch's rate.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jax_kernels.pallas.varying import result_types
 
 
 class Shape(NamedTuple):
-    """The size of a program: the elements of its block of tokens, and its warps.
+    """The size of a program: the number of elements of its block of tokens, and its warps.
 
     heads_first: neighbouring programs have neighbouring heads instead of neighbouring tokens.
     """
@@ -32,23 +32,27 @@ class Shape(NamedTuple):
     heads_first: bool = True
 
     def block(self, head_dim: int) -> int:
+        """The number of tokens of a program's block."""
         return self.elements // padded(head_dim)
 
     def axes(self, of_heads: Any, of_tokens: Any) -> tuple[Any, Any]:
-        """The first two axes of the grid."""
+        """The arguments in the order of the grid's first two axes. They belong to the axis of heads and the axis of
+        tokens.
+        """
         return (of_heads, of_tokens) if self.heads_first else (of_tokens, of_heads)
 
     def program(self, head_dim: int):
-        """(its tokens or rows, its head, its entry)."""
+        """(tokens or rows of the running program's block, its head, its batch entry or compact entry), all indices."""
         head, nth = self.axes(pl.program_id(0), pl.program_id(1))
         block = self.block(head_dim)
         return nth * block + iota(block), head, pl.program_id(2)
 
     def spec(self, shape: tuple[int | None, ...], index: Any) -> pl.BlockSpec:
-        """index(head, block of tokens, batch entry)."""
+        """The BlockSpec of blocks of `shape`. index(head, block of tokens, batch entry) returns the block's index."""
         return pl.BlockSpec(shape, lambda x, y, b: index(*self.axes(x, y), b))
 
     def tile(self, head_dim: int) -> pl.BlockSpec:
+        """The BlockSpec of a program's block of an array [B, T, heads, head_dim]."""
         return self.spec((None, self.block(head_dim), None, padded(head_dim)), lambda h, i, b: (b, i, h, 0))
 
 
@@ -60,16 +64,18 @@ MOVE = Shape(2048, 4)
 
 
 class Rows(NamedTuple):
-    """The map between tokens of an array [B, T, heads, ...] and rows of a compact array [entries, rows, in_entry, ...].
+    """The map of one branch between tokens of an array [B, T, heads, ...] and rows of a compact array.
 
-    array: index of the compact array. Its entries base ... base + B * segments * folds - 1 are an array
-    [B * segments, folds, rows, in_entry, ...]: fold f has the compact heads f * in_entry ... (f + 1) * in_entry - 1.
-    Compact head c belongs to head h of the array where first + c = part * h + nth. Segment s has the tokens
-    start + s * length ... start + (s + 1) * length - 1. Row r of compact head c is slot r * rate + offset + c // run of
-    its segment.
+    A compact array is [entries, rows, in_entry, ...]; it may hold several branches. `array`: its index in the list of
+    compact arrays. The branch has entries base ... base + B * segments * folds - 1, which are an array [B * segments,
+    folds, rows, in_entry, ...]: fold f has the compact heads f * in_entry ... (f + 1) * in_entry - 1.
 
-    classes: 0, or the number of the array's heads if the compact heads have all classes of a segment: compact head c
-    is then head c % classes of the array and class c // classes. table: index of the Table that gives the tokens of the
+    Segment s has the tokens start + s * length ... start + (s + 1) * length - 1. Compact head c belongs to head h of
+    the array where first + c = part * h + nth. Row r of compact head c is token r * rate + offset + c // run of its
+    segment, or with a table the token that the table has in this slot.
+
+    classes: 0, or the number of the array's heads if the compact heads have all classes of a segment: compact head c is
+    then head c % classes of the array and class c // classes. table: index of the Table that gives the tokens of the
     slots; -1 if slot i is token i.
     """
 
@@ -90,7 +96,13 @@ class Rows(NamedTuple):
     table: int = -1
 
     def find(self, tokens, head, batch_index, tables):
-        """(whether each token has a row, its entry, its row, its head in the entry)."""
+        """The positions of tokens in the compact array: (bool, whether each token has a row; its entry; its row; its
+        head).
+
+        tokens: int32 [block], indices along T. head, batch_index: scalars of the array. The returned head is counted
+        within the entry. tables: refs to each Table's slots, by token. Where a token has no row, the other results have
+        no meaning.
+        """
         from_start = tokens - self.start
         segment, place = lax.div(from_start, self.length), lax.rem(from_start, self.length)
         taken = (from_start >= 0) & (segment < self.segments)
@@ -107,22 +119,26 @@ class Rows(NamedTuple):
         return taken, self.base + entry, row, lax.rem(compact, self.in_entry)
 
     def head_of(self, compact):
-        """(head of the array, class) of a compact head, which is counted over all folds."""
+        """(head of the array, class) of a compact head, whose index counts over all folds."""
         if self.classes:
             return lax.rem(compact, self.classes), lax.div(compact, self.classes)
         return lax.div(self.first + compact, self.part), self.offset + lax.div(compact, self.run)
 
 
 class Table(NamedTuple):
-    """A permutation of a segment's tokens, int32. tokens: [slots], the token in each slot; an index outside the segment
-    in an empty slot. `places`: [length], the slot of each token."""
+    """A permutation of a segment's tokens, for branches whose classes are not the positions modulo the rate. Both
+    int32.
+
+    tokens: [slots], the token in each slot, counted within the segment; `length` or more in an empty slot. `places`:
+    [length], the slot of each token.
+    """
 
     tokens: jax.Array
     places: jax.Array
 
 
 class Compact(NamedTuple):
-    """The layout of compact arrays, and its tables."""
+    """The layout of compact arrays: a Rows for each branch, or part of one, and the tables that these refer to."""
 
     rows: tuple[Rows, ...]
     tables: tuple[Table, ...]
@@ -137,10 +153,10 @@ def merge(
     share: float | None,
     interpret: bool,
 ) -> tuple[Float[Array, "B T H D"], Float32[Array, "B H T"]]:
-    """(out [B, T, H, D] in the shape and dtype of `like`, lse [B, H, T]), merged from compact outs and lses.
+    """(out [B, T, H, D], lse [B, H, T]): the branches' results merged at every token.
 
-    lses: [entries, heads, rows]. share: the weight of each out; None for the softmax of the lses. A token in no branch
-    gets 0 and -inf.
+    compact: the layout of outs and lses. like: shape and dtype of out. share: the constant weight of every branch's
+    out; None: the weights are the softmax of the branches' lses. A token in no branch gets out = 0 and lse = -inf.
     """
     batch, length, heads, head_dim = like.shape
     rows = compact.rows
@@ -183,7 +199,10 @@ def total(
     like: jax.ShapeDtypeStruct,
     interpret: bool,
 ) -> Float[Array, "B T H D"]:
-    """factor * (sum of the compact parts + whole), in the shape and dtype of `like`. whole: float32, or None."""
+    """factor * (the sum of all branches' parts at every token + whole), in the shape and dtype of `like`.
+
+    compact: the layout of the parts. whole: an array that is already [B, T, H, D], or None.
+    """
     _, length, _, head_dim = like.shape
     block = MOVE.block(head_dim)
 
@@ -211,7 +230,8 @@ def gather(
 ) -> list[Shaped[Array, "entries count in_entry D"]]:
     """The compact arrays [entries, count, in_entry, D] of arrays [B, T, heads, D], which have equal shapes.
 
-    compact: the layout of one compact array. A row without a token is zeros. XLA takes three times as long.
+    compact: the layout of one compact array. count: its rows per entry. A row without a token is zeros. XLA takes three
+    times as long.
     """
     pieces = [x for x in compact.rows if x.nth == 0]
     batch, head_dim, in_entry = len(arrays[0]), arrays[0].shape[3], pieces[0].in_entry
@@ -252,7 +272,11 @@ def gather(
 
 
 def _run(kernel, name: str, shape: Shape, arrays: Sequence[Any], results: Sequence[Any], interpret: bool, tiles=None):
-    """pallas_call of (array, spec) pairs. results: out and, optionally, lse; or arrays whose specs are `tiles`."""
+    """Runs pallas_call and returns its list of results.
+
+    arrays: (array, BlockSpec) pairs. results: ShapeDtypeStructs, either of out [B, T, heads, D] and, optionally, lse
+    [B, heads, T]; or of any arrays, whose BlockSpecs are then `tiles`.
+    """
     batch, length, heads, head_dim = results[0].shape
     block, given = shape.block(head_dim), [array for array, _ in arrays]
     out_specs = tiles or [shape.tile(head_dim), shape.spec((None, None, block), lambda h, i, b: (b, h, i))]
@@ -269,17 +293,20 @@ def _run(kernel, name: str, shape: Shape, arrays: Sequence[Any], results: Sequen
 
 
 def _whole(x: jax.Array) -> pl.BlockSpec:
-    """The spec that gives every program the whole array, for look-ups."""
+    """The BlockSpec that gives every program the whole array x, for look-ups."""
     return pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim)
 
 
 def _lines(x: jax.Array) -> jax.Array:
-    """[entries, rows, heads, D] -> [entries, rows, heads * D]."""
+    """x [entries, rows, heads, D] as [entries, rows, heads * D]."""
     return x.reshape(*x.shape[:2], -1)
 
 
 def _load(ref: Any, place: Any, exists: Any, head_dim: int) -> jax.Array:
-    """The rows of a block's tokens in a compact array, zeros for absent tokens: float32 [block, padded head_dim]."""
+    """The rows of a block's tokens in a compact array, zeros for absent tokens: float32 [block, padded head_dim].
+
+    ref: the compact array. The second argument is the result of Rows.find. exists: bool, the tokens within the array.
+    """
     taken, entry, row, head = place
     shape = (len(row), padded(head_dim))
     wide = lambda x: jnp.broadcast_to(x[:, None], shape)
@@ -290,4 +317,5 @@ def _load(ref: Any, place: Any, exists: Any, head_dim: int) -> jax.Array:
 
 
 def _store(ref: Any, x: jax.Array, exists: Any, head_dim: int) -> None:
+    """Stores x [block, padded head_dim] in ref's dtype, without the rows that do not exist and the padding columns."""
     plgpu.store(ref, x.astype(ref.dtype), mask=head_mask(exists, len(exists), head_dim))

@@ -22,7 +22,11 @@ WARPS = 4
 
 
 class Rows(NamedTuple):
-    """lse (in base 2) and delta: [B, H, whole blocks] float32. dquery: [B, T, H, width] float32 zeros, or None."""
+    """Values of each query for the backward's kernels.
+
+    lse: in base 2. delta: out * dout, summed, minus the cotangent of lse. Both are float32 and padded to whole blocks
+    of queries. dquery: zeros to which a kernel adds; None if not requested.
+    """
 
     lse: Float32[Array, "B H rows"]
     delta: Float32[Array, "B H rows"]
@@ -30,14 +34,17 @@ class Rows(NamedTuple):
 
 
 def takes(out: Float[Array, "B T H Dv"], width: int, block_q: int) -> bool:
-    """Whether CUDA's grid has room for the programs of out [B, T, H, Dv] and of a dquery of `width` columns."""
+    """Whether CUDA's grid has room for the programs of rows_of.
+
+    out: [B, T, H, Dv]. width: the head_dim of dquery. block_q: the block of queries to which results are padded.
+    """
     batch, length, _, v_head_dim = out.shape
     blocks = pl.cdiv(length, block_q) * block_q // _rows_of(v_head_dim, width, block_q)
     return max(blocks, batch) <= MOST_PROGRAMS
 
 
 def _rows_of(v_head_dim: int, width: int, block_q: int) -> int:
-    """The number of rows of a program: a power of 2 that divides block_q."""
+    """The number of queries of a program: a power of 2 that divides block_q."""
     return min(ELEMENTS // max(padded(v_head_dim), width), block_q & -block_q)
 
 
@@ -52,10 +59,13 @@ def rows_of(
     zeros: bool,
     interpret: bool,
 ) -> Rows:
-    """The Rows of whole blocks of block_q queries. Past the last query lse is inf, and delta 0.
+    """lse in base 2, delta, and optionally zeros for dquery, padded to whole blocks of block_q queries.
 
-    out, dout: [B, T, H, Dv]. lse, dlse: [B, H, T], the forward's lse and its cotangent, which may be None. zeros:
-    whether to make dquery. A query without keys also has lse = inf: exp2(score - inf) is 0, so it passes no gradient.
+    out, dout: [B, T, H, Dv]. lse: the forward's. dlse: its cotangent, or None for zero. width: head_dim of dquery.
+    zeros: whether to make dquery, [B, T, H, width].
+
+    Past the last query lse is inf and delta 0. A query without keys also has lse = inf: exp2(score - inf) is 0, so it
+    passes no gradient.
     """
     batch, length, heads, v_head_dim = out.shape
     block = _rows_of(v_head_dim, width, block_q)

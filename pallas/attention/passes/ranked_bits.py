@@ -1,7 +1,7 @@
-"""Packs a masks.ranked.Ranked mask into words from its ranks: bound by writing the words; no bool per pair exists.
+"""Packs a Ranked mask (jax_kernels.masks.ranked_mask) into mask words from its ranks.
 
-XLA takes about fifteen instructions per bit. This kernel takes four, and none for pairs past all intervals, which are
-half of a causal mask.
+Bound by writing the words; no bool per pair exists. XLA takes about fifteen instructions per bit. This kernel takes
+four, and none for pairs past all intervals, which are half of a causal mask.
 """
 
 import jax
@@ -21,7 +21,7 @@ WARPS = 4
 
 
 def takes(mask: Ranked, columns: int) -> bool:
-    """Whether the columns fill whole words, and CUDA's grid has room for the programs."""
+    """Whether this kernel can pack the mask: the columns fill whole words, and CUDA's grid has room for it."""
     longest = max(mask.last.shape[2], mask.rank.shape[2])
     return columns % PART == 0 and max(mask.batch * mask.heads, pl.cdiv(longest, columns)) <= MOST_PROGRAMS
 
@@ -29,7 +29,12 @@ def takes(mask: Ranked, columns: int) -> bool:
 def packed(
     mask: Ranked, rows: int, columns: int, *, transposed: bool, interpret: bool
 ) -> Int32[Array, "B H blocks rows 8"]:
-    """sm90.mask_bits.packed of mask.array with the rows of all blocks in one axis, as passes.mask_bits.packed."""
+    """The mask words of a Ranked mask: int32 [B, H, blocks of columns, rows padded to whole blocks, PART].
+
+    PART is 8, and bit i of word j is column i * 8 + j of its block of columns; words past the end are zeros. rows,
+    columns: the block size. Rows are queries and columns keys; if transposed, the reverse. The caller has checked
+    `takes`.
+    """
     batch, heads, q_length, kv_length = mask.batch, mask.heads, mask.last.shape[2], mask.rank.shape[2]
     row_count, column_count = (kv_length, q_length) if transposed else (q_length, kv_length)
     row_count = pl.cdiv(row_count, rows) * rows

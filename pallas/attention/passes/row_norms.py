@@ -19,7 +19,10 @@ WARPS = 4
 
 
 def longest(x: Float[Array, "B T H D"], *, interpret: bool, entries: int | None = None) -> Float32[Array, "entries H"]:
-    """[B, heads] float32: the largest squared norm of a row of x [B, T, heads, D]. entries: only the first entries."""
+    """The largest squared norm of a row of x [B, T, heads, D], for each batch entry and head.
+
+    entries: returns only the first batch entries; None: all.
+    """
     batch, length, heads, head_dim = x.shape
     batch = batch if entries is None else entries
     width = padded(head_dim)

@@ -55,7 +55,13 @@ def attention_backward(
     core_count: int,
     interpret: bool,
 ) -> AttentionGradients:
-    """See the package's docstring. config: AttentionBackwardTriton."""
+    """The gradients of query, key, value, bias and score_mod, each with its input's shape and dtype.
+
+    lse: [B, H, T] float32, the forward's in natural log, but +inf for queries without keys. delta: [B, H, T] float32,
+    the sum of out * dout over Dv, minus the cotangent of lse. dout: [B, T, H, Dv]. excess: the forward's, with a bias
+    or a score_mod. bias and score_mod have a gradient only if the options ask for it; sinks have none here. config: the
+    block spec row.
+    """
     del core_count  # one program per tile: nothing is persistent
     bias, inputs = inputs.bias, inputs._replace(bias=aligned(inputs.bias))
     limiting = limiting_arrays(inputs, options)
@@ -75,6 +81,11 @@ def attention_backward(
 
 
 def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
+    """[dkey, dvalue, *sums by key] from the pass whose programs own blocks of keys.
+
+    bounds, q_ids, kv_ids: the result of common.limiting_arrays. lse: in the units of TracedCall.exp2. operands: of the
+    score_mod. sums by key: for each operand with an axis of keys, its gradient summed over queries, [B, H, S] float32.
+    """
     block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
     # All queries of the query heads of this key head; without an axis of heads if the group has one head.
     heads = None if group == 1 else group
@@ -114,10 +125,12 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call
 
 
 def _gradient_of(x: jax.Array, call: TracedCall) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an input's gradient."""
     return jax.ShapeDtypeStruct(x.shape, jnp.float32 if call.options.float32_gradients else x.dtype)
 
 
 def _dkv_kernel(refs: Refs, *, call: TracedCall):
+    """Computes dkey and dvalue of a block of keys, in a loop over the query heads of its group and their queries."""
     kv_index, kv_head, batch_index = (pl.program_id(axis) for axis in range(3))
     block_q, block_kv, group = call.block_q, call.block_kv, call.group
     first_head = kv_head * group
@@ -187,6 +200,12 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
 
 
 def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
+    """[dquery, *sums by query] from the pass whose programs own blocks of queries.
+
+    bounds, q_ids, kv_ids: the result of common.limiting_arrays. lse: in the units of TracedCall.exp2. operands: of the
+    score_mod. sums by query: for each operand without an axis of keys that has a gradient, its gradient summed over
+    keys, [B, H, T] float32.
+    """
     programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands)
     rows: dict[str, Any] = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}
     rows["excess"] = None if excess is None else (excess, programs.row_spec)
@@ -206,6 +225,9 @@ def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call,
 
 
 def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
+    """Computes dquery of a block of queries of one head, in a loop over the keys. q_block: maps a program to its
+    block.
+    """
     q_index, head, batch_index = q_block(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
     block_q, block_kv = call.block_q, call.block_kv
     q_start = q_index * block_q

@@ -44,12 +44,12 @@ WORD = 32  # bits
 
 
 class Pairs(NamedTuple):
-    """The pairs that a mask keeps.
+    """The pairs that a mask keeps, as the kernels read them.
 
-    entries: int32 [B or 1, H or 1, blocks of queries, of keys]: DEAD, WHOLE, or the block's index in `words`. None if
-    only `mask` says which pairs are kept.
-    words: int32 [entries, ceil(block_kv / WORD), block_q]: bit j % WORD of word j // WORD is key j of the block. None
-    if the mask is an array that a kernel can address: `mask`, bool, then has its pairs.
+    entries: int32 [B or 1, H or 1, blocks of queries, blocks of keys]: DEAD, WHOLE, or the block's index in `words`.
+    None if only `mask` says which pairs are kept. words: int32 [entries, ceil(block_kv / 32), block_q]: bit j % 32 of
+    word j // 32 is key j of the block. mask: bool [B or 1, H or 1, T or 1, S or 1], instead of words, if the mask is an
+    array that a kernel can address.
     """
 
     entries: jax.Array | None
@@ -60,7 +60,10 @@ class Pairs(NamedTuple):
     def of(
         cls, inputs: AttentionInputs, options: AttentionOptions, call: TracedCall, *, with_blocks: bool = True
     ) -> "Pairs | None":
-        """None without a mask. with_blocks: find the dead blocks of an array, too."""
+        """The pairs that inputs.mask keeps, for the blocks of `call`; None without a mask.
+
+        with_blocks: whether to find the dead blocks of a mask array, too. Dead blocks of a Mask are always found.
+        """
         if inputs.mask is None:
             return None
         static_offset, offset = offset_of(first_position(inputs, options))
@@ -77,7 +80,9 @@ class Pairs(NamedTuple):
         return cls(entries, lax.bitcast_convert_type(words, jnp.int32))
 
     def ins(self, call: TracedCall) -> dict[str, Any]:
-        """The operands of common.run: every program has all of them."""
+        """The operands of common.run by the names of Refs: (array, BlockSpec) pairs. Every program has the whole
+        arrays.
+        """
         found: dict[str, Any] = {"entries": whole_array(self.entries), "words": whole_array(self.words)}
         if self.mask is not None:
             rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)
@@ -88,7 +93,7 @@ class Pairs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The indices of a batch entry, a head, a block of queries and a block of keys."""
+    """The indices of a batch entry, a query head, a block of queries and a block of keys."""
 
     b: Any
     h: Any
@@ -97,7 +102,9 @@ class Tile(NamedTuple):
 
 
 def is_kept(refs: Refs, call: TracedCall, tile: Tile) -> jax.Array:
-    """The pairs that the mask of a call with Pairs keeps: bool, broadcastable to [block_q, block_kv]."""
+    """Which pairs of a tile the mask keeps, inside a kernel whose Refs have Pairs: bool, broadcastable to [block_q,
+    block_kv].
+    """
     of_head = lambda ref: tuple(jnp.int32(0) if n == 1 else i for n, i in zip(ref.shape, tile[:2], strict=False))
     q_start, kv_start = tile.q_index * call.block_q, tile.kv_index * call.block_kv
     if refs.mask is not None:
@@ -120,9 +127,10 @@ def bias_gradient(
     core_count: int,
     interpret: bool,
 ) -> Float32[Array, "#B #H #T #S"]:
-    """The gradient of inputs.bias; allows a mask. config: AttentionBackwardTriton.
+    """The gradient of inputs.bias, with its shape and dtype. inputs may have a mask.
 
-    The other arguments: see attention_backward in triton/backward.py.
+    lse: [B, H, T] float32, natural log, +inf for queries without keys. delta: [B, H, T] float32, the sum of out * dout
+    over Dv, minus the cotangent of lse. dout: [B, T, H, Dv]. excess: the forward's. config: the block spec row.
     """
     del core_count
     keys, inputs = needed(inputs.bias).shape[3], inputs._replace(bias=aligned(inputs.bias))
@@ -133,9 +141,11 @@ def bias_gradient(
 
 
 def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, pairs, call, config, *, far=None):
-    """The gradient of inputs.bias, which is `aligned`. lse: in natural units. pairs: a mask's Pairs, or None.
+    """The gradient of inputs.bias, with its shape and dtype; the bias is padded by common.aligned.
 
-    far: [B, Hkv] int32, nonzero for key heads with rows that have a gradient; None: all key heads have.
+    bounds, q_ids, kv_ids: the result of common.limiting_arrays. lse: in natural units. pairs: a mask's Pairs, or None.
+    far: [B, Hkv] int32, nonzero for key heads that have queries with a gradient; other heads are skipped. None: all
+    have.
     """
     bias, batch = inputs.bias, inputs.query.shape[0]
     q_rows, kv_rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)
@@ -182,6 +192,11 @@ def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, p
 
 
 def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
+    """Computes the gradient of one tile of the bias, summed over the batch entries, heads, queries and keys that use
+    it.
+
+    batch: the number of batch entries of the call. bias_shape: of the bias, where 1 means a broadcast axis.
+    """
     block_q, block_kv = call.block_q, call.block_kv
     # The numbers of batch entries and of heads that use this tile.
     batches, heads = (count if size == 1 else 1 for count, size in zip((batch, call.heads), bias_shape, strict=False))
@@ -263,7 +278,7 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
 
 
 def _kept(words: Ref, entry: Index, call: TracedCall) -> jax.Array:
-    """The kept pairs of a block that is not dead: bool [block_q, block_kv]."""
+    """Which pairs of a block that is not dead the mask keeps: bool [block_q, block_kv]. entry: from Pairs.entries."""
     keys, of_block = iota(call.block_kv)[None, :], jnp.maximum(entry, 0)
     load_word = lambda i: plgpu.load(words.at[of_block, jnp.int32(i), :])[:, None]
     word = load_word(0)

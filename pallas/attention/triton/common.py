@@ -31,12 +31,13 @@ type Limiting = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 
 
 class Refs(NamedTuple):
-    """The arrays of a kernel; None if the call lacks one.
+    """The arrays of a kernel, as Refs in device memory; None if the call lacks one.
 
-    mask, entries, words: of bias_gradient.Pairs. bounds: block_ranges.bounds_array. ranges: block_ranges.segment_ranges
-    of the blocks that the programs own. lse (TracedCall.in_units), delta, excess: of the backward.
-    operands: of a score_mod. sums, far: of far_rows.
-    outs: the arrays that the kernel writes.
+    mask, entries, words: the mask, see bias_gradient.Pairs. q_ids, kv_ids: segment ids. ranges: for the blocks that the
+    programs own, the blocks that they may attend to (block_ranges.segment_ranges). bounds: the limits of each batch
+    entry (block_ranges.bounds_array). lse (base 2, or natural units if TracedCall.may_mask), delta, excess: of the
+    backward. operands: values that a score_mod reads. sums: gradients so far, and far: key heads with large rows, both
+    of large_lse_rows.py. outs: the arrays that the kernel writes.
     """
 
     query: Ref
@@ -63,7 +64,11 @@ class Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    """The static part of a call, with which a kernel is traced."""
+    """The static facts of a call, with which a kernel is traced.
+
+    block_q, block_kv: the block sizes, at most the lengths rounded up to a power of two. mod: the score_mod's program,
+    or None.
+    """
 
     options: AttentionOptions
     q_length: int
@@ -80,6 +85,9 @@ class TracedCall:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, interpret: bool):
+        """The static facts of a call with these inputs. block_q, block_kv: the block sizes; short lengths get smaller
+        blocks.
+        """
         _, q_length, heads, head_dim = inputs.query.shape
         return cls(
             options=options,
@@ -98,12 +106,16 @@ class TracedCall:
 
     @property
     def may_mask(self) -> bool:
-        """Whether scores may be -inf, or -1e30, without a mask. They then stay in natural units."""
+        """Whether scores may be -inf, or -1e30, without a mask: with a bias or a score_mod. Scores then stay in natural
+        units.
+        """
         return self.has_bias or self.mod is not None
 
     @property
     def columns(self) -> int | None:
-        """The columns of `aligned` arrays that have an axis of keys; None without a bias or score_mod."""
+        """The number of keys rounded up to a multiple of 8, the padded length of bias and operands; None without
+        these.
+        """
         return pl.cdiv(self.kv_length, ALIGNED) * ALIGNED if self.may_mask else None
 
     @property
@@ -116,17 +128,18 @@ class TracedCall:
 
     @property
     def precision(self) -> lax.Precision:
-        """HIGHEST: exact float32 matmuls. DEFAULT: tf32 for float32 operands."""
+        """The precision of matmuls. HIGHEST: exact float32 matmuls. DEFAULT: tf32 for float32 operands."""
         return lax.Precision.HIGHEST if self.options.precision == "fp32" else lax.Precision.DEFAULT
 
     @property
     def factor(self) -> float:
-        """The factor that takes the result of `scores` to base 2; 1 if scores stay in natural units."""
+        """The factor that takes the scores that `scores` returns to base 2; 1 if scores stay in natural units."""
         if self.may_mask:
             return 1.0
         return LOG2E * (self.options.scale if self.options.softcap is None else self.options.softcap)
 
     def limits(self, refs: Refs, batch_index: Index) -> block_ranges.Limits:
+        """The limits of the keys of a batch entry, for use inside a kernel."""
         return block_ranges.limits(
             refs.bounds,
             batch_index,
@@ -139,7 +152,7 @@ class TracedCall:
     def key_blocks(
         self, refs: Refs, limits: block_ranges.Limits, batch_index: Index, q_index: Index
     ) -> block_ranges.BlockRange:
-        """The blocks of keys that a block of queries visits."""
+        """The blocks of keys that block of queries number q_index visits, inside a kernel."""
         among = None
         if refs.ranges is not None:
             among = block_ranges.among(refs.ranges, batch_index, q_index)
@@ -151,16 +164,17 @@ class TracedCall:
         return blocks
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-        """The float32 matmul of two matrices, summed over axis axes[0] of a and axes[1] of b."""
+        """The float32 matmul of two matrices, contracted over axis axes[0] of a and axis axes[1] of b."""
         dimensions = (((axes[0],), (axes[1],)), ((), ()))
         return lax.dot_general(a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32)
 
     def scores(self, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """(scores divided by factor * ln 2, their tanh or None), from query @ key^T and the bias of the tile.
+        """(scores, tanh): a tile's scores before the mask, and their tanh with a softcap, else None.
 
-        With a bias the scores are in natural units, and a maximum or lse is subtracted from them unscaled: a product
-        with log2(e) fused into the subtraction would lack a rounding, which is hundreds under a bias of -1e10, and an
-        infinity under a bias of finfo.min.
+        products: query @ key^T of the tile. bias: of the tile, or None. Without a bias, `factor` takes the scores to
+        base 2: they lack the factor scale or softcap. With a bias the scores are in natural units, and a maximum or lse
+        is subtracted from them unscaled: a product with log2(e) fused into the subtraction would lack a rounding, which
+        is hundreds under a bias of -1e10, and an infinity under a bias of finfo.min.
         """
         scale, softcap = self.options.scale, self.options.softcap
         if softcap is None:
@@ -172,7 +186,7 @@ class TracedCall:
         return (tanh if bias is None else self.multiply_add(tanh, softcap, bias)), tanh
 
     def multiply_add(self, x: jax.Array, factor: float, y: jax.Array) -> jax.Array:
-        """x * factor + y in one instruction, where Triton as XLA runs it uses two. y: broadcastable to x."""
+        """x * factor + y in one instruction, where Triton as XLA runs it uses two. y: float32, broadcastable to x."""
         if self.interpret:
             return x * factor + y
         (result,) = plgpu.elementwise_inline_asm(
@@ -185,15 +199,17 @@ class TracedCall:
         return result
 
     def in_units(self, x: jax.Array) -> jax.Array:
-        """x, such as lse, from natural units to the units of exp2's shift: base 2, unless may_mask."""
+        """x, such as lse in natural units, times log2(e), or x itself if may_mask. `exp2` subtracts values in these
+        units.
+        """
         return x if self.may_mask else x * LOG2E
 
     def shrinking(self, row_max: jax.Array, new: jax.Array) -> jax.Array:
-        """The factor of the sums when the maximum becomes `new`."""
+        """The factor for a row's sums so far, when its maximum grows from row_max to `new`."""
         return jnp.exp2((row_max - new) * LOG2E if self.may_mask else row_max - new)
 
     def exp2(self, x: jax.Array, shift: jax.Array, excess: jax.Array | None = None) -> jax.Array:
-        """exp2(x * factor - shift); if may_mask, exp(x - shift - excess), at most 1. float32.
+        """exp2(x * factor - shift) in float32; if may_mask, exp(x - shift - excess), at most 1.
 
         If a bias of -1e30 masks a row, lse is too coarse for P, and the limit of 1 keeps P finite. Triton as XLA runs
         it rounds the product, and its exp2 scales around denormal results: six instructions. This assembly fuses the
@@ -223,7 +239,7 @@ class TracedCall:
 
 
 def _bits(x: float) -> str:
-    """The hex digits of a float32 in PTX, which follow 0f."""
+    """The 8 hex digits of x as a float32, which PTX writes after "0f"."""
     return struct.pack(">f", x).hex()
 
 
@@ -238,10 +254,10 @@ def run(
     outs,
     **rest: Any,
 ) -> tuple[jax.Array, ...]:
-    """pallas_call of kernel(refs, call=call, **rest). outs: (shape, spec) pairs.
+    """Runs kernel(refs, call=call, **rest) as a pallas_call over `grid`, and returns the arrays that it writes.
 
-    ins: by the names of Refs: an (array, spec) pair, a list of pairs, or None. If ins has "sums", the outs use the
-    memory of these arrays: values that no program writes stay.
+    ins: the inputs by the names of Refs: an (array, BlockSpec) pair, a list of pairs, or None. outs: (ShapeDtypeStruct,
+    BlockSpec) pairs. If ins has "sums", the outs use the memory of these arrays: values that no program writes stay.
     """
     before = jax.tree.leaves([x for key, x in ins.items() if key != "sums"], is_leaf=lambda x: isinstance(x, tuple))
     ins = {key: x for key, x in ins.items() if key != "sums"} | {"sums": ins.get("sums", [])}
@@ -268,7 +284,10 @@ def run(
 
 
 def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> Limiting:
-    """(bounds, segment ids of queries, of keys) as the kernels read them; None for arrays that the call lacks."""
+    """(bounds, segment ids of queries, of keys) as the kernels read them; None for arrays that the call lacks.
+
+    bounds: the limits of each batch entry, the result of block_ranges.bounds_array.
+    """
     bounds = block_ranges.bounds_array(inputs, options)
     if inputs.q_segment_ids is None:
         return bounds, None, None
@@ -276,16 +295,18 @@ def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> Limit
 
 
 def all_rows(length: int, block: int) -> int:
-    """The rows of a view that holds whole blocks."""
+    """`length` rounded up to whole blocks."""
     return pl.cdiv(length, block) * block
 
 
 def whole(
     length: int, block: int, heads: int | None, head_dim: int, index_map: Callable[..., tuple[Index, ...]]
 ) -> pl.BlockSpec:
-    """The spec of all rows of one head of [B, T, H, D], or of `heads` heads. index_map: (batch entry, block of heads).
+    """The BlockSpec of all rows of one head of an array [B, T, H, D], or of `heads` neighbouring heads.
 
-    The spec is only a view: a program loads the blocks of rows that it visits.
+    length, block: of T, which the spec rounds up to whole blocks. heads: None for one head, without an axis of heads.
+    index_map: maps grid indices to (batch entry, block of heads). The spec is only a view: a program loads the blocks
+    of rows that it visits.
     """
 
     def full_index_map(*grid):
@@ -296,15 +317,16 @@ def whole(
 
 
 def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
-    """An array with the spec that gives every program the whole array, for look-ups; None without an array."""
+    """(x, the BlockSpec that gives every program the whole array), for look-ups; None without an array."""
     return None if x is None else (x, pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim))
 
 
 class QueryPrograms:
-    """The operands of a kernel whose programs (i, h, b) own a block of queries each, and loop over the keys.
+    """The operands of a kernel whose programs (i, h, b) own a block of queries of head h of batch entry b each.
 
-    limiting: from limiting_arrays. operands: from operands_of. q_block: the block of queries of program i. ins: of
-    `run`.
+    A program loops over the keys. limiting: the result of limiting_arrays. operands: the arrays that a score_mod reads.
+    Attributes: `grid`; `ins`, the inputs for `run`; `q_block`, the function from i to the block of queries; `row_spec`,
+    the BlockSpec of an array [B, H, T].
     """
 
     def __init__(
@@ -333,15 +355,16 @@ class QueryPrograms:
             self.ins["ranges"] = whole_array(block_ranges.segment_ranges(q_ids, block_q, needed(kv_ids), call.block_kv))
 
     def q_spec(self, head_dim: int) -> pl.BlockSpec:
-        """The spec of an array [B, T, H, head_dim]."""
+        """The BlockSpec of an array [B, T, H, head_dim], a block of queries per program."""
         block = (None, self._block_q, None, padded(head_dim))
         return pl.BlockSpec(block, lambda i, h, b: (b, self.q_block(i), h, 0))
 
 
 def aligned(x: jax.Array | None) -> jax.Array | None:
-    """Pads a bias, a mask or an operand of score_mod to rows of whole 16 bytes.
+    """x [.., .., .., S] with its last axis padded to a multiple of 8 values (16 bytes at 16 bits); None stays None.
 
-    Loads of single values would take thousands of registers.
+    x: a bias, a mask or an operand of a score_mod. An axis of length 1 stays. Loads of single values would take
+    thousands of registers.
     """
     if x is None or x.shape[3] == 1:
         return x
@@ -351,9 +374,10 @@ def aligned(x: jax.Array | None) -> jax.Array | None:
 def bias_spec(
     bias: jax.Array, block: tuple[int | None, ...], index_map: Callable[..., tuple[Index, ...]]
 ) -> pl.BlockSpec:
-    """The spec of a bias [B or 1, H or 1, T or 1, S or 1], whose axes of length 1 are broadcast.
+    """The BlockSpec of a bias [B or 1, H or 1, T or 1, S or 1], whose axes of length 1 are broadcast.
 
-    block, index_map: for full axes. A batch or head axis of length 1 is dropped from the view, like None in block.
+    block, index_map: as for a bias without broadcast axes. A batch or head axis of length 1 is dropped from the view,
+    like None in block.
     """
     one = bias.shape
     block = tuple((None if axis < 2 else 1) if one[axis] == 1 else size for axis, size in enumerate(block))
@@ -365,16 +389,19 @@ def bias_spec(
 
 
 def head_mask(rows: jax.Array | None, count: int, head_dim: int) -> jax.Array | None:
-    """The mask of a matrix [count, padded head_dim], from the mask of its rows."""
+    """Which elements of a matrix [count, padded head_dim] exist: bool, None if all do. rows: which rows exist, None for
+    all.
+    """
     width = padded(head_dim)
     columns = None if head_dim == width else iota(width) < head_dim
     return both(rows, columns, (count, width))
 
 
 def load(view: Ref, start: Index, length: Index | None, head_dim: int) -> jax.Array:
-    """Rows of a head, from row `start` on: [rows, padded head_dim], zeros for absent rows and columns.
+    """Rows `start` and following of a head: [rows of view, padded head_dim], zeros for absent rows and columns.
 
-    length: the number of rows that count; rows past it are never read. None if all rows of the view count.
+    view: a Ref whose first row is row `start`. length: the number of rows that exist; rows past it are never read. None
+    if all rows of the view exist.
     """
     rows = view.shape[0]
     mask = head_mask(row_mask(start, rows, length), rows, head_dim)
@@ -382,7 +409,9 @@ def load(view: Ref, start: Index, length: Index | None, head_dim: int) -> jax.Ar
 
 
 def load_rows(view: Ref, start: Index, length: Index, other: float) -> jax.Array:
-    """A value per row from `start` on, `other` for absent rows."""
+    """A value per row, from row `start` on, with `other` for rows at or past `length`. view: a Ref that begins at
+    `start`.
+    """
     mask = row_mask(start, view.shape[0], length)
     return plgpu.load(view, mask=mask, other=None if mask is None else other)
 
@@ -390,10 +419,10 @@ def load_rows(view: Ref, start: Index, length: Index, other: float) -> jax.Array
 def load_tile(
     ref: Ref, rows: Slice, columns: Slice, masks: tuple[jax.Array | None, jax.Array | None], *leading: Index
 ) -> jax.Array:
-    """A tile of an array whose axes may be 1: [rows or 1, columns or 1].
+    """A tile of an array whose last two axes may be 1: [rows or 1, columns or 1], zeros where absent.
 
-    rows, columns: indices along the view's last two axes, used if the axis is not 1. masks: which of them exist.
-    leading: indices along the view's other axes, as many as it has.
+    rows, columns: indices along the last two axes of ref, used if the axis is not 1. masks: which of the rows and
+    columns exist, None for all. leading: indices along the other axes of ref, as many as it has.
     """
     axes = [slice(None) if n == 1 else part for n, part in zip(ref.shape[-2:], (rows, columns), strict=True)]
     view = ref.at[(*leading[: len(ref.shape) - 2], *axes)]
@@ -403,12 +432,15 @@ def load_tile(
 
 
 def store(ref: Ref, x: jax.Array, start: Index, length: int, head_dim: int) -> None:
-    """Stores the rows and columns of a block that exist."""
+    """Stores a block's rows below `length` and its first head_dim columns. start: the index of the first row of x."""
     plgpu.store(ref, x, mask=head_mask(row_mask(start, len(x), length), len(x), head_dim))
 
 
 class Queries(NamedTuple):
-    """The keys that each query of a block may attend to: from `start` (None: the first) to `limit`, with equal ids."""
+    """The keys that each query of a block may attend to: start ... limit - 1, with equal segment ids.
+
+    start, limit: int32 [block_q]; start is None without a window. ids: of the queries, None without segments.
+    """
 
     start: Index | None
     limit: jax.Array
@@ -416,12 +448,18 @@ class Queries(NamedTuple):
 
     @classmethod
     def of(cls, limits: block_ranges.Limits, q_start: Index, block_q: int, ids: jax.Array | None) -> "Queries":
+        """The limits of each query of the block that starts at q_start. ids: the queries' segment ids, None without
+        segments.
+        """
         queries = q_start + iota(block_q)
         start = limits.key_start(queries) if limits.left >= 0 else None
         return cls(start, jnp.broadcast_to(limits.key_limit(queries), (block_q,)), ids)
 
     def keep(self, keys: jax.Array, kv_ids: jax.Array | None, *, transposed: bool = False) -> jax.Array:
-        """The predicate of a tile [queries, keys], or if transposed [keys, queries]: bool."""
+        """Which pairs of a tile the limits keep: bool [queries, keys], or if transposed [keys, queries].
+
+        keys: the indices of the tile's keys. kv_ids: their segment ids, None without segments.
+        """
         by_query = lambda x: x[None, :] if transposed else x[:, None]
         by_key = lambda x: x[:, None] if transposed else x[None, :]
         live = by_key(keys) < by_query(self.limit)
@@ -433,7 +471,10 @@ class Queries(NamedTuple):
 
 
 def block_loop[State](blocks: block_ranges.BlockRange, step: Callable[..., State], state: State) -> State:
-    """Runs step(index, state, partial=...) over the blocks: the partial blocks, then the full blocks."""
+    """The last state of a loop over the blocks: first the partial blocks, then the full blocks.
+
+    Each iteration is state = step(index, state, partial=...), where index numbers the visits.
+    """
     nothing = lambda first, last: first is last or (isinstance(first, int) and isinstance(last, int) and first >= last)
     for first, last, partial in ((0, blocks.partial, True), (blocks.partial, blocks.count, False)):
         if not nothing(first, last):

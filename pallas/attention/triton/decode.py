@@ -1,7 +1,8 @@
 """Attention for decoding through Triton: a program owns the rows of one key head, and a split of the keys.
 
-Bound by reading keys and values: at (64, 1, 32 / 8 heads, 128) over 16,384 keys they are 4.3 GB, which take 2.1 ms on
-an A100 at 2.04 TB/s. The 69 GFLOP, with rows padded to 16, take 0.2 ms at 312 TFLOP/s.
+A row is a query of a head (see decode_contract.py). Bound by reading keys and values: at (64, 1, 32 / 8 heads, 128)
+over 16,384 keys they are 4.3 GB, which take 2.1 ms on an A100 at 2.04 TB/s. The 69 GFLOP, with rows padded to 16, take
+0.2 ms at 312 TFLOP/s.
 """
 
 import dataclasses
@@ -35,7 +36,8 @@ MERGED_AT_ONCE = 16
 class Refs(NamedTuple):
     """The arrays of the kernel; None if the call lacks one.
 
-    lengths: [B] int32. tables: [pages of a sequence] int32. sinks: [rows of a tile] float32. mask, bias: whole.
+    lengths: [B] int32. tables: [pages of a sequence] int32, of the program's sequence. sinks: [rows of a tile] float32.
+    mask, bias: the whole arrays. outs: out and lse.
     """
 
     query: Ref
@@ -51,9 +53,11 @@ class Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TracedCall:
-    """The static part of a call, with which the kernel is traced.
+    """The static facts of a call, with which the kernel is traced.
 
-    page_size: None if the keys of a sequence are contiguous.
+    left: the number of keys before its own that a query attends to, -1 for all. group: query heads per key head.
+    capacity: the number of keys that a sequence has room for. tile: the number of rows of a program. splits: the number
+    of splits of a sequence's keys. page_size: None if the keys of a sequence are contiguous.
     """
 
     batch: int
@@ -89,7 +93,13 @@ def attention_decode(
     core_count: int,
     interpret: bool,
 ) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
-    """See jax_kernels.pallas.attention.decode_contract. config: AttentionDecodeTriton. 16-bit arrays."""
+    """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32) of T new queries per sequence over its cached keys.
+
+    The queries are the last T of kv_lengths keys. key, value: a contiguous cache, or pages if block_tables, int32, has
+    the pages of each sequence; 16-bit. sinks: logits that join the softmax's denominator. mask, bias: [n, H or 1, T or
+    1, S] or None; each of the n entries serves B / n consecutive sequences. left: the number of keys before its own
+    that a query attends to, -1 for all. scale: positive. config: the block spec row.
+    """
     batch, q_length, heads, head_dim = query.shape
     kv_heads, v_head_dim = key.shape[2], value.shape[3]
     group = heads // kv_heads
@@ -174,9 +184,10 @@ def attention_decode(
 
 
 def merge(out, lse, query, *, interpret) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, H, Dv] in query's dtype, lse [B, H, T]) over all keys, from results over parts of the keys.
+    """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32) over all keys, from results over parts of the keys.
 
-    out: [B, Hkv, parts, rows, Dv] float32. lse: [B, Hkv, parts, rows or more] float32. query: [B, T, H, D].
+    out: [B, Hkv, parts, rows, Dv] float32. lse: [B, Hkv, parts, rows or more] float32, natural log. query: [B, T, H,
+    D], only for its shape and dtype.
     """
     batch, q_length, heads, _ = query.shape
     kv_heads, parts, _, v_head_dim = out.shape[1:]
@@ -210,7 +221,8 @@ def merge(out, lse, query, *, interpret) -> tuple[jax.Array, jax.Array]:
 def _merge_kernel(out_ref, lse_ref, merged_ref, merged_lse_ref, *, parts, v_head_dim):
     """Merges the parts of one row. The weight of a part is its fraction of the sum of exponentials.
 
-    The views of out and merged have padded(v_head_dim) columns: past v_head_dim they hold the next row.
+    parts: the number of parts. The views of out and merged have padded(v_head_dim) columns: past v_head_dim they hold
+    the next row.
     """
 
     def step(index, state):
@@ -235,9 +247,9 @@ def _merge_kernel(out_ref, lse_ref, merged_ref, merged_lse_ref, *, parts, v_head
 
 
 def _load_pages(call: TracedCall, tables: Ref | None, start: Index, length: Index) -> Any:
-    """The pages of the block of keys from `start` on: one page for all keys, or one per key; 0 past the length.
+    """The pages of the block of keys from key `start` on: a scalar if one page has all keys, else int32 [block_kv].
 
-    Past the length a table may hold invalid page numbers.
+    0 for keys at or past `length`, where a table may hold invalid page numbers. () for contiguous keys.
     """
     if call.page_size is None:
         return ()
@@ -250,7 +262,11 @@ def _load_pages(call: TracedCall, tables: Ref | None, start: Index, length: Inde
 
 
 def _load_block(call: TracedCall, ref: Ref, page: Any, start: Index, length: Index, head_dim: int) -> jax.Array:
-    """Keys (or values) start ... start + block_kv - 1 of a sequence, zeros past its length: [block_kv, head_dim]."""
+    """Keys (or values) start ... start + block_kv - 1 of a sequence, zeros from `length` on: [block_kv, padded
+    head_dim].
+
+    page: the result of _load_pages for this block.
+    """
     block_kv, page_size = call.block_kv, call.page_size
     if page_size is None:
         return load(ref.at[pl.ds(start, block_kv), :], start, length, head_dim)
@@ -265,7 +281,11 @@ def _load_block(call: TracedCall, ref: Ref, page: Any, start: Index, length: Ind
 
 
 class _Rows(NamedTuple):
-    """The rows of a mask or bias. entry: the sequence, one of `entries` sequences. head, query: [tile]."""
+    """The rows of a program, as it looks them up in a mask or bias.
+
+    entry: the sequence. entries: the number of sequences. head, query: [tile] int32, the query head and the query of
+    each row.
+    """
 
     entry: Any
     entries: int
@@ -274,7 +294,10 @@ class _Rows(NamedTuple):
 
 
 def _load_scores(call: TracedCall, ref: Ref, rows: _Rows, start: Index, length: Index) -> jax.Array:
-    """The part of a mask or bias for the keys from `start` on: [1 or tile, block_kv], zeros past the length."""
+    """The part of a mask or bias for the keys from key `start` on: [1 or tile, block_kv], zeros from `length` on.
+
+    ref: [n, H or 1, T or 1, S]. Each of the n entries serves consecutive sequences.
+    """
     entries, heads, queries, _ = ref.shape
     entry = lax.div(rows.entry, jnp.int32(rows.entries // entries))
     keys = start + iota(call.block_kv)
@@ -289,6 +312,7 @@ def _load_scores(call: TracedCall, ref: Ref, rows: _Rows, start: Index, length: 
 
 
 def _kernel(refs: Refs, call: TracedCall) -> None:
+    """Computes out and lse of a tile of rows over one split of the keys."""
     head_tile, split, batch_index = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     block_kv, tile = call.block_kv, call.tile
     row_start = lax.div(head_tile, call.kv_heads) * tile

@@ -45,7 +45,11 @@ def attention_forward(
     core_count: int,
     interpret: bool,
 ) -> tuple[Float[Array, "B T H Dv"], *tuple[Float32[Array, "B H T"], ...]]:
-    """See the package's docstring. config: AttentionForwardTriton."""
+    """(out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32); with a bias or a score_mod (out, lse, excess).
+
+    lse: natural log, over the scores and the sink. excess: like lse, the exact log-sum-exp minus lse. A query without
+    keys has out = 0 and lse = -inf. config: the block spec row.
+    """
     del core_count  # one program per tile: nothing is persistent
     inputs = inputs._replace(bias=aligned(inputs.bias))
     call = TracedCall.of(inputs, options, config.block_q, config.block_kv, interpret)
@@ -66,6 +70,7 @@ def attention_forward(
 
 
 def _kernel(refs: Refs, *, call: TracedCall, q_block):
+    """Computes out, lse and excess of a block of queries of one head. q_block: maps a program to its block."""
     block_q, block_kv = call.block_q, call.block_kv
     q_index, head, batch_index = q_block(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
     q_start = q_index * block_q

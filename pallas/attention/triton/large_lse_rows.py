@@ -1,11 +1,11 @@
-"""The gradients of rows with a large log-sum-exp under a bias: a kernel in base 2 leaves these gradients out.
+"""The gradients of queries with a large log-sum-exp under a bias: a kernel in base 2 leaves these gradients out.
 
-A bias of -1e9 or of finfo.min for all keys of a row gives an lse close to the bias. Times log2(e), lse is rounded by
+A bias of -1e9 or of finfo.min for all keys of a query gives an lse close to the bias. Times log2(e), lse is rounded by
 more than the scores differ, or it overflows. Here scores stay in natural units, and lse is subtracted exactly.
 
-Such rows are rare. One launch looks for them, and ends at once in a call without far rows. It has few programs. Each
-program owns several tiles of keys, then several tiles of queries. Every tile is visited with the predicate:
-optimisations for this launch alone would not pay.
+Such queries ("far rows": softmax.is_far of their lse is True) are rare. One launch looks for them, and ends at once in
+a call without far rows. It has few programs. Each program owns several tiles of keys, then several tiles of queries.
+Every tile is visited with the predicate: optimisations for this launch alone would not pay.
 """
 
 import dataclasses
@@ -60,9 +60,11 @@ def far_rows(
     core_count: int,
     interpret: bool,
 ) -> AttentionGradients:
-    """The gradients of query, key, value and, if present, bias, with the gradients of far rows added. Allows a mask.
+    """The gradients with the contributions of far rows added: of query, key, value and, if present, bias.
 
-    config: AttentionBackwardTriton.
+    Far rows are queries whose lse is so large, above 2**13, that its rounding matters (softmax.is_far). inputs may have
+    a mask. gradients: without far rows, from the Hopper backward. lse, delta, dout, excess: of all queries; lse and
+    excess are the forward's. config: the block spec row.
     """
     bias = inputs.bias
     far = is_far(lse)
@@ -82,7 +84,11 @@ def far_rows(
 def _added(
     inputs, limiting, rows, pairs, far, gradients, call: TracedCall, config, programs: int
 ) -> AttentionGradients:
-    """Adds far rows' gradients of query, key and value. far: int32 [B, Hkv], 1 for key heads with far rows."""
+    """The gradients, with far rows' gradients of query, key and value added in one launch.
+
+    limiting: the result of limiting_arrays. rows: (dout, lse, delta, excess), where lse is inf for rows that are not
+    far. far: int32 [B, Hkv], 1 for key heads with far rows. programs: the approximate number of programs.
+    """
     (query, key, value), (bounds, q_ids, kv_ids), (dout, lse, delta, excess) = inputs[:3], limiting, rows
     # All queries of the query heads of a key head; without an axis of heads if the group has one head.
     heads, q_rows = None if call.group == 1 else call.group, all_rows(call.q_length, call.block_q)
@@ -132,6 +138,7 @@ def _added(
 
 
 def _kernel(refs: Refs, *, call: TracedCall, splits: int):
+    """Runs one program: its tiles of keys, then its tiles of queries; nothing if the key head has no far rows."""
     split, kv_head, batch_index = (pl.program_id(axis) for axis in range(3))
 
     def of_split(blocks: int, program: Any) -> None:
@@ -148,18 +155,22 @@ def _kernel(refs: Refs, *, call: TracedCall, splits: int):
 
 
 def _of_head(ref: Ref, head: Index, group: int, rows: Slice) -> Ref:
-    """Rows of [rows, D], or of a head of [rows, group, D]."""
+    """The rows of an array [rows, D], or of head `head` of an array [rows, group, D], in memory."""
     return ref.at[rows, :] if group == 1 else ref.at[rows, head, :]
 
 
 def _row_of_head(ref: Ref, head: Index, group: int, rows: Slice) -> Ref:
+    """The values of an array [rows], or of head `head` of an array [group, rows], in memory."""
     return ref.at[rows] if group == 1 else ref.at[head, rows]
 
 
 def _tile(
     refs: Refs, call: TracedCall, batch_index: Index, kv_head: Index, head: Index, q_index: Index, kv_index: Index
 ):
-    """(query, key, dout, P, dS) of a tile of one head of the group. P is zero in rows that are not far."""
+    """(query, key, dout, P, dS) of a tile of one head of the group. P is zero in rows that are not far.
+
+    head: index of the query head within the group of kv_head.
+    """
     group, q_start, kv_start = call.group, q_index * call.block_q, kv_index * call.block_kv
     queries, keys = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
     limits, own_head = call.limits(refs, batch_index), kv_head * group + head
@@ -185,7 +196,9 @@ def _tile(
 
 
 def _key_program(refs: Refs, call: TracedCall, kv_index: Index, tile: Any) -> None:
-    """Adds the gradients from all queries to a block of keys."""
+    """Adds the gradients of a block of keys and values from all far rows. tile: `_tile` without its first four
+    arguments.
+    """
 
     def step(index, state):
         dkey, dvalue = state
@@ -203,7 +216,10 @@ def _key_program(refs: Refs, call: TracedCall, kv_index: Index, tile: Any) -> No
 
 
 def _query_program(refs: Refs, call: TracedCall, index: Index, tile: Any) -> None:
-    """Adds the gradients from all keys to a block of queries. index: of the block among the blocks of a group."""
+    """Adds dquery of the far rows of a block of queries, from all keys.
+
+    index: of the block among the blocks of all heads of the group. tile: `_tile` without its first four arguments.
+    """
     head, q_index = lax.div(index, jnp.int32(call.q_blocks)), lax.rem(index, jnp.int32(call.q_blocks))
 
     def step(kv_index, dquery):
@@ -219,7 +235,7 @@ def _query_program(refs: Refs, call: TracedCall, index: Index, tile: Any) -> Non
 
 
 def _add(out: Ref, so_far: Ref, x: jax.Array, start: Index, length: int, head_dim: int) -> None:
-    """Stores the sum of x and so_far. so_far: the same memory as out."""
+    """Stores the sum of x and so_far in out. so_far: the same memory as out."""
     mask = head_mask(row_mask(start, len(x), length), len(x), head_dim)
     x = x + load(so_far, start, length, head_dim).astype(jnp.float32)
     plgpu.store(out, x.astype(out.dtype), mask=mask)

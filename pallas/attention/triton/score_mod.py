@@ -1,6 +1,6 @@
 """The scores of a tile in the Triton attention kernels, and a score_mod's operands and gradients.
 
-An operand holds values that score_mod reads from arrays, [B or 1, H or 1, T or 1, S or 1], T and S not both. A kernel
+An operand holds values that a score_mod reads from arrays: [B or 1, H or 1, T or 1, S or 1], T and S not both. A kernel
 loads a tile of each operand. The backward returns each operand's gradient as sums over the keys, or, if the operand has
 an axis of keys, over the queries. The sums over the other axes are added up outside.
 """
@@ -18,14 +18,21 @@ from jax_kernels.score_mod.trace import ScoreMod, moving, with_moving
 
 
 def operands_of(call: TracedCall, inputs: AttentionInputs) -> list[jax.Array | None]:
-    """The operands of score_mod, aligned."""
+    """The operands of the call's score_mod, with rows of whole 16 bytes (common.aligned); empty without a score_mod.
+
+    Each is [B or 1, H or 1, T or 1, S or 1], float32 or int32.
+    """
     if call.mod is None:
         return []
     return [aligned(x) for x in call.mod.operands(needed(inputs.score_mod).arrays, _shape(call, inputs))]
 
 
 def summed(call: TracedCall, operands: Sequence[jax.Array | Ref | None], *, by_key: bool) -> list[int]:
-    """The indices of operands whose gradient is summed over queries (by_key), or over keys."""
+    """The indices of operands with an axis of keys, if by_key; else of the other operands. Only operands with a
+    gradient.
+
+    The gradients of the former are summed over queries, of the latter over keys.
+    """
     floats = moving(operands, call.options.score_mod_gradient)
     return [i for i, x in enumerate(floats) if x is not None and (x.shape[-1] > 1) == by_key]
 
@@ -37,7 +44,11 @@ def array_gradients(
     by_query: Iterable[jax.Array],
     by_key: Iterable[jax.Array],
 ) -> ScoreMod:
-    """The gradients of score_mod's arrays, from the sums of operands by query [B, H, T] or key [B, H, S], in order."""
+    """The gradients of score_mod's arrays, as a ScoreMod that holds them instead of the arrays.
+
+    by_query, by_key: the gradients of the operands without and with an axis of keys, summed over the other axis:
+    float32 [B, H, T] and [B, H, S], in the order of the operands.
+    """
     assert call.mod is not None
     mod, tiles, of_query, of_key = needed(inputs.score_mod), call.mod, iter(by_query), iter(by_key)
 
@@ -65,12 +76,14 @@ def tile_scores(
     *,
     transposed: bool = False,
 ):
-    """(the scores of a tile as TracedCall.scores returns them, their pullback).
+    """(the scores of a tile before the mask, their pullback), inside a kernel.
 
-    load: a kernel program's load of this tile from an array of Refs, [queries or 1, keys or 1]. at: the batch entry,
-    the head, the first query and the first key. transposed: scores, and arrays of their shape, are [keys, queries].
+    The scores are float32 [queries, keys], or [keys, queries] if transposed; times TracedCall.factor they are in base
+    2, or natural units if TracedCall.may_mask. load: loads this tile of an array of Refs: [queries or 1, keys or 1].
+    at: the batch entry, the head, the first query and the first key.
+
     pullback: maps P and the gradient of the scores to (the gradient of query @ key^T * scale, the gradients of the
-    operands in the form of `moving`, in the scores' shape).
+    operands, each in the scores' shape, None for an operand without gradient).
     """
     turned = lambda x: x.T if transposed else x
     product = lambda: call.dot(*((k, q) if transposed else (q, k)), (1, 1))

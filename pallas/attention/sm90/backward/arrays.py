@@ -15,12 +15,17 @@ from jax_kernels.pallas.kernel_types import Ref
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrays[A: jax.Array | Ref]:
-    """Arrays in device memory; inside a kernel, their refs. None: the call does not have the array.
+    """The arrays that a backward kernel reads or adds to, in device memory; inside a kernel, their refs. None: not
+    present.
 
-    query, key, value and dout are [B, length, H, D], all with the same D. lse (in base 2) and delta are
-    [B, H, a multiple of the block of queries] float32. dquery is a float32 ref that a kernel adds to. end: keys and
-    values of the block in which kv_lengths ends. counter: of the work tiles of persistent CTAs. sums, arrived: of the
-    parts of a work tile, see SplitTail.shared.
+    query, key, value and dout are [B, length, H, D], all with the same D. lse (in base 2, or natural units under a
+    score_mod that may mask) and delta are [B, H, a multiple of the block of queries] float32. bounds: the limits of
+    each batch entry, the result of block_ranges.bounds_array. dquery: float32 [B, T, H, D], to which the kernel adds.
+    end: copies of the block in which kv_lengths ends. bias, lists, mod, segments: the call's bias, block lists,
+    score_mod and segment ids.
+
+    counter: int32 [1], the next work tile of persistent CTAs. sums, arrived: if work tiles are split into parts, the
+    float32 sums of dkey and dvalue of each split work tile, and the number of its parts that have finished.
 
     The kernel takes the arrays in the order of the fields.
     """

@@ -1,11 +1,11 @@
-"""dquery of attention on Hopper with the same bits on every run; backward_kernel gives dkey and dvalue.
+"""dquery of attention on Hopper with the same bits on every run; kernel.py gives dkey and dvalue.
 
 A CTA owns a block of queries of one head. Its loop goes over the keys, so that dquery stays in registers, in float32,
 and is written once: nothing is added to device memory in order of arrival. Each of two compute warpgroups owns 64
 queries; a memory warpgroup loads keys and values. dS is an operand in registers and never leaves them.
 
-A tile of block_q x block_kv takes 6 * block_q * block_kv * head_dim FLOPs. backward_kernel then has four matmuls. The
-scores and dP are computed twice: seven matmuls instead of five.
+A tile of block_q x block_kv takes 6 * block_q * block_kv * head_dim FLOPs. kernel.py then has four matmuls. The scores
+and dP are computed twice: seven matmuls instead of five.
 """
 
 import dataclasses
@@ -33,9 +33,10 @@ COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24  # per thread of a compute and of 
 def query_gradient(
     arrays: Arrays, options: AttentionOptions, kv_length: int, *, config: AttentionBackwardSm90, interpret: bool
 ) -> jax.Array:
-    """dquery, in query's shape and dtype. The segments and lists of arrays belong to blocks of queries.
+    """dquery in query's shape and dtype, with the same bits on every run.
 
-    All arrays have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of BLOCK_Q] float32.
+    arrays: the segments and lists are for blocks of queries; the head_dim of all arrays is 64, 128 or 256; lse (in base
+    2) and delta are [B, H, a multiple of 128] float32. kv_length: the unpadded number of keys.
     """
     arrays = dataclasses.replace(arrays, dquery=None)
     traits = Traits.of(arrays, options, kv_length, config=config)
@@ -61,7 +62,7 @@ def query_gradient(
 
 
 def _kernel(kernel: Kernel) -> None:
-    """One warpgroup of a CTA."""
+    """Runs the calling warpgroup's part of a CTA: the last warpgroup loads, the others compute."""
 
     @pl.when(kernel.wg == COMPUTE_WGS)
     def _memory():
@@ -80,7 +81,7 @@ def _kernel(kernel: Kernel) -> None:
 
 
 def _load(kernel: Kernel) -> None:
-    """Loads the block of queries, and the keys and values that they attend to."""
+    """Loads the CTA's block of queries with dout, lse and delta, and all blocks of keys and values that it visits."""
     traits, arrays, smem, tile = kernel.traits, kernel.arrays, kernel.smem, kernel.tile
     kv_head = lax.div(tile.head, jnp.int32(traits.group)) if traits.group > 1 else tile.head
     rows = pl.ds(tile.q_start, BLOCK_Q)
@@ -94,7 +95,9 @@ def _load(kernel: Kernel) -> None:
 
 
 def _load_step(kernel: Kernel, kv_head: Index, step: Index) -> None:
-    """Loads a block of keys and values, and its bias."""
+    """Loads the keys and values, and the bias, of one step, after the step that used their stages before has freed
+    them.
+    """
     traits, arrays, smem, tile, blocks = kernel.traits, kernel.arrays, kernel.smem, kernel.tile, kernel.blocks
     block_kv = traits.blocks.block_kv
     rows = pl.ds(blocks.at(step) * block_kv, block_kv)
@@ -128,7 +131,10 @@ def _load_step(kernel: Kernel, kv_head: Index, step: Index) -> None:
 
 
 def _kv_loop(rows: Rows, dq_acc: AccumulatorRef) -> jax.Array:
-    """dquery without the scale, float32 [64, head_dim]."""
+    """dquery of the warpgroup's 64 queries over all keys, without the scale: float32 [64, head_dim].
+
+    dq_acc: the accumulator in registers that holds dquery.
+    """
     traits, smem = rows.kernel.traits, rows.kernel.smem
 
     def first_scores(s_acc):
@@ -141,7 +147,10 @@ def _kv_loop(rows: Rows, dq_acc: AccumulatorRef) -> jax.Array:
 
 
 def _mma_step(rows: Rows, dq_acc: AccumulatorRef, i: Index, s: jax.Array | None) -> jax.Array | None:
-    """Adds a block of keys to dquery. s and the result: S of this step and of the next step, if scores_ahead."""
+    """Adds the contribution of one block of keys, step i, to the accumulator of dquery.
+
+    s and the result: S = Q K^T of this step and of the next step, if Traits.scores_ahead; else both are None.
+    """
     step = KvStep.of(rows, i)
     traits, smem, blocks = step.traits, step.kernel.smem, step.kernel.blocks
     acc = plgpu.ACC((64, traits.blocks.block_kv))
@@ -173,7 +182,11 @@ def _mma_step(rows: Rows, dq_acc: AccumulatorRef, i: Index, s: jax.Array | None)
 
 
 def _dscores(step: KvStep, s: jax.Array | None, dp_acc: AccumulatorRef, s_acc: Any = None) -> jax.Array:
-    """dS in 16 bits. s: S, if scores_ahead; otherwise s_acc is the accumulator of S."""
+    """dS of one step in 16 bits: [64, block_kv].
+
+    s: S = Q K^T, if Traits.scores_ahead; otherwise s is None, and s_acc is the accumulator in which S is computed.
+    dp_acc: the accumulator of dP.
+    """
     smem = step.kernel.smem
     if s_acc is not None:
         # S = Q K^T
@@ -193,7 +206,7 @@ def _dscores(step: KvStep, s: jax.Array | None, dp_acc: AccumulatorRef, s_acc: A
 
 
 def _store(kernel: Kernel, dq: jax.Array) -> None:
-    """Stores a warpgroup's dquery through the shared memory of its queries."""
+    """Stores the warpgroup's dquery, times the scale, through the shared memory that held its queries."""
     traits, q_smem = kernel.traits, kernel.smem.q
     tile = kernel.tile_again()
     w = recomputed(kernel.wg)

@@ -19,7 +19,11 @@ from jax_kernels.pallas.mosaic.registers import recomputed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvStep:
-    """One step of a kv_loop: a block of keys. slot, v_slot: the stages of keys and values."""
+    """One step of the kv loop of a warpgroup, which visits one block of keys.
+
+    wg: index of the warpgroup. index: number of the step. slot, v_slot: the stages of shared memory that hold its keys
+    and its values.
+    """
 
     rows: Rows
     wg: Index
@@ -29,7 +33,7 @@ class KvStep:
 
     @classmethod
     def of(cls, rows: Rows, i: Index) -> "KvStep":
-        """Finds the stages of step `i`, and waits for its loads."""
+        """Step number `i`, after waiting for its loads."""
         traits, smem = rows.kernel.traits, rows.kernel.smem
         blocks = traits.blocks
         wg = recomputed(rows.kernel.wg)
@@ -52,12 +56,20 @@ class KvStep:
         return self.rows.kernel.traits
 
     def kv_start(self) -> Index:
+        """The index of the step's first key."""
         return self.kernel.blocks.at(self.index) * self.traits.blocks.block_kv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The final scores of a step. Under a score_mod with a derivative, live: the pairs that count; mod: its tile."""
+    """A step's scores [64 queries, keys] in registers, from which P is computed, and data for the score_mod's
+    derivative.
+
+    s: the scores after softcap, bias, score_mod and mask; masked pairs are -inf. Times Traits.factor they are in base
+    2, or in natural units if Traits.natural. With a softcap s is tanh(score / softcap), and lacks the bias. live: bool,
+    the pairs that the mask keeps. mod: evaluates the score_mod on this step's scores. live and mod are None unless
+    there is a score_mod whose derivative is not 1.
+    """
 
     s: jax.Array
     live: jax.Array | None = None
@@ -65,7 +77,7 @@ class Scores:
 
 
 def final_scores(step: KvStep, s: jax.Array) -> Scores:
-    """The scores from which P is computed. s: from the matmul."""
+    """The step's Scores. s: Q K^T from the matmul, without the scale, float32 [64, block_kv]."""
     traits = step.traits
     if traits.has_mod and not traits.has_slope:
         s = _modified(step, s).scores()
@@ -77,12 +89,15 @@ def final_scores(step: KvStep, s: jax.Array) -> Scores:
 
 
 def over_queries(x: Index, s: jax.Array) -> jax.Array:
-    """Broadcasts a value per query to all pairs of the scores."""
+    """Broadcasts a value per query, [64], to the scores' shape [64, block_kv]."""
     return lax.broadcast_in_dim(x, s.shape, [0])
 
 
 def probabilities(step: KvStep, scores: Scores) -> jax.Array:
-    """P = exp2(S - lse), times the derivative of the softcap or the score_mod."""
+    """P = exp(score - lse), times the derivative of the softcap or the score_mod: float32 [64, block_kv].
+
+    It also frees the memory of the step's bias.
+    """
     traits, s, bias = step.traits, scores.s, step.kernel.smem.bias
     cap = traits.options.softcap
     logits = _biased(step, s) if traits.has_bias and cap else s
@@ -104,21 +119,27 @@ def probabilities(step: KvStep, scores: Scores) -> jax.Array:
 
 
 def _modified(step: KvStep, s: jax.Array) -> score_mod.Tile:
-    """The score_mod's Tile of the scores."""
+    """An object (score_mod.Tile) that evaluates the call's score_mod on the step's scores.
+
+    s: Q K^T without the scale, [64 queries, keys]. The call has a score_mod.
+    """
     rows, tile, mod = step.rows, step.kernel.tile, step.kernel.arrays.mod
     assert mod is not None
     return mod.on(s, rows.mod_numbers, tile.b, tile.head, rows.q_start, step.kv_start())
 
 
 def _biased(step: KvStep, s: jax.Array) -> jax.Array:
-    """S + bias, in the bias's units."""
+    """The scores with the step's bias added, in base 2. s: Q K^T, or with a softcap tanh(score / softcap)."""
     options, bias = step.traits.options, step.kernel.smem.bias
     assert bias is not None
     return bias.added(s, options.softcap or options.scale, 64 * step.wg, transposed=False)
 
 
 def _masked(step: KvStep, s: jax.Array) -> jax.Array:
-    """The scores under the softcap, or otherwise with the bias, and -inf for pairs that do not count."""
+    """The scores after softcap or bias, with -inf for pairs that the mask drops.
+
+    With a softcap the result is tanh(score / softcap), without the bias, because the softcap's derivative needs it.
+    """
     options = step.traits.options
     if options.softcap:
         s = softcapped(s, options.softcap, options.scale)
@@ -131,7 +152,7 @@ def _masked(step: KvStep, s: jax.Array) -> jax.Array:
 
 
 def _under_predicate(step: KvStep, s: jax.Array) -> jax.Array:
-    """The scores of a partial block, -inf where the predicate is False."""
+    """The scores of a partial block, -inf for pairs that limits, segments or block lists drop."""
     traits, kernel, rows = step.traits, step.kernel, step.rows
     if kernel.arrays.lists is not None:
         listed = kernel.arrays.lists.blocks_of(recomputed(kernel.cta))

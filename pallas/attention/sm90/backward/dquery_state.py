@@ -1,4 +1,6 @@
-"""The named state of the Hopper backward's kernel for a deterministic dquery."""
+"""The state of the Hopper kernel of a deterministic dquery: static facts, shared memory, and a CTA's block of
+queries.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -28,11 +30,11 @@ BLOCK_Q = 64 * COMPUTE_WGS
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Sizes and features of a launch.
+    """The static facts of a launch that computes a deterministic dquery.
 
     group: query heads per kv head. scheduler: numbers the blocks of queries, one block per CTA. has_slope: whether the
-    score_mod's derivative with respect to the score is not 1. natural: whether scores are in natural units, not in
-    base 2. may_end: whether a block of keys may reach past the last key.
+    score_mod's derivative with respect to the score is not 1. natural: whether scores are in natural units, not in base
+    2. may_end: whether a block of keys may reach past the last key.
     """
 
     options: AttentionOptions
@@ -57,6 +59,7 @@ class Traits:
     def of(
         cls, arrays: Arrays, options: AttentionOptions, kv_length: int, *, config: AttentionBackwardSm90
     ) -> "Traits":
+        """The static facts of a launch with these arrays. kv_length: the unpadded number of keys."""
         batch, q_length, heads, head_dim = arrays.query.shape
         bias, mod = arrays.bias or Bias(), arrays.mod
         assert config.dquery is not None, config
@@ -96,17 +99,21 @@ class Traits:
 
     @property
     def scores_ahead(self) -> bool:
-        """Whether the next step's scores run behind this step's dquery. head_dim 256 leaves too few registers."""
+        """Whether a step also issues the next step's scores, behind its own dquery. head_dim 256 leaves too few
+        registers.
+        """
         return self.head_dim <= 128
 
     @property
     def factor(self) -> float:
-        """The factor that takes scores to base 2; 1 if a bias or a score_mod has set their units."""
+        """The factor that takes scores to base 2; 1 if they already have the bias or a score_mod, and with it their
+        units.
+        """
         return 1.0 if self.has_bias or self.has_mod else (self.options.softcap or self.options.scale) * LOG2E
 
     @property
     def predicate(self) -> bool:
-        """Whether a block may hold pairs that do not count."""
+        """Whether a block may hold pairs that the call's limits, segments or mask drop."""
         has_limits = self.options.is_causal or self.may_end or self.options.window is not None
         return has_limits or self.has_segments or self.has_lists
 
@@ -116,9 +123,9 @@ class Traits:
 class Smem:
     """A CTA's shared memory and barriers, allocated in the order of the fields.
 
-    q, do: [warpgroups, 64, head_dim]. k, v: [stages, block_kv, head_dim]. lse, delta: [BLOCK_Q]. bias: of a step, None
-    without a bias. The barriers signal that the queries, a stage of keys or a stage of values is loaded, or may be
-    overwritten.
+    q, do: queries and dout, [warpgroups, 64, head_dim]. k, v: [stages, block_kv, head_dim]. lse, delta: [BLOCK_Q]
+    float32. bias: of a step, None without a bias. q_ready: queries, dout, lse and delta have arrived. k_ready, v_ready:
+    a stage of keys or values has arrived. k_free, v_free: a stage has been read, so that it may be overwritten.
     """
 
     q: Ref
@@ -136,7 +143,7 @@ class Smem:
 
     @classmethod
     def scratch(cls, traits: Traits) -> "Smem":
-        """The scratch of pl.run_scoped."""
+        """The scratch specifications of these fields, for pl.run_scoped."""
         blocks, head_dim = traits.blocks, traits.head_dim
         tile = lambda *shape: smem_ref(shape, traits.dtype, transforms=SWIZZLED)
         barriers = lambda count, arrivals=1: barrier_ref(num_arrivals=arrivals, num_barriers=count)
@@ -157,7 +164,7 @@ class Smem:
 
 
 class QueryBlock(NamedTuple):
-    """The block of queries that a CTA owns: batch entry, head, first query."""
+    """The block of queries that a CTA owns: batch entry, head, first query. All are traced scalars."""
 
     b: Any
     head: Any
@@ -166,12 +173,11 @@ class QueryBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The common state of a CTA's warpgroups.
+    """The state that a CTA's warpgroups have in common.
 
-    arrays, dq_gmem: refs in device memory. wg, cta: indices, traced scalars.
-
-    blocks: the blocks of keys that the queries attend to, a block_ranges.BlockRange or block_lists.ListedBlocks.
-    limits: None if the call has lists.
+    arrays, dq_gmem: inputs and result in device memory. wg, cta: indices of the warpgroup and the CTA, traced scalars.
+    tile: the CTA's block of queries. blocks: the blocks of keys that it visits, a block_ranges.BlockRange or
+    block_lists.ListedBlocks. limits: the limits of its keys; None if block lists hold them.
     """
 
     traits: Traits
@@ -186,6 +192,7 @@ class Kernel:
 
     @classmethod
     def of(cls, traits: Traits, arrays: Arrays, dq_gmem: Ref, smem: Smem) -> "Kernel":
+        """The state of the calling CTA and warpgroup, with its block of queries. dq_gmem: dquery in device memory."""
         options, limits = traits.options, None
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -220,12 +227,12 @@ class Kernel:
         )
 
     def tile_again(self) -> QueryBlock:
-        """The block of queries, recomputed: it would occupy registers through all steps."""
+        """The CTA's block of queries, recomputed: kept, it would occupy registers through all steps."""
         return _query_block(self.traits, self.arrays, recomputed(self.cta))
 
 
 def _query_block(traits: Traits, arrays: Arrays, cta: Index) -> QueryBlock:
-    """The block of queries of a CTA. Heads that run together alternate."""
+    """The block of queries that CTA number `cta` owns: from the block lists if present, else from the scheduler."""
     if arrays.lists is not None:
         listed = arrays.lists.blocks_of(cta)
         return QueryBlock(listed.b, listed.head, listed.block * BLOCK_Q)
@@ -235,7 +242,11 @@ def _query_block(traits: Traits, arrays: Arrays, cta: Index) -> QueryBlock:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The 64 queries of a warpgroup. q_start: the first query. mod_numbers: from score_mod.Mod.of_head, or None."""
+    """The 64 queries of a warpgroup, with values in registers.
+
+    q_start: the first query. lse, delta: float32 [64]. mod_numbers: the score_mod's operands that are scalars of the
+    head, or None.
+    """
 
     kernel: Kernel
     q_start: Index
@@ -245,6 +256,7 @@ class Rows:
 
     @classmethod
     def of(cls, kernel: Kernel) -> "Rows":
+        """The 64 queries of the calling warpgroup, with lse and delta loaded from shared memory to registers."""
         tile, mod = kernel.tile, kernel.arrays.mod
         q_start = tile.q_start + 64 * kernel.wg
         mine = pl.ds(64 * kernel.wg, 64)

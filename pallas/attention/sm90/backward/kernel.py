@@ -49,14 +49,16 @@ def key_gradients(
     core_count: int,
     interpret: bool,
 ) -> Results[jax.Array]:
-    """dkey, dvalue and dbias. If arrays have dquery, a float32 ref, the kernel adds dquery / scale to it.
+    """dkey, dvalue and dbias, with key's and value's dtype (float32 if options.float32_gradients); also adds to dquery.
 
-    dquery has all heads of query, or only the heads that the call takes.
+    If arrays.dquery is not None, the kernel adds the gradient of query, divided by the scale, to this float32 ref. The
+    ref has all heads of query, or only the heads that the call uses.
 
     dbias: None, or if bias_gradient the gradient of a bias per key: float32 [B, Hkv, a multiple of the block of keys],
     summed over the queries of a key head's query heads. It is not the gradient of a bias under a softcap.
 
-    All arrays have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of block_q] float32.
+    arrays: the head_dim of all arrays is 64, 128 or 256; lse (in base 2) and delta are [B, H, a multiple of block_q]
+    float32. kv_length: the unpadded number of keys.
     """
     traits = Traits.of(
         arrays,
@@ -109,7 +111,7 @@ def key_gradients(
 
 
 def _kernel(kernel: Kernel) -> None:
-    """One warpgroup of a CTA."""
+    """Runs the calling warpgroup's part of a CTA: the last warpgroup loads, the others compute."""
 
     @pl.when(kernel.wg == COMPUTE_WGS)
     def _memory():
@@ -131,9 +133,10 @@ def _kernel(kernel: Kernel) -> None:
 def _compute_tile(
     kernel: Kernel, tile: Index, turn: Index, state: tuple[Index, jax.Array | None]
 ) -> tuple[Index, tuple[Index, jax.Array | None]] | None:
-    """Computes the CTA's work tile number `turn`. In a persistent CTA, returns (the next work tile, the next state).
+    """Computes and stores the gradients of work tile number `tile`, the `turn`-th of the CTA.
 
-    state: (number of earlier steps, the scores of the first step).
+    state: (number of steps in the CTA's earlier work tiles, S^T of the first step or None). A persistent CTA returns
+    (the next work tile, the next state); any other returns None.
     """
     traits, barriers = kernel.traits, kernel.barriers
     first, scores = state
@@ -163,7 +166,11 @@ def _compute_tile(
 
 
 def _q_loop(work: WorkTile, accs: Accumulators, scores: jax.Array | None) -> tuple[list[Any], list[Any], Any, Carry]:
-    """(dkey without the scale, dvalue, the steps so far of a persistent CTA, the last step's Carry)."""
+    """Runs the loop over the queries of a work tile: (dkey without the scale, dvalue, steps, the last step's Carry).
+
+    dkey, dvalue: lists of float32 arrays [64, columns], one per part of the columns. steps: the number of steps so far
+    of a persistent CTA, otherwise None. scores: S^T of the first step in a persistent CTA, otherwise None.
+    """
     kernel, traits = work.kernel, work.kernel.traits
     if traits.scores_ahead and not traits.is_persistent:
         scores = first_scores(kernel)

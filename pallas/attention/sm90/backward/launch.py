@@ -36,10 +36,11 @@ from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The arguments of a call's kernels.
+    """The inputs, options and arrays of a call in the form that its backward kernels take.
 
-    inputs, options: without the limits that block lists hold. dq_lists, dq_end: replace the lists and the end of
-    `arrays` for a deterministic dquery. zeros: float32, the array that dquery is added to; None if no pass made it.
+    inputs, options: without the limits that block lists hold. arrays: of the kernel that owns blocks of keys. dq_lists,
+    dq_end: replace `lists` and `end` of arrays in the kernel of a deterministic dquery. zeros: float32, the array that
+    dquery is added to; None if no pass made it.
     """
 
     inputs: AttentionInputs
@@ -52,7 +53,11 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """The arguments of attention_backward, by name, that come from the forward and its cotangents."""
+    """The arrays that attention_backward gets from the forward (lse, excess, out) and from its caller (dout, dlse,
+    delta).
+
+    Shapes: [B, H, T] float32 for lse, delta, excess and dlse, [B, T, H, Dv] for dout and out.
+    """
 
     lse: jax.Array
     delta: jax.Array | None
@@ -65,7 +70,11 @@ class Given:
 def makes_rows(
     inputs: AttentionInputs, options: AttentionOptions, out: Float[Array, "B T H Dv"], *, config: AttentionBackwardSm90
 ) -> bool:
-    """Whether attention_backward takes out and dlse, not delta. A bias or a score_mod changes lse or dout."""
+    """Whether the caller of attention_backward should pass out and dlse instead of delta.
+
+    A pass over out and dout then computes delta. It is not possible with a bias or a score_mod, which change lse or
+    dout, with a view of query's heads, or if CUDA's grid has no room for the pass.
+    """
     if not (inputs.bias is None and inputs.score_mod is None and options.query_heads is None):
         return False
     return prepare_backward.takes(out, _width_of(inputs), _whole_rows(options, config))
@@ -86,21 +95,22 @@ def attention_backward(
     core_count: int,
     interpret: bool,
 ) -> AttentionGradients:
-    """The gradients of 16-bit inputs. The package's docstring describes the arguments.
+    """The gradients of 16-bit inputs, each with its input's shape and dtype.
 
-    excess: from the forward, under a score_mod that may mask.
+    lse: [B, H, T] float32, natural log. delta: [B, H, T] float32, the sum of out * dout minus the cotangent of lse.
+    excess: the forward's, needed under a score_mod that may mask: the exact log-sum-exp minus lse.
 
-    out, dlse: instead of delta, if makes_rows. lse is then the forward's, and a pass computes the values of each query
-    that the kernels read. dlse, the cotangent of lse, may be None.
+    out, dlse: instead of delta, if makes_rows returns True. lse is then the forward's, and a pass computes delta. dlse,
+    the cotangent of lse, may be None.
 
-    With a bias, far rows (softmax.is_far) pass no gradient here to query, key, value or a bias per key. far_rows adds
-    their gradients.
+    With a bias, queries with a large lse (softmax.is_far) pass no gradient here to query, key, value or a bias per key.
+    triton/large_lse_rows.py adds their gradients.
 
-    dquery: float32, with query's shape, or with only the heads that the call takes. query's gradient / options.scale is
+    dquery: float32, with query's shape, or with only the heads that the call uses. query's gradient / options.scale is
     added to it, and the sum is returned instead of the gradient. dquery must be None if options.deterministic.
 
-    The kernel adds dquery in order of arrival, and may add dkey and dvalue the same way (see split_tail). If
-    options.deterministic, another kernel sums dquery in the order of the keys.
+    The kernel adds dquery in order of arrival, and may add dkey and dvalue the same way, if it splits the last work
+    tiles into parts. If options.deterministic, another kernel sums dquery in the order of the keys.
     """
     width = _width_of(inputs)
     axes = varying_axes(inputs, lse, delta, dout, out, dlse)
@@ -160,9 +170,10 @@ def _prepared(
     config: AttentionBackwardSm90,
     interpret: bool,
 ) -> Prepared:
-    """The operands of the kernel that owns blocks of keys. width: the head dim that the kernels are compiled for.
+    """The inputs, options and padded arrays of a call for its backward kernels.
 
-    zeros: whether a pass may make the zeros of dquery.
+    width: the head dim that the kernels are compiled for, 64, 128 or 256. zeros: whether a pass may make the zeros of
+    dquery.
     """
     query, key, value = inputs[:3]
     block_kv = block_kv_of(width)
@@ -221,7 +232,11 @@ def _prepared(
 def _rows(
     inputs: AttentionInputs, given: Given, *, natural: bool, block_q: int
 ) -> tuple[jax.Array, prepare_backward.Rows]:
-    """(dout, the Rows that the kernels read), by XLA. natural: under a score_mod that may mask."""
+    """(dout, Rows), as the kernels read them, computed by XLA from lse, delta and excess.
+
+    natural: a score_mod may mask, so that lse stays in natural units and dout is corrected by the excess. block_q: the
+    length of Rows' arrays is a multiple of it.
+    """
     lse, delta, dout = given.lse, given.delta, given.dout
     far = is_far(lse)
     if natural:
@@ -238,12 +253,14 @@ def _rows(
 
 
 def _whole_rows(options: AttentionOptions, config: AttentionBackwardSm90) -> int:
-    """The number of queries whose rows a kernel reads at once; the arrays of rows have a multiple of this length."""
+    """The number of queries in a kernel's block of queries. The arrays lse and delta are padded to a multiple of it."""
     return dquery_state.BLOCK_Q if options.deterministic else config.block_q
 
 
 def _of_queries(prepared: Prepared, block_kv: int) -> Arrays:
-    """The arrays of a deterministic dquery, whose kernel owns blocks of queries."""
+    """The arrays for the kernel of a deterministic dquery, which owns blocks of queries. block_kv: its block of
+    keys.
+    """
     inputs = prepared.inputs
     return dataclasses.replace(
         prepared.arrays,
@@ -255,9 +272,10 @@ def _of_queries(prepared: Prepared, block_kv: int) -> Arrays:
 
 
 def _has_bias_gradient(inputs: AttentionInputs, options: AttentionOptions) -> bool:
-    """Whether the kernel of dkey also sums the gradient of the bias, which must be a bias per key.
+    """Whether the kernel of dkey also computes the gradient of the bias.
 
-    The kernel sums over the query heads of a key head.
+    It needs a bias per key, options.bias_gradient, no softcap, and a bias that is equal for the query heads of a key
+    head.
     """
     if inputs.bias is None or not options.bias_gradient or options.softcap is not None or inputs.bias.shape[2] > 1:
         return False
@@ -265,9 +283,11 @@ def _has_bias_gradient(inputs: AttentionInputs, options: AttentionOptions) -> bo
 
 
 def listed_blocks(config: AttentionBackwardSm90, widest: int, options: AttentionOptions) -> list[dict[str, Any]]:
-    """The arguments of lists_of for a mask: lists by key, and for a deterministic dquery also lists by query.
+    """The keyword arguments of block_lists.lists_of for each kernel of a call: block_q, block_kv, by and
+    heads_together.
 
-    widest: the larger of the head dims.
+    The first are for lists by key. If options.deterministic, the second are for lists by query. widest: the larger of
+    the head dims.
     """
     width, together = _width(widest), {"heads_together": config.heads_together}
     of_keys = {"block_q": config.block_q, "block_kv": block_kv_of(width), "by": "key"}
@@ -279,9 +299,10 @@ def listed_blocks(config: AttentionBackwardSm90, widest: int, options: Attention
 
 
 def _width_of(inputs: AttentionInputs) -> int:
+    """The head dim that the kernels are compiled for, for these inputs."""
     return _width(max(inputs.query.shape[-1], inputs.value.shape[-1]))
 
 
 def _width(widest: int) -> int:
-    """The head dim that the kernels are compiled for."""
+    """The head dim that the kernels are compiled for: the smallest of 64, 128 and 256 that is at least `widest`."""
     return next(w for w in (64, 128, 256) if w >= widest)

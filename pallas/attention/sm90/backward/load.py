@@ -19,10 +19,11 @@ KEYS_AT_ONCE = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLoads:
-    """Rows in device memory, and stages in shared memory for blocks of these rows.
+    """An array of rows that the memory warpgroup loads, e.g. the queries, with its stages in shared memory.
 
-    gmem: [B, T, H, D]. numbers: a value per row, [B, H, T]. smem, numbers_smem: [stages, ...]. ids, ids_smem: segment
-    ids, if they are loaded as well. steps_smem: for the StepNumbers of a persistent CTA.
+    gmem: the rows in device memory, [B, T, H, D]. numbers: one value per row, [B, H, T], lse or delta. smem,
+    numbers_smem: [stages, ...] in shared memory. ready, free: the barriers of the stages. ids, ids_smem: segment ids,
+    None if they are not loaded with these rows. steps_smem: for the StepNumbers of a persistent CTA, else None.
     """
 
     gmem: Ref
@@ -38,6 +39,7 @@ class RowLoads:
 
     @classmethod
     def of_queries(cls, kernel: Kernel) -> "RowLoads":
+        """The loads of query, with lse and, if the call has segments, segment ids."""
         arrays, smem, barriers = kernel.arrays, kernel.smem, kernel.barriers
         return cls(
             gmem=arrays.query,
@@ -54,6 +56,7 @@ class RowLoads:
 
     @classmethod
     def of_dout(cls, kernel: Kernel) -> "RowLoads":
+        """The loads of dout, with delta."""
         arrays, smem, barriers = kernel.arrays, kernel.smem, kernel.barriers
         return cls(
             gmem=arrays.dout,
@@ -68,9 +71,11 @@ class RowLoads:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepLoads:
-    """The loads of one step of a work tile. nth: the step's number in the CTA. step: its number in the work tile.
+    """The loads of one step of a work tile.
 
-    The loops of copies leave no registers to keep a step's position, so that the methods recompute it.
+    tile: the work tile. nth: number of the step in the CTA. step: its number in the work tile. b, head, rows: its block
+    of queries. The loops of copies leave no registers to keep a step's block of queries, so that the methods recompute
+    it.
     """
 
     kernel: Kernel
@@ -82,7 +87,9 @@ class StepLoads:
     rows: Slice
 
     def place_again(self) -> tuple[Index, Index, Slice]:
-        """(batch entry, head, rows of the queries)."""
+        """(batch entry, query head, rows) of the step's block of queries, recomputed unless copies take the whole
+        block.
+        """
         kernel = self.kernel
         if not kernel.traits.q_tiles.whole:
             return self.b, self.head, self.rows
@@ -91,6 +98,7 @@ class StepLoads:
         return block.b, place.head, pl.ds(place.q_block * kernel.schedule.block_q, kernel.schedule.block_q)
 
     def numbers_again(self) -> StepNumbers:
+        """The step's block of queries and flags, which the compute warpgroups read from shared memory, recomputed."""
         block = self.kernel.block(recomputed(self.tile))
         q_loop = self.kernel.q_loop(self.tile, block)
         index = recomputed(self.step)
@@ -106,7 +114,7 @@ class StepLoads:
         )
 
     def load(self, loads: RowLoads) -> None:
-        """Loads a block of rows, after the step that used its stage before."""
+        """Loads the step's block of rows, once the earlier step that used its stage has freed it."""
         traits = self.kernel.traits
         slot = lax.rem(self.nth, jnp.int32(loads.stages))
         b, head, rows = self.place_again()
@@ -129,12 +137,15 @@ class StepLoads:
 
 
 def load_tiles(kernel: Kernel) -> None:
-    """Loads the CTA's work tiles, one after another."""
+    """Runs the memory warpgroup: loads all work tiles of the CTA, one after another."""
     kernel.schedule.for_each(kernel.cta, functools.partial(_load_tile, kernel))
 
 
 def _load_tile(kernel: Kernel, tile: Index, turn: Index, first: Index) -> tuple[Index, Index]:
-    """Loads the CTA's work tile number `turn`, after `first` earlier steps. Returns (the next tile, steps so far)."""
+    """Loads work tile number `tile`, the `turn`-th of the CTA, after `first` earlier steps.
+
+    Returns (the next work tile, the number of steps so far); both are only meaningful for a persistent CTA.
+    """
     schedule, barriers = kernel.schedule, kernel.barriers
     is_persistent = schedule.is_persistent
     late_values = is_persistent and schedule.v_stages == 1
@@ -170,7 +181,7 @@ def _load_tile(kernel: Kernel, tile: Index, turn: Index, first: Index) -> tuple[
 
 
 def _load_block(kernel: Kernel, tile: Index, turn: Index, *, keys: bool = True, values: bool = True) -> None:
-    """Loads the keys, the values, or both, of the CTA's work tile number `turn`."""
+    """Loads the keys, the values, or both, of work tile number `tile`, the `turn`-th of the CTA."""
     traits, schedule, arrays, smem = kernel.traits, kernel.schedule, kernel.arrays, kernel.smem
     _, kv_head_of = head_views.head_maps(traits.options)
     b, kv_head, kv_index = kernel.block(recomputed(tile))
@@ -200,7 +211,10 @@ def _load_block(kernel: Kernel, tile: Index, turn: Index, *, keys: bool = True, 
 
 
 def _load_bias(kernel: Kernel, tile: Index, nth: Index, head: Index, q_block: Index) -> None:
-    """Loads the bias of the CTA's step number `nth`, after the previous step's bias is freed."""
+    """Loads the bias of step number `nth` of the CTA, after the previous step's bias has been read.
+
+    head, q_block: the step's query head and block of queries.
+    """
     schedule, stage, bias = kernel.schedule, kernel.smem.bias, kernel.arrays.bias
     assert stage is not None
     assert bias is not None
@@ -215,7 +229,11 @@ def _load_bias(kernel: Kernel, tile: Index, nth: Index, head: Index, q_block: In
 
 
 def _following(kernel: Kernel, tile: Index, turn: Index, first: Index, steps: Index) -> tuple[Index, Index]:
-    """(the next work tile of a persistent CTA, the number of its steps so far)."""
+    """(the next work tile of a persistent CTA, the number of its steps so far).
+
+    It also writes the next work tile to shared memory for the compute warpgroups. `first`: steps before this work tile.
+    `steps`: steps of this work tile.
+    """
     scheduler, k_ready = kernel.schedule.scheduler, kernel.barriers.k_ready
     stage = pl.ds((turn + 1) & 1, 1)
     following = scheduler.leave_following(needed(kernel.arrays.counter), tile, needed(kernel.smem.tile).at[stage])

@@ -1,4 +1,7 @@
-"""The work tile and the q_loop step of a compute warpgroup of the Hopper backward."""
+"""The work tile and the step of a compute warpgroup of the Hopper backward.
+
+A step is one iteration of q_loop, the loop over the queries that attend to a block of keys.
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -15,9 +18,10 @@ from jax_kernels.pallas.mosaic.registers import recomputed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkTile:
-    """The CTA's work tile number `turn`.
+    """Work tile number `tile` of the launch, the `turn`-th of the CTA, as a compute warpgroup sees it.
 
-    first: the number of steps in earlier work tiles. first_key: of the warpgroup's 64 keys.
+    first: the number of steps in the CTA's earlier work tiles. block: its block of keys. q_loop: its loop over queries.
+    first_key: index of the first of the warpgroup's 64 keys.
     """
 
     kernel: Kernel
@@ -29,17 +33,21 @@ class WorkTile:
     first_key: Index
 
     def steps_again(self) -> Index:
-        """The number of steps. For a list it is recomputed: it would occupy registers through all steps."""
+        """The number of steps of the work tile. For a block list it is recomputed: it would occupy registers through
+        all steps.
+        """
         kernel = self.kernel
         return kernel.q_loop(self.tile, self.block).steps if kernel.traits.has_lists else self.q_loop.steps
 
     def place_again(self, index: Index) -> StepPlace:
-        """The StepPlace of a step, recomputed."""
+        """The block of queries of step number `index`, recomputed."""
         return self.kernel.q_loop(self.tile, self.kernel.block(recomputed(self.tile))).place(index)
 
 
 class DqBlock(NamedTuple):
-    """A 64 x 64 block of dquery: its chunk of columns, and its chunk of the step's queries."""
+    """A 64 x 64 block of dquery. chunk: index of its 64 columns. row: index of its 64 queries within the step's
+    queries.
+    """
 
     chunk: Any
     row: Any
@@ -47,12 +55,13 @@ class DqBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QStep:
-    """One step of a q_loop: a block of queries of one head.
+    """One step of the loop over queries: a block of queries of one head.
 
-    wg: the warpgroup. row_group, half: the warpgroup's 64 keys of the work tile, and its half of the columns. row: the
-    first of these keys within the work tile. nth: number of the step; a persistent CTA counts from its first work tile.
-    index: number of the step within the work tile. k_stage, v_stage, slot, do_slot: the stages of keys, values, queries
-    and dout. words: of a mask that has words of all blocks.
+    wg: the warpgroup. row_group, half: index of the warpgroup's 64 keys in the work tile, and of its half of the
+    columns. row: the first of these keys within the work tile. nth: number of the step; a persistent CTA counts from
+    its first work tile. index: number of the step within the work tile. k_stage, v_stage, slot, do_slot: the stages of
+    keys, values, queries and dout. head, q_block, q_start: query head, index of the block of queries, first query.
+    words: the mask words of the step's pairs, None unless the block lists have the words of all blocks.
     """
 
     work: WorkTile
@@ -74,7 +83,9 @@ class QStep:
 
     @classmethod
     def of(cls, work: WorkTile, i: Index) -> "QStep":
-        """Finds step `i`, which is nth in a persistent CTA and index otherwise, and waits for its loads."""
+        """Step number `i`, after waiting for its loads. i: counts as `nth` in a persistent CTA, as `index`
+        otherwise.
+        """
         kernel, traits, schedule = work.kernel, work.kernel.traits, work.kernel.schedule
         config, is_persistent = traits.config, schedule.is_persistent
         wg = recomputed(kernel.wg)
@@ -125,26 +136,29 @@ class QStep:
         return self.work.kernel.traits
 
     def numbers(self) -> StepNumbers:
-        """The StepNumbers that the memory warpgroup of a persistent CTA left for this step, read again."""
+        """The step's block of queries and flags, which the memory warpgroup of a persistent CTA wrote, read once
+        more.
+        """
         return StepNumbers.read(needed(self.kernel.smem.steps), self.slot)
 
     def place_again(self) -> StepPlace:
+        """The step's block of queries, read again or recomputed."""
         return _place_again(self.work, self.slot, self.index)
 
     def b_again(self) -> Index:
-        """The batch entry."""
+        """The batch entry of the step, read again or recomputed."""
         if self.traits.is_persistent:
             return self.numbers().b
         return self.kernel.block(recomputed(self.work.tile)).b
 
     def first_key(self) -> Index:
-        """The first of the warpgroup's keys within the sequence."""
+        """The index within the sequence of the first of the warpgroup's keys."""
         if self.traits.is_persistent:
             return self.numbers().kv_block * self.traits.block_kv + 64 * recomputed(self.kernel.wg)
         return self.work.first_key
 
     def dq_blocks(self) -> list[DqBlock]:
-        """The blocks of dquery that this warpgroup computes and stores."""
+        """The 64 x 64 blocks of the step's dquery that this warpgroup computes and stores."""
         traits = self.traits
         if traits.splits_columns:
             return [DqBlock(self.wg * traits.dq_blocks + i, 0) for i in range(traits.dq_blocks)]
@@ -152,7 +166,10 @@ class QStep:
 
 
 def _wait_for_loads(kernel: Kernel, slot: Index, do_slot: Index) -> None:
-    """All waits come before the accumulators: a wait between zeroing and matmul costs a fence (C7519)."""
+    """Waits until a step's queries, dout and bias have arrived, except for loads that the kernel waits for later.
+
+    All waits come before the accumulators: a wait between zeroing and matmul costs a fence (C7519).
+    """
     traits, barriers, bias = kernel.traits, kernel.barriers, kernel.smem.bias
     if not traits.scores_ahead:
         plgpu.barrier_wait(barriers.q_ready.at[slot])
@@ -163,7 +180,10 @@ def _wait_for_loads(kernel: Kernel, slot: Index, do_slot: Index) -> None:
 
 
 def _place_again(work: WorkTile, slot: Index, index: Index) -> StepPlace:
-    """The StepPlace of a step, which is not kept in registers: read from shared memory, or recomputed."""
+    """The block of queries of a step, which is not kept in registers: read from shared memory, or recomputed.
+
+    slot: the step's stage of queries. index: its number within the work tile.
+    """
     if not work.kernel.traits.is_persistent:
         return work.place_again(index)
     read = lambda: StepNumbers.read(needed(work.kernel.smem.steps), slot)

@@ -27,7 +27,7 @@ from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
 
 
 class KeyBlock(NamedTuple):
-    """The block of keys of a work tile: batch entry, kv head, index of the block."""
+    """The block of keys of a work tile: batch entry, kv head, index of the block. All are traced scalars."""
 
     b: Index
     kv_head: Index
@@ -35,7 +35,7 @@ class KeyBlock(NamedTuple):
 
 
 class StepPlace(NamedTuple):
-    """The block of queries of a step. is_partial: whether the predicate may drop a pair of the block."""
+    """The block of queries that a step visits: query head, index of the block, and whether the block is partial."""
 
     head: Index
     q_block: Index
@@ -43,14 +43,16 @@ class StepPlace(NamedTuple):
 
 
 class QLoop(NamedTuple):
-    """The loop over the queries of a work tile: the number of steps, and the StepPlace of each step."""
+    """The loop over the queries of a work tile: the number of steps, and a function from a step to its block of
+    queries.
+    """
 
     steps: Index
     place: Callable[[Index], StepPlace]
 
 
 class Stages(NamedTuple):
-    """The stages that hold the keys and the values of a work tile."""
+    """The indices of the shared-memory stages that hold the keys and the values of a work tile."""
 
     k: Index
     v: Index
@@ -58,12 +60,13 @@ class Stages(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The work of a launch, as known when its kernel is traced.
+    """The order of the work of a launch, as known when its kernel is traced.
 
-    group: query heads per kv head; a q_loop goes over all of them. rotate: as in AttentionBackwardSm90. visits_all:
-    whether causality, a window and segments let every block of keys meet every block of queries. split: the parts of
-    the last work tiles. scheduler: numbers the work tiles. is_persistent: whether a CTA processes one work tile after
-    another; otherwise it processes one work tile, or a part of it. v_stages: stages for values.
+    group: query heads per kv head; a q_loop goes over all of them. rotate: how many blocks of queries apart the loops
+    of neighbouring blocks of keys start, if visits_all. visits_all: whether causality, a window and segments let every
+    block of keys attend to every block of queries. split: how the last work tiles are split into parts, so that all SMs
+    have work. scheduler: numbers the work tiles. is_persistent: whether a CTA processes one work tile after another;
+    otherwise it processes one work tile, or a part of it. v_stages: stages for values.
     """
 
     options: AttentionOptions
@@ -93,6 +96,10 @@ class Schedule:
         bias_gradient: bool,
         interpret: bool,
     ) -> "Schedule":
+        """The Schedule of a call, with the choice of persistent CTAs and of a split.
+
+        kv_length: the unpadded number of keys. block_kv: the block of keys. core_count: the number of SMs.
+        """
         batch, q_length = arrays.query.shape[:2]
         heads, kv_heads = head_views.head_counts(arrays.query, arrays.key, options)
         group = heads // kv_heads
@@ -133,53 +140,62 @@ class Schedule:
 
     @property
     def ctas(self) -> int:
+        """The number of CTAs to launch."""
         return self.scheduler.ctas if self.is_persistent else self.split.ctas
 
     @property
     def k_stages(self) -> int:
+        """The number of stages for blocks of keys."""
         return 2 if self.is_persistent else 1
 
     def stages_of(self, turn: Index) -> Stages:
-        """The stages of the CTA's work tile number `turn`."""
+        """The stages of the CTA's `turn`-th work tile."""
         if not self.is_persistent:
             return Stages(0, 0)
         stage = recomputed(turn) & 1
         return Stages(stage, stage if self.v_stages == 2 else recomputed(0))
 
     def slot_of(self, nth: Index, stages: int) -> Index:
-        """The stage of the CTA's step number `nth`, if `stages` stages hold blocks of queries."""
+        """The stage of the CTA's step number `nth`, if there are `stages` stages for blocks of queries."""
         if self.is_persistent and stages & (stages - 1) == 0:  # a bit mask, not a signed division
             return nth & (stages - 1)
         return lax.rem(nth, jnp.int32(stages))
 
     def shared(self, sums: int, head_dim: int, *, warpgroups: int) -> dict[str, Any]:
-        """Refs common to the CTAs, by their names in Arrays: `sums` sums of parts of a tile, or the tiles' counter."""
+        """New refs in device memory that all CTAs of a launch use, by their names in Arrays: counter, sums, arrived.
+
+        counter: for persistent CTAs. sums, arrived: if work tiles are split. `sums`: the number of sums per split work
+        tile. Refs that the launch does not need are None.
+        """
         counter = self.scheduler.counter() if self.is_persistent else None
         return {"counter": counter} | self.split.shared(sums, self.block_kv, head_dim, warpgroups=warpgroups)
 
     def for_each(self, cta: Index, run: Callable, state: Any = 0) -> None:
-        """TileScheduler.for_each, or its only call of `run` if the CTA has one work tile."""
+        """Calls run(tile, turn, state) for each work tile of the CTA; `run` returns (the next tile, the next state).
+
+        turn counts the CTA's work tiles. A CTA that is not persistent has one work tile.
+        """
         if self.is_persistent:
             self.scheduler.for_each(recomputed(cta), run, state)
         else:
             run(cta, 0, state)
 
     def block(self, arrays: Arrays, tile: Index) -> KeyBlock:
-        """The block of keys of a work tile. Heads that run together alternate."""
+        """The block of keys of work tile number `tile`: from the block lists if present, else from the scheduler."""
         if arrays.lists is not None:
             listed = arrays.lists.blocks_of(tile)
             return KeyBlock(listed.b, listed.head, listed.block)
         return KeyBlock(*self.scheduler.place(self.split.tile(tile)))
 
     def limits(self, arrays: Arrays, b: Index) -> block_ranges.Limits:
-        """The limits of a batch entry."""
+        """The limits of the keys of batch entry b."""
         options = self.options
         return block_ranges.limits(
             arrays.bounds, b, options.q_offset, self.kv_length, is_causal=options.is_causal, window=options.window
         )
 
     def q_loop(self, arrays: Arrays, tile: Index, block: KeyBlock) -> QLoop:
-        """The loop over the queries that attend to a work tile's block of keys."""
+        """The loop over the queries that attend to the block of keys of work tile number `tile`."""
         b, kv_head, kv_index = block
         group, q_blocks = self.group, pl.cdiv(self.q_length, self.block_q)
         if arrays.lists is not None:

@@ -23,14 +23,17 @@ from jax_kernels.pallas.mosaic.registers import recomputed
 
 
 def biased(step: QStep, s: jax.Array) -> jax.Array:
-    """S + bias, in the bias's units."""
+    """The scores with the step's bias added, in base 2. s: K Q^T, or with a softcap tanh(score / softcap)."""
     options, bias = step.traits.options, step.kernel.smem.bias
     assert bias is not None
     return bias.added(s, options.softcap or options.scale, step.row, transposed=True)
 
 
 def modified(step: QStep, s: jax.Array) -> score_mod.Tile:
-    """The score_mod's Tile of the scores."""
+    """An object (score_mod.Tile) that evaluates the call's score_mod on the step's scores.
+
+    s: K Q^T without the scale, [64 keys, queries]. The call has a score_mod.
+    """
     b, mod = step.b_again(), step.kernel.arrays.mod
     assert mod is not None
     numbers = mod.of_head(b, step.head)
@@ -38,7 +41,10 @@ def modified(step: QStep, s: jax.Array) -> score_mod.Tile:
 
 
 def masked(step: QStep, s: jax.Array) -> jax.Array:
-    """The scores under the softcap, or otherwise with the bias, and -inf for pairs that do not count."""
+    """The scores after softcap or bias, with -inf for pairs that the mask drops.
+
+    With a softcap the result is tanh(score / softcap), without the bias, because the softcap's derivative needs it.
+    """
     traits = step.traits
     if traits.options.softcap:
         s = softcapped(s, traits.options.softcap, traits.options.scale)
@@ -53,7 +59,7 @@ def masked(step: QStep, s: jax.Array) -> jax.Array:
 
 
 def _under_predicate(step: QStep, s: jax.Array) -> jax.Array:
-    """The scores of a partial block, -inf where the predicate is False."""
+    """The scores of a partial block, -inf for pairs that limits, segments or block lists drop."""
     kernel = step.kernel
     if kernel.arrays.lists is not None:
         return kernel.arrays.lists.blocks_of(recomputed(step.work.tile)).masked(s, step.index, step.row, by_word=False)
@@ -72,7 +78,14 @@ def _under_predicate(step: QStep, s: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The final scores of a step. Under a score_mod with a derivative, live: the pairs that count; mod: its tile."""
+    """A step's scores [64 keys, queries] in registers, from which P^T is computed, and data for the score_mod's
+    derivative.
+
+    s: the scores after softcap, bias, score_mod and mask; masked pairs are -inf. Times Traits.factor they are in base
+    2, or in natural units if Traits.natural. With a softcap s is tanh(score / softcap), and lacks the bias. live: bool,
+    the pairs that the mask keeps. mod: evaluates the score_mod on this step's scores. live and mod are None unless
+    there is a score_mod whose derivative is not 1.
+    """
 
     s: jax.Array
     live: jax.Array | None = None
@@ -80,7 +93,9 @@ class Scores:
 
 
 def final_scores(step: QStep, s: jax.Array) -> Scores:
-    """The scores from which P is computed. s: from the matmul, or already masked if Traits.mask_first."""
+    """The step's Scores. s: K Q^T from the matmul, without the scale; already the result of `masked` if
+    Traits.mask_first.
+    """
     traits = step.traits
     if traits.has_mod and not traits.has_slope:
         s = modified(step, s).scores()
@@ -93,12 +108,12 @@ def final_scores(step: QStep, s: jax.Array) -> Scores:
 
 
 def over_keys(x: jax.Array, s: jax.Array) -> jax.Array:
-    """Broadcasts a value per query to all pairs of the scores."""
+    """Broadcasts a value per query, [queries], to the scores' shape [64 keys, queries]."""
     return lax.broadcast_in_dim(x, s.shape, [1])
 
 
 def probabilities(step: QStep, scores: Scores) -> jax.Array:
-    """P^T = exp2(S^T - lse)."""
+    """P^T = exp(score - lse) of the step: float32 [64 keys, queries]."""
     traits, s = step.traits, scores.s
     lse = plgpu.load(step.kernel.smem.lse.at[step.slot], layout=COLUMN, optimized=False)
     logits = biased(step, s) if traits.has_bias and traits.options.softcap else s
@@ -113,9 +128,9 @@ def probabilities(step: QStep, scores: Scores) -> jax.Array:
 
 
 def times_slope(step: QStep, p: jax.Array, scores: Scores) -> tuple[jax.Array | None, jax.Array]:
-    """(P in 16 bits or None, P times the derivative of the softcap or the score_mod).
+    """(P^T in 16 bits or None, P^T times the derivative of the softcap or the score_mod, float32).
 
-    P in 16 bits is returned if it differs from the second value.
+    The first is for the matmul of dvalue. It is None if the second has the same values.
     """
     traits, p16 = step.traits, None
     if traits.options.softcap:
@@ -128,6 +143,9 @@ def times_slope(step: QStep, p: jax.Array, scores: Scores) -> tuple[jax.Array | 
 
 
 def bias_gradient_sum(ds: Any, dbias: Any) -> Any:
-    """dbias + dS, summed over the columns of each thread. The lanes of a row are summed at the end."""
+    """dbias plus the sum of dS^T [64, queries] over its groups of PART (8) columns: float32 [64, 8].
+
+    The 8 partial sums of a row are added up when the loop has ended.
+    """
     parts = [ds[:, i : i + PART] for i in range(0, ds.shape[1], PART)]
     return functools.reduce(jnp.add, parts, dbias)

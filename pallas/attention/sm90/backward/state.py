@@ -1,4 +1,4 @@
-"""The named state of the Hopper backward's kernel: shared memory, barriers, and data that warpgroups exchange."""
+"""The state of the Hopper backward's kernel: shared memory, barriers, and data that warpgroups exchange."""
 
 import dataclasses
 import functools
@@ -20,10 +20,12 @@ from jax_kernels.pallas.mosaic.scratch import smem_ref
 
 
 class StepNumbers(NamedTuple):
-    """The position of a step, int32, which the memory warpgroup of a persistent CTA leaves with the step's queries.
+    """The block of queries of a step, and flags: int32 values that the memory warpgroup of a persistent CTA writes to
+    shared memory with the step's queries.
 
-    A compute warpgroup reads it from shared memory: recomputing it takes a tenth of a step's instructions, and keeping
-    it spills registers. index: the step's number within the work tile. goes_on: whether the work tile has another step.
+    A compute warpgroup reads them there: recomputing them takes a tenth of a step's instructions, and keeping them
+    spills registers. kv_block: index of the block of keys. index: the step's number within the work tile. goes_on:
+    whether the work tile has another step.
     """
 
     b: Index
@@ -36,14 +38,16 @@ class StepNumbers(NamedTuple):
 
     @staticmethod
     def scratch(stages: int) -> Ref:
-        """The scratch of pl.run_scoped."""
+        """The scratch specification of the StepNumbers of `stages` steps, for pl.run_scoped."""
         return smem_ref((stages, 8), jnp.int32)
 
     @classmethod
     def read(cls, smem: Ref, slot: Index) -> "StepNumbers":
+        """The block of queries and flags of the step in stage `slot`, loaded from shared memory."""
         return cls(*(smem[slot, i] for i in range(len(cls._fields))))
 
     def leave(self, smem: Ref, slot: Index, ready: Barrier) -> None:
+        """Writes these values to stage `slot` of shared memory, and arrives at the barrier `ready`."""
         for i, number in enumerate(self):
             smem[slot, i] = cast(jax.Array, number).astype(jnp.int32)
         plgpu.commit_smem()
@@ -51,7 +55,7 @@ class StepNumbers(NamedTuple):
 
 
 class TileRefs(NamedTuple):
-    """The same shared memory, as matmuls and stores see it (mma) and as copies see it (tma)."""
+    """Two views of the same shared memory: for matmuls and stores (mma), and for copies from device memory (tma)."""
 
     mma: Ref
     tma: Ref
@@ -62,11 +66,12 @@ class TileRefs(NamedTuple):
 class Smem:
     """A CTA's shared memory, allocated in the order of the fields. None: the call does not need it.
 
-    k, v, q, do: [stages, ...] of tiles, see Traits' tiles. ds: [warpgroups, chunks of queries, 64, 64], a step's dS^T.
-    dq: [warpgroups, 64, 64] float32, on its way to device memory. lse, delta, ids: [stages, block_q], values of a
-    step's queries. barriers: arrays of Barriers. bias: of a step. arrived: [warpgroups] int32, counts of a work
-    tile's parts. dbias: [warpgroups, 64]. tile: [stages of keys] int32, indices of work tiles. steps: [stages, ...] of
-    StepNumbers.
+    k, v, q, do: keys, values, queries and dout, [stages, ...] in the layouts Traits.k_tiles, v_tiles and q_tiles. ds:
+    [warpgroups, chunks of queries, 64, 64], a step's dS^T. dq: [warpgroups, 64, 64] float32, on its way to device
+    memory. lse, delta, ids: [stages, block_q], lse, delta and segment ids of a step's queries. barriers: arrays of
+    barriers, from which KernelBarriers takes its fields. bias: of a step. arrived: [warpgroups] int32, how many parts
+    of a split work tile have finished. dbias: [warpgroups, 64] float32. tile: [stages of keys] int32, indices of work
+    tiles. steps: [stages, ...] of StepNumbers.
     """
 
     k: TileRefs
@@ -87,7 +92,7 @@ class Smem:
 
     @classmethod
     def scratch(cls, traits: Traits, barriers: Barriers) -> "Smem":
-        """The scratch of pl.run_scoped."""
+        """The scratch specifications of these fields, for pl.run_scoped."""
         schedule, config, dtype = traits.schedule, traits.config, traits.dtype
         row_groups, halves, block_q, block_kv = traits.row_groups, traits.halves, traits.block_q, traits.block_kv
         q_stages, do_stages = config.q_stages, config.do_stages
@@ -111,7 +116,7 @@ class Smem:
         )
 
     def viewed(self, traits: Traits) -> "Smem":
-        """The same fields, with TileRefs for k, v, q and do."""
+        """The same fields, with a TileRefs in each of k, v, q and do."""
         return dataclasses.replace(
             self,
             k=TileRefs(*traits.k_tiles.views(cast(Ref, self.k))),
@@ -125,9 +130,9 @@ class Smem:
 class KernelBarriers:
     """The barriers of a CTA. None: the launch does not use the barrier.
 
-    q_ready, q_free, do_ready, do_free: a stage of queries or of dout is loaded, or may be overwritten. ds_ready,
-    ds_free: both warpgroups have written, or read, a step's dS. last_read: both warpgroups have read the last
-    block of keys.
+    q_ready, do_ready: a stage of queries or of dout has arrived. q_free, do_free: it has been read and may be
+    overwritten. ds_ready: both warpgroups have written a step's dS. ds_free: both have read it. last_read: both
+    warpgroups have read the last block of keys.
 
     k_ready: a block of keys is loaded. In a CTA with one work tile it also covers the values, and v_ready, k_free and
     v_free are None. A persistent CTA has a k_ready and a v_ready for each stage. The index of a work tile arrives with
@@ -150,7 +155,7 @@ class KernelBarriers:
 
     @staticmethod
     def wanted(traits: Traits) -> Barriers:
-        """The number of barriers of each name, and the arrivals that each barrier counts."""
+        """The barriers to allocate: for each name how many, and how many arrivals complete a phase of each."""
         schedule, config, halves = traits.schedule, traits.config, traits.halves
         is_persistent, q_stages, do_stages = schedule.is_persistent, config.q_stages, config.do_stages
         k_copies = traits.row_groups * traits.chunks
@@ -175,12 +180,17 @@ class KernelBarriers:
 
     @classmethod
     def of(cls, wanted: Barriers, arrays: list[Barrier]) -> "KernelBarriers":
+        """The barriers by name, from allocated arrays of barriers (Smem.barriers)."""
         found: dict[str, Any] = {field.name: wanted.of(arrays, field.name) for field in dataclasses.fields(cls)}
         return cls(**found)
 
 
 class Results[A: jax.Array | Ref](NamedTuple):
-    """dkey, dvalue and the gradient of a bias per key, in device memory. dbias: None if it is not requested."""
+    """The gradients that the kernel writes, in device memory.
+
+    dkey, dvalue: [B, S, Hkv, D]. dbias: of a bias per key, float32 [B, Hkv, whole blocks of keys]; None if not
+    requested.
+    """
 
     dkey: A
     dvalue: A
@@ -189,7 +199,11 @@ class Results[A: jax.Array | Ref](NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The common state of a CTA's warpgroups. arrays: refs in device memory. wg, cta: indices, traced scalars."""
+    """The state that a CTA's warpgroups have in common.
+
+    arrays, results: inputs and gradients in device memory. wg, cta: indices of the warpgroup and the CTA, traced
+    scalars.
+    """
 
     traits: Traits
     arrays: Arrays[Ref]
@@ -203,6 +217,9 @@ class Kernel:
     def of(
         cls, traits: Traits, barriers: Barriers, arrays: Arrays[Ref], results: Results[Ref], scratch: Smem
     ) -> "Kernel":
+        """The state of the calling CTA and warpgroup. scratch: the CTA's memory, from pl.run_scoped. barriers: their
+        names.
+        """
         return cls(
             traits=traits,
             arrays=arrays,
@@ -218,7 +235,9 @@ class Kernel:
         return self.traits.schedule
 
     def block(self, tile: Index) -> KeyBlock:
+        """The block of keys of work tile number `tile`."""
         return self.schedule.block(self.arrays, tile)
 
     def q_loop(self, tile: Index, block: KeyBlock) -> QLoop:
+        """The loop over the queries that attend to the block of keys of work tile number `tile`."""
         return self.schedule.q_loop(self.arrays, tile, block)

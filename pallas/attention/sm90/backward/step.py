@@ -19,7 +19,7 @@ from jax_kernels.pallas.mosaic.registers import recomputed, zeros_stay
 
 
 class Accumulators(NamedTuple):
-    """float32 sums [64, columns] in registers, one array per part of the columns."""
+    """The float32 sums of dkey and dvalue in registers: [64 keys, columns], one array per part of the columns."""
 
     dk: tuple[AccumulatorRef, ...]
     dv: tuple[AccumulatorRef, ...]
@@ -28,10 +28,10 @@ class Accumulators(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Carry:
-    """The values that a step leaves for the next step.
+    """The values that a step passes to the next step.
 
-    scores: S^T of the next step, if Traits.scores_ahead. dbias: [64, PART], the sum of a bias's gradient. goes_on:
-    whether the work tile of a persistent CTA has another step.
+    scores: S^T of the next step, [64, block_q], if Traits.scores_ahead. dbias: [64, PART], the sum of a bias's gradient
+    so far. goes_on: whether the work tile of a persistent CTA has another step. None: not used.
     """
 
     scores: jax.Array | None
@@ -40,7 +40,10 @@ class Carry:
 
 
 class Weights(NamedTuple):
-    """P^T and dS^T of a step in 16 bits, and the sum of dbias. p: None if its matmul is already issued."""
+    """P^T and dS^T of a step in 16 bits, [64, block_q], and the sum of dbias so far.
+
+    p: None if its matmul, dV += P^T dO, is already issued.
+    """
 
     p: jax.Array | None
     ds: jax.Array
@@ -51,7 +54,8 @@ class Weights(NamedTuple):
 class NextStep:
     """The stage of the next step's keys and the slot of its queries.
 
-    goes_on: whether the next step belongs to the same work tile, if known.
+    goes_on: whether the next step belongs to the same work tile; None if there are no scores of the next step to
+    compute.
     """
 
     k_stage: Index
@@ -60,7 +64,9 @@ class NextStep:
 
 
 def mma_step(work: WorkTile, accs: Accumulators, i: Index, carry: Carry) -> Carry:
-    """Adds a block of queries to dkey, dvalue and dquery."""
+    """Runs step i: adds the contribution of a block of queries to dkey, dvalue and dquery. Returns the next step's
+    Carry.
+    """
     step = QStep.of(work, i)
     traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
     s = scores_sm90.masked(step, needed(carry.scores)) if traits.mask_first else carry.scores
@@ -90,7 +96,7 @@ def mma_step(work: WorkTile, accs: Accumulators, i: Index, carry: Carry) -> Carr
 
 
 def first_scores(kernel: Kernel) -> jax.Array:
-    """S^T of the CTA's first step."""
+    """S^T = K Q^T of the CTA's first step: float32 [64 keys, block_q]."""
 
     def scores(s_acc):
         issue_scores(kernel, s_acc, 0, 0 if kernel.traits.splits_columns else kernel.wg, 0)
@@ -100,7 +106,10 @@ def first_scores(kernel: Kernel) -> jax.Array:
 
 
 def issue_scores(kernel: Kernel, s_acc: AccumulatorRef, k_stage: Index, row_group: Index, slot: Index) -> None:
-    """Issues S^T = K Q^T, a group of matmuls per chunk of columns."""
+    """Issues S^T = K Q^T into the accumulator s_acc, a group of matmuls per chunk of 64 columns of head_dim.
+
+    k_stage, row_group: the stage of keys, and which 64 keys of it. slot: the stage of queries.
+    """
     traits, smem = kernel.traits, kernel.smem
     for c in range(traits.chunks):
         half, start = divmod(64 * c, traits.width)
@@ -109,13 +118,16 @@ def issue_scores(kernel: Kernel, s_acc: AccumulatorRef, k_stage: Index, row_grou
 
 
 def _add_product(accs: tuple[AccumulatorRef, ...], x: jax.Array, smem: Ref) -> None:
-    """accs += x @ smem, a group of matmuls per chunk of columns."""
+    """Issues accs += x @ smem, a group of matmuls per part of the columns."""
     for c, acc in enumerate(accs):
         plgpu.wgmma(acc, x, smem.at[c])
 
 
 def _weights_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: jax.Array | None) -> Weights:
-    """P^T and dS^T. s: S^T if Traits.scores_ahead."""
+    """(P^T, dS^T, dbias) of a step, including its matmuls K Q^T and V dO^T.
+
+    s: S^T if Traits.scores_ahead, otherwise None. dbias: the sum so far.
+    """
     traits, kernel = step.traits, step.kernel
     acc = plgpu.ACC((64, traits.block_q))
     issue = lambda s_acc: issue_scores(kernel, s_acc, step.k_stage, step.row_group, step.slot)
@@ -143,7 +155,11 @@ def _weights(
     dp_acc: AccumulatorRef,
     s_acc: AccumulatorRef | None,
 ) -> Weights:
-    """P^T and dS^T. s_acc: the accumulator of S^T, whose matmuls are issued; None if Traits.scores_ahead."""
+    """(P^T, dS^T, dbias) of a step, whose S^T = K Q^T is computed or issued.
+
+    s: S^T if Traits.scores_ahead, otherwise None. s_acc: the accumulator of S^T, whose matmuls are issued, otherwise
+    None. dp_acc: the accumulator of dP^T. dbias: the sum so far.
+    """
     traits, smem, early_dv = step.traits, step.kernel.smem, step.traits.config.early_dv
     # dP^T = V dO^T
     for half in range(traits.halves):
@@ -173,7 +189,9 @@ def _weights(
 
 
 def _give_ds(step: QStep, ds: jax.Array) -> None:
-    """Stores dS^T for the matmul with K, if there is a dquery, and frees the memory that the step has read."""
+    """Stores dS^T in shared memory for the matmul with K, if there is a dquery, and frees memory that the step has
+    read.
+    """
     traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
     if traits.exchanges_ds:  # the other warpgroup may still read the last step's dS
 
@@ -199,7 +217,10 @@ def _give_ds(step: QStep, ds: jax.Array) -> None:
 
 
 def _next_step(step: QStep) -> NextStep:
-    """Waits for the queries of the next step, if any, and for the keys if they belong to another work tile."""
+    """The stage and slot of the next step's keys and queries, after waiting for these loads.
+
+    It waits for the keys only if they belong to another work tile, and for the queries only if there is a next step.
+    """
     kernel, traits, schedule, barriers = step.kernel, step.traits, step.kernel.schedule, step.kernel.barriers
     slot, k_stage = schedule.slot_of(step.nth + 1, traits.config.q_stages), step.k_stage
     wait_q = lambda: plgpu.barrier_wait(barriers.q_ready.at[slot])
@@ -221,14 +242,14 @@ def _next_step(step: QStep) -> NextStep:
 
 
 def _add_dk(step: QStep, accs: Accumulators, ds: jax.Array) -> None:
-    """dK += dS^T Q, if the kernel has no dquery."""
+    """Issues dK += dS^T Q, if the kernel has no dquery, and frees the step's dout."""
     _add_product(accs.dk, ds, step.kernel.smem.q.mma.at[step.slot, step.half])
     plgpu.wgmma_wait(step.traits.parts)
     plgpu.barrier_arrive(step.kernel.barriers.do_free.at[step.do_slot])
 
 
 def _add_dk_and_dq(step: QStep, accs: Accumulators, ds: jax.Array, dq_acc: AccumulatorRef) -> None:
-    """dK += dS^T Q, and the warpgroup's first block of dQ += dS K."""
+    """Issues dK += dS^T Q, and computes and stores the warpgroup's first block of dS K. Frees the step's dout."""
     traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
     dq_block = step.dq_blocks()[0]
     sources = [step.wg] if traits.splits_columns else range(COMPUTE_WGS)
@@ -246,7 +267,7 @@ def _add_dk_and_dq(step: QStep, accs: Accumulators, ds: jax.Array, dq_acc: Accum
 
 
 def _add_dq(step: QStep, dq_block: DqBlock, dq_acc: AccumulatorRef) -> None:
-    """Another block of dQ += dS K."""
+    """Computes another 64 x 64 block of dS K, and adds it to dquery in device memory."""
     smem = step.kernel.smem
     keys = smem.k.mma.at[step.k_stage, dq_block.chunk, step.row_group, 0]
     plgpu.wgmma(dq_acc, smem.ds.at[step.wg, dq_block.row].T, keys)
@@ -254,7 +275,7 @@ def _add_dq(step: QStep, dq_block: DqBlock, dq_acc: AccumulatorRef) -> None:
 
 
 def _store_dq(step: QStep, dq_block: DqBlock, dq: jax.Array) -> None:
-    """Adds a block of dQ to the array in device memory."""
+    """Adds a 64 x 64 block of dquery, float32, to the array in device memory, through shared memory."""
     traits, smem = step.traits, step.kernel.smem
     head, q_start = traits.dquery_head(step.head), step.q_start
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -269,7 +290,9 @@ def _store_dq(step: QStep, dq_block: DqBlock, dq: jax.Array) -> None:
 
 
 def _next_scores(step: QStep, following: NextStep, s_acc: AccumulatorRef) -> jax.Array:
-    """S^T of the next step. In the CTA's last step it is computed from a stale tile, and dropped."""
+    """S^T of the next step. In the CTA's last step it is computed from a stale tile, and dropped. Frees the step's
+    queries.
+    """
     traits, kernel = step.traits, step.kernel
     issue_scores(kernel, s_acc, following.k_stage, step.row_group, following.slot)
     if traits.is_persistent:

@@ -15,7 +15,11 @@ from jax_kernels.pallas.mosaic.registers import recomputed
 
 
 def epilogue(work: WorkTile, dk: list[jax.Array], dv: list[jax.Array], dbias: jax.Array | None) -> None:
-    """Stores the gradients of a work tile. dk: without the scale. dk, dv: float32, as Store.finish takes them."""
+    """Stores dkey, dvalue and dbias of a work tile, after its last step.
+
+    dk, dv: float32, lists of arrays [64, columns]; dk lacks the scale. dbias: [64, PART], partial sums of a bias's
+    gradient, or None.
+    """
     kernel, traits, smem, barriers = work.kernel, work.kernel.traits, work.kernel.smem, work.kernel.barriers
     if barriers.last_read is not None:  # the other warpgroup may still read K, and V if it has the same keys
         plgpu.barrier_arrive(barriers.last_read.at[0])
@@ -46,7 +50,10 @@ def epilogue(work: WorkTile, dk: list[jax.Array], dv: list[jax.Array], dbias: ja
 
 
 def _store_dbias(work: WorkTile, dbias: jax.Array, wg: Index, row_group: Index) -> None:
-    """Stores the gradient of a bias per key. Warpgroups with the same keys store the same values."""
+    """Stores the gradient of a bias per key for 64 keys. Warpgroups with the same keys store the same values.
+
+    dbias: [64, PART], partial sums. row_group: which 64 keys of the block of keys.
+    """
     kernel = work.kernel
     smem = needed(kernel.smem.dbias)
     smem.at[wg][...] = dbias.sum(axis=1)
@@ -58,11 +65,12 @@ def _store_dbias(work: WorkTile, dbias: jax.Array, wg: Index, row_group: Index) 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Store:
-    """Stores dkey and dvalue of a work tile.
+    """The stores of dkey and dvalue of one work tile, by one compute warpgroup.
 
-    The results go through the shared memory of its keys and values after the last read of any warpgroup (last_read).
-    v_smem: None if the next values are loaded there meanwhile. sums_smem: [64, 64] float32, for a part of a work tile.
-    row_group, half: the warpgroup's 64 keys, and its part of the columns. chunks: its chunks of 64 columns.
+    They go through the shared memory of its keys (k_smem) and values (v_smem), after the last read of any warpgroup
+    (last_read). v_smem: None if the next values are loaded there meanwhile. sums_smem: [64, 64] float32, for float32
+    results and for parts of a work tile. row_group, half: which 64 keys, and which half of the columns, the warpgroup
+    has. chunks: indices of its chunks of 64 columns.
     """
 
     kernel: Kernel
@@ -77,7 +85,10 @@ class Store:
     chunks: list[Index]
 
     def finish(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
-        """Stores the sums, or adds them to the sums of the work tile's other parts."""
+        """Stores dkey and dvalue, or, for a part of a split work tile, adds them to the sums of the other parts.
+
+        dk, dv: float32, lists of arrays [64, columns]; dk lacks the scale.
+        """
         split = self.kernel.schedule.split
         if split.parts == 1:
             self.store(dk, dv)
@@ -86,7 +97,9 @@ class Store:
         pl.when(self.tile >= split.whole)(lambda: self.store_part(dk, dv))
 
     def store(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
-        """Stores dkey and dvalue. dk: without the scale. dk, dv: float32 [64, width], one or more arrays of columns."""
+        """Stores dkey, times the scale, and dvalue. dk, dv: float32, lists of arrays [64, columns]; dk lacks the
+        scale.
+        """
         traits, dv_gmem, v_tiles = self.kernel.traits, self.kernel.results.dvalue, self.kernel.traits.v_tiles
         b, kv_head, kv_index = self.kernel.block(recomputed(self.tile))
         row_group, half = self.row_group, self.half
@@ -117,7 +130,9 @@ class Store:
         self._store_through_keys(dk, self.kernel.results.dkey, *place)
 
     def store_part(self, dk: list[jax.Array], dv: list[jax.Array]) -> None:
-        """Adds dk and dv to the sums of the work tile's other parts. The last part that arrives stores the sums."""
+        """Adds dk and dv to the work tile's sums in device memory. The part that arrives last stores the sums as the
+        results.
+        """
         split, arrays = self.kernel.schedule.split, self.kernel.arrays
         arrived_smem, width = needed(self.kernel.smem.arrived), self.kernel.traits.width
         nth = split.tile(recomputed(self.tile)) - split.whole
@@ -144,7 +159,7 @@ class Store:
             self.store([load(0)], [load(1)])
 
     def _store_float32(self, x: list[jax.Array], gmem: Ref, b: Index, rows: Slice, kv_head: Index) -> None:
-        """Stores x, arrays of columns, through dquery's shared memory."""
+        """Stores x, a list of arrays of columns, in float32 through the shared memory of dquery."""
         for c, chunk in enumerate(self.chunks):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.sums_smem[...] = _columns(x, 64 * c, 64)
@@ -152,7 +167,7 @@ class Store:
             plgpu.copy_smem_to_gmem(self.sums_smem, gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)])
 
     def _store_through_keys(self, x: list[jax.Array], gmem: Ref, b: Index, rows: Slice, kv_head: Index) -> None:
-        """Stores x, arrays of columns, through the keys' shared memory."""
+        """Stores x, a list of 16-bit arrays of columns, through the keys' shared memory."""
         for c, chunk in enumerate(self.chunks):
             self.k_smem.mma.at[chunk, self.row_group, 0][...] = _columns(x, 64 * c, 64)
         plgpu.commit_smem()
@@ -162,7 +177,7 @@ class Store:
 
 
 def _columns(parts: list[jax.Array], start: int, count: int) -> jax.Array:
-    """`count` columns of a matrix that is given as arrays of at least `count` columns each."""
+    """Columns start ... start + count - 1 of a matrix, given as a list of arrays of at least `count` columns each."""
     width = parts[0].shape[1]
     part = parts[start // width]
     return part if width == count else part[:, start % width : start % width + count]

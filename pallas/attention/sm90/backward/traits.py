@@ -19,19 +19,20 @@ COMPUTE_WGS = 2
 
 
 def block_kv_of(head_dim: int) -> int:
-    """The number of keys that a CTA owns."""
+    """The number of keys in a block of keys, which a CTA owns."""
     return 64 if head_dim > 128 else 64 * COMPUTE_WGS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Sizes and features of a launch.
+    """The static facts of a launch of the one-pass backward.
 
-    dquery_head: maps a head of the call to a head of dquery. has_dquery: whether the kernel adds to dquery.
-    bias_gradient: whether the kernel sums the gradient of a bias per key. has_words: whether a mask has words of all
-    blocks. has_slope: whether the score_mod's derivative with respect to the score is not 1. natural: whether scores
-    are in natural units, not in base 2. may_end: whether a block of keys may reach past the last key. k_tiles, v_tiles,
-    q_tiles: the layouts of keys, values and queries (and dout) in shared memory.
+    bias: the form of the call's bias. dquery_head: a function from a head of the call to a head of dquery. has_dquery:
+    whether the kernel adds to dquery. bias_gradient: whether the kernel sums the gradient of a bias per key. has_words:
+    whether block lists have the mask words of all blocks. has_slope: whether the score_mod's derivative with respect to
+    the score is not 1. natural: whether scores are in natural units, not in base 2. may_end: whether a block of keys
+    may reach past the last key. k_tiles, v_tiles, q_tiles: the layouts of keys, values and queries (and dout) in shared
+    memory.
     """
 
     schedule: Schedule
@@ -65,6 +66,11 @@ class Traits:
         core_count: int,
         interpret: bool,
     ) -> "Traits":
+        """The static facts of a launch with these arrays. kv_length: the unpadded number of keys. core_count: the
+        number of SMs.
+
+        Raises ValueError if config.block_q does not fit the head_dim.
+        """
         head_dim = arrays.query.shape[-1]
         block_kv = block_kv_of(head_dim)
         width = head_dim // COMPUTE_WGS if head_dim > 128 else head_dim
@@ -104,6 +110,7 @@ class Traits:
         return traits
 
     def _check(self) -> None:
+        """Raises ValueError if the warpgroups cannot divide the blocks of dquery of this block_q and head_dim."""
         blocks = self.chunks * self.q_chunks
         one_each = self.q_chunks == 1 if self.splits_columns else self.dq_blocks == 1
         if blocks % COMPUTE_WGS or not one_each:
@@ -137,69 +144,76 @@ class Traits:
 
     @property
     def row_groups(self) -> int:
-        """Groups of 64 keys in a block of keys."""
+        """The number of groups of 64 keys in a block of keys."""
         return 1 if self.splits_columns else COMPUTE_WGS
 
     @property
     def halves(self) -> int:
-        """Parts of the columns of values, queries and dout, each of `width` columns."""
+        """The number of parts of the columns of values, queries and dout, each of `width` columns."""
         return COMPUTE_WGS if self.splits_columns else 1
 
     @property
     def width(self) -> int:
+        """The number of columns that a warpgroup's accumulators of dkey and dvalue have: head_dim, or half of it."""
         return self.head_dim // self.halves
 
     @property
     def chunks(self) -> int:
-        """Chunks of 64 columns in head_dim."""
+        """The number of chunks of 64 columns in head_dim."""
         return self.head_dim // 64
 
     @property
     def q_chunks(self) -> int:
-        """Chunks of 64 queries in a block of queries."""
+        """The number of chunks of 64 queries in a block of queries."""
         return self.block_q // 64
 
     @property
     def parts(self) -> int:
-        """The number of a warpgroup's accumulators for dkey, and also for dvalue."""
+        """The number of arrays of columns into which a warpgroup's accumulator of dkey is divided; dvalue has as
+        many.
+        """
         return self.q_tiles.count
 
     @property
     def dq_blocks(self) -> int:
-        """64 x 64 blocks of dquery that a warpgroup stores in a step."""
+        """The number of 64 x 64 blocks of dquery that a warpgroup stores in a step."""
         return self.chunks * self.q_chunks // COMPUTE_WGS
 
     @property
     def scores_ahead(self) -> bool:
-        """Whether the next step's scores run behind this step's gradients. Split columns leave too few registers."""
+        """Whether a step also issues the next step's scores, behind its own gradients. Split columns leave too few
+        registers.
+        """
         return not self.splits_columns
 
     @property
     def waits_late(self) -> bool:
-        """Whether the scores are issued before the wait for dout."""
+        """Whether a step issues the scores before it waits for dout."""
         return self.config.late_do and not self.scores_ahead
 
     @property
     def exchanges_ds(self) -> bool:
-        """Whether the warpgroups exchange their dS."""
+        """Whether each warpgroup reads the dS of the other warpgroup, for its part of dquery."""
         return self.has_dquery and not self.splits_columns
 
     @property
     def mask_first(self) -> bool:
-        """Whether the branch of the predicate comes before the issue of dP.
+        """Whether a step masks the scores before it issues dP.
 
-        Without the exchange of dS the branch would serialise the matmuls (C7511). A softcap's exponentials, and a
-        score_mod, should run behind dP. The predicate masks the input of a score_mod with a derivative: to mask the
-        output, the input and the output would have to be kept.
+        Without the exchange of dS the branch of the predicate would serialise the matmuls (C7511). A softcap's
+        exponentials, and a score_mod, should run behind dP. The predicate masks the input of a score_mod with a
+        derivative: to mask the output, the input and the output would have to be kept.
         """
         return self.exchanges_ds and not self.options.softcap and self.has_slope == self.has_mod
 
     @property
     def factor(self) -> float:
-        """The factor that takes scores to base 2; 1 if a bias or a score_mod has set their units."""
+        """The factor that takes scores to base 2; 1 if they already have the bias or a score_mod, and with it their
+        units.
+        """
         return 1.0 if self.has_bias or self.has_mod else (self.options.softcap or self.options.scale) * LOG2E
 
     @property
     def predicate(self) -> bool:
-        """Whether a block may hold pairs that do not count."""
+        """Whether a block may hold pairs that the call's limits, segments or mask drop."""
         return self.may_end or self.has_segments or self.has_lists or not self.schedule.visits_all

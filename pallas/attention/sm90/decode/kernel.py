@@ -1,8 +1,8 @@
 """The decoding kernel on Hopper: a TMA producer with a deep ring, and one or two warpgroups of wgmma.
 
 A CTA processes items of (sequence, split of its keys, key head, tile of 64 rows); the memory warpgroup runs ahead into
-the next item. A row is a query of a head (see decode.py in the folder above). Two compute warpgroups process the blocks
-of keys in turns. Each warpgroup has its own ring and its own softmax, and writes its own part of the result.
+the next item. A row is a query of a head (see decode_contract.py). Two compute warpgroups process the blocks of keys in
+turns. Each warpgroup has its own ring and its own softmax, and writes its own part of the result.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ COMPUTE_REGISTERS, MEMORY_REGISTERS = 208, 80
 
 
 def copied_rows(count: int) -> int:
-    """`count` rounded up to whole groups of COPIED_ROWS."""
+    """The smallest multiple of COPIED_ROWS (8) that is at least `count`."""
     return pl.cdiv(count, COPIED_ROWS) * COPIED_ROWS
 
 
@@ -43,8 +43,9 @@ def copied_rows(count: int) -> int:
 class Arrays[A: jax.Array | Ref]:
     """The arrays that the kernel reads, in device memory, in the order of its operands.
 
-    query: [B, Hkv, rows, D], packed. key, value: [B, capacity, Hkv, D], or pages. lengths: [B]. sinks: [B, Hkv, rows]
-    or None. tables: the pages of each sequence, or None.
+    query: [B, Hkv, rows, D], packed as in decode_contract.pack. key, value: [B, capacity, Hkv, D], or pages [pages,
+    page_size, Hkv, D]. lengths: [B] int32, the keys of each sequence. sinks: [B, Hkv, rows] float32 or None. tables:
+    [B, pages of a sequence] int32, the pages of each sequence, or None.
     """
 
     key: A
@@ -57,10 +58,11 @@ class Arrays[A: jax.Array | Ref]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The static facts of a call when it is traced.
+    """The static facts of a call when its kernel is traced.
 
-    group: query heads per key head. capacity: keys that a sequence has room for. left: of the window, -1 for none.
-    rows: of the packed query, whole tiles. page_size: None for a contiguous cache.
+    group: query heads per key head. capacity: the number of keys that a sequence has room for. left: the number of keys
+    before its own that a query attends to, -1 for all. rows: of the packed query, whole tiles. page_size: None for a
+    contiguous cache. splits: the number of splits of a sequence's keys.
     """
 
     config: AttentionDecodeSm90  # AttentionDecodeSm90
@@ -82,15 +84,17 @@ class Plan:
 
     @property
     def tiles(self) -> int:
+        """The number of tiles of 64 rows of a key head."""
         return self.rows // TILE
 
     @property
     def parts(self) -> int:
-        """The number of parts of a row's result."""
+        """The number of parts of the keys for which a row has a result of its own, to be merged later."""
         return self.splits * self.config.compute_warpgroups
 
     @property
     def items(self) -> int:
+        """The number of items of the launch."""
         return self.batch * self.splits * self.kv_heads * self.tiles
 
     @property
@@ -99,11 +103,12 @@ class Plan:
 
     @property
     def pages_per_block(self) -> int:
+        """The number of pages that a block of keys spans; 1 for a contiguous cache."""
         return 1 if self.page_size is None else max(1, self.config.block_kv // self.page_size)
 
     @property
     def stored_rows(self) -> int:
-        """The rows of a tile that are stored: whole swizzle atoms. The other rows are not queries."""
+        """The number of rows of a tile that are stored, a multiple of 8; rows past them hold no queries."""
         return TILE if self.tiles > 1 else copied_rows(self.group * self.q_length)
 
     @property
@@ -111,17 +116,19 @@ class Plan:
         return self.dtype if self.parts == 1 else jnp.dtype(jnp.float32)
 
     def following(self, slot: Index) -> Index:
-        """The slot after this one in a ring."""
+        """The index of the slot after this one in a ring; after the last comes the first."""
         return jnp.where(slot == self.config.stages - 1, 0, slot + 1)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """A CTA's memory, as pl.run_scoped takes and returns it.
+    """A CTA's shared memory and barriers: scratch specifications for pl.run_scoped, which passes the Refs in the same
+    fields.
 
     q_smem, out_smem, lse_smem: a tile per compute warpgroup. The other fields have the slots of all rings, the first
-    compute warpgroup's ring first.
+    compute warpgroup's ring first. *_ready: the copies have arrived. *_free: a slot has been read and may be
+    overwritten.
     """
 
     q_smem: Ref
@@ -137,6 +144,7 @@ class Scratch:
 
     @classmethod
     def of(cls, plan: Plan) -> "Scratch":
+        """The scratch specifications for a plan."""
         config, out_dtype = plan.config, plan.out_dtype
         compute_wgs, slots = config.compute_warpgroups, config.compute_warpgroups * config.stages
         tile_smem = lambda *shape: smem_ref(shape, plan.dtype, transforms=SWIZZLED)
@@ -156,7 +164,11 @@ class Scratch:
 
 
 def run(arrays: Arrays, plan: Plan, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """Launches the kernel: (out [B, Hkv, parts, rows, Dv], lse [B, Hkv, parts, rows])."""
+    """Launches the kernel, and returns a result per part of the keys.
+
+    (out [B, Hkv, parts, rows, Dv] in plan.out_dtype, lse [B, Hkv, parts, rows] float32, natural log). out may have
+    fewer rows than lse: the last ones are not queries.
+    """
     leaves, tree = jax.tree.flatten(arrays)
     compute_wgs = plan.config.compute_warpgroups
 
@@ -196,7 +208,11 @@ def run(arrays: Arrays, plan: Plan, *, interpret: bool) -> tuple[jax.Array, jax.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Item:
-    """A CTA's unit of work: a tile of rows, and `count` blocks of keys from block `begin` on."""
+    """A CTA's unit of work: a tile of 64 rows of key head `head`, and `count` blocks of keys from block `begin` on.
+
+    b: the sequence. split: index of the split of its keys. tile: index of the tile. length: the number of keys of the
+    sequence.
+    """
 
     b: Index
     split: Index
@@ -209,7 +225,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Warpgroup:
-    """The common state of a CTA's warpgroups."""
+    """The state that a CTA's warpgroups have in common."""
 
     plan: Plan
     arrays: Arrays
@@ -217,6 +233,7 @@ class Warpgroup:
     cta: Any
 
     def item(self, index: Index) -> Item:
+        """Item number `index` of the launch."""
         plan, block_kv = self.plan, self.plan.config.block_kv
         head, rest = lax.rem(index, plan.kv_heads), lax.div(index, plan.kv_heads)
         tile, rest = lax.rem(rest, plan.tiles), lax.div(rest, plan.tiles)
@@ -231,14 +248,16 @@ class Warpgroup:
         return Item(b=b, split=split, tile=tile, head=head, length=length, begin=begin, count=count)
 
     def for_each_item(self, run: Callable[[Any, Any], Any], state: Any) -> None:
-        """run(index, state) -> state for the CTA's items."""
+        """Calls run(index, state) -> next state for the CTA's items, in order. state: for the first item."""
         body = lambda carry: (carry[0] + self.plan.ctas, run(*carry))
         lax.while_loop(lambda carry: carry[0] < self.plan.items, body, (lax.optimization_barrier(self.cta), state))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageCopy:
-    """A copy of some rows of a page, or of a contiguous cache's batch entry, to rows of a slot."""
+    """One copy of keys or values: rows `rows` of page `page` (contiguous cache: of sequence `page`) to rows `to` of a
+    slot.
+    """
 
     page: Index
     rows: Slice
@@ -250,13 +269,16 @@ class Loader(Warpgroup):
     """The memory warpgroup: it fills the ring of each compute warpgroup."""
 
     def run(self) -> None:
+        """Loads all items of the CTA."""
         compute_wgs = self.plan.config.compute_warpgroups
         if compute_wgs == 2:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         self.for_each_item(self._load_item, (jnp.int32(0),) * compute_wgs)
 
     def _load_item(self, index: Index, slots: tuple[Index, ...]) -> tuple[jax.Array, ...]:
-        """Loads an item's blocks into the rings, from each compute warpgroup's slot on. Returns the next slots."""
+        """Loads an item's blocks into the rings, from each compute warpgroup's slot in `slots` on. Returns the next
+        slots.
+        """
         item, compute_wgs = self.item(index), self.plan.config.compute_warpgroups
 
         def load(step, slots):
@@ -270,7 +292,9 @@ class Loader(Warpgroup):
         return lax.fori_loop(0, lax.div(item.count + (compute_wgs - 1), compute_wgs), load, slots)
 
     def _load_block(self, item: Item, block: Index, w: int, slot: Index) -> None:
-        """Loads block `block` of an item into a slot of compute warpgroup w's ring."""
+        """Loads keys and values of block `block`, counted within the item, into a slot of compute warpgroup w's
+        ring.
+        """
         arrays, scratch, config = self.arrays, self.scratch, self.plan.config
         copies = self._copies(item, (item.begin + block) * config.block_kv)
         for gmem, smem, ready, free in (
@@ -284,7 +308,7 @@ class Loader(Warpgroup):
                 plgpu.copy_gmem_to_smem(source, smem.at[at, copy.to], ready.at[at])
 
     def _copies(self, item: Item, start: Index) -> list[PageCopy]:
-        """The copies for the block of keys from `start` on."""
+        """The copies of the block of keys from key `start` on: one, or one per page."""
         block_kv, page_size, tables = self.plan.config.block_kv, self.plan.page_size, self.arrays.tables
         whole_block = pl.ds(0, block_kv)
         if page_size is None:
@@ -303,9 +327,10 @@ class Loader(Warpgroup):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLimits:
-    """The keys that the rows of a tile may attend to: below `limits` [64], with a window from limits - (left + 1) on.
+    """The keys that each row of a tile may attend to: limits - (left + 1) ... limits - 1 (from 0 without a window).
 
-    length: keys of the sequence. Blocks within full_start ... full_end - 1 need no mask.
+    limits: int32 [64], exclusive ends. length: the number of keys of the sequence. Blocks of keys that lie within
+    full_start ... full_end - 1 need no mask; without a window only full_end counts.
     """
 
     limits: jax.Array
@@ -317,7 +342,10 @@ class RowLimits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopState:
-    """The state of the loop over keys: the softmax so far, and the slot of the next block."""
+    """The state of the loop over keys: the softmax so far, and the ring's slot of the next block.
+
+    row_max, row_sum: the maximum of each row in base 2, [64], and partial sums of each row of P, [64, 8], both float32.
+    """
 
     row_max: jax.Array
     row_sum: jax.Array
@@ -326,13 +354,16 @@ class LoopState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compute(Warpgroup):
-    """Compute warpgroup w: it processes every compute_warpgroups-th block of an item."""
+    """Compute warpgroup w, which processes an item's blocks w, w + compute_warpgroups, w + 2 * compute_warpgroups
+    ...
+    """
 
     out_gmem: Ref
     lse_gmem: Ref
     w: int
 
     def run(self) -> None:
+        """Computes and stores all items of the CTA, this warpgroup's blocks only."""
         config, scratch = self.plan.config, self.scratch
         if config.compute_warpgroups == 2:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
@@ -343,7 +374,9 @@ class Compute(Warpgroup):
         plgpu.wait_smem_to_gmem(0)
 
     def _run_item(self, index: Index, slot: Index) -> Index:
-        """Computes an item whose first block is in `slot`. Returns the next slot."""
+        """Computes and stores the warpgroup's part of item `index`, whose first block is in `slot`. Returns the next
+        slot.
+        """
         plan, scratch, w = self.plan, self.scratch, self.w
         item = self.item(index)
         tile_rows = pl.ds(item.tile * TILE, TILE)
@@ -357,6 +390,9 @@ class Compute(Warpgroup):
         return sums.slot
 
     def _row_limits(self, item: Item) -> RowLimits:
+        """The limits of the keys of each row of an item's tile. Rows past the last query have the last query's
+        limit.
+        """
         q_length, length = self.plan.q_length, item.length
         # Rows past the last query have the last query's limit.
         row = item.tile * TILE + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)
@@ -365,7 +401,9 @@ class Compute(Warpgroup):
         return RowLimits(limits=limits, length=length, full_start=full_start, full_end=full_end)
 
     def _attend(self, item: Item, rows: RowLimits, slot: Index, to: Accumulators) -> TileSums:
-        """O = P V over the warpgroup's blocks of keys, before the division by the sums."""
+        """The sums of the loop over the warpgroup's blocks of keys: O = P V before the division, and the softmax
+        state.
+        """
         compute_wgs = self.plan.config.compute_warpgroups
         steps = lax.div(item.count + (compute_wgs - 1 - self.w), compute_wgs)
         row_max, row_sum = softmax.start(TILE)
@@ -375,7 +413,7 @@ class Compute(Warpgroup):
         return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot)
 
     def _mma_step(self, item: Item, rows: RowLimits, to: Accumulators, step: Index, state: LoopState) -> LoopState:
-        """S = Q K^T, its softmax P, and O += P V for one block of keys."""
+        """Adds one block of keys: S = Q K^T, its softmax P, and O += P V. Returns the next state."""
         plan, scratch, config, w = self.plan, self.scratch, self.plan.config, self.w
         at = w * config.stages + state.slot
         start = (item.begin + step * config.compute_warpgroups + w) * config.block_kv
@@ -397,7 +435,7 @@ class Compute(Warpgroup):
         return LoopState(row_max=row_max, row_sum=row_sum, slot=plan.following(state.slot))
 
     def _masked_if_partial(self, s: jax.Array, rows: RowLimits, start: Index) -> jax.Array:
-        """The scores of keys from `start` on, with -inf where a row may not attend to a key."""
+        """The scores of the block of keys from key `start` on, with -inf where a row may not attend to a key."""
         left = self.plan.left
         is_partial = start + self.plan.config.block_kv > rows.full_end
         if left >= 0:
@@ -414,7 +452,7 @@ class Compute(Warpgroup):
         return lax.cond(is_partial, masked, lambda s: s, s)
 
     def _clear_values(self, v_ref: Ref, left_over: Index) -> None:
-        """Writes zeros to the rows from left_over on, where a cache may hold NaN or infinity."""
+        """Writes zeros to the rows from left_over on of a slot of values, where a cache may hold NaN or infinity."""
         for first in range(0, self.plan.config.block_kv, TILE):
             for column in range(0, self.plan.v_head_dim, 64):
                 ref = v_ref.at[pl.ds(first, TILE), pl.ds(column, 64)]
@@ -424,7 +462,7 @@ class Compute(Warpgroup):
         plgpu.commit_smem()
 
     def _epilogue(self, item: Item, tile_rows: Slice, sums: TileSums) -> None:
-        """O = diag(1 / row_sum) O, lse = log(row_sum) + row_max, and their stores."""
+        """Stores out = O / row_sum and lse = log(row_sum) + row_max of the warpgroup's part of an item."""
         plan, sinks, w = self.plan, self.arrays.sinks, self.w
         out_smem, lse_smem = self.scratch.out_smem, self.scratch.lse_smem
         b, head, part = item.b, item.head, item.split * plan.config.compute_warpgroups + w

@@ -1,8 +1,8 @@
-"""Attention for decoding on Hopper: the arrays of its kernel, and the merge of its parts. See decode_kernel.py.
+"""Attention for decoding on Hopper: the arrays of its kernel (kernel.py), and the merge of its parts.
 
 Reading keys and values takes the most time. At batch 64, one query, 32 query and 8 key heads, head_dim 128 and 16,384
-keys they are 4.3 GB, which take 1.0 ms at 4.25 TB/s. The matmuls are 275 GFLOP with rows padded to 64, which take
-0.3 ms at 900 TFLOP/s. So the depth of the ring counts, not the overlap of wgmma and softmax.
+keys they are 4.3 GB, which take 1.0 ms at 4.25 TB/s. The matmuls are 275 GFLOP with rows padded to 64, which take 0.3
+ms at 900 TFLOP/s. So the depth of the ring counts, not the overlap of wgmma and softmax.
 """
 
 from jax.experimental import pallas as pl
@@ -31,10 +31,14 @@ def attention_decode(
     core_count: int,
     interpret: bool,
 ) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
-    """See jax_kernels.pallas.attention.decode_contract. config: AttentionDecodeSm90.
+    """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32) of T new queries per sequence over its cached keys.
 
-    mask and bias are None. The arrays have 16-bit dtypes. head_dims are multiples of 64, and the length of a contiguous
-    cache is a multiple of 8.
+    The queries are the last T of kv_lengths keys. key, value: a contiguous cache, or pages if block_tables, int32, has
+    the pages of each sequence. sinks: logits that join the softmax's denominator. left: the number of keys before its
+    own that a query attends to, -1 for all. scale: positive.
+
+    mask and bias must be None, the arrays have 16-bit dtypes, the head_dims are multiples of 64, and the length of a
+    contiguous cache is a multiple of 8.
     """
     batch, q_length, heads, head_dim = query.shape
     kv_heads, group = key.shape[2], heads // key.shape[2]

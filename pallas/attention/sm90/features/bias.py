@@ -23,11 +23,11 @@ from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 
 
 class Bias[A: jax.Array | Ref](NamedTuple):
-    """The bias of a call as a kernel reads it.
+    """The bias of a call in the form that a Hopper kernel reads.
 
     A tile's rows are queries and its columns keys; if transposed, the reverse. by_key: [B or 1, H or 1, S] float32, a
-    bias with one row for all queries, times log2(e). tiles: [B or 1, H or 1, rows, columns], a bias in its own dtype.
-    by_key or tiles is None.
+    bias with one value per key for all queries, times log2(e). tiles: [B or 1, H or 1, rows, columns], a bias with a
+    value per query and key, in its own dtype. by_key or tiles is None; both are None without a bias.
     """
 
     by_key: A | None = None
@@ -38,7 +38,11 @@ class Bias[A: jax.Array | Ref](NamedTuple):
         return self.by_key is not None or self.tiles is not None
 
     def stage(self, rows: int, columns: int, keys: int, warpgroups: int) -> "Stage | None":
-        """The scratch memory of a step's bias; None without a bias. keys: of by_key. warpgroups: its readers."""
+        """The shared memory for the bias of one kv loop step, with its barriers; None without a bias.
+
+        Returns scratch specifications for pl.run_scoped. rows, columns: the size of a tile of a bias per query and key.
+        keys: the number of keys of a step, for a bias per key. warpgroups: the number of warpgroups that read the bias.
+        """
         if not self.has_bias:
             return None
         tile = by_key = None
@@ -52,13 +56,15 @@ class Bias[A: jax.Array | Ref](NamedTuple):
 
 
 def of_head(ref: Ref, b: Index, h: Index) -> Ref:
+    """The part of an array [B or 1, H or 1, ...] in memory that belongs to batch entry b and head h."""
     return ref.at[0 if ref.shape[0] == 1 else b, 0 if ref.shape[1] == 1 else h]
 
 
 class Stage(NamedTuple):
-    """The bias of one step in shared memory, with a barrier for its arrival and a barrier for its release.
+    """The bias of one step in shared memory, with a barrier for its arrival (`ready`) and one for its release (`free`).
 
-    Between its loads and the arrival at `free`, a warpgroup commits its shared memory.
+    tile: a bias per query and key. by_key: a bias per key. One of them is None. Between its loads and the arrival at
+    `free`, a warpgroup commits its shared memory.
     """
 
     tile: Ref | None
@@ -67,7 +73,11 @@ class Stage(NamedTuple):
     free: Barrier
 
     def fill(self, bias: Bias, b, h, row_start, column_start, key_start) -> None:
-        """Copies a step's bias. The calling thread has waited for `free`."""
+        """Starts the copies of a step's bias from device memory to this stage. The calling thread has waited for
+        `free`.
+
+        row_start, column_start: of the tile of a bias per query and key. key_start: of a bias per key.
+        """
         if self.tile is not None:
             starts = zip((row_start, column_start), self.tile.shape, strict=True)
             source = of_head(needed(bias.tiles), b, h).at[tuple(pl.ds(start, size) for start, size in starts)]
@@ -77,7 +87,10 @@ class Stage(NamedTuple):
             plgpu.copy_gmem_to_smem(source, self.by_key, self.ready)
 
     def added(self, scores, factor: float, row_start, *, transposed: bool, natural: bool = False):
-        """scores * factor plus the bias of their rows, times log2(e) unless natural. transposed: rows are keys.
+        """scores * factor plus this stage's bias; the sum is in base 2, or in natural units if `natural`.
+
+        scores: the rows of the tile from row_start on. transposed: rows are keys. natural is only for a bias per query
+        and key.
 
         The caller subtracts a maximum or lse from the result unscaled: a multiplication by log2(e) fused into this
         subtraction would lack a rounding, which under a bias of -1e10 is hundreds. For the same reason the sum comes
@@ -99,10 +112,11 @@ LOWEST_OF_KEY = -2.9e38
 
 
 class ByKey(NamedTuple):
-    """A bias per key, float32, -inf where it masks out.
+    """A bias per key as the kernel uses it, float32, -inf where it masks out. The kernel's smallest finite bias is
+    LOWEST_OF_KEY, -2.9e38 in base 2; lower finite values are raised to it.
 
-    base2: [B or 1, H or 1, S], times log2(e), at least LOWEST_OF_KEY unless -inf. natural: base2 in natural units, as
-    in lse; for LOWEST_OF_KEY, the highest bias that was raised to it. lowest: [B or 1, H or 1], this highest bias.
+    base2: [B or 1, H or 1, S], times log2(e). natural: the same bias in natural units; a raised bias becomes `lowest`.
+    lowest: [B or 1, H or 1], the highest bias before it was raised; -inf if none was.
     """
 
     base2: jax.Array
@@ -111,7 +125,10 @@ class ByKey(NamedTuple):
 
     @classmethod
     def of(cls, bias: jax.Array) -> "ByKey":
-        """bias: [B or 1, H or 1, 1, S]."""
+        """A bias per key in the form of the kernel: in base 2, where lower finite values are raised to -2.9e38.
+
+        bias: [B or 1, H or 1, 1, S], of any float dtype, in natural units; -inf masks out and stays -inf.
+        """
         given = bias[:, :, 0].astype(jnp.float32)
         is_low = (given * LOG2E <= LOWEST_OF_KEY) & (given > -jnp.inf)
         base2 = jnp.where(is_low, LOWEST_OF_KEY, given * LOG2E)
@@ -121,23 +138,30 @@ class ByKey(NamedTuple):
         return cls(base2, natural, lowest)
 
     def in_lse(self, lse: jax.Array) -> jax.Array:
-        """lse [B, H, T], corrected for queries whose keys all had LOWEST_OF_KEY in the kernel."""
+        """The forward's lse [B, H, T], where rows whose keys all had a raised bias get `lowest`.
+
+        In these rows the kernel's lse is LOWEST_OF_KEY in natural units, which no caller gave as a bias.
+        """
         is_low = (lse < 0.999 * LOWEST_OF_KEY * LN2) & (lse > -jnp.inf)
         return jnp.where(is_low, self.lowest[..., None], lse)
 
 
 def with_bias_as_in_lse(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs with the bias per key that the forward used, rounded to base 2."""
+    """The inputs with a bias per key replaced by the bias that the forward kernel used, rounded to base 2 and back.
+
+    Scores minus the forward's lse are then exact in the backward. Inputs without a bias per key are returned unchanged.
+    """
     if inputs.bias is None or inputs.bias.shape[2] > 1:
         return inputs
     return inputs._replace(bias=ByKey.of(inputs.bias).natural[:, :, None])
 
 
 def bias_of(inputs: AttentionInputs, *, transposed: bool) -> Bias | None:
-    """The call's bias and the rest of its mask, which has one row for all queries; None if it has neither.
+    """The bias that the kernel reads, from inputs.bias and from a mask with one row for all queries; None without both.
 
-    Their last axis is not 1. by_key is small. With a bias per query no mask is left. This bias is copied if it is
-    transposed, or if a side is not a multiple of the size that the tensor memory accelerator copies.
+    transposed: rows are keys. The last axis of bias and mask is S, not 1. A mask becomes a bias per key of 0 or -inf, a
+    small array. With a bias per query and key the block lists hold the mask. This bias is copied if it is transposed,
+    or if a side is not a multiple of the size that the tensor memory accelerator copies.
     """
     bias, mask = inputs.bias, inputs.mask
     if bias is None and mask is None:
@@ -152,5 +176,6 @@ def bias_of(inputs: AttentionInputs, *, transposed: bool) -> Bias | None:
 
 
 def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
+    """x [.., .., T, S] with its last two axes padded with zeros to multiples of `rows` and `columns`."""
     pad = [(0, 0), (0, 0), (0, -x.shape[2] % rows), (0, -x.shape[3] % columns)]
     return jnp.pad(x, pad) if pad[2][1] or pad[3][1] else x

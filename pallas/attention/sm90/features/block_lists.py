@@ -1,13 +1,14 @@
-"""Masks as lists of live blocks in the Hopper kernels: dead blocks are neither loaded nor scheduled.
+"""Masks as block lists in the Hopper kernels: dead blocks are neither loaded nor scheduled.
 
-A tile (a block of queries of a head, or a block of keys of a kv head) walks its list, which lies in device memory.
+A work tile (a block of queries of a head, or a block of keys of a kv head) walks its list, which lies in device memory.
 First come the full blocks, whose scores a running maximum can start from, then the partial blocks. In a partial block a
-thread reads the mask bits of its part of a row as one word, straight into registers. A table holds the tiles, longest
-lists first, for a few heads at a time, so that their keys and values stay in the L2 cache.
+thread reads the mask bits of its part of a row as one word, straight into registers. An array of work tiles, longest
+lists first within a few heads, gives the order in which CTAs process them. Only a few heads run at a time, so that
+their keys and values stay in the L2 cache.
 
-Lists and bits are made before a kernel starts. A mask that only its pairs define (an array, or a function) gets bits
-of all blocks, and the live and full blocks are found from these bits. Source of the scheme: Dao et al.,
-"FlashAttention" (2022), arXiv:2205.14135, section 3.3 (block-sparse attention).
+Lists and bits are made before a kernel starts. A mask that only its pairs define (an array, or a function) gets bits of
+all blocks, and the live and full blocks are found from these bits. Source of the scheme: Dao et al., "FlashAttention"
+(2022), arXiv:2205.14135, section 3.3 (block-sparse attention).
 """
 
 import dataclasses
@@ -39,15 +40,20 @@ COLUMNS = 8  # of the table: values that are read together lie in one sector
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Lists[A: jax.Array | Ref]:
-    """The lists of a call as a kernel reads them, all int32.
+    """The block lists of a call as a kernel reads them, all int32.
 
-    tiles: [tiles, COLUMNS]: batch entry, head, block, number of visited blocks, number of full blocks among them.
-    indices, entries: [B or 1, H or 1, blocks, width], as in BlockLists and PackedBlocks; H: the tiles' heads.
-    words: [entries, rows, PART], the bits of PackedBlocks, where one word has the bits that a thread reads. If entries
-    is None: the words of all blocks, as in sm90.mask_bits. Most blocks may then be partial, so that a kernel should
-    read the words early.
-    sharing: the number of query heads that visit each block of a list, one after another, before the next block.
-    keys: for lists by query, the approximate number of keys that a query visits.
+    tiles: [tiles, COLUMNS], one row per work tile in the order of processing: batch entry, head, block, number of
+    visited blocks, number of full blocks among them; the other columns are zeros.
+
+    indices: [B or 1, H or 1, blocks, width], the blocks to visit, full blocks first. H: query heads, or kv heads for
+    lists by key. entries: shaped like indices, the entry of `words` that belongs to a partial block. words: [entries,
+    rows, PART], mask words of partial blocks.
+
+    If entries is None, words are the mask words of all blocks: [B, H, blocks of columns, blocks of rows, rows, PART].
+    Most blocks may then be partial, so that a kernel should read the words early.
+
+    sharing: the number of query heads that visit each block of a list, one after another, before the next block. keys:
+    for lists by query, the approximate number of keys that a query visits.
     """
 
     tiles: A
@@ -59,14 +65,19 @@ class Lists[A: jax.Array | Ref]:
 
     @property
     def has_all_words(self) -> bool:
+        """Whether the mask words of all blocks, dead and full ones too, are stored."""
         return self.entries is None
 
     def blocks_of(self, tile: Index) -> "ListedBlocks":
+        """The list of work tile number `tile`, read from device memory."""
         return ListedBlocks(self, *(self.tiles[tile, i] for i in range(5)))
 
 
 class ListedBlocks(NamedTuple):
-    """A tile and its blocks, numbered in the order of its visits."""
+    """A work tile and the blocks that it visits: steps 0 ... count - 1, the first `full` of them are full blocks.
+
+    b, head, block: the work tile's batch entry, head, and block of queries (or of keys, for lists by key).
+    """
 
     lists: Lists
     b: Index
@@ -76,10 +87,14 @@ class ListedBlocks(NamedTuple):
     full: Index
 
     def at(self, step: Index) -> jax.Array:
+        """The index of the block that a step visits, as the list has it."""
         return self._of_step(self.lists.indices, step)
 
     def query_place(self, step: Index, group: int, q_blocks: int) -> tuple[Index, Index, bool | jax.Array]:
-        """A step of a list by key: (query head, block of queries, whether the block is partial)."""
+        """(query head, block of queries, whether the block is partial) of a step, for a list by key.
+
+        group: query heads per kv head. q_blocks: the number of blocks of queries of a head.
+        """
         block, of_group = self.at(step), jnp.int32(0)
         if self.lists.sharing > 1:
             of_group = lax.rem(step, jnp.int32(group))
@@ -88,12 +103,15 @@ class ListedBlocks(NamedTuple):
         return self.head * group + of_group, block, self.is_partial(step)
 
     def is_partial(self, step: Index) -> bool | jax.Array:
+        """Whether a step's block is partial."""
         return step >= self.full
 
     def masked(self, scores: jax.Array, step: Index, row_start: Index, *, by_word: bool) -> jax.Array:
-        """The scores of a partial block from a row on, -inf where the mask has a zero.
+        """The scores of a partial block, with -inf where the mask drops the pair.
 
-        With words of all blocks, only for a list by query: the steps of a list by key include query heads.
+        scores: the block's rows from row_start on, in the layout of wgmma's results. by_word: see mask_bits.kept. If
+        the lists have the words of all blocks, this is only for a list by query: the steps of a list by key include
+        query heads.
         """
         if self.lists.has_all_words:
             words = self.words(self.head, self.at(step), row_start, scores.shape[0])
@@ -103,7 +121,10 @@ class ListedBlocks(NamedTuple):
         return mask_bits.kept(scores, words, by_word=by_word)
 
     def words(self, head: Index, other: Index, row_start: Index, rows: int) -> jax.Array:
-        """The words of some rows of the tile, for block `other` of a query head. Needs words of all blocks."""
+        """The mask words of `rows` rows of the work tile from row_start on: int32 [rows, PART] in registers.
+
+        head: a query head. other: the index of the visited block. The lists must have the words of all blocks.
+        """
         of_block = of_head(self.lists.words, self.b, head).at[other, self.block]
         return mask_bits.load_words(of_block.at[pl.ds(row_start, rows)])
 
@@ -115,9 +136,11 @@ class ListedBlocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ListedCall:
-    """The static part of a call, except its mask, that its lists depend on.
+    """The static facts of a call, except its mask, on which its block lists depend.
 
-    is_causal, window, q_offset: the call's limits. q_offset is None if it is an array.
+    lengths: of queries and keys. blocks: (block_q, block_kv). by: "query" or "key", the side whose blocks are work
+    tiles. heads_together: the number of heads whose work tiles are neighbours in Lists.tiles. is_causal, window,
+    q_offset: the call's limits; q_offset is None if it is an array.
     """
 
     batch: int
@@ -141,9 +164,11 @@ class ListedCall:
         by: str,
         heads_together: int,
     ) -> "ListedCall":
-        """by: "query" or "key". Lists by key belong to a kv head. If the mask differs between heads, a list covers
-        all heads of a group, whose blocks of queries are numbered one head after another. heads_together: the number of
-        heads whose tiles are neighbours in the table.
+        """The static facts of these inputs on which block lists depend.
+
+        by: "query" or "key". Lists by key belong to a kv head. If the mask differs between heads, such a list covers
+        all query heads of the kv head's group, whose blocks of queries are numbered one head after another.
+        heads_together: the number of heads whose work tiles are neighbours in Lists.tiles.
         """
         (batch, q_length), kv_length = inputs.query.shape[:2], inputs.key.shape[1]
         heads, kv_heads = head_views.head_counts(inputs.query, inputs.key, options)
@@ -155,13 +180,16 @@ class ListedCall:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PreparedLists:
-    """The lists of a call, made in advance, which a PreparedMask carries."""
+    """The block lists of one kind of call, made in advance, for use by later calls with the same mask."""
 
     lists: Lists
     call: ListedCall = dataclasses.field(metadata={"static": True})
 
     def of(self, call: ListedCall) -> Lists | None:
-        """The lists for this call, None if they may differ."""
+        """The lists for `call`; None if its lists may differ from the prepared lists.
+
+        The batch of `call` may be a multiple of the prepared batch, if the batch entries have equal lists.
+        """
         mine, times = self.call, call.batch // self.call.batch
         if dataclasses.replace(mine, batch=call.batch) != call or times * mine.batch != call.batch:
             return None
@@ -176,10 +204,10 @@ class PreparedLists:
 
 
 def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
-    """Whether lists hold a call's limits: for a prepared mask, a Mask, or an array that differs between queries.
+    """Whether a call needs block lists: for a prepared mask, a Mask, or a mask array that differs between queries.
 
-    An array with one row for all queries is a bias per key instead, except with a bias per query, with a score_mod, and
-    in a deterministic backward.
+    A mask array with one row for all queries is a bias per key instead, except with a bias per query, with a score_mod,
+    and if options.deterministic.
     """
     if isinstance(inputs.mask, Mask) or inputs.lists is not None:
         return True
@@ -193,10 +221,11 @@ def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
 def lists_of(
     inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool = True, **blocks: Any
 ) -> Lists | None:
-    """The call's lists, which hold all its limits; None if has_lists is False.
+    """The block lists of a call, which hold all limits of its keys; None if has_lists is False.
 
-    interpret: whether XLA alone makes them. blocks: the arguments of ListedCall.of. Prepared lists are used if they
-    belong to the same call.
+    interpret: whether XLA alone makes the lists, as on a CPU; otherwise Triton kernels may help. blocks: the arguments
+    block_q, block_kv, by and heads_together of ListedCall.of. Prepared lists in inputs.lists are used if they fit the
+    call.
     """
     if not has_lists(inputs, options):
         return None
@@ -215,9 +244,11 @@ def lists_of(
 def prepared_lists(
     inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool = True, **blocks: Any
 ) -> PreparedLists:
-    """The lists of lists_of for these arguments, for later calls. If the mask is concrete, they have the least width.
+    """Block lists made in advance, for later calls with the same mask and sizes. A concrete mask gets the shortest
+    arrays.
 
-    query and key may be ShapeDtypeStructs. The mask must be the only array that limits the call's keys.
+    query and key in inputs may be ShapeDtypeStructs. The mask must be the only array that limits the call's keys.
+    interpret, blocks: as for lists_of: whether XLA alone makes them, and block_q, block_kv, by and heads_together.
     """
     call = ListedCall.of(inputs, options, **blocks)
     _, offset = offset_of(call.q_offset)
@@ -235,7 +266,10 @@ def prepared_lists(
 
 
 def _rounded_up(count: int) -> int:
-    """Rounds up by at most an eighth: similar masks, e.g. of layers, then have lists of one shape and one program."""
+    """`count` rounded up by at most an eighth.
+
+    Similar masks, e.g. of layers, then have lists of one shape, and share a compiled program.
+    """
     unit = 1 << max(0, count.bit_length() - 4)
     return -(-count // unit) * unit
 
@@ -250,7 +284,11 @@ def _built(
     most: int | None = None,
     interpret: bool = True,
 ) -> Lists:
-    """The lists of all limits on a call's keys. most: the maximum number of partial blocks; None: no maximum."""
+    """The block lists of a mask that holds all limits of a call's keys.
+
+    offset: int32 [B or 1], the position of query 0; static_offset: the same as an int, None if traced. most: the
+    maximum number of partial blocks; None: no maximum.
+    """
     group = 1 if call.by == "query" else call.heads // call.kv_heads
     sharing = group if mask.heads == 1 else 1
     evaluates = most is None and mask.is_evaluated and _pairs(mask, call) <= max(MOST_PAIRS, 2 * _largest_array(mask))
@@ -283,6 +321,7 @@ def _built(
 
 
 def _pairs(mask: Mask, call: ListedCall) -> int:
+    """The number of pairs of queries and keys for which the mask has to be evaluated."""
     return mask.batch * mask.heads * math.prod(call.lengths)
 
 
@@ -294,7 +333,10 @@ def _largest_array(mask: Mask) -> int:
 def _evaluated(
     mask: Mask, offset: jax.Array, call: ListedCall, joined: int, *, interpret: bool
 ) -> tuple[BlockLists, jax.Array]:
-    """(lists, words of all blocks) of a mask whose pairs are all evaluated. joined: as in packed_lists."""
+    """(lists, mask words of all blocks) of a mask, by evaluating all its pairs.
+
+    joined: the number of query heads whose blocks of queries one list by key counts, head after head.
+    """
     transposed = call.by == "key"
     rows, columns = reversed(call.blocks) if transposed else call.blocks
     sizes: dict[str, Any] = {"rows": rows, "columns": columns, "transposed": transposed}
@@ -306,7 +348,9 @@ def _evaluated(
 
 
 def _words_of_threads(words: jax.Array) -> jax.Array:
-    """PackedBlocks.words [entries, words, rows] in the layout of `kept`, [entries, rows, PART]."""
+    """PackedBlocks.words [entries, words, rows], uint32, in the layout of mask_bits.kept: int32 [entries, rows,
+    PART].
+    """
     count, per_word = words.shape[1], 32 // PART
     word, part, column = (jnp.arange(n, dtype=jnp.uint32) for n in (count, per_word, PART))
     bits = words[:, :, None, :, None] >> (part[:, None, None] * PART + column) & 1
@@ -315,7 +359,10 @@ def _words_of_threads(words: jax.Array) -> jax.Array:
 
 
 def _tiles(count: jax.Array, full: jax.Array, batch: int, heads: int, width: int, heads_together: int) -> jax.Array:
-    """Lists.tiles, from count and full [B or 1, H or 1, blocks] of lists up to `width` long."""
+    """The array Lists.tiles of all work tiles: groups of heads in order, and within a group the longest lists first.
+
+    count, full: [B or 1, H or 1, blocks], the numbers of visited and of full blocks. width: the largest possible count.
+    """
     blocks = count.shape[2]
     size = math.gcd(heads_together, batch * heads) * blocks
     wide = lambda x: jnp.broadcast_to(x, (batch, heads, blocks)).reshape(-1, size)

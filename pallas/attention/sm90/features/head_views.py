@@ -18,7 +18,11 @@ from jax_kernels.pallas.kernel_types import Index, Ref
 
 @dataclasses.dataclass(frozen=True)
 class LaunchCall:
-    """A call of a launch, as its kernel sees it when tracing. The lengths are the unpadded lengths of its arrays."""
+    """One of the calls that a launch serves: its static facts when the kernel is traced.
+
+    The lengths are the unpadded lengths of its arrays. heads, kv_heads: the heads of the call. query_heads, key_heads:
+    the map to heads of the arrays, None if the call uses all heads.
+    """
 
     batch: int
     q_length: int
@@ -30,6 +34,7 @@ class LaunchCall:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "LaunchCall":
+        """The static facts of a call with these inputs."""
         batch, q_length = inputs.query.shape[:2]
         heads, kv_heads = head_counts(inputs.query, inputs.key, options)
         return cls(batch, q_length, inputs.key.shape[1], heads, kv_heads, options.query_heads, options.kv_heads)
@@ -42,28 +47,36 @@ class LaunchCall:
 
 
 def of_call[R](number: Index, count: int, run: Callable[[int], R]) -> R:
-    """run(number) for a traced number of one of `count` calls, each with its own arrays and static values."""
+    """run(i), where i is the Python int equal to `number`, a traced index of one of `count` calls.
+
+    Each call has its own arrays and static values, so that the kernel has a branch per call.
+    """
     return run(0) if count == 1 else lax.switch(number, [functools.partial(run, i) for i in range(count)])
 
 
 def head_counts(query: jax.Array, key: jax.Array, options: AttentionOptions) -> tuple[int, int]:
-    """(query heads, key heads) of a call."""
+    """(query heads, key heads) that a call uses; its arrays may have more."""
     of_query, of_key = options.query_heads, options.kv_heads
     return of_query.count if of_query else query.shape[2], of_key.count if of_key else key.shape[2]
 
 
 def head_maps(options: AttentionOptions) -> tuple[Callable[[Index], Index], Callable[[Index], Index]]:
-    """(map for query, map for key) from a head of the call, a traced scalar, to a head of the array."""
+    """(map for query, map for key): functions from a head of the call, a traced scalar, to a head of the array."""
     return _head_map(options.query_heads), _head_map(options.kv_heads)
 
 
 def dquery_head_map(query: jax.Array, dquery: Ref | None, options: AttentionOptions) -> Callable[[Index], Index]:
-    """Map from a head of the call to a head of dquery. dquery has query's heads, or only the call's, or is None."""
+    """The function from a head of the call to a head of dquery, an array with all heads of query, or only the call's
+    heads.
+
+    If dquery is None, the function is the map for query's heads.
+    """
     is_whole = dquery is None or dquery.shape[2] == query.shape[2]
     return _head_map(options.query_heads if is_whole else None)
 
 
 def _head_map(view: HeadView | None) -> Callable[[Index], Index]:
+    """The function from a head of the call to a head of the array; the identity if view is None."""
     if view is None:
         return lambda head: head
     quotient = lambda head, divisor: head if divisor == 1 else lax.div(head, jnp.int32(divisor))

@@ -1,4 +1,4 @@
-"""Mask bits in the Hopper kernels: a thread reads the bits of its part of a row as one word, into registers."""
+"""Mask words in the Hopper kernels: a thread reads the bits of its part of a row as one word, into registers."""
 
 import functools
 from typing import Any
@@ -20,10 +20,11 @@ from jax_kernels.pallas.mosaic.layouts import PART, WGMMA
 
 
 def kept(scores, words, *, by_word: bool):
-    """scores [rows, columns], -inf where a bit is 0. words: int32 [rows, PART]: bit i of word j is column
-    i * PART + j.
+    """The scores with -inf where the mask drops the pair.
 
-    by_word: with half as many instructions, and a few more registers.
+    scores: float32 [rows, columns] in the layout of wgmma's results. words: int32 [rows, PART], PART = 8, mask words:
+    bit i of word j is column i * 8 + j, and 0 drops the pair. by_word: takes half as many instructions and a few more
+    registers.
     """
     if interpreter.INTERPRETED or not by_word:
         parts = [scores[:, i : i + PART] for i in range(0, scores.shape[1], PART)]
@@ -59,6 +60,7 @@ def kept(scores, words, *, by_word: bool):
 
 
 def load_words(ref: Ref) -> jax.Array:
+    """Mask words [rows, PART] from device memory, in registers in the layout that `kept` takes."""
     return plgpu.load(ref, layout=WGMMA, optimized=False)
 
 
@@ -72,7 +74,12 @@ def of_mask(
     transposed: bool,
     interpret: bool,
 ) -> jax.Array:
-    """packed of the mask's pairs. offset: int32 [B or 1], the position of query 0."""
+    """The mask words of all blocks of a mask: int32 [B, H, blocks of columns, blocks of rows, rows, PART].
+
+    PART is 8, and bit i of word j is column i * 8 + j of a block. lengths: of queries and keys. offset: int32 [B or 1],
+    the position of query 0. rows, columns: the block size. Rows are queries and columns keys; if transposed, the
+    reverse. interpret: whether XLA alone makes the words.
+    """
     sizes: dict[str, Any] = {"rows": rows, "columns": columns, "transposed": transposed}
     pairs = lambda mask: mask.to_dense(*lengths, q_offset=offset)
     if isinstance(mask, Dense) and mask.array.shape[2] == 1:
@@ -87,10 +94,11 @@ def of_mask(
 
 
 def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interpret: bool = True) -> jax.Array:
-    """The words of all blocks of rows x columns, int32 [B, H, blocks of columns, blocks of rows, rows, PART].
+    """The mask words of all blocks of a bool array: int32 [B, H, blocks of columns, blocks of rows, rows, PART].
 
-    keep: bool [B, H, T, S]; rows are queries, or if transposed keys. Words past the end are zeros. interpret: whether
-    XLA alone makes the words, as on a CPU.
+    PART is 8, and bit i of word j is column i * 8 + j of a block. keep: bool [B, H, T, S]. rows, columns: the block
+    size. Rows are queries and columns keys; if transposed, the reverse. Words past the end are zeros. interpret:
+    whether XLA alone makes the words, as on a CPU.
     """
     if interpret or not mask_bits_pass.takes(keep.size, columns):
         return _by_xla(keep, rows, columns, transposed)
@@ -101,12 +109,15 @@ def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interp
 
 
 def _of_blocks(words: jax.Array, rows: int) -> jax.Array:
-    """Splits the rows of words [..., rows of whole blocks, PART] into blocks."""
+    """Mask words [..., rows of all blocks, PART] as [..., blocks, rows, PART]."""
     return words.reshape(*words.shape[:3], -1, rows, PART)
 
 
 def _of_one_row(keep: jax.Array, q_length: int, *, rows: int, columns: int, transposed: bool) -> jax.Array:
-    """packed of keep [B, H, 1, S] for q_length queries: the words are made once and written for all queries."""
+    """The result of `packed` for a mask [B, H, 1, S] that is the same for all q_length queries.
+
+    The words are made once and written for all queries.
+    """
     if not transposed:
         exists = jnp.arange(-(-q_length // rows) * rows) < q_length
         return jnp.where(exists.reshape(-1, rows, 1), _by_xla(keep, 1, columns, transposed), 0)
@@ -116,6 +127,7 @@ def _of_one_row(keep: jax.Array, q_length: int, *, rows: int, columns: int, tran
 
 
 def _by_xla(keep: jax.Array, rows: int, columns: int, transposed: bool) -> jax.Array:
+    """The result of `packed`, by XLA."""
     sides = (columns, rows) if transposed else (rows, columns)
     pad = [(0, 0), (0, 0), *((0, -size % side) for size, side in zip(keep.shape[2:], sides, strict=True))]
     keep = jnp.pad(keep, pad) if pad[2][1] or pad[3][1] else keep
@@ -128,6 +140,9 @@ def _by_xla(keep: jax.Array, rows: int, columns: int, transposed: bool) -> jax.A
 
 
 def judged(words: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:
-    """(alive, full) of blocks of `columns` columns: whether any pair of a block is kept, and whether all pairs are."""
+    """(live, full) of each block, bool: whether any pair of the block is kept, and whether all pairs are.
+
+    words: mask words of all blocks, whose blocks have `columns` columns. The results lack the last two axes of words.
+    """
     everything = (1 << columns // PART) - 1
     return (words != 0).any(axis=(-2, -1)), (words == everything).all(axis=(-2, -1))

@@ -1,4 +1,4 @@
-"""Values of q - k in the Hopper kernels: a thread loads the values of its own pairs from device memory into registers.
+"""Values that depend on q - k in the Hopper kernels: a thread loads the values of its own pairs into registers.
 
 A tile has one value per diagonal. A thread has two rows, 8 apart, of every 8 columns. The second row's values in some
 columns equal the first row's values in the 8 columns before, so that half of the values are loaded.
@@ -21,10 +21,11 @@ from jax_kernels.pallas.mosaic.layouts import PART, WGMMA
 def load(
     ref: Ref, start: Index, shape: tuple[int, ...], first: int, before: jax.Array | None, *, transposed: bool
 ) -> jax.Array:
-    """Values [rows, PART] of the columns from `first` on, in a tile of shape [rows, columns].
+    """Values [rows, PART] of the PART columns from `first` on, in a tile of shape [rows, columns].
 
-    ref: values by ascending difference, in device memory. start: the index of the first pair's value in ref. before:
-    the result for the previous PART columns, None if unavailable. transposed: rows are keys.
+    ref: values in device memory, one per difference q - k, ascending. start: the index in ref of the value of the
+    tile's pair (0, 0). before: the result for the previous PART columns, None if unavailable. transposed: rows are
+    keys.
     """
     rows, columns = shape
     # The pair at (row, column) has index sign * (row - column) + last in the window of the tile's values.

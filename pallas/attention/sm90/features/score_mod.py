@@ -5,8 +5,8 @@ late. All factors of the scores, including the scale and log2(e), become one fac
 tanh, exp and the logistic function use exp2 and a reciprocal: the hardware's tanh has a relative error of 5e-4. Sums of
 indices are computed in float32 if it is exact for them, which saves the conversion of a tile.
 
-XLA reads the program's arrays beforehand (see score_mod.tiles). This gives values of a batch entry and head, and values
-of a query, of a key or of a difference query - key, which a kernel loads from device memory.
+XLA reads the program's arrays beforehand (score_mod.tile_reads). This gives values of a batch entry and head, and
+values of a query, of a key or of a difference query - key, which a kernel loads from device memory.
 """
 
 import dataclasses
@@ -46,11 +46,13 @@ EXACT = 1 << 24  # float32 has every integer up to this
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mod:
-    """A call's score_mod as a kernel reads it.
+    """A call's score_mod as a kernel reads it: the graph of its program, and the operands (arrays) that the program
+    reads.
 
-    operands: of the program, [B or 1, H or 1] or [B or 1, H or 1, n]; `axes` says whether n counts queries, keys or
-    differences. leaves: the nodes of the operands. slope: the node of the result's derivative with respect to the
-    score. no_difference: the index of query 0 and key 0 in operands of differences.
+    operands: [B or 1, H or 1] or [B or 1, H or 1, n]. axes: for each operand "", or "q", "k" or "d" if n counts
+    queries, keys or differences q - k. leaves: the nodes of the operands. result, slope: the nodes of the new score and
+    of its derivative with respect to the score. scale: of the scores. no_difference: the index of the value for q - k =
+    0 in operands of differences.
     """
 
     operands: tuple[Any, ...]
@@ -63,12 +65,12 @@ class Mod:
 
     @property
     def adds_only(self) -> bool:
-        """Whether the derivative with respect to the score is 1."""
+        """Whether the new score's derivative with respect to the score is 1."""
         return is_one(self.slope)
 
     @property
     def may_mask(self) -> bool:
-        """Whether every key of a row may get a score far from 0, such as the -1e9 of a mask.
+        """Whether the score_mod may give all keys of a query scores far from 0, such as the -1e9 of a mask.
 
         Scores then stay in natural units: times log2(e) they would be rounded by more than they differ, or overflow.
         This is so if the program has a large constant, or reads floats of queries or keys.
@@ -77,26 +79,30 @@ class Mod:
 
     @property
     def _float_axes(self) -> list[str]:
+        """The entries of `axes` whose operands are floats."""
         return [axis for leaf, axis in zip(self.leaves, self.axes, strict=True) if leaf.is_float]
 
     @property
     def units(self) -> float:
-        """The factor of the program's results."""
+        """The factor that takes the program's results to the units of the kernel's scores: log2(e), or 1 if
+        may_mask.
+        """
         return 1.0 if self.may_mask else LOG2E
 
     @property
     def tanh_factor(self) -> float | None:
-        """See score_mod_graph.tanh_factor."""
+        """The number c if the program has a single tanh, whose argument is c times the score; else None."""
         return tanh_factor(self.result)
 
     def highest(
         self, largest_score: jax.Array | None, farthest: int, *, no_later_keys: bool
     ) -> jax.Array | float | None:
-        """An upper bound of the results, [B or 1, H or 1] or a number; None if the program gives no bound.
+        """An upper bound of the new scores in natural units, [B or 1, H or 1] or a float; None if the program gives no
+        bound.
 
-        largest_score: bound on the magnitude of the scores, [B, H], if known. farthest: the largest distance between
-        the index of a query and the index of a key that it attends to. no_later_keys: queries attend to no key with a
-        greater index.
+        largest_score: a bound on the magnitude of the scores before the score_mod, [B, H]; None if unknown. farthest:
+        the largest distance between the index of a query and the index of a key that it attends to. no_later_keys:
+        queries attend to no key with a greater index.
         """
         # With later keys, a row's first scores may be far below the scores at its diagonal: a bound is of no use.
         known: dict[Any, tuple[Any, Any]] = {"q - k": (0.0, float(farthest))} if no_later_keys else {}
@@ -112,19 +118,29 @@ class Mod:
         return None if found is None else found[1]
 
     def of_head(self, b: Index, h: Index) -> list[jax.Array | None]:
-        """The operands that are scalars of a batch entry and head, None for the others."""
+        """For each operand the scalar of a batch entry and head; None for operands that vary along queries, keys or
+        differences.
+        """
         own = lambda ref: ref[0 if ref.shape[0] == 1 else b, 0 if ref.shape[1] == 1 else h]
         return [None if axis else own(ref) for ref, axis in zip(self.operands, self.axes, strict=True)]
 
     def on(
         self, scores: jax.Array, numbers: list[jax.Array | None], b, h, q_start, kv_start, *, transposed: bool = False
     ) -> "Tile":
-        """A tile of query @ key^T whose first query and key are q_start and kv_start. numbers: from of_head."""
+        """An object (Tile) that computes the new scores of a tile, and their derivative.
+
+        scores: query @ key^T of the tile, without the scale, in registers. numbers: the result of of_head for b and h.
+        q_start, kv_start: the tile's first query and key. transposed: the rows of scores are keys.
+        """
         return Tile(self, scores, numbers, (b, h), {"q": q_start, "k": kv_start}, 1 if transposed else 0)
 
 
 def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int) -> Mod | None:
-    """The call's score_mod, None if it has none."""
+    """The call's score_mod as the Hopper kernels read it: a graph and its operands; None if the call has none.
+
+    block_q, block_kv: the largest blocks of the kernels that read the operands, which are padded to whole blocks.
+    Raises NotImplementedError if the kernels cannot evaluate the score_mod.
+    """
     if inputs.score_mod is None:
         return None
     (batch, q_length, heads), kv_length = inputs.query.shape[:3], inputs.key.shape[1]
@@ -153,7 +169,10 @@ def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, blo
 
 
 class Tile:
-    """The program on a tile of scores, eight columns at a time, so that the intermediate values fit registers."""
+    """The program of a score_mod on one tile of scores.
+
+    It is evaluated eight columns at a time, so that the intermediate values fit registers.
+    """
 
     def __init__(
         self,
@@ -164,6 +183,11 @@ class Tile:
         starts,
         first: int,
     ):
+        """Prepares a tile; Mod.on describes the result.
+
+        scores: query @ key^T without the scale. numbers: for each operand its scalar or None. head: (batch entry,
+        head). starts: the first query "q" and key "k". first: the axis of the scores along which queries lie.
+        """
         self.result, self.slope, self.units = mod.result, mod.slope, mod.units
         self.raw, self.scale, self.head, self.starts = scores, mod.scale, head, starts
         self.leaves = dict(zip(mod.leaves, zip(mod.operands, numbers, strict=True), strict=True))
@@ -173,14 +197,18 @@ class Tile:
         self.parts = self._parts(scores)
 
     def _parts(self, scores: jax.Array, tanh_factor: float | None = None) -> "list[Part]":
+        """The tile as Parts of PART columns. tanh_factor: None, or the factor of the raw score in a tanh by
+        polynomial.
+        """
         of_rows: dict[Any, Any] = {}
         columns = [scores[:, i : i + PART] for i in range(0, scores.shape[1], PART)]
         return [Part(self, x, PART * i, of_rows, tanh_factor) for i, x in enumerate(columns)]
 
     def scores(self, *, by_warp: bool = False, small: bool = False) -> jax.Array:
-        """The results of the program, in Mod.units.
+        """The new scores of the tile, float32, in natural units if Mod.may_mask, else in base 2.
 
-        by_warp: warps may take different branches. small: all scores are within tanh_limits.
+        by_warp: warps may take different branches, so that a warp with small scores computes a tanh by a polynomial.
+        small: all scores of the tile are known to be small enough for the polynomial.
         """
         factor = tanh_factor(self.result) if by_warp or small else None
         joined = lambda parts: jnp.concatenate([part.whole(self.result, self.units) for part in parts], axis=1)
@@ -196,7 +224,11 @@ class Tile:
         return lax.cond(any_of_warp_above(largest, tanh_limits(factor)), exact, polynomial, self.raw)
 
     def times_derivative(self, p: jax.Array, live: Any | None) -> jax.Array:
-        """P times the derivative with respect to the scores. live: the pairs that the predicate keeps, None if all."""
+        """p times the derivative of the new scores with respect to the scores before the score_mod.
+
+        p: the probabilities of the tile. live: bool, the pairs that the mask keeps, None if it keeps all. The result is
+        0 for other pairs.
+        """
         sloped = p * jnp.concatenate([part.whole(self.slope) for part in self.parts], axis=1)
         # The derivative of a pair without weight may have any value.
         if self.slope.may_be_infinite:
@@ -205,7 +237,12 @@ class Tile:
 
 
 class Part:
-    """Some columns of a tile. A value is computed at its first use. of_rows: values common to all parts."""
+    """PART (8) neighbouring columns of a Tile, on which the nodes of the program are evaluated.
+
+    Each value is computed at its first use, and kept. of_rows: values that do not vary along columns, common to all
+    parts of a tile. first: the index of the first column. tanh_factor: if not None, a polynomial computes the program's
+    tanh, whose argument is tanh_factor times the raw score.
+    """
 
     def __init__(self, tile: Tile, scores: jax.Array, first: int, of_rows: dict[Any, Any], tanh_factor: float | None):
         self.raw, self.scale, self.shape, self.first = scores, tile.scale, scores.shape, first
@@ -217,13 +254,17 @@ class Part:
         self.of_rows, self.tanh_factor = of_rows, tanh_factor
 
     def _memo(self, node: Node) -> dict[Any, Any]:
+        """The cache for a node's values: common to all parts if the node does not vary along columns."""
         return self.of_rows if all(self.dimensions[axis] == 0 for axis in node.axes) else self.made
 
     def whole(self, node: Node, factor: float = 1.0) -> jax.Array:
+        """A node's value times a factor, for all pairs of the part: [rows, PART]."""
         return self._broadcast(self._of(node, factor), node.axes, WHOLE)
 
     def _broadcast(self, x: jax.Array, axes: frozenset[str], wanted: frozenset[str]) -> jax.Array:
-        """x, which varies along `axes`, broadcast to `wanted`; a scalar may stay a scalar for a row or column."""
+        """x, which varies along `axes`, broadcast to the axes `wanted`; a scalar stays a scalar unless all pairs are
+        wanted.
+        """
         if axes == wanted:
             return x
         shape = self.shape if wanted == WHOLE else (self.shape[self.dimensions[next(iter(wanted))]],)
@@ -237,7 +278,7 @@ class Part:
         return lax.broadcast_in_dim(x, shape, (dimension,))
 
     def _of(self, node: Node, factor: float = 1.0) -> Any:
-        """A node's value, times a factor if it is a float."""
+        """A node's value along its own axes, times a factor if it is a float."""
         made = self._memo(node)
         if (node, factor) not in made:
             if factor != 1 and node.kind != "score" and (node, 1.0) in made and node.axes == WHOLE:
@@ -248,6 +289,9 @@ class Part:
         return made[node, factor]
 
     def _inputs(self, node: Node, *factors: float) -> list[Any]:
+        """The values of a node's inputs times the factors (default 1), broadcast to the node's axes except for
+        literals.
+        """
         factors = factors or (1.0,) * len(node.inputs)
         values = [self._of(x, factor) for x, factor in zip(node.inputs, factors, strict=True)]
         is_literal = [x.kind == "literal" for x in node.inputs]
@@ -257,6 +301,9 @@ class Part:
         ]
 
     def _make(self, node: Node, factor: float) -> Any:
+        """Computes a node's value times a factor. The factor is passed on to the inputs where the operation allows
+        it.
+        """
         kind, inputs = node.kind, node.inputs
         if kind == "literal":
             return float(node.value) * factor if node.is_float else node.value.item()
@@ -317,6 +364,7 @@ class Part:
         return value * factor if factor != 1 else value
 
     def _float(self, node: Node) -> jax.Array:
+        """Computes a float node without a factor, for operations that `_make` does not treat specially."""
         kind = node.kind
         if kind == "exp":
             return jnp.exp2(self._of(node.inputs[0], LOG2E))
@@ -331,7 +379,7 @@ class Part:
         return FLOATS[kind](*values)
 
     def _integer(self, node: Node) -> Any:
-        """The value of an int or bool node."""
+        """Computes the value of an int or bool node."""
         kind, (x, *_) = node.kind, node.inputs
         if kind == "convert_element_type":
             value = self._of(x)
@@ -349,6 +397,9 @@ class Part:
         return INTEGERS[kind](*values)
 
     def _operand(self, node: Node) -> jax.Array:
+        """The operand's values for this part, loaded from device memory: a scalar, one per row or column, or one per
+        pair.
+        """
         ref, number = self.leaves[node]
         if not node.axes:
             return needed(number)
@@ -361,7 +412,10 @@ class Part:
         return plgpu.load(rows, layout=layout, optimized=False)
 
     def _of_differences(self, node: Node, ref: Ref) -> jax.Array:
-        """The values that ref has for the differences of the pairs."""
+        """The operand's values for the pairs, [rows, PART], from one value per difference q - k.
+
+        ref: the values of a batch entry and head in device memory, by ascending difference.
+        """
         start = self.first_starts["q"] - self.first_starts["k"] + self.no_difference
         first, before = self.of_rows.get((node, "part"), (None, None))
         before = before if first == self.first - PART else None
@@ -371,18 +425,20 @@ class Part:
         return part
 
     def _index(self, axis: str, starts: dict[str, Any]) -> Any:
+        """The query or key index of each row or column, int32. axis: "q" or "k". starts: the first indices."""
         dimension = self.dimensions[axis]
         layout = ROW if dimension == 0 else COLUMN
         return starts[axis] + plgpu.broadcasted_iota(jnp.int32, (self.shape[dimension],), 0, layout=layout)
 
     def _as_float(self, node: Node) -> Any:
-        """An integer with a known `bound`, in float32."""
+        """The value of an integer node in float32, which is exact because the node's bound is at most 2**24."""
         made = self._memo(node)
         if (node, "float") not in made:
             made[node, "float"] = self._make_float(node)
         return made[node, "float"]
 
     def _make_float(self, node: Node) -> Any:
+        """Computes the value of an integer node in float32, for `_as_float`, which keeps it."""
         if node.kind == "literal":
             return float(node.value)
         if node.kind in ("q", "k"):
@@ -404,7 +460,10 @@ class Part:
         return operations[node.kind](*values)
 
     def _difference(self, first: str, factor: jax.Array | float = 1.0) -> jax.Array:
-        """q - k, or k - q if `first` is "k", times a factor. The next eight columns differ by a constant."""
+        """(q - k) * factor for the pairs of this part, or (k - q) * factor if `first` is "k": float32 [rows, PART].
+
+        Neighbouring parts differ by a constant, so that with a factor each part is computed from the part before it.
+        """
         columns, rows = self.columns, self.rows
         sign = 1.0 if first == columns else -1.0
         memo = self.of_rows.setdefault("difference", {})

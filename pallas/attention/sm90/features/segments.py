@@ -14,18 +14,26 @@ from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW
 
 
 class Segments(NamedTuple):
-    """Segment ids and, for each block that a CTA owns, the blocks that it may meet (block_ranges.segment_ranges)."""
+    """Segment ids in device memory, and for each block that a CTA owns the blocks that it may attend to.
+
+    q_ids, kv_ids: int32 [B, T] and [B, S], padded to whole blocks. ranges: int32 [B, blocks, 4], the result of
+    block_ranges.segment_ranges. The ids of padding equal no other id.
+    """
 
     q_ids: Any
     kv_ids: Any
     ranges: Any
 
     def among(self, batch_index, block):
-        """The blocks that a block may meet, as Limits takes them."""
+        """The range of blocks that `block`, a block that a CTA owns, may attend to."""
         return block_ranges.among(self.ranges, batch_index, block)
 
     def load(self, batch_index, q_start, q_rows: int, kv_start, kv_rows: int):
-        """The ids of a tile whose rows are queries: (ids of its rows, ids of its columns), from device memory."""
+        """(ids of the rows, ids of the columns) of a tile whose rows are queries, loaded from device memory to
+        registers.
+
+        q_start, q_rows: the tile's first query, and the number of queries; kv_start, kv_rows: of keys.
+        """
         q_ids = self.q_ids.at[batch_index, pl.ds(q_start, q_rows)]
         kv_ids = self.kv_ids.at[batch_index, pl.ds(kv_start, kv_rows)]
         load = functools.partial(plgpu.load, optimized=False)
@@ -33,7 +41,10 @@ class Segments(NamedTuple):
 
 
 def segments_of(inputs: AttentionInputs, block_q: int, block_kv: int, *, of_keys: bool) -> Segments | None:
-    """The call's segments, padded to whole blocks with ids that meet no id. of_keys: a CTA owns a block of keys."""
+    """The call's Segments, padded to whole blocks with ids that equal no id; None without segments.
+
+    of_keys: a CTA owns a block of keys; otherwise a block of queries.
+    """
     if inputs.q_segment_ids is None:
         return None
     q_ids, kv_ids = block_ranges.segment_arrays(inputs.q_segment_ids, needed(inputs.kv_segment_ids))

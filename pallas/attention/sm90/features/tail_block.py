@@ -19,16 +19,21 @@ __all__ = ["CleanEnd", "clean_end"]
 
 
 class CleanEnd[A: jax.Array | Ref](NamedTuple):
-    """lengths: [B] int32. key, value: [B, block, Hkv, D], the rows from lengths // block * block on."""
+    """Copies of each batch entry's last block of keys and values, with zeros past the entry's length.
+
+    lengths: [B] int32, the number of keys that count. key, value: [B, block, Hkv, D], the rows from lengths // block *
+    block on.
+    """
 
     lengths: A
     key: A
     value: A
 
     def load(self, b: Index, start: Index, rows: int, whole: Callable[[], None], end: Callable[[], None]) -> None:
-        """Calls end(), which loads from these arrays, if the rows from `start` reach past the length, else whole().
+        """Calls end() if rows start ... start + rows - 1 of batch entry b reach past its length, else whole().
 
-        Rows past the length have no effect, so that any zeros serve for them.
+        end loads the block from these arrays, whole from the caller's arrays. Rows past the length have no effect, so
+        that any zeros serve for them.
         """
         reaches_past = start + rows > self.lengths[b]
         pl.when(reaches_past)(end)
@@ -36,7 +41,10 @@ class CleanEnd[A: jax.Array | Ref](NamedTuple):
 
 
 def clean_end(inputs: AttentionInputs, key: jax.Array, value: jax.Array, block: int) -> CleanEnd | None:
-    """None if the call has no kv_lengths. key, value: of the inputs, padded. block: number of keys loaded at once."""
+    """Copies of each batch entry's last block of keys and values, with zeros past its length; None without kv_lengths.
+
+    key, value: of the inputs, padded to the kernel's head_dim. block: the number of keys that the kernel loads at once.
+    """
     lengths = key_lengths(inputs)
     if lengths is None:
         return None

@@ -25,7 +25,8 @@ from jax_kernels.pallas.mosaic.tile_scheduler import Fetched
 class LoopState:
     """The state of the loop over keys: P of the last block, not yet multiplied by V, and the softmax so far.
 
-    row_max, row_sum: see softmax.py. slot: of the last block.
+    p: [64, block_kv], an operand of the matmul with V. row_max: [64], the maximum of each row. row_sum: [64, 8],
+    partial sums of each row of P. slot: of the last block.
     """
 
     p: jax.Array
@@ -37,7 +38,11 @@ class LoopState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileSums:
-    """The results of a loop over keys: O before its division by the sums, and the slot of the last block."""
+    """The results of a loop over keys for 64 queries, from which out and lse are computed.
+
+    acc: O before its division by the sums, float32 [64, v_head_dim]. row_max: [64], the maximum of each row. row_sum:
+    [64, 8], partial sums of each row of P. slot: of the last block.
+    """
 
     acc: jax.Array
     row_max: jax.Array
@@ -54,7 +59,7 @@ class Accumulators:
 
 
 def with_accumulators[Result](run: Callable[[Accumulators], Result], *, v_head_dim: int, block_kv: int) -> Result:
-    """run(accumulators) for 64 queries. acc_ref starts from zeros."""
+    """The result of run(accumulators), with accumulators for 64 queries. acc_ref starts from zeros."""
     return pl.run_scoped(
         lambda acc_ref, s_ref: run(Accumulators(acc_ref=acc_ref, s_ref=s_ref)),
         plgpu.ACC((64, v_head_dim), jnp.float32),
@@ -64,9 +69,10 @@ def with_accumulators[Result](run: Callable[[Accumulators], Result], *, v_head_d
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exponentials:
-    """A step's softmax: P = exp2(S - row_max), the new row_max and row_sum, and the factor alpha for O.
+    """The results of a step's softmax.
 
-    rescaled(acc, alpha): O under the new maximum.
+    p: exp2(S - row_max), float32 [64, block_kv]. row_max: [64], the new maximum. row_sum: [64, 8], the new partial sums
+    of each row of P. alpha: [64], the factor for O. rescaled(acc, alpha): returns O under the new maximum.
     """
 
     p: jax.Array
@@ -78,10 +84,10 @@ class Exponentials:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeWarpgroup[Tile](abc.ABC):
-    """Compute warpgroup w, which owns 64 queries of every work tile.
+    """Compute warpgroup w of a forward kernel, which owns 64 queries of every work tile.
 
-    A subclass issues the matmuls and computes P. `tile`: the subclass's state of a work tile. bias: the stage of a
-    step's bias, None without a bias.
+    A subclass issues the matmuls and computes P. Its type parameter `Tile` is its state of a work tile. bias: the
+    shared memory for a step's bias, None without a bias.
     """
 
     kv_loop: KvLoop
@@ -92,7 +98,7 @@ class ComputeWarpgroup[Tile](abc.ABC):
     bias: Stage | None = None
 
     def run(self) -> None:
-        """Computes the warpgroup's queries of all work tiles of the CTA."""
+        """Computes and stores the warpgroup's queries of all work tiles of the CTA."""
         self.ring.free()
         if self.bias is not None:
             plgpu.barrier_arrive(self.bias.free)
@@ -103,7 +109,10 @@ class ComputeWarpgroup[Tile](abc.ABC):
         plgpu.wait_smem_to_gmem(0)
 
     def own_tile(self, index: Index, slot: Index) -> tuple[WorkTile, Index]:
-        """(the warpgroup's part of tile `index`, the slot of its first block). Skips blocks of other warpgroups."""
+        """(the warpgroup's part of work tile `index`, the slot of its first block). Skips blocks of other warpgroups.
+
+        slot: of the work tile's first block.
+        """
         whole = self.kv_loop.work_tile(index)
         own = self.kv_loop.own(whole, self.w)
 
@@ -121,7 +130,9 @@ class ComputeWarpgroup[Tile](abc.ABC):
         return own, lax.fori_loop(0, whole.blocks.count - own.blocks.count, skip, slot)
 
     def first_scores(self, tile: Tile, slot: Index, to: Accumulators) -> jax.Array:
-        """S of the first block; no other matmul runs meanwhile."""
+        """The masked scores of the work tile's first block, in `slot`; no other matmul of the warpgroup runs
+        meanwhile.
+        """
         plgpu.barrier_wait(self.ring.k_ready.at[slot])
         self.pingpong.wait(self.w)
         self.issue_scores(tile, slot, to)  # S = Q K^T
@@ -129,7 +140,10 @@ class ComputeWarpgroup[Tile](abc.ABC):
         return self.scores(tile, 0, slot, to, is_first=True)
 
     def mma_step(self, tile: Tile, to: Accumulators, step: Index, state: LoopState) -> LoopState:
-        """S = Q K^T of this step's block, O += P V of the previous block, and P of this block."""
+        """Runs one step: S = Q K^T of this step's block, O += P V of the previous block, and P of this block.
+
+        state: after the previous step. Returns the next state.
+        """
         last_slot, slot = state.slot, self.ring.following(state.slot)
         plgpu.barrier_wait(self.ring.k_ready.at[slot])
         self.pingpong.wait(self.w)
@@ -151,33 +165,37 @@ class ComputeWarpgroup[Tile](abc.ABC):
 
     @abc.abstractmethod
     def load_q(self, index: Index, turn: Index) -> None:
-        """Starts the copy of the warpgroup's queries of tile `index`, the CTA's work tile number `turn`."""
+        """Starts the copy of the warpgroup's queries of work tile `index`, the `turn`-th of the CTA."""
 
     @abc.abstractmethod
     def run_tile(self, index: Index, turn: Index, slot: Index) -> tuple[Index, Index]:
-        """Computes tile `index`, whose first block is in `slot`. Returns (the following tile, the next slot)."""
+        """Computes and stores work tile `index`, the `turn`-th of the CTA, whose first block is in `slot`.
+
+        Returns (the following work tile, the next slot).
+        """
 
     @abc.abstractmethod
     def issue_scores(self, tile: Tile, slot: Index, to: Accumulators) -> None:
-        """Starts S = Q K^T."""
+        """Starts the matmul S = Q K^T with the keys in `slot`."""
 
     @abc.abstractmethod
     def issue_values(self, p: jax.Array, slot: Index, to: Accumulators) -> None:
-        """Starts O += P V."""
+        """Starts the matmul O += P V with the values in `slot`."""
 
     @abc.abstractmethod
     def scores(self, tile: Tile, step: Index, slot: Index, to: Accumulators, *, is_first: bool) -> jax.Array:
-        """Waits for S, frees the keys, and returns the scores as the softmax takes them.
+        """The scores of a step as the softmax takes them, [64, block_kv], after S has arrived. Frees the keys in
+        `slot`.
 
         is_first: no matmul O += P V runs meanwhile. In other steps this matmul goes on.
         """
 
     @abc.abstractmethod
     def softmax_step(self, tile: Tile, s: jax.Array, step: Index, state: LoopState) -> Exponentials:
-        """P of a block that is not the first, in float32."""
+        """P, the new row_max and row_sum, and the factor for O, after a block that is not the first. s: its scores."""
 
     @abc.abstractmethod
     def rescaled_and_rounded(
         self, acc: jax.Array, p: jax.Array, rescaled: Callable[[jax.Array], jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """(O under the new maximum, P as an operand of O += P V)."""
+        """(O under the new maximum, P as an operand of O += P V). rescaled: maps O to O under the new maximum."""

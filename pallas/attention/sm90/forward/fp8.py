@@ -1,11 +1,11 @@
-"""Attention forward on Hopper in 8 bits: forward_compute.py's loop with e4m3 query, key, value and P.
+"""Attention forward on Hopper in 8 bits: the loop of compute.py with e4m3 query, key, value and P.
 
-Per tile of 64 x block_kv, the 4 * 64 * block_kv * head_dim FLOPs take half as long as in 16 bits, and the
-64 * block_kv exp2 take the same time. At head_dim 128 a tile's matmuls take 512 cycles, and so do its exponentials.
+Per tile of 64 x block_kv, the 4 * 64 * block_kv * head_dim FLOPs take half as long as in 16 bits, and the 64 * block_kv
+exp2 take the same time. At head_dim 128 a tile's matmuls take 512 cycles, and so do its exponentials.
 
 wgmma takes 8-bit operands only with the contracted axis contiguous. For P V this is the axis of the keys, so that
-fp8_values.py transposes the values beforehand. Q K^T leaves P spread over the threads in pairs of keys, but P V takes P
-in quadruples of keys. P does not move; the values' keys are permuted to match (KEY_ORDER).
+passes/fp8_values.py transposes the values beforehand. Q K^T leaves P spread over the threads in pairs of keys, but P V
+takes P in quadruples of keys. P does not move; the values' keys are permuted to match (KEY_ORDER).
 """
 
 import dataclasses
@@ -50,13 +50,13 @@ LIMIT = 8.75
 
 
 def swizzled(columns: int):
-    """The transforms of 8-bit tiles with this many columns, as wgmma reads them."""
+    """The shared-memory transforms of 8-bit tiles with this many columns, as wgmma reads them."""
     swizzle = math.gcd(columns, 128)
     return plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
 def as_operand(p):
-    """Rounds P, float32 [64, block_kv], to e4m3: the first operand of wgmma, with its keys in KEY_ORDER."""
+    """P rounded to e4m3, as the first operand of wgmma: [64, block_kv], every 16 keys in KEY_ORDER. p: float32."""
     if interpreter.INTERPRETED:
         return reorder_keys(p, axis=1).astype(E4M3)
 
@@ -93,7 +93,7 @@ def as_operand(p):
 
 
 def reorder_keys(x: jax.Array, axis: int) -> jax.Array:
-    """x with every 16 keys along `axis` in KEY_ORDER."""
+    """x with every 16 keys along `axis` permuted: the key at index i is key fp8_values.KEY_ORDER[i]."""
     shape = x.shape
     x = x.reshape(*shape[:axis], -1, 2, 4, 2, *shape[axis + 1 :])
     return x.swapaxes(axis + 1, axis + 2).reshape(shape)
@@ -104,8 +104,9 @@ def reorder_keys(x: jax.Array, axis: int) -> jax.Array:
 class Arrays[A: jax.Array | Ref]:
     """The arrays that the kernel reads, in device memory, in the order of its operands.
 
-    bounds: None if known when tracing. counter: from TileScheduler.counter. factors: [B, H, 2] float32, of the scores
-    and of the output. value: transposed, see fp8_values.py.
+    bounds: the limits of each batch entry, the result of block_ranges.bounds_array; None if tracing knows them.
+    counter: int32 [1], the next work tile, or None. factors: [B, H, 2] float32, of the scores and of the output. query,
+    key: [B, length, heads, D] e4m3. value: [B, Hkv, Dv, S] e4m3, transposed, with keys in KEY_ORDER.
     """
 
     bounds: A | None
@@ -119,9 +120,11 @@ class Arrays[A: jax.Array | Ref]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """A CTA's memory, as pl.run_scoped takes and returns it.
+    """A CTA's shared memory and barriers: scratch specifications for pl.run_scoped, which passes the Refs in the same
+    fields.
 
-    q_smem, out_smem: a tile per compute warpgroup. k_smem, v_smem: a block per slot of the ring.
+    q_smem, out_smem: a tile per compute warpgroup. k_smem, v_smem: a block per slot of the ring. q_ready: the queries
+    of a compute warpgroup have arrived. fetched: the next work tile from the scheduler's counter.
     """
 
     q_smem: Ref
@@ -134,6 +137,7 @@ class Scratch:
 
     @classmethod
     def of(cls, config: AttentionForwardFp8Sm90, head_dim: int, v_head_dim: int, scheduler: TileScheduler) -> "Scratch":
+        """The scratch specifications for a block spec row, head dims and a scheduler."""
         compute_wgs, block_kv, stages = config.compute_warpgroups, config.block_kv, config.stages
         tile_smem = lambda *shape: smem_ref(shape, E4M3, transforms=swizzled(shape[-1]))
         return cls(
@@ -156,10 +160,11 @@ def attention_forward(
     core_count: int,
     interpret: bool,
 ) -> tuple[BFloat16[Array, "B T H Dv"], Float32[Array, "B H T"]]:
-    """(out [B, T, H, Dv] bfloat16, lse [B, H, T] float32).
+    """(out [B, T, H, Dv] bfloat16, lse [B, H, T] float32, natural log) of attention with e4m3 query, key and value.
 
-    inputs: query, key and value e4m3, kv_lengths and q_offset. options: is_causal, q_offset. factors: [B, H, 2]
-    float32, the positive factor of the scores and the factor of the output. config: AttentionForwardFp8Sm90.
+    inputs: query, key and value, kv_lengths and q_offset; its other fields are None. options: only is_causal and
+    q_offset count. factors: the positive factor of each head's scores and the factor of its output. config: the block
+    spec row.
     """
     q_length, v_head_dim = inputs.query.shape[1], inputs.value.shape[-1]
     query, key = pad_for_tma(inputs.query), pad_for_tma(inputs.key)
@@ -186,7 +191,7 @@ def attention_forward(
 def _run(
     arrays: Arrays, scheduler: TileScheduler, options: AttentionOptions, call: LaunchCall, *, config, interpret: bool
 ):
-    """Launches the kernel: (out, lse). The rows of lse are whole blocks."""
+    """Launches the kernel and returns (out, lse). lse is padded to whole blocks of queries."""
     batch, q_length, heads, head_dim = arrays.query.shape
     v_head_dim = arrays.value.shape[2]
     leaves, tree = jax.tree.flatten(arrays)
@@ -253,7 +258,10 @@ class Loader:
         self.kv_loop.for_each_tile(self._load_tile)
 
     def _load_tile(self, index: Index, turn: Index, slot: Index) -> tuple[Index, Index]:
-        """Loads the blocks of tile `index` from `slot` on. Returns (the following tile, the next slot)."""
+        """Loads the blocks of work tile `index`, the `turn`-th of the CTA, from `slot` on.
+
+        Returns (the following work tile, the next slot).
+        """
         scheduler, ring, fetched = self.kv_loop.scheduler, self.scratch.ring, self.scratch.fetched
         scheduler.fetch(self.arrays.counter, fetched, turn)
         tile = self.kv_loop.work_tile(index)
@@ -262,12 +270,14 @@ class Loader:
         return scheduler.following(fetched, index, turn), ring.following(slot)
 
     def _load_k(self, tile: WorkTile, step: Index, slot: Index) -> None:
+        """Loads a step's block of keys, after `slot` is free."""
         ring, block_kv = self.scratch.ring, self.kv_loop.block_kv
         plgpu.barrier_wait(ring.k_free.at[slot])
         keys = self.arrays.key.at[tile.b, pl.ds(tile.blocks.at(step) * block_kv, block_kv), tile.kv_head]
         plgpu.copy_gmem_to_smem(keys, self.scratch.k_smem.at[slot], ring.k_ready.at[slot])
 
     def _load_v(self, tile: WorkTile, step: Index, slot: Index) -> None:
+        """Loads a step's block of values, after `slot` is free."""
         ring, block_kv = self.scratch.ring, self.kv_loop.block_kv
         plgpu.barrier_wait(ring.v_free.at[slot])
         values = self.arrays.value.at[tile.b, tile.kv_head, :, pl.ds(tile.blocks.at(step) * block_kv, block_kv)]
@@ -276,7 +286,7 @@ class Loader:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryTile:
-    """A warpgroup's 64 queries of tile number `index`. scale: the factor of S."""
+    """A warpgroup's 64 queries of work tile `index`. own: its part of the work tile. scale: the factor of S."""
 
     index: Index
     own: WorkTile
@@ -285,7 +295,7 @@ class QueryTile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compute(ComputeWarpgroup[QueryTile]):
-    """A compute warpgroup of the 8-bit forward."""
+    """A compute warpgroup of the 8-bit forward. out_gmem, lse_gmem: the results in device memory."""
 
     arrays: Arrays
     scratch: Scratch
@@ -315,7 +325,10 @@ class Compute(ComputeWarpgroup[QueryTile]):
         return following, self.ring.following(sums.slot)
 
     def attend(self, tile: QueryTile, slot: Index, to: Accumulators) -> TileSums:
-        """O = P V over all blocks of keys, before the division by the sums."""
+        """The sums of the loop over the warpgroup's blocks of keys: O = P V before the division, and the softmax state.
+
+        slot: of the first block.
+        """
         s = self.first_scores(tile, slot, to)
         row_max, row_sum = softmax.start(64)
         p, row_max, row_sum, _ = softmax.step(s, row_max, row_sum, tile.scale, LARGEST_P)
@@ -363,7 +376,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
         return acc, as_operand(p)
 
     def epilogue(self, index: Index, sums: TileSums) -> None:
-        """O = diag(1 / row_sum) O, lse = log(row_sum) + row_max, and their stores."""
+        """Stores out = O / row_sum and lse = log(row_sum) + row_max of the warpgroup's queries of work tile `index`."""
         tile, out_smem = self.kv_loop.work_tile(lax.optimization_barrier(index)), self.scratch.out_smem.at[self.w]
         b, h, q_start = tile.b, tile.h, tile.q_start + self.w * 64
         inverse, lse = softmax.finish(sums.row_max, sums.row_sum, may_be_dead=self.kv_loop.may_be_dead)

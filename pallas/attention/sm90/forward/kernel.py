@@ -1,9 +1,9 @@
 """The attention forward's kernel on Hopper: a TMA producer, and warpgroups that overlap wgmma and softmax.
 
-Each of two or three compute warpgroups owns 64 queries. In a step it issues S = Q K^T of this block of keys and
-O += P V of the previous block, and computes the softmax of S while the second matmul runs. A CTA is persistent: it
-processes work tiles of (batch, head, block of queries), whose blocks of keys come from block_ranges.py or from a mask's
-lists (block_lists.py). The memory warpgroup is in forward_load.py, the step in forward_compute.py.
+Each of two or three compute warpgroups owns 64 queries. In a step it issues S = Q K^T of this block of keys and O += P
+V of the previous block, and computes the softmax of S while the second matmul runs. A CTA is persistent: it processes
+work tiles of (batch, head, block of queries), whose blocks of keys come from block_ranges.py or from a mask's lists
+(block_lists.py). The memory warpgroup is in load.py, the step in compute.py.
 
 A tile of 64 x block_kv takes 4 * 64 * block_kv * head_dim FLOPs on the tensor cores and 64 * block_kv exp2; keys and
 values are read from shared memory once per warpgroup. At head_dim 128 the matmuls and exp2 take about the same time, so
@@ -57,7 +57,11 @@ def run(
     config: AttentionForwardSm90,
     interpret: bool,
 ) -> Results[jax.Array]:
-    """Launches the kernel. With an lse, and a bias or a score_mod that may mask, the results have an excess."""
+    """Launches the kernel for one or more calls, and returns their out, lse and excess.
+
+    lse is present if options.has_lse; excess if also the call has a bias or a score_mod that may mask. calls: the
+    static facts of each call; arrays has a query, key and value for each.
+    """
     plan = Plan.of(arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret)
     leaves, tree = jax.tree.flatten(arrays)
     bias = arrays.bias or Bias()
@@ -92,15 +96,16 @@ def run(
 
 
 def _stored_rows(length: int, whole: int) -> int:
-    """The rows of a float32 array [B, H, rows] for `length` queries. whole: the rows of whole blocks.
+    """The number of rows of a float32 result [B, H, rows] for `length` queries: length, or `whole` if copies need it.
 
-    Bulk copies have multiples of 16 bytes. If `length` rows are no such multiple, whole blocks are stored.
+    whole: length rounded up to whole blocks. Bulk copies have multiples of 16 bytes. If `length` rows are no such
+    multiple, whole blocks are stored.
     """
     return length if length % 4 == 0 else whole
 
 
 def _body(plan: Plan, arrays: Arrays[Ref], results: Results[Ref], scratch: Scratch) -> None:
-    """The work of one CTA."""
+    """Runs one CTA: each warpgroup takes its part."""
     wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
     smem, kv_loop = Smem.of(plan, scratch), plan.kv_loop(arrays, cta)
     loader = Loader(plan=plan, arrays=arrays, scratch=scratch, smem=smem, kv_loop=kv_loop)
@@ -137,13 +142,18 @@ class Compute(ComputeWarpgroup[QueryTile]):
 
     @property
     def has_small(self) -> bool:
-        """Whether small-score heads take a separate softmax branch; impossible if the loop masks first."""
+        """Whether heads with small scores take a separate softmax branch, with a polynomial for the tanh.
+
+        It is impossible if the loop masks before the softmax.
+        """
         has_mask = self.kv_loop.has_partial and not self.kv_loop.only_first_partial
         return self.arrays.small_scores is not None and not has_mask
 
     @property
     def has_bounds(self) -> bool:
-        """Whether bounds of the scores are known. The maximum of a row's first block may then serve for all blocks."""
+        """Whether upper bounds of the scores are known. The maximum of a row's first block may then serve for all
+        blocks.
+        """
         return self.arrays.score_bounds is not None
 
     def load_q(self, index: Index, turn: Index) -> None:
@@ -160,6 +170,8 @@ class Compute(ComputeWarpgroup[QueryTile]):
             plgpu.copy_gmem_to_smem(ids, needed(self.scratch.q_ids).at[plan.q_place(w, turn)], ready)
 
     def load_next_q(self, following: Index, turn: Index) -> None:
+        """Starts the copy of the queries of work tile `following`, if there is one. turn: of the current work tile."""
+
         @pl.when(following < self.plan.scheduler.count)
         def _():
             self.load_q(following, turn + 1)
@@ -176,7 +188,9 @@ class Compute(ComputeWarpgroup[QueryTile]):
         return following, self.ring.following(sums.slot)
 
     def start_tile(self, index: Index, turn: Index, own: WorkTile) -> QueryTile:
-        """Waits for the queries of a tile."""
+        """The warpgroup's queries of work tile `index`, after they have arrived. own: the warpgroup's part of the work
+        tile.
+        """
         plan, arrays, w = self.plan, self.arrays, self.w
         mod_numbers = needed(arrays.mod).of_head(own.b, own.h) if plan.has_mod else None
         plgpu.barrier_wait(self.scratch.q_ready.at[w])
@@ -197,7 +211,10 @@ class Compute(ComputeWarpgroup[QueryTile]):
         )
 
     def attend(self, tile: QueryTile, slot: Index, to: Accumulators) -> tuple[TileSums, Index]:
-        """O = P V over all blocks of keys, before the division by the sums, and the following tile."""
+        """(the sums of the loop over the warpgroup's blocks of keys, the following work tile).
+
+        slot: of the first block.
+        """
         plan, scheduler, has_lists = self.plan, self.plan.scheduler, self.kv_loop.lists is not None
         tile, state = self.first_softmax(tile, self.first_scores(tile, slot, to), slot)
         if plan.early_q:
@@ -251,7 +268,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
         return s
 
     def first_softmax(self, tile: QueryTile, s: jax.Array, slot: Index) -> tuple[QueryTile, LoopState]:
-        """P of the first block, and whether its row_max serves for all blocks."""
+        """(tile with is_bounded, the loop's first state) from the scores s of the first block, which is in `slot`."""
         plan, dtype = self.plan, self.plan.dtype
         p, row_max, row_sum, _ = plan.softmax_step(s, *softmax.start(64, natural=plan.natural))
         if self.has_bounds:
@@ -277,7 +294,10 @@ class Compute(ComputeWarpgroup[QueryTile]):
     def exponentials(
         self, tile: QueryTile, s: jax.Array, row_max: jax.Array, row_sum: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """(P, row_max, row_sum, alpha), without a search for the maximum if the scores are bounded."""
+        """(P, row_max, row_sum, alpha) of a step, without a search for the maximum if the scores are bounded.
+
+        s: the scores as the softmax takes them. If the scores are bounded, alpha has no meaning.
+        """
         full, scale = self.plan.softmax_step, self.plan.softmax_scale
         if not self.has_bounds:
             return full(s, row_max, row_sum)
@@ -291,7 +311,10 @@ class Compute(ComputeWarpgroup[QueryTile]):
     def small_exponentials(
         self, tile: QueryTile, step: Index, s: jax.Array, row_max: jax.Array, row_sum: jax.Array
     ) -> tuple[jax.Array, ...]:
-        """The result of exponentials for S from the matmul, with a polynomial for the tanh."""
+        """(P, row_max, row_sum, alpha) of a step of a head with small scores: a polynomial computes the tanh.
+
+        s: S = Q K^T, before softcap and score_mod. row_max stays, and alpha has no meaning.
+        """
         scale, cap = self.plan.options.scale, self.plan.options.softcap
         if cap:  # in base 2, so that the subtraction of the maximum fuses with the last multiplication
             s = tanh_polynomial(s, scale / cap, cap * softmax.LOG2E)
@@ -301,7 +324,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
         return p, row_max, row_sum, row_max
 
     def rescaled(self, tile: QueryTile, acc: jax.Array, alpha: jax.Array) -> jax.Array:
-        """O under the new maximum; unchanged if the scores are bounded."""
+        """O under the new maximum, acc * alpha; acc itself if the scores are bounded."""
         full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
         return lax.cond(tile.is_bounded, lambda acc: acc, full, acc) if self.has_bounds else full(acc)
 
@@ -312,7 +335,10 @@ class Compute(ComputeWarpgroup[QueryTile]):
         return rescaled(acc), p
 
     def epilogue(self, index: Index, turn: Index, sums: TileSums) -> None:
-        """O = diag(1 / row_sum) O, lse = log(row_sum) + row_max, and their stores."""
+        """Stores out = O / row_sum, lse = log(row_sum) + row_max and the excess of the warpgroup's queries.
+
+        index, turn: the work tile, and its number in the CTA.
+        """
         plan, results, w = self.plan, self.results, self.w
         tile = self.kv_loop.work_tile(lax.optimization_barrier(index))
         b, h, q_start = tile.b, tile.h, tile.q_start + w * 64
@@ -355,7 +381,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
         of_call(tile.call, len(plan.calls), store)
 
     def _store_numbers(self, smem: Ref, gmem: Ref, q_start: Index) -> None:
-        """Stores a value for each of 64 queries. gmem: [rows], the values of a head."""
+        """Stores a float32 value for each of 64 queries from q_start on. gmem: [rows], the values of a head."""
         length = gmem.shape[0]
         whole = lambda: plgpu.copy_smem_to_gmem(smem, gmem.at[pl.ds(q_start, 64)])
         if length % self.plan.config.block_q == 0:
@@ -374,7 +400,9 @@ class Compute(ComputeWarpgroup[QueryTile]):
     def _merged(
         self, acc: jax.Array, lse: jax.Array, b: Index, h: Index, q_start: Index
     ) -> tuple[jax.Array, jax.Array]:
-        """(O, lse) over the keys of this call and of the earlier result."""
+        """(O, lse) over the keys of this call and of the earlier result in arrays.earlier. acc, lse: over this call's
+        keys.
+        """
         earlier, rows = self.arrays.earlier, pl.ds(q_start, 64)
         assert earlier is not None
         earlier_lse = plgpu.load(earlier.lse.at[b, h, rows], layout=ROW, optimized=False)
@@ -384,4 +412,5 @@ class Compute(ComputeWarpgroup[QueryTile]):
         return acc * wide(mine) + earlier_out * wide(theirs), lse
 
     def _store_registers(self, i: int, acc: jax.Array, b: Index, h: Index, q_start: Index) -> None:
+        """Stores O of 64 queries from registers to device memory, in call i's result. h: the call's head."""
         self.results.outs[i].at[b, pl.ds(q_start, 64), h][...] = acc.astype(self.plan.out_dtype)

@@ -46,7 +46,11 @@ def attention_forward(
     core_count: int,
     interpret: bool,
 ) -> ForwardArrays:
-    """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
+    """(out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), or (out, lse, excess), of attention with 16-bit inputs.
+
+    excess: like lse, the exact log-sum-exp minus lse, with a bias or under a score_mod that may mask. lse is None if
+    not options.has_lse. A query without keys has out = 0 and lse = -inf. config: the block spec row.
+    """
     call = head_views.LaunchCall.of(inputs, options)
     lists = block_lists.lists_of(inputs, options, **listed_blocks(config), interpret=interpret)
     no_later_keys = options.is_causal and inputs.q_offset is None and options.q_offset == 0
@@ -110,9 +114,10 @@ def attention_forward_together(
     core_count: int,
     interpret: bool,
 ) -> list[ForwardArrays]:
-    """attention_forward's results for several calls; the calls with few tiles have one launch.
+    """The results of attention_forward for several calls; the calls with few work tiles have one launch.
 
-    The calls have only query, key and value. Their options differ only in their heads.
+    inputs, options: of each call. The calls have only query, key and value. Their options differ only in the views of
+    heads.
     """
     named: dict[str, Any] = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
     calls = [head_views.LaunchCall.of(*call) for call in zip(inputs, options, strict=True)]
@@ -141,7 +146,9 @@ def attention_forward_together(
 
 
 def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
-    """(query, key, value) of each call of a launch, padded for the tensor memory accelerator."""
+    """(query, key, value) of each call of a launch, with head_dims and lengths that the tensor memory accelerator
+    takes.
+    """
     any_rows = has_odd_length(*(x for of in inputs for x in (of.query, of.key)))
     return [tuple(pad_for_tma(x, any_rows=any_rows) for x in of[:3]) for of in inputs]
 
@@ -156,7 +163,10 @@ def _launch(
     config: AttentionForwardSm90,
     interpret: bool,
 ) -> list[ForwardArrays]:
-    """For each call (out, lse); with a bias or a score_mod that may mask (out, lse, excess); without has_lse (out,)."""
+    """For each call (out, lse); with a bias or a score_mod that may mask (out, lse, excess); without has_lse (out,).
+
+    The rows are cut to the calls' lengths.
+    """
     results = forward_kernel.run(
         arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret
     )
@@ -168,7 +178,9 @@ def _launch(
 
 
 def _earlier(inputs: AttentionInputs, block_q: int, columns: int) -> Earlier | None:
-    """The results to merge with, padded to whole blocks of queries and to `columns` columns."""
+    """The results of other keys to merge with, padded to whole blocks of queries and to `columns` columns; None without
+    them.
+    """
     if inputs.earlier_out is None:
         return None
     short = -inputs.query.shape[1] % block_q
@@ -193,12 +205,18 @@ def _shape_of(call: head_views.LaunchCall, config) -> Shape:
 
 
 def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> bool:
-    """Whether bounds of the scores are worth the norms of all heads of an array. heads: the number in the call."""
+    """Whether bounds of the scores are worth the time of computing vector norms.
+
+    keys: per query. bounded_from: the number of keys from which they are, if all heads of the array are used. heads:
+    the number of heads of the call.
+    """
     return keys >= bounded_from * query.shape[2] / heads
 
 
 def listed_blocks(config: AttentionForwardSm90) -> dict[str, Any]:
-    """The arguments of block_lists.lists_of for the blocks that the forward visits."""
+    """The keyword arguments of block_lists.lists_of for this block spec row: block_q, block_kv, by and
+    heads_together.
+    """
     blocks = {"block_q": config.block_q, "block_kv": config.block_kv}
     return {**blocks, "by": "query", "heads_together": config.heads_together}
 
@@ -214,10 +232,12 @@ def _bounds(
     measures_q: bool = False,
     key_norms=None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """(largest, small), both [B, H]. largest: an upper bound of a head's scores in base 2; None if unknown.
+    """(largest, small), both [B, H], from the norms of queries and keys; each may be None.
 
-    small: int32, whether all scores of a head are so small that a softcap's tanh is a polynomial; None without a
-    softcap. measures_q: largest is for queries of norm 1. key_norms: of AttentionInputs; None: computed here.
+    largest: float32, an upper bound of a head's scores in base 2; None if unknown. small: int32, 1 if all scores of a
+    head are so small that a polynomial computes a tanh of them; None without a softcap or a tanh in the score_mod. mod:
+    the call's score_mod or None. no_later_keys: queries attend to no key with a greater index. measures_q: largest is
+    for queries of norm 1. key_norms: [B, Hkv] float32, the largest squared norm of a key; None: computed here.
     """
     cap, room = options.softcap, softmax.room(query.dtype)
 

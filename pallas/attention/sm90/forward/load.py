@@ -14,7 +14,7 @@ from jax_kernels.pallas.kernel_types import Index, needed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loader:
-    """The memory warpgroup of a CTA."""
+    """The memory warpgroup of a CTA: it loads the blocks of keys, values and bias that work tiles visit."""
 
     plan: Plan
     arrays: Arrays
@@ -26,7 +26,10 @@ class Loader:
         self.kv_loop.for_each_tile(self._load_tile)
 
     def _load_tile(self, index: Index, turn: Index, slot: Index) -> tuple[Index, Index]:
-        """Loads the blocks of tile `index` from `slot` on. Returns (the following tile, the next slot)."""
+        """Loads the blocks of work tile `index`, the `turn`-th of the CTA, from `slot` on.
+
+        Returns (the following work tile, the next slot).
+        """
         scheduler, fetched, ring = self.plan.scheduler, self.scratch.fetched, self.scratch.ring
         scheduler.fetch(self.arrays.counter, fetched, turn)
         tile = self.kv_loop.work_tile(index)
@@ -40,6 +43,7 @@ class Loader:
         return tile.blocks.at(step) * self.plan.config.block_kv
 
     def _load_k(self, tile: WorkTile, step: Index, slot: Index) -> None:
+        """Loads a step's block of keys, and their segment ids, after `slot` is free."""
         scratch, ready = self.scratch, self.scratch.ring.k_ready.at[slot]
         rows = pl.ds(self._kv_start(tile, step), self.plan.config.block_kv)
         plgpu.barrier_wait(scratch.ring.k_free.at[slot])
@@ -56,6 +60,7 @@ class Loader:
             )
 
     def _load_v(self, tile: WorkTile, step: Index, slot: Index) -> None:
+        """Loads a step's block of values, after `slot` is free."""
         ring, end, block_kv = self.scratch.ring, self.arrays.end, self.plan.config.block_kv
         load = functools.partial(
             self.plan.v_tiles.load, smem=self.smem.v_copied.at[slot], barrier=ring.v_ready.at[slot]
@@ -77,7 +82,10 @@ class Loader:
             end.load(tile.b, self._kv_start(tile, step), block_kv, load_whole, load_end)
 
     def _load_bias(self, tile: WorkTile, step: Index) -> None:
-        """Runs after the loads of keys and values: it waits until the last step's bias has been read."""
+        """Loads a step's bias, if there is one.
+
+        It runs after the loads of keys and values, because it waits until the last step's bias has been read.
+        """
         bias, stage = self.arrays.bias, self.scratch.bias
         if bias is not None and stage is not None:
             plgpu.barrier_wait(stage.free)

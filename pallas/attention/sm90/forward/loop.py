@@ -36,8 +36,9 @@ FIRST_TURN_BARRIER = 8
 class WorkTile:
     """Some queries of a head, with the blocks of keys that they visit.
 
-    b, h: batch entry and head of the call. call: the index of the call in the launch. q_head, kv_head: the heads of
-    the call's arrays. limits: None if a mask's lists hold all limits.
+    b, h: batch entry and head of the call. q_start: the first query. blocks: the blocks of keys, in order. call: the
+    index of the call in the launch. q_head, kv_head: the heads in the arrays. limits: None if block lists hold all
+    limits.
     """
 
     b: Index
@@ -53,7 +54,11 @@ class WorkTile:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The barriers of a ring of slots. Each slot has room for a block of keys and for a block of values."""
+    """The barriers of a ring of slots in shared memory. Each slot has room for a block of keys and for a block of
+    values.
+
+    *_ready: the block has arrived. *_free: all compute warpgroups have read it, so that it may be overwritten.
+    """
 
     k_ready: Barrier
     v_ready: Barrier
@@ -62,7 +67,11 @@ class Ring:
 
     @classmethod
     def scratch(cls, stages: int, readers: int, k_copies: int = 1, v_copies: int = 1) -> "Ring":
-        """The ring for pl.run_scoped. readers: compute warpgroups. k_copies, v_copies: the copies of one block."""
+        """The scratch specifications of a ring, for pl.run_scoped.
+
+        stages: the number of slots. readers: the number of compute warpgroups. k_copies, v_copies: the copies of one
+        block.
+        """
         barriers = lambda arrivals: barrier_ref(num_arrivals=arrivals, num_barriers=stages)
         return cls(
             k_ready=barriers(k_copies), v_ready=barriers(v_copies), k_free=barriers(readers), v_free=barriers(readers)
@@ -73,19 +82,19 @@ class Ring:
         return self.k_ready.shape[0]
 
     def following(self, slot: Index) -> Index:
-        """The slot after this one."""
+        """The index of the slot after this one; after the last comes the first."""
         if self.stages & (self.stages - 1) == 0:
             return (slot + 1) & (self.stages - 1)
         return jnp.where(slot == self.stages - 1, 0, slot + 1)
 
     def free(self) -> None:
-        """Frees all slots, for a compute warpgroup that has read no slot yet."""
+        """Marks all slots as read, for a compute warpgroup that has read no slot yet."""
         for slot in range(self.stages):
             plgpu.barrier_arrive(self.k_free.at[slot])
             plgpu.barrier_arrive(self.v_free.at[slot])
 
     def skip(self, slot: Index) -> None:
-        """Passes over a slot, for a compute warpgroup that does not read it."""
+        """Waits for a slot's block and marks it as read, for a compute warpgroup that does not use it."""
         for ready, free in ((self.k_ready, self.k_free), (self.v_ready, self.v_free)):
             plgpu.barrier_wait(ready.at[slot])  # every wait counts a phase
             plgpu.barrier_arrive(free.at[slot])
@@ -100,8 +109,8 @@ class Ring:
     ) -> Index:
         """Loads `count` blocks into this slot and the slots after it, and returns the last slot.
 
-        load_k, load_v(step, slot): wait until the slot is free, and load a step's block. load_more(step): runs after
-        load_k and load_v.
+        load_k(step, slot), load_v(step, slot): wait until the slot is free, and load a step's keys or values.
+        load_more(step): runs after them.
         """
 
         def load(step, last):  # values run one block behind the keys, in the order of their use
@@ -122,7 +131,7 @@ class Ring:
 class PingPong:
     """The turns in which compute warpgroups issue matmuls: one computes its softmax while another's matmuls run.
 
-    w, in the methods: the number of a compute warpgroup.
+    is_on: if False, the methods do nothing. w, in the methods: the index of a compute warpgroup.
     """
 
     warpgroups: int
@@ -130,35 +139,37 @@ class PingPong:
 
     @classmethod
     def of(cls, config: AttentionForwardSm90, *, interpret: bool) -> "PingPong":
+        """The turns for this block spec row. Off in interpretation and unless config.pingpong."""
         return cls(warpgroups=config.compute_warpgroups, is_on=config.pingpong and not interpret)
 
     def wait(self, w: int) -> None:
-        """Waits for the turn of a warpgroup."""
+        """Waits until it is compute warpgroup w's turn."""
         if self.is_on:
             named_barrier("sync", FIRST_TURN_BARRIER + w, 256)
 
     def pass_on(self, w: int) -> None:
-        """Gives the turn to the warpgroup after this one."""
+        """Gives the turn to the warpgroup after w."""
         if self.is_on:
             named_barrier("arrive", FIRST_TURN_BARRIER + (w + 1) % self.warpgroups, 256)
 
     def start(self, w: int) -> None:
-        """Gives the first turn to the first warpgroup."""
+        """Gives the first turn to the first warpgroup. Each warpgroup calls this once, before its first turn."""
         if w == self.warpgroups - 1:
             self.pass_on(w)
 
     def end(self, w: int) -> None:
-        """Takes the turn that the last warpgroup passed on."""
+        """Takes the turn that the last warpgroup passed on. Each warpgroup calls this once, after its last turn."""
         if w == 0:
             self.wait(w)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvLoop:
-    """The loop of each work tile over blocks of keys: the blocks that it visits, and which blocks are partial.
+    """The loop of each work tile over blocks of keys: which blocks it visits, and which of them are partial.
 
-    bounds, segments, lists: the kernel's arrays that limit keys, None if the call has none. w, in the methods: the
-    number of a compute warpgroup.
+    calls: the static facts of the launch's calls. bounds: the limits of each batch entry (block_ranges.bounds_array).
+    segments, lists: segment ids and block lists. None: the call has none. w, in the methods: the index of a compute
+    warpgroup.
     """
 
     cta: Index
@@ -173,7 +184,7 @@ class KvLoop:
 
     @property
     def q_offset(self) -> int:
-        """The offset of the options; 0 if the bounds hold it."""
+        """The position of query 0 if tracing knows it; 0 if `bounds` holds it."""
         return self.options.q_offset or 0
 
     @property
@@ -183,12 +194,12 @@ class KvLoop:
 
     @property
     def has_words(self) -> bool:
-        """Whether a mask has words for every block, which should be read early."""
+        """Whether the block lists have the mask words of all blocks, which should be read early."""
         return self.lists is not None and self.lists.has_all_words
 
     @property
     def may_end(self) -> bool:
-        """Whether a block may reach past the keys."""
+        """Whether a block of keys may reach past the last key."""
         return self.bounds is not None or any(call.kv_length % self.block_kv != 0 for call in self.calls)
 
     @property
@@ -205,11 +216,14 @@ class KvLoop:
 
     @property
     def causal_only(self) -> bool:
+        """Whether causality limits the keys, and neither a window nor segments do."""
         return self.options.is_causal and self.options.window is None and self.segments is None
 
     @property
     def same_blocks(self) -> bool:
-        """Whether a tile's warpgroups visit the same blocks. With bounds they do: separate ranges would spill."""
+        """Whether all warpgroups visit the same blocks of a work tile. With bounds they do: separate ranges would
+        spill.
+        """
         if not self.causal_only or self.bounds is not None:
             return True
         return self.q_offset % self.block_q == 0 and self.block_kv % self.block_q == 0
@@ -222,15 +236,20 @@ class KvLoop:
         return self.options.is_causal and self.q_offset < 0
 
     def first_tile(self) -> jax.Array:
+        """The index of the CTA's first work tile."""
         # Behind a barrier: otherwise a warpgroup's computations on it are hoisted above the choice of warpgroup.
         return lax.optimization_barrier(self.cta)
 
     def for_each_tile(self, run: Callable[[Index, Index, Index], tuple[Index, Index]]) -> None:
-        """Calls run(index, turn, slot) -> (following tile, next slot) for the CTA's tiles; `turn` counts the tiles."""
+        """Calls run(index, turn, slot) -> (following work tile, next slot) for each work tile of the CTA.
+
+        index: of the work tile in the launch. turn: its number in the CTA. slot: of its first block, 0 for the first
+        call.
+        """
         self.scheduler.for_each(self.first_tile(), run)
 
     def work_tile(self, index: Index) -> WorkTile:
-        """Tile number `index` of the launch."""
+        """Work tile number `index` of the launch, for all compute warpgroups together."""
         if self.lists is not None:
             return self._listed_tile(index)
         options, block_q, block_kv = self.options, self.block_q, self.block_kv
@@ -253,6 +272,7 @@ class KvLoop:
         )
 
     def _listed_tile(self, index: Index) -> WorkTile:
+        """Work tile number `index` of the launch, from the block lists."""
         blocks = needed(self.lists).blocks_of(index)
         q_head, kv_head = self.calls[0].array_heads(blocks.head)
         return WorkTile(
@@ -267,7 +287,11 @@ class KvLoop:
         )
 
     def _place(self, call: int, index: Index) -> tuple[Index, Index, Index, Index, Index, Index]:
-        """(batch entry, head, block of queries, query head and key head of the arrays, number of keys) of a tile."""
+        """(batch entry, head, block of queries, query head and key head of the arrays, number of keys) of work tile
+        `index`.
+
+        call: the index of its call.
+        """
         lengths = {call.kv_length for call in self.calls}
 
         def place(i: int) -> tuple[Index, ...]:
@@ -280,7 +304,10 @@ class KvLoop:
         return *numbers, lengths.pop() if len(lengths) == 1 else kv_length
 
     def own(self, tile: WorkTile, w: int) -> WorkTile:
-        """A warpgroup's part of a tile. Blocks right of its last key belong only to the other warpgroups."""
+        """Warpgroup w's part of a work tile: its 64 queries, with the blocks that they visit.
+
+        A causal tile's rightmost blocks may belong only to the other warpgroups.
+        """
         q_start, blocks = tile.q_start + w * 64, tile.blocks
         if not self.same_blocks:
             blocks = needed(tile.limits).key_blocks(q_start, 64, self.block_kv).at_least_one()
@@ -289,9 +316,10 @@ class KvLoop:
     def masked(
         self, s: jax.Array, index: Index, step: Index, w: int, ids: tuple[jax.Array, jax.Array] | None = None
     ) -> jax.Array:
-        """A warpgroup's scores in a step of tile `index`, with -inf where a query may not attend to a key.
+        """The scores of compute warpgroup w in a step of work tile `index`, with -inf where a query may not attend to a
+        key.
 
-        ids: the segment ids of the rows and of the columns.
+        s: [64, block_kv]. ids: None, or the segment ids (of the rows, of the columns).
         """
         tile = self.work_tile(lax.optimization_barrier(index))
         if self.lists is not None:
@@ -307,9 +335,9 @@ class KvLoop:
 def run_warpgroups(
     wg: Index, config: AttentionForwardSm90, compute: Callable[[int], None], memory: Callable[[], None]
 ) -> None:
-    """Runs compute(w) on each compute warpgroup, and memory() on the last warpgroup.
+    """Runs the calling warpgroup: compute(w) on compute warpgroup w, memory() on the last warpgroup.
 
-    config: AttentionForwardSm90 or AttentionForwardFp8Sm90.
+    wg: the index of the calling warpgroup. config: AttentionForwardSm90 or AttentionForwardFp8Sm90.
     """
     compute_registers, memory_registers = config.registers
 

@@ -20,10 +20,11 @@ from jax_kernels.pallas.mosaic import layouts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryTile:
-    """A warpgroup's 64 queries of a work tile: tile `index` of the launch, number `turn` of the CTA.
+    """A warpgroup's 64 queries of work tile `index` of the launch, the `turn`-th of the CTA.
 
-    mod_numbers: the score_mod's scalars of the head. score_bound: [64], an upper bound of the scores in base 2.
-    is_small: whether all scores of the head are small, see softcap.py. is_bounded: whether row_max stays after the
+    own: the warpgroup's part of the work tile. q_smem: the queries in shared memory. mod_numbers: the score_mod's
+    operands that are scalars of the head. score_bound: float32 [64], an upper bound of the scores in base 2. is_small:
+    whether a polynomial can compute the tanh of all scores of the head. is_bounded: whether row_max stays after the
     first block; equal in a warp. None: the launch has no such branch.
     """
 
@@ -39,7 +40,7 @@ class QueryTile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreOps:
-    """The operations of compute warpgroup w on its scores."""
+    """The operations of compute warpgroup w between S = Q K^T and the softmax: softcap, bias, score_mod and mask."""
 
     plan: Plan
     arrays: Arrays
@@ -48,11 +49,14 @@ class ScoreOps:
     w: int
 
     def capped_biased_and_modified(self, tile: QueryTile, s: jax.Array, step: Index) -> jax.Array:
-        """S as the softmax takes it, except for the mask."""
+        """The scores of a step after softcap, bias and score_mod, but before the mask. s: S = Q K^T, [64, block_kv]."""
         return self.modified(tile, self.capped_and_biased(s), step)
 
     def modified(self, tile: QueryTile, s: jax.Array, step: Index, *, small: bool = False) -> jax.Array:
-        """s under the score_mod. small: all scores are small, see softcap.py."""
+        """The scores after the score_mod; s itself without a score_mod.
+
+        small: all scores of the head are so small that a polynomial computes the program's tanh.
+        """
         mod = self.arrays.mod
         if mod is None:
             return s
@@ -61,7 +65,10 @@ class ScoreOps:
         return mod.on(s, tile.mod_numbers, here.b, here.h, q_start, kv_start).scores(by_warp=True, small=small)
 
     def capped_and_biased(self, s: jax.Array) -> jax.Array:
-        """softcap * tanh(s * scale / softcap) + bias. Without a bias the softmax multiplies by softcap."""
+        """The scores after softcap and bias: softcap * tanh(s * scale / softcap) + bias.
+
+        Without a bias the factor softcap is left to the softmax. Without softcap and bias the result is s.
+        """
         plan, bias = self.plan, self.scratch.bias
         s = softcapped_tile(s, plan.options.softcap, plan.options.scale) if plan.options.softcap else s
         if bias is not None:
@@ -72,7 +79,11 @@ class ScoreOps:
         return s
 
     def mask_words(self, tile: QueryTile, step: Index) -> jax.Array | None:
-        """The mask words for masked_if_partial, None if it needs none. They are read while the matmuls run."""
+        """The mask words of a step's block, for `masked_if_partial`, int32 [64, PART]; None if they are not stored per
+        block.
+
+        They are read while the matmuls run.
+        """
         if not self.kv_loop.has_words:
             return None
         blocks = cast(ListedBlocks, tile.own.blocks)
@@ -88,11 +99,15 @@ class ScoreOps:
         *,
         blocks: BlockRange | ListedBlocks,
     ) -> jax.Array:
-        """s with -inf where a query may not attend to a key. words: from mask_words. blocks: of the tile."""
+        """The scores with -inf where a query may not attend to a key; s itself in a full block.
+
+        words: the result of mask_words for this step. slot: of the block of keys. blocks: of the tile.
+        """
         masked = functools.partial(self._masked, tile, step=step, words=words, slot=slot)
         return lax.cond(blocks.is_partial(step), masked, lambda s: s, s)
 
     def _masked(self, tile: QueryTile, s: jax.Array, *, step: Index, words: jax.Array | None, slot: Index) -> jax.Array:
+        """The scores of a partial block with -inf where a query may not attend to a key."""
         if self.kv_loop.has_words:
             return mask_bits.kept(s, words, by_word=True)
         if not self.plan.has_segments:

@@ -27,7 +27,10 @@ from jax_kernels.pallas.mosaic.tile_scheduler import Fetched, TileScheduler
 
 
 class Earlier[A: jax.Array | Ref](NamedTuple):
-    """The float32 results of the same queries over other keys. out: [B, T, H, Dv]. lse: [B, H, whole blocks]."""
+    """The float32 results of the same queries over other keys, to merge with.
+
+    out: [B, T, H, Dv]. lse: [B, H, T], natural log. T is padded to whole blocks of queries.
+    """
 
     out: A
     lse: A
@@ -41,10 +44,12 @@ class Arrays[A: jax.Array | Ref]:
     query, key, value: one array per call of the launch. Several calls can have one launch only if they have no other
     arrays than these and the counter.
 
-    counter: from TileScheduler.counter. earlier: the results to merge with. end: the block in which kv_lengths ends,
-    see clean_end.py; its keys are None.
+    bounds: the limits of each batch entry (block_ranges.bounds_array). counter: int32 [1], the next work tile. earlier:
+    the results to merge with. end: copies of the block of values in which kv_lengths ends; its keys are None. bias,
+    lists, mod, segments: the call's bias, block lists, score_mod and segment ids. sinks: [B, H] float32.
+
     score_bounds: [B, H] float32, an upper bound of each head's scores in base 2; with config.measures_q, for a query of
-    norm 1. small_scores: [B, H] int32, whether all scores of a head are small, see softcap.py.
+    norm 1. small_scores: [B, H] int32, 1 if all scores of a head are so small that a polynomial computes their tanh.
     """
 
     bounds: A | None = None
@@ -67,8 +72,9 @@ class Arrays[A: jax.Array | Ref]:
 class Results[A: jax.Array | Ref]:
     """The arrays that the kernel writes, one per call of the launch.
 
-    lses, excess: [B, H, T], or padded to whole blocks of rows if T is not a multiple of 4. lses and excess are empty if
-    the options ask for no lse. excess: the exact log-sum-exp minus lse; empty if the kernel does not compute it.
+    outs: [B, T, H, Dv]. lses, excess: [B, H, T] float32, or padded to whole blocks of rows if T is not a multiple of 4.
+    lses and excess are empty if the options ask for no lse. excess: the exact log-sum-exp minus lse; empty if the
+    kernel does not compute it.
     """
 
     outs: tuple[A, ...]
@@ -77,17 +83,21 @@ class Results[A: jax.Array | Ref]:
 
     @classmethod
     def of(cls, refs: tuple[A, ...], calls: int) -> "Results":
-        """From one tuple of outs, lses and excess."""
+        """The results by name, from one tuple of all outs, then all lses, then all excess; the last two may be missing.
+
+        calls: the number of calls.
+        """
         arrays = iter(itertools.batched(refs, calls))
         return cls(outs=next(arrays), lses=next(arrays, ()), excess=next(arrays, ()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The static facts of a launch when it is traced.
+    """The static facts of a launch when its kernel is traced.
 
-    natural: scores are in natural units, with a bias per query or under a score_mod that may mask. Otherwise they are
-    in base 2 with a bias per key or another score_mod, and unscaled without a bias or score_mod.
+    any_rows: whether an array may have a number of rows that is not a multiple of 8. natural: scores are in natural
+    units, with a bias per query or under a score_mod that may mask. Otherwise they are in base 2 with a bias per key or
+    another score_mod, and unscaled without a bias or score_mod.
     """
 
     config: AttentionForwardSm90
@@ -119,6 +129,7 @@ class Plan:
         config: AttentionForwardSm90,
         interpret: bool,
     ) -> "Plan":
+        """The static facts of a launch with these arrays. calls: of each call of the launch."""
         bias = arrays.bias or Bias()
         return cls(
             config=config,
@@ -145,20 +156,24 @@ class Plan:
 
     @property
     def has_excess(self) -> bool:
+        """Whether the kernel computes the exact log-sum-exp minus lse."""
         return self.has_lse and (self.has_bias or self.natural)
 
     @property
     def score_factor(self) -> float:
-        """The factor that turns S, or with a softcap its tanh, into scores."""
+        """The factor that turns S, or with a softcap its tanh, into scores in natural units."""
         return self.options.softcap or self.options.scale
 
     @property
     def softmax_scale(self) -> float:
-        """The factor that turns the softmax's input into natural units. A bias or score_mod gives base 2."""
+        """The factor that turns the softmax's input into natural units. With a bias or score_mod the input is in base
+        2.
+        """
         return softmax.LN2 if self.has_bias or self.has_mod else self.score_factor
 
     @property
     def softmax_step(self) -> Callable[..., tuple[jax.Array, ...]]:
+        """softmax.natural_step or softmax.step: (scores, row_max, row_sum) -> (P, row_max, row_sum, alpha)."""
         return softmax.natural_step if self.natural else functools.partial(softmax.step, scale=self.softmax_scale)
 
     @property
@@ -173,10 +188,12 @@ class Plan:
 
     @property
     def share_q_out(self) -> bool:
+        """Whether the output goes through the shared memory of the queries."""
         return self.config.share_q_out and self.out_fits_q
 
     @property
     def early_q(self) -> bool:
+        """Whether the next work tile's queries are loaded while this work tile is computed."""
         return self.config.early_q and (self.out_fits_q or self.stores_registers) and not self.share_q_out
 
     @property
@@ -185,22 +202,28 @@ class Plan:
         return (1 + self.early_q) * self.config.compute_warpgroups
 
     def q_place(self, w: int, turn: Index) -> Index:
-        """The index in shared memory of a warpgroup's queries, and of its output, in the CTA's work tile `turn`."""
+        """The index in shared memory of compute warpgroup w's queries, and of its output, in the CTA's `turn`-th work
+        tile.
+        """
         return (turn & 1) * self.config.compute_warpgroups + w if self.early_q else w
 
     @property
     def qk_tiles(self) -> SmemTiles:
+        """The layout of queries and keys in shared memory."""
         return SmemTiles(self.head_dim, self.any_rows)
 
     @property
     def v_tiles(self) -> SmemTiles:
+        """The layout of values in shared memory."""
         return SmemTiles(self.v_head_dim, self.any_rows)
 
     @property
     def out_tiles(self) -> SmemTiles:
+        """The layout of the output in shared memory."""
         return SmemTiles(self.v_head_dim, self.any_rows)
 
     def kv_loop(self, arrays: Arrays, cta: Index) -> KvLoop:
+        """The loop over blocks of keys (KvLoop) of CTA number `cta`."""
         return KvLoop(
             cta=cta,
             scheduler=self.scheduler,
@@ -217,9 +240,12 @@ class Plan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scratch:
-    """A CTA's memory, as pl.run_scoped takes and returns it.
+    """A CTA's shared memory and barriers: scratch specifications for pl.run_scoped, which passes the Refs in the same
+    fields.
 
-    q, out: a tile per compute warpgroup. k, v: a block per slot of the ring. rows: lse and excess. None: not needed.
+    q, out: a tile per compute warpgroup. k, v: a block per slot of the ring. rows: lse and excess, [1 or 2, warpgroups,
+    64]. q_ids, kv_ids: segment ids. q_ready: the queries of a compute warpgroup have arrived. bias: of a step. fetched:
+    the next work tile from the scheduler's counter. None: not needed.
     """
 
     q: Ref
@@ -235,11 +261,12 @@ class Scratch:
     fetched: Fetched
 
     def lse_and_excess(self, plan: Plan, w: int) -> tuple[Ref, Ref | None]:
-        """The rows of compute warpgroup w; the excess is None if the kernel does not compute it."""
+        """(lse, excess) of compute warpgroup w, [64] each; the excess is None if the kernel does not compute it."""
         return self.rows.at[0, w], self.rows.at[1, w] if plan.has_excess else None
 
     @classmethod
     def of(cls, plan: Plan, bias: Bias) -> "Scratch":
+        """The scratch specifications for a plan and a bias."""
         config, qk_tiles, v_tiles, has_segments = plan.config, plan.qk_tiles, plan.v_tiles, plan.has_segments
         compute_wgs, block_kv, stages = config.compute_warpgroups, config.block_kv, config.stages
         own_out = None if plan.share_q_out or plan.early_q or plan.stores_registers else plan.out_tiles
@@ -260,7 +287,10 @@ class Scratch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Smem:
-    """A CTA's tiles in shared memory: q, k, v and out as matmuls and stores see them, *_copied as copies see them."""
+    """A CTA's tiles in shared memory, in two views: q, k, v and out for matmuls and stores, *_copied for copies.
+
+    If out has no memory of its own, it is the memory of q.
+    """
 
     q: Ref
     q_copied: Ref
@@ -273,6 +303,7 @@ class Smem:
 
     @classmethod
     def of(cls, plan: Plan, scratch: Scratch) -> "Smem":
+        """The views of a CTA's scratch memory."""
         (q, q_copied), (k, k_copied) = plan.qk_tiles.views(scratch.q), plan.qk_tiles.views(scratch.k)
         v, v_copied = plan.v_tiles.views(scratch.v)
         out, out_copied = q, q_copied
