@@ -8,7 +8,7 @@ __all__ = ["NormGradientRefs", "NormInputRefs", "NormResultRefs"]
 
 
 class NormInputRefs(Protocol):
-    """The inputs of a norm in device memory, as refs. Arrays that the call lacks are None, as the kernel's traits say.
+    """The inputs of a norm in device memory, as refs; None for arrays that the call lacks.
 
     The fields are like the arrays of NormInputs.
     """
