@@ -58,6 +58,7 @@ class Traits:
 
     @classmethod
     def of(cls, inputs: MatmulInputs, options: MatmulOptions, config: MatmulSm90) -> "Traits":
+        """The static facts of a launch with these inputs."""
         m, n, k = options.sizes(inputs)
         return cls(
             options=options,

@@ -51,6 +51,7 @@ class LowBitTraits(Traits):
         core_count: int,
         interpret: bool = False,
     ) -> "LowBitTraits":
+        """The static facts of a launch with these inputs. Blocks shrink to fit a small matmul."""
         layout = options.low_bit
         assert layout is not None
         m, n, k = options.sizes(inputs)

@@ -64,6 +64,7 @@ class Traits:
 
     @classmethod
     def of(cls, inputs: MatmulInputs, options: MatmulOptions, config: MatmulTriton, core_count: int) -> "Traits":
+        """The static facts of a launch with these inputs. Blocks shrink to fit a small matmul."""
         m, n, k = options.sizes(inputs)
         # A gated unit has the sums of two matmuls, hence half the columns.
         block_n = max(SMALLEST, config.block_n // 2) if inputs.is_gated else config.block_n

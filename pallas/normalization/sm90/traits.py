@@ -85,6 +85,7 @@ class Traits:
         copies: int,
         scale_bytes: int = 0,
     ) -> "Traits":
+        """The sizes of a launch for x, [rows, columns]. The columns must divide into equal parts of whole lines."""
         rows, columns = x.shape
         ctas = cluster_of(columns, config)
         row_warps = row_warps_of(columns // ctas, config.row_warps)

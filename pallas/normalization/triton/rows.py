@@ -47,6 +47,7 @@ class Traits:
 
     @classmethod
     def of(cls, inputs: NormInputs, options: NormOptions, block_rows: int, largest_chunk: int) -> "Traits":
+        """The sizes of a launch for inputs.x, [rows, columns]. The chunk is largest_chunk, or less for short rows."""
         rows, columns = inputs.x.shape
         return cls(
             options=options,
