@@ -176,8 +176,7 @@ def matmul_row(compute_capability: Capability, implementation: str, call: Matmul
 def low_bit_order(compute_capability: Capability, rows: int) -> tuple[tuple[str, ...], str]:
     """(names of implementations in the order in which a low-bit matmul tries them, the origin of the order in words).
 
-    rows: the number of rows of x. The only name is "xla" without a GPU, and below compute
-    capability 8.0.
+    rows: the number of rows of x. The only name is "xla" without a GPU, and below compute capability 8.0.
     """
     return _order(compute_capability, "low_bit_order", (rows, 0))
 
@@ -197,8 +196,7 @@ def low_bit_row(
 def norm_order(compute_capability: Capability, *, columns: int) -> tuple[tuple[str, ...], str]:
     """(names of implementations in the order in which a normalisation tries them, the origin of the order in words).
 
-    columns: the number of values of a row. The only name is "xla" without a GPU, and below
-    compute capability 8.0.
+    columns: the number of values of a row. The only name is "xla" without a GPU, and below compute capability 8.0.
     """
     return _order(compute_capability, "norm_order", columns)
 

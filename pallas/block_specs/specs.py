@@ -36,34 +36,38 @@ H200 = TimedGpu(name="NVIDIA H200", capability=(9, 0))
 class AttentionForwardSm90:
     """Blocks of the Hopper forward of attention: 64 queries for each compute warpgroup, and block_kv keys.
 
-    stages: the number of key and value blocks in the ring in shared memory. The comments explain the other fields.
+    compute_warpgroups: 2 or 3.
+    stages: the number of key blocks and of value blocks in the ring in shared memory.
+    share_q_out: whether the output is staged in the query's shared memory, which leaves room for more stages.
+    pingpong: whether warpgroups take turns to issue their wgmmas (a named barrier), so that softmax and wgmma
+      alternate.
+    heads_together: the number of heads whose tiles alternate. With causal masks the long tiles of all these heads come
+      first, which balances the SMs. Too many heads evict each other's keys and values from the L2 cache.
+    dynamic: whether CTAs take tiles from a counter in device memory instead of a fixed list, which balances long and
+      short tiles.
+    bounded: whether, with a long kv loop, a pass computes the largest query and key norms. If they bound the scores, no
+      maximum is kept.
+    measures_q: whether that pass computes key norms only, and a warpgroup the norms of the queries that it has loaded.
+    early_q: whether the next tile's queries are loaded during this tile, into the memory of the previous tile's staged
+      output; the two buffers swap with each tile. Otherwise they are loaded when this tile's queries have been read.
+    bounded_from, bounded_from_limited, bounded_from_lists: the least number of keys per query with which `bounded`
+      takes effect, for plain or causal calls, for calls with a window or segments, and for calls with block lists.
+    together_up_to: calls with up to this number of tiles per SM run in one launch.
     """
 
     compute_warpgroups: int
     block_kv: int
     stages: int
-    # The output is staged in the query's shared memory, which leaves room for more key and value stages.
     share_q_out: bool = False
-    # Warpgroups take turns to issue their wgmmas (a named barrier), so that softmax and wgmma alternate.
     pingpong: bool = True
-    # Heads whose tiles alternate. With causal masks the long tiles of all these heads come first, which balances
-    # the SMs. Too many heads evict each other's keys and values from the L2 cache.
     heads_together: int = 1
-    # CTAs take tiles from a counter in device memory instead of a fixed list, which balances long and short tiles.
     dynamic: bool = False
-    # With a long kv loop a pass computes the largest query and key norms. If they bound the scores, no maximum is kept.
     bounded: bool = True
-    # The pass computes key norms only: a warpgroup computes the norms of the queries that it has loaded.
     measures_q: bool = False
-    # The next tile's queries are loaded during this tile, into the memory of the previous tile's staged output; the two
-    # buffers swap with each tile. Otherwise they are loaded when this tile's queries have been read.
     early_q: bool = False
-    # Scores are bounded from this many keys per query on: plain or causal calls, calls with a window or segments, and
-    # calls with a mask's lists.
     bounded_from: int = dataclasses.field(default=2048, repr=False)
     bounded_from_limited: int = dataclasses.field(default=8192, repr=False)
     bounded_from_lists: int = dataclasses.field(default=3072, repr=False)
-    # Calls with up to this many tiles per SM share a launch.
     together_up_to: int = dataclasses.field(default=4, repr=False)
 
     def __post_init__(self) -> None:
@@ -131,33 +135,34 @@ class AttentionDquerySm90:
 class AttentionBackwardSm90:
     """Blocks of the one-pass Hopper backward: two compute warpgroups work on one block of keys, and loop over queries.
 
-    q_stages, do_stages: the numbers of blocks of queries and of dout in their rings in shared memory. The comments
-    explain the other fields.
+    block_q: the number of queries in a step.
+    q_stages, do_stages: the numbers of blocks of queries and of dout in their rings in shared memory.
+    rotate: if every block of keys attends to every query, the loop of each block of keys starts this number of query
+      blocks after the previous one's, which spreads the additions to dquery.
+    heads_together: the number of heads that run at the same time, so that long and short key blocks of causal calls
+      mix. Calls with more than heads_together_up_to queries run fewer heads together, because the dquery of all these
+      heads must fit the L2 cache.
+    early_dv: whether dvalue's wgmma is issued after dP's, so that dS is computed while it runs.
+    late_do: above head_dim 128, whether the scores' wgmma is issued before the wait for dout.
+    leave_early: whether a CTA ends when its last stores have left shared memory, before they have arrived.
+    persistent: whether CTAs take blocks of keys from a counter, and load the next block while this block's gradients
+      are computed and stored. Calls above head_dim 128, and with features that need more registers, ignore it.
+    v_stages: the number of blocks of values in shared memory, for persistent CTAs. With two, the next values need not
+      wait for this block's last step.
+    dquery: the blocks of the dquery kernel of a deterministic backward; None if dquery is summed in order of arrival.
     """
 
     block_q: int
     q_stages: int = 2
     do_stages: int = 2
-    # If every block of keys attends to every query, the key blocks' loops start this many query blocks apart, which
-    # spreads the additions to dq.
     rotate: int = 0
-    # Heads that run at the same time, so that long and short key blocks of causal calls mix. The number is for calls of
-    # up to heads_together_up_to queries. Longer calls run fewer heads together, because the dquery of all these heads
-    # must fit the L2 cache.
     heads_together: int = 1
     heads_together_up_to: int = dataclasses.field(default=8192, repr=False)
-    # dvalue's wgmma is issued after dP's, and dS is computed while it runs.
     early_dv: bool = False
-    # Above head_dim 128: the scores' wgmma is issued before the wait for dO.
     late_do: bool = False
-    # A CTA ends when its last stores have left shared memory, not when they have arrived.
     leave_early: bool = False
-    # CTAs take blocks of keys from a counter, and load the next block while this block's gradients are computed and
-    # stored. Not above head_dim 128, and not with features that need more registers (Schedule.of).
     persistent: bool = False
-    # Stages of values, for persistent CTAs. With two stages the next values need not wait for this block's last step.
     v_stages: int = 1
-    # The blocks of a deterministic dquery, None if dquery is summed in order of arrival.
     dquery: AttentionDquerySm90 | None = None
 
     def __post_init__(self) -> None:
@@ -227,9 +232,10 @@ class AttentionRow:
     implementation: the implementation's name. forward, backward: its blocks, such as an AttentionForwardTriton.
     head_dim: matches calls whose larger head_dim, of key or value, is at most this.
     bits: 16 matches bfloat16 and float16, 32 matches float32.
-    is_causal, is_limited (a window or segment ids), has_segments: True or False match only such calls, None all calls.
-    dense_bits: None matches all calls; a number matches only calls with a bias or dense mask, if a kernel reads
-      at most this number of bits for each query and key.
+    is_causal, is_limited (a window or segment ids), has_segments: True matches only calls with it, False only without.
+      None matches both.
+    dense_bits: None matches all calls. A number matches only calls with a bias or dense mask, and only if a kernel
+      reads at most this number of bits of it for each query and key.
     has_lists: True matches only calls with block lists, False only calls without.
     up_to: matches calls with at most this number of keys; None matches any.
     measured_on: the GPU on which a call with these blocks was timed; None if on none.
@@ -417,8 +423,8 @@ class AttentionFp8Row:
     """The blocks of the 8-bit forward of attention. The first row of a table that matches a call is used.
 
     implementation: the implementation's name. config: its blocks, an AttentionForwardFp8Sm90. head_dim: matches calls
-    whose larger head_dim, of key or value, is at most this. is_causal: True or False match only such calls, None all
-    calls. measured_on: the GPU on which such a call was timed; None if on none.
+    whose larger head_dim, of key or value, is at most this. is_causal: True matches only causal calls, False only
+    other calls, None both. measured_on: the GPU on which such a call was timed; None if on none.
     """
 
     implementation: str

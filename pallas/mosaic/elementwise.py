@@ -88,7 +88,7 @@ _SHORT: dict[Any, Callable[[Any], Any]] = {
 
 
 def shortened(function: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
-    """A form of the function that takes fewer instructions; None if there is none, as for functions of the caller.
+    """A form of the function that takes fewer instructions; None if there is none.
 
     Forms exist for gelu_tanh, sigmoid and silu. They take tiles in the layout of wgmma's results.
     """
@@ -96,7 +96,7 @@ def shortened(function: Callable[[Any], Any] | None) -> Callable[[Any], Any] | N
 
 
 def _tail(x: Any) -> Any:
-    """1 - erf(|x|)."""
+    """1 - erf(|x|), elementwise."""
     size = jnp.abs(x)
     return erf_polynomial(size) * jnp.exp(-size * size)
 
@@ -179,7 +179,10 @@ def _called(equation: Any) -> Jaxpr:
 
 
 def _equations(program: Jaxpr) -> Iterator[Any]:
-    """Yields the equations of a program, where equations that call inner programs are replaced by its equations."""
+    """Yields the equations of a program.
+
+    An equation that calls an inner program is replaced by the equations of the inner program.
+    """
     for equation in program.eqns:
         if str(equation.primitive) in _CALLS:
             yield from _equations(_called(equation))

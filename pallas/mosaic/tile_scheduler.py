@@ -59,7 +59,7 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileScheduler:
-    """The order in which the CTAs of a launch take tiles.
+    """The order in which the CTAs of a launch take tiles: blocks of rows of one head of one batch entry.
 
     shapes: the tiles of each call of the launch. Tile indices run through all calls. is_causal: whether the rows are
     queries of a causal call, so that the last blocks have the most keys and are taken first. heads_together: the number

@@ -153,10 +153,11 @@ class Kernel:
 def matmul(
     inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulLowBitSm90, core_count: int, interpret: bool
 ) -> MatmulResult:
-    """Multiplies x, of at most MOST_ROWS rows, by low-bit weights on Hopper, with the epilogue that options ask for.
+    """Computes activation(x @ w + bias) * (x @ w_up) + residual on Hopper, for low-bit w and w_up.
 
-    N is a multiple of 64, and the stored bytes of a column are a multiple of 128. core_count: the number of SMs.
-    interpret: runs the kernel in JAX's interpreter.
+    Terms that the call lacks are left out. x has at most MOST_ROWS rows, or half of them with a w_up. N is a multiple
+    of 64, and the stored bytes of a column are a multiple of 128. core_count: the number of SMs. interpret: runs the
+    kernel in JAX's interpreter.
     """
     assert options.low_bit is not None
     weights = [w for w in (inputs.w, inputs.w_up) if w is not None]

@@ -52,11 +52,12 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 def matmul(
     inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulSm90, core_count: int, interpret: bool
 ) -> MatmulResult:
-    """Multiplies x [M, K] by w [K, N] on Hopper, with the epilogue and the results that options and inputs ask for.
+    """Computes activation(x @ w + bias) * (x @ w_up) + residual on Hopper, without the terms that the call lacks.
 
-    M is a multiple of 8, N and K are multiples of 64. 8-bit operands have K along their last axes, and K is a multiple
-    of 128. core_count: the number of SMs. interpret: runs the kernel in JAX's interpreter. Raises ValueError if config
-    has fields for 16-bit operands but the operands have 8 bits, or if it has too few stages for the epilogue.
+    With inputs.preactivation it computes the derivative of such a call instead, and x @ w is the cotangent. M is a
+    multiple of 8, N and K are multiples of 64. 8-bit operands have K along their last axes, and K is a multiple of 128.
+    core_count: the number of SMs. interpret: runs the kernel in JAX's interpreter. Raises ValueError if config has
+    fields for 16-bit operands but the operands have 8 bits, or if it has too few stages for the epilogue.
     """
     config = dataclasses.replace(config, cluster=min(config.cluster, core_count))
     short = shortened(options.activation) if config.short_activation else None

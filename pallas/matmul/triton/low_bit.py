@@ -96,9 +96,10 @@ class LowBitTraits(Traits):
 def matmul(
     inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulLowBitTriton, core_count: int, interpret: bool
 ) -> MatmulResult:
-    """Multiplies x by low-bit weights in Triton, with the epilogue that options ask for. M, N and K are not 0.
+    """Computes activation(x @ w + bias) * (x @ w_up) + residual in Triton, for low-bit w and w_up.
 
-    core_count: the number of SMs. interpret: runs the kernels in Pallas's interpreter.
+    Terms that the call lacks are left out. M, N and K are not 0. core_count: the number of SMs. interpret: runs the
+    kernels in Pallas's interpreter.
     """
     inputs = jax.tree.map(_as_bytes, inputs)
     traits = LowBitTraits.of(inputs, options, config, core_count, interpret)

@@ -37,9 +37,10 @@ EPILOGUE_COLUMNS = 64
 def matmul(
     inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulTriton, core_count: int, interpret: bool
 ) -> MatmulResult:
-    """Multiplies x [M, K] by w [K, N] in Triton, with the epilogue and the results that options and inputs ask for.
+    """Computes activation(x @ w + bias) * (x @ w_up) + residual in Triton, without the terms that the call lacks.
 
-    M, N and K are not 0. core_count: the number of SMs. interpret: runs the kernels in Pallas's interpreter.
+    With inputs.preactivation it computes the derivative of such a call instead, and x @ w is the cotangent. M, N and K
+    are not 0. core_count: the number of SMs. interpret: runs the kernels in Pallas's interpreter.
     """
     traits = Traits.of(inputs, options, config, core_count)
     return launched(traits, inputs, kernels=(_kernel, _split_kernel), name="matmul", interpret=interpret)

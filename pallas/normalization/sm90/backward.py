@@ -208,14 +208,18 @@ class _Backward:
         return following, sums
 
     def _read(self, array: int, place: Place, line: int) -> jax.Array:
-        """One line of each part of a block, in float32, [4, 1, 128]. array: X, DOUT or DTOTAL."""
+        """Line `line` (128 columns) of each of the 4 warps' parts of a block, in float32, [4, 1, 128].
+
+        array: X, DOUT or DTOTAL.
+        """
         ref = self.worker.slot(array, place).at[:, pl.ds(line, 1)]
         return as_float32(plgpu.load(ref, layout=BLOCK, optimized=False), BLOCK)
 
     def _line(self, place: Place, numbers: _Numbers, line: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(x - mean, dout, dout * (scale + scale_offset)) of one line of each part, each float32 [4, 1, 128].
+        """(x - mean, dout, dout * (scale + scale_offset)) of one line, each float32 [4, 1, 128].
 
-        mean counts as 0 for rms_norm, the last factor as 1 without a scale.
+        line: the index of 128 columns in the part of a row that each warp has. mean counts as 0 for rms_norm, the last
+        factor as 1 without a scale.
         """
         x, dout = (self._read(array, place, line) for array in (X, DOUT))
         centred = x if numbers.mean is None else x - wide(numbers.mean, x)
@@ -247,8 +251,8 @@ class _Backward:
         """Adds the sums of all warpgroups of the CTA that have the same columns, and stores them for dscale and dbias.
 
         sums: {weight's name: [for each line, float32 [4, 1, 128]]} of this warpgroup. totals: a ref
-        [weights, groups, parts, lines, 128] in shared memory, which overlaps the rings. The results go to this CTA's
-        entry of the gradients in device memory. If each row has one part, the parts' sums are added too.
+        [weights, groups, warps, lines, 128] in shared memory, which overlaps the rings. The results go to this CTA's
+        entry of the gradients in device memory.
         """
         worker, traits = self.worker, self.worker.traits
         if not self.names:
@@ -273,9 +277,10 @@ class _Backward:
         return getattr(self.gradients, name).at[lax.axis_index("cta")]
 
     def _add_up_line(self, line: Index, totals: Ref) -> None:
-        """Adds the groups' sums of one line of each part in shared memory, and stores the results in device memory.
+        """Adds the groups' sums of line `line` (128 columns) of each warp, and stores the results in device memory.
 
-        totals: [weights, groups, parts, lines, 128]. If each row has one part, the sums of the parts are added too.
+        totals: [weights, groups, warps, lines, 128] in shared memory. If each warp has whole rows, the sums of the
+        warps are added too.
         """
         worker, traits, lines = self.worker, self.worker.traits, pl.ds(line, 1)
         mine = pl.ds(worker.member * WARPS, WARPS)
@@ -290,7 +295,7 @@ class _Backward:
 
 
 def _zeros() -> jax.Array:
-    """Float32 zeros for one line of each part, [4, 1, 128]."""
+    """Float32 zeros for 128 columns of each of a warpgroup's 4 warps, [4, 1, 128]."""
     return plgpu.layout_cast(jnp.zeros((WARPS, 1, LINE), jnp.float32), BLOCK)
 
 

@@ -32,8 +32,10 @@ def norm_forward(
 ) -> NormResult:
     """Normalises the rows of inputs.x, or of inputs.x + inputs.residual, on Hopper.
 
-    Returns out and the statistics of each row, as NormResult describes them. It does not quantise. core_count: the
-    number of SMs. interpret: runs the kernel in JAX's interpreter.
+    Returns a NormResult: out, in x's shape and dtype; total, x + residual, None without a residual; mean, None for
+    rms_norm; and inverse, 1 / the standard deviation (for rms_norm, 1 / the root mean square). mean and inverse have
+    one float32 value per row. The kernel does not quantise. core_count: the number of SMs. interpret: runs the kernel
+    in JAX's interpreter.
     """
     rows, columns = inputs.x.shape
     traits = Traits.of(inputs.x, options, config, core_count=core_count, copies=1 if inputs.residual is None else 2)

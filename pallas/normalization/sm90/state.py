@@ -30,6 +30,7 @@ class Smem:
     """A CTA's shared memory. A field is None if the launch does not need it.
 
     A group is the warpgroups that work on one block at a time. A turn is the time in which a group works on one block.
+    A part is the columns of a row that one warp has, as lines of 128 columns.
 
     memory: the rings, one for each loaded array, each [warpgroups, stages, 4 parts, lines, 128]. At the end of a
       backward the same memory holds float32 sums of the weights' gradients, [weights, groups, parts, lines, 128].
@@ -97,6 +98,9 @@ class Place:
 class Warpgroup:
     """A warpgroup of a CTA, with its loads, stores and exchanges.
 
+    A group is the warpgroups that work on one block of rows at a time. A part is the columns of a row that one warp
+    has, as lines of 128 columns.
+
     rings: refs in shared memory, one for each array, each [warpgroups, stages, 4 parts, lines, 128]. arrays: refs in
     device memory, [parts, lines, 128], from which the rings are loaded. wg: the warpgroup's index in the CTA. counter:
     int32 [1] in device memory, the number of claimed blocks, or None. exchanged: [blocks, values, parts of a row] in
@@ -119,18 +123,18 @@ class Warpgroup:
 
     @property
     def member(self) -> Index:
-        """The index of this warpgroup in its group."""
+        """The index of this warpgroup among the warpgroups that work on the same block."""
         return lax.rem(self.wg, jnp.int32(self.traits.members))
 
     @property
     def first(self) -> Index:
-        """The index of the group's first block."""
+        """The index of the first block of this warpgroup's group."""
         return lax.axis_index("cta") * self.traits.groups * max(1, self.traits.turns) + self.group
 
     def parts(self, block: Index) -> Slice:
-        """The slice of an array [parts, lines, 128] that has this warpgroup's 4 parts of a block.
+        """The slice, along the parts of an array [parts, lines, 128], of this warpgroup's 4 parts of a block.
 
-        block: the block's index.
+        A part is the columns of a row that one warp has. block: the block's index.
         """
         if self.traits.cluster == 1:
             return pl.ds(block * self.traits.block_parts + self.member * WARPS, WARPS)
@@ -138,12 +142,12 @@ class Warpgroup:
 
     @property
     def _first_part(self) -> Index:
-        """The index of this warpgroup's first part in a row that a cluster works on."""
+        """The index, in a row that a cluster works on, of the part that this warpgroup's first warp has."""
         return cluster.rank() * self.traits.row_warps + self.member * WARPS
 
     @property
     def count(self) -> Index:
-        """The number of the group's blocks, if blocks are not claimed."""
+        """The number of blocks of this warpgroup's group, if blocks are not claimed from a counter."""
         stride, turns = self.traits.stride, self.traits.turns
         count = lax.div(self.traits.blocks - self.first + (stride - 1), jnp.int32(stride))
         return jnp.minimum(count, turns) if turns else count
@@ -243,9 +247,10 @@ class Warpgroup:
             plgpu.copy_gmem_to_smem(gmem.at[self.parts(block)], ring.at[self.wg, slot], ready)
 
     def slot(self, array: int, place: Place) -> Ref:
-        """The ref, [4 parts, lines, 128] in shared memory, that holds this warpgroup's parts of a block.
+        """The ref, [4, lines, 128] in shared memory, that holds this warpgroup's 4 parts of a block.
 
-        array: the index of the array in `arrays`.
+        A part is the columns of a row that one warp has, as lines of 128 columns. array: the index of the array in
+        `arrays`.
         """
         return self.rings[array].at[self.wg, place.slot]
 
@@ -282,7 +287,7 @@ class Warpgroup:
         return kept(weights, self._weights_layout)
 
     def wide_weights(self, weights: jax.Array, offset: float = 0.0) -> jax.Array:
-        """Returns loaded weights plus `offset`, as float32 [4 parts, lines, 128]."""
+        """Returns loaded weights plus `offset`, as float32 [4 warps, lines, 128]: the columns of each warp."""
         weights = as_float32(weights, self._weights_layout)
         weights = weights + offset if offset else weights
         if self.traits.is_split:
@@ -346,7 +351,7 @@ class Warpgroup:
         return [[sums[i, part] for part in range(self.traits.row_parts)] for i in range(len(values))]
 
     def _wait_for_group(self) -> None:
-        """Waits for all warpgroups of this warpgroup's group."""
+        """Waits for all warpgroups that work on the same block as this one."""
         if not interpreter.INTERPRETED:
             group_barrier(self.traits.members, FIRST_BARRIER)
         else:
@@ -364,12 +369,12 @@ class Warpgroup:
 
 
 def sum_of_parts(x: jax.Array) -> jax.Array:
-    """The sum of each part: [4] from x, [4 parts, lines, 128]."""
+    """The sum of the values of each warp, [4], of x, [4 warps, lines, 128]."""
     return x.sum(axis=1).sum(axis=1)
 
 
 def wide(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcasts one value per part, [4], to the shape [4 parts, lines, 128] of `like`. Returns a scalar unchanged."""
+    """Broadcasts one value per warp, [4], to the shape [4 warps, lines, 128] of `like`. Returns a scalar unchanged."""
     if x.ndim == 0:
         return x
     return plgpu.layout_cast(lax.broadcast_in_dim(x, like.shape, [0]), BLOCK)

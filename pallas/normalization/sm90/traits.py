@@ -110,7 +110,7 @@ class Traits:
 
     @property
     def row_parts(self) -> int:
-        """The number of parts of a row, over all CTAs of a cluster."""
+        """The number of parts of a row, over all CTAs of a cluster. A part is the columns that one warp has."""
         return self.row_warps * self.cluster
 
     @property
@@ -133,22 +133,22 @@ class Traits:
 
     @property
     def groups(self) -> int:
-        """The number of groups of a CTA. The warpgroups of a group work on one block at a time."""
+        """The number of groups of a CTA. The warpgroups of a group work on one block of rows at a time."""
         return self.warpgroups // self.members
 
     @property
     def block_parts(self) -> int:
-        """The number of parts of a block that one CTA has: the parts of one row, or of 4 short rows."""
+        """The number of warps of a CTA that work on one block: on a part of one row each, or on one of 4 short rows."""
         return WARPS * self.members
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of the array. A block is one row, or 4 short rows if each row has one part."""
+        """The number of blocks of the array. A block is one row, or 4 short rows if one warp has a whole row."""
         return pl.cdiv(self.rows * self.row_warps, self.block_parts)
 
     @property
     def turns(self) -> int:
-        """The most blocks that a group takes before its CTA ends; 0 for no limit.
+        """The most blocks that a group of warpgroups takes before its CTA ends; 0 for no limit.
 
         This is config.turns, or fewer if the SMs would otherwise lack CTAs.
         """
@@ -166,16 +166,16 @@ class Traits:
 
     @property
     def stride(self) -> int:
-        """The distance, in blocks, from a group's block to the group's next block, if blocks are not claimed."""
+        """The distance, in blocks, from a block to the next block of the same group of warpgroups, without claims."""
         return self.groups if self.turns else self.ctas * self.groups
 
     @property
     def claims(self) -> bool:
-        """Whether a group claims its blocks one by one, two blocks ahead of its computation."""
+        """Whether a group of warpgroups gets each block from a counter in device memory, instead of an equal share."""
         return self.config.claims and not self.turns and self.stages > 2
 
     def counter(self) -> Ref | None:
-        """A new counter of claimed blocks, int32 [1] of zeros in device memory; None if no blocks are claimed."""
+        """A new counter from which blocks are claimed, int32 [1] in device memory, of value 0; None without claims."""
         return cast(Ref, jax.new_ref(jnp.zeros(1, jnp.int32))) if self.claims else None
 
     def exchanged(self) -> Any:
@@ -205,11 +205,17 @@ class Traits:
         return self.warpgroups * self.copies * WARPS * self.lines * LINE * self.itemsize
 
     def by_parts(self, x: jax.Array) -> jax.Array:
-        """Reshapes an array [rows, columns] to [rows * row_parts, lines, 128]: one entry for each part."""
+        """Reshapes an array [rows, columns] to [rows * row_parts, lines, 128].
+
+        A part is the columns of a row that one warp has, as lines of 128 columns.
+        """
         return x.reshape(self.rows * self.row_parts, self.lines, LINE)
 
     def weights_by_parts(self, x: jax.Array) -> jax.Array:
-        """Reshapes a weight [columns] to [row_parts, lines, 128]: one entry for each part of a row."""
+        """Reshapes a weight [columns] to [row_parts, lines, 128].
+
+        A part is the columns of a row that one warp has, as lines of 128 columns.
+        """
         return x.reshape(self.row_parts, self.lines, LINE)
 
     def numbers(self) -> jax.ShapeDtypeStruct:

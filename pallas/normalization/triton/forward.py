@@ -31,9 +31,10 @@ def norm_forward(
 ) -> NormResult:
     """Normalises the rows of inputs.x, or of inputs.x + inputs.residual, in Triton.
 
-    Returns out and the statistics of each row, as NormResult describes them. With options.quantize, out has 8 bits with
-    a scale for each row, and mean and inverse are None. core_count is not used. interpret: runs the kernel in Pallas's
-    interpreter.
+    Returns a NormResult: out, in x's shape and dtype; total, x + residual, None without a residual; mean, None for
+    rms_norm; and inverse, 1 / the standard deviation (for rms_norm, 1 / the root mean square). mean and inverse have
+    one float32 value per row. With options.quantize, out has 8 bits, out_scale a scale for each row, and mean and
+    inverse are None. core_count is not used. interpret: runs the kernel in Pallas's interpreter.
     """
     del core_count
     traits = Traits.of(inputs, options, config.block_rows, config.chunk)
