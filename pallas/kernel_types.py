@@ -1,7 +1,7 @@
 """Types of the values inside a kernel. JAX has no public types for them.
 
 A kernel reads and writes memory through a `Ref`, waits at a `Barrier`, and sums matmuls in an `AccumulatorRef`. An
-`Index` is known when tracing, or a traced int32 scalar. A `Slice` is of such indices.
+`Index` is a Python int or a traced int32 scalar. A `Slice` is a Python slice or a pl.Slice of such indices.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         def __getitem__(self, indices: Indices) -> "AccumulatorRef": ...
 
     class AccumulatorRef(WGMMAAbstractAccumulatorRef):
-        """Registers in which wgmma sums its products."""
+        """Registers in which wgmma accumulates a matmul."""
 
         @property
         def shape(self) -> tuple[int, ...]: ...
@@ -72,6 +72,6 @@ else:
 
 
 def needed[T](x: T | None) -> T:
-    """A part of a kernel's state that this launch has, and launches of other features lack."""
+    """Returns x, which must not be None: a part of a kernel's state that some launches have and others lack."""
     assert x is not None
     return x

@@ -15,7 +15,11 @@ __all__ = ["result_types"]
 
 
 def result_types(shapes: Any, *inputs: Any) -> Any:
-    """jax.ShapeDtypeStructs of a kernel's results, typed as varying over the mesh axes of its inputs."""
+    """The jax.ShapeDtypeStructs `shapes` of a kernel's results, typed as varying over the mesh axes of its inputs.
+
+    shapes: a tree of them. inputs: the arrays that the kernel reads. A result varies over each mesh axis over which any
+    input varies. Outside jax.shard_map, `shapes` is returned unchanged.
+    """
     axes = varying_axes(*inputs)
     if not axes:
         return shapes

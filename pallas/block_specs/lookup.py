@@ -39,13 +39,17 @@ _MOST_CALLS = 4096
 
 
 def nearest(compute_capability: tuple[int, int]) -> BlockSpecs:
-    """The block specs of a compute capability, or of the nearest older one if it has none."""
+    """The block specs of a compute capability; if it has none, of the newest older one that has, or else sm_80's."""
     return BLOCK_SPECS[max((known for known in BLOCK_SPECS if known <= compute_capability), default=SM80.capability)]
 
 
 @contextlib.contextmanager
 def replaced_tables(compute_capability: tuple[int, int], **tables: Any) -> Iterator[None]:
-    """Inside, calls are planned with other tables, given by their names in BlockSpecs: for tests and benchmarks."""
+    """A context manager for tests and benchmarks: inside, calls are planned with other tables of block specs.
+
+    compute_capability: of the record whose tables are replaced; a key of BLOCK_SPECS. tables: the new tables, by the
+    names of the fields of BlockSpecs.
+    """
     before = BLOCK_SPECS[compute_capability]
     BLOCK_SPECS[compute_capability] = dataclasses.replace(before, **tables)
     try:
@@ -55,9 +59,9 @@ def replaced_tables(compute_capability: tuple[int, int], **tables: Any) -> Itera
 
 
 def attention_order(compute_capability: Capability) -> tuple[tuple[str, ...], str]:
-    """(the implementations of attention in the order in which they are tried, where this order comes from).
+    """(names of attention's implementations in the order in which they are tried, the origin of this order in words).
 
-    Only "xla" without a GPU, and below compute capability 8.0.
+    The only name is "xla" without a GPU (compute_capability None), and below compute capability 8.0.
     """
     if (specs := _with_kernels(compute_capability)) is None:
         return _XLA_ALONE
@@ -77,9 +81,15 @@ def attention_row(
     has_lists: bool = False,
     kv_length: int = 1 << 31,
 ) -> tuple[AttentionRow, str]:
-    """The row for this attention, and where it comes from, in words.
+    """(the row with the blocks of an attention, the origin of the row in words).
 
-    Without a GPU (interpret mode) the rows of sm_80 and sm_90 are used. Raises LookupError if no row matches.
+    head_dim: the larger one of key and value. bits: of the dtype of query, key and value. is_limited: whether there is
+    a window or segment ids. dense_bits: the bits of a bias or dense mask that a kernel reads for each query and key: 0,
+    1, 16 or 32. has_lists: whether block lists give the keys of each query, without a bias. kv_length: the number of
+    keys.
+
+    Without a GPU (compute_capability None, as in interpret mode) the rows of sm_90 are used for "mosaic_gpu", and the
+    rows of sm_80 for other implementations. Raises LookupError if no row matches.
     """
     call = AttentionCall(
         head_dim=head_dim,
@@ -95,26 +105,39 @@ def attention_row(
 
 
 def decode_row(compute_capability: Capability, implementation: str, *, head_dim: int) -> tuple[AttentionDecodeRow, str]:
-    """The row for decoding, and where it comes from, as attention_row gives them."""
+    """(the row with the blocks of decoding, the origin of the row in words).
+
+    head_dim: the larger one of key and value. Raises LookupError if no row matches.
+    """
     return _row(compute_capability, implementation, "attention_decode", head_dim)
 
 
 def fp8_row(
     compute_capability: Capability, implementation: str, *, head_dim: int, is_causal: bool
 ) -> tuple[AttentionFp8Row, str]:
-    """The row for 8-bit attention, and where it comes from, as attention_row gives them. Only Hopper has such rows."""
+    """(the row with the blocks of an 8-bit attention, the origin of the row in words). Only Hopper has such rows.
+
+    head_dim: the larger one of key and value. Raises LookupError if no row matches.
+    """
     call = Fp8Call(head_dim=head_dim, is_causal=is_causal)
     return _row(compute_capability, implementation, "attention_fp8", call)
 
 
 def dquery_blocks(*, head_dim: int, bias_bits: int) -> AttentionDquerySm90:
-    """The blocks of a deterministic dquery. Only Hopper has them."""
+    """The blocks of the Hopper kernel that computes the dquery of a deterministic backward.
+
+    head_dim: the larger one of key and value. bias_bits: bits of a bias per query and key; 0 without a bias. Raises
+    LookupError if no row matches.
+    """
     call = DqueryCall(head_dim=head_dim, bias_bits=bias_bits)
     return first(BLOCK_SPECS[SM90.capability].attention_dquery, None, call).blocks
 
 
 def dilated_launches(compute_capability: Capability) -> DilatedLaunches:
-    """The costs of launches and gathers of dilated attention. Measured on Hopper, and used for all GPUs."""
+    """The costs of launches and gathers, which decide which parts of a dilated attention run in one launch.
+
+    Hopper's costs are used for GPUs without their own.
+    """
     costs = _specs(compute_capability, "mosaic_gpu").dilated_launches
     costs = BLOCK_SPECS[SM90.capability].dilated_launches if costs is None else costs
     assert costs is not None
@@ -122,7 +145,11 @@ def dilated_launches(compute_capability: Capability) -> DilatedLaunches:
 
 
 def ring_row(compute_capability: Capability, *, tokens: int, is_windowed: bool) -> RingRow:
-    """The row for a ring with `tokens` on each device. Measured on Hopper, and used for all GPUs."""
+    """The row that gives the strategy of a ring_attention with strategy="auto".
+
+    tokens: the number of tokens on one device. is_windowed: whether the call has a window. Hopper's rows are used for
+    GPUs without their own.
+    """
     rows = _specs(compute_capability, "mosaic_gpu").ring
     rows = BLOCK_SPECS[SM90.capability].ring if rows is None else rows
     assert rows is not None
@@ -130,35 +157,56 @@ def ring_row(compute_capability: Capability, *, tokens: int, is_windowed: bool) 
 
 
 def matmul_order(compute_capability: Capability, *, rows: int, columns: int) -> tuple[tuple[str, ...], str]:
-    """The order for a matmul with these rows of x and columns of w, as attention_order gives it."""
+    """(names of matmul's implementations in the order in which they are tried, the origin of this order in words).
+
+    rows: the number of rows of x. columns: the number of columns of w. The only name is "xla" without a GPU, and below
+    compute capability 8.0.
+    """
     return _order(compute_capability, "matmul_order", (rows, columns))
 
 
 def matmul_row(compute_capability: Capability, implementation: str, call: MatmulCall) -> tuple[MatmulRow, str]:
-    """The row for a matmul, and where it comes from, as attention_row gives them."""
+    """(the row with the blocks of a matmul, the origin of the row in words).
+
+    Without a GPU the row is sm_90's for "mosaic_gpu", else sm_80's. Raises LookupError if no row matches.
+    """
     return _row(compute_capability, implementation, "matmul", call)
 
 
 def low_bit_order(compute_capability: Capability, rows: int) -> tuple[tuple[str, ...], str]:
-    """The order for a matmul with low-bit weights, as attention_order gives it."""
+    """(names of implementations in the order in which a low-bit matmul tries them, the origin of the order in words).
+
+    rows: the number of rows of x. The only name is "xla" without a GPU, and below compute capability 8.0.
+    """
     return _order(compute_capability, "low_bit_order", (rows, 0))
 
 
 def low_bit_row(
     compute_capability: Capability, implementation: str, *, rows: int, bits: int, weight_bits: int
 ) -> tuple[MatmulLowBitRow, str]:
-    """The row for a matmul with low-bit weights, and where it comes from, as attention_row gives them."""
+    """(the row with the blocks of a matmul with low-bit weights, the origin of the row in words).
+
+    rows: the number of rows of x. bits: of x's dtype. weight_bits: of a weight, 4 or 8. Without a GPU the row is
+    sm_90's for "mosaic_gpu", else sm_80's. Raises LookupError if no row matches.
+    """
     call = LowBitCall(rows=rows, bits=bits, weight_bits=weight_bits)
     return _row(compute_capability, implementation, "matmul_low_bit", call)
 
 
 def norm_order(compute_capability: Capability, *, columns: int) -> tuple[tuple[str, ...], str]:
-    """The order for layer_norm and rms_norm, as attention_order gives it."""
+    """(names of implementations in the order in which a normalisation tries them, the origin of the order in words).
+
+    columns: the number of values of a row. The only name is "xla" without a GPU, and below compute capability 8.0.
+    """
     return _order(compute_capability, "norm_order", columns)
 
 
 def norm_row(compute_capability: Capability, implementation: str, *, columns: int) -> tuple[NormRow, str]:
-    """The row for a normalisation, and where it comes from, as attention_row gives them."""
+    """(the row with the blocks of a layer_norm or rms_norm, the origin of the row in words).
+
+    columns: the number of values of a row. Without a GPU the row is sm_90's for "mosaic_gpu", else sm_80's. Raises
+    LookupError if no row matches.
+    """
     return _row(compute_capability, implementation, "norm", columns)
 
 
@@ -166,20 +214,27 @@ _XLA_ALONE = ("xla",), "without kernels for this device"
 
 
 def _with_kernels(compute_capability: Capability) -> BlockSpecs | None:
-    """The block specs of a GPU that has kernels; None for other devices."""
+    """The block specs for a GPU; None without a GPU, and below compute capability 8.0, where there are no kernels."""
     if compute_capability is None or compute_capability < SM80.capability:
         return None
     return nearest(compute_capability)
 
 
 def _specs(compute_capability: Capability, implementation: str) -> BlockSpecs:
-    """nearest() with a GPU; without one the block specs for interpret mode."""
+    """The block specs for a GPU, from its own or the newest older compute capability.
+
+    Without a GPU, for the interpreter: sm_90's for "mosaic_gpu", sm_80's for other implementations.
+    """
     if compute_capability is None:
         return BLOCK_SPECS[SM90.capability if implementation == "mosaic_gpu" else SM80.capability]
     return nearest(compute_capability)
 
 
 def _row(compute_capability: Capability, implementation: str, table: str, request: Hashable) -> Any:
+    """(the first row of a table that applies to a call, its origin in words). table: a field's name in BlockSpecs.
+
+    request: the facts of the call that the table's rows compare. Raises LookupError if no row applies.
+    """
     return _cached_row(_specs(compute_capability, implementation), compute_capability, implementation, table, request)
 
 
@@ -187,11 +242,16 @@ def _row(compute_capability: Capability, implementation: str, table: str, reques
 def _cached_row(
     specs: BlockSpecs, compute_capability: Capability, implementation: str | None, table: str, request: Hashable
 ) -> tuple[Any, str]:
+    """(the first row of a table of `specs` that applies to a call, its origin in words)."""
     row = first(getattr(specs, table), implementation, request)
     return row, _source("rows", _owner(specs, table, row), specs, compute_capability, row.measured_on)
 
 
 def _order(compute_capability: Capability, table: str, request: Hashable) -> tuple[tuple[str, ...], str]:
+    """(names of implementations in the order in which they are tried, the origin of the order in words).
+
+    table: the name of a table of orders in BlockSpecs. request: the size that the table's rows compare.
+    """
     if (specs := _with_kernels(compute_capability)) is None:
         return _XLA_ALONE
     return _cached_order(specs, compute_capability, table, request)
@@ -201,18 +261,20 @@ def _order(compute_capability: Capability, table: str, request: Hashable) -> tup
 def _cached_order(
     specs: BlockSpecs, compute_capability: Capability, table: str, request: Hashable
 ) -> tuple[tuple[str, ...], str]:
+    """(names of implementations in the order of the first row of a table of `specs` that applies, its origin)."""
     row = first(getattr(specs, table), None, request)
     return row.names, _source("order", _owner(specs, table, row), specs, compute_capability, row.measured_on)
 
 
 @functools.lru_cache(maxsize=_MOST_CALLS)
 def _order_source(specs: BlockSpecs, compute_capability: Capability) -> str:
+    """The origin of the attention_order of `specs`, in words."""
     owner = specs.inherited_from or specs.name
     return _source("order", owner, specs, compute_capability, specs.measured_on)
 
 
 def _owner(specs: BlockSpecs, table: str, row: Any) -> str:
-    """The name of the oldest block specs that have this row, or the name of `specs`."""
+    """The name, such as "sm_80", of the oldest block specs whose table has this row object; or else of `specs`."""
     owners = (x.name for x in BLOCK_SPECS.values() if any(row is other for other in getattr(x, table)))
     return next(owners, specs.name)
 
@@ -220,7 +282,11 @@ def _owner(specs: BlockSpecs, table: str, row: Any) -> str:
 def _source(
     noun: str, owner: str, specs: BlockSpecs, compute_capability: Capability, measured_on: TimedGpu | None
 ) -> str:
-    """The origin of a row or an order, in words: "sm_86's rows, inherited by sm_89, not measured"."""
+    """The origin of a row or an order, in words, such as "sm_86's rows, inherited by sm_89, not measured".
+
+    noun: "rows" or "order". owner: the name of the block specs that the row comes from. specs: the block specs that
+    were searched. compute_capability: of the call's device. measured_on: the GPU on which the row was timed.
+    """
     words = f"{owner}'s {noun}"
     if owner != specs.name:
         words += f", inherited by {specs.name}"

@@ -11,11 +11,14 @@ class MatmulSm90:
     """Blocks of the Hopper matmul: 64 rows for each of compute_wgs warpgroups, and block_n columns.
 
     block_n: columns of a work tile. A gated unit has half of the columns, of w and of w_up.
-    stages: of the ring, each with 64 values of the inner dimension, or 128 values of 8 bits; fewer if shared memory
-      lacks room.
-    rows_together: rows of work tiles that run at the same time. The L2 cache holds their x.
-    promoted_steps: steps after which 8-bit matmuls, which accumulate with 14 bits, are added to float32 sums.
-    cluster: 1 or 2 CTAs take work tiles one below the other. Each loads a part of w's block for both CTAs.
+    stages: the number of stages of the ring in shared memory, each with 64 values of the inner dimension, or 128 values
+      of 8 bits. The kernel uses fewer stages if shared memory lacks room.
+    rows_together: the number of rows of work tiles that run at the same time. The L2 cache holds their x.
+    promoted_steps: the number of steps after which 8-bit matmuls, which accumulate with 14 bits, are added to float32
+      sums.
+    cluster: the number of CTAs of a cluster. With 2, they take work tiles one below the other, and each loads a part of
+      w's block for both.
+    compute_wgs: the number of compute warpgroups, 2 or 3.
 
     The other fields are for 16-bit operands:
 
@@ -53,7 +56,7 @@ class MatmulSm90:
 
     @property
     def block_m(self) -> int:
-        """Rows of a work tile."""
+        """The number of rows of a work tile."""
         return self.wg_rows * (1 if self.pingpong else self.compute_wgs)
 
     def unused(self, call: "MatmulCall") -> float:
@@ -72,9 +75,9 @@ class MatmulSm90:
 class MatmulTriton:
     """Blocks of the Triton matmul: a program has block_m rows, block_n columns, and steps of block_k inner values.
 
-    A gated unit has half of the columns, of w and of w_up. rows_together: as in MatmulSm90. split_steps: if the work
-    tiles are at most half the number of SMs, several programs split a tile's inner dimension, with at least split_steps
-    steps each; None to never split.
+    A gated unit has half of the columns, of w and of w_up. rows_together: the number of rows of work tiles that run at
+    the same time, whose x the L2 cache holds. split_steps: if the work tiles are at most half the number of SMs,
+    several programs split a tile's inner dimension, with at least split_steps steps each; None to never split.
     """
 
     block_m: int
@@ -94,10 +97,11 @@ class MatmulTriton:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulOrder:
-    """The implementations of a matmul, in the order in which they are tried. The first row that matches is used.
+    """The order in which implementations of a matmul are tried. The first row of a table that matches a call is used.
 
-    rows: the largest number of rows of x, None for any. tiles: the largest number of tiles of 128 x 256 values of out,
-    None for any.
+    names: of the implementations, in order. rows: matches calls with at most this number of rows of x; None matches
+    any. tiles: matches calls whose result has at most this number of tiles of 128 x 256 values; None matches any.
+    measured_on: the GPU on which the order was timed; None if on none.
     """
 
     names: tuple[str, ...]
@@ -106,7 +110,7 @@ class MatmulOrder:
     measured_on: TimedGpu | None = None
 
     def serves(self, size: tuple[int, int]) -> bool:
-        """size: (rows of x, columns of w)."""
+        """Whether the row matches a call. size: (number of rows of x, number of columns of w)."""
         rows, columns = size
         tiles = -(-rows // 128) * -(-columns // 256)
         return (self.rows is None or rows <= self.rows) and (self.tiles is None or tiles <= self.tiles)
@@ -114,10 +118,11 @@ class MatmulOrder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulCall:
-    """The facts of a matmul that determine its row of blocks.
+    """The facts of a matmul that determine the row with its blocks.
 
-    rows, columns: of out. inner: the inner dimension. bits: of x's dtype. is_aligned: whether all rows in memory begin
-    at multiples of 16 bytes. derives: whether the epilogue multiplies by the derivative of an activation.
+    rows, columns: the size of out. inner: the length of the inner dimension. bits: of x's dtype. is_gated: whether the
+    result is multiplied by a second matmul, x @ w_up. is_aligned: whether all rows in memory begin at multiples of 16
+    bytes. core_count: SMs of the GPU. derives: whether the epilogue multiplies by the derivative of an activation.
     has_long_epilogue: whether there is an activation, or out has more bits than x.
     """
 
@@ -134,11 +139,13 @@ class MatmulCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulRow:
-    """The blocks of a matmul. The first row that matches is used.
+    """The blocks of a matmul. The first row of a table that matches all facts of a call is used; None matches any.
 
-    columns: the largest number of columns of w. rows: the largest number of rows of x. inner: the largest inner
-    dimension. bits: of x's dtype. unused: the largest MatmulSm90.unused. None matches any value of these. is_gated,
-    is_aligned, derives, has_long_epilogue: None matches True and False.
+    implementation: the implementation's name. config: its blocks, a MatmulSm90 or a MatmulTriton. columns: the largest
+    number of columns of w. rows: the largest number of rows of x. inner: the largest inner dimension. bits: of x's
+    dtype. is_gated, is_aligned, derives, has_long_epilogue: the call's value of the same name in MatmulCall. unused:
+    the largest fraction of the SMs' time that these blocks, a MatmulSm90, may leave unused. measured_on: the GPU on
+    which a call with these blocks was timed; None if on none.
     """
 
     implementation: str
@@ -155,6 +162,7 @@ class MatmulRow:
     measured_on: TimedGpu | None = None
 
     def serves(self, call: MatmulCall) -> bool:
+        """Whether the row matches all facts of the call."""
         return (
             (self.columns is None or call.columns <= self.columns)
             and (self.rows is None or call.rows <= self.rows)
@@ -170,11 +178,12 @@ class MatmulRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulLowBitTriton:
-    """Blocks of the Triton matmul of low-bit weights.
+    """Blocks of the Triton matmul of low-bit weights: a program has block_m rows and block_n columns of the result.
 
     block_k: values of the inner dimension in a step; fewer if the inner dimension is not a multiple of block_k.
     programs: the number of programs per SM. If there are fewer work tiles than programs, several programs split a
-    tile's inner dimension; None to never split. A gated unit has half of the columns, of w and of w_up.
+    tile's inner dimension; None to never split. rows_together: the number of rows of work tiles that run at the same
+    time, whose x the L2 cache holds. A gated unit has half of the columns, of w and of w_up.
     """
 
     block_m: int
@@ -196,8 +205,9 @@ class MatmulLowBitTriton:
 class MatmulLowBitSm90:
     """Blocks of the Hopper matmul of low-bit weights: 64 columns for each of compute_wgs warpgroups.
 
-    stages: of the ring, each with 128 bytes of each column; fewer if shared memory lacks room. cluster_join: the CTAs
-    that split a work tile, 2, 4 or 8, are a cluster and run its epilogue. Otherwise a second launch runs the epilogue.
+    stages: the number of stages of the ring in shared memory, each with 128 bytes of each column; the kernel uses fewer
+    if shared memory lacks room. cluster_join: whether the CTAs that split a work tile's inner dimension, 2, 4 or 8, are
+    a cluster, add their sums and run the epilogue. Otherwise a second launch does.
     """
 
     compute_wgs: int
@@ -212,7 +222,10 @@ class MatmulLowBitSm90:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowBitCall:
-    """The facts of a matmul with low-bit weights that determine its row. rows: of x. bits: of x's dtype."""
+    """The facts of a matmul with low-bit weights that determine the row with its blocks.
+
+    rows: the number of rows of x. bits: of x's dtype. weight_bits: of a weight, 4 or 8.
+    """
 
     rows: int
     bits: int
@@ -221,9 +234,11 @@ class LowBitCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulLowBitRow:
-    """The blocks of a matmul of low-bit weights. The first row that matches is used.
+    """The blocks of a matmul of low-bit weights. The first row of a table that matches a call is used.
 
-    rows: the largest number of rows of x, None for any. bits: of x's dtype. weight_bits: None matches any.
+    implementation: the implementation's name. config: its blocks, a MatmulLowBitSm90 or a MatmulLowBitTriton. bits: of
+    x's dtype. rows: the largest number of rows of x; None matches any. weight_bits: of a weight; None matches any.
+    measured_on: the GPU on which a call with these blocks was timed; None if on none.
     """
 
     implementation: str

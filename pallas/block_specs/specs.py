@@ -5,6 +5,7 @@ from typing import Any
 
 
 def positive(spec: Any, **multiples: int) -> None:
+    """Raises ValueError unless each named field of a block spec is a positive multiple of the given integer."""
     for name, multiple in multiples.items():
         value = getattr(spec, name)
         if value <= 0 or value % multiple:
@@ -12,6 +13,7 @@ def positive(spec: Any, **multiples: int) -> None:
 
 
 def powers_of_two(spec: Any, *names: str) -> None:
+    """Raises ValueError unless each named field of a block spec is a power of two."""
     for name in names:
         value = getattr(spec, name)
         if value < 1 or value & (value - 1):
@@ -20,7 +22,7 @@ def powers_of_two(spec: Any, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimedGpu:
-    """A GPU on which rows and orders were timed. name: as the driver gives it."""
+    """A GPU on which rows and orders were timed. name: as the driver reports it. capability: (major, minor)."""
 
     name: str
     capability: tuple[int, int]
@@ -32,33 +34,40 @@ H200 = TimedGpu(name="NVIDIA H200", capability=(9, 0))
 
 @dataclasses.dataclass(frozen=True)
 class AttentionForwardSm90:
-    """Blocks of the Hopper forward: 64 queries per compute warpgroup."""
+    """Blocks of the Hopper forward of attention: 64 queries for each compute warpgroup, and block_kv keys.
+
+    compute_warpgroups: 2 or 3.
+    stages: the number of key blocks and of value blocks in the ring in shared memory.
+    share_q_out: whether the output is staged in the query's shared memory, which leaves room for more stages.
+    pingpong: whether warpgroups take turns to issue their wgmmas (a named barrier), so that softmax and wgmma
+      alternate.
+    heads_together: the number of heads whose tiles alternate. With causal masks the long tiles of all these heads come
+      first, which balances the SMs. Too many heads evict each other's keys and values from the L2 cache.
+    dynamic: whether CTAs take tiles from a counter in device memory instead of a fixed list, which balances long and
+      short tiles.
+    bounded: whether, with a long kv loop, a pass computes the largest query and key norms. If they bound the scores, no
+      maximum is kept.
+    measures_q: whether that pass computes key norms only, and a warpgroup the norms of the queries that it has loaded.
+    early_q: whether the next tile's queries are loaded during this tile, into the memory of the previous tile's staged
+      output; the two buffers swap with each tile. Otherwise they are loaded when this tile's queries have been read.
+    bounded_from, bounded_from_limited, bounded_from_lists: the least number of keys per query with which `bounded`
+      takes effect, for plain or causal calls, for calls with a window or segments, and for calls with block lists.
+    together_up_to: calls with up to this number of tiles per SM run in one launch.
+    """
 
     compute_warpgroups: int
     block_kv: int
     stages: int
-    # The output is staged in the query's shared memory, which leaves room for more key and value stages.
     share_q_out: bool = False
-    # Warpgroups take turns to issue their wgmmas (a named barrier), so that softmax and wgmma alternate.
     pingpong: bool = True
-    # Heads whose tiles alternate. With causal masks the long tiles of all these heads come first, which balances
-    # the SMs. Too many heads evict each other's keys and values from the L2 cache.
     heads_together: int = 1
-    # CTAs take tiles from a counter in device memory instead of a fixed list, which balances long and short tiles.
     dynamic: bool = False
-    # With a long kv loop a pass computes the largest query and key norms. If they bound the scores, no maximum is kept.
     bounded: bool = True
-    # The pass computes key norms only: a warpgroup computes the norms of the queries that it has loaded.
     measures_q: bool = False
-    # The next tile's queries are loaded during this tile, into the memory of the previous tile's staged output; the two
-    # buffers swap with each tile. Otherwise they are loaded when this tile's queries have been read.
     early_q: bool = False
-    # Scores are bounded from this many keys per query on: plain or causal calls, calls with a window or segments, and
-    # calls with a mask's lists.
     bounded_from: int = dataclasses.field(default=2048, repr=False)
     bounded_from_limited: int = dataclasses.field(default=8192, repr=False)
     bounded_from_lists: int = dataclasses.field(default=3072, repr=False)
-    # Calls with up to this many tiles per SM share a launch.
     together_up_to: int = dataclasses.field(default=4, repr=False)
 
     def __post_init__(self) -> None:
@@ -78,7 +87,12 @@ class AttentionForwardSm90:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionForwardFp8Sm90:
-    """Blocks of the 8-bit Hopper forward. pingpong, heads_together, dynamic: as in AttentionForwardSm90."""
+    """Blocks of the 8-bit Hopper forward of attention: 64 queries for each compute warpgroup, and block_kv keys.
+
+    stages: the number of key and value blocks in the ring in shared memory. pingpong: whether warpgroups take turns to
+    issue their wgmmas. heads_together: the number of heads whose tiles alternate. dynamic: whether CTAs take tiles from
+    a counter in device memory.
+    """
 
     compute_warpgroups: int
     block_kv: int
@@ -104,7 +118,10 @@ class AttentionForwardFp8Sm90:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionDquerySm90:
-    """Blocks of the Hopper kernel of a deterministic dquery: 128 queries, with stages of keys and of values."""
+    """Blocks of the Hopper kernel that computes the dquery of a deterministic backward: 128 queries, block_kv keys.
+
+    k_stages, v_stages: the numbers of key blocks and of value blocks in their rings in shared memory.
+    """
 
     block_kv: int
     k_stages: int
@@ -116,31 +133,36 @@ class AttentionDquerySm90:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardSm90:
-    """Blocks of the one-pass Hopper backward: two compute warpgroups work on one block of keys."""
+    """Blocks of the one-pass Hopper backward: two compute warpgroups work on one block of keys, and loop over queries.
+
+    block_q: the number of queries in a step.
+    q_stages, do_stages: the numbers of blocks of queries and of dout in their rings in shared memory.
+    rotate: if every block of keys attends to every query, the loop of each block of keys starts this number of query
+      blocks after the previous one's, which spreads the additions to dquery.
+    heads_together: the number of heads that run at the same time, so that long and short key blocks of causal calls
+      mix. Calls with more than heads_together_up_to queries run fewer heads together, because the dquery of all these
+      heads must fit the L2 cache.
+    early_dv: whether dvalue's wgmma is issued after dP's, so that dS is computed while it runs.
+    late_do: above head_dim 128, whether the scores' wgmma is issued before the wait for dout.
+    leave_early: whether a CTA ends when its last stores have left shared memory, before they have arrived.
+    persistent: whether CTAs take blocks of keys from a counter, and load the next block while this block's gradients
+      are computed and stored. Calls above head_dim 128, and with features that need more registers, ignore it.
+    v_stages: the number of blocks of values in shared memory, for persistent CTAs. With two, the next values need not
+      wait for this block's last step.
+    dquery: the blocks of the dquery kernel of a deterministic backward; None if dquery is summed in order of arrival.
+    """
 
     block_q: int
     q_stages: int = 2
     do_stages: int = 2
-    # If every block of keys attends to every query, the key blocks' loops start this many query blocks apart, which
-    # spreads the additions to dq.
     rotate: int = 0
-    # Heads that run at the same time, so that long and short key blocks of causal calls mix. The number is for calls of
-    # up to heads_together_up_to queries. Longer calls run fewer heads together, because the dquery of all these heads
-    # must fit the L2 cache.
     heads_together: int = 1
     heads_together_up_to: int = dataclasses.field(default=8192, repr=False)
-    # dvalue's wgmma is issued after dP's, and dS is computed while it runs.
     early_dv: bool = False
-    # Above head_dim 128: the scores' wgmma is issued before the wait for dO.
     late_do: bool = False
-    # A CTA ends when its last stores have left shared memory, not when they have arrived.
     leave_early: bool = False
-    # CTAs take blocks of keys from a counter, and load the next block while this block's gradients are computed and
-    # stored. Not above head_dim 128, and not with features that need more registers (Schedule.of).
     persistent: bool = False
-    # Stages of values, for persistent CTAs. With two stages the next values need not wait for this block's last step.
     v_stages: int = 1
-    # The blocks of a deterministic dquery, None if dquery is summed in order of arrival.
     dquery: AttentionDquerySm90 | None = None
 
     def __post_init__(self) -> None:
@@ -151,6 +173,8 @@ class AttentionBackwardSm90:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionForwardTriton:
+    """Blocks of the Triton forward of attention: a program has block_q queries, and loops over block_kv keys a step."""
+
     block_q: int
     block_kv: int
     num_warps: int
@@ -163,7 +187,11 @@ class AttentionForwardTriton:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardTriton:
-    """Blocks of two passes: dkv owns a block of keys and loops over queries, dq owns queries and loops over keys."""
+    """Blocks of the Triton backward of attention, which has two kernels.
+
+    A program of the dkv kernel has block_kv_dkv keys, and loops over blocks of block_q_dkv queries. A program of the dq
+    kernel has block_q_dq queries, and loops over blocks of block_kv_dq keys.
+    """
 
     block_q_dkv: int
     block_kv_dkv: int
@@ -179,7 +207,13 @@ class AttentionBackwardTriton:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """The facts of an attention call that determine its row. head_dim: the larger one of key and value."""
+    """The facts of an attention call that determine the row with its blocks.
+
+    head_dim: the larger one of key and value. bits: of the dtype of query, key and value. is_limited: whether there is
+    a window or segment ids. dense_bits: the bits of a bias or dense mask that a kernel reads for each query and key: 0,
+    1, 16 or 32. has_lists: whether block lists give the keys of each query, without a bias. kv_length: the number of
+    keys.
+    """
 
     head_dim: int
     bits: int
@@ -193,14 +227,17 @@ class AttentionCall:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRow:
-    """The blocks for one kind of attention. The first row that matches is used.
+    """The blocks for one kind of attention. The first row of a table that matches all facts of a call is used.
 
-    head_dim: the largest head_dim (of key or value) of the calls. bits: 16 for bf16 and fp16, 32 for float32.
-    is_causal, is_limited (a window or segment ids), has_segments: None matches calls with and without.
-    dense_bits: None matches all calls; a number matches only calls with a bias or dense mask of at most that many bits
-      per query and key.
-    has_lists: matches only calls with Masks as lists of blocks.
-    up_to: the largest number of keys; None for any.
+    implementation: the implementation's name. forward, backward: its blocks, such as an AttentionForwardTriton.
+    head_dim: matches calls whose larger head_dim, of key or value, is at most this.
+    bits: 16 matches bfloat16 and float16, 32 matches float32.
+    is_causal, is_limited (a window or segment ids), has_segments: True matches only calls with it, False only without.
+      None matches both.
+    dense_bits: None matches all calls. A number matches only calls with a bias or dense mask, and only if a kernel
+      reads at most this number of bits of it for each query and key.
+    has_lists: True matches only calls with block lists, False only calls without.
+    up_to: matches calls with at most this number of keys; None matches any.
     measured_on: the GPU on which a call with these blocks was timed; None if on none.
     """
 
@@ -218,6 +255,7 @@ class AttentionRow:
     measured_on: TimedGpu | None = None
 
     def serves(self, call: AttentionCall) -> bool:
+        """Whether the row matches all facts of the call."""
         return (
             call.head_dim <= self.head_dim
             and call.bits == self.bits
@@ -232,7 +270,10 @@ class AttentionRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DqueryCall:
-    """The facts of a deterministic backward that determine the blocks of its dquery."""
+    """The facts of a deterministic backward of attention that determine the blocks of its dquery.
+
+    head_dim: the larger one of key and value. bias_bits: bits of a bias per query and key; 0 without a bias.
+    """
 
     head_dim: int
     bias_bits: int
@@ -240,9 +281,10 @@ class DqueryCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionDqueryRow:
-    """The blocks of a deterministic dquery. The first row that matches is used.
+    """The blocks of the dquery of a deterministic backward. The first row of a table that matches a call is used.
 
-    head_dim: as in AttentionRow. bias_bits: the largest number of bits of a bias per query and key, 0 without a bias.
+    head_dim: matches calls whose larger head_dim, of key or value, is at most this. bias_bits: matches calls with at
+    most this number of bits of a bias per query and key; 0 matches only calls without a bias.
     """
 
     head_dim: int
@@ -255,7 +297,10 @@ class AttentionDqueryRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RingCall:
-    """The facts of a ring_attention call that determine its row. tokens: on a device."""
+    """The facts of a ring_attention call that determine its row.
+
+    tokens: the number of tokens on one device. is_windowed: whether the call has a window.
+    """
 
     tokens: int
     is_windowed: bool
@@ -263,15 +308,19 @@ class RingCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RingRow:
-    """The strategy of strategy="auto" in ring_attention. The first row that matches is used.
+    """The strategy that ring_attention uses with strategy="auto". The first row that matches a call is used.
 
-    strategy, sends_ahead: as in ring_attention. A call that "halo" does not support uses "ring".
-    differentiated: the strategy of differentiated calls, if the devices divide the heads; None for `strategy`.
-    halo_share: differentiated calls keep "halo" if the window is at most this share of a run of tokens.
+    strategy: "ring" (keys go from device to device), "halo" (each device gets its neighbours' keys within the window;
+      a call that this does not support uses "ring") or "all_gather" (each device gets all keys).
+    differentiated: the strategy of differentiated calls, "all_to_all" (the devices exchange heads), if the number of
+      devices divides the number of heads; None uses `strategy`.
+    halo_share: differentiated calls keep "halo" if the window is at most this fraction of a run of tokens: the
+      consecutive tokens that a device has.
+    sends_ahead: the number of steps by which a ring sends keys and values before the step that needs them.
     permutes_up_to: up to this many devices exchange heads by permutes, more devices by all-to-alls, in all strategies
       that exchange heads.
-    up_to: the largest number of tokens on a device; None for any.
-    is_windowed: whether the call has a window; None matches both.
+    up_to: matches calls with at most this number of tokens on a device; None matches any.
+    is_windowed: True matches only calls with a window, False only calls without; None matches both.
     """
 
     strategy: str
@@ -300,10 +349,11 @@ class RingRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DilatedLaunches:
-    """The costs that decide which pieces of a dilated attention share a launch.
+    """The costs that decide which pieces of a dilated attention run in one launch.
 
-    launch_seconds: the time of a launch apart from its matmuls. core_flops: FLOP/s of an SM.
-    gather_seconds: the time to start a gather. gather_bandwidth: the fraction of the GPU's bandwidth that it reaches.
+    launch_seconds: the time of a launch without its matmuls, in seconds. core_flops: FLOP/s of an SM in attention.
+    gather_seconds: the time to start a gather, in seconds. gather_bandwidth: the fraction of the bandwidth of device
+    memory that a gather reaches.
     """
 
     launch_seconds: float
@@ -314,7 +364,10 @@ class DilatedLaunches:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionDecodeSm90:
-    """Blocks of Hopper's decoding: each compute warpgroup has its own ring of `stages` blocks of keys and values."""
+    """Blocks of the Hopper kernel for decoding: block_kv keys at a time.
+
+    Each of the compute warpgroups, 1 or 2, has its own ring of `stages` blocks of keys and values in shared memory.
+    """
 
     compute_warpgroups: int
     block_kv: int
@@ -328,6 +381,8 @@ class AttentionDecodeSm90:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionDecodeTriton:
+    """Blocks of the Triton kernel for decoding: a program loops over blocks of block_kv keys."""
+
     block_kv: int
     num_warps: int
     num_stages: int
@@ -339,7 +394,12 @@ class AttentionDecodeTriton:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionDecodeRow:
-    """The blocks of decoding. The first row that matches is used. head_dim: as in AttentionRow."""
+    """The blocks of decoding. The first row of a table that matches a call is used.
+
+    implementation: the implementation's name. config: its blocks, such as an AttentionDecodeTriton. head_dim: matches
+    calls whose larger head_dim, of key or value, is at most this. measured_on: the GPU on which such a call was timed;
+    None if on none.
+    """
 
     implementation: str
     head_dim: int
@@ -352,7 +412,7 @@ class AttentionDecodeRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Call:
-    """The facts of an 8-bit attention call that determine its row. head_dim: as in AttentionCall."""
+    """The facts of an 8-bit attention call that determine its row. head_dim: the larger one of key and value."""
 
     head_dim: int
     is_causal: bool
@@ -360,7 +420,12 @@ class Fp8Call:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionFp8Row:
-    """The blocks of the 8-bit forward. The first row that matches is used. head_dim, is_causal: as in AttentionRow."""
+    """The blocks of the 8-bit forward of attention. The first row of a table that matches a call is used.
+
+    implementation: the implementation's name. config: its blocks, an AttentionForwardFp8Sm90. head_dim: matches calls
+    whose larger head_dim, of key or value, is at most this. is_causal: True matches only causal calls, False only
+    other calls, None both. measured_on: the GPU on which such a call was timed; None if on none.
+    """
 
     implementation: str
     head_dim: int
@@ -374,7 +439,10 @@ class AttentionFp8Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormTriton:
-    """Blocks of the forward of a normalisation: a program holds block_rows rows of up to `chunk` columns at once."""
+    """Blocks of the Triton forward of layer_norm and rms_norm.
+
+    A program has block_rows rows, and holds up to `chunk` columns of them at once.
+    """
 
     block_rows: int
     chunk: int
@@ -386,7 +454,11 @@ class NormTriton:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormBackwardTriton:
-    """Blocks of the backward of a normalisation. programs: per SM."""
+    """Blocks of the Triton backward of layer_norm and rms_norm.
+
+    A program holds block_rows rows of up to `chunk` columns at once, and takes one block of rows after another.
+    programs: the number of programs for each SM.
+    """
 
     block_rows: int
     chunk: int
@@ -400,11 +472,11 @@ class NormBackwardTriton:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormSm90:
-    """Blocks of a Hopper kernel of normalisation, forward or backward.
+    """Blocks of a Hopper kernel of layer_norm or rms_norm, forward or backward.
 
     row_warps: warps that work on one row, 1, 4, 8 or 16; the kernel picks another number if they do not divide the
       columns.
-    warpgroups: of a CTA; each has a ring of stages.
+    warpgroups: the number of warpgroups of a CTA. Each has a ring of stages in shared memory, a block of rows in each.
     stages: the largest number of stages; fewer if shared memory lacks room.
     turns: blocks that a forward's warpgroup takes before its CTA ends and the SM starts another CTA. 0: one CTA per SM,
       which takes blocks until none is left.
@@ -437,7 +509,12 @@ class NormSm90:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormRow:
-    """The blocks of a normalisation. The first row that matches is used. columns: the largest number, None for any."""
+    """The blocks of layer_norm and rms_norm. The first row of a table that matches a call is used.
+
+    implementation: the implementation's name. columns: matches calls with at most this number of values in a row; None
+    matches any. forward, backward: the blocks, such as NormTriton and NormBackwardTriton. measured_on: the GPU on which
+    a call with these blocks was timed; None if on none.
+    """
 
     implementation: str
     columns: int | None
@@ -451,9 +528,10 @@ class NormRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormOrder:
-    """The implementations of a normalisation, in the order in which they are tried. The first row that matches is used.
+    """The order in which implementations of layer_norm and rms_norm are tried. The first row that matches is used.
 
-    columns: the largest number, None for any.
+    names: of the implementations, in order. columns: matches calls with at most this number of values in a row; None
+    matches any. measured_on: the GPU on which the order was timed; None if on none.
     """
 
     names: tuple[str, ...]

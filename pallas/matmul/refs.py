@@ -8,7 +8,10 @@ __all__ = ["MatmulInputRefs", "MatmulResultRefs"]
 
 
 class MatmulInputRefs(Protocol):
-    """MatmulInputs of refs. A kernel's traits say which fields the launch has; the others are None."""
+    """The inputs of a matmul in device memory, as refs; None for arrays that the call lacks.
+
+    The fields are like the arrays of MatmulInputs. is_gated: whether the call has w_up but no x_up.
+    """
 
     x: Ref
     w: Ref
@@ -27,7 +30,10 @@ class MatmulInputRefs(Protocol):
 
 
 class MatmulResultRefs(Protocol):
-    """MatmulResult of refs, likewise."""
+    """The results of a matmul in device memory, as refs; None for results that the call lacks.
+
+    The fields are like the arrays of MatmulResult.
+    """
 
     out: Ref
     preactivation: Ref

@@ -8,9 +8,10 @@ from jax_kernels.pallas.kernel_types import Index
 
 
 def banded(index: Index, m_blocks: int, n_blocks: int, rows_together: int) -> tuple[jax.Array, jax.Array]:
-    """(row, column) of work tile `index`, in blocks.
+    """(index of the block of rows, index of the block of columns) of work tile `index`, as traced int32 scalars.
 
-    rows_together rows of tiles run column by column, because the L2 cache holds their part of x.
+    The result has m_blocks x n_blocks work tiles. Tiles are ordered in bands of rows_together blocks of rows. A band is
+    ordered column by column, because the L2 cache holds the band's part of x.
     """
     together = min(rows_together, m_blocks)
     per_band = together * n_blocks

@@ -10,9 +10,11 @@ from jax_kernels.pallas.mosaic.scratch import barrier_ref
 
 
 class Barriers:
-    """A kernel's barriers by name. wanted: for each name (number of barriers, arrivals per barrier).
+    """The barriers of a kernel (mbarriers in shared memory), which are found by name.
 
-    merged: barriers with the same number of arrivals share an array. A thread keeps an array's phases in one register.
+    wanted: for each name (number of barriers, arrivals that complete a phase of each barrier). merged: whether names
+    with the same number of arrivals use parts of one array; otherwise each name has an array. A thread keeps the phases
+    of an array in one register.
     """
 
     def __init__(self, wanted: dict[str, tuple[int, int]], *, merged: bool):
@@ -25,11 +27,14 @@ class Barriers:
             self._arrays[array] = first + count, arrivals
 
     def scratch(self) -> list[Barrier]:
-        """The arrays of barriers, for pl.run_scoped."""
+        """The arrays of barriers that pl.run_scoped should allocate, in an order that `of` relies on."""
         return [barrier_ref(num_arrivals=arrivals, num_barriers=n) for n, arrivals in self._arrays.values()]
 
     def of(self, scratch: list[Barrier], name: str) -> "BarrierSlice | None":
-        """The barriers of a name: `.at[i]` is barrier i. None if no barriers of this name were wanted."""
+        """The barriers of a name: `.at[i]` of the result is barrier i. None if no barriers of this name were wanted.
+
+        scratch: the arrays that pl.run_scoped allocated.
+        """
         if name not in self._places:
             return None
         array, first = self._places[name]
@@ -38,7 +43,7 @@ class Barriers:
 
 @dataclasses.dataclass(frozen=True)
 class BarrierSlice:
-    """A slice of a barrier array, starting at `first`."""
+    """The barriers of an array from index `first` on. `.at[i]` is the array's barrier first + i."""
 
     array: Barrier
     first: int
@@ -53,7 +58,11 @@ class BarrierSlice:
 
 
 def named_barrier(kind: str, index: int, threads: int) -> None:
-    """Issues bar.sync or bar.arrive on a hardware barrier. An mbarrier would be polled, which is slower."""
+    """Issues the PTX instruction bar.sync or bar.arrive on a hardware barrier.
+
+    kind: "sync" also waits, "arrive" does not. index: of the barrier, 0 to 15. threads: the number of threads that
+    arrive, whose count completes the barrier. An mbarrier would be polled, which is slower.
+    """
 
     @plgpu.inline_mgpu(arg_types=(), return_type=None)
     def barrier(_):
@@ -67,9 +76,10 @@ def named_barrier(kind: str, index: int, threads: int) -> None:
 
 
 def group_barrier(members: int, first: int) -> None:
-    """Waits for all threads of the calling warpgroup's group of `members` neighbouring warpgroups.
+    """Waits for all threads of a group: the `members` neighbouring warpgroups that include the calling warpgroup.
 
-    first: the hardware barrier of the first group.
+    Group i consists of the warpgroups from i * members up to (i + 1) * members. first: the index of the hardware
+    barrier of group 0; group i uses barrier first + i.
     """
 
     @plgpu.inline_mgpu(arg_types=(), return_type=None)
@@ -88,7 +98,7 @@ def group_barrier(members: int, first: int) -> None:
 
 
 def cluster_barrier() -> None:
-    """Waits for all threads of the cluster, and for their stores to shared memory."""
+    """Waits for all threads of the cluster's CTAs. Their earlier stores to shared memory are visible afterwards."""
 
     @plgpu.inline_mgpu(arg_types=(), return_type=None)
     def barrier(_):
@@ -102,9 +112,10 @@ def cluster_barrier() -> None:
 
 
 def count_up(counter_ref, out_ref, first: int = 0, *, release: bool = False) -> None:
-    """Adds 1 to a counter [1] in device memory. out_ref[0] becomes first + the counter's old value.
+    """Adds 1 to a counter, atomically, and writes first + the counter's old value to out_ref[0].
 
-    release: threads that count later see the calling thread's earlier writes to device memory.
+    counter_ref: int32 [1] in device memory. One thread of the calling warpgroup adds. release: whether threads that
+    count later see the calling thread's earlier writes to device memory.
     """
     if interpreter.INTERPRETED:
         count = counter_ref[0]

@@ -23,10 +23,18 @@ def launch(
     cluster: int = 1,
     **params: Any,
 ) -> Callable[..., Any]:
-    """plgpu.kernel over axes "cta" and "wg".
+    """Returns a function that launches a Mosaic kernel with its arguments, and returns the kernel's results.
 
-    cluster: the number of CTAs of a cluster, whose axis is CLUSTER; "cta" then counts the clusters.
+    entry: the kernel's body. Each warpgroup calls it with refs of the arguments and of the results in device memory.
+      lax.axis_index("cta") is the index of its CTA, lax.axis_index("wg") of the warpgroup in the CTA.
+    name: of the kernel, as profilers show it.
+    out_type: a list or tree of the results' shapes and dtypes.
+    ctas: the number of CTAs. warpgroups: the number of warpgroups of a CTA.
+    semantics: whether Pallas lowers array operations for each warpgroup or for each lane.
+    interpret: whether to run in the interpreter of Mosaic kernels.
     auto_barriers: whether Pallas inserts barriers around stores to shared memory. None: only with Lane semantics.
+    cluster: the number of CTAs of a cluster. If it is more than 1, the axis CLUSTER is the index of the CTA in its
+      cluster, and "cta" is the index of the cluster.
     params: further fields of plgpu.CompilerParams.
 
     Inside jax.shard_map the results vary over the mesh axes that the arguments vary over.

@@ -12,19 +12,23 @@ from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
 
 
 def as_int32(x):
+    """A Python int as an int32 scalar array; anything else unchanged."""
     return jnp.int32(x) if isinstance(x, int) else x
 
 
 def recomputed(index):
-    """Keeps LLVM from hoisting the arithmetic on an index out of a loop, where its results would spill."""
+    """Returns the index, an int or a traced int32, such that LLVM recomputes arithmetic on it in each turn of a loop.
+
+    LLVM would otherwise hoist the arithmetic out of the loop, where its results would spill.
+    """
     return lax.optimization_barrier(as_int32(index))
 
 
 def zeros_stay() -> None:
-    """Uses the zero from which a wgmma's accumulators start once more, after that wgmma.
+    """Makes wgmmas start from zeros without a write of zero to each accumulator. Call it after such a wgmma.
 
-    Without a later use LLVM reuses the zero's register as an accumulator. ptxas then does not see that the wgmma starts
-    from zeros, and writes a zero to each register.
+    It uses the constant zero once more. Without a later use LLVM reuses the zero's register as an accumulator. ptxas
+    then does not see that the wgmma starts from zeros, and writes a zero to each register.
     """
     if interpreter.INTERPRETED:
         return
@@ -42,9 +46,10 @@ def zeros_stay() -> None:
 
 
 def all_of_warp(rows) -> jax.Array:
-    """Whether a bool [64] is True in all 16 rows of a warp: a scalar bool, which may differ between warps.
+    """Whether all 16 rows of the calling warp are True: a scalar bool, which may differ between warps.
 
-    A branch on it must not contain operations of a whole warpgroup.
+    rows: bool [64], the rows of a warpgroup; a warp has 16 of them. A branch on the result must not contain operations
+    of a whole warpgroup. The interpreter returns whether all 64 rows are True.
     """
     if interpreter.INTERPRETED:
         return jnp.all(rows)
@@ -68,9 +73,11 @@ def all_of_warp(rows) -> jax.Array:
 
 
 def any_of_warp_above(numbers, rows) -> jax.Array:
-    """Whether any of a warp's values in [64, n] is NaN or above its row's limit: a scalar bool as in all_of_warp.
+    """Whether any value in the calling warp's 16 rows is NaN or above its row's limit: a scalar bool.
 
-    rows: [64], the limits.
+    numbers: float32 [64, n] in the layout of wgmma's results. rows: float32 [64], the limit of each row. The result may
+    differ between warps, so a branch on it must not contain operations of a whole warpgroup. The interpreter looks at
+    all 64 rows.
     """
     if interpreter.INTERPRETED:
         return jnp.any(~(numbers <= rows[:, None]))
@@ -101,7 +108,9 @@ def any_of_warp_above(numbers, rows) -> jax.Array:
 
 
 def reciprocal(x):
-    """1 / x for x [64, n] in the layout of wgmma's results. x is at least 2^-126; above 2^126 the result is 0.
+    """1 / x, approximately, for float32 x [64, n] in the layout of wgmma's results.
+
+    x must be at least 2^-126. For x above 2^126 the result is 0.
 
     This is one instruction. A division has four more, which handle the smallest values.
     """
@@ -127,7 +136,7 @@ def reciprocal(x):
 
 
 def as_float32(x, layout):
-    """x in float32. layout: of x.
+    """x in float32. layout: the register layout of x, which the result keeps.
 
     Each bfloat16 value takes one instruction. LLVM's conversion takes two for every second value.
     """
@@ -163,9 +172,10 @@ def as_float32(x, layout):
 
 
 def kept(x, layout):
-    """x, whose conversion to float32 LLVM then does not hoist out of a loop. layout: of x, with vectors of 4 values.
+    """Returns x, such that LLVM does not hoist its conversion to float32 out of a loop, where it takes more registers.
 
-    lax.optimization_barrier does this for float32, but it permutes 16-bit vectors of more than two values.
+    layout: the register layout of x, with vectors of 4 values. lax.optimization_barrier does this for float32, but it
+    permutes 16-bit vectors of more than two values.
     """
     if interpreter.INTERPRETED or x.dtype.itemsize != 2:
         return lax.optimization_barrier(x)

@@ -16,8 +16,10 @@ __all__ = ["barrier_ref", "smem_ref"]
 
 
 def smem_ref(shape: Sequence[int], dtype: DTypeLike, *, transforms: Sequence[Any] = ()) -> Ref:
+    """A request for an array in shared memory, typed as its ref. transforms: tiling and swizzle of the array."""
     return cast(Ref, plgpu.SMEM(shape, dtype, transforms=transforms))
 
 
 def barrier_ref(*, num_arrivals: int = 1, num_barriers: int = 1) -> Barrier:
+    """A request for an array of barriers in shared memory. num_arrivals: the arrivals that complete a phase of each."""
     return cast(Barrier, plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers))

@@ -18,13 +18,15 @@ from jax_kernels.pallas.mosaic.scratch import smem_ref
 
 
 class SmemTiles:
-    """Shared memory for 16-bit tiles [..., rows, columns], as [..., chunks, rows, width].
+    """The layout in shared memory of 16-bit tiles [..., rows, columns], and the copies that load and store them.
 
-    any_rows: whether an array may have any number of rows. If so, copies take 64 columns at a time, the width of a
-      chunk.
-    whole: whether a wgmma takes all columns in one chunk. If so, copies take 8 rows at a time, which is too slow for
-      the forward.
-    swizzled: for wgmma; otherwise plain rows.
+    The memory has shape [..., chunks, rows, width]: the columns are cut into chunks of `width`.
+
+    any_rows: whether the arrays in device memory may have a number of rows that is not a multiple of 8. If so, a chunk
+      has 64 columns, and each copy takes one chunk.
+    whole: with any_rows, whether all columns are one chunk, because a wgmma takes them all. If so, each copy takes
+      8 rows of 64 columns, which is too slow for the forward.
+    swizzled: whether wgmma reads the tiles; otherwise their rows are plain.
 
     The interpreter copies any number of rows without these limits.
     """
@@ -40,7 +42,7 @@ class SmemTiles:
         self.eights = self.whole and self.retiled
 
     def scratch(self, *shape: int, dtype: DTypeLike) -> Ref:
-        """The memory, for pl.run_scoped. shape: the shape of the tiles without the columns."""
+        """The request for the tiles' memory, for pl.run_scoped. shape: [..., rows], the shape without the columns."""
         *outer, rows = shape
         tiles = smem_ref((*outer, self.count, rows, self.width), dtype, transforms=self.transforms)
         if not self.retiled:
@@ -49,14 +51,18 @@ class SmemTiles:
         return cast(Ref, plgpu.RefUnion(tiles, smem_ref((*outer, *copied), dtype, transforms=ROWS)))
 
     def views(self, smem: Ref) -> tuple[Ref, Ref]:
-        """(the view of the scratch memory for wgmma and stores, the view for copies)."""
+        """(the ref by which wgmma reads and stores write, the ref by which copies read and write) of the same memory.
+
+        smem: the memory that pl.run_scoped allocated for `scratch`.
+        """
         return cast(tuple[Ref, Ref], tuple(cast(Any, smem))) if self.retiled else (smem, smem)
 
     def copies(self, rows: int) -> int:
-        """The number of copies of a tile, which its barrier counts."""
+        """The number of copies that load one tile of `rows` rows: the arrivals of the barrier that waits for it."""
         return rows // 8 * (self.width // 64) if self.eights else self.count
 
     def _each(self, gmem: Ref, smem: Ref, copy: Callable[[Ref, Ref], None]) -> None:
+        """Calls copy(part of gmem, part of smem) for each part of a tile that one copy takes."""
         if not self.eights:
             for c in range(self.count):
                 copy(gmem if self.count == 1 else gmem.at[:, pl.ds(self.width * c, self.width)], smem.at[c])
@@ -70,32 +76,39 @@ class SmemTiles:
         lax.fori_loop(0, recomputed(smem.shape[0] * (self.width // 64)), eight, None)
 
     def load(self, gmem: Ref, smem: Ref, barrier: Barrier) -> None:
-        """Starts the copies of a tile. gmem: [rows, columns] in device memory. smem: the tile's view for copies."""
+        """Starts the copies of a tile from device to shared memory; `barrier` waits for them.
+
+        gmem: [rows, columns]. smem: the tile's ref for copies, the second of `views`.
+        """
         self._each(gmem, smem, lambda gmem, smem: plgpu.copy_gmem_to_smem(gmem, smem, barrier))
 
     def store(self, smem: Ref, gmem: Ref) -> None:
-        """Starts the copies of a tile to device memory."""
+        """Starts the copies of a tile from shared to device memory.
+
+        smem: the tile's ref for copies, the second of `views`. gmem: [rows, columns].
+        """
         self._each(gmem, smem, lambda gmem, smem: plgpu.copy_smem_to_gmem(smem, gmem))
 
     def chunks(self, x: jax.Array) -> list[jax.Array]:
-        """The chunks of an array's columns."""
+        """Cuts an array [rows, columns] in registers into its chunks of columns, each [rows, width]."""
         return [x] if self.count == 1 else [x[:, self.width * c : self.width * (c + 1)] for c in range(self.count)]
 
     def sixty_four(self, smem: Ref, start: int) -> Ref:
-        """A ref of 64 columns of a tile, from column `start` on."""
+        """The part of a tile in shared memory that has the 64 columns from `start` on. smem: [chunks, rows, width]."""
         c, start = divmod(start, self.width)
         return smem.at[c, :, start : start + 64] if self.width > 64 else smem.at[c]
 
 
 def has_odd_length(*arrays: jax.Array) -> bool:
-    """Whether the length of an array [B, length, ...] is not a multiple of the 8 rows of a swizzle atom."""
+    """Whether an array [B, length, ...] has a length that is not a multiple of 8, the rows of a swizzle atom."""
     return any(x.shape[1] % 8 != 0 for x in arrays)
 
 
 def pad_for_tma(x: jax.Array, head_dim_multiple: int = 64, *, any_rows: bool = False) -> jax.Array:
-    """Pads [B, length, H, D] with zeros to whole swizzle atoms: D to 64 columns, and length to 8 rows unless any_rows.
+    """Pads [B, length, H, D] with zeros: D to a multiple of head_dim_multiple, and length to a multiple of 8.
 
-    The zeros change no score, and their columns of the output are dropped. Kernels mask keys past the end.
+    any_rows: leaves the length as it is. A swizzle atom has 8 rows of 64 values. The zeros change no score, and their
+    columns of the output are dropped. Kernels mask keys past the end.
     """
     length, columns = 0 if any_rows else -x.shape[1] % 8, -x.shape[3] % head_dim_multiple
     return jnp.pad(x, [(0, 0), (0, length), (0, 0), (0, columns)]) if length or columns else x

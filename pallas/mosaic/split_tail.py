@@ -25,7 +25,10 @@ WORTHWHILE = 0.15
 
 @dataclasses.dataclass(frozen=True)
 class SplitTail:
-    """`tiles` tiles of `steps` steps each. The tiles from index `whole` on are split into `parts` parts each."""
+    """The assignment of `tiles` tiles, of `steps` steps each, to CTAs.
+
+    CTAs below `whole` have one tile each. Each tile from index `whole` on is split into `parts` parts, one per CTA.
+    """
 
     tiles: int
     steps: int
@@ -34,11 +37,15 @@ class SplitTail:
 
     @classmethod
     def none(cls, tiles: int) -> "SplitTail":
+        """The assignment of one CTA to each tile. Its number of steps is not used."""
         return cls(tiles, 1, tiles, 1)
 
     @classmethod
     def of(cls, tiles: int, steps: int, core_count: int) -> "SplitTail":
-        """The split with the shortest time, if core_count tiles or parts run at a time."""
+        """The assignment with the shortest time, if core_count tiles or parts run at a time.
+
+        No tile is split if that would save less than WORTHWHILE of the time.
+        """
         rest = tiles % core_count
 
         def time(parts: int) -> float:
@@ -51,26 +58,32 @@ class SplitTail:
 
     @property
     def ctas(self) -> int:
+        """The number of CTAs: one for each whole tile and for each part."""
         return self.whole + (self.tiles - self.whole) * self.parts
 
     def tile(self, cta: Index) -> Index:
+        """The index of the tile of CTA `cta`."""
         if self.parts == 1:
             return cta
         return jnp.where(cta < self.whole, cta, self.whole + lax.div(cta - self.whole, jnp.int32(self.parts)))
 
     def first(self, cta: Index) -> Index:
-        """The CTA's first step within its tile."""
+        """The index, within its tile, of the first step of CTA `cta`."""
         part = lax.rem(cta - self.whole, jnp.int32(self.parts))
         return jnp.where(cta < self.whole, 0, lax.div(part * self.steps, jnp.int32(self.parts)))
 
     def count(self, cta: Index) -> Index:
-        """The CTA's number of steps."""
+        """The number of steps of CTA `cta`."""
         part = lax.rem(cta - self.whole, jnp.int32(self.parts))
         end = lax.div((part + 1) * self.steps, jnp.int32(self.parts))
         return jnp.where(cta < self.whole, self.steps, end - self.first(cta))
 
     def shared(self, *shape: int, warpgroups: int) -> dict[str, Any]:
-        """Refs that a tile's parts share: sums of this shape, and a counter of arrivals per warpgroup."""
+        """New arrays in device memory, zeros, with which the parts of a tile are added; None if no tile is split.
+
+        sums: float32 [split tiles, *shape], to which the parts add their results. arrived: int32
+        [split tiles, warpgroups], in which each warpgroup counts the parts that have added.
+        """
         if self.parts == 1:
             return {"sums": None, "arrived": None}
         split = self.tiles - self.whole

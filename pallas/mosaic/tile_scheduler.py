@@ -25,7 +25,11 @@ from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
 
 
 class Fetched(NamedTuple):
-    """Shared memory for two tile indices from the counter, of the next two tiles, with barriers."""
+    """Shared memory in which a CTA receives the indices of its next tiles from the counter, in two slots.
+
+    smem: int32 [2]. ready, free: [2] barriers: a slot's index has arrived, or has been read by all warpgroups. All are
+    None if there is no counter.
+    """
 
     smem: Any
     ready: Any
@@ -33,7 +37,10 @@ class Fetched(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The tiles of a call. blocks: the number of row blocks of a head. Rows are queries or keys."""
+    """The numbers of batch entries, of heads, and of blocks of rows in a head, of one call.
+
+    Rows are queries or keys. Each block of each head is a tile.
+    """
 
     batch: int
     heads: int
@@ -41,18 +48,23 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, batch: int, heads: int, length: int, block: int) -> "Shape":
+        """The shape of a call with `length` rows in blocks of `block` rows; the last block may be shorter."""
         return cls(batch, heads, pl.cdiv(length, block))
 
     @property
     def tiles(self) -> int:
+        """The number of tiles of the call."""
         return self.blocks * self.batch * self.heads
 
 
 @dataclasses.dataclass(frozen=True)
 class TileScheduler:
-    """shapes: one for each call. heads_together: as in AttentionForwardSm90. core_count: CTAs that run at a time.
+    """The order in which the CTAs of a launch take tiles: blocks of rows of one head of one batch entry.
 
-    is_causal: the rows are queries of a causal call, so that the last blocks have the most keys.
+    shapes: the tiles of each call of the launch. Tile indices run through all calls. is_causal: whether the rows are
+    queries of a causal call, so that the last blocks have the most keys and are taken first. heads_together: the number
+    of heads whose tiles alternate. dynamic: whether CTAs get tiles from a counter in device memory instead of
+    round-robin. core_count: the number of CTAs that run at a time.
     """
 
     shapes: tuple[Shape, ...]
@@ -63,23 +75,28 @@ class TileScheduler:
 
     @property
     def count(self) -> int:
+        """The number of tiles of all calls."""
         return sum(shape.tiles for shape in self.shapes)
 
     @property
     def ctas(self) -> int:
+        """The number of CTAs of the launch. CTA i begins with tile i."""
         return min(self.core_count, self.count)
 
     @property
     def fetches(self) -> bool:
-        """Whether there is a counter. If each CTA has one tile, no counter is needed."""
+        """Whether CTAs get tiles from a counter. If each CTA has one tile, no counter is needed."""
         return self.dynamic and self.count > self.core_count
 
     def counter(self) -> Ref | None:
-        """A new counter for a launch; None without a counter."""
+        """A new counter for a launch, int32 [1] in device memory, of value 0; None if `fetches` is False."""
         return cast(Ref, jax.new_ref(jnp.zeros((1,), jnp.int32))) if self.fetches else None
 
     def scratch(self, warpgroups: int) -> Fetched:
-        """The memory of Fetched, for pl.run_scoped. Its fields are None without a counter."""
+        """The request for a CTA's Fetched, for pl.run_scoped. Its fields are None if there is no counter.
+
+        warpgroups: the number of warpgroups that read the indices.
+        """
         if not self.fetches:
             return Fetched(None, None, None)
         barrier = functools.partial(barrier_ref, num_barriers=2)
@@ -87,16 +104,20 @@ class TileScheduler:
 
     @property
     def _ends(self) -> list[int]:
+        """For each call, the index after its last tile."""
         return list(itertools.accumulate(shape.tiles for shape in self.shapes))
 
     def call(self, index):
-        """The index of the call of tile `index`."""
+        """The index, in `shapes`, of the call that has tile `index`."""
         if len(self.shapes) == 1:
             return 0
         return sum((index >= end).astype(jnp.int32) for end in self._ends[:-1])
 
     def place(self, index, call: int = 0):
-        """(batch entry, head, block) of tile `index`, a tile of this call."""
+        """(batch entry, head, index of the block of rows) of tile `index`.
+
+        call: the index, in `shapes`, of the call that has the tile; a Python int.
+        """
         shape = self.shapes[call]
         index = index - self._ends[call - 1] if call else index
         # With several calls, the heads that alternate are of one batch entry, and adjacent in memory: four groups of
@@ -112,7 +133,11 @@ class TileScheduler:
         return b, h, block
 
     def fetch(self, counter, fetched: Fetched, turn) -> None:
-        """Fetches the tile after the CTA's tile `turn`. One warpgroup calls this, once per tile."""
+        """Gets the index of the CTA's next tile from the counter, and puts it into `fetched`.
+
+        It does nothing if `fetches` is False. turn: the number of tiles that the CTA has finished. One warpgroup calls
+        this, once per tile.
+        """
         if not self.fetches:
             return
         slot = (turn + 1) & 1
@@ -125,7 +150,11 @@ class TileScheduler:
         plgpu.barrier_arrive(fetched.ready.at[slot])
 
     def following(self, fetched: Fetched, index, turn):
-        """The tile after `index`, the CTA's tile `turn`. Every warpgroup calls this once per tile."""
+        """The index of the CTA's tile after tile `index`; self.count or more if none is left.
+
+        turn: the number of tiles that the CTA has finished. Every warpgroup calls this once per tile; one of them also
+        calls `fetch` for the same turn.
+        """
         if not self.fetches:
             return index + self.ctas
         slot = (turn + 1) & 1
@@ -135,7 +164,11 @@ class TileScheduler:
         return following
 
     def leave_following(self, counter, index, smem) -> jax.Array:
-        """The tile after `index`. One warpgroup calls this; smem [1] then holds the tile for the other warpgroups."""
+        """The index of the CTA's tile after tile `index`, which it also leaves in smem for the other warpgroups.
+
+        The index is self.count or more if no tile is left. One warpgroup calls this. counter: int32 [1] in device
+        memory, or None. smem: int32 [1] in shared memory.
+        """
         if self.fetches:
             count_up(counter, smem, self.ctas)
         else:
@@ -144,9 +177,10 @@ class TileScheduler:
         return smem[0]
 
     def for_each(self, first, run, state=0) -> None:
-        """Calls run(index, turn, state) -> (following tile, state) for the CTA's tiles. first: the CTA's first tile.
+        """Calls run(index, turn, state) -> (index of the CTA's next tile, new state) for each tile of the CTA.
 
-        state: the state of the first tile, carried from one tile to the next, such as a slot.
+        index: of the tile. turn: the number of the CTA's earlier tiles. first: the index of the CTA's first tile.
+        state: a tree of integers or arrays for the first tile, carried from one tile to the next, such as a slot.
         """
 
         def body(carry):

@@ -8,7 +8,10 @@ __all__ = ["NormGradientRefs", "NormInputRefs", "NormResultRefs"]
 
 
 class NormInputRefs(Protocol):
-    """NormInputs of refs. A kernel's traits say which fields the launch has; the others are None."""
+    """The inputs of a norm in device memory, as refs; None for arrays that the call lacks.
+
+    The fields are like the arrays of NormInputs.
+    """
 
     x: Ref
     residual: Ref
@@ -17,7 +20,10 @@ class NormInputRefs(Protocol):
 
 
 class NormResultRefs(Protocol):
-    """NormResult of refs, likewise."""
+    """The results of a norm's forward in device memory, as refs; None for results that the call lacks.
+
+    The fields are like the arrays of NormResult.
+    """
 
     out: Ref
     total: Ref
@@ -27,7 +33,7 @@ class NormResultRefs(Protocol):
 
 
 class NormGradientRefs(Protocol):
-    """NormGradients of refs, likewise."""
+    """The gradients of a norm in device memory, as refs; scale and bias are None if the call lacks that weight."""
 
     x: Ref
     scale: Ref

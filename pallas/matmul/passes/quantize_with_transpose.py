@@ -23,7 +23,11 @@ BLOCK = 128  # rows and columns of a program, and of a block of values that shar
 
 
 class BothWays(NamedTuple):
-    """values: [M, N]. transposed: [N, M]. scale: [ceil(M / 128), ceil(N / 128)] float32 if the kernel computes it."""
+    """A matrix in 8 bits, and its transpose.
+
+    values: [M, N]. transposed: [N, M]. scale: [ceil(M / 128), ceil(N / 128)] float32, one for each block of 128 x 128
+    values; None if the caller gave the factors.
+    """
 
     values: Float[Array, "M N"]
     transposed: Float[Array, "N M"]
@@ -37,11 +41,12 @@ def both_ways(
     *,
     interpret: bool = False,
 ) -> BothWays:
-    """x [M, N] of 16 or 32 bits, times factors, in the 8-bit `dtype`.
+    """Multiplies x by factors, and rounds it and its transpose to the 8-bit `dtype`.
 
-    factors: float32, of x and of its transpose: [1] and [1], or [M] and [N]. None computes a scale for each block of
-    128 x 128 values and multiplies by its reciprocal. Finite values beyond the dtype's largest value are clipped to it;
-    infinities become NaN.
+    x: [M, N] of 16 or 32 bits. factors: (factors of x, factors of its transpose), float32: both [1], or [M] with one
+    factor for each row of x, and [N] with one for each row of the transpose. None computes a scale for each block of
+    128 x 128 values, and multiplies by its reciprocal. Finite values beyond the dtype's largest value are clipped to
+    it; infinities become NaN. interpret: runs the kernel in Pallas's interpreter.
     """
     rows, columns = x.shape
     grid = pl.cdiv(rows, BLOCK), pl.cdiv(columns, BLOCK)
@@ -79,7 +84,10 @@ def both_ways(
 
 
 class _Place(NamedTuple):
-    """The values of a program. block: its index, row by row of blocks."""
+    """The block of 128 x 128 values of a program, in a matrix of `rows` x `columns`.
+
+    block: the index of the block, counted row by row. blocks_across: the number of blocks in a row of blocks.
+    """
 
     rows: int
     columns: int
@@ -104,29 +112,36 @@ class _Place(NamedTuple):
 
     @property
     def exists(self) -> jax.Array:
+        """[BLOCK, BLOCK] bool: whether the matrix has the value."""
         return self.row_exists[:, None] & self.column_exists[None]
 
     def of(self, ref: Ref) -> Ref:
+        """The block's part of a ref [rows, columns]."""
         return ref.at[pl.ds(self.row_block * BLOCK, BLOCK), pl.ds(self.column_block * BLOCK, BLOCK)]
 
     def transposed_of(self, ref: Ref) -> Ref:
+        """The block's part of a ref [columns, rows]."""
         return ref.at[pl.ds(self.column_block * BLOCK, BLOCK), pl.ds(self.row_block * BLOCK, BLOCK)]
 
     def rows_of(self, ref: Ref) -> jax.Array:
-        """A scalar, or one value per row, [BLOCK, 1]."""
+        """The block's rows of a ref [rows], as [BLOCK, 1]; a scalar if the ref has shape [1]."""
         if ref.shape == (1,):
             return ref[0]
         return plgpu.load(ref.at[pl.ds(self.row_block * BLOCK, BLOCK)], mask=self.row_exists, other=0)[:, None]
 
     def columns_of(self, ref: Ref) -> jax.Array:
-        """A scalar, or one value per column, [1, BLOCK]."""
+        """The block's columns of a ref [columns], as [1, BLOCK]; a scalar if the ref has shape [1]."""
         if ref.shape == (1,):
             return ref[0]
         return plgpu.load(ref.at[pl.ds(self.column_block * BLOCK, BLOCK)], mask=self.column_exists, other=0)[None]
 
 
 def _scale(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """(the scale of a block, its reciprocal)."""
+    """(scale, 1 / scale) of a block x, float32 scalars.
+
+    The scale is the largest magnitude divided by the largest value of the 8-bit `dtype`; 1 if all values are 0. If a
+    value is not finite, the reciprocal is NaN.
+    """
     # The bits of magnitudes order like the magnitudes, with NaN above infinity. A maximum of floats would drop a NaN.
     magnitudes = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
     largest = lax.bitcast_convert_type(magnitudes.max(axis=1).max(axis=0), jnp.float32)
@@ -138,11 +153,12 @@ def _scale(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
 
 
 def reciprocal(scale: jax.Array) -> jax.Array:
-    """The reciprocals of scales. NaN if a value of the scale's block is not finite, which makes all its values NaN."""
+    """1 / scale for each scale. NaN if the scale is infinite or NaN, so that all values of its block become NaN."""
     return jnp.where(scale < jnp.inf, 1 / scale, jnp.nan)
 
 
 def _rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """x in the 8-bit `dtype`. Finite values beyond its largest value are clipped; infinities become NaN."""
     top = float(jnp.finfo(dtype).max)
     clipped = jnp.where(x > top, top, jnp.where(x < -top, -top, x))  # a NaN passes
     return jnp.where(jnp.abs(x) < jnp.inf, clipped, jnp.nan).astype(dtype)

@@ -22,9 +22,10 @@ from jax_kernels.pallas.mosaic.registers import zeros_stay
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sums:
-    """x @ w and x @ w_up (None without w_up), each as float32 arrays of 64 rows, for adjacent columns.
+    """A warpgroup's float32 sums of 64 rows of a work tile, in registers.
 
-    bias: for each part of a work tile, None if it is not loaded yet.
+    product: x @ w, as arrays [64, columns] of adjacent columns. up: x @ w_up, likewise; None without a gated unit.
+    bias: for each part of a work tile (traits.columns columns) the bias of its columns; None if it is not loaded yet.
     """
 
     product: list[jax.Array]
@@ -33,13 +34,20 @@ class Sums:
 
 
 def columns_of(arrays: list[jax.Array], part: int, columns: int) -> jax.Array:
-    """Part `part`, of `columns` columns, of the arrays of a Sums."""
+    """The columns from part * columns up to (part + 1) * columns of a list of arrays with adjacent columns.
+
+    arrays: each [64, n], where n is a multiple of `columns`.
+    """
     nth, start = divmod(part * columns, arrays[0].shape[1])
     return arrays[nth] if arrays[0].shape[1] == columns else arrays[nth][:, start : start + columns]
 
 
 def plain_sums(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> list[Sums]:
-    """16-bit matmuls, 64 rows each. A step's wgmmas are issued before the wait for the previous step's."""
+    """Computes 16-bit matmuls of a work tile: one Sums for each 64 rows of the warpgroup, in order.
+
+    nth: the number of work tiles that the CTA took before, which gives the slot of the tile's first step. A step's
+    wgmmas are issued before the wait for the previous step's wgmmas.
+    """
     traits, smem = kernel.traits, kernel.smem
     operands = [smem.w] if smem.w_up is None else [smem.w, smem.w_up]
     columns = 2 * traits.block_n if traits.is_joined else traits.block_n
@@ -51,7 +59,7 @@ def plain_sums(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> list[Su
         plgpu.barrier_wait(smem.ready.at[kernel.barrier_of(slot_of(i), nth)])
 
     def multiply(accs, i):
-        """acc += x @ w of a step, for each 64 rows and each w."""
+        """Issues acc += x @ w of step i, for each 64 rows and each w."""
         slot, halves = slot_of(i), [pl.ds(traits.first_row(wg, half), ROWS) for half in range(traits.halves)]
         for half, mine in enumerate(halves):
             x = smem.x.at[slot, :, mine].T if traits.options.transpose_x else smem.x.at[slot, mine]
@@ -82,7 +90,10 @@ def plain_sums(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> list[Su
 
 
 def _bias(kernel: Kernel, tile: WorkTile) -> list[jax.Array]:
-    """The bias of a work tile, for each of its parts. Parts past the last column have other columns' values."""
+    """Loads the bias of a work tile: an array [traits.columns] for each part of as many columns.
+
+    A part past the last column, which is not stored, gets the bias of other columns.
+    """
     columns = kernel.traits.columns
     starts = [tile.column + start for start in range(0, kernel.traits.block_n, columns)]
     places = [pl.ds(jnp.minimum(start, kernel.traits.n - columns), columns) for start in starts]
@@ -91,9 +102,11 @@ def _bias(kernel: Kernel, tile: WorkTile) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Columns whose 8-bit accumulators are promoted together: of w or w_up, from the tile's column `first` on.
+    """Columns of w or w_up whose 8-bit accumulators are promoted (added to float32 sums) together.
 
-    gmem, smem, scale: of the weights. ready: [stages], barriers: the weights have arrived, for the first part also x.
+    gmem, scale: the weights and their scales in device memory. smem: the weights' stages in shared memory. first: the
+    part's first column in the work tile. ready: [stages], barriers: the part's weights have arrived, and for the tile's
+    first part also x.
     """
 
     gmem: Ref
@@ -104,7 +117,7 @@ class _Part:
 
 
 def _parts(kernel: Kernel) -> list[_Part]:
-    """The parts in the order of their matmuls: x @ w, then x @ w_up."""
+    """The parts of a work tile, in the order in which they are multiplied: first x @ w, then x @ w_up."""
     inputs, smem, traits = kernel.inputs, kernel.smem, kernel.traits
     given = [(inputs.w, smem.w, inputs.w_scale), (inputs.w_up, smem.w_up, inputs.w_up_scale)]
     barriers = iter((smem.ready, smem.second_ready))
@@ -116,7 +129,10 @@ def _parts(kernel: Kernel) -> list[_Part]:
 
 
 def load_parts(kernel: Kernel, column: Index, depth: Slice, slot: Index) -> None:
-    """Loads a step's 8-bit weights."""
+    """Starts to load a step's blocks of 8-bit w and w_up into the stage `slot`.
+
+    column: the work tile's first column. depth: the step's slice of the inner dimension.
+    """
     width = kernel.traits.promoted
     for part in _parts(kernel):
         place = part.smem.at[slot, pl.ds(part.first, width)]
@@ -124,10 +140,11 @@ def load_parts(kernel: Kernel, column: Index, depth: Slice, slot: Index) -> None
 
 
 def promoted_sums(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> list[Sums]:
-    """8-bit matmuls with block scales; scaled() applies other scales.
+    """Computes 8-bit matmuls of a warpgroup's 64 rows of a work tile: a list of one Sums.
 
-    Each part waits for its weights. The wait keeps ptxas from starting a part's wgmmas before the previous part is
-    promoted; otherwise the previous part's registers would spill.
+    nth: the number of work tiles that the CTA took before, which gives the slot of the tile's first step. Block scales
+    are applied, tensor and row scales are not. Each part waits for its weights. The wait keeps ptxas from
+    starting a part's wgmmas before the previous part is promoted; otherwise the previous part's registers would spill.
     """
     traits, smem, inputs = kernel.traits, kernel.smem, kernel.inputs
     parts = _parts(kernel)
@@ -136,7 +153,7 @@ def promoted_sums(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> list
         return lax.rem(nth * traits.k_steps + i, jnp.int32(traits.stages))
 
     def product(first, count, part):
-        """x @ w over `count` steps from step `first` on.
+        """Returns x @ w of a part over `count` steps from step `first` on, float32 [64, columns], without scales.
 
         The first wait comes before the accumulators. Without a wait after them, ptxas sees that they are zeros, and
         writes no zeros.
@@ -160,7 +177,7 @@ def promoted_sums(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> list
         return pl.run_scoped(run, plgpu.ACC((ROWS, traits.promoted)))
 
     def factor(i, part):
-        """x_scale * w_scale of the blocks of step i."""
+        """x_scale * w_scale of the blocks of 128 x 128 values in step i, a float32 scalar."""
         row, column = lax.div(tile.row + wg * ROWS, SCALE_BLOCK), lax.div(tile.column + part.first, SCALE_BLOCK)
         column = jnp.minimum(column, pl.cdiv(traits.n, SCALE_BLOCK) - 1)  # a part may lie past the last column
         row = jnp.minimum(row, pl.cdiv(traits.m, SCALE_BLOCK) - 1)  # and below the last row
@@ -189,7 +206,10 @@ def promoted_sums(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> list
 
 
 def scaled(kernel: Kernel, x: jax.Array, w_scale: Ref | None, rows: Slice, columns: Slice) -> jax.Array:
-    """Applies the scales of 8-bit operands to a part's sums x. Block scales are already applied."""
+    """Returns sums of 8-bit matmuls times the tensor or row scales; x itself for block scales or without scales.
+
+    x: float32 [64, columns]. w_scale: the scales of w or of w_up. rows, columns: the slices of the result that x is.
+    """
     if kernel.traits.options.scaling == "tensor":
         first, second = scale_factors(kernel.inputs.x_scale[0], needed(w_scale)[0])
         return x * first * second
@@ -202,7 +222,10 @@ def scaled(kernel: Kernel, x: jax.Array, w_scale: Ref | None, rows: Slice, colum
 
 
 def with_scales_to_load(inputs: MatmulInputs, options: MatmulOptions) -> MatmulInputs:
-    """The inputs with scales that kernels can load: tensor scales as [1], row scales padded to a multiple of 64."""
+    """Returns the inputs with scales in shapes that the kernel can load.
+
+    Tensor scales, [], become [1]. x's row scales, [M], are padded with zeros to a multiple of 64.
+    """
     if options.scaling == "tensor":
         scales = inputs.x_scale, inputs.w_scale, inputs.w_up_scale
         x_scale, w_scale, w_up_scale = (None if x is None else x.reshape(1) for x in scales)

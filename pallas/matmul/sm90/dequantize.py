@@ -16,9 +16,10 @@ TOGETHER = 16  # bytes of a row in which a thread owns two pairs: the columns of
 
 
 def decoded(stored: jax.Array, layout: LowBit, dtype: jnp.dtype, *, byte: int, half: int, width: int) -> jax.Array:
-    """The values [columns, width] in `dtype` of the bytes from `byte` on, or of one half of each byte.
+    """Decodes `width` bytes of each column of low-bit weights, from `byte` on, to values [columns, width] in `dtype`.
 
-    stored: [columns, bytes] uint8, in the layout of wgmma's results.
+    stored: [columns, bytes] uint8, in the register layout of wgmma's results, which is also the result's. half: with
+    two 4-bit values in a byte, 0 decodes the low 4 bits of each byte, 1 the high 4 bits; otherwise 0.
     """
     columns = stored.shape[0]
     if interpreter.INTERPRETED:

@@ -52,9 +52,11 @@ class Smem:
     """A CTA's shared memory: stages of a step's operands, with barriers.
 
     x: [stages, chunks, rows, width]. The rows from m on are never written; the results of these rows are never read.
-    w, scale: one ref for each matmul; scale is empty if a column has a single scale.
+    w: for each matmul, stored weights [stages, columns, bytes]. scale: for each matmul, [stages, scales of a step,
+      columns]; an empty list if a column has a single scale.
     ready, free: [stages], barriers: a step's operands have arrived, or have been read.
-    exchange, joining: see low_bit_join.exchange_sums; None if nothing is exchanged.
+    exchange: float32 memory in which the CTA receives the sums of its cluster's CTAs; None if there is no exchange.
+    joining: for the interpreter only, a barrier of the cluster, whose CTAs then exchange sums in device memory.
     """
 
     x: Any
@@ -87,7 +89,7 @@ class Smem:
 
     @staticmethod
     def _x(traits: LowBitTraits) -> Any:
-        """Memory that wgmma reads as tiles of 8 rows. Copies write it as rows, in any number."""
+        """The request for x's memory, which wgmma reads as tiles of 8 rows, and copies write as any number of rows."""
         shape, width = (traits.stages, traits.chunks, traits.rows, traits.width), traits.width
         of_tiles = lambda *tile: smem_ref(
             shape,
@@ -100,22 +102,24 @@ class Smem:
 
     @property
     def x_tiles(self) -> Ref:
-        """x in the layout of wgmma."""
+        """The view of x's memory for wgmma, [stages, chunks, rows, width]."""
         return self.x if interpreter.INTERPRETED else next(iter(self.x))
 
     @property
     def x_rows(self) -> Ref:
-        """x in the layout of copies."""
+        """The view of x's memory for copies, [stages, chunks, rows, width]."""
         return self.x if interpreter.INTERPRETED else tuple(self.x)[1]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs[A: jax.Array | Ref]:
-    """x: [m or m + 1, k]. weights: stored values [n, bytes]. scales: [groups, n] or [n].
+    """The kernel's arrays, or their refs in device memory.
 
-    rest: the inputs of the epilogue, if the kernel joins splits. exchange: for the interpreter, if the kernel exchanges
-    sums: [work tiles, matmuls, splits, columns, rows].
+    x: [m or m + 1, k]. weights: for each matmul, stored values [n, bytes]. scales: for each matmul, [groups, n], or [n]
+    if a column has one scale. rest: a MatmulInputs with only bias and residual if the kernel runs the epilogue, else
+    None. exchange: for the interpreter, if CTAs of a cluster exchange sums: float32 [work tiles, matmuls, splits,
+    columns, rows]; else None.
     """
 
     x: A
@@ -127,10 +131,12 @@ class Inputs[A: jax.Array | Ref]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The state of a CTA. sums: refs [splits, n, rows] in device memory.
+    """The state of a CTA.
 
-    results: the result refs of a kernel that joins splits, which has no sums. split: the index of the CTA's split.
-    column: the first column of its work tile. first, steps: its first step and its number of steps.
+    sums: for each matmul, the ref [splits, n, rows] in device memory for the splits' sums; empty if the kernel runs the
+    epilogue. results: the refs of the results in device memory, if the kernel runs the epilogue; else None. split: the
+    index of the CTA among the CTAs that split its work tile's inner dimension. column: the first column of the work
+    tile. first, steps: the index of the CTA's first step, and its number of steps.
     """
 
     traits: LowBitTraits
@@ -147,7 +153,12 @@ class Kernel:
 def matmul(
     inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulLowBitSm90, core_count: int, interpret: bool
 ) -> MatmulResult:
-    """See the module's docstring. n is a multiple of 64, and the bytes of a column are a multiple of 128."""
+    """Computes activation(x @ w + bias) * (x @ w_up) + residual on Hopper, for low-bit w and w_up.
+
+    Terms that the call lacks are left out. x has at most MOST_ROWS rows, or half of them with a w_up. N is a multiple
+    of 64, and the stored bytes of a column are a multiple of 128. core_count: the number of SMs. interpret: runs the
+    kernel in JAX's interpreter.
+    """
     assert options.low_bit is not None
     weights = [w for w in (inputs.w, inputs.w_up) if w is not None]
     m, n, k = options.sizes(inputs)
@@ -201,7 +212,10 @@ def matmul(
 
 
 def _exchange_of_interpreter(traits: LowBitTraits) -> Any:
-    """See Inputs."""
+    """Device memory in which the interpreter exchanges the sums of a cluster's CTAs, zeros; None if it is not needed.
+
+    Its axes are work tiles, matmuls, splits, columns and rows.
+    """
     if not (traits.exchanges and interpreter.INTERPRETED):
         return None
     shape = traits.tiles, traits.weights, traits.splits, traits.block_n, traits.rows
@@ -209,10 +223,12 @@ def _exchange_of_interpreter(traits: LowBitTraits) -> Any:
 
 
 def _as_bytes(x: jax.Array) -> jax.Array:
+    """The array as uint8, if its values have one byte; otherwise unchanged."""
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _state(traits: LowBitTraits, inputs: Inputs[Ref], results: Any, smem: Smem) -> Kernel:
+    """The state of the calling CTA. results: refs of the results if traits.joins, else of the splits' sums."""
     cta = lax.axis_index("cta")
     if traits.joins:
         split = lax.axis_index(CLUSTER) if traits.splits > 1 else jnp.int32(0)
@@ -233,7 +249,7 @@ def _state(traits: LowBitTraits, inputs: Inputs[Ref], results: Any, smem: Smem) 
 
 
 def _kernel(kernel: Kernel) -> None:
-    """One warpgroup of a CTA."""
+    """Runs one warpgroup of a CTA: the memory warpgroup or a compute warpgroup."""
     wg, compute_wgs = lax.axis_index("wg"), kernel.traits.compute_wgs
     of_compute, of_memory = REGISTERS[compute_wgs]
 
@@ -251,7 +267,7 @@ def _kernel(kernel: Kernel) -> None:
 
 
 def _load(kernel: Kernel, i: Index) -> None:
-    """Loads the operands of step i, when its stage is free."""
+    """Starts to load the weights, scales and x of the CTA's step i, when the step's stage is free."""
     traits, smem = kernel.traits, kernel.smem
     slot = lax.rem(i, jnp.int32(traits.stages))
 
@@ -272,7 +288,7 @@ def _load(kernel: Kernel, i: Index) -> None:
 
 
 def _first_group(traits: LowBitTraits, step: Index) -> Index:
-    """The scale group of a step's first value."""
+    """The index of the scale of a step's first value. step: counted from the start of the inner dimension."""
     assert traits.layout.group is not None
     if traits.layout.group > traits.block_k:
         return lax.div(step, jnp.int32(traits.layout.group // traits.block_k))
@@ -280,7 +296,10 @@ def _first_group(traits: LowBitTraits, step: Index) -> Index:
 
 
 def _multiply(kernel: Kernel, wg: Index) -> None:
-    """Sums a compute warpgroup's 64 columns over all steps, and stores the sums or joins them."""
+    """Sums a compute warpgroup's 64 columns over the CTA's steps.
+
+    It then stores the sums in device memory, or adds them to the sums of its cluster and runs the epilogue.
+    """
     traits = kernel.traits
     zeros = plgpu.layout_cast(jnp.zeros((COLUMNS, traits.rows), jnp.float32), WGMMA)
 
@@ -305,7 +324,10 @@ def _multiply(kernel: Kernel, wg: Index) -> None:
 
 
 def _join(kernel: Kernel, wg: Index, sums: list[jax.Array], columns: Slice) -> None:
-    """Adds the sums of all splits, and runs the epilogue of a warpgroup's columns in one CTA of the cluster."""
+    """Adds the sums of all CTAs of the cluster, and runs the epilogue of a warpgroup's columns in one of them.
+
+    sums: for each matmul, the CTA's float32 sums [64 columns, rows]. columns: the slice of the result's columns.
+    """
     traits, smem, inputs, results = kernel.traits, kernel.smem, kernel.inputs.rest, kernel.results
     assert inputs is not None
     assert results is not None
@@ -324,7 +346,10 @@ def _join(kernel: Kernel, wg: Index, sums: list[jax.Array], columns: Slice) -> N
 
 
 def _step(kernel: Kernel, wg: Index, slot: Index, nth: int, total: jax.Array) -> jax.Array:
-    """total plus the sums of a step of matmul `nth`: x @ w or x @ w_up."""
+    """Returns total, float32 [64 columns, rows], plus a step's sums of matmul `nth`: 0 for x @ w, 1 for x @ w_up.
+
+    slot: the slot that holds the step's operands.
+    """
     traits, smem = kernel.traits, kernel.smem
     mine = pl.ds(wg * COLUMNS, COLUMNS)
     stored = plgpu.load(smem.w[nth].at[slot, mine], layout=WGMMA, optimized=False)
@@ -346,5 +371,5 @@ def _step(kernel: Kernel, wg: Index, slot: Index, nth: int, total: jax.Array) ->
 
 
 def _spread(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """Scales of columns of w, in float32, broadcast to sums [columns, rows]."""
+    """Returns the scales [columns] of columns of w in float32, broadcast to the shape [columns, rows] of x."""
     return lax.broadcast_in_dim(formats.decode_scale(scale), x.shape, [0])

@@ -19,9 +19,11 @@ SHARED_MEMORY = 225 << 10  # bytes of a CTA's shared memory, without its barrier
 
 
 class Part(NamedTuple):
-    """Weights of a step that are decoded together: half `half` of each byte from byte `byte` on.
+    """The weights of a step, `width` for each column, that are decoded together and multiplied by one chunk of x.
 
-    chunk: the chunk of x that multiplies them. group: the group whose scale they share.
+    byte: their first byte among the step's bytes of a column. half: with two 4-bit values in a byte, 0 for the low 4
+    bits, 1 for the high 4 bits; otherwise 0. chunk: the index, in the step, of the chunk of x's columns. group: the
+    index, in the step, of the scale that the weights share; 0 if a column has one scale.
     """
 
     byte: int
@@ -32,7 +34,10 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowBitTraits:
-    """Sizes and features of a launch: [m, k] @ [n, k]ᵀ. rows: m rounded up to 8. weights: 1, or 2 for a gated unit."""
+    """The static facts of a launch that multiplies x [m, k] by the transpose of low-bit weights [n, k].
+
+    dtype: of x. weights: the number of weight matrices: 1, or 2 for a gated unit.
+    """
 
     options: MatmulOptions
     config: MatmulLowBitSm90
@@ -46,13 +51,15 @@ class LowBitTraits:
 
     @property
     def rows(self) -> int:
+        """m rounded up to a multiple of 8."""
         return pl.cdiv(self.m, 8) * 8
 
     @property
     def compute_wgs(self) -> int:
-        """Compute warpgroups of a CTA: the most that divide the columns, up to the block spec's.
+        """The number of compute warpgroups of a CTA: the largest one up to config.compute_wgs whose columns divide n.
 
-        A gated unit has at most half the block spec's, because each warpgroup also has the sums of the second matmul.
+        A gated unit has at most half of config.compute_wgs, because each warpgroup also has the sums of the second
+        matmul.
         """
         most = max(1, self.config.compute_wgs // self.weights)
         return max(wgs for wgs in (1, 2, 4) if wgs <= most and self.n % (wgs * COLUMNS) == 0)
@@ -63,11 +70,12 @@ class LowBitTraits:
 
     @property
     def block_k(self) -> int:
+        """The number of values of the inner dimension in a step."""
         return STEP_BYTES * (2 if self.layout.is_packed else 1)
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of x's columns in a step."""
+        """The number of chunks, of `width` columns each, in a step's part of x."""
         return self.block_k // self.width
 
     @property
@@ -80,53 +88,64 @@ class LowBitTraits:
 
     @property
     def joins(self) -> bool:
-        """Whether the CTAs of a cluster join the splits. The kernel must be able to compute the activation."""
+        """Whether the CTAs that split a work tile's inner dimension are a cluster, and run the tile's epilogue.
+
+        This needs config.cluster_join, and an activation that the kernel can compute. Otherwise a second launch adds
+        their sums and runs the epilogue.
+        """
         return self.config.cluster_join and elementwise.why_not(self.options.activation) is None
 
     @property
     def most_splits(self) -> int:
-        """The number of splits that gives each SM one CTA."""
+        """The number of CTAs per work tile with which each SM has at most one CTA: at least 1, at most one per step.
+
+        With `joins` it is a power of two up to 8.
+        """
         most = max(1, min(self.k_steps, self.core_count // self.tiles))
         return max(ctas for ctas in (1, 2, 4, 8) if ctas <= most) if self.joins else most
 
     @property
     def steps_of_split(self) -> int:
-        """Steps of a CTA."""
+        """The number of steps of a CTA; the last CTAs of a work tile may have fewer, or none."""
         return pl.cdiv(self.k_steps, self.most_splits)
 
     @property
     def splits(self) -> int:
-        """CTAs of a work tile. In a cluster the last CTAs may have no steps."""
+        """The number of CTAs that split a work tile's inner dimension. In a cluster the last CTAs may have no steps."""
         return self.most_splits if self.joins else pl.cdiv(self.k_steps, self.steps_of_split)
 
     @property
     def exchange(self) -> tuple[int, ...]:
-        """The shape of the shared memory in which sums are joined: see exchange_sums."""
+        """The shape of the float32 shared memory in which a CTA receives the sums of the cluster's CTAs.
+
+        The axes are: matmuls, warpgroups of the CTA that add, sending CTAs, pairs of values of a thread, threads, 2.
+        """
         of_cta = pl.cdiv(self.compute_wgs, self.splits)
         return self.weights, of_cta, self.splits, self.rows // 4, COLUMNS * 2, 2
 
     @property
     def exchanges(self) -> bool:
+        """Whether CTAs of a cluster exchange their sums."""
         return self.joins and self.splits > 1
 
     @property
     def transposes_sums(self) -> bool:
-        """Whether the sums of splits are [splits, n, m]."""
+        """Whether the splits' sums in device memory are [splits, n, rows], and not [splits, m, n]."""
         return True
 
     @property
     def scales_of_step(self) -> int:
-        """Scales of a column in a step; 0 if the column has a single scale."""
+        """The number of scales of a column in a step; 0 if the column has one scale for all its values."""
         return 0 if self.layout.group is None else max(1, self.block_k // self.layout.group)
 
     @property
     def width(self) -> int:
-        """Values of the inner dimension that are decoded together: 32 or 64."""
+        """The number of values of a column that are decoded together, along the inner dimension: 32 or 64."""
         return min(64, self.layout.unit // (2 if self.layout.is_packed else 1))
 
     @property
     def parts(self) -> list[Part]:
-        """The parts of a step, in the order of their groups."""
+        """The parts of a step, sorted by the group whose scale they use."""
         found = []
         halves, unit = (2 if self.layout.is_packed else 1), min(self.layout.unit_bytes, self.width)
         for nth, half in itertools.product(range(STEP_BYTES // unit), range(halves)):
@@ -137,7 +156,7 @@ class LowBitTraits:
 
     @property
     def stages(self) -> int:
-        """The block spec's stages, or the number that fits shared memory if that is lower."""
+        """The number of stages of the ring: config.stages, or fewer if shared memory lacks room."""
         of_weights = self.weights * self.block_n * (STEP_BYTES + 4 * self.scales_of_step)
         room = SHARED_MEMORY - (4 * math.prod(self.exchange) if self.exchanges else 0)
         return min(self.config.stages, room // (of_weights + self.rows * self.block_k * 2))

@@ -52,9 +52,12 @@ REGISTERS = {2: (240, 24), 3: (160, 32)}
 def matmul(
     inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulSm90, core_count: int, interpret: bool
 ) -> MatmulResult:
-    """See the package's docstring. m is a multiple of 8, n and k are multiples of 64.
+    """Computes activation(x @ w + bias) * (x @ w_up) + residual on Hopper, without the terms that the call lacks.
 
-    8-bit operands have k along their last axes, and k is a multiple of 128.
+    With inputs.preactivation it computes the derivative of such a call instead, and x @ w is the cotangent. M is a
+    multiple of 8, N and K are multiples of 64. 8-bit operands have K along their last axes, and K is a multiple of 128.
+    core_count: the number of SMs. interpret: runs the kernel in JAX's interpreter. Raises ValueError if config has
+    fields for 16-bit operands but the operands have 8 bits, or if it has too few stages for the epilogue.
     """
     config = dataclasses.replace(config, cluster=min(config.cluster, core_count))
     short = shortened(options.activation) if config.short_activation else None
@@ -96,11 +99,12 @@ def matmul(
 
 
 def _named(traits: Traits, results: Any) -> Any:
+    """The MatmulResult with these arrays or refs, which are in the order of traits.results; other fields are None."""
     return MatmulResult(**({"out": None} | dict(zip(traits.results, results, strict=True))))
 
 
 def _kernel(kernel: Kernel) -> None:
-    """One warpgroup of a CTA."""
+    """Runs one warpgroup of a CTA: the memory warpgroup or a compute warpgroup."""
     wg, compute_wgs = lax.axis_index("wg"), kernel.traits.compute_wgs
     of_compute, of_memory = REGISTERS[compute_wgs]
 
@@ -119,7 +123,10 @@ def _kernel(kernel: Kernel) -> None:
 
 
 def _load_tile(kernel: Kernel, tile: WorkTile, nth: Index) -> None:
-    """Loads the operands of a work tile, step by step."""
+    """Loads a work tile's blocks of x and w, step by step, then the operands of its epilogue, as stages become free.
+
+    nth: the number of work tiles that the CTA took before.
+    """
     traits, inputs = kernel.traits, kernel.inputs
 
     def step(i, _):
@@ -144,7 +151,10 @@ def _load_tile(kernel: Kernel, tile: WorkTile, nth: Index) -> None:
 
 
 def _free_slot(kernel: Kernel, number: Index) -> jax.Array:
-    """Waits until the stage of fill `number` is free, and returns the stage's index."""
+    """Waits until a stage of the ring is free to be filled, and returns the stage's index.
+
+    number: the number of times that the CTA has filled a stage before.
+    """
     slot = lax.rem(number, jnp.int32(kernel.traits.stages))
 
     @pl.when(number >= kernel.traits.stages)
@@ -157,7 +167,10 @@ def _free_slot(kernel: Kernel, number: Index) -> jax.Array:
 def _load_step(
     kernel: Kernel, tile: WorkTile, i: Index, x: Ref, weights: list[Ref], *, slot: Index, ready: Index
 ) -> None:
-    """Loads a step's block of x and of each of the weights. ready: the index of the stage's barrier."""
+    """Starts to load the blocks of step i of x and of each of the weights, into stage `slot`.
+
+    x, weights: refs in device memory. ready: the index of the stage's barrier in smem.ready.
+    """
     traits, smem = kernel.traits, kernel.smem
     rows, columns = pl.ds(tile.row, traits.block_m), pl.ds(tile.column, traits.block_n)
     depth = pl.ds(i * traits.block_k, traits.block_k)
@@ -175,13 +188,19 @@ def _load_step(
 
 
 def _wait_for_readers(kernel: Kernel, tiles: Index) -> None:
-    """Waits until all stages are free: until then the other CTA of a cluster signals to this CTA's shared memory."""
+    """Waits until all stages are free. A CTA may not end before, since its cluster signals to its shared memory.
+
+    tiles: the number of work tiles that the CTA has loaded.
+    """
     fills = tiles * kernel.traits.fills
     lax.fori_loop(fills, fills + kernel.traits.stages, lambda number, _: (_free_slot(kernel, number), None)[1], None)
 
 
 def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> None:
-    """A warpgroup's rows of a work tile: sums in registers, then the epilogue."""
+    """Computes and stores the rows of a work tile that warpgroup `wg` has: sums in registers, then the epilogue.
+
+    nth: the number of work tiles that the CTA took before.
+    """
     traits, smem = kernel.traits, kernel.smem
     sums = (promoted_sums if traits.is_8_bit else plain_sums)(kernel, wg, tile, nth)
     first, blocks = nth * traits.fills + traits.steps, traits.block_m // ROWS
@@ -198,9 +217,10 @@ def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> None
 
 
 def _epilogue(kernel: Kernel, wg: Index, tile: WorkTile, half: int, sums: Sums, slots: Sequence[Index]) -> None:
-    """Stores 64 rows of a warpgroup in parts of traits.columns columns, through alternating buffers.
+    """Computes the epilogue of 64 rows, and stores it in parts of traits.columns columns, through alternating buffers.
 
-    half: the index of the warpgroup's 64 rows. slots: the stages that hold the operands.
+    half: the index of the 64 rows among the warpgroup's rows. slots: for each of traits.operands, the stage that holds
+    these rows.
     """
     traits, smem, results = kernel.traits, kernel.smem, kernel.results
     columns = traits.columns
@@ -237,9 +257,11 @@ def _results_of_part(
     operand: Callable[[str], Any],
     place: tuple[Slice, Slice],
 ) -> Iterator[tuple[str, Any]]:
-    """(field of MatmulResult, float32 values of a part) pairs. operand(name) loads an operand of the epilogue.
+    """Yields (name of a field of MatmulResult, its float32 values [64, columns]) for a part of a work tile.
 
-    bias: of the part's columns, None if it is not loaded yet.
+    z, up: the part's sums x @ w and x @ w_up, before scales; up is None without a gated unit. bias: of the part's
+    columns; None if it is not loaded yet. operand(name) loads "residual", "preactivation" or "up" in float32.
+    `place`: the slices of rows and of columns of the result.
     """
     traits, inputs, options = kernel.traits, kernel.inputs, kernel.traits.options
     if traits.derives:
@@ -265,7 +287,10 @@ def _results_of_part(
 
 
 def _store_part(smem: Ref, x: jax.Array, gmem: Ref) -> None:
-    """Stores the values of a part through a buffer that the last store did not use."""
+    """Rounds values to the buffer's dtype, and starts to copy them to device memory.
+
+    smem: the buffer, which the last store did not use. gmem: the part's ref in device memory.
+    """
     plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
     smem[...] = x.astype(smem.dtype)
     plgpu.commit_smem()
@@ -273,7 +298,10 @@ def _store_part(smem: Ref, x: jax.Array, gmem: Ref) -> None:
 
 
 def _residual(smem: Ref, ready: Barrier, gmem: Ref) -> jax.Array:
-    """The residual of a part in float32, loaded through the result's buffer."""
+    """Loads a part of the residual from device memory, gmem, and returns it in float32.
+
+    smem: an output buffer, through which it is loaded. ready: the barrier that waits for it.
+    """
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.copy_gmem_to_smem(gmem, smem, ready)
     plgpu.barrier_wait(ready)

@@ -1,4 +1,4 @@
-"""The join of splits inside the matmul kernel, and the epilogue.
+"""The addition of a work tile's splits inside the kernel of the low-bit matmul, and the epilogue.
 
 The CTAs of a cluster have parts of the inner dimension. Warpgroup w of each CTA stores its sums in the shared memory of
 CTA w % CTAs of the cluster, whose warpgroup w adds the sums in order. Each thread adds the values of the threads with
@@ -30,7 +30,7 @@ THREADS = 128
 
 
 def results_of(options: MatmulOptions, m: int, n: int, is_gated: bool) -> MatmulResult:
-    """The types of the arrays that a call writes."""
+    """The shapes and dtypes of the arrays that a call writes, as a MatmulResult whose other fields are None."""
     out: Any = jax.ShapeDtypeStruct((m, n), jnp.dtype(options.out_dtype))
     saves = options.saves_preactivation
     return MatmulResult(out=out, preactivation=out if saves else None, up=out if saves and is_gated else None)
@@ -39,10 +39,12 @@ def results_of(options: MatmulOptions, m: int, n: int, is_gated: bool) -> Matmul
 def exchange_sums(
     totals: list[jax.Array], exchange: Ref, ready: Barrier | None, wg: Index, split: Index, splits: int
 ) -> None:
-    """Sends a warpgroup's sums to CTA wg % splits, and waits for the sums of all CTAs.
+    """Sends warpgroup wg's sums to the shared memory of CTA wg % splits of the cluster, and waits for all CTAs' sums.
 
-    exchange: shared memory [matmuls, adding warpgroups of a CTA, splits, pairs of values, threads, 2]. For the
-    interpreter it is device memory [matmuls, splits, columns of the work tile, rows], and ready a cluster barrier.
+    totals: for each matmul, float32 [64 columns, rows]. exchange: the CTA's shared memory for received sums, [matmuls,
+    warpgroups of the CTA that add, sending CTAs, pairs of values, threads, 2]. split: the calling CTA's index in the
+    cluster. splits: the number of CTAs. ready: None; in the interpreter, a barrier of the cluster, and exchange is
+    device memory [matmuls, splits, columns of the work tile, rows].
     """
     if interpreter.INTERPRETED:
         for i, total in enumerate(totals):
@@ -56,7 +58,10 @@ def exchange_sums(
 
 
 def joined_sums(exchange: Ref, wg: Index, splits: int, rows: int) -> list[jax.Array]:
-    """The sums over all splits of a warpgroup's columns, in CTA wg % splits, after exchange_sums."""
+    """Adds the sums that the cluster's CTAs have sent with exchange_sums, in the order of the CTAs.
+
+    Only warpgroup `wg` of CTA wg % splits may call it. Returns, for each matmul, float32 [64 columns, rows].
+    """
     if interpreter.INTERPRETED:
         read = lambda i, part: exchange[i, part, pl.ds(wg * COLUMNS, COLUMNS)]
     else:
@@ -65,7 +70,11 @@ def joined_sums(exchange: Ref, wg: Index, splits: int, rows: int) -> list[jax.Ar
 
 
 def _send(numbers: jax.Array, to: Ref, splits: int) -> None:
-    """Stores a warpgroup's sums in the CTA that adds them. to: a ref in shared memory, [pairs, threads, 2]."""
+    """Stores the calling warpgroup's sums in the shared memory of the CTA that adds them: warpgroup index % splits.
+
+    to: a ref [pairs of values of a thread, threads, 2] in the calling CTA's shared memory; the sums go to the same
+    address in the other CTA.
+    """
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()), return_type=None)
     def store(_, numbers, to):
@@ -87,7 +96,10 @@ def _send(numbers: jax.Array, to: Ref, splits: int) -> None:
 
 
 def _received(place: Ref, rows: int) -> jax.Array:
-    """The sums that one CTA stored in this CTA's shared memory [pairs, threads, 2]."""
+    """Loads the sums that one CTA has sent, as float32 [64 columns, rows] in the register layout of wgmma's results.
+
+    `place`: a ref [pairs of values of a thread, threads, 2] in this CTA's shared memory.
+    """
     result = plgpu.ShapeDtypeStruct((COLUMNS, rows), jnp.float32, layout=WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
@@ -111,7 +123,7 @@ def _received(place: Ref, rows: int) -> jax.Array:
 
 
 def _thread() -> Any:
-    """The index of a thread in its warpgroup."""
+    """The index of the calling thread in its warpgroup, an MLIR value."""
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
@@ -122,7 +134,11 @@ def _thread() -> Any:
 def epilogue(
     options: MatmulOptions, inputs: MatmulInputRefs, results: MatmulResultRefs, sums: list[jax.Array], columns: Slice
 ) -> None:
-    """Computes the epilogue of a warpgroup's columns in float32, and stores the results. columns: a slice."""
+    """Computes the epilogue of a warpgroup's 64 columns in float32, and stores the results in device memory.
+
+    inputs: bias and residual, which may be None. sums: x @ w, and x @ w_up of a gated unit, each [64 columns, rows].
+    columns: the slice of the results' columns.
+    """
     z, *up = sums
     if inputs.bias is not None:
         bias = plgpu.load(inputs.bias.at[columns], layout=ROW, optimized=False).astype(jnp.float32)
@@ -140,7 +156,10 @@ def epilogue(
 
 
 def _store(numbers: jax.Array, ref: Ref, columns: Slice) -> None:
-    """Stores the transpose of values [columns, rows] in a ref [m, n] in device memory. m may be less than rows."""
+    """Stores the transpose of values [64 columns, rows] in the columns of a ref [m, n] in device memory.
+
+    Rows from m on are not stored.
+    """
     if interpreter.INTERPRETED:
         ref[:, columns] = numbers[:, : ref.shape[0]].T
         return
@@ -165,7 +184,7 @@ def _store(numbers: jax.Array, ref: Ref, columns: Slice) -> None:
 
 
 def _load(ref: Ref, columns: Slice, rows: int) -> jax.Array:
-    """The transpose of columns of a ref [m, n] in device memory, [columns, rows], with zeros for rows from m on."""
+    """Loads 64 columns of a ref [m, n] in device memory, transposed to [64 columns, rows]; 0 for rows from m on."""
     if interpreter.INTERPRETED:
         return jnp.pad(ref[:, columns].T, ((0, 0), (0, rows - ref.shape[0])))
     m, n = ref.shape
@@ -200,9 +219,10 @@ def _load(ref: Ref, columns: Slice, rows: int) -> jax.Array:
 
 
 def _places(ref: Any, rows: int, n: int, size: int) -> list[list[tuple[Any, Any]]]:
-    """(row, address in ref's transpose) of the two values in each register of a thread, of an array [columns, rows].
+    """For each pair of values that a thread has of an array [64 columns, rows]: [(row, address)] of the two values.
 
-    ref: [m, columns], with a row stride of n values.
+    row: the value's row in ref, i32. address: the value's address in device memory, i64. Both are MLIR values of the
+    calling thread. ref: [m, 64 columns] in device memory, with a row stride of n values of `size` bytes.
     """
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir

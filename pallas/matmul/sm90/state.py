@@ -27,7 +27,7 @@ SHARED_MEMORY = 225 << 10  # bytes of a CTA's shared memory, without its barrier
 
 
 class WorkTile(NamedTuple):
-    """A block of the result: its first row and first column."""
+    """A block of the result that a CTA or a warpgroup computes at a time: its first row and first column."""
 
     row: Index
     column: Index
@@ -35,7 +35,12 @@ class WorkTile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Sizes and features of a launch: [m, k] @ [k, n]."""
+    """The static facts of a launch that multiplies x [m, k] by w [k, n].
+
+    dtype, w_dtype: of x and w. derives: whether the epilogue is the derivative of an earlier call, which gives its
+    preactivation. derives_up: whether that call had a gated unit, and gives its x @ w_up too. adds_products: whether
+    x_up @ w_up is added to x @ w.
+    """
 
     options: MatmulOptions
     config: MatmulSm90
@@ -53,6 +58,7 @@ class Traits:
 
     @classmethod
     def of(cls, inputs: MatmulInputs, options: MatmulOptions, config: MatmulSm90) -> "Traits":
+        """The static facts of a launch with these inputs."""
         m, n, k = options.sizes(inputs)
         return cls(
             options=options,
@@ -80,32 +86,32 @@ class Traits:
 
     @property
     def tile_wgs(self) -> int:
-        """The compute warpgroups that work on one work tile together."""
+        """The number of compute warpgroups that work on one work tile together."""
         return 1 if self.config.pingpong else self.compute_wgs
 
     @property
     def halves(self) -> int:
-        """The number of 64-row blocks of a warpgroup."""
+        """The number of 64-row blocks that a warpgroup has in a work tile."""
         return self.config.wg_rows // ROWS
 
     @property
     def block_m(self) -> int:
-        """Rows of a work tile."""
+        """The number of rows of a work tile."""
         return self.config.wg_rows * self.tile_wgs
 
     def block_of(self, wg: Index, half: int) -> Index:
-        """The index, in the work tile, of a warpgroup's 64-row block `half`."""
+        """The index, among a work tile's blocks of 64 rows, of the block `half` of warpgroup `wg`."""
         if self.config.pingpong:
             return half
         return wg if self.halves == 1 else wg * self.halves + half
 
     def first_row(self, wg: Index, half: int) -> Index:
-        """The first row, in the work tile, of a warpgroup's 64-row block `half`."""
+        """The first row, counted from the work tile's first row, of the 64-row block `half` of warpgroup `wg`."""
         return self.block_of(wg, half) * ROWS
 
     @property
     def block_n(self) -> int:
-        """Columns of a work tile. A gated unit has the accumulators of two matmuls, hence half the columns."""
+        """The number of columns of a work tile. A gated unit has half as many, because it accumulates two matmuls."""
         return self.config.block_n // 2 if self.is_gated else self.config.block_n
 
     @property
@@ -119,7 +125,7 @@ class Traits:
 
     @property
     def columns(self) -> int:
-        """Columns of an output buffer, and of the swizzled tiles of 16-bit operands."""
+        """The number of columns of an output buffer, and of the swizzled tiles of 16-bit operands: 32 or 64."""
         return 32 if self.block_n % 64 else 64
 
     @property
@@ -140,17 +146,17 @@ class Traits:
 
     @property
     def block_k(self) -> int:
-        """Values of the inner dimension in a step."""
+        """The number of values of the inner dimension in a step."""
         return DEPTH_BYTES // self.dtype.itemsize
 
     @property
     def promoted(self) -> int:
-        """Columns of 8-bit accumulators that are promoted at a time."""
+        """The number of columns whose 8-bit accumulators are promoted (added to float32 sums) at a time."""
         return min(PROMOTED, self.block_n)
 
     @property
     def promoted_steps(self) -> int:
-        """Steps between the promotions of 8-bit accumulators.
+        """The number of steps after which 8-bit accumulators are promoted (added to float32 sums).
 
         Block scales need a promotion after each step. With one step the sums have only the error of float32. With two
         steps the error is 2**-12 of the sums' magnitude, which is visible in float32 results.
@@ -161,24 +167,24 @@ class Traits:
 
     @property
     def has_second_part(self) -> bool:
-        """Whether the columns of 8-bit accumulators form two parts, which are promoted in turn."""
+        """Whether 8-bit accumulators form two parts of columns, which are added to float32 sums in turn."""
         return self.is_8_bit and (self.is_gated or self.block_n > PROMOTED)
 
     @property
     def stages(self) -> int:
-        """The block spec's stages, or the number that fits shared memory with the output buffers, if that is lower."""
+        """The number of stages of the ring: config.stages, or fewer if shared memory has no room for as many."""
         of_stage = (self.block_m + self.config.block_n) * DEPTH_BYTES
         of_results = self.compute_wgs * BUFFERS * ROWS * self.columns * self.out_dtype.itemsize
         return min(self.config.stages, (SHARED_MEMORY - of_results) // of_stage)
 
     @property
     def loads_residual(self) -> bool:
-        """Whether the compute warpgroups load the residual; otherwise it comes through the ring."""
+        """Whether there is a residual that the compute warpgroups load, instead of the memory warpgroup."""
         return self.has_residual and "residual" not in self.operands
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The fields of MatmulResult that the kernel writes."""
+        """The names of the fields of MatmulResult that the kernel writes, in the order of its outputs."""
         if self.derives:
             return ("out", "up", "activated") if self.derives_up else ("out", "activated")
         saved = ("preactivation", "up") if self.is_gated else ("preactivation",)
@@ -186,10 +192,10 @@ class Traits:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The fields of MatmulInputs that come through the ring, for the epilogue: arrays [m, n] of w's dtype.
+        """The names of the inputs [m, n] of the epilogue that the memory warpgroup loads through the ring of stages.
 
-        With pingpong the residual does not come through the ring: its stages would block the other warpgroup's steps
-        until the epilogue ends.
+        They are fields of MatmulInputs, all in w's dtype. With pingpong the residual does not come through the ring:
+        its stages would block the other warpgroup's steps until the epilogue ends.
         """
         if self.out_dtype != self.w_dtype:
             return ()
@@ -199,13 +205,19 @@ class Traits:
 
     @property
     def operand_parts(self) -> list[tuple[int, int]]:
-        """(first column, width) of each copy of an operand; each copy is contiguous in a block of w."""
+        """(first column in the work tile, number of columns) of each copy that loads an operand of the epilogue.
+
+        A copy goes to the memory of w's block in a stage, and is contiguous there.
+        """
         width = self.columns if self.options.transpose_w else self.block_n
         return [(first, width) for first in range(0, self.block_n, width)]
 
     @property
     def fills(self) -> int:
-        """Stages of the ring that a work tile fills: one for each step and one for each 64 rows of each operand."""
+        """The number of times that a work tile fills a stage of the ring.
+
+        This is once for each step, and once for each 64 rows of each operand of the epilogue.
+        """
         return self.steps + len(self.operands) * (self.block_m // ROWS)
 
     @property
@@ -218,26 +230,29 @@ class Traits:
 
     @property
     def k_steps(self) -> int:
-        """Steps of one matmul."""
+        """The number of steps of one matmul of a work tile."""
         return pl.cdiv(self.k, self.block_k)
 
     @property
     def steps(self) -> int:
-        """Steps of a work tile: of x @ w, then of x_up @ w_up if there is an x_up."""
+        """The number of steps of a work tile: for x @ w, then for x_up @ w_up if there is an x_up."""
         return self.k_steps * (2 if self.adds_products else 1)
 
     @property
     def cluster(self) -> int:
-        """The number of CTAs that share the blocks of w. Their work tiles lie one below the other."""
+        """The number of CTAs of a cluster. Their work tiles lie one below the other, and use the same blocks of w."""
         return min(self.config.cluster, self.m_blocks)
 
     @property
     def tiles(self) -> int:
-        """The number of work tiles of each CTA if the launch had one cluster."""
+        """The number of work tiles of the result, where the tiles of a cluster, one below the other, count as one."""
         return pl.cdiv(self.m_blocks, self.cluster) * self.n_blocks
 
     def place(self, index: Index, nth: Index = 0) -> WorkTile:
-        """Work tile `index` of the CTA `nth` of a cluster. The tile may lie below the last row."""
+        """The work tile of CTA `nth` of the cluster that takes the tiles of number `index`, from 0 up to `tiles`.
+
+        The tile may lie below the last row.
+        """
         rows = pl.cdiv(self.m_blocks, self.cluster)
         row, n_block = banded(index, rows, self.n_blocks, max(1, self.config.rows_together // self.cluster))
         return WorkTile((row * self.cluster + nth) * self.block_m, n_block * self.block_n)
@@ -248,13 +263,15 @@ class Traits:
 class Smem:
     """A CTA's shared memory. A field is None if the call does not need it.
 
-    x, w, w_up: [stages, ...], the operands of a step. If traits.is_joined, w also holds w_up's block.
-    out: [warpgroups, buffers, 64, columns], the output buffers. The residual is loaded through the same buffers.
+    x, w, w_up: [stages, rows, columns], the blocks of a step, as they lie in device memory. If traits.is_joined, w also
+      holds w_up's block.
+    out: [warpgroups, buffers, 64, columns], the output buffers. A residual that does not come through the ring is
+      loaded through the same buffers.
     ready, free: [stages], barriers: a step's operands have arrived, or have been read.
     operands_ready: [stages], barriers: 64 rows of an operand of the epilogue have arrived. With pingpong ready and
       operands_ready have [warpgroups * stages] barriers, because a thread must wait for each phase of a barrier.
-    second_ready: [stages], barriers like ready, for the weights of the second part of 8-bit columns.
-    residual_ready: [warpgroups], barriers.
+    second_ready: [stages], barriers: the weights of the second part of 8-bit columns have arrived.
+    residual_ready: [warpgroups], barriers: a part of a warpgroup's residual has arrived.
     """
 
     x: Ref
@@ -296,7 +313,10 @@ def _ready_barriers(traits: Traits) -> int:
 
 
 def _free_barrier(traits: Traits) -> Barrier:
-    """A stage is free when all warpgroups of its work tile have read it; in a cluster, in all CTAs."""
+    """The barriers [stages] by which the memory warpgroup learns that a stage is free.
+
+    A stage is free when all warpgroups of its work tile have read it; in a cluster, when all its CTAs have.
+    """
     if traits.cluster == 1:
         return barrier_ref(num_arrivals=traits.tile_wgs, num_barriers=traits.stages)
     barriers = plgpu.ClusterBarrier(
@@ -306,7 +326,10 @@ def _free_barrier(traits: Traits) -> Barrier:
 
 
 def _operand_barriers(traits: Traits) -> Barrier | None:
-    """The barriers of the epilogue's operands: each waits for all copies of 64 rows."""
+    """The barriers of the epilogue's operands, one per stage; None without operands that come through the ring.
+
+    A barrier waits for all copies of 64 rows. With pingpong there is one per stage and warpgroup.
+    """
     if not traits.operands:
         return None
     return barrier_ref(num_arrivals=len(traits.operand_parts), num_barriers=_ready_barriers(traits))
@@ -314,7 +337,10 @@ def _operand_barriers(traits: Traits) -> Barrier | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The state of a CTA. clusters: of the launch. inputs, results: refs in device memory."""
+    """The state of a CTA.
+
+    clusters: the number of clusters in the launch; without clusters, of CTAs. inputs, results: refs in device memory.
+    """
 
     traits: Traits
     clusters: int
@@ -323,9 +349,11 @@ class Kernel:
     smem: Smem
 
     def for_each_tile(self, run, wg: Index | None = None) -> Index:
-        """Calls run(tile, nth) for the CTA's work tiles, with their index nth. Returns the number of tiles.
+        """Calls run(tile, nth) for each work tile of the CTA, and returns the number of tiles.
 
-        wg: a compute warpgroup. With pingpong it takes every second tile.
+        tile: a WorkTile. nth: the number of the CTA's earlier tiles. wg: the index of the calling compute warpgroup;
+        None for the memory warpgroup. With pingpong a compute warpgroup takes only every second tile; the returned
+        number is then not exact.
         """
         every = self.traits.compute_wgs if self.traits.config.pingpong and wg is not None else 1
 
@@ -340,16 +368,25 @@ class Kernel:
         return lax.while_loop(lambda carry: carry[0] < self.traits.tiles, body, start)[1]
 
     def barrier_of(self, slot: Index, nth: Index) -> Index:
-        """The index of a stage's barrier for the warpgroups of the CTA's work tile `nth`."""
+        """The index, in smem.ready and smem.operands_ready, of the barrier of stage `slot`.
+
+        nth: the number of work tiles that the CTA took before. With pingpong each warpgroup has its own barriers.
+        """
         if not self.traits.config.pingpong:
             return slot
         return slot + self.traits.stages * lax.rem(nth, jnp.int32(self.traits.compute_wgs))
 
     def operand(self, slot: Index, first: int, width: int) -> Ref:
-        """A ref of columns of an operand of the epilogue: the memory of w's block in a stage of the ring."""
+        """The shared memory of 64 rows and `width` columns of an operand of the epilogue, from column `first` on.
+
+        It is the memory of w's block in stage `slot` of the ring.
+        """
         columns = pl.ds(first, width)
         return self.smem.w.at[slot, columns] if self.traits.options.transpose_w else self.smem.w.at[slot, :, columns]
 
     def load_w(self, w: Ref, smem: Ref, ready: Barrier) -> None:
-        """Loads a block of weights. In a cluster each CTA loads a part of it for all CTAs."""
+        """Starts to load a block of weights from device memory, w, to shared memory.
+
+        In a cluster each CTA loads a part of the block for all CTAs. ready: the barrier that waits for it.
+        """
         plgpu.copy_gmem_to_smem(w, smem, ready, collective_axes=None if self.traits.cluster == 1 else CLUSTER)

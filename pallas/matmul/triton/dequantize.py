@@ -22,7 +22,12 @@ BELOW, ABOVE = ("0x4140", "0x4342"), ("0x1404", "0x3424")
 
 
 def decoded(stored: jax.Array, layout: LowBit, dtype: jnp.dtype, interpret: bool) -> list[jax.Array]:
-    """The decoded values of stored bytes [columns, unit_bytes]: one array, or the two halves of a unit."""
+    """Decodes a unit of low-bit weights: a list of one array of values, or of two if a byte has two values.
+
+    stored: the unit's bytes, [columns, unit_bytes] uint8 or int8. Each array of the result is [columns, unit_bytes] in
+    the 16- or 32-bit `dtype`. With two values in a byte, the first array has the first half of the unit along the inner
+    dimension, the second array the second half. interpret: computes in jnp, for Pallas's interpreter.
+    """
     if interpret:
         return [x.astype(dtype) for x in formats.numbers(_typed(stored, layout), layout)]
     if layout.format == "int8":
@@ -42,15 +47,16 @@ def decoded(stored: jax.Array, layout: LowBit, dtype: jnp.dtype, interpret: bool
 
 
 def _typed(stored: jax.Array, layout: LowBit) -> jax.Array:
-    """The stored values in their dtype. Kernels get float8_e4m3fn values as bytes."""
+    """The stored bytes as the format's own dtype: float8_e4m3fn for mxfp8; other formats are unchanged."""
     return jax.lax.bitcast_convert_type(stored, layout.dtype) if layout.format == "mxfp8" else stored
 
 
 @functools.cache
 def assembly(format: str, dtype: str, half: int = 0) -> str:
-    """The PTX from four bytes, $2, to 4 values in two registers.
+    """Returns PTX that decodes the four bytes of register $2 to four 16-bit values, in the registers $0 and $1.
 
-    half: 0 for the low 4 bits of each byte, 1 for the high 4 bits.
+    format: "int4", "int8", "mxfp4" or "mxfp8". dtype: "bfloat16", or any other for float16. half: for the formats with
+    two values in a byte, 0 for the low 4 bits of each byte, 1 for the high 4 bits; otherwise not used.
     """
     body = {"int4": _of_int4, "int8": _of_int8, "mxfp4": _of_e2m1, "mxfp8": _of_e4m3}[format](dtype == "bfloat16", half)
     kind = "bf16x2" if dtype == "bfloat16" else "f16x2"
@@ -59,9 +65,10 @@ def assembly(format: str, dtype: str, half: int = 0) -> str:
 
 
 def _of_int4(is_bf16: bool, half: int) -> list[str]:
-    """Puts the 4 bits u below a fixed exponent: the value is 128 + u in bfloat16, 1024 + u in float16.
+    """The PTX lines that decode int4, which is stored as u = value + 8.
 
-    Subtracting 136 or 1032 gives u - 8. All steps are exact, also in the functions below.
+    They put the 4 bits u below a fixed exponent, which gives 128 + u in bfloat16 and 1024 + u in float16. Subtracting
+    136 or 1032 gives u - 8. All steps are exact, also in the functions below.
     """
     high, one, less = (
         ("0x43434343", "0x3f803f80", "0xc308c308") if is_bf16 else ("0x64646464", "0x3c003c00", "0xe408e408")
@@ -74,7 +81,11 @@ def _of_int4(is_bf16: bool, half: int) -> list[str]:
 
 
 def _of_int8(is_bf16: bool, half: int) -> list[str]:
-    """bfloat16: 128 plus the low 7 bits, minus 128, or minus 256 if the sign is set. float16: like int4."""
+    """The PTX lines that decode int8. half is not used.
+
+    bfloat16: 128 plus the low 7 bits, minus 128, or minus 256 if the sign is set. float16: the byte with its sign bit
+    flipped goes below a fixed exponent, which gives 1152 + value; then 1152 is subtracted.
+    """
     if is_bf16:
         lines = ["mov.b32 n, 0x43434343;", "mov.b32 one, 0xbf80bf80;"]
         for i, bytes in enumerate(BELOW):
@@ -93,9 +104,10 @@ def _of_int8(is_bf16: bool, half: int) -> list[str]:
 
 
 def _of_e2m1(is_bf16: bool, half: int) -> list[str]:
-    """Moves the sign to the highest bit, and the other bits to the low exponent and high mantissa bits of the result.
+    """The PTX lines that decode mxfp4 values: 1 sign bit, 2 exponent bits and 1 mantissa bit.
 
-    A factor corrects the exponent's bias: 2**126 in bfloat16, 2**14 in float16. Subnormal values are exact too.
+    The sign moves to the highest bit of the result, and the other bits to its low exponent and high mantissa bits. A
+    factor corrects the exponent's bias: 2**126 in bfloat16, 2**14 in float16. Subnormal values are exact too.
     """
     shift, mask, power = (6, "0x01c001c0", "0x7e807e80") if is_bf16 else (3, "0x0e000e00", "0x74007400")
     lines = [f"mov.b32 one, {power};", "mov.b32 add, 0x80008000;", "mov.b32 n, 0;"]
@@ -113,7 +125,12 @@ def _of_e2m1(is_bf16: bool, half: int) -> list[str]:
 
 
 def _of_e4m3(is_bf16: bool, half: int) -> list[str]:
-    """Like e2m1, with the factor 2**120 or 2**8. The largest magnitude, 127, is NaN: all its exponent bits are set."""
+    """The PTX lines that decode mxfp8 values: 1 sign bit, 4 exponent bits and 3 mantissa bits. half is not used.
+
+    The sign moves to the highest bit of the result, and the other bits to its low exponent and high mantissa bits. A
+    factor corrects the exponent's bias: 2**120 in bfloat16, 2**8 in float16. The largest code without sign, 127, is
+    NaN: the result gets all exponent bits.
+    """
     shift, power = (4, "0x7b807b80") if is_bf16 else (1, "0x5c005c00")
     # Spreads bit 15 to the exponent bits that 127 lacks.
     spread = ["shr.u32 y, n, 4;", "sub.u32 n, n, y;"] if is_bf16 else ["shr.u32 n, n, 1;"]

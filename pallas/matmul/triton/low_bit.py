@@ -32,7 +32,11 @@ __all__ = ["LowBitTraits", "matmul"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowBitTraits(Traits):
-    """Traits of a matmul with low-bit weights. block_k is a multiple of the layout's unit."""
+    """The static facts of a launch that multiplies x [m, k] by low-bit weights, stored as [n, bytes].
+
+    block_k is a multiple of layout.unit, and divides the padded k. layout: the format of the weights. interpret:
+    whether the kernel runs in Pallas's interpreter.
+    """
 
     config: MatmulLowBitTriton  # type: ignore[assignment]
     layout: LowBit
@@ -47,6 +51,7 @@ class LowBitTraits(Traits):
         core_count: int,
         interpret: bool = False,
     ) -> "LowBitTraits":
+        """The static facts of a launch with these inputs. Blocks shrink to fit a small matmul."""
         layout = options.low_bit
         assert layout is not None
         m, n, k = options.sizes(inputs)
@@ -68,16 +73,20 @@ class LowBitTraits(Traits):
 
     @property
     def k_steps(self) -> int:
+        """The number of steps of a work tile, over the padded inner dimension."""
         return self.layout.padded(self.k) // self.block_k
 
     @property
     def steps_of_split(self) -> int:
-        """Steps of a program, such that each SM has config.programs programs."""
+        """The number of steps of a program: the least with which each SM has at most config.programs programs.
+
+        All k_steps if config.programs is None.
+        """
         most = 1 if self.config.programs is None else self.config.programs * self.core_count // self.tiles
         return pl.cdiv(self.k_steps, max(1, most))
 
     def load_x(self, ref: Ref, rows: Span, start: Index, size: int) -> jax.Array:
-        """[rows, size] of x, with 0 past its end."""
+        """Loads `rows` of x, and `size` columns from `start` on, as [rows, size], with 0 outside x."""
         within = None if self.k == self.layout.padded(self.k) else start + iota(size) < self.k
         mask = both(rows.exists, within, (rows.size, size))
         other = None if mask is None else jnp.zeros((), ref.dtype)
@@ -87,30 +96,35 @@ class LowBitTraits(Traits):
 def matmul(
     inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulLowBitTriton, core_count: int, interpret: bool
 ) -> MatmulResult:
-    """See the module's docstring. No size is 0."""
+    """Computes activation(x @ w + bias) * (x @ w_up) + residual in Triton, for low-bit w and w_up.
+
+    Terms that the call lacks are left out. M, N and K are not 0. core_count: the number of SMs. interpret: runs the
+    kernels in Pallas's interpreter.
+    """
     inputs = jax.tree.map(_as_bytes, inputs)
     traits = LowBitTraits.of(inputs, options, config, core_count, interpret)
     return plain.launched(traits, inputs, kernels=(_kernel, _split_kernel), name="matmul_low_bit", interpret=interpret)
 
 
 def _as_bytes(x: jax.Array) -> jax.Array:
+    """A float8 array as uint8; other arrays unchanged."""
     is_float8 = x.dtype in (jnp.float8_e4m3fn, jnp.float8_e8m0fnu)
     return lax.bitcast_convert_type(x, jnp.uint8) if is_float8 else x
 
 
 def _kernel(traits: LowBitTraits, inputs: MatmulInputRefs, results: MatmulResultRefs) -> None:
-    """Computes one work tile."""
+    """Runs one program: computes a work tile over the whole inner dimension, with the epilogue, and stores it."""
     tile = traits.tile(pl.program_id(0))
     plain.epilogue(traits, tile, _sums(traits, inputs, tile, 0, traits.k_steps), inputs, results)
 
 
 def _split_kernel(traits: LowBitTraits, inputs: MatmulInputRefs, results: Sums) -> None:
-    """Computes the sums of a split of a work tile."""
+    """Runs one program: stores the sums of a work tile over the program's part of the inner dimension (its split)."""
     plain.store_split(traits, functools.partial(_sums, traits, inputs), results)
 
 
 def _sums(traits: LowBitTraits, inputs: MatmulInputRefs, tile: Part, first: Index, last: Index) -> Sums:
-    """The sums of a work tile over the steps [first, last)."""
+    """The float32 sums of a work tile, x @ w and x @ w_up, over the steps from `first` up to, not including, `last`."""
     layout, weights = traits.layout, [w for w in (inputs.w, inputs.w_up) if w is not None]
     scales = [scale for scale in (inputs.w_scale, inputs.w_up_scale) if scale is not None]
     units = traits.block_k // layout.unit
@@ -135,7 +149,11 @@ def _unit(
     unit: Index,
     sums: list[jax.Array],
 ) -> list[jax.Array]:
-    """sums plus the products of a unit, which has one scale or one scale per half."""
+    """Returns the sums plus the scaled matmul of x and a unit of the weights.
+
+    weights, scales: refs, one for each matmul. unit: the index of the unit along the inner dimension. sums: for each
+    matmul, float32 [rows, columns] of the work tile.
+    """
     layout, dtype = traits.layout, x_ref.dtype
     parts = 2 if layout.is_packed else 1
     size = layout.unit // parts
@@ -160,14 +178,17 @@ def _unit(
 
 
 def _group(layout: LowBit, unit: Index, nth: int) -> Index:
-    """The index of the unit's scale `nth`."""
+    """The index, along the inner dimension, of scale `nth` of the scales of a unit."""
     if layout.group is not None and layout.group > layout.unit:
         return lax.div(unit, jnp.int32(layout.group // layout.unit))
     return unit * layout.scales_of_unit + nth
 
 
 def _scale(tile: Part, ref: Ref, group: Index) -> jax.Array:
-    """The scales of a group, [1, columns] float32."""
+    """Loads the scales of a work tile's columns, [1, columns] float32.
+
+    ref: [groups, n]. group: the index of the values along the inner dimension that share a scale.
+    """
     mask = tile.columns.exists
     other = None if mask is None else jnp.zeros((), ref.dtype)
     return decode_scale(plgpu.load(ref.at[group, tile.columns.slice], mask=mask, other=other))[None]

@@ -37,7 +37,11 @@ EPILOGUE_COLUMNS = 64
 def matmul(
     inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulTriton, core_count: int, interpret: bool
 ) -> MatmulResult:
-    """See the package's docstring. No size is 0."""
+    """Computes activation(x @ w + bias) * (x @ w_up) + residual in Triton, without the terms that the call lacks.
+
+    With inputs.preactivation it computes the derivative of such a call instead, and x @ w is the cotangent. M, N and K
+    are not 0. core_count: the number of SMs. interpret: runs the kernels in Pallas's interpreter.
+    """
     traits = Traits.of(inputs, options, config, core_count)
     return launched(traits, inputs, kernels=(_kernel, _split_kernel), name="matmul", interpret=interpret)
 
@@ -45,7 +49,12 @@ def matmul(
 def launched(
     traits: Traits, inputs: MatmulInputs, *, kernels: tuple[Callable[..., None], ...], name: str, interpret: bool
 ) -> MatmulResult:
-    """Launches kernels[0]. If tiles are split: kernels[1], which writes the splits' sums, and the joining kernel."""
+    """Launches a matmul's kernels and returns its results.
+
+    kernels: (the kernel of a whole work tile, the kernel that stores the sums of a split). If several programs split a
+    tile's inner dimension, the second one is launched, and then the kernel that adds the sums and runs the epilogue.
+    name: the prefix of the kernels' names.
+    """
     results, splits = _results(traits, inputs), traits.splits
     launch = functools.partial(
         _launch, traits=traits, warps=traits.config.num_warps, stages=traits.config.num_stages, interpret=interpret
@@ -66,10 +75,10 @@ def launched(
 def joined(
     traits: EpilogueTraits, inputs: MatmulInputs, sums: Sums, *, stages: int = 1, interpret: bool
 ) -> MatmulResult:
-    """Launches the addition of all splits' sums, and the epilogue.
+    """Launches the kernel that adds the splits' sums and runs the epilogue, and returns the matmul's results.
 
-    traits: m, n, splits and options of the launch that computed the sums. Each sum is [splits, m, n], or [splits, n, m
-    or more] if traits.transposes_sums.
+    traits: m, n, splits and options of the launch that computed the sums. inputs: the inputs of the matmul. sums: x @ w
+    and x @ w_up of each split, float32 [splits, m, n]; if traits.transposes_sums, [splits, n, m or more].
     """
     rest = inputs._replace(x=None, w=None, x_up=None, w_up=None, w_scale=None, w_up_scale=None)  # type: ignore[arg-type]
     return _launch(
@@ -86,7 +95,7 @@ def joined(
 
 
 def _results(traits: EpilogueTraits, inputs: MatmulInputs) -> MatmulResult:
-    """The types of the arrays that a call writes."""
+    """The shapes and dtypes of the arrays that a call writes, as a MatmulResult whose other fields are None."""
     out: Any = jax.ShapeDtypeStruct((traits.m, traits.n), traits.options.out_dtype)
     saves = traits.options.saves_preactivation
     if inputs.preactivation is not None:
@@ -106,7 +115,11 @@ def _launch[Written: (MatmulResult, Sums)](
     stages: int,
     interpret: bool,
 ) -> Written:
-    """pallas_call of kernel(traits, given, written). The kernel gets refs in trees of the same structure."""
+    """Launches kernel(traits, given, written) by pallas_call, and returns the written arrays in the tree `written`.
+
+    given: a tree of arrays. written: a tree of the results' shapes and dtypes. The kernel gets both as trees of refs in
+    device memory.
+    """
     arrays, tree = jax.tree.flatten(given)
     types, types_tree = jax.tree.flatten(written)
 
@@ -126,18 +139,22 @@ def _launch[Written: (MatmulResult, Sums)](
 
 
 def _kernel(traits: Traits, inputs: MatmulInputRefs, results: MatmulResultRefs) -> None:
-    """Computes one work tile."""
+    """Runs one program: computes a work tile over the whole inner dimension, with the epilogue, and stores it."""
     tile = traits.tile(pl.program_id(0))
     epilogue(traits, tile, _sums(traits, inputs, tile, 0, traits.k_steps), inputs, results)
 
 
 def _split_kernel(traits: Traits, inputs: MatmulInputRefs, results: Sums) -> None:
-    """Computes the sums of a split of a work tile."""
+    """Runs one program: stores the sums of a work tile over the program's part of the inner dimension (its split)."""
     store_split(traits, functools.partial(_sums, traits, inputs), results)
 
 
 def store_split(traits: Traits, sum_steps: Callable[..., Sums], results: Sums) -> None:
-    """Stores sum_steps(tile, first step, last step) for this program's split."""
+    """Computes and stores the sums of the program's split: its part of a work tile's inner dimension.
+
+    sum_steps(tile, first, last) returns the sums over the steps from `first` up to, not including, `last`. results:
+    refs [splits, m, n] in device memory.
+    """
     tile, split = traits.tile(pl.program_id(0)), pl.program_id(1)
     first = split * traits.steps_of_split
     last = jnp.minimum(first + traits.steps_of_split, traits.k_steps)
@@ -147,7 +164,10 @@ def store_split(traits: Traits, sum_steps: Callable[..., Sums], results: Sums) -
 
 
 def _join_kernel(traits: EpilogueTraits, given: tuple[MatmulInputRefs, Sums], results: MatmulResultRefs) -> None:
-    """Adds the sums of all splits, and computes the epilogue."""
+    """Runs one program: adds the splits' sums of JOINED_ROWS x JOINED_COLUMNS values, and stores their epilogue.
+
+    given: (the inputs of the epilogue, the splits' sums), in device memory.
+    """
     inputs, sums = given
     rows, columns = fit(JOINED_ROWS, traits.m), fit(JOINED_COLUMNS, traits.n)
     tile = Part(
@@ -166,7 +186,10 @@ def _join_kernel(traits: EpilogueTraits, given: tuple[MatmulInputRefs, Sums], re
 
 
 def _sums(traits: Traits, inputs: MatmulInputRefs, tile: Part, first: Index, last: Index) -> Sums:
-    """The sums of a work tile over the steps [first, last)."""
+    """The float32 sums of a work tile, x @ w and x @ w_up, over the steps from `first` up to, not including, `last`.
+
+    With an x_up, x_up @ w_up is added to x @ w instead.
+    """
     options = traits.options
     weights = [inputs.w, inputs.w_up] if inputs.is_gated else [inputs.w]
 
@@ -188,7 +211,11 @@ def _sums(traits: Traits, inputs: MatmulInputRefs, tile: Part, first: Index, las
 def epilogue(
     traits: EpilogueTraits, tile: Part, sums: Sums, inputs: MatmulInputRefs, results: MatmulResultRefs
 ) -> None:
-    """Computes the epilogue in float32 and stores the results, part by part, so that fewer values are live at once."""
+    """Computes the epilogue of a work tile in float32, and stores the results.
+
+    sums: the tile's float32 [rows, columns]. inputs, results: refs in device memory. The epilogue runs in parts of
+    EPILOGUE_COLUMNS columns, so that fewer values are live at once.
+    """
     parts = tile.parts(EPILOGUE_COLUMNS)
     of_parts = [lax.split(x, [part.columns.size for part in parts], axis=1) for x in sums if x is not None]
     for part, *of_part in zip(parts, *of_parts, strict=True):
@@ -198,6 +225,7 @@ def epilogue(
 def _store_part(
     traits: EpilogueTraits, part: Part, sums: Sums, inputs: MatmulInputRefs, results: MatmulResultRefs
 ) -> None:
+    """Computes the epilogue of a part of a work tile in float32, and stores the results."""
     z = sums.product
     if inputs.preactivation is not None:
         load = lambda ref: part.load(ref).astype(jnp.float32)

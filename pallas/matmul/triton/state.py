@@ -17,14 +17,21 @@ from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, row_mask
 
 
 class Sums(NamedTuple):
-    """The float32 sums of a call's matmuls: x @ w, and x @ w_up of a gated unit."""
+    """The float32 sums of a call's matmuls: product is x @ w; up is x @ w_up of a gated unit, else None.
+
+    A field is an array of a work tile, or a whole array or its ref, or its shape and dtype.
+    """
 
     product: Any
     up: Any = None
 
 
 class EpilogueTraits(Protocol):
-    """The traits of a launch that the epilogue and the addition of the splits' sums read."""
+    """The facts of a launch that the epilogue, and the addition of the splits' sums, read.
+
+    options: of the call. m, n: of the result. splits: the number of programs that split a work tile's inner dimension.
+    transposes_sums: whether the splits' sums are [splits, n, m or more], not [splits, m, n].
+    """
 
     @property
     def options(self) -> MatmulOptions: ...
@@ -40,9 +47,9 @@ class EpilogueTraits(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Sizes and features of a launch: [m, k] @ [k, n] in work tiles of [block_m, block_n].
+    """The static facts of a launch that multiplies x [m, k] by w [k, n] in work tiles of [block_m, block_n].
 
-    splits: the number of programs for a work tile, each with a part of the inner dimension.
+    block_k: values of the inner dimension in a step. core_count: the number of SMs.
     """
 
     options: MatmulOptions
@@ -57,6 +64,7 @@ class Traits:
 
     @classmethod
     def of(cls, inputs: MatmulInputs, options: MatmulOptions, config: MatmulTriton, core_count: int) -> "Traits":
+        """The static facts of a launch with these inputs. Blocks shrink to fit a small matmul."""
         m, n, k = options.sizes(inputs)
         # A gated unit has the sums of two matmuls, hence half the columns.
         block_n = max(SMALLEST, config.block_n // 2) if inputs.is_gated else config.block_n
@@ -74,7 +82,7 @@ class Traits:
 
     @property
     def transposes_sums(self) -> bool:
-        """Whether the sums of splits are [splits, n, m]."""
+        """Whether the splits' sums in device memory are [splits, n, m], and not [splits, m, n]: never."""
         return False
 
     @property
@@ -91,11 +99,15 @@ class Traits:
 
     @property
     def k_steps(self) -> int:
+        """The number of steps of a work tile over the whole inner dimension."""
         return pl.cdiv(self.k, self.block_k)
 
     @property
     def steps_of_split(self) -> int:
-        """Steps of a program: at least split_steps, and at least the number that gives each SM one program."""
+        """The number of steps of a program: all k_steps if a work tile is not split.
+
+        Otherwise at least config.split_steps, and enough that each SM has at most one program.
+        """
         most = self.core_count // self.tiles
         if self.config.split_steps is None or most < 2:
             return self.k_steps
@@ -103,9 +115,11 @@ class Traits:
 
     @property
     def splits(self) -> int:
+        """The number of programs for a work tile, each with a part (a split) of the inner dimension."""
         return pl.cdiv(self.k_steps, self.steps_of_split)
 
     def tile(self, index: Index) -> "Part":
+        """The rows and columns of the result that are work tile `index`."""
         m_block, n_block = banded(index, self.m_blocks, self.n_blocks, self.config.rows_together)
         return Part(
             rows=Span(start=m_block * self.block_m, size=self.block_m, length=self.m),
@@ -113,11 +127,15 @@ class Traits:
         )
 
     def depth(self, step: Index) -> "Span":
-        """The part of the inner dimension of a step."""
+        """The indices of the inner dimension in a step."""
         return Span(start=step * self.block_k, size=self.block_k, length=self.k)
 
     def dot(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """The float32 matmul of a step's operands in their memory layout. float32 operands use tf32."""
+        """The matmul of a step's blocks, float32 [block_m, block_n].
+
+        x, w: the blocks as they lie in device memory: transposed if options.transpose_x or transpose_w. float32
+        operands use tf32.
+        """
         axes = ((0 if self.options.transpose_x else 1,), (1 if self.options.transpose_w else 0,))
         return lax.dot_general(
             x, w, (axes, ((), ())), precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32
@@ -125,9 +143,10 @@ class Traits:
 
 
 class Span(NamedTuple):
-    """A part of an axis: `size` indices from `start`, a traced integer.
+    """A part of an axis: `size` indices from `start` on. start: a traced integer.
 
-    length: of the axis. block: the size of the axis's blocks, if this is a part of a block; None for `size`.
+    length: the length of the axis. block: the size of the blocks that divide the axis, if this span is a part of such a
+    block; None if the span is a block.
     """
 
     start: Any
@@ -141,12 +160,12 @@ class Span(NamedTuple):
 
     @property
     def exists(self) -> jax.Array | None:
-        """Whether each index is within the axis, [size] bool; None if all blocks are within it."""
+        """Whether each index is within the axis, [size] bool; None if the axis has only whole blocks."""
         return row_mask(self.start, self.size, self.length, self.block)
 
 
 class Part(NamedTuple):
-    """A part of a matrix."""
+    """A part of a matrix: the values in these rows and columns."""
 
     rows: Span
     columns: Span
@@ -157,27 +176,35 @@ class Part(NamedTuple):
 
     @property
     def exists(self) -> jax.Array | None:
+        """Whether the matrix has each value, bool of this shape; None if it has all values."""
         return both(self.rows.exists, self.columns.exists, self.shape)
 
     def parts(self, columns: int) -> list["Part"]:
-        """This part, cut into parts of at most `columns` columns."""
+        """Cuts this part into parts of at most `columns` columns, from left to right."""
         whole = self.columns
         size = min(columns, whole.size)
         part = whole._replace(size=size, block=whole.block or whole.size)
         return [self._replace(columns=part._replace(start=whole.start + start)) for start in range(0, whole.size, size)]
 
     def load(self, ref: Ref, *leading: Index) -> jax.Array:
-        """[rows, columns] in the array's dtype, 0 outside the array. leading: indices of the axes before the rows."""
+        """Loads this part of an array in device memory: [rows, columns] in its dtype, 0 outside the array.
+
+        leading: indices of the array's axes before its rows.
+        """
         exists = self.exists
         other = None if exists is None else jnp.zeros((), ref.dtype)
         return plgpu.load(ref.at[(*leading, self.rows.slice, self.columns.slice)], mask=exists, other=other)
 
     def load_columns(self, ref: Ref) -> jax.Array:
-        """[1, columns] float32, from an array with one value per column."""
+        """Loads this part's columns of an array with one value per column, as [1, columns] float32, 0 past its end."""
         exists = self.columns.exists
         other = None if exists is None else jnp.zeros((), ref.dtype)
         return plgpu.load(ref.at[self.columns.slice], mask=exists, other=other).astype(jnp.float32)[None]
 
     def store(self, ref: Ref, x: jax.Array, *leading: Index) -> None:
+        """Stores x, [rows, columns], as this part of an array in device memory, in the array's dtype.
+
+        leading: indices of the array's axes before its rows. Values outside the array are dropped.
+        """
         view = ref.at[(*leading, self.rows.slice, self.columns.slice)]
         plgpu.store(view, x.astype(ref.dtype), mask=self.exists)

@@ -33,7 +33,11 @@ X, DOUT, DTOTAL = range(3)  # indices of the rings
 
 
 class _Arrays[A: jax.Array | Ref](NamedTuple):
-    """The arrays that the kernel reads. x, dout, dtotal: by parts. scale: by parts of a row. counter: see Warpgroup."""
+    """The arrays that the kernel reads, or their refs in device memory. Arrays that the call lacks are None.
+
+    x, dout, dtotal: [parts of all rows, lines, 128]. scale: [parts of a row, lines, 128]. mean, inverse: one float32
+    value per row, padded to whole blocks. counter: int32 [1], the number of claimed blocks.
+    """
 
     x: A
     dout: A
@@ -55,7 +59,12 @@ def norm_backward(
     core_count: int,
     interpret: bool,
 ) -> NormGradients:
-    """See the package's docstring."""
+    """The gradients of x, scale and bias of layer_norm or rms_norm, on Hopper.
+
+    result: of the forward with the same inputs. dout, dtotal: the cotangents of its out and its total; dtotal may be
+    None. The gradients of scale and bias are None if the call lacks these weights. core_count: the number of SMs.
+    interpret: runs the kernel in JAX's interpreter. Raises ValueError if config has a cluster.
+    """
     if config.cluster > 1:
         raise ValueError(f"NormSm90.cluster={config.cluster} is for forwards; a backward has 1")
     x = inputs.x if result.total is None else result.total
@@ -111,7 +120,7 @@ def norm_backward(
 
 
 def _kernel(traits: Traits, given: _Arrays, gradients: NormGradientRefs, smem: Smem) -> None:
-    """One warpgroup of a CTA."""
+    """Runs one warpgroup of a CTA."""
     names = tuple(name for name in SUMS if getattr(gradients, name) is not None)
     rings, totals = tuple(smem.memory) if names else (smem.memory, None)
     arrays = tuple(x for x in (given.x, given.dout, given.dtotal) if x is not None)
@@ -127,7 +136,10 @@ def _kernel(traits: Traits, given: _Arrays, gradients: NormGradientRefs, smem: S
 
 
 class _Numbers(NamedTuple):
-    """The mean (None for rms_norm) and the inverse of each row of a block."""
+    """The mean (None for rms_norm) and the inverse standard deviation of a block's rows.
+
+    Each is a scalar for a block of one row, otherwise [4].
+    """
 
     mean: Any
     inverse: Any
@@ -135,7 +147,10 @@ class _Numbers(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Backward:
-    """A warpgroup of the backward. names: of the weights that have gradients."""
+    """A warpgroup of the backward.
+
+    given, gradients: refs in device memory. names: the weights that have gradients, of "scale" and "bias".
+    """
 
     worker: Warpgroup
     given: _Arrays
@@ -143,7 +158,10 @@ class _Backward:
     names: tuple[str, ...]
 
     def load_scale(self) -> None:
-        """Copies the scale to shared memory if there is room; the sums over rows leave no registers for it."""
+        """Copies the scale to shared memory, if it has room, and waits for all warpgroups.
+
+        The sums of dscale and dbias leave no registers for the scale.
+        """
         if self.worker.smem.scale is None:
             return
 
@@ -156,13 +174,17 @@ class _Backward:
         self.worker.wait_for_all()
 
     def load_numbers(self, block: Index) -> _Numbers:
-        """The statistics of a block; of the last block if the index is past it."""
+        """Loads the statistics of block `block`; of the last block if the index is past the last block."""
         block = jnp.minimum(block, self.worker.traits.blocks - 1)
         mean = None if self.given.mean is None else self.worker.load_numbers(block, self.given.mean)
         return _Numbers(mean=mean, inverse=self.worker.load_numbers(block, self.given.inverse))
 
     def step(self, place: Place, state: tuple[_Numbers, Any]) -> tuple[_Numbers, Any]:
-        """Computes the means of a block's rows, then dx and the sums over rows, line by line."""
+        """Stores dx of a block, and adds the block's terms to the sums for dscale and dbias.
+
+        state: (the block's statistics, the sums). The sums are {weight's name: [for each line, float32 [4, 1, 128]]}.
+        Returns (the next block's statistics, the new sums).
+        """
         worker, (numbers, sums) = self.worker, state
         following = self.load_numbers(place.following)  # loaded early, for the next step
         mean_g, mean_normed = self._means(place, numbers)
@@ -186,11 +208,19 @@ class _Backward:
         return following, sums
 
     def _read(self, array: int, place: Place, line: int) -> jax.Array:
+        """Line `line` (128 columns) of each of the 4 warps' parts of a block, in float32, [4, 1, 128].
+
+        array: X, DOUT or DTOTAL.
+        """
         ref = self.worker.slot(array, place).at[:, pl.ds(line, 1)]
         return as_float32(plgpu.load(ref, layout=BLOCK, optimized=False), BLOCK)
 
     def _line(self, place: Place, numbers: _Numbers, line: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x - mean, dout and dout * weight of a line of each part, [4, 1, 128]."""
+        """(x - mean, dout, dout * (scale + scale_offset)) of one line, each float32 [4, 1, 128].
+
+        line: the index of 128 columns in the part of a row that each warp has. mean counts as 0 for rms_norm, the last
+        factor as 1 without a scale.
+        """
         x, dout = (self._read(array, place, line) for array in (X, DOUT))
         centred = x if numbers.mean is None else x - wide(numbers.mean, x)
         if self.given.scale is None:
@@ -201,7 +231,11 @@ class _Backward:
         return centred, dout, dout * weight
 
     def _means(self, place: Place, numbers: _Numbers) -> tuple[jax.Array | None, jax.Array]:
-        """(mean(g), or None for rms_norm; mean(g * normed)) of the rows, with g = dout * weight."""
+        """(mean(g), mean(g * normed)) of each row of a block; mean(g) is None for rms_norm.
+
+        g is dout * (scale + scale_offset), and normed is (x - mean) * inverse. A mean is a scalar for a block of one
+        row, otherwise [4].
+        """
         traits = self.worker.traits
         found = [_zeros() for _ in range(1 if numbers.mean is None else 2)]
         for line in range(traits.lines):
@@ -214,7 +248,12 @@ class _Backward:
         return (None if numbers.mean is None else found[1]), found[0] * numbers.inverse
 
     def store_sums(self, sums: Any, totals: Ref) -> None:
-        """Adds the groups' sums over rows, and the parts' sums if parts are rows, and stores the totals."""
+        """Adds the sums of all warpgroups of the CTA that have the same columns, and stores them for dscale and dbias.
+
+        sums: {weight's name: [for each line, float32 [4, 1, 128]]} of this warpgroup. totals: a ref
+        [weights, groups, warps, lines, 128] in shared memory, which overlaps the rings. The results go to this CTA's
+        entry of the gradients in device memory.
+        """
         worker, traits = self.worker, self.worker.traits
         if not self.names:
             return
@@ -234,9 +273,15 @@ class _Backward:
             pl.when(of_group < traits.lines)(functools.partial(self._add_up_line, of_group, totals))
 
     def _sums_of_cta(self, name: str) -> Ref:
+        """The ref, [parts of a row, lines, 128] in device memory, for this CTA's sums of a weight's gradient."""
         return getattr(self.gradients, name).at[lax.axis_index("cta")]
 
     def _add_up_line(self, line: Index, totals: Ref) -> None:
+        """Adds the groups' sums of line `line` (128 columns) of each warp, and stores the results in device memory.
+
+        totals: [weights, groups, warps, lines, 128] in shared memory. If each warp has whole rows, the sums of the
+        warps are added too.
+        """
         worker, traits, lines = self.worker, self.worker.traits, pl.ds(line, 1)
         mine = pl.ds(worker.member * WARPS, WARPS)
         for i, name in enumerate(self.names):
@@ -250,10 +295,11 @@ class _Backward:
 
 
 def _zeros() -> jax.Array:
-    """Zeros for a line of each part."""
+    """Float32 zeros for 128 columns of each of a warpgroup's 4 warps, [4, 1, 128]."""
     return plgpu.layout_cast(jnp.zeros((WARPS, 1, LINE), jnp.float32), BLOCK)
 
 
 def _sum_of(refs: list[Ref], layout: RegisterLayout) -> jax.Array:
+    """The sum of arrays in shared memory, added in the order of the list. layout: of the result in registers."""
     first, *rest = (plgpu.load(ref, layout=layout, optimized=False) for ref in refs)
     return sum(rest, start=first)

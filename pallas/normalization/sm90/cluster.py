@@ -12,15 +12,16 @@ __all__ = ["rank", "send"]
 
 
 def rank() -> jax.Array:
-    """The index of the CTA in its cluster."""
+    """The index of the calling CTA in its cluster, a traced int32 from 0 on."""
     return lax.axis_index(CLUSTER)
 
 
 def send(numbers: jax.Array, to: Ref, ctas: int, layout: RegisterLayout) -> None:
-    """Stores a warpgroup's values [4], one per warp, in the shared memory of all CTAs of its cluster.
+    """Stores a warpgroup's float32 values [4], one per warp, in the shared memory of all CTAs of its cluster.
 
-    to: a ref [4], at the same address in all CTAs. The values are visible after cluster_barrier. All CTAs have started,
-    because Mosaic waits for the start of all CTAs of a cluster.
+    to: a ref [4] in this CTA's shared memory; the other CTAs get the values at the same address. ctas: the number of
+    CTAs of the cluster. layout: the register layout of `numbers`, with one value per warp. The values are visible after
+    cluster_barrier. All CTAs have started, because Mosaic waits for the start of all CTAs of a cluster.
     """
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=None)

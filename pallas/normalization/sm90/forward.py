@@ -30,7 +30,13 @@ from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, Traits
 def norm_forward(
     inputs: NormInputs, options: NormOptions, *, config: NormSm90, core_count: int, interpret: bool
 ) -> NormResult:
-    """See the package's docstring."""
+    """Normalises the rows of inputs.x, or of inputs.x + inputs.residual, on Hopper.
+
+    Returns a NormResult: out, in x's shape and dtype; total, x + residual, None without a residual; mean, None for
+    rms_norm; and inverse, 1 / the standard deviation (for rms_norm, 1 / the root mean square). mean and inverse have
+    one float32 value per row. The kernel does not quantise. core_count: the number of SMs. interpret: runs the kernel
+    in JAX's interpreter.
+    """
     rows, columns = inputs.x.shape
     traits = Traits.of(inputs.x, options, config, core_count=core_count, copies=1 if inputs.residual is None else 2)
     optional = lambda function, x: None if x is None else function(x)
@@ -81,7 +87,11 @@ def norm_forward(
 def _kernel(
     traits: Traits, given: NormInputRefs, counter: Ref | None, exchanged: Any, results: NormResultRefs, smem: Smem
 ) -> None:
-    """One warpgroup of a CTA. counter, exchanged: see Warpgroup."""
+    """Runs one warpgroup of a CTA.
+
+    given, counter: refs in device memory; counter has the number of claimed blocks, or is None. exchanged: device
+    memory in which the interpreter exchanges the sums of a cluster's CTAs; otherwise None.
+    """
     arrays = (given.x,) if given.residual is None else (given.x, given.residual)
     worker = Warpgroup(
         traits=traits,
@@ -100,7 +110,11 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Forward:
-    """A warpgroup with the weights of its columns in registers."""
+    """A warpgroup of the forward.
+
+    results: refs in device memory. scale, bias: the weights of the warpgroup's columns, in registers and in their
+    dtype; None if the call lacks them.
+    """
 
     worker: Warpgroup
     results: NormResultRefs
@@ -108,7 +122,7 @@ class _Forward:
     bias: jax.Array | None
 
     def step(self, place: Place, state: Any) -> Any:
-        """Computes a block's statistics and out, and starts the copies to device memory."""
+        """Computes a block's out and statistics, and starts to store them. Returns `state` unchanged."""
         worker, options = self.worker, self.worker.traits.options
         x = self._load(place)
         mean, inverse = self._statistics(place, x)
@@ -131,7 +145,10 @@ class _Forward:
         return state
 
     def _load(self, place: Place) -> jax.Array:
-        """x in float32, or x + residual, which overwrites x in the ring."""
+        """The block's x in float32, [4 parts, lines, 128].
+
+        With a residual: x + residual, rounded to x's dtype, which also overwrites x in the ring.
+        """
         worker = self.worker
         read = lambda i: as_float32(plgpu.load(worker.slot(i, place), layout=BLOCK, optimized=False), BLOCK)
         if worker.traits.copies == 1:
@@ -142,10 +159,11 @@ class _Forward:
         return as_float32(total, BLOCK)
 
     def _statistics(self, place: Place, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-        """(mean, inverse) of the rows; mean is None for rms_norm.
+        """(mean, inverse) of the block's rows: scalars for a block of one row, otherwise [4]. mean: None for rms_norm.
 
-        Each warp computes the mean and the squared deviations of its part. The parts are joined as in Chan et al.
-        (1979).
+        x: the block in float32, [4 parts, lines, 128]. inverse is 1 / sqrt(variance + eps); for rms_norm, the mean of
+        the squares replaces the variance. Each warp computes the mean and the squared deviations of its part. The parts
+        are joined as in Chan et al. (1979).
         """
         traits = self.worker.traits
         count = traits.lines * LINE
@@ -163,5 +181,6 @@ class _Forward:
         return mean, self._inverse(squares)
 
     def _inverse(self, squares: jax.Array) -> jax.Array:
+        """1 / sqrt(squares / columns + eps), from a row's sum of squares or of squared deviations."""
         traits = self.worker.traits
         return lax.rsqrt(squares * (1 / traits.columns) + traits.options.eps)

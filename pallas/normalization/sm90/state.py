@@ -27,15 +27,22 @@ FIRST_BARRIER = 8  # the first hardware barrier that Mosaic does not use
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Smem:
-    """A CTA's shared memory.
+    """A CTA's shared memory. A field is None if the launch does not need it.
 
-    memory: the rings; at the end of a backward the same memory holds the sums of the weights' gradients.
-    ready: [warpgroups * stages], barriers.
-    sums: [groups, 2, values, parts], sums of parts; turns alternate between the two.
-    scale: by parts of a row, or None.
-    claimed: [groups, 2], the index of the block that a group loads next; turns alternate. None if there are no claims.
-    all_ready: [1], barrier, if a backward adds up weights' gradients or keeps the scale, else None.
-    row_ready: [groups] and cluster_ready: [1], barriers for the interpreter only.
+    A group is the warpgroups that work on one block at a time. A turn is the time in which a group works on one block.
+    A part is the columns of a row that one warp has, as lines of 128 columns.
+
+    memory: the rings, one for each loaded array, each [warpgroups, stages, 4 parts, lines, 128]. At the end of a
+      backward the same memory holds float32 sums of the weights' gradients, [weights, groups, parts, lines, 128].
+    ready: [warpgroups * stages], barriers: a warpgroup's loads into a stage have arrived.
+    sums: [groups, 2, 2, parts of a row], float32: for even and odd turns, up to two values of each part, which the
+      warpgroups that work on a row exchange. None if one warp has a whole row.
+    scale: [parts, lines, 128], the CTA's copy of the scale.
+    claimed: [groups, 2], int32: for even and odd turns, the value of the launch's counter that the group fetched. It
+      gives the block that the group loads next.
+    row_ready: [groups], barriers of the warpgroups of a group, for the interpreter only.
+    all_ready: [1], a barrier of all warpgroups of a backward that adds up weights' gradients or keeps the scale.
+    cluster_ready: [1], a barrier of all CTAs of a cluster, for the interpreter only.
     """
 
     memory: Any
@@ -51,7 +58,11 @@ class Smem:
     def scratch(
         cls, traits: Traits, dtype: jnp.dtype, weights: int = 0, scale_dtype: jnp.dtype | None = None
     ) -> "Smem":
-        """The scratch shapes for pl.run_scoped. weights: the number of weights with sums over the rows."""
+        """The scratch shapes for pl.run_scoped.
+
+        dtype: of x. weights: the number of weights whose gradients are summed over the rows: 0 to 2, and 0 in a
+        forward. scale_dtype: of the scale; only needed if traits.keeps_scale.
+        """
         shape = (traits.warpgroups, traits.stages, WARPS, traits.lines, LINE)
         rings = tuple(smem_ref(shape, dtype) for _ in range(traits.copies))
         totals = smem_ref((max(1, weights), traits.groups, traits.block_parts, traits.lines, LINE), jnp.float32)
@@ -71,7 +82,11 @@ class Smem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """A warpgroup's block: its index, the next block's index, the index of the turn, and the slot in the rings."""
+    """The block that a warpgroup works on, as traced integers.
+
+    block: its index. following: the index of the group's next block; it is past the last block if none is left.
+    turn: the number of blocks that the group has finished. slot: the slot that holds the block, in all rings.
+    """
 
     block: Index
     following: Index
@@ -81,11 +96,16 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Warpgroup:
-    """A warpgroup of a CTA. rings: for each array [warpgroups, stages, 4 parts, lines, 128].
+    """A warpgroup of a CTA, with its loads, stores and exchanges.
 
-    arrays: refs in device memory, by parts, that the rings load. counter: [1] in device memory, the number of claimed
-    blocks, or None. exchanged: for the interpreter only, [blocks, values, parts of a row] in device memory, the values
-    that the CTAs of a cluster otherwise store in each other's shared memory.
+    A group is the warpgroups that work on one block of rows at a time. A part is the columns of a row that one warp
+    has, as lines of 128 columns.
+
+    rings: refs in shared memory, one for each array, each [warpgroups, stages, 4 parts, lines, 128]. arrays: refs in
+    device memory, [parts, lines, 128], from which the rings are loaded. wg: the warpgroup's index in the CTA. counter:
+    int32 [1] in device memory, the number of claimed blocks, or None. exchanged: [blocks, values, parts of a row] in
+    device memory, for the interpreter only: the values that the CTAs of a cluster otherwise store in each other's
+    shared memory.
     """
 
     traits: Traits
@@ -98,45 +118,50 @@ class Warpgroup:
 
     @property
     def group(self) -> Index:
+        """The index, in the CTA, of this warpgroup's group: the warpgroups that work on one block at a time."""
         return lax.div(self.wg, jnp.int32(self.traits.members))
 
     @property
     def member(self) -> Index:
+        """The index of this warpgroup among the warpgroups that work on the same block."""
         return lax.rem(self.wg, jnp.int32(self.traits.members))
 
     @property
     def first(self) -> Index:
-        """The group's first block."""
+        """The index of the first block of this warpgroup's group."""
         return lax.axis_index("cta") * self.traits.groups * max(1, self.traits.turns) + self.group
 
     def parts(self, block: Index) -> Slice:
-        """The slice of this warpgroup's 4 parts of a block."""
+        """The slice, along the parts of an array [parts, lines, 128], of this warpgroup's 4 parts of a block.
+
+        A part is the columns of a row that one warp has. block: the block's index.
+        """
         if self.traits.cluster == 1:
             return pl.ds(block * self.traits.block_parts + self.member * WARPS, WARPS)
         return pl.ds(block * self.traits.row_parts + self._first_part, WARPS)
 
     @property
     def _first_part(self) -> Index:
-        """The index of this warpgroup's first part in a row that a cluster works on."""
+        """The index, in a row that a cluster works on, of the part that this warpgroup's first warp has."""
         return cluster.rank() * self.traits.row_warps + self.member * WARPS
 
     @property
     def count(self) -> Index:
-        """The number of the group's blocks."""
+        """The number of blocks of this warpgroup's group, if blocks are not claimed from a counter."""
         stride, turns = self.traits.stride, self.traits.turns
         count = lax.div(self.traits.blocks - self.first + (stride - 1), jnp.int32(stride))
         return jnp.minimum(count, turns) if turns else count
 
     def load_first(self) -> None:
-        """Starts to load the first blocks, into all slots except one."""
+        """Starts to load the group's first blocks, into all slots of the rings except the last."""
         for turn in range(self.traits.stages - 1):
             pl.when(turn < self.count)(functools.partial(self._load, self.first + turn * self.traits.stride, turn))
 
     def for_each_block[State](self, step: Callable[[Place, State], State], state: State, stores: int) -> State:
-        """Calls step(place, state) -> state for the group's blocks, after load_first.
+        """Calls `step(place, state) -> state` for each of the group's blocks, and returns the last state.
 
-        Each block is loaded stages - 1 turns ahead, when the stores from its slot have read the slot. stores: the
-        number of copies to device memory that step starts.
+        load_first must have been called. Each block is loaded stages - 1 turns ahead, when the stores from its slot
+        have read the slot. stores: the number of copies from shared to device memory that a call of `step` starts.
         """
         if self.traits.claims:
             return self._for_each_claimed_block(step, state, stores)
@@ -155,7 +180,11 @@ class Warpgroup:
         return state
 
     def _for_each_claimed_block[State](self, step: Callable[[Place, State], State], state: State, stores: int) -> State:
-        """for_each_block with claims: the first group that is ready to load takes the next block."""
+        """Calls `step` for each of the group's blocks and returns the last state, where groups claim their blocks.
+
+        The first stages - 1 blocks of a group are fixed. From then on, the first group that is ready to load takes the
+        next block of the launch. stores: the number of copies to device memory that a call of `step` starts.
+        """
         traits, ahead = self.traits, self.traits.stages - 1
         claimed_before = ahead * traits.stride  # the first blocks of all groups
         self._claim(jnp.int32(0))
@@ -176,7 +205,11 @@ class Warpgroup:
         return state
 
     def _claim(self, turn: Index) -> None:
-        """Claims the next block and writes its index to shared memory, for a turn."""
+        """Claims the launch's next block for the group, and writes the claim's number to shared memory.
+
+        The block's index is this number plus the number of all groups' first blocks. turn: selects one of the two
+        entries of smem.claimed.
+        """
         place = needed(self.smem.claimed).at[self.group, pl.ds(lax.rem(turn, jnp.int32(2)), 1)]
 
         @pl.when(self.member == 0)
@@ -187,14 +220,20 @@ class Warpgroup:
                 count_up(self.counter, place)
 
     def _turn[State](self, step: Callable[[Place, State], State], place: Place, state: State) -> State:
+        """Waits for the loads of a block, and returns the result of `step` for it."""
         plgpu.barrier_wait(self.smem.ready.at[self.wg * self.traits.stages + place.slot])
         return step(place, state)
 
     def _next(self, slot: Index) -> jax.Array:
+        """The slot after `slot` in the ring."""
         return jnp.where(slot == self.traits.stages - 1, 0, slot + 1)
 
     def _load_ahead(self, block: Index, exists: jax.Array, slot: Index, stores: int) -> None:
-        """Loads a block into the slot before this one, when the stores from that slot have read it."""
+        """Starts to load a block into the slot before `slot`, when the stores from that earlier slot have read it.
+
+        block: the index of the block to load. exists: a traced bool; nothing is loaded if it is False. stores: the
+        number of copies to device memory of the current turn, which need not have ended.
+        """
 
         @pl.when(exists)
         def _load():
@@ -202,35 +241,53 @@ class Warpgroup:
             self._load(block, jnp.where(slot == 0, self.traits.stages - 1, slot - 1))
 
     def _load(self, block: Index, slot: Index) -> None:
+        """Starts the copies of this warpgroup's parts of block `block` into a slot of its rings."""
         for gmem, ring in zip(self.arrays, self.rings, strict=True):
             ready = self.smem.ready.at[self.wg * self.traits.stages + slot]
             plgpu.copy_gmem_to_smem(gmem.at[self.parts(block)], ring.at[self.wg, slot], ready)
 
     def slot(self, array: int, place: Place) -> Ref:
-        """A ref [4 parts, lines, 128] of an array's slot."""
+        """The ref, [4, lines, 128] in shared memory, that holds this warpgroup's 4 parts of a block.
+
+        A part is the columns of a row that one warp has, as lines of 128 columns. array: the index of the array in
+        `arrays`.
+        """
         return self.rings[array].at[self.wg, place.slot]
 
     def weights_at(self, ref: Ref, line: int | None = None) -> Ref:
-        """A ref of this warpgroup's weights in [parts of a row, lines, 128], or of one line of each part."""
+        """The ref of a weight's values for this warpgroup's columns.
+
+        The result is [4 parts, lines, 128], or [lines, 128] if a row is one part. ref: the weights of a row, [parts of
+        a row, lines, 128], in device or shared memory. line: the only line to take, so that the result has 1 line; None
+        for all lines.
+        """
         lines = pl.ds(0, self.traits.lines) if line is None else pl.ds(line, 1)
         if self.traits.cluster > 1:
             return ref.at[pl.ds(self._first_part, WARPS), lines]
         return ref.at[pl.ds(self.member * WARPS, WARPS) if self.traits.is_split else 0, lines]
 
     def load_weights(self, ref: Ref, line: int | None = None) -> jax.Array:
-        """The weights of weights_at, in their dtype."""
+        """Loads the weights for this warpgroup's columns to registers, in their dtype.
+
+        The result is [4 parts, lines, 128], or [lines, 128] if a row is one part. ref: [parts of a row, lines, 128].
+        line: the only line to load; None for all lines.
+        """
         return plgpu.load(self.weights_at(ref, line), layout=self._weights_layout, optimized=False)
 
     @property
     def _weights_layout(self) -> RegisterLayout:
+        """The register layout of loaded weights."""
         return BLOCK if self.traits.is_split else LINES
 
     def kept(self, weights: jax.Array) -> jax.Array:
-        """The weights, kept in their dtype between blocks: in float32 they take twice the registers."""
+        """Returns the loaded weights, such that LLVM keeps them in their 16-bit dtype between blocks.
+
+        LLVM would otherwise hoist their conversion to float32, which takes twice the registers.
+        """
         return kept(weights, self._weights_layout)
 
     def wide_weights(self, weights: jax.Array, offset: float = 0.0) -> jax.Array:
-        """Weights + offset as float32 [4 parts, lines, 128]."""
+        """Returns loaded weights plus `offset`, as float32 [4 warps, lines, 128]: the columns of each warp."""
         weights = as_float32(weights, self._weights_layout)
         weights = weights + offset if offset else weights
         if self.traits.is_split:
@@ -238,13 +295,19 @@ class Warpgroup:
         return plgpu.layout_cast(lax.broadcast_in_dim(weights, (WARPS, *weights.shape), [1, 2]), BLOCK)
 
     def load_numbers(self, block: Index, gmem: Ref) -> jax.Array:
-        """One value per row of a block."""
+        """Loads one float32 value per row of a block: a scalar for a block of one row, otherwise [4].
+
+        block: the block's index. gmem: a ref in device memory with one value per row.
+        """
         if self.traits.is_split:
             return gmem[block]
         return plgpu.load(gmem.at[self.parts(block)], layout=PARTS, optimized=False)
 
     def store_numbers(self, place: Place, gmem: Ref, numbers: jax.Array) -> None:
-        """Stores one value per row of a block."""
+        """Stores one float32 value per row of a block. If several warpgroups have the row, one of them stores it.
+
+        gmem: a ref in device memory with one value per row. numbers: a scalar for a block of one row, otherwise [4].
+        """
         if not self.traits.is_split:
             gmem[self.parts(place.block)] = numbers
             return
@@ -254,7 +317,11 @@ class Warpgroup:
             gmem[place.block] = numbers
 
     def exchange(self, place: Place, *values: jax.Array) -> list[list[jax.Array]]:
-        """For each value [4], one per part of this warpgroup, the values of all parts of the row."""
+        """Exchanges values between the warps that work on a row.
+
+        values: one or two arrays [4] with a float32 value for each of this warpgroup's parts. Returns, for each array,
+        the list of the scalars of all parts of the row, in the order of the parts.
+        """
         traits, sums = self.traits, needed(self.smem.sums).at[self.group, lax.rem(place.turn, jnp.int32(2))]
         if traits.cluster > 1:
             return self._exchange_in_cluster(place, sums, values)
@@ -264,7 +331,12 @@ class Warpgroup:
         return [[sums[i, part] for part in range(traits.row_warps)] for i in range(len(values))]
 
     def _exchange_in_cluster(self, place: Place, sums: Ref, values: tuple[jax.Array, ...]) -> list[list[jax.Array]]:
-        """exchange for rows of a cluster. sums: a ref [values, parts]; the turn after the next reuses it."""
+        """Exchanges values between the warps of all CTAs of a cluster that work on a row.
+
+        values: one or two arrays [4] with a float32 value for each of this warpgroup's parts. Returns, for each array,
+        the list of the scalars of all parts of the row. sums: a ref [values, parts of a row] in shared memory, which
+        the turn after the next uses again.
+        """
         mine = pl.ds(self._first_part, WARPS)
         if interpreter.INTERPRETED:  # without stores to another CTA's memory
             sums = needed(self.exchanged).at[place.block]
@@ -279,6 +351,7 @@ class Warpgroup:
         return [[sums[i, part] for part in range(self.traits.row_parts)] for i in range(len(values))]
 
     def _wait_for_group(self) -> None:
+        """Waits for all warpgroups that work on the same block as this one."""
         if not interpreter.INTERPRETED:
             group_barrier(self.traits.members, FIRST_BARRIER)
         else:
@@ -296,12 +369,12 @@ class Warpgroup:
 
 
 def sum_of_parts(x: jax.Array) -> jax.Array:
-    """[4], the sums of [4 parts, lines, 128]."""
+    """The sum of the values of each warp, [4], of x, [4 warps, lines, 128]."""
     return x.sum(axis=1).sum(axis=1)
 
 
 def wide(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcasts one value per part to a block's shape. A scalar is returned as it is."""
+    """Broadcasts one value per warp, [4], to the shape [4 warps, lines, 128] of `like`. Returns a scalar unchanged."""
     if x.ndim == 0:
         return x
     return plgpu.layout_cast(lax.broadcast_in_dim(x, like.shape, [0]), BLOCK)

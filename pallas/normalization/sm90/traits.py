@@ -32,7 +32,11 @@ LINES = BLOCK.reduce(0)  # values that all parts share
 
 
 def row_warps_of(columns: int, most: int) -> int | None:
-    """The number of warps for a row of `columns`: the most up to `most`, else the fewest; None if no number fits."""
+    """The number of warps that work on a row: 1, 4, 8 or 16; None if the row has no equal parts of whole lines.
+
+    columns: the row's length. most: the wanted number; the result is the largest possible number up to it, or else the
+    smallest possible number.
+    """
     most_lines = {1: MOST_LINES, 4: MOST_LINES, 8: MOST_LINES, 16: FEW_LINES}
     fit = [
         warps
@@ -44,18 +48,19 @@ def row_warps_of(columns: int, most: int) -> int | None:
 
 
 def cluster_of(columns: int, config: NormSm90) -> int:
-    """The number of CTAs for a row of `columns`: the block spec's, or 1 if they cannot have equal parts."""
+    """The number of CTAs that work on a row of `columns` values: config.cluster, or 1 if their parts would differ."""
     ctas = config.cluster
     return ctas if columns % ctas == 0 and (row_warps_of(columns // ctas, config.row_warps) or 1) > 1 else 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Sizes of a launch.
+    """The sizes of a launch: the static facts from which the kernel's code is chosen.
 
     row_warps: warps of a CTA that work on one row. cluster: CTAs that work on one row, each with a part of the columns.
-    copies: the number of arrays that go through a ring. scale_bytes: the size of a scale to keep in shared memory with
-    the rings.
+    itemsize: bytes of a value of x. copies: the number of arrays that a kernel loads through a ring of stages, one ring
+    for each. core_count: SMs of the GPU. scale_bytes: bytes of the scale, if the kernel should keep it in shared memory
+    together with the rings; otherwise 0.
     """
 
     options: NormOptions
@@ -80,6 +85,7 @@ class Traits:
         copies: int,
         scale_bytes: int = 0,
     ) -> "Traits":
+        """The sizes of a launch for x, [rows, columns]. The columns must divide into equal parts of whole lines."""
         rows, columns = x.shape
         ctas = cluster_of(columns, config)
         row_warps = row_warps_of(columns // ctas, config.row_warps)
@@ -99,12 +105,12 @@ class Traits:
 
     @property
     def lines(self) -> int:
-        """Lines of a part."""
+        """The number of lines (128 columns) of a warp's part of a row."""
         return self.columns // (LINE * self.row_parts)
 
     @property
     def row_parts(self) -> int:
-        """Parts of a row, over all CTAs of a cluster."""
+        """The number of parts of a row, over all CTAs of a cluster. A part is the columns that one warp has."""
         return self.row_warps * self.cluster
 
     @property
@@ -114,12 +120,12 @@ class Traits:
 
     @property
     def members(self) -> int:
-        """Warpgroups of a CTA that work on one row."""
+        """The number of warpgroups of a group: the warpgroups of a CTA that work on one row."""
         return max(1, self.row_warps // WARPS)
 
     @property
     def warpgroups(self) -> int:
-        """Warpgroups of a CTA: whole groups of members, and at most as many as have registers for their lines."""
+        """The number of warpgroups of a CTA: whole groups, and only as many as have registers for their lines."""
         if self.cluster > 1:  # a cluster's barrier is for all threads
             return self.members
         most = min(self.config.warpgroups, 2) if self.lines > FEW_LINES else self.config.warpgroups
@@ -127,21 +133,25 @@ class Traits:
 
     @property
     def groups(self) -> int:
-        """Groups of a CTA. The warpgroups of a group work on one block at a time."""
+        """The number of groups of a CTA. The warpgroups of a group work on one block of rows at a time."""
         return self.warpgroups // self.members
 
     @property
     def block_parts(self) -> int:
-        """Parts of a group's block: of one row, or of 4 short rows."""
+        """The number of warps of a CTA that work on one block: on a part of one row each, or on one of 4 short rows."""
         return WARPS * self.members
 
     @property
     def blocks(self) -> int:
+        """The number of blocks of the array. A block is one row, or 4 short rows if one warp has a whole row."""
         return pl.cdiv(self.rows * self.row_warps, self.block_parts)
 
     @property
     def turns(self) -> int:
-        """The most blocks of a group: the block spec's, or fewer if there would be too few CTAs; 0 for no limit."""
+        """The most blocks that a group of warpgroups takes before its CTA ends; 0 for no limit.
+
+        This is config.turns, or fewer if the SMs would otherwise lack CTAs.
+        """
         if not self.config.turns:
             return 0
         at_once = self.core_count * CTAS_AT_ONCE // self.cluster
@@ -149,55 +159,65 @@ class Traits:
 
     @property
     def ctas(self) -> int:
-        """The number of CTAs, or of clusters."""
+        """The number of CTAs of the launch; with clusters, the number of clusters."""
         if self.turns:
             return pl.cdiv(self.blocks, self.groups * self.turns)
         return min(self.core_count, pl.cdiv(self.blocks, self.groups))
 
     @property
     def stride(self) -> int:
-        """The distance between a group's block and its next block."""
+        """The distance, in blocks, from a block to the next block of the same group of warpgroups, without claims."""
         return self.groups if self.turns else self.ctas * self.groups
 
     @property
     def claims(self) -> bool:
-        """Whether a group claims its blocks one by one, two blocks ahead of its computation."""
+        """Whether a group of warpgroups gets each block from a counter in device memory, instead of an equal share."""
         return self.config.claims and not self.turns and self.stages > 2
 
     def counter(self) -> Ref | None:
-        """A new counter of claimed blocks for a launch; None if no blocks are claimed."""
+        """A new counter from which blocks are claimed, int32 [1] in device memory, of value 0; None without claims."""
         return cast(Ref, jax.new_ref(jnp.zeros(1, jnp.int32))) if self.claims else None
 
     def exchanged(self) -> Any:
-        """See Warpgroup; None outside the interpreter."""
+        """Device memory in which the interpreter exchanges sums between the CTAs of a cluster, [blocks, 2, row_parts].
+
+        None on a GPU, which uses shared memory, and without clusters.
+        """
         if self.cluster == 1 or not interpreter.INTERPRETED:
             return None
         return jax.new_ref(jnp.zeros((self.blocks, 2, self.row_parts), jnp.float32))
 
     @property
     def stages(self) -> int:
-        """The block spec's stages, or the number that fits shared memory if that is lower."""
+        """The number of stages of each warpgroup's ring: config.stages, or fewer if shared memory lacks room."""
         scale_bytes = self.scale_bytes if self.keeps_scale else 0
         room = (SHARED_MEMORY - scale_bytes) // self.stage_bytes
         return min(self.config.stages, room, MOST_BARRIERS // self.warpgroups)
 
     @property
     def keeps_scale(self) -> bool:
-        """Whether shared memory has room for the scale and two stages."""
+        """Whether shared memory keeps the scale: scale_bytes is not 0, and there is also room for two stages."""
         return 0 < self.scale_bytes <= SHARED_MEMORY - 2 * self.stage_bytes
 
     @property
     def stage_bytes(self) -> int:
+        """The bytes of one stage of the rings of all warpgroups of a CTA and of all arrays."""
         return self.warpgroups * self.copies * WARPS * self.lines * LINE * self.itemsize
 
     def by_parts(self, x: jax.Array) -> jax.Array:
-        """An array [rows, columns] as [parts, lines, 128]."""
+        """Reshapes an array [rows, columns] to [rows * row_parts, lines, 128].
+
+        A part is the columns of a row that one warp has, as lines of 128 columns.
+        """
         return x.reshape(self.rows * self.row_parts, self.lines, LINE)
 
     def weights_by_parts(self, x: jax.Array) -> jax.Array:
-        """An array [columns] as [parts of a row, lines, 128]."""
+        """Reshapes a weight [columns] to [row_parts, lines, 128].
+
+        A part is the columns of a row that one warp has, as lines of 128 columns.
+        """
         return x.reshape(self.row_parts, self.lines, LINE)
 
     def numbers(self) -> jax.ShapeDtypeStruct:
-        """The type of an array with one value per row, padded to whole blocks."""
+        """The shape and dtype of an array with one float32 value per row; the rows are padded to whole blocks."""
         return jax.ShapeDtypeStruct((self.blocks * (1 if self.is_split else WARPS),), jnp.float32)

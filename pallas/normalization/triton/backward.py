@@ -37,7 +37,12 @@ def norm_backward(
     core_count: int,
     interpret: bool,
 ) -> NormGradients:
-    """See the package's docstring."""
+    """The gradients of x, scale and bias of layer_norm or rms_norm, in Triton.
+
+    result: of the forward with the same inputs. dout, dtotal: the cotangents of its out and its total; dtotal may be
+    None. The gradients of scale and bias are None if the call lacks these weights. core_count: the number of SMs.
+    interpret: runs the kernels in Pallas's interpreter.
+    """
     traits = Traits.of(inputs, options, config.block_rows, config.chunk)
     given = {
         "x": inputs.x if result.total is None else result.total,
@@ -84,7 +89,7 @@ def norm_backward(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """A block of rows in a kernel, with their statistics, [block_rows, 1]. mean: None for rms_norm."""
+    """The statistics of a block of rows in a kernel, float32 [block_rows, 1]. mean: None for rms_norm."""
 
     refs: Refs
     traits: Traits
@@ -93,18 +98,23 @@ class _Rows:
 
     @classmethod
     def load(cls, refs: Refs, place: Place) -> "_Rows":
+        """Loads the statistics of the rows of `place`."""
         mean = None if refs.mean is None else place.load_numbers(refs.mean)
         return cls(refs=refs, traits=place.traits, inverse=place.load_numbers(needed(refs.inverse)), mean=mean)
 
     def normed(self, place: Place) -> jax.Array:
-        """(x - mean) * inverse."""
+        """(x - mean) * inverse of a block of these rows, float32 [block_rows, chunk]."""
         x = place.load(self.refs.x).astype(jnp.float32)
         return (x if self.mean is None else x - self.mean) * self.inverse
 
     def dx(
         self, place: Place, normed: jax.Array, g: jax.Array, mean_g: jax.Array | None, mean_normed: jax.Array
     ) -> jax.Array:
-        """dx = (g - mean(g) - normed * mean(g * normed)) * inverse, plus dtotal."""
+        """dx of a block, float32: (g - mean(g) - normed * mean(g * normed)) * inverse + dtotal.
+
+        normed, g: (x - mean) * inverse and dout * weight of the block. mean_g, mean_normed: mean(g) and
+        mean(g * normed) of the whole rows, [block_rows, 1]; mean_g is None for rms_norm.
+        """
         dx = g - normed * mean_normed
         dx = (dx if mean_g is None else dx - mean_g) * self.inverse
         if self.refs.dtotal is not None:
@@ -112,13 +122,20 @@ class _Rows:
         return dx
 
     def means(self, g: jax.Array, normed: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-        """These columns' parts of mean(g), None for rms_norm, and of mean(g * normed), [rows, 1]."""
+        """(sum(g) / columns, sum(g * normed) / columns) with sums over a chunk's columns, each [block_rows, 1].
+
+        The first is None for rms_norm. Added over all chunks of a row, these are the row's mean(g) and mean(g *
+        normed).
+        """
         mean = lambda x: x.sum(axis=1)[:, None] / self.traits.columns
         return (mean(g) if self.traits.options.is_centred else None), mean(g * normed)
 
 
 def _rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
-    """One program: dx of the row blocks program, program + programs, ..., and their sums for dscale and dbias."""
+    """Runs one program, for rows of one chunk: stores dx of its rows, and their sums for dscale and dbias.
+
+    programs: the number of programs. Program p takes the row blocks p, p + programs, p + 2 * programs, ...
+    """
     program = pl.program_id(0)
     zeros = jnp.zeros((traits.block_rows, traits.chunk), jnp.float32)
     names = [name for name in ("scale", "bias") if getattr(refs.outs, name) is not None]
@@ -142,12 +159,16 @@ def _rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
 
 
 def _store_sums(ref: Ref, traits: Traits, program: Index, column: Index, sums: jax.Array) -> None:
+    """Adds sums [block_rows, chunk] over the rows, and stores the result in ref[program], from `column` on."""
     exists = Place(traits=traits, row=0, column=column).column_exists
     plgpu.store(ref.at[program, pl.ds(column, traits.chunk)], sums.sum(axis=0), mask=exists)
 
 
 def _chunked_rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
-    """dx only, for rows of several chunks."""
+    """Runs one program, for rows of several chunks: stores dx of its rows, and no sums for dscale and dbias.
+
+    programs: the number of programs. Program p takes the row blocks p, p + programs, p + 2 * programs, ...
+    """
     program = pl.program_id(0)
     zeros = jnp.zeros((traits.block_rows, 1), jnp.float32)
 
@@ -179,7 +200,10 @@ def _chunked_rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
 
 
 def _columns_kernel(refs: Refs, traits: Traits, programs: int) -> None:
-    """The sums of a chunk of columns over the row blocks program, program + programs, ..."""
+    """Runs one program, for rows of several chunks: stores the sums for dscale and dbias of one chunk of columns.
+
+    programs: the number of programs of a chunk. Program p sums the row blocks p, p + programs, p + 2 * programs, ...
+    """
     column, program = pl.program_id(0) * traits.chunk, pl.program_id(1)
     zeros = jnp.zeros((traits.block_rows, traits.chunk), jnp.float32)
     names = [name for name in ("scale", "bias") if getattr(refs.outs, name) is not None]

@@ -29,7 +29,13 @@ from jax_kernels.quantization import FORMATS
 def norm_forward(
     inputs: NormInputs, options: NormOptions, *, config: NormTriton, core_count: int, interpret: bool
 ) -> NormResult:
-    """See the package's docstring."""
+    """Normalises the rows of inputs.x, or of inputs.x + inputs.residual, in Triton.
+
+    Returns a NormResult: out, in x's shape and dtype; total, x + residual, None without a residual; mean, None for
+    rms_norm; and inverse, 1 / the standard deviation (for rms_norm, 1 / the root mean square). mean and inverse have
+    one float32 value per row. With options.quantize, out has 8 bits, out_scale a scale for each row, and mean and
+    inverse are None. core_count is not used. interpret: runs the kernel in Pallas's interpreter.
+    """
     del core_count
     traits = Traits.of(inputs, options, config.block_rows, config.chunk)
     arrays = {name: x for name, x in inputs._asdict().items() if x is not None}
@@ -64,6 +70,7 @@ def norm_forward(
 
 
 def _kernel(refs: Refs, traits: Traits) -> None:
+    """Runs one program: computes the statistics and out of block_rows rows, and stores them."""
     row = pl.program_id(0) * traits.block_rows
     place = lambda column: Place(traits=traits, row=row, column=column)
     if traits.chunks == 1:
@@ -87,6 +94,7 @@ def _kernel(refs: Refs, traits: Traits) -> None:
 
 
 def _quantized_kernel(refs: Refs, traits: Traits) -> None:
+    """Runs one program: normalises block_rows rows, and stores them in 8 bits with a scale for each row."""
     row = pl.program_id(0) * traits.block_rows
     place = lambda column: Place(traits=traits, row=row, column=column)
     results = refs.outs
@@ -124,16 +132,22 @@ def _quantized_kernel(refs: Refs, traits: Traits) -> None:
 
 
 def _largest(place: Place, out: jax.Array) -> jax.Array:
-    """The largest magnitudes of the rows, [rows, 1], as the bits of float32.
+    """The largest magnitude of each row of a block, [block_rows, 1] int32: the bits of the float32 value.
 
-    These bits order like the magnitudes, with NaN above infinity. Triton's maximum of floats would drop a NaN.
+    out: float32 [block_rows, chunk]; values outside the array are ignored. These bits order like the magnitudes, with
+    NaN above infinity. Triton's maximum of floats would drop a NaN.
     """
     magnitudes = lax.bitcast_convert_type(out, jnp.int32) & 0x7FFFFFFF
     return jnp.where(place.exists, magnitudes, 0).max(axis=1)[:, None]
 
 
 def _scales(largest: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """(the scales of rows, the factors of their values), as in quantize. A row with NaN or infinity gets factor NaN."""
+    """(scale, 1 / scale) of each row of a block, float32 [block_rows, 1].
+
+    A scale is the row's largest magnitude divided by the largest value of the 8-bit `dtype`; 1 for a row of zeros, and
+    at least the least normal float32. A row with NaN or infinity gets NaN as the reciprocal. largest: the magnitudes as
+    the bits of float32, int32 [block_rows, 1].
+    """
     top, tiny = float(jnp.finfo(dtype).max), float(jnp.finfo(jnp.float32).tiny)
     magnitude = lax.bitcast_convert_type(largest, jnp.float32)
     scale = magnitude * (1 / top)
@@ -143,12 +157,17 @@ def _scales(largest: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]
 
 
 def _rounded(traits: Traits, scaled: jax.Array) -> jax.Array:
-    """The scaled values, such that the conversion to 8 bits rounds them to nearest."""
+    """Returns the scaled float32 values, changed such that their conversion to 8 bits rounds to nearest.
+
+    They change only on GPUs that convert by way of float16 (options.quantizes_by_half).
+    """
     return odd_halves(scaled) if traits.options.quantizes_by_half else scaled
 
 
 def odd_halves(x: jax.Array) -> jax.Array:
-    """x with float16's last bit set if float16 would drop a set bit, so that x stays above a midpoint of 8-bit values.
+    """Returns float32 x with float16's last mantissa bit set wherever float16 would drop a set bit of x.
+
+    Without it, a value just above the midpoint of two 8-bit values would become the midpoint, and round down.
 
     Below compute capability 9.0 Triton truncates float32 to float16 first, and rounds the result to 8 bits.
     """
@@ -157,12 +176,16 @@ def odd_halves(x: jax.Array) -> jax.Array:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    """The sums of rows, [rows, 1]."""
+    """The sum of each row, [rows, 1]."""
     return x.sum(axis=1)[:, None]
 
 
 def _statistics(place: Place, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """(mean, inverse), [block_rows, 1]. mean: None for rms_norm."""
+    """(mean, inverse) of each row, float32 [block_rows, 1], for rows of one chunk. mean: None for rms_norm.
+
+    x: the whole rows, with 0 outside the array. inverse is 1 / sqrt(variance + eps); for rms_norm, the mean of the
+    squares replaces the variance.
+    """
     traits, x = place.traits, x.astype(jnp.float32)
     mean, centred = None, x
     if traits.options.is_centred:
@@ -174,7 +197,11 @@ def _statistics(place: Place, x: jax.Array) -> tuple[jax.Array | None, jax.Array
 def _chunked_statistics(
     refs: Refs, traits: Traits, place: Callable[[Index], Place]
 ) -> tuple[jax.Array | None, jax.Array]:
-    """_statistics for rows of several chunks. Means and squared deviations are joined as in Chan et al. (1979)."""
+    """(mean, inverse) of each row, float32 [block_rows, 1], for rows of several chunks. mean: None for rms_norm.
+
+    `place`: a function from the first column of a chunk to the chunk's `Place`. The means and squared deviations of the
+    chunks are joined by the formulas of Chan et al. (1979).
+    """
     zeros = jnp.zeros((traits.block_rows, 1), jnp.float32)
 
     def step(column, state):
@@ -196,7 +223,10 @@ def _chunked_statistics(
 
 
 def _normed(refs: Refs, place: Place, x: jax.Array, mean: jax.Array | None, inverse: jax.Array) -> jax.Array:
-    """The normalised values with scale and bias, in float32."""
+    """(x - mean) * inverse * (scale + scale_offset) + bias of a block, float32 [block_rows, chunk].
+
+    x: the block. mean, inverse: [block_rows, 1]; mean is None for rms_norm.
+    """
     out = x.astype(jnp.float32)
     out = (out if mean is None else out - mean) * inverse
     if (weight := place.weight(refs)) is not None:
@@ -207,7 +237,7 @@ def _normed(refs: Refs, place: Place, x: jax.Array, mean: jax.Array | None, inve
 
 
 def _write(refs: Refs, place: Place, x: jax.Array, mean: jax.Array | None, inverse: jax.Array) -> None:
-    """Stores out, and total if there is a residual."""
+    """Normalises a block x, and stores out, and x as total if there is a residual."""
     place.store(refs.outs.out, _normed(refs, place, x, mean, inverse))
     if refs.outs.total is not None:
         place.store(refs.outs.total, x)
