@@ -178,7 +178,7 @@ def from_flax(parameters: GivenParameters, names: str = "bridge") -> dict[str, t
 
 
 def transformer_fields(config: "PreTrainedConfig") -> dict[str, Any]:
-    """The fields of models.TransformerConfig for a transformers.LlamaConfig.
+    """Returns the fields of models.TransformerConfig for a transformers.LlamaConfig, as a dict.
 
     For example, TransformerConfig(**transformer_fields(llama.config)).
 
@@ -228,7 +228,7 @@ def _check_modules(source: torch.nn.Module) -> None:
 
 
 def _without_llamas_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Renames a Llama's parameters to bridge.nn.Transformer's names. Raises ValueError for unknown names."""
+    """Returns a Llama's parameters under bridge.nn.Transformer's names. Raises ValueError for unknown names."""
     short = {name.removeprefix("model."): tensor for name, tensor in state.items()}
     unknown = sorted(name for name in short if not _LAYER.fullmatch(name) and name not in _OTHERS)
     if unknown:
@@ -241,7 +241,7 @@ def _without_llamas_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 
 def _llama_name(name: str) -> str:
-    """Converts a name of bridge.nn.Transformer to transformers' name. Raises ValueError."""
+    """Returns transformers' name of a bridge.nn.Transformer's parameter. Raises ValueError if a Llama lacks it."""
     theirs = {own: other for other, own in (_LLAMA | _FINAL).items()}
     full = ".".join(theirs.get(part, part) for part in name.split("."))
     if not _LAYER.fullmatch(full) and full not in _OTHERS:
@@ -250,6 +250,12 @@ def _llama_name(name: str) -> str:
 
 
 def _flax_path(name: str, tensor: torch.Tensor) -> list[str]:
+    """Returns the keys of a PyTorch parameter in Flax's nested dicts.
+
+    The last part "weight" becomes "kernel" if it has two axes, "scale" if it has one, and is omitted in an embedding.
+
+    name: the dotted name in the PyTorch module. Raises ValueError for a parameter that no Flax model has.
+    """
     *parts, last = name.split(".")
     if last not in _OWN_NAMES or tensor.ndim > (2 if last == "weight" else 1):
         raise ValueError(f"source: got {name} of shape {tuple(tensor.shape)}, which no model of jax_kernels.models has")
@@ -261,7 +267,10 @@ def _flax_path(name: str, tensor: torch.Tensor) -> list[str]:
 
 
 def _torch_name(path: tuple[str, ...]) -> tuple[str, bool]:
-    """(the name in a PyTorch module, whether the array must be transposed)."""
+    """Returns (the dotted name in a PyTorch module, whether the array must be transposed) of a Flax parameter.
+
+    path: the keys of the parameter in the nested dicts.
+    """
     *parts, last = path
     if last == "embed":
         return ".".join((*parts, last, "weight")), False
@@ -269,6 +278,7 @@ def _torch_name(path: tuple[str, ...]) -> tuple[str, bool]:
 
 
 def _leaves(parameters: GivenParameters, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ArrayLike]]:
+    """Yields (the keys, the array) of each array in nested dicts; a key with dots counts as several keys."""
     for key, x in parameters.items():
         longer = (*path, *str(key).split("."))
         if isinstance(x, Mapping):
@@ -278,6 +288,10 @@ def _leaves(parameters: GivenParameters, path: tuple[str, ...] = ()) -> Iterator
 
 
 def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
+    """Returns a copy of the tensor as a NumPy array of its dtype. Raises TypeError for a dtype other than three.
+
+    The dtypes are float32, bfloat16 and float16.
+    """
     host = tensor.detach().cpu().contiguous()
     if host.dtype == torch.bfloat16:
         return host.view(torch.int16).numpy().view(_BF16)
@@ -287,5 +301,6 @@ def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
+    """Returns a copy of the array as a tensor on the CPU."""
     own = np.array(array, order="C")
     return torch.from_numpy(own.view(np.int16)).view(torch.bfloat16) if own.dtype == _BF16 else torch.from_numpy(own)

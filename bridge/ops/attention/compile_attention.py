@@ -77,7 +77,7 @@ class CompiledAttention:
         return self._compiled.prepared_mask
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raises ValueError or TypeError unless the tensors have the planned dtype, device, and shapes for any batch."""
+        """Raises ValueError or TypeError unless the tensors have the planned shapes (any batch) and dtype."""
         for (name, spec), x in zip(self._compiled.specs.items(), (query, key, value), strict=True):
             check_tensor(name, x, query)
             if tuple(x.shape[1:]) != spec.shape[1:]:

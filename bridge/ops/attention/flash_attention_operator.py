@@ -359,6 +359,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @torch_internals.skip_dynamo
     def backward(ctx, dout, drows=None):
+        """Returns the gradient of each argument of forward: None for with_rows, the options and unwanted gradients."""
         if dout is None and drows is None:
             return (None,) * (1 + ALL)
         *tensors, out, rows = ctx.saved_tensors
@@ -391,7 +392,7 @@ class _Facts(NamedTuple):
         return [name for name, is_there in zip(Tensors._fields, self.there, strict=True) if is_there]
 
     def filled[Value](self, tensors: Sequence[Value]) -> Tensors[Value]:
-        """Returns a Tensors with the given values, in order, in the entries that the call has, and None in the others."""
+        """Returns a Tensors with the given values, in order, for the tensors of the call, and None for the others."""
         given: Iterator[Any] = iter(tensors)
         return Tensors(*(next(given) if there else None for there in self.there))
 
