@@ -77,7 +77,7 @@ _OWN_NAMES = ("weight", "bias", "A")
 
 
 def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParameters:
-    """Converts the parameters of a module or a state dict for the Flax model of the same kind.
+    """Returns the parameters of a module or a state dict in the form of the Flax model of the same kind.
 
     For example::
 
@@ -94,7 +94,7 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParamet
 
     Returns:
       nested dicts by name, with ints for the numbers of layers, of jax.Arrays in the parameters' dtypes. Kernels are
-      [in, out], transposed from PyTorch's.
+        [in, out], transposed from PyTorch's.
 
     Raises:
       ValueError: a module has no Flax model of its kind, or has a parameter that the model lacks, such as a bias of a
@@ -134,7 +134,7 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParamet
 
 
 def from_flax(parameters: GivenParameters, names: str = "bridge") -> dict[str, torch.Tensor]:
-    """Converts a Flax model's parameters to a PyTorch state dict. The inverse of to_flax.
+    """Returns a Flax model's parameters as a PyTorch state dict: tensors by dotted name. The inverse of to_flax.
 
     For example::
 
@@ -147,7 +147,7 @@ def from_flax(parameters: GivenParameters, names: str = "bridge") -> dict[str, t
         its embedding becomes the Llama's lm_head.
 
     Returns:
-      tensors on the CPU, in the arrays' dtypes.
+      tensors on the CPU, in the arrays' dtypes. Matrices of linear layers are [out, in], transposed from Flax's.
 
     Raises:
       ValueError: an array has more axes than a parameter of jax_kernels.models; names is unknown; or, with "llama",
@@ -202,7 +202,7 @@ def transformer_fields(config: "PreTrainedConfig") -> dict[str, Any]:
 
 
 def _check_config(config: Any) -> None:
-    """Raises ValueError unless models.Transformer computes the function of a model with this config."""
+    """Raises ValueError unless models.Transformer computes the function of a transformers model with this config."""
     kind = getattr(config, "model_type", None)
     if kind not in _KINDS:
         want = " or ".join(map(repr, _KINDS))
@@ -288,9 +288,9 @@ def _leaves(parameters: GivenParameters, path: tuple[str, ...] = ()) -> Iterator
 
 
 def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
-    """Returns a copy of the tensor as a NumPy array of its dtype. Raises TypeError for a dtype other than three.
+    """Returns a copy of the tensor as a NumPy array of its dtype.
 
-    The dtypes are float32, bfloat16 and float16.
+    Raises TypeError, naming the parameter, unless the dtype is float32, bfloat16 or float16.
     """
     host = tensor.detach().cpu().contiguous()
     if host.dtype == torch.bfloat16:

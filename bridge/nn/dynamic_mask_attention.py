@@ -56,7 +56,7 @@ class DynamicMaskAttention(torch.nn.Module):
       is_causal: a token attends to itself and to earlier tokens only.
       mask: a masks.Mask for all calls, with num_kv_heads heads or one head. It is combined with is_causal and a call's
         mask.
-      implementation: implementation of the attention, as in flash_attention.
+      implementation: of the attention, such as "triton"; None picks the device's first that supports the call.
       dtype, device: dtype and device of the parameters, as in any PyTorch module.
 
     Raises:

@@ -28,7 +28,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     torch.fx.symbolic_trace keeps the module as one node. torch.jit.script of it raises RuntimeError.
 
     Args:
-      implementation: of the attention, as in flash_attention. The other arguments are torch.nn.MultiheadAttention's.
+      implementation: of the attention, "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the device's first that
+        supports the call. The other arguments are torch.nn.MultiheadAttention's.
     """
 
     @plain_arguments

@@ -47,7 +47,7 @@ def _checked_backend(backend: str | None) -> str | None:
 
 @contextlib.contextmanager
 def _by_own_name() -> Iterator[None]:
-    """Makes errors inside the block name attention_backend instead of implementation."""
+    """A context manager: errors inside it that name the argument `implementation` name `attention_backend` instead."""
     try:
         yield
     except (NotImplementedError, ValueError) as error:
@@ -75,7 +75,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
     Args:
       embed_dim: width of input and output; a multiple of num_heads, with heads of at most 256.
       segment_lengths, dilation_rates: one value per branch. A branch cuts the sequence into segments of its length. In
-        a segment, tokens whose positions are equal modulo the rate attend to each other.
+        a segment, every rate-th token takes part; these tokens attend to each other. The first one depends on the head.
       dropout: the probability with which elements of the output are zeroed in training. Attention weights are not
         dropped: they are never stored.
       bias: whether the projections have a bias.
@@ -88,11 +88,12 @@ class MultiheadDilatedAttention(torch.nn.Module):
       benchmark_backends: with attention_backend None, the constructor times forward and backward of each supported
         implementation once, for one sequence over the longest segment (at most 8192 tokens). The fastest one is used
         while the parameters have this device and dtype.
-      heads: "all": every head runs every branch; "groups": branch i serves only the i-th group of heads. None: as
-        that package, "groups"; with layout="partition", "all", the only value that it takes.
-      combine: "lse" weights the branches' outputs by the softmax of their log-sum-exps; "mean" averages them. None: as
-        that package, "mean"; with layout="partition", "lse", the only value that it takes.
-      layout: "overlap", or "partition": segment i has its own length and rate, one segment after another.
+      heads: "all": every head runs every branch; "groups": branch i serves only the i-th group of heads. None:
+        "groups", as in that package; with layout="partition", "all", the only value that it takes.
+      combine: "lse" weights the branches' outputs by the softmax of their log-sum-exps; "mean" averages them. None:
+        "mean", as in that package; with layout="partition", "lse", the only value that it takes.
+      layout: "overlap": as above. "partition": segments of these lengths follow one another; in segment i, all tokens
+        with equal positions modulo rate i attend to each other, for all heads.
       order: None, or "hilbert": positions in a segment follow a Hilbert curve.
 
     Attributes:
@@ -231,9 +232,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def reset_parameters(self) -> None:
-        """Draws new weights, Xavier normal; biases are 0. The weights of v_proj and out_proj are multiplied by
-        gamma_init.
-        """
+        """Draws new weights, Xavier normal, for v_proj and out_proj multiplied by gamma_init. Biases become 0."""
         for projection, gain in (
             (self.q_proj, 1.0),
             (self.k_proj, 1.0),

@@ -40,7 +40,7 @@ class FlexAttention(torch.nn.Module):
       window: for patterns that have a window. "longformer": the number of keys around a token. "sliding_window" and
         "global_local": the number of keys on each side, or (left, right). "attention_sinks": the number of keys before
         a token.
-      implementation: as in flash_attention; None picks the device's first that supports the call.
+      implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the device's first that supports the call.
       options: the pattern's other options, as in bridge.masks.preset. Each call sets a pattern's lengths (q_length,
         kv_length) if they are not given.
 

@@ -166,7 +166,10 @@ class QuantizedLinear(torch.nn.Module):
         return f"{features}, format={self.format!r}{group}{activation}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """torch.nn.Module._apply, except that the buffers (low-bit values, scales and the shape) keep their dtypes."""
+        """Moves or casts the module as torch.nn.Module._apply does, except that buffers keep their dtypes.
+
+        The buffers are the low-bit values, the scales and the shape.
+        """
         buffers = list(self._buffers.values())
 
         def apply(x: torch.Tensor) -> torch.Tensor:
@@ -206,7 +209,7 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def _check_format(format: str) -> None:
-    """Raises ValueError for an unknown format."""
+    """Raises ValueError unless format is "int8", "int4", "mxfp8" or "mxfp4"."""
     if format not in tuple(formats.FORMATS):
         raise ValueError(f"format: got {format!r}, want one of {', '.join(map(repr, formats.FORMATS))}")
 

@@ -320,7 +320,7 @@ def _takes_tf32() -> bool:
 
 
 class MatmulOptions(TypedDict, total=False):
-    """The keyword arguments of matmul except bias and transpose_w."""
+    """The keyword arguments of bridge.matmul except bias and transpose_w, for type checkers."""
 
     activation: str | Activation | None
     residual: torch.Tensor | None
@@ -366,7 +366,10 @@ def _under_autocast(*tensors: Any) -> list[Any]:
 
 
 def _check_scaling(scaling: str | None, precision: str | None) -> None:
-    """Raises ValueError for an unknown scaling, or a scaling without an 8-bit matmul."""
+    """Raises ValueError for an unknown scaling, or a scaling with a precision other than "fp8".
+
+    precision=None passes, because the tensors of a call may have 8 bits.
+    """
     if scaling is None:
         return
     check_scaling(scaling)

@@ -297,7 +297,7 @@ class _Options(torch.nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets weight to 1 - scale_offset and bias to 0."""
+        """Sets weight to 1 - scale_offset, so that scale_offset + weight is 1, and bias to 0."""
         super().reset_parameters()
         if self.weight is not None and self.scale_offset:
             torch.nn.init.constant_(self.weight, 1.0 - self.scale_offset)

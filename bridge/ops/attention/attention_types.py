@@ -39,7 +39,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class PrepareOptions(AttentionOptions, total=False):
-    """The keyword arguments of flash_attention that prepare_mask takes."""
+    """The keyword arguments of prepare_mask, all of them also arguments of flash_attention, for type checkers."""
 
     bias: torch.Tensor | None
     return_lse: bool

@@ -25,7 +25,7 @@ class CompiledAttention:
     """Attention under a fixed mask, made by compile_attention: out = attention(query, key, value), with gradients.
 
     query is [B, seq_len, num_heads, head_dim]; key and value are [B, kv_len, num_kv_heads, head_dim]; B is any number.
-    They have the dtype `dtype`, after autocast if it is on, and are on `device`. out has query's shape and dtype. Calls
+    They have the dtype `dtype`, after autocast if it is on, and are on `device`. out has query's shape and that dtype. Calls
     run, and may be compiled and mapped, as calls of flash_attention with a Mask. Tensors of another shape, dtype or
     device raise ValueError or TypeError.
 
@@ -46,7 +46,10 @@ class CompiledAttention:
         self._passed: torch_internals.Check | None = None  # whether tensors resemble a checked call's
 
     def __reduce__(self) -> tuple[functools.partial["CompiledAttention"], tuple[Mask, int, int]]:
-        """Pickles as a call of compile_attention with the mask. The loading process plans it again."""
+        """Returns a call of compile_attention with the mask, as which pickle stores the object.
+
+        The loading process plans it again.
+        """
         query, key, _ = self._compiled.specs.values()
         batch, length, heads, head_dim = query.shape
         make = functools.partial(

@@ -37,7 +37,7 @@ def quantize_fp8(x: torch.Tensor, axis: int | Sequence[int] | None = None) -> tu
 
 
 class _Options(TypedDict, total=False):
-    """The keyword arguments of flash_attention_fp8 except return_lse."""
+    """The keyword arguments of flash_attention_fp8 except return_lse, for type checkers."""
 
     q_scale: torch.Tensor | float | None
     k_scale: torch.Tensor | float | None

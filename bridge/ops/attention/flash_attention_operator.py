@@ -388,7 +388,7 @@ class _Facts(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors that the call has."""
+        """The names of the tensors that the call has, in the order of Tensors."""
         return [name for name, is_there in zip(Tensors._fields, self.there, strict=True) if is_there]
 
     def filled[Value](self, tensors: Sequence[Value]) -> Tensors[Value]:

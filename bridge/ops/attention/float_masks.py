@@ -16,7 +16,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_float(mask: Any) -> TypeGuard[torch.Tensor]:
-    """Whether mask is a dense tensor of floats."""
+    """Whether mask is a dense tensor of float32, bfloat16 or float16."""
     if not isinstance(mask, torch.Tensor) or mask.dtype not in _FLOATS:
         return False
     return mask.layout == torch.strided and not mask.is_nested

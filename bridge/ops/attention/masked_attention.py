@@ -208,20 +208,25 @@ def block_sparse_attention(
     block_size: int | tuple[int, int] | None = None,
     **arguments: Any,
 ) -> Outputs:
-    """jax_kernels.block_sparse_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
+    """jax_kernels.block_sparse_attention on PyTorch tensors: attention to the blocks of keys that a mask keeps.
 
-    See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts query, key, value and a 16-bit
-    bias.
+    The gradients are of query, key, value, bias and sinks. See bridge.from_jax for torch.compile, derivatives and CUDA
+    graphs. Autocast casts query, key, value and a 16-bit bias.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
-      block_mask: bool, or floats of 0 and 1, [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows,
-        columns]. Or a masks.Mask, as in bridge.flash_attention.
-      block_size: an int, or (queries, keys); None is 128.
-      arguments: the other arguments of bridge.flash_attention, without mask.
+      block_mask: [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns], with a row for each block
+        of queries and a column for each block of keys; bool, True where the block's pairs are kept, or floats of 0 and
+        1. Or a masks.Mask, as in bridge.flash_attention.
+      block_size: the size of block_mask's blocks, an int for both, or (queries, keys); None is 128.
+      arguments: the other arguments of bridge.flash_attention, without mask, such as is_causal; they restrict pairs
+        further.
 
-    Results and errors are as in bridge.flash_attention; errors are bridge.from_jax's if they differ.
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    Errors are as in bridge.flash_attention, or bridge.from_jax's if they differ.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -296,20 +301,23 @@ def dynamic_mask_attention(
     bias: torch.Tensor | None = None,
     **arguments: Any,
 ) -> Outputs:
-    """jax_kernels.dynamic_mask_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
+    """jax_kernels.dynamic_mask_attention on PyTorch tensors: attention with a mask and a bias for each key head.
 
-    See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts query, key, value and a 16-bit
-    bias.
+    The gradients are of query, key, value, bias and sinks. See bridge.from_jax for torch.compile, derivatives and CUDA
+    graphs. Autocast casts query, key, value and a 16-bit bias.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
-      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend, or floats of 0
-        and 1. Or a masks.Mask. Both are as in bridge.flash_attention.
-      bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32.
+      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend, or floats of 0 and 1.
+        Or a masks.Mask. Both are as in bridge.flash_attention.
+      bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32, added to the scores.
       arguments: the other arguments of bridge.flash_attention. attn_mask is another name for mask.
 
-    Results and errors are as in bridge.flash_attention; errors are bridge.from_jax's if they differ.
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    Errors are as in bridge.flash_attention, or bridge.from_jax's if they differ.
     """
     call = None
     if not torch.compiler.is_compiling():

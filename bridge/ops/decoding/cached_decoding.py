@@ -207,7 +207,7 @@ _MOST_SEEN = 1024
 
 
 def _is_fixed_size(x: torch.Tensor) -> bool:
-    """Whether this tensor object was read before, as happens with a cache of fixed size.
+    """Whether the same tensor object was given in an earlier call, as happens with a cache of fixed size.
 
     A cache that grows by a token has a new tensor each time. The new tensor may have the memory of an earlier sequence
     of the same length, so tensor objects are compared.

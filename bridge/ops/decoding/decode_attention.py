@@ -21,7 +21,7 @@ _attend_by_object = JaxOp(ops.decode_attention)
 
 
 class _Options(TypedDict, total=False):
-    """The keyword arguments of decode_attention except return_lse."""
+    """The keyword arguments of decode_attention except return_lse, for type checkers."""
 
     kv_lengths: torch.Tensor | None
     block_tables: torch.Tensor | None

@@ -86,7 +86,7 @@ def flex_attention(
     *,
     return_aux: "torchs.AuxRequest | None" = None,
 ) -> "torch.Tensor | tuple[torch.Tensor, torch.Tensor | torchs.AuxOutput | None]":
-    """torch.nn.attention.flex_attention.flex_attention by flash_attention; it may be assigned to that name.
+    """PyTorch's flex_attention, computed by flash_attention; it may be assigned to PyTorch's name.
 
     Equivalent to the following code, where `mask` has the blocks and the mask_mod of block_mask::
 
@@ -107,7 +107,7 @@ def flex_attention(
         again if a list, or a tensor that the mask_mod reads, has changed. Or a masks.Mask.
       scale: multiplies the scores; default 1 / sqrt(D).
       enable_gqa: allow fewer key and value heads than query heads; their number divides the number of query heads.
-      return_lse: return (out, lse). return_aux: an AuxRequest; return (out, AuxOutput).
+      return_lse: return (out, lse). return_aux: an AuxRequest; return (out, AuxOutput), with lse if it asks for it.
       kernel_options: FlexKernelOptions. They choose among PyTorch's kernels, and have no effect here.
 
     In a graph of torch.compile a BlockMask is a constant that was made outside the graph. The graph raises ValueError

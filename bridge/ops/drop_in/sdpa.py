@@ -41,7 +41,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """torch.nn.functional.scaled_dot_product_attention by flash_attention; you may assign it to PyTorch's name.
+    """PyTorch's scaled_dot_product_attention by flash_attention; you may assign it to PyTorch's name.
 
     PyTorch's function runs instead, with one warning per reason, for dropout_p above 0, a head_dim above 256, float64,
     nested tensors, and devices other than CPU and CUDA. It also runs, without a warning, for empty tensors and on the
