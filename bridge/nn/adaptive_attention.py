@@ -26,9 +26,9 @@ class AdaptiveAttention(torch.nn.Module):
         query, key, value = split_heads(q_proj(x)), split_heads(k_proj(context)), split_heads(v_proj(context))
         out = out_proj(bridge.flash_attention(query, key, value, mask=mask, is_causal=is_causal).flatten(2))
 
-    Parameters: q_proj.weight [num_heads * head_dim, dim], k_proj.weight and v_proj.weight [num_kv_heads * head_dim,
-    context_dim], out_proj.weight [dim, num_heads * head_dim], and with bias q_proj.bias, ...; initialised as in
-    torch.nn.Linear.
+    Parameters: q_proj.weight [num_heads * head_dim, dim], k_proj.weight and v_proj.weight
+    [num_kv_heads * head_dim, context_dim], out_proj.weight [dim, num_heads * head_dim], and with bias q_proj.bias, ...;
+    initialised as in torch.nn.Linear.
 
     Args:
       dim: width of input and output.

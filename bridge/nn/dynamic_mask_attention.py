@@ -217,9 +217,10 @@ def _attend(
 ) -> jax.Array:
     """Returns the attention [B, T, num_heads, head_dim] of each query to the keys of largest bias, in JAX.
 
-    query: [B, T, num_heads, head_dim]. key, value: [B, T, num_kv_heads, head_dim]. bias: float32 [B, num_kv_heads, 1,
-    T], also added to the scores. given: bool arrays, broadcastable to [B, num_kv_heads, T, T], or Masks of num_kv_heads
-    heads or one head: only keys that all of them keep are candidates. arguments: options of dynamic_mask_attention.
+    query: [B, T, num_heads, head_dim]. key, value: [B, T, num_kv_heads, head_dim]. bias: float32
+    [B, num_kv_heads, 1, T], also added to the scores. given: bool arrays, broadcastable to [B, num_kv_heads, T, T], or
+    Masks of num_kv_heads heads or one head: only keys that all of them keep are candidates. arguments: options of
+    dynamic_mask_attention.
     """
     length, heads = query.shape[1:3]
     among = masks.causal() if is_causal else masks.sliding_window(None, None)

@@ -84,8 +84,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             the scores.
           attn_mask: [L, S] or [N * num_heads, L, S]. A bool mask is True where a query may not attend; floats are added
             to the scores.
-          need_weights: also return the attention weights, [N, L, S], or with average_attn_weights=False [N, num_heads,
-            L, S].
+          need_weights: also return the attention weights, [N, L, S], or with average_attn_weights=False
+            [N, num_heads, L, S].
           is_causal: token i attends only to tokens up to i. An attn_mask is then assumed to be this causal mask.
 
         For a query that may attend to nothing, attention, weights and gradients are 0. torch.nn.MultiheadAttention with
@@ -257,8 +257,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _of_batch(self, x: torch.Tensor, batch: int, axis: int) -> torch.Tensor:
         """Reshapes a mask or bias [N * num_heads or 1, L, S] to 4 axes that fit the scores of the projected tensors.
 
-        axis: 1 if the given tensors have the batch first: the result is [N, num_heads, L, S]; else [1, N * num_heads,
-        L, S]. An entry for all heads gives [1, 1, L, S].
+        axis: 1 if the given tensors have the batch first: the result is [N, num_heads, L, S]; else
+        [1, N * num_heads, L, S]. An entry for all heads gives [1, 1, L, S].
         """
         return x[None] if x.shape[0] == 1 or not axis else x.unflatten(0, (batch, self.num_heads))
 

@@ -29,11 +29,11 @@ class QuantizedTensor:
     """Low-bit weights (4 or 8 bits) with their scales, as bridge.quantize returns them.
 
     values: [..., N, K padded] int8 (int8) or float8_e4m3fn (mxfp8), or [..., N, K padded / 2] uint8 (int4, mxfp4). K is
-    the axis that a matmul sums over. It is always last here, for both values of `axis`. scale: [..., K padded /
-    group_size, N], or [..., N] if group_size is None; float32 or bfloat16. The MX formats have uint8 scales: the
-    exponent of a power of two, plus 127. format: "int8", "int4", "mxfp8" or "mxfp4". group_size: the number of
-    consecutive values along K that share a scale; None: all. axis: the axis of K in the weights, -1 (weights [..., N,
-    K]) or -2 ([..., K, N]). length: K, without padding.
+    the axis that a matmul sums over. It is always last here, for both values of `axis`. scale:
+    [..., K padded / group_size, N], or [..., N] if group_size is None; float32 or bfloat16. The MX formats have uint8
+    scales: the exponent of a power of two, plus 127. format: "int8", "int4", "mxfp8" or "mxfp4". group_size: the number
+    of consecutive values along K that share a scale; None: all. axis: the axis of K in the weights, -1 (weights
+    [..., N, K]) or -2 ([..., K, N]). length: K, without padding.
 
     `shape` is the shape of the weights. The values have the memory layout of jax_kernels.QuantizedArray.
     """

@@ -25,9 +25,9 @@ class CompiledAttention:
     """Attention under a fixed mask, made by compile_attention: out = attention(query, key, value), with gradients.
 
     query is [B, seq_len, num_heads, head_dim]; key and value are [B, kv_len, num_kv_heads, head_dim]; B is any number.
-    They have the dtype `dtype`, after autocast if it is on, and are on `device`. out has query's shape and that dtype. Calls
-    run, and may be compiled and mapped, as calls of flash_attention with a Mask. Tensors of another shape, dtype or
-    device raise ValueError or TypeError.
+    They have the dtype `dtype`, after autocast if it is on, and are on `device`. out has query's shape and that dtype.
+    Calls run, and may be compiled and mapped, as calls of flash_attention with a Mask. Tensors of another shape, dtype
+    or device raise ValueError or TypeError.
 
     mask: the masks.Mask. plan: the Plan of its calls, which names the implementation and its blocks. density: the
     fraction of blocks of 128 queries and 128 keys in which the mask keeps a pair. device, dtype: PyTorch's.

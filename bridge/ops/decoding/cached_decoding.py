@@ -41,8 +41,8 @@ def decode_cache(
 
     Args:
       query: [B, H, 1, D]. key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
-      mask: bool, True where a query may attend; bias: float, added to the scores. Both are broadcastable to [B, H, 1,
-        S], with size S in the last axis.
+      mask: bool, True where a query may attend; bias: float, added to the scores. Both are broadcastable to
+        [B, H, 1, S], with size S in the last axis.
       sinks: [H], logits that only join the softmax's denominator. scale: multiplies the scores; default 1 / sqrt(D).
       softcap: the scores become softcap * tanh(scores / softcap).
     """

@@ -170,8 +170,8 @@ def _attend(
 ) -> Outputs:
     """Returns the attention of the queries q [B, T, H, D] to the first lengths[b] keys of each sequence b.
 
-    The last query has the position of the last key. The result is out [B, T, H, D], or with with_lse (out, lse [B, H,
-    T]).
+    The last query has the position of the last key. The result is out [B, T, H, D], or with with_lse (out, lse
+    [B, H, T]).
 
     slopes: ALiBi slopes [H] or [B, H], or None. options: flash_attention's keyword arguments scale, is_causal, window,
     softcap and deterministic.
@@ -198,8 +198,8 @@ def _attend(
 class _Cache:
     """The keys and values of `batch` sequences: [rows, S, Hkv, D], or with a table [pages, page_size, Hkv, D].
 
-    rows: int32 [batch], the row of each sequence's keys; None: sequence b has row b. table: int32 [batch, pages of a
-    sequence], the page indices of each sequence, in order, or None.
+    rows: int32 [batch], the row of each sequence's keys; None: sequence b has row b. table: int32
+    [batch, pages of a sequence], the page indices of each sequence, in order, or None.
     """
 
     key: torch.Tensor

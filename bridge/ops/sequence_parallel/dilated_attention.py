@@ -84,8 +84,8 @@ def sequence_parallel_dilated_attention(
     the tensor.
 
     Args:
-      query: [B, T, H, D], bfloat16, float16 or float32: this process's tokens. key: [B, T, Hkv, D]; value: [B, T, Hkv,
-        Dv]; in query's dtype and on its device. segment_ids: int32 [B, T].
+      query: [B, T, H, D], bfloat16, float16 or float32: this process's tokens. key: [B, T, Hkv, D]; value:
+        [B, T, Hkv, Dv]; in query's dtype and on its device. segment_ids: int32 [B, T].
       group: the torch.distributed process group; None is all ranks.
       segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights: as in
         bridge.dilated_attention, for the whole sequence: segments may extend over several processes.
