@@ -1,4 +1,4 @@
-"""PyTorch modules built on this library's attention."""
+"""jax_kernels.models.Transformer and LongNet as PyTorch modules, and the names of all modules of bridge.nn."""
 
 import math
 import types
