@@ -16,10 +16,11 @@ _AHEAD = 128  # new memory has room for at least this number of further tokens
 
 
 class GrowingLayer(DynamicLayer):
-    """transformers' DynamicLayer, whose keys and values are the front of larger tensors.
+    """A layer of a transformers cache. Its keys and values are the front of larger tensors, with room for more tokens.
 
-    A new token is written after the old tokens, where DynamicLayer copies all tokens. The next token copies the keys to
-    new memory if another method set them, or if they come from inference_mode and are continued outside of it.
+    A new token is written after the old tokens, where transformers' DynamicLayer copies all tokens. At the next token,
+    the keys are copied to new memory if there is no room, if another method set them, or if they come from
+    inference_mode and are continued outside of it.
     """
 
     keys: torch.Tensor
@@ -32,7 +33,11 @@ class GrowingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends new tokens. Returns all keys and all values, each [batch, heads, length, head_dim]."""
+        """Appends new tokens. Returns all keys and all values, each [batch, heads, length, head_dim].
+
+        key_states, value_states: [batch, heads, new tokens, head_dim]. If gradients are enabled and one of them
+        requires a gradient, all tokens are copied, as in DynamicLayer. args, options: passed to DynamicLayer then.
+        """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             return super().update(key_states, value_states, *args, **options)
         if not self.is_initialized:
@@ -42,6 +47,10 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _extended(self, name: str, x: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Returns x [batch, heads, length, head_dim] followed by the tokens `new`, as the front of memory with room.
+
+        name: "keys" or "values". x is copied only if its memory has no room for the new tokens, or is read-only.
+        """
         length = x.shape[2] if x.ndim == 4 else 0
         total = length + new.shape[2]
         room = self._rooms.get(name)
@@ -60,6 +69,7 @@ def _is_writable(room: torch.Tensor) -> bool:
 
 
 def _is_front(x: torch.Tensor, room: torch.Tensor, length: int) -> bool:
+    """Whether x [batch, heads, length, head_dim] is the memory of the first `length` tokens of `room`."""
     if not length:
         return False
     same = x.shape[:2] == room.shape[:2] and x.shape[3] == room.shape[3] and x.dtype == room.dtype
@@ -67,7 +77,10 @@ def _is_front(x: torch.Tensor, room: torch.Tensor, length: int) -> bool:
 
 
 class GrowingCache(DynamicCache):
-    """transformers' DynamicCache of GrowingLayers. Layers with their own window keep transformers' class."""
+    """A transformers DynamicCache that writes new tokens in place: its layers have room for more tokens.
+
+    Layers with their own window keep transformers' classes. config: the model's config, or None.
+    """
 
     layers: Any
     layer_class_to_replicate: type[DynamicLayer] | None

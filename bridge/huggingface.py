@@ -73,10 +73,11 @@ def replace_attention[Model: "PreTrainedModel"](model: Model) -> Model:
 
 
 def growing_cache(model: "PreTrainedModel | PreTrainedConfig") -> "GrowingCache":
-    """An empty cache for generate(past_key_values=...) and for a model's calls: a transformers.DynamicCache with room.
+    """Returns an empty cache with room for new tokens, for generate(past_key_values=...) and for a model's calls.
 
-    Keys and values are the front of larger memory. A new token is written after them, where DynamicCache copies all
-    tokens at each new token. This library's attention reads the keys and values in place.
+    It is a transformers.DynamicCache. Keys and values are the front of larger memory. A new token is written after
+    them, where DynamicCache copies all tokens at each new token. This library's attention reads the keys and values in
+    place.
 
     Args:
       model: a transformers.PreTrainedModel, or its config. Layers with their own window keep transformers' caches.
@@ -104,7 +105,7 @@ def attention(
     position_bias: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The attention of a layer, with the signature of transformers' AttentionInterface.
+    """The attention of a layer, with the signature of transformers' AttentionInterface: (out [B, T, H, Dv], None).
 
     Plain PyTorch computes the attention instead, with one warning for each reason, for dropout, output_attentions, a
     head_mask, float64, a head_dim above 256, and devices other than CPUs and CUDA devices.
@@ -114,11 +115,13 @@ def attention(
       query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
       attention_mask: broadcastable to [B, H, T, S], bool (True = attend) or added to the scores. For several queries of
         a causal layer, None is a causal mask, aligned top-left. Otherwise None is no mask.
-      scaling: multiplies the scores. softcap: as in flash_attention.
+      scaling: multiplies the scores; None is 1 / sqrt(D).
+      softcap: the scores become softcap * tanh(scores / softcap); None is no softcap.
       dropout: the probability of dropping an attention weight.
+      is_causal: whether the layer is causal, if attention_mask is None.
       sliding_window: the number of keys that a token attends to, up to and including its own key, if attention_mask is
         None.
-      s_aux: the sinks, [H].
+      s_aux: the sinks, [H], logits that only join the softmax's denominator.
       position_bias: added to the scores, broadcastable to [B, H, T, S].
       others: cu_seq_lens_q: int32 [documents + 1], the start of each document in a packed sequence. output_attentions:
         whether to return the weights. head_mask: [H] or broadcastable to [B, H, T, S], multiplies the weights. indices
@@ -126,7 +129,7 @@ def attention(
 
     Returns:
       (out [B, T, H, Dv], None), or with output_attentions (out, weights [B, H, T, S]). A query that may attend to no
-      key has an output of 0 and weights of 0.
+        key has an output of 0 and weights of 0.
 
     Raises:
       NotImplementedError: an argument is given that is not supported. ValueError: a tensor is nested.
@@ -170,9 +173,9 @@ def attention(
 
 
 def _are_weights_collected() -> bool:
-    """Whether the model was called with output_attentions: not all models pass it on to their layers.
+    """Whether the model was called with output_attentions, which not all models pass on to their layers.
 
-    torch.compile cannot trace the access to transformers' collector of outputs.
+    False under torch.compile, which cannot trace the access to transformers' collector of outputs.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
@@ -184,7 +187,10 @@ def _are_weights_collected() -> bool:
 def _reason(
     query: torch.Tensor, value: torch.Tensor, dropout: float, asks_for_weights: bool, head_mask: torch.Tensor | None
 ) -> str | None:
-    """The reason why PyTorch has to compute the attention; None if this library serves the call."""
+    """Returns the reason why PyTorch has to compute the attention; None if this library serves the call.
+
+    The reasons: attention weights are asked for, a head_mask, dropout, float64, the device, or a head_dim above 256.
+    """
     if asks_for_weights:
         return "output_attentions asks for attention weights, which flash_attention never stores"
     if head_mask is not None:
@@ -205,7 +211,11 @@ def _by_pytorch(
     segment_ids: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(the attention [B, H, T, Dv], its weights or None). options: passed to fallback.attention_with_weights."""
+    """Returns (the attention [B, H, T, Dv], its weights [B, H, T, S] or None), computed by PyTorch.
+
+    mask: bool or None. bias: floats or None. options: scale, softcap, sinks, dropout_p and head_mask, as in
+    fallback.attention_with_weights.
+    """
     is_plain = not needs_weights and all(options[name] is None for name in ("sinks", "softcap", "head_mask"))
     if is_causal and (not is_plain or window is not None or segment_ids is not None or bias is not None):
         mask, is_causal = _causal_mask(query, key, window, segment_ids), False
@@ -225,7 +235,11 @@ def _by_pytorch(
 def _causal_mask(
     query: torch.Tensor, key: torch.Tensor, window: tuple[int, int] | None, segment_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """The bool mask [B or 1, 1, T, S] of flash_attention's options is_causal, window and segment_ids."""
+    """Returns a bool mask [B or 1, 1, T, S], True where a query may attend: a causal mask, aligned top-left.
+
+    window: (left, right) or None: a query attends to at most `left` keys before its own. segment_ids: [B, T] or None: a
+    query attends only to keys with its id.
+    """
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
     columns = torch.arange(key.shape[2], device=query.device)
     mask = (rows >= columns)[None, None]
@@ -239,7 +253,10 @@ def _causal_mask(
 def _mask_and_bias(
     mask: torch.Tensor | None, bias: torch.Tensor | None, *, is_shrunk: bool = True
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(a bool mask, a bias) from a layer's mask and bias. is_shrunk: whether to drop the mask's repeated entries."""
+    """Returns (a bool mask or None, a bias or None) from a layer's attention_mask, which may be either, and its bias.
+
+    is_shrunk: whether axes of the mask that torch.Tensor.expand made get size 1.
+    """
     if mask is None:
         return None, bias
     mask = shared_axes(mask) if is_shrunk else mask
@@ -249,13 +266,21 @@ def _mask_and_bias(
 
 
 def _window(module: torch.nn.Module, sliding_window: int | None, length: int) -> tuple[int, int] | None:
-    """The window of a causal layer whose mask the kernels make."""
+    """Returns flash_attention's window, (keys before the query's own, 0), of a causal layer without an attention_mask.
+
+    None if the layer has no window, or one of at least `length` keys. sliding_window: the argument of `attention`; if
+    it was not given, the layer's config decides.
+    """
     if sliding_window is _NOT_GIVEN:
         sliding_window = _window_of_config(module, length)
     return None if sliding_window is None or sliding_window >= length else (sliding_window - 1, 0)
 
 
 def _window_of_config(module: torch.nn.Module, length: int) -> int | None:
+    """Returns the number of keys that a layer attends to by its config; None without a window below `length`.
+
+    Raises NotImplementedError if the config has a window and does not say which layers have it.
+    """
     config = getattr(module, "config", None)
     window = getattr(config, "sliding_window", None)
     if window is None or window >= length:
@@ -270,7 +295,11 @@ def _window_of_config(module: torch.nn.Module, length: int) -> int | None:
 
 
 def _documents(starts: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """The index [1, T] of the document of each token in one packed sequence."""
+    """Returns the index of each token's document in one packed sequence, int32 [1, T]; None if starts is None.
+
+    starts: int32 [documents + 1], the start of each document, then the end of the last. query: [1, H, T, D]. Raises
+    ValueError for several batch entries.
+    """
     if starts is None:
         return None
     if query.shape[0] != 1:
@@ -280,9 +309,10 @@ def _documents(starts: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor
 
 
 def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether decode_attention can serve a call of one query. others: a mask, a bias and sinks, or None.
+    """Whether decode_attention can serve a call of one query. others: a mask, a bias and sinks, each a tensor or None.
 
-    While torch.compile traces, this needs a cache of a fixed size, and a mask over its whole capacity.
+    It needs a head_dim of at most 256, no gradients, and a mask and a bias whose last axis has the size of the cache.
+    While torch.compile traces, it also needs a cache of a fixed size, and a mask.
     """
     if not key.shape[2] or max(query.shape[-1], value.shape[-1]) > 256:
         return False
@@ -316,9 +346,17 @@ def attention_mask(
 ) -> torch.Tensor | None:
     """The mask of a model's layers, with the signature of transformers' AttentionMaskInterface: bool [B, 1, T, S].
 
-    It is the mask of PyTorch's attention, with two exceptions. For sliding windows without padding the result is None
-    for all tokens of a sequence at once, which the kernels mask themselves, and for one token if its window has all
-    keys.
+    It is the mask of PyTorch's attention ("sdpa"), which may be None. For a sliding window without padding, it is None
+    in two more cases: for all tokens of a sequence at once, because `attention` masks them itself, and for one token if
+    its window has all keys.
+
+    Args:
+      batch_size, q_length, kv_length: B, T and S.
+      q_offset, kv_offset: the positions of the first query and the first key.
+      attention_mask: [B, S], the padding mask, or None.
+      local_size: the number of keys of a window or chunk, or None.
+      allow_is_causal_skip: whether the result may be None.
+      config: the model's config. others: passed to transformers' sdpa_mask.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -343,7 +381,7 @@ def attention_mask(
 
 
 def _is_plain_window(local_size: int | None, config: "PreTrainedConfig | None") -> bool:
-    """Whether the local attention is the config's sliding window, which layers pass on, and not chunked."""
+    """Whether local_size is the config's sliding window, which layers pass to `attention`, not a chunk's size."""
     if local_size is None or getattr(config, "attention_chunk_size", None) is not None:
         return False
     return getattr(config, "sliding_window", None) == local_size
@@ -357,6 +395,9 @@ def _is_full(attention_mask: torch.Tensor | None) -> bool:
 def _is_whole(
     q_length: int, q_offset: int | torch.Tensor, kv_offset: int | torch.Tensor, attention_mask: torch.Tensor | None
 ) -> bool:
-    """Whether the queries are all tokens of the sequence, starting at the first."""
+    """Whether the queries are all tokens of the sequence, from the first on, and at least two.
+
+    attention_mask: the padding mask [B, S] or None.
+    """
     begins = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
     return begins and q_length > 1 and (attention_mask is None or attention_mask.shape[-1] == q_length)

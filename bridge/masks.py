@@ -63,6 +63,7 @@ _NUMBERS = frozenset(
 
 
 def _number(name: str, x: Any) -> Any:
+    """Returns x as a Python number if the builders' argument `name` is structural, such as a window; else unchanged."""
     return _plain_of(name, x) if name in _NUMBERS else x
 
 
@@ -77,7 +78,11 @@ def sliding_window(left: int | torch.Tensor | None, right: int | torch.Tensor | 
 
 
 def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Callable[..., Mask]:
-    """Wraps a builder so that it also takes tensors. is_traced: it may run under jit, because it reads no values."""
+    """Returns a mask builder that also takes tensors, which it copies to JAX arrays on their device.
+
+    builder: a function of jax_kernels.masks. is_traced: whether the builder reads no values of arrays, so that it may
+    run under jit.
+    """
     by_position = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     names = [x.name for x in inspect.signature(builder).parameters.values() if x.kind in by_position]
 
@@ -116,6 +121,10 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
 
 
 def _checked(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns the tensor, unwrapped, after checks of its device, layout and dtype. Raises TypeError or ValueError.
+
+    name: the builder's argument, for errors. device: the device that all tensors of the call must be on.
+    """
     _dlpack.check_dense(name, tensor)
     _dtensors.refuse("a mask's builder", **{name: tensor})
     if tensor.device.type not in ("cpu", "cuda"):
@@ -127,7 +136,10 @@ def _checked(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Ten
 
 
 def _compiled(builder: Callable[..., Mask], *args: Any, **kwargs: Any) -> Mask:
-    """Runs the builder under jit. Arrays and floats are data; all other arguments are constants."""
+    """Runs the builder under jit. Returns its Mask.
+
+    Arrays and floats among the arguments are inputs of the jitted function; all other arguments are its constants.
+    """
     leaves, structure = jax.tree.flatten((args, kwargs))
     is_data = tuple(isinstance(x, jax.Array | np.ndarray | float) for x in leaves)
     constants = tuple(None if data else x for x, data in zip(leaves, is_data, strict=True))
@@ -142,6 +154,11 @@ def _jitted(
     constants: tuple[Any, ...],
     data: Any,
 ) -> Mask:
+    """Calls the builder with arguments that are put together from constants and data.
+
+    structure: of (args, kwargs). is_data: for each leaf, whether it is the next entry of `data`, or its own entry of
+    `constants`.
+    """
     data = iter(data)
     leaves = [next(data) if is_one else x for x, is_one in zip(constants, is_data, strict=True)]
     args, kwargs = jax.tree.unflatten(structure, leaves)
@@ -167,7 +184,10 @@ def from_function(
     batch: int | None = None,
     heads: int | None = None,
 ) -> Mask:
-    """jax_kernels.masks.from_function, for a function (b, h, q, k) in jnp code, or of scalars in torch operations.
+    """Returns a Mask that keeps the pairs for which a function (b, h, q, k) is True.
+
+    The function is in jnp code, or in torch operations of scalars: b and h are the indices of batch entry and head, q
+    and k the positions of query and key. This is jax_kernels.masks.from_function on tensors.
 
     Args:
       function: in torch operations it may read tensors: from closures, defaults, globals, lists, dicts, partials, or

@@ -77,7 +77,7 @@ _OWN_NAMES = ("weight", "bias", "A")
 
 
 def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParameters:
-    """Converts the parameters of a module or a state dict for the Flax model of the same kind.
+    """Returns the parameters of a module or a state dict in the form of the Flax model of the same kind.
 
     For example::
 
@@ -94,7 +94,7 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParamet
 
     Returns:
       nested dicts by name, with ints for the numbers of layers, of jax.Arrays in the parameters' dtypes. Kernels are
-      [in, out], transposed from PyTorch's.
+        [in, out], transposed from PyTorch's.
 
     Raises:
       ValueError: a module has no Flax model of its kind, or has a parameter that the model lacks, such as a bias of a
@@ -134,7 +134,7 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> FlaxParamet
 
 
 def from_flax(parameters: GivenParameters, names: str = "bridge") -> dict[str, torch.Tensor]:
-    """Converts a Flax model's parameters to a PyTorch state dict. The inverse of to_flax.
+    """Returns a Flax model's parameters as a PyTorch state dict: tensors by dotted name. The inverse of to_flax.
 
     For example::
 
@@ -147,7 +147,7 @@ def from_flax(parameters: GivenParameters, names: str = "bridge") -> dict[str, t
         its embedding becomes the Llama's lm_head.
 
     Returns:
-      tensors on the CPU, in the arrays' dtypes.
+      tensors on the CPU, in the arrays' dtypes. Matrices of linear layers are [out, in], transposed from Flax's.
 
     Raises:
       ValueError: an array has more axes than a parameter of jax_kernels.models; names is unknown; or, with "llama",
@@ -178,7 +178,7 @@ def from_flax(parameters: GivenParameters, names: str = "bridge") -> dict[str, t
 
 
 def transformer_fields(config: "PreTrainedConfig") -> dict[str, Any]:
-    """The fields of models.TransformerConfig for a transformers.LlamaConfig.
+    """Returns the fields of models.TransformerConfig for a transformers.LlamaConfig, as a dict.
 
     For example, TransformerConfig(**transformer_fields(llama.config)).
 
@@ -202,7 +202,7 @@ def transformer_fields(config: "PreTrainedConfig") -> dict[str, Any]:
 
 
 def _check_config(config: Any) -> None:
-    """Raises ValueError unless models.Transformer computes the function of a model with this config."""
+    """Raises ValueError unless models.Transformer computes the function of a transformers model with this config."""
     kind = getattr(config, "model_type", None)
     if kind not in _KINDS:
         want = " or ".join(map(repr, _KINDS))
@@ -228,7 +228,7 @@ def _check_modules(source: torch.nn.Module) -> None:
 
 
 def _without_llamas_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Renames a Llama's parameters to bridge.nn.Transformer's names. Raises ValueError for unknown names."""
+    """Returns a Llama's parameters under bridge.nn.Transformer's names. Raises ValueError for unknown names."""
     short = {name.removeprefix("model."): tensor for name, tensor in state.items()}
     unknown = sorted(name for name in short if not _LAYER.fullmatch(name) and name not in _OTHERS)
     if unknown:
@@ -241,7 +241,7 @@ def _without_llamas_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 
 def _llama_name(name: str) -> str:
-    """Converts a name of bridge.nn.Transformer to transformers' name. Raises ValueError."""
+    """Returns transformers' name of a bridge.nn.Transformer's parameter. Raises ValueError if a Llama lacks it."""
     theirs = {own: other for other, own in (_LLAMA | _FINAL).items()}
     full = ".".join(theirs.get(part, part) for part in name.split("."))
     if not _LAYER.fullmatch(full) and full not in _OTHERS:
@@ -250,6 +250,12 @@ def _llama_name(name: str) -> str:
 
 
 def _flax_path(name: str, tensor: torch.Tensor) -> list[str]:
+    """Returns the keys of a PyTorch parameter in Flax's nested dicts.
+
+    The last part "weight" becomes "kernel" if it has two axes, "scale" if it has one, and is omitted in an embedding.
+
+    name: the dotted name in the PyTorch module. Raises ValueError for a parameter that no Flax model has.
+    """
     *parts, last = name.split(".")
     if last not in _OWN_NAMES or tensor.ndim > (2 if last == "weight" else 1):
         raise ValueError(f"source: got {name} of shape {tuple(tensor.shape)}, which no model of jax_kernels.models has")
@@ -261,7 +267,10 @@ def _flax_path(name: str, tensor: torch.Tensor) -> list[str]:
 
 
 def _torch_name(path: tuple[str, ...]) -> tuple[str, bool]:
-    """(the name in a PyTorch module, whether the array must be transposed)."""
+    """Returns (the dotted name in a PyTorch module, whether the array must be transposed) of a Flax parameter.
+
+    path: the keys of the parameter in the nested dicts.
+    """
     *parts, last = path
     if last == "embed":
         return ".".join((*parts, last, "weight")), False
@@ -269,6 +278,7 @@ def _torch_name(path: tuple[str, ...]) -> tuple[str, bool]:
 
 
 def _leaves(parameters: GivenParameters, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ArrayLike]]:
+    """Yields (the keys, the array) of each array in nested dicts; a key with dots counts as several keys."""
     for key, x in parameters.items():
         longer = (*path, *str(key).split("."))
         if isinstance(x, Mapping):
@@ -278,6 +288,10 @@ def _leaves(parameters: GivenParameters, path: tuple[str, ...] = ()) -> Iterator
 
 
 def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
+    """Returns a copy of the tensor as a NumPy array of its dtype.
+
+    Raises TypeError, naming the parameter, unless the dtype is float32, bfloat16 or float16.
+    """
     host = tensor.detach().cpu().contiguous()
     if host.dtype == torch.bfloat16:
         return host.view(torch.int16).numpy().view(_BF16)
@@ -287,5 +301,6 @@ def _array(name: str, tensor: torch.Tensor) -> np.ndarray:
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
+    """Returns a copy of the array as a tensor on the CPU."""
     own = np.array(array, order="C")
     return torch.from_numpy(own.view(np.int16)).view(torch.bfloat16) if own.dtype == _BF16 else torch.from_numpy(own)

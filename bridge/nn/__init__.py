@@ -1,6 +1,6 @@
 """PyTorch modules built on this library's operations.
 
-This room imports every other room of the bridge.
+This package may import all other packages of the bridge.
 """
 
 from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention as AdaptiveAttention

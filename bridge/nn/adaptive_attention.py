@@ -37,8 +37,8 @@ class AdaptiveAttention(torch.nn.Module):
       head_dim: width of a head, up to 256 (None: dim / num_heads).
       context_dim: width of the context (None: dim).
       bias: whether the projections have a bias.
-      is_causal: default of a call's is_causal.
-      implementation: as in flash_attention; None picks the device's first that supports each call.
+      is_causal: whether token i attends only to tokens up to i, in calls that do not say.
+      implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the device's first that supports each call.
       device, dtype: device and dtype of the parameters, as in any PyTorch module.
 
     Raises:
@@ -125,11 +125,18 @@ class AdaptiveAttention(torch.nn.Module):
         mask: torch.Tensor | Mask | None = None,
         is_causal: bool | None = None,
     ) -> dispatch.Plan:
-        """The plan of a call: its implementation, its blocks and the reasons. Attention does not run."""
+        """Returns the plan of a call: its implementation, its blocks and the reasons. Attention does not run.
+
+        The arguments are forward's.
+        """
         with torch.no_grad():
             return explain(flash_attention, *self._heads(x, context), **self._options(mask, is_causal))
 
     def _heads(self, x: torch.Tensor, context: torch.Tensor | None) -> list[torch.Tensor]:
+        """Returns the projected query [B, T, num_heads, head_dim], and key and value [B, S, num_kv_heads, head_dim].
+
+        Raises TypeError or ValueError, naming the argument, for a wrong shape or layout.
+        """
         source = x if context is None else context
         name_of_source = "x" if context is None else "context"
         for name, given, width in (("x", x, self.dim), (name_of_source, source, self.context_dim)):

@@ -56,7 +56,7 @@ class DynamicMaskAttention(torch.nn.Module):
       is_causal: a token attends to itself and to earlier tokens only.
       mask: a masks.Mask for all calls, with num_kv_heads heads or one head. It is combined with is_causal and a call's
         mask.
-      implementation: implementation of the attention, as in flash_attention.
+      implementation: of the attention, such as "triton"; None picks the device's first that supports the call.
       dtype, device: dtype and device of the parameters, as in any PyTorch module.
 
     Raises:
@@ -118,6 +118,7 @@ class DynamicMaskAttention(torch.nn.Module):
         torch.nn.init.normal_(self.A, std=0.02)
 
     def reset_parameters(self) -> None:
+        """Draws new weights, normal with variance 1 / in_features, and A, normal with a standard deviation of 0.02."""
         for linear in (self.q_proj, self.k_proj, self.v_proj, self.out_proj, self.dt_proj):
             linear.reset_parameters()
         torch.nn.init.normal_(self.A, std=0.02)
@@ -127,8 +128,8 @@ class DynamicMaskAttention(torch.nn.Module):
 
         Args:
           x: [B, T, model_dim].
-          mask: bool, broadcastable to [B, num_kv_heads, T, T], True = attend, or floats of 0 and 1, or a masks.Mask
-            of num_kv_heads heads or one head, combined with is_causal.
+          mask: bool, broadcastable to [B, num_kv_heads, T, T], True = attend, or floats of 0 and 1, or a masks.Mask of
+            num_kv_heads heads or one head. It is combined with is_causal and the module's mask.
 
         Raises:
           ValueError, TypeError: x or mask is nested, or has the wrong shape, dtype or device; the error names it.
@@ -170,6 +171,7 @@ class DynamicMaskAttention(torch.nn.Module):
     __prepare_scriptable__ = symbolic_trace.no_script
 
     def _check_mask(self, mask: torch.Tensor | Mask, x: torch.Tensor) -> None:
+        """Raises TypeError or ValueError unless a call's mask fits x [B, T, model_dim]."""
         if isinstance(mask, Mask):
             self._check_heads(mask.heads)
             return
@@ -213,7 +215,13 @@ def _attend(
     is_causal: bool,
     **arguments: Any,
 ) -> jax.Array:
-    """The attention of one call, as in the Flax module. given: masks, with the number of key heads, or one head."""
+    """Returns the attention [B, T, num_heads, head_dim] of each query to the keys of largest bias, in JAX.
+
+    query: [B, T, num_heads, head_dim]. key, value: [B, T, num_kv_heads, head_dim]. bias: float32
+    [B, num_kv_heads, 1, T], also added to the scores. given: bool arrays, broadcastable to [B, num_kv_heads, T, T], or
+    Masks of num_kv_heads heads or one head: only keys that all of them keep are candidates. arguments: options of
+    dynamic_mask_attention.
+    """
     length, heads = query.shape[1:3]
     among = masks.causal() if is_causal else masks.sliding_window(None, None)
     for mask in given:

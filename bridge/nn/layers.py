@@ -10,7 +10,7 @@ __all__ = ["PlainLayerNorm", "PlainLinear", "PlainRMSNorm", "empty_attention", "
 
 
 class PlainLinear(torch.nn.Linear):
-    """torch.nn.Linear without bias. Each call casts the weight to the input's dtype."""
+    """torch.nn.Linear without bias, [..., in_features] to [..., out_features]. Each call casts weight to x's dtype."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class PlainLinear(torch.nn.Linear):
         super().__init__(in_features, out_features, bias=False, dtype=dtype, device=device)
 
     def reset_parameters(self) -> None:
-        """Draws a new weight, normal with variance 1 / in_features."""
+        """Draws a new weight, normal with mean 0 and variance 1 / in_features."""
         torch.nn.init.normal_(self.weight, std=self.in_features**-0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,9 +52,10 @@ class PlainLayerNorm(torch.nn.LayerNorm):
 
 
 def empty_attention(query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor) -> torch.Tensor | None:
-    """The attention [B, T, H, D] of an empty batch, or of no queries; None if there is attention to compute.
+    """Returns the attention [B, T, H, D] of an empty batch or of no queries; None if there is attention to compute.
 
-    The gradients of query, key and the others are zeros. The ops return the same, but JAX first compiles a program.
+    query: [B, T, H, D]. key: [B, S, Hkv, D]. others: further tensors that need gradients. The gradients of query, key
+    and the others are zeros. The ops return the same, but JAX first compiles a program.
     """
     if 0 not in query.shape[:2] or query.shape[0] != key.shape[0]:
         return None
@@ -62,9 +63,13 @@ def empty_attention(query: torch.Tensor, key: torch.Tensor, *others: torch.Tenso
 
 
 def rotary_embedding(x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
-    """Rotary position embedding, in the rotate_half convention; jax_kernels.models.rotary_embedding on tensors.
+    """Rotates the features of queries or keys by their positions. Returns x's shape and dtype.
 
-    x: [..., T, H, D] with D even. positions: [T] or [..., T]. Returns x's shape and dtype; computed in float32.
+    It is rotary position embedding in the rotate_half convention: feature i of the first half is paired with feature i
+    of the second half. jax_kernels.models.rotary_embedding computes the same.
+
+    x: [..., T, H, D] with D even. positions: [T] or [..., T]. theta: the base of the frequencies theta**(-2 i / D).
+    Computed in float32. Raises ValueError if D is odd.
     """
     head_dim = x.shape[-1]
     if head_dim % 2:

@@ -28,7 +28,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     torch.fx.symbolic_trace keeps the module as one node. torch.jit.script of it raises RuntimeError.
 
     Args:
-      implementation: of the attention, as in flash_attention. The other arguments are torch.nn.MultiheadAttention's.
+      implementation: of the attention, "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the device's first that
+        supports the call. The other arguments are torch.nn.MultiheadAttention's.
     """
 
     @plain_arguments
@@ -74,15 +75,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(the output, of query's shape; None, or with need_weights the attention weights).
+        """Returns (the output, of query's shape; None, or with need_weights the attention weights).
 
         Args:
           query: [N, L, embed_dim] with batch_first, else [L, N, embed_dim]; or [L, embed_dim].
           key, value: in query's layout, with S tokens, and with kdim and vdim as the last axis.
           key_padding_mask: [N, S] or [S]. A bool mask is True where no query may attend to a key; floats are added to
             the scores.
-          attn_mask: [L, S] or [N * num_heads, L, S]. A bool mask is True where a query may not attend; floats are
-            added to the scores.
+          attn_mask: [L, S] or [N * num_heads, L, S]. A bool mask is True where a query may not attend; floats are added
+            to the scores.
           need_weights: also return the attention weights, [N, L, S], or with average_attn_weights=False
             [N, num_heads, L, S].
           is_causal: token i attends only to tokens up to i. An attn_mask is then assumed to be this causal mask.
@@ -156,7 +157,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool,
         is_causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """forward of nested tensors, by PyTorch's fast path: PyTorch has no other computation for them."""
+        """Returns forward's results for nested tensors, by PyTorch's fast path, the only computation that takes them.
+
+        Raises ValueError if the fast path does not support the call.
+        """
         named = {"query": query, "key": key, "value": value}
         name = next(name for name, x in named.items() if x.is_nested)
         want = f"{name}: got a nested tensor, want a dense one: pad it, with key_padding_mask for the padding"
@@ -172,11 +176,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             ) from None
 
     def _keeps_keys(self) -> bool:
-        """Whether keys are appended to which all queries attend."""
+        """Whether the module appends keys to each sequence (add_bias_kv, add_zero_attn). All queries attend to them."""
         return self.bias_k is not None or self.add_zero_attn
 
     def _projected(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: int) -> list[torch.Tensor]:
-        """The projections [B, T, H, D]. If the sequence comes first, batch entries become heads, to avoid a copy."""
+        """Returns the projected query, key and value, [B, T, H, D] each; key and value include the appended keys.
+
+        If the sequence comes first in the given tensors, they are [1, T, B * H, D] instead: batch entries become heads,
+        to avoid a copy. batch: the number of batch entries.
+        """
         if self.in_proj_weight is not None and query is key is value:  # one matmul: its gradient is rounded once
             projected = list(functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1))
         else:
@@ -195,11 +203,16 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     @staticmethod
     def _appended(x: torch.Tensor, row: torch.Tensor, axis: int) -> torch.Tensor:
-        """Appends one token [1, 1, embed_dim] to the keys or values of each batch entry."""
+        """Returns keys or values with one token more in each batch entry.
+
+        x: projected, [..., embed_dim], in the layout of forward's arguments. row: the token, [1, 1, embed_dim]. axis:
+        x's axis of tokens.
+        """
         row = row[0] if x.ndim == 2 else row.expand(*(1 if i == axis else x.shape[i] for i in range(2)), -1)
         return torch.cat([x, row], dim=axis)
 
     def _causal_mask(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Returns a bool mask [L, S], True where the key comes after the query, as attn_mask has it."""
         axis = 1 if self.batch_first and query.ndim == 3 else 0
         mask = torch.ones(query.shape[axis], key.shape[axis], dtype=torch.bool, device=query.device)
         return mask.triu(1)
@@ -213,7 +226,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         batch: int,
         is_causal: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(the bool mask, True where a query may attend; the bias) for the tensors of _projected. Each may be None."""
+        """Returns (a bool mask, True where a query may attend; a bias) for the tensors that _projected returns.
+
+        Each is None, or broadcastable to these tensors' scores, with columns for the appended keys. The arguments are
+        forward's; batch is the number of batch entries. With is_causal, attn_mask is checked but not used.
+        """
         axis = 1 if self.batch_first and query.ndim == 3 else 0
         length, kv_length = query.shape[axis], key.shape[axis]
         given = []
@@ -238,7 +255,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return tuple(None if x is None else self._of_batch(x, batch, axis) for x in (mask, bias))  # type: ignore[return-value]
 
     def _of_batch(self, x: torch.Tensor, batch: int, axis: int) -> torch.Tensor:
-        """Reshapes a mask [N * num_heads or 1, L, S] to the axes of the scores of _projected's tensors."""
+        """Reshapes a mask or bias [N * num_heads or 1, L, S] to 4 axes that fit the scores of the projected tensors.
+
+        axis: 1 if the given tensors have the batch first: the result is [N, num_heads, L, S]; else
+        [1, N * num_heads, L, S]. An entry for all heads gives [1, 1, L, S].
+        """
         return x[None] if x.shape[0] == 1 or not axis else x.unflatten(0, (batch, self.num_heads))
 
 
@@ -250,7 +271,11 @@ def _by_pytorch(
     *,
     need_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """PyTorch's (attention [B, T, H, D], weights [B, H, T, S] or None) of query, key and value [B, T, H, D]."""
+    """Returns (attention [B, T, H, D], weights [B, H, T, S] or None), computed by PyTorch.
+
+    projected: query, key and value, each [B, T, H, D]. mask: bool, True where a query may attend, and bias: both
+    broadcastable to [B, H, T, S].
+    """
     query, key, value = (x.transpose(1, 2) for x in projected)
     if need_weights:
         out, weights = fallback.attention_with_weights(query, key, value, mask=mask, bias=bias, dropout_p=dropout_p)
@@ -262,6 +287,10 @@ def _by_pytorch(
 
 
 def _check(name: str, mask: torch.Tensor, shapes: tuple[tuple[int, ...], ...], query: torch.Tensor) -> None:
+    """Raises TypeError or ValueError, naming the argument, unless the mask has one of these shapes and fits query.
+
+    It must be bool, float32 or of query's dtype, and on query's device.
+    """
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{name}: got {type(mask).__name__}, want a torch.Tensor")
     check_dense(name, mask)

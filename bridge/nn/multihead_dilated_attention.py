@@ -31,7 +31,10 @@ _FASTEST = ("auto", "sdpa", "flash", "flash_attn", "flash_attn_2", "flash_attn_3
 
 
 def _checked_backend(backend: str | None) -> str | None:
-    """The implementation of a backend's name; None for the fastest. Raises TypeError or ValueError."""
+    """Returns the implementation for the argument attention_backend; None for the fastest.
+
+    Raises TypeError for a value that is no string, ValueError for an unknown name.
+    """
     if backend is None:
         return None
     if not isinstance(backend, str):
@@ -44,7 +47,7 @@ def _checked_backend(backend: str | None) -> str | None:
 
 @contextlib.contextmanager
 def _by_own_name() -> Iterator[None]:
-    """Makes errors inside the block name attention_backend instead of implementation."""
+    """A context manager: errors inside it that name the argument `implementation` name `attention_backend` instead."""
     try:
         yield
     except (NotImplementedError, ValueError) as error:
@@ -53,7 +56,7 @@ def _by_own_name() -> Iterator[None]:
 
 
 class _Timed(NamedTuple):
-    """The fastest timed implementation, for parameters of this device and dtype."""
+    """The implementation that was fastest when it was timed with parameters of this device and dtype."""
 
     device: torch.device
     dtype: torch.dtype
@@ -63,15 +66,16 @@ class _Timed(NamedTuple):
 class MultiheadDilatedAttention(torch.nn.Module):
     """Multi-head dilated attention, batch first, with MAGNETO's LayerNorm and initialisation.
 
-    state_dict() has the names and shapes of dilated-attention-pytorch: q_proj, k_proj, v_proj and out_proj with
-    weight [embed_dim, embed_dim] and, with bias, bias [embed_dim]; with layer_norm also norm.weight and norm.bias. A
-    state dict with a fused qkv_proj [3 * embed_dim, embed_dim] can be loaded.
+    state_dict() has the names and shapes of dilated-attention-pytorch: q_proj, k_proj, v_proj and out_proj with weight
+    [embed_dim, embed_dim] and, with bias, bias [embed_dim]; with layer_norm also norm.weight and norm.bias. A state
+    dict with a fused qkv_proj [3 * embed_dim, embed_dim] can be loaded.
     Its attention differs from that package in one point: it does not divide outputs by their sum over the segment. This
     division is no mean, and it shows later tokens to every token.
 
     Args:
       embed_dim: width of input and output; a multiple of num_heads, with heads of at most 256.
-      segment_lengths, dilation_rates: one value per branch.
+      segment_lengths, dilation_rates: one value per branch. A branch cuts the sequence into segments of its length. In
+        a segment, every rate-th token takes part; these tokens attend to each other. The first one depends on the head.
       dropout: the probability with which elements of the output are zeroed in training. Attention weights are not
         dropped: they are never stored.
       bias: whether the projections have a bias.
@@ -84,8 +88,13 @@ class MultiheadDilatedAttention(torch.nn.Module):
       benchmark_backends: with attention_backend None, the constructor times forward and backward of each supported
         implementation once, for one sequence over the longest segment (at most 8192 tokens). The fastest one is used
         while the parameters have this device and dtype.
-      heads, combine, layout, order: as in dilated_attention. None for heads and combine: "groups" and "mean", as in
-        that package; with layout="partition", "all" and "lse", the only values it takes.
+      heads: "all": every head runs every branch; "groups": branch i serves only the i-th group of heads. None:
+        "groups", as in that package; with layout="partition", "all", the only value that it takes.
+      combine: "lse" weights the branches' outputs by the softmax of their log-sum-exps; "mean" averages them. None:
+        "mean", as in that package; with layout="partition", "lse", the only value that it takes.
+      layout: "overlap": as above. "partition": segments of these lengths follow one another; in segment i, all tokens
+        with equal positions modulo rate i attend to each other, for all heads.
+      order: None, or "hilbert": positions in a segment follow a Hilbert curve.
 
     Attributes:
       attention_backend: the implementation that runs with the parameters' current device and dtype; None on the meta
@@ -203,14 +212,17 @@ class MultiheadDilatedAttention(torch.nn.Module):
 
     @property
     def _implementation(self) -> str | None:
-        """The implementation that forward passes to dilated_attention. None lets dilated_attention choose."""
+        """The implementation that forward passes to dilated_attention; None lets dilated_attention choose."""
         timed = self._timed
         if timed is not None and (timed.device, timed.dtype) == (self.device, self.dtype):
             return timed.fastest
         return self._asked
 
     def _load_from_state_dict(self, state_dict: dict[str, torch.Tensor], prefix: str, *others: Any) -> None:
-        """Splits a fused qkv_proj [3 * embed_dim, embed_dim], in the order query, key, value, into its projections."""
+        """Loads the module's parameters as torch.nn.Module does, after splitting a fused qkv_proj of the state dict.
+
+        The fused weight is [3 * embed_dim, embed_dim], in the order query, key, value.
+        """
         for kind in ("weight", "bias"):
             fused = state_dict.get(f"{prefix}qkv_proj.{kind}")
             if fused is not None and fused.shape[0] == 3 * self.embed_dim:
@@ -220,6 +232,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def reset_parameters(self) -> None:
+        """Draws new weights, Xavier normal, for v_proj and out_proj multiplied by gamma_init. Biases become 0."""
         for projection, gain in (
             (self.q_proj, 1.0),
             (self.k_proj, 1.0),
@@ -242,12 +255,13 @@ class MultiheadDilatedAttention(torch.nn.Module):
         segment_ids: torch.Tensor | None = None,
         need_weights: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, None]:
-        """The output [B, T, embed_dim] from query, key and value [B, T, embed_dim]; key and value default to query.
+        """Returns the output [B, T, embed_dim], or with need_weights (the output, None).
 
-        An empty batch gives an empty output.
+        query, key, value: [B, T, embed_dim]; None for key is query, None for value is key. An empty batch gives an
+        empty output.
 
-        is_causal: a token attends to itself and to earlier ones only. segment_ids: int32 [B, T]: packed sequences.
-        need_weights: return (the output, None): attention weights are never stored.
+        is_causal: a token attends to itself and to earlier ones only. segment_ids: int32 [B, T]: packed sequences: a
+        token attends only to tokens with its id. need_weights: return a pair; attention weights are never stored.
 
         Raises ValueError, naming the tensor, if a tensor is nested or has a wrong shape.
         """
@@ -280,20 +294,32 @@ class MultiheadDilatedAttention(torch.nn.Module):
     __prepare_scriptable__ = symbolic_trace.no_script
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **limits: Any) -> torch.Tensor:
-        """The attention of projected query, key and value. limits: is_causal and segment_ids."""
+        """Returns the attention [B, T, num_heads, head_dim] of projected query, key and value of the same shape.
+
+        limits: is_causal and segment_ids.
+        """
         return dilated_attention(query, key, value, implementation=self._implementation, **limits, **self.pattern)
 
     def _shape(self) -> tuple[int, int, int, int]:
-        """The shape of a typical query: one sequence over the longest segment."""
+        """Returns the shape [1, length, num_heads, head_dim] of a query for planning and timing.
+
+        It is one sequence over the longest segment, of at most 8192 tokens.
+        """
         length = min(max(self.pattern["segment_lengths"]), 8192)
         return 1, length, self.num_heads, self.embed_dim // self.num_heads
 
     def _plan(self, implementation: str | None) -> dispatch.Plan:
+        """Returns the plan of a call with a typical query: one sequence over the longest segment.
+
+        implementation: a name, or None for the device's first that supports the call. Raises NotImplementedError if the
+        named one does not support it.
+        """
         x = jax.ShapeDtypeStruct(self._shape(), dlpack.jax_dtype(self.dtype))
         with planning_device.planning_on(self.device):
             return explain(ops.dilated_attention, x, x, x, implementation=implementation, **self.pattern)
 
     def _time_backends(self) -> dict[str, float]:
+        """Returns the milliseconds of forward and backward of each implementation that supports the module's calls."""
         device = self.device
         wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         query, key, value, dout = torch.randn(4, *self._shape(), dtype=self.dtype, device=device)

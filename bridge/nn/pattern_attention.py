@@ -40,7 +40,7 @@ class FlexAttention(torch.nn.Module):
       window: for patterns that have a window. "longformer": the number of keys around a token. "sliding_window" and
         "global_local": the number of keys on each side, or (left, right). "attention_sinks": the number of keys before
         a token.
-      implementation: as in flash_attention; None picks the device's first that supports the call.
+      implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the device's first that supports the call.
       options: the pattern's other options, as in bridge.masks.preset. Each call sets a pattern's lengths (q_length,
         kv_length) if they are not given.
 
@@ -74,9 +74,10 @@ class FlexAttention(torch.nn.Module):
             raise ValueError(f"{next(iter(self.options))}: got it with a masks.Mask, want it with a pattern's name")
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query: [B, T, H, D]; key: [B, S, Hkv, D]; value: [B, S, Hkv, D]. Returns [B, T, H, D].
+        """Returns the attention under the pattern, [B, T, H, D], with gradients.
 
-        torch.compile makes a graph for each shape. Raises ValueError, naming the tensor, for a nested tensor.
+        query: [B, T, H, D]; key: [B, S, Hkv, D]; value: [B, S, Hkv, D]. torch.compile makes a graph for each shape.
+        Raises ValueError, naming the tensor, for a nested tensor.
         """
         if symbolic_trace.is_traced(query, key, value):
             return symbolic_trace.leaf(self, query, key, value)
@@ -91,22 +92,26 @@ class FlexAttention(torch.nn.Module):
     __prepare_scriptable__ = symbolic_trace.no_script
 
     def compiled(self, query: torch.Tensor, key: torch.Tensor) -> CompiledAttention:
-        """The CompiledAttention for tensors of these shapes, dtypes and devices, with its mask, plan and density."""
+        """Returns the CompiledAttention for query's and key's shapes, dtype and device: its mask, plan and density.
+
+        Calls with such tensors use it. query: [B, T, H, D]; key: [B, S, Hkv, D].
+        """
         return self._compiled(_Shape(*_sizes_of(query, key)), query.device)
 
     def _registered(self) -> int:
-        """Registers the module. Returns the number by which graphs of torch.compile look it up."""
+        """Registers the module under a new number, by which graphs of torch.compile look it up. Returns the number."""
         number = next(_NUMBERS)
         _MODULES[number] = self
         return number
 
     def _in_graph(self, shape: "_Shape", device: torch.device) -> tuple[int, str]:
-        """(the id of the mask, the implementation) of a call in a graph."""
+        """Returns (the id of the Mask, the implementation) of calls of this shape in a graph. It keeps the Mask."""
         made = self._compiled(shape, device)
         mask = self._in_graphs.setdefault((shape, device), made.prepared_mask)
         return id(mask), made.plan.implementation
 
     def _compiled(self, shape: "_Shape", device: torch.device) -> CompiledAttention:
+        """Returns the CompiledAttention for calls of this shape and device. Up to 16 are kept."""
         found = self._kept.get((shape, device))
         if found is None:
             found = compile_attention(
@@ -128,7 +133,10 @@ class FlexAttention(torch.nn.Module):
         return found
 
     def _with_lengths(self, length: int, kv_length: int) -> dict[str, Any]:
-        """The options, plus the lengths of a call if the pattern takes lengths and the options have none."""
+        """Returns the pattern's options, with q_length and kv_length if the pattern takes them and they are not given.
+
+        length, kv_length: the numbers of queries and keys of a call.
+        """
         if not isinstance(self.pattern, str) or self.pattern not in PRESETS:
             return self.options
         wanted = inspect.signature(PRESETS[self.pattern]).parameters
@@ -147,7 +155,7 @@ class FlexAttention(torch.nn.Module):
 
 
 class _Shape(NamedTuple):
-    """The sizes and dtype that determine a call's CompiledAttention."""
+    """The sizes and the dtype of a call, for which a CompiledAttention is made. dtype: after autocast."""
 
     batch: int
     length: int
@@ -159,7 +167,10 @@ class _Shape(NamedTuple):
 
 
 def _sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
-    """The fields of a call's _Shape. Raises ValueError, naming the tensor, if it does not have 4 axes."""
+    """Returns the fields of a call's _Shape, in order.
+
+    query: [B, T, H, D]; key: [B, S, Hkv, D]. Raises ValueError, naming the tensor, if it does not have 4 axes.
+    """
     for name, x in (("query", query), ("key", key)):
         check_tensors(**{name: x})
         check_dense(name, x)
@@ -173,13 +184,16 @@ def _sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
 
 @torch_internals.constant_in_graph
 def _made(number: int, *facts: Any) -> tuple[int, str]:
-    """A module's (mask id, implementation), which are constants of a graph. facts: _Shape's fields, and the device."""
+    """Returns (the id of the Mask, the implementation) of a FlexAttention's calls, which are constants of a graph.
+
+    number: the module's registered number. facts: the fields of _Shape, then the device.
+    """
     *shape, device = facts
     return _MODULES[number]._in_graph(_Shape(*shape), device)
 
 
 def _check_pattern(pattern: str | Mask) -> None:
-    """Raises TypeError or ValueError unless pattern is the name of a preset, or a Mask."""
+    """Raises TypeError unless pattern is a string or a Mask, ValueError if it is no preset's name."""
     if isinstance(pattern, Mask):
         return
     if not isinstance(pattern, str):
@@ -190,7 +204,10 @@ def _check_pattern(pattern: str | Mask) -> None:
 
 
 def _windows(pattern: str | Mask, window: int | tuple[int, int]) -> dict[str, Any]:
-    """Converts window to the pattern's options: `window`, or `left` and `right`. Raises ValueError."""
+    """Returns the argument `window` as the pattern's own options: `window`, `left`, or `left` and `right`.
+
+    Raises ValueError for a pattern without a window, and for a pair where the pattern only looks back.
+    """
     takes = inspect.signature(PRESETS[pattern]).parameters if isinstance(pattern, str) and pattern in PRESETS else {}
     if "window" in takes:
         return {"window": window}

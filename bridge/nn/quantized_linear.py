@@ -28,13 +28,17 @@ class QuantizedLinear(torch.nn.Module):
 
     A new layer has weights of zero. from_linear rounds the weights of another layer; load_state_dict takes rounded
     weights. The state dict has the buffers weight_values and weight_scale, as in bridge.QuantizedTensor with axis=-1,
-    the buffer weight_shape, and the parameter bias. `.to(dtype)` and similar methods cast only the bias.
+    the buffer weight_shape (out_features, in_features), and the parameter bias. `.to(dtype)` and similar methods cast
+    only the bias.
 
     Args:
       in_features, out_features, bias, device: as in torch.nn.Linear.
       dtype: the dtype of the bias.
-      format: "int8", "int4", "mxfp8" or "mxfp4". scaling, group_size, scale_dtype: as in bridge.quantize.
-      activation, precision, implementation: as in bridge.matmul.
+      format: "int8", "int4", "mxfp8" or "mxfp4".
+      scaling: "group" (None): group_size values along in_features share a scale. "row", for integers: all of them.
+      group_size: 32, 64, 128 (None) or 256; 32 (None) for the MX formats, which have no other.
+      scale_dtype: the dtype of integers' scales, torch.float32 (None) or torch.bfloat16.
+      activation, precision, implementation: as in bridge.nn.Linear, without precision="fp8".
 
     Raises:
       TypeError: activation is neither a name nor a function.
@@ -84,9 +88,10 @@ class QuantizedLinear(torch.nn.Module):
         group_size: int | None = None,
         scale_dtype: torch.dtype | None = None,
     ) -> "QuantizedLinear":
-        """A layer with the weights of a torch.nn.Linear or bridge.nn.Linear, rounded, on their device.
+        """Returns a layer with the weights of a torch.nn.Linear or bridge.nn.Linear, rounded, on their device.
 
         It has the same bias Parameter as `layer`, and a bridge.nn.Linear's activation, precision and implementation.
+        format, scaling, group_size, scale_dtype: as in QuantizedLinear.
 
         Raises:
           TypeError: layer is of another class. This includes subclasses, whose forward might do more.
@@ -109,7 +114,7 @@ class QuantizedLinear(torch.nn.Module):
         return made.train(layer.training)
 
     def _hold(self, weight: QuantizedTensor) -> None:
-        """Stores the weights [N, K] as buffers and attributes."""
+        """Stores the weights [out_features, in_features] as buffers, and their sizes and format as attributes."""
         self.out_features, self.in_features = weight.shape
         self.format = weight.format
         self.group_size = weight.group_size
@@ -131,11 +136,15 @@ class QuantizedLinear(torch.nn.Module):
 
     @property
     def scaling(self) -> None:
-        """None: the scaling of 8-bit matmuls does not apply to this layer."""
+        """None: this layer runs no 8-bit matmul, which the option `scaling` of bridge.matmul is for."""
         return None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [..., in_features]. residual: [..., out_features], added last, as in bridge.matmul."""
+        """Returns activation(x @ weight.T + bias) + residual, [..., out_features].
+
+        x: [..., in_features]. residual: [..., out_features], of the result's dtype, added last; under autocast any
+        float dtype.
+        """
         if isinstance(x, symbolic_trace.Proxy):
             return symbolic_trace.leaf(self, x, residual=residual)
         return linear(
@@ -157,7 +166,10 @@ class QuantizedLinear(torch.nn.Module):
         return f"{features}, format={self.format!r}{group}{activation}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """torch.nn.Module._apply, except that the buffers (low-bit values, scales and the shape) keep their dtypes."""
+        """Moves or casts the module as torch.nn.Module._apply does, except that buffers keep their dtypes.
+
+        The buffers are the low-bit values, the scales and the shape.
+        """
         buffers = list(self._buffers.values())
 
         def apply(x: torch.Tensor) -> torch.Tensor:
@@ -178,7 +190,11 @@ class QuantizedLinear(torch.nn.Module):
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Rejects other formats, which torch.nn.Module would cast, and another K of the same padded size."""
+        """Loads as torch.nn.Module does, but adds to `errors`, and loads nothing, if the weights do not fit the layer.
+
+        They do not fit if they have another format, whose dtype torch.nn.Module would cast, or another shape, which may
+        have the same padded size.
+        """
         wrong = []
         for name in ("weight_values", "weight_scale"):
             given, own = state_dict.get(prefix + name), getattr(self, name)
@@ -193,7 +209,7 @@ class QuantizedLinear(torch.nn.Module):
 
 
 def _check_format(format: str) -> None:
-    """Raises ValueError for an unknown format."""
+    """Raises ValueError unless format is "int8", "int4", "mxfp8" or "mxfp4"."""
     if format not in tuple(formats.FORMATS):
         raise ValueError(f"format: got {format!r}, want one of {', '.join(map(repr, formats.FORMATS))}")
 
@@ -218,8 +234,8 @@ def quantize_weights(
 
     Args:
       model: contains linear layers, on any device. A layer with several names is replaced under each name.
-      format, scaling, group_size, scale_dtype: as in bridge.quantize. group_size: None is 128 for integers, and 32 for
-        the MX formats.
+      format: "int8", "int4", "mxfp8" or "mxfp4".
+      scaling, scale_dtype: as in bridge.quantize. group_size: None is 128 for integers, and 32 for the MX formats.
       skip: names of modules that stay unchanged with all their submodules, such as "lm_head", "layers.0.mlp" or
         "q_proj": whole names, or consecutive parts of names.
 
@@ -258,7 +274,10 @@ def quantize_weights(
 
 
 def _fitting(skip: Sequence[str], names: Sequence[str]) -> set[str]:
-    """The names of modules that `skip` selects. Raises ValueError for an entry that selects none."""
+    """Returns the names of modules that `skip` selects: names that contain an entry as consecutive whole parts.
+
+    names: the names of all modules. Raises ValueError for an entry that selects none.
+    """
     found: set[str] = set()
     for entry in skip:
         fits = {name for name in names if f".{entry}." in f".{name}."}

@@ -14,12 +14,14 @@ class RingDilatedAttention(MultiheadDilatedAttention):
     """MultiheadDilatedAttention of a sequence that is sharded over several processes.
 
     Parameters, their names and arguments are as in MultiheadDilatedAttention; the two modules have the same state_dict.
-    Each process has the module, with the same parameters, and calls it with its own tokens, as for
-    sequence_parallel_dilated_attention. The gradients of its parameters cover only this process's tokens: sum them over
-    the group. Without torch.distributed it is MultiheadDilatedAttention.
+    Each process has the module, with the same parameters. It calls the module with its own tokens, and gets its own
+    tokens' output, [B, T, embed_dim] of T tokens: the group's ranks, in order, have consecutive tokens. Call
+    bridge.initialize_distributed() first. The gradients of its parameters cover only this process's tokens: sum them
+    over the group. Without torch.distributed it is MultiheadDilatedAttention.
 
     Args:
       group: the torch.distributed process group whose ranks shard the sequence; None is all ranks.
+      args, kwargs: the arguments of MultiheadDilatedAttention.
     """
 
     def __init__(self, *args: Any, group: "torch.distributed.ProcessGroup | None" = None, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""PyTorch modules built on this library's attention."""
+"""jax_kernels.models.Transformer and LongNet as PyTorch modules, and the names of all modules of bridge.nn."""
 
 import math
 import types
@@ -50,7 +50,7 @@ __all__ = [
 
 
 class Config(Protocol):
-    """A config of jax_kernels.models: the required fields of Transformer. The other fields are optional."""
+    """The fields that a config of Transformer must have, for type checkers. Its other fields are optional."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -90,7 +90,7 @@ _DEFAULTS |= _PATTERN | {"layer_norm": False, "gamma": None}
 
 
 class FP8Linear(PlainLinear):
-    """PlainLinear with an 8-bit matmul."""
+    """PlainLinear with an 8-bit matmul. shape: a config with all defaults, as _shape returns it."""
 
     def __init__(self, in_features: int, out_features: int, shape: types.SimpleNamespace) -> None:
         super().__init__(in_features, out_features, shape.param_dtype)
@@ -101,7 +101,10 @@ class FP8Linear(PlainLinear):
 
 
 def _linear(in_features: int, out_features: int, shape: types.SimpleNamespace) -> PlainLinear:
-    """A linear layer of a block. With precision "fp8" its matmul has 8 bits."""
+    """Returns a new linear layer of a block without bias. With precision "fp8" its matmul has 8 bits.
+
+    shape: the model's config, as _shape returns it.
+    """
     if shape.precision == "fp8":
         return FP8Linear(in_features, out_features, shape)
     return PlainLinear(in_features, out_features, shape.param_dtype)
@@ -110,7 +113,9 @@ def _linear(in_features: int, out_features: int, shape: types.SimpleNamespace) -
 class Attention(torch.nn.Module):
     """Causal self-attention over [B, T, model_dim], with rotary embedding and grouped key and value heads.
 
-    With segment_lengths it is dilated, like jax_kernels.models.MultiHeadDilatedAttention.
+    With segment_lengths it is dilated, like jax_kernels.models.MultiHeadDilatedAttention. shape: the model's config
+    with all defaults: a namespace of the fields of jax_kernels.models.TransformerConfig or LongNetConfig, with
+    torch.dtypes.
     """
 
     def __init__(self, shape: types.SimpleNamespace) -> None:
@@ -151,7 +156,10 @@ class Attention(torch.nn.Module):
 
 
 class MLP(torch.nn.Module):
-    """The gated MLP: down_proj(silu(gate_proj(x)) * up_proj(x))."""
+    """The gated MLP of a block: down_proj(silu(gate_proj(x)) * up_proj(x)), over [B, T, model_dim].
+
+    shape: the model's config with all defaults, as in Attention.
+    """
 
     def __init__(self, shape: types.SimpleNamespace) -> None:
         super().__init__()
@@ -174,7 +182,10 @@ class MLP(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """A block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A block of a Transformer: adds attention(norm(x)) to x [B, T, model_dim], then mlp(norm(x)) to the sum.
+
+    shape: the model's config with all defaults, as in Attention.
+    """
 
     def __init__(self, shape: types.SimpleNamespace) -> None:
         super().__init__()
@@ -194,9 +205,10 @@ class Block(torch.nn.Module):
 
 
 class Transformer(torch.nn.Module):
-    """jax_kernels.models.Transformer and LongNet in PyTorch, with the same forward. load_flax_state loads weights.
+    """A causal decoder: jax_kernels.models.Transformer and LongNet in PyTorch, with the same forward.
 
-    A causal decoder: token embedding, blocks with RMSNorm before attention and MLP, a final RMSNorm, a head.
+    It consists of a token embedding, blocks with RMSNorm before attention and MLP, a final RMSNorm, and a head.
+    load_flax_state loads the Flax models' weights.
 
     Args:
       config: a jax_kernels.models.TransformerConfig or LongNetConfig, or a mapping with its fields.
@@ -217,14 +229,11 @@ class Transformer(torch.nn.Module):
         self.head = None if shape.tie_embeddings else PlainLinear(shape.model_dim, shape.vocab_size, shape.param_dtype)
 
     def forward(self, tokens: torch.Tensor | None = None, *, embeddings: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of the next token at every position.
+        """Returns the logits of the next token at every position, float32 [B, T, vocab_size].
 
         Args:
           tokens: integers [B, T], from 0 to vocab_size - 1.
           embeddings: [B, T, model_dim], the output of `embed`, instead of tokens: for gradients by the input.
-
-        Returns:
-          float32 [B, T, vocab_size].
 
         Raises:
           ValueError: not exactly one of tokens and embeddings is given, the tensor is nested, tokens do not have two
@@ -249,6 +258,11 @@ class Transformer(torch.nn.Module):
     __prepare_scriptable__ = symbolic_trace.no_script
 
     def _embedded(self, tokens: Any) -> torch.Tensor:
+        """Returns the embeddings [B, T, model_dim] of tokens [B, T].
+
+        Raises ValueError for tokens that are no integers [B, T] and, on a CPU, for an id outside the vocabulary. On a
+        GPU, and under torch.compile or torch.func, such an id gives NaN.
+        """
         check_tensors(tokens=tokens)
         dtype = tokens.dtype
         if tokens.ndim != 2 or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
@@ -266,9 +280,10 @@ class Transformer(torch.nn.Module):
 
     @torch.no_grad()
     def load_flax_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Copies the parameters of a jax_kernels.models.Transformer or LongNet. state: its flat_parameters.
+        """Copies the parameters of a jax_kernels.models.Transformer or LongNet into this model.
 
-        Raises ValueError if names or shapes do not match this model, which then stays unchanged.
+        state: arrays by dotted name, as models.flat_parameters returns them. Raises ValueError if names or shapes do
+        not match this model, which then stays unchanged.
         """
         parameters = {_flax_name(name): parameter for name, parameter in self.named_parameters()}
         missing, unknown = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
@@ -286,6 +301,7 @@ class Transformer(torch.nn.Module):
 
 
 def _flax_name(name: str) -> str:
+    """Returns the Flax models' name of a parameter: "weight" becomes "scale" in a norm, "kernel" elsewhere."""
     if name == "embed.weight":
         return "embed"
     if name.endswith(".bias"):
@@ -294,7 +310,10 @@ def _flax_name(name: str) -> str:
 
 
 def _shape(config: Config | Mapping[str, Any]) -> types.SimpleNamespace:
-    """The fields of a config with their defaults, dtypes as torch.dtypes."""
+    """Returns a config as a namespace of all fields, with defaults for the missing ones and dtypes as torch.dtypes.
+
+    Raises ValueError for a missing or unknown field, or for values that do not fit together.
+    """
     if isinstance(config, Mapping):
         unknown = sorted(config.keys() - {*_REQUIRED, *_DEFAULTS})
         if unknown:
@@ -347,11 +366,12 @@ def logits_and_input_gradients(
     *,
     device: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Logits and input gradients of a Transformer with Flax's weights, for a comparison with the Flax model.
+    """Returns (logits, gradients by the embeddings) of a Transformer with Flax's weights, to compare with Flax.
 
-    config, parameters: the arguments of Transformer and load_flax_state. tokens, targets: int [B, T].
-    Returns (logits [B, T, vocab], the gradient [B, T, model_dim] of the mean cross-entropy by the tokens'
-    embeddings), both numpy.
+    config: the config of Transformer. parameters: arrays by dotted name, as in load_flax_state. tokens, targets: int
+    [B, T]. device: where it runs.
+    Both results are NumPy arrays: the logits [B, T, vocab_size], and the gradient [B, T, model_dim] of the mean
+    cross-entropy by the tokens' embeddings.
     """
     model = Transformer(config)
     model.load_flax_state(parameters)

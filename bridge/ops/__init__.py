@@ -1,4 +1,4 @@
 """The operations of this library on tensors.
 
-This room imports `jax_functions` and all rooms below it, and the public module `masks`.
+This package may import `jax_functions`, `operators`, `direct`, `translate` and `interop`, and the public `masks`.
 """

@@ -21,12 +21,12 @@ _NAMES = ("mosaic_gpu", "triton", "cudnn", "xla")
 def explain(
     op: Callable[..., Any], *args: Any, device: DeviceInfo | torch.device | str | None = None, **kwargs: Any
 ) -> dispatch.Plan:
-    """The Plan of `op(*args, **kwargs)` on tensors, without running it: the implementation, its blocks and the reasons.
+    """Returns the Plan of `op(*args, **kwargs)` on tensors, without running it: implementation, blocks and reasons.
 
     op: a function of jax_kernels.bridge, or a module or function that calls such a function; the first call gives the
     plan. Autocast and PyTorch's settings apply as in a call.
-    device: plans for this device, which need not be there: "a100", or another name of jax_kernels.device_names(). None:
-      for the tensors' device.
+    device: plans for this device, which need not be there: "a100", or another name of jax_kernels.device_names(), a
+    DeviceInfo, or a torch.device. None: for the tensors' device.
 
     Raises the errors that the call would raise for these arguments; TypeError if op calls no op that has a plan, and
     for `device` with an op that has a parameter `device`; ValueError for an unknown device, and for a device other than
@@ -47,7 +47,9 @@ def explain(
 
 
 def device_info(place: torch.device | str | int | None = None) -> DeviceInfo:
-    """jax_kernels' facts about a PyTorch device. place: None is the current GPU, or the CPU if there is no GPU.
+    """Returns jax_kernels' facts about a PyTorch device, such as its name, compute capability and implementations.
+
+    With None, the device is the current GPU, or the CPU if there is no GPU. An int is the index of a GPU.
 
     Raises ValueError for a device that is neither a CPU nor a CUDA GPU, and for "cuda" without a GPU; RuntimeError if
     JAX lacks the device.
@@ -63,18 +65,18 @@ def device_info(place: torch.device | str | int | None = None) -> DeviceInfo:
 def benchmark_implementations(
     op: Callable[..., Any], *args: Any, gradients: bool = False, seconds: float = 0.2, **kwargs: Any
 ) -> dict[str, float]:
-    """The milliseconds that `op(*args, **kwargs)` takes with each implementation that can serve it, fastest first.
+    """Times `op(*args, **kwargs)` with each implementation: returns {name: milliseconds of a call}, fastest first.
 
-    On a GPU, CUDA events enclose a queue of calls. So the time is the GPU's time, or the host's time if it is longer.
-    The function waits for the GPU.
+    Implementations that cannot serve the call are left out. On a GPU, CUDA events enclose a queue of calls. So the time
+    is the GPU's time, or the host's time if it is longer. The function waits for the GPU.
 
     Args:
       op: a function of jax_kernels.bridge that has an argument `implementation`.
       gradients: also computes the gradients of the tensors among args and kwargs that require a gradient.
       seconds: approximate time for each implementation.
 
-    Raises op's error if op raises for every implementation; ValueError if kwargs has `implementation`; TypeError if op
-    has no argument `implementation`.
+    Raises op's error if op raises for every implementation; ValueError if kwargs has `implementation`, if no argument
+    is a tensor, and for `gradients` if no tensor requires a gradient; TypeError if op has no argument `implementation`.
     """
     if not _takes_implementation(op):
         name = getattr(op, "__name__", repr(op))
@@ -114,6 +116,7 @@ def benchmark_implementations(
 
 
 def _takes_implementation(op: Callable[..., Any]) -> bool:
+    """Whether op's signature has an argument `implementation` or **kwargs; True for a callable without signature."""
     try:
         parameters = inspect.signature(op).parameters.values()
     except (TypeError, ValueError):  # it has no signature, or is no function
@@ -122,12 +125,13 @@ def _takes_implementation(op: Callable[..., Any]) -> bool:
 
 
 def _milliseconds(call: Callable[[], None], place: torch.device, seconds: float) -> float:
-    """The time of a call in a queue of calls."""
+    """Returns the milliseconds of one call, averaged over a queue of calls that takes about `seconds`."""
     once = _queued(call, place, 2)
     return _queued(call, place, max(2, min(1000, int(seconds * 1e3 / max(once, 1e-3)))))
 
 
 def _queued(call: Callable[[], None], place: torch.device, calls: int) -> float:
+    """Returns the milliseconds of one call, averaged over this number of calls: on a GPU by CUDA events."""
     if place.type != "cuda":
         begin = time.perf_counter()
         for _ in range(calls):

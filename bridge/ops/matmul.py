@@ -50,7 +50,7 @@ def matmul(
     scaling: str | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """jax_kernels.matmul on PyTorch tensors, with gradients of x, w, bias and residual.
+    """jax_kernels.matmul on PyTorch tensors: activation(x @ w + bias) + residual, with gradients of the four tensors.
 
     See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts x, w and bias as for
     torch.matmul, also with precision="fp8"; 8-bit tensors stay unchanged.
@@ -67,12 +67,16 @@ def matmul(
         reads no tensors. Functions that are created anew for each call share a program if they are alike.
       residual: [..., N] in out_dtype, added last. Under autocast, without an out_dtype, any float dtype: the result has
         the dtype of the sum in PyTorch, which is float32 for a float32 residual.
-      x_scale, w_scale: for 8-bit matmuls, as in jax_kernels.matmul; float32 tensors or numbers. JAX compiles a program
-        for each number. Scales get no gradients.
+      x_scale, w_scale: of 8-bit matmuls, the factors of the 8-bit values; float32 tensors or numbers, with the shapes
+        that `scaling` gives. None is 1 for 8-bit tensors; tensors that precision="fp8" rounds get scales from their
+        largest values. JAX compiles a program for each number. Scales get no gradients.
       out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is x's dtype, or torch.bfloat16 if x has 8 bits.
       precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision. For all inputs,
-        "fp8": an 8-bit matmul, as in jax_kernels.matmul; "bf16" or "fp16": x and w are rounded to this dtype first.
-      scaling: for 8-bit matmuls, "tensor", "row" or "block", as in jax_kernels.matmul.
+        "fp8": x and w are rounded to e4m3, and multiplied as 8-bit values; "bf16" or "fp16": x and w are rounded to
+        this dtype first.
+      scaling: of 8-bit matmuls, the values that share a scale. "tensor": all values. "row": the rows of x and the
+        columns of w, x_scale [...] and w_scale [N]. "block": 128 x 128 values. None: from the scales' shapes, or
+        "tensor".
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
@@ -134,11 +138,11 @@ def gated_matmul(
     scaling: str | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """jax_kernels.gated_matmul on PyTorch tensors, with gradients of x, both weights and residual.
+    """jax_kernels.gated_matmul on PyTorch tensors: activation(x @ w_gate) * (x @ w_up) + residual, with gradients.
 
-    Equivalent to activation(x @ w_gate) * (x @ w_up) + residual. Arguments are as in bridge.matmul. w_gate, w_up:
-    [K, N], or [N, K] with transpose_w, like torch.nn.Linear's weights; two tensors, or two QuantizedTensors of one
-    layout. w_gate_scale, w_up_scale: as w_scale.
+    Returns [..., N] in out_dtype. The gradients are of x, both weights and residual. The arguments are as in
+    bridge.matmul, and raise the same errors. w_gate, w_up: [K, N], or [N, K] with transpose_w, like torch.nn.Linear's
+    weights; two tensors, or two QuantizedTensors of one layout. w_gate_scale, w_up_scale: as w_scale.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -195,7 +199,7 @@ def mlp(
     precision: str | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    """jax_kernels.mlp on PyTorch tensors, with gradients of all tensors.
+    """jax_kernels.mlp on PyTorch tensors, with gradients of all tensors. Returns [..., N] in x's dtype.
 
     Equivalent to hidden @ w_down + bias_down + residual, where hidden is activation(x @ w_up + bias_up), or, with
     w_gate, activation(x @ w_gate) * (x @ w_up). Between forward and backward it keeps x and the results of the first
@@ -203,9 +207,11 @@ def mlp(
 
     Args:
       x: [..., K]. w_up, w_gate: [K, H]; w_down: [H, N]; with transpose_w [H, K] and [N, H], like torch.nn.Linear's.
-      bias_up: [H], without w_gate. bias_down: [N]. residual: [..., N] in x's dtype, added last; under autocast as in
-        bridge.matmul.
-      activation, implementation: as in bridge.matmul. precision: "fp32" or "tf32", for float32 inputs.
+      bias_up: [H], without w_gate. bias_down: [N].
+      residual: [..., N] in x's dtype, added last. Under autocast any float dtype: the result has the dtype of the sum
+        in PyTorch.
+      activation, implementation: as in bridge.matmul.
+      precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -240,7 +246,13 @@ def mlp(
 
 
 def _on_shards(op: Callable[..., torch.Tensor], tensors: dict[str, Any], options: dict[str, Any]) -> torch.Tensor:
-    """`op` on DTensors. Rows of x may be sharded; for matmul and gated_matmul, columns of the weights too."""
+    """Runs `op` on DTensors. Returns a DTensor, with gradients.
+
+    Rows of x may be sharded; for matmul and gated_matmul, columns of the weights too.
+
+    op: matmul, gated_matmul or mlp. tensors: its tensor arguments by name, or None. options: its other arguments.
+    Raises NotImplementedError for low-bit weights, and raises for 8-bit matmuls.
+    """
     for name, x in tensors.items():
         if isinstance(x, QuantizedTensor):
             raise NotImplementedError(f"{name}: got low-bit weights with a DTensor, want only DTensors")
@@ -257,12 +269,18 @@ def _on_shards(op: Callable[..., torch.Tensor], tensors: dict[str, Any], options
 
 
 def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> CallKey:
-    """The key of a cached call: its arguments, its options, and PyTorch's float32 matmul precision."""
+    """Returns the key of a cached call: its arguments, its options, and PyTorch's float32 matmul precision.
+
+    arguments: tensors, or values that may be tensors. options: values that are no tensors.
+    """
     return call_key(arguments, (*options, torch.get_float32_matmul_precision()))
 
 
 def _parts(w: Weights) -> tuple[torch.Tensor | Facts, ...]:
-    """The tensors of weights, and their other fields, for _seen."""
+    """Returns weights in a form for the key of a cached call.
+
+    The result is (w,) for a tensor; for a QuantizedTensor its two tensors and a tuple of its other fields.
+    """
     return (w.values, w.scale, w.facts) if isinstance(w, QuantizedTensor) else (w,)
 
 
@@ -274,21 +292,24 @@ def _check_weights(**weights: Any) -> None:
 
 
 def _argument(name: str, w: Weights) -> torch.Tensor | Stored:
-    """Weights in the form that the JAX op takes."""
+    """Returns weights as an argument of the JAX op: a tensor unchanged, a QuantizedTensor as a dict of its fields."""
     return stored(name, w) if isinstance(w, QuantizedTensor) else w
 
 
 def _without_gradient(scale: torch.Tensor | float | None) -> torch.Tensor | float | None:
+    """Returns a scale that gets no gradient: a detached tensor, a number in float32's precision, or None."""
     return in_float32(scale.detach() if isinstance(scale, torch.Tensor) else scale)
 
 
 def _dtype_name(out_dtype: torch.dtype | None) -> str | None:
+    """Returns the name of out_dtype, such as "bfloat16", or None for None. Raises TypeError for another dtype."""
     if out_dtype is not None and out_dtype not in _NAMES:
         raise TypeError(f"out_dtype: got {out_dtype}, want torch.bfloat16, torch.float16, torch.float32 or None")
     return None if out_dtype is None else _NAMES[out_dtype]
 
 
 def _precision(precision: str | None, x: torch.Tensor) -> str | None:
+    """Returns the precision, with "tf32" instead of None for float32 x if PyTorch's settings allow tf32."""
     return "tf32" if precision is None and x.dtype == torch.float32 and _takes_tf32() else precision
 
 
@@ -299,7 +320,7 @@ def _takes_tf32() -> bool:
 
 
 class MatmulOptions(TypedDict, total=False):
-    """The keyword arguments of matmul except bias and transpose_w."""
+    """The keyword arguments of bridge.matmul except bias and transpose_w, for type checkers."""
 
     activation: str | Activation | None
     residual: torch.Tensor | None
@@ -314,9 +335,11 @@ class MatmulOptions(TypedDict, total=False):
 def linear(
     x: torch.Tensor, weight: Weights, bias: torch.Tensor | None = None, **arguments: Unpack[MatmulOptions]
 ) -> torch.Tensor:
-    """torch.nn.functional.linear, weight [N, K], with bridge.matmul's arguments except transpose_w.
+    """Returns activation(x @ weight.T + bias) + residual: torch.nn.functional.linear with bridge.matmul's options.
 
-    weight may be low-bit weights: bridge.quantize(weight, "int4", axis=-1).
+    x: [..., K]. weight: [N, K], or low-bit weights, bridge.quantize(weight, "int4", axis=-1). bias: [N]. arguments: the
+    other keyword arguments of bridge.matmul, except transpose_w. The result is [..., N]. It raises bridge.matmul's
+    errors.
     """
     if "transpose_w" in arguments:
         raise TypeError("transpose_w: linear's weight is [N, K]; want bridge.matmul for other layouts")
@@ -330,7 +353,10 @@ def linear(
 
 
 def _under_autocast(*tensors: Any) -> list[Any]:
-    """Casts tensors to autocast's dtype if autocast is on. Tensors of 8 bits or fewer stay unchanged."""
+    """Returns the tensors cast to autocast's dtype if autocast is on, else unchanged.
+
+    None, QuantizedTensors, integers and 8-bit tensors stay unchanged.
+    """
     device = next(x for x in tensors if x is not None).device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -340,7 +366,10 @@ def _under_autocast(*tensors: Any) -> list[Any]:
 
 
 def _check_scaling(scaling: str | None, precision: str | None) -> None:
-    """Raises ValueError for an unknown scaling, or a scaling without an 8-bit matmul."""
+    """Raises ValueError for an unknown scaling, or a scaling with a precision other than "fp8".
+
+    precision=None passes, because the tensors of a call may have 8 bits.
+    """
     if scaling is None:
         return
     check_scaling(scaling)
@@ -351,10 +380,12 @@ def _check_scaling(scaling: str | None, precision: str | None) -> None:
 def _with_wide_residual(
     x: torch.Tensor, residual: Any, out_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor | None, torch.dtype | None]:
-    """(residual, out_dtype). Under autocast, a missing out_dtype becomes the dtype of x + residual in PyTorch.
+    """Returns (residual, out_dtype), where autocast may widen a result whose out_dtype was not given.
 
-    residual is then cast to this dtype.
-    x: the result of _under_autocast.
+    Under autocast, a missing out_dtype becomes the dtype of x + residual in PyTorch, and residual is cast to it.
+    Otherwise both are returned unchanged.
+
+    x: the matmul's input after autocast's cast.
     """
     is_open = isinstance(residual, torch.Tensor) and out_dtype is None
     if not is_open or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
@@ -369,7 +400,12 @@ class Linear(torch.nn.Linear):
     It has torch.nn.Linear's arguments, parameters, initialisation and state dict.
 
     Args:
-      activation, precision, scaling, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
+      activation: None, a name such as "relu" or "silu", or an elementwise function; see bridge.matmul.
+      precision: "fp32" or "tf32" for float32 inputs; "fp8", "bf16" or "fp16" round inputs and weights first. None
+        follows the input's dtype and torch.set_float32_matmul_precision.
+      scaling: of 8-bit matmuls, the values that share a scale: "tensor", "row" or "block".
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
+      Other arguments: torch.nn.Linear's.
 
     Raises:
       TypeError, ValueError: bridge.matmul does not take the activation, precision or scaling.
@@ -406,9 +442,10 @@ class Linear(torch.nn.Linear):
         x_scale: torch.Tensor | float | None = None,
         w_scale: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """input: x of bridge.linear, [..., in_features]. residual: [..., out_features], added last.
+        """Returns activation(input @ weight.T + bias) + residual, [..., out_features].
 
-        x_scale, w_scale: as in bridge.matmul.
+        input: [..., in_features]. residual: [..., out_features], added last. x_scale, w_scale: of 8-bit matmuls, the
+        factors of the 8-bit values of input and weight, float32 tensors or numbers.
         """
         if isinstance(input, symbolic_trace.Proxy):
             return symbolic_trace.leaf(self, input, residual=residual, x_scale=x_scale, w_scale=w_scale)
@@ -438,7 +475,9 @@ class GatedMLP(torch.nn.Module):
     hidden_features], initialised like torch.nn.Linear's, without bias.
 
     Args:
-      activation, precision, scaling, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
+      in_features, hidden_features: the width of x and of the result, and the width between the matmuls.
+      activation, precision, scaling, implementation: as in bridge.nn.Linear; activation may not be None.
+      device, dtype: of the parameters.
 
     Raises:
       TypeError, ValueError: bridge.matmul does not take the activation, precision or scaling.
@@ -469,7 +508,10 @@ class GatedMLP(torch.nn.Module):
         self.activation = activation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [..., in_features]. residual: x's shape and dtype, added last; under autocast as in bridge.matmul."""
+        """Returns down_proj(activation(gate_proj(x)) * up_proj(x)) + residual, [..., in_features].
+
+        x: [..., in_features]. residual: x's shape and dtype, added last; under autocast any float dtype.
+        """
         if isinstance(x, symbolic_trace.Proxy):
             return symbolic_trace.leaf(self, x, residual=residual)
         gate, up = self.gate_proj, self.up_proj
@@ -496,5 +538,5 @@ class GatedMLP(torch.nn.Module):
 
 
 def _options(layer: Linear) -> dict[str, Any]:
-    """The options of a layer's matmul."""
+    """Returns the options precision, scaling and implementation of a layer, as keyword arguments of bridge.matmul."""
     return {"precision": layer.precision, "scaling": layer.scaling, "implementation": layer.implementation}

@@ -23,7 +23,10 @@ type Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def _as_arrays(norm: Callable[..., Any]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Splits the norm's 8-bit output into arrays: (values, scale), or (values, scale, x + residual)."""
+    """Returns a norm whose 8-bit output is arrays: (values, scale), or with a residual (values, scale, x + residual).
+
+    norm: layer_norm or rms_norm of JAX arrays, called with `quantize`.
+    """
 
     @functools.wraps(norm)
     def call(
@@ -89,23 +92,25 @@ def layer_norm(
     quantize: str | None = None,
     implementation: str | None = None,
 ) -> Outputs:
-    """jax_kernels.layer_norm on PyTorch tensors, with gradients of x, scale, bias and residual.
+    """jax_kernels.layer_norm on PyTorch tensors: normalises the last axis, with gradients of all tensors.
 
-    See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast has no effect: the statistics are in
+    Without a residual it is equivalent to torch.nn.functional.layer_norm(x, (N,), scale_offset + scale, bias, eps). See
+    bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast has no effect: the statistics are in
     float32 for every dtype of x.
 
     Args:
       x: [..., N], bfloat16, float16 or float32, on a CPU or a CUDA device.
       scale, bias: [N], on x's device; None omits it. A 16-bit tensor whose dtype is not x's is converted to float32.
-      residual: of x's shape and dtype, added to x; the sum is rounded to x's dtype.
+      residual: of x's shape and dtype, added to x before the norm; the sum is rounded to x's dtype.
       eps: added to the variance; PyTorch's default.
       scale_offset: added to scale.
-      quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass, as in jax_kernels.layer_norm; forward only.
+      quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass, with a scale for each row: the row's largest
+        magnitude divided by the format's largest value. Forward only. None leaves out in x's dtype.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
-      out, of x's shape and dtype; with a residual, (out, x + residual). With quantize (values, scale), or
-      (values, scale, x + residual): 8-bit values and float32 scales [...], for x and x_scale of bridge.matmul.
+      out, of x's shape and dtype; with a residual, (out, x + residual). With quantize (values, scale), or (values,
+        scale, x + residual): 8-bit values and float32 scales [...], for x and x_scale of bridge.matmul.
 
     It raises the errors of jax_kernels.layer_norm, or of bridge.from_jax if they differ.
     """
@@ -173,24 +178,25 @@ def rms_norm(
     quantize: str | None = None,
     implementation: str | None = None,
 ) -> Outputs:
-    """jax_kernels.rms_norm on PyTorch tensors, with gradients of x, scale and residual.
+    """jax_kernels.rms_norm on PyTorch tensors: divides by the last axis's root mean square, with gradients.
 
-    See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast has no effect: the statistics are in
-    float32 for every dtype of x.
+    Without a residual it is equivalent to torch.nn.functional.rms_norm(x, (N,), scale_offset + scale, eps). The
+    gradients are of x, scale and residual. See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast
+    has no effect: the statistics are in float32 for every dtype of x.
 
     Args:
       x: [..., N], bfloat16, float16 or float32, on a CPU or a CUDA device.
       scale: [N], on x's device; None omits it. A 16-bit tensor whose dtype is not x's is converted to float32.
-      residual: of x's shape and dtype, added to x; the sum is rounded to x's dtype.
+      residual: of x's shape and dtype, added to x before the norm; the sum is rounded to x's dtype.
       eps: added to the mean square; None is the default of the installed PyTorch: torch.finfo(torch.float32).eps in
         recent versions, torch.finfo(x.dtype).eps in older versions.
       scale_offset: added to scale: 1.0 for weights that are stored as their difference from 1, such as Gemma's.
-      quantize: as in layer_norm.
+      quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass, with a scale for each row. Forward only.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
-      out, of x's shape and dtype; with a residual, (out, x + residual). With quantize (values, scale), or
-      (values, scale, x + residual): 8-bit values and float32 scales [...], for x and x_scale of bridge.matmul.
+      out, of x's shape and dtype; with a residual, (out, x + residual). With quantize (values, scale), or (values,
+        scale, x + residual): 8-bit values and float32 scales [...], for x and x_scale of bridge.matmul.
 
     It raises the errors of jax_kernels.rms_norm, or of bridge.from_jax if they differ.
     """
@@ -216,7 +222,10 @@ def rms_norm(
 
 
 def _on_shards(norm: Callable[..., Outputs], tensors: dict[str, Any], options: dict[str, Any]) -> Outputs:
-    """The norm of DTensors. Their rows may be sharded."""
+    """Runs layer_norm or rms_norm on DTensors, whose rows may be sharded. Returns DTensors, as the norm does.
+
+    tensors: the tensor arguments by name, or None. options: the other arguments.
+    """
     rows, width = dtensors.rows_roles(tensors["x"]), (None,)
     roles = {"x": rows, "residual": rows, "scale": width, "bias": width}
     results: tuple[dtensors.Roles, ...] = (rows, rows) if options["quantize"] is None else (rows, rows[:-1], rows)
@@ -227,16 +236,16 @@ def _on_shards(norm: Callable[..., Outputs], tensors: dict[str, Any], options: d
 
 @torch_internals.constant_in_graph
 def _default_eps(dtype: torch.dtype) -> float:
-    """The default eps of torch.nn.functional.rms_norm."""
+    """Returns the default eps of the installed PyTorch's torch.nn.functional.rms_norm for x of this dtype."""
     return _found_eps(dtype)
 
 
 @functools.cache
 def _found_eps(dtype: torch.dtype) -> float:
-    """PyTorch's default eps, which differs between PyTorch's versions.
+    """Returns the default eps of the installed PyTorch's rms_norm, found by a call of it.
 
-    For 16-bit x, older versions use the eps of x's dtype, newer versions float32's. The norm of a small value shows
-    the difference.
+    For 16-bit x, older versions use the eps of x's dtype, newer versions float32's. The norm of a small value shows the
+    difference.
     """
     wide = torch.finfo(torch.float32).eps
     if dtype not in (torch.bfloat16, torch.float16):
@@ -255,14 +264,14 @@ def _found_eps(dtype: torch.dtype) -> float:
 
 
 def _weights(weights: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """Converts a 16-bit scale or bias to float32 if its dtype is not x's."""
+    """Returns a scale or bias, converted to float32 if it has 16 bits and its dtype is not x's. None stays None."""
     if weights is None or weights.dtype == x.dtype or weights.dtype not in (torch.bfloat16, torch.float16):
         return weights
     return weights.float()
 
 
 class _Options(torch.nn.Module):
-    """The options of LayerNorm and RMSNorm that PyTorch's modules lack."""
+    """The options of LayerNorm and RMSNorm that PyTorch's modules lack: scale_offset, quantize, implementation."""
 
     weight: torch.nn.Parameter | None
     eps: float | None
@@ -271,7 +280,10 @@ class _Options(torch.nn.Module):
     implementation: str | None = None
 
     def _take(self, scale_offset: float, quantize: str | None, implementation: str | None) -> None:
-        """Checks and stores the options, and initialises weight to 1 - scale_offset. Raises ValueError."""
+        """Checks and stores the options, and initialises weight to 1 - scale_offset.
+
+        Raises ValueError for an unknown format in quantize, and for a scale_offset without a weight.
+        """
         if quantize not in (None, *FORMATS):
             raise ValueError(f"quantize: got {quantize!r}, want {' or '.join(map(repr, FORMATS))}, or None")
         if scale_offset and self.weight is None:
@@ -285,7 +297,7 @@ class _Options(torch.nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets weight to 1 - scale_offset and bias to 0."""
+        """Sets weight to 1 - scale_offset, so that scale_offset + weight is 1, and bias to 0."""
         super().reset_parameters()
         if self.weight is not None and self.scale_offset:
             torch.nn.init.constant_(self.weight, 1.0 - self.scale_offset)
@@ -294,6 +306,7 @@ class _Options(torch.nn.Module):
 
     @property
     def _options(self) -> dict[str, Any]:
+        """The keyword arguments of layer_norm or rms_norm that the module stores: eps and the three options."""
         names = ("scale_offset", "quantize", "implementation")
         return {"eps": self.eps} | {name: getattr(self, name) for name in names}
 
@@ -309,7 +322,9 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
 
     Args:
       scale_offset: added to weight. weight is initialised to 1 - scale_offset.
-      quantize, implementation: as in bridge.layer_norm. The others are torch.nn.LayerNorm's.
+      quantize: "e4m3" or "e5m2" rounds the result to 8 bits, with a scale for each row; forward only.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
+      Other arguments: torch.nn.LayerNorm's.
 
     Raises:
       ValueError: quantize is an unknown format, or there is a scale_offset and no weight.
@@ -333,10 +348,10 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
         self._take(scale_offset, quantize, implementation)
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Outputs:
-        """input: x of bridge.layer_norm, [..., *normalized_shape].
+        """Returns the normalised input, of its shape and dtype; with a residual, (the result, input + residual).
 
-        Returns the result, of input's shape and dtype; with a residual, (the result, input + residual).
-        With quantize, returns (values, scale), or (values, scale, input + residual): scale [...], float32.
+        input: [..., *normalized_shape]. residual: of input's shape and dtype, added before the norm. With quantize,
+        returns (values, scale), or (values, scale, input + residual): scale [...], float32.
         """
         if isinstance(input, symbolic_trace.Proxy):
             return symbolic_trace.leaf(self, input, residual=residual)
@@ -351,7 +366,9 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
 
     Args:
       scale_offset: added to weight; 1.0 for Gemma's weights. weight is initialised to 1 - scale_offset.
-      quantize, implementation: as in bridge.rms_norm. The others are torch.nn.RMSNorm's.
+      quantize: "e4m3" or "e5m2" rounds the result to 8 bits, with a scale for each row; forward only.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
+      Other arguments: torch.nn.RMSNorm's.
 
     Raises:
       ValueError: quantize is an unknown format, or there is a scale_offset and no weight.
@@ -374,10 +391,10 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
         self._take(scale_offset, quantize, implementation)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Outputs:
-        """x: [..., *normalized_shape]. Returns the result, or with a residual, (the result, x + residual).
+        """Returns the normalised x, of its shape and dtype; with a residual, (the result, x + residual).
 
-        The result has x's shape and dtype. With quantize, returns (values, scale), or (values, scale, x + residual):
-        scale [...], float32.
+        x: [..., *normalized_shape]. residual: of x's shape and dtype, added before the norm. With quantize, returns
+        (values, scale), or (values, scale, x + residual): scale [...], float32.
         """
         if isinstance(x, symbolic_trace.Proxy):
             return symbolic_trace.leaf(self, x, residual=residual)
@@ -392,7 +409,11 @@ def _flat(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """(x, scale, bias, residual) with the axes of `shape` flattened to one axis. Raises ValueError."""
+    """Returns (x, scale, bias, residual), with the axes of normalized_shape flattened to one axis.
+
+    shape: normalized_shape, the last axes of x and residual, and all axes of weight and bias. Raises TypeError for an
+    argument that is no tensor, ValueError if x or residual has a wrong shape or layout.
+    """
     axes = len(shape)
     check_tensors(x=x)
     check_optional_tensors(residual=residual)
@@ -410,7 +431,7 @@ def _flat(
 
 
 def _like(x: torch.Tensor, results: Outputs, quantize: str | None) -> Outputs:
-    """Reshapes the results to x's shape. The scales of 8-bit results stay unchanged."""
+    """Returns a norm's results in x's shape. The scales of 8-bit results, the second of a tuple, stay unchanged."""
     if not isinstance(results, tuple | list):
         return results.view(x.shape)
     return tuple(y if quantize is not None and at == 1 else y.view(x.shape) for at, y in enumerate(results))

@@ -29,9 +29,11 @@ class QuantizedTensor:
     """Low-bit weights (4 or 8 bits) with their scales, as bridge.quantize returns them.
 
     values: [..., N, K padded] int8 (int8) or float8_e4m3fn (mxfp8), or [..., N, K padded / 2] uint8 (int4, mxfp4). K is
-    always last, for both values of `axis`. scale: [..., K padded / group_size, N], or [..., N] if group_size is None;
-    float32 or bfloat16. The MX formats have uint8 scales: the exponent of a power of two, plus 127. format: "int8",
-    "int4", "mxfp8" or "mxfp4". axis: the axis of K in the weights, -1 or -2. length: K.
+    the axis that a matmul sums over. It is always last here, for both values of `axis`. scale:
+    [..., K padded / group_size, N], or [..., N] if group_size is None; float32 or bfloat16. The MX formats have uint8
+    scales: the exponent of a power of two, plus 127. format: "int8", "int4", "mxfp8" or "mxfp4". group_size: the number
+    of consecutive values along K that share a scale; None: all. axis: the axis of K in the weights, -1 (weights
+    [..., N, K]) or -2 ([..., K, N]). length: K, without padding.
 
     `shape` is the shape of the weights. The values have the memory layout of jax_kernels.QuantizedArray.
     """
@@ -45,6 +47,7 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the weights: [..., N, K] if axis is -1, else [..., K, N]."""
         *outer, columns, _ = self.values.shape
         return torch.Size((*outer, columns, self.length) if self.axis == -1 else (*outer, self.length, columns))
 
@@ -54,7 +57,7 @@ class QuantizedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values."""
+        """The dtype of the field `values`: torch.int8, torch.uint8 or torch.float8_e4m3fn."""
         return self.values.dtype
 
     @property
@@ -63,11 +66,13 @@ class QuantizedTensor:
 
     @property
     def facts(self) -> Facts:
-        """The fields that are not tensors."""
+        """(format, group_size, axis, length): the fields that are not tensors."""
         return self.format, self.group_size, self.axis, self.length
 
     def to(self, device: torch.device | str | int) -> "QuantizedTensor":
-        """The same weights on another device. The format determines their dtypes.
+        """Returns the same weights on another device.
+
+        There is no dtype argument: the format determines the dtypes.
 
         Raises:
           TypeError: device is a dtype.
@@ -78,7 +83,11 @@ class QuantizedTensor:
 
 
 def stored(name: str, x: QuantizedTensor) -> Stored:
-    """Low-bit weights as an argument of a JAX function. Raises NotImplementedError if they require a gradient."""
+    """Returns low-bit weights as a dict of tensors and constants, which an argument of a JAX function may be.
+
+    The keys are the fields of QuantizedTensor. name: the argument's name, for the error. Raises NotImplementedError if
+    the weights require a gradient.
+    """
     if torch.is_grad_enabled() and (x.values.requires_grad or x.scale.requires_grad):
         raise NotImplementedError(f"{name}: got low-bit weights that require a gradient, want detached weights")
     return _stored(x)
@@ -90,7 +99,10 @@ def _stored(x: QuantizedTensor) -> Stored:
 
 
 def on_stored[Result](function: Callable[..., Result]) -> Callable[..., Result]:
-    """Wraps an op of JAX arrays so that it also takes weights in the form that `stored` returns. Keeps op.plan."""
+    """Returns an op that also takes low-bit weights as the dict that `stored` returns; it makes them QuantizedArrays.
+
+    function: an op of JAX arrays with a method `plan`. The result has a method `plan` too.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Result:
@@ -101,7 +113,7 @@ def on_stored[Result](function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _as_array(x: Any) -> Any:
-    """The QuantizedArray of stored weights. Returns other arguments unchanged."""
+    """Returns the QuantizedArray of a dict that `stored` returned. Returns other arguments unchanged."""
     if not isinstance(x, dict):
         return x
     layout = LowBit(format=x["format"], group=x["group_size"])
@@ -172,7 +184,7 @@ def quantize(
     group_size: int | None = None,
     scale_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | QuantizedTensor:
-    """jax_kernels.quantize on a PyTorch tensor.
+    """Rounds a tensor to 8 or 4 bits with scales, by jax_kernels.quantize.
 
     Args:
       x: a float tensor with at least two axes for "block" and low-bit weights, or at least one for "row".
@@ -189,7 +201,7 @@ def quantize(
 
     Returns:
       For "e4m3" and "e5m2", (values, scale): values of x's shape; scale, float32. Pass them to bridge.matmul as x and
-      x_scale, or as w and w_scale; x ≈ values * scale. For low-bit weights, a bridge.QuantizedTensor.
+        x_scale, or as w and w_scale; x ≈ values * scale. For low-bit weights, a bridge.QuantizedTensor.
 
     Raises:
       TypeError: x is no float tensor, or scale no float32 tensor.
@@ -217,9 +229,10 @@ def quantize(
 
 
 def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """jax_kernels.dequantize on low-bit weights: values * scale, rounded to dtype once, [..., K, N] or [..., N, K].
+    """Returns low-bit weights as floats: values * scale, rounded to dtype once, of the shape x.shape.
 
-    It has gradients with respect to scales in float32 and bfloat16. Dequantize 8-bit tensors as values.float() * scale.
+    x: a bridge.QuantizedTensor. The result has gradients with respect to x.scale in float32 and bfloat16. It is
+    jax_kernels.dequantize on tensors. Dequantize 8-bit tensors as values.float() * scale.
 
     Raises:
       TypeError: x is no bridge.QuantizedTensor, or dtype is not torch.bfloat16, torch.float16 or torch.float32.

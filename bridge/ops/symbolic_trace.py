@@ -22,13 +22,16 @@ _WAYS_OUT = "compile it with torch.compile, export it with torch.export, or reco
 
 
 def call(function: Callable[..., Any], *arguments: Argument, **options: Argument) -> Proxy:
-    """Adds a call of the function as a node to the graph of torch.fx.symbolic_trace."""
+    """Adds a call of the function as a node to the graph of torch.fx.symbolic_trace. Returns the Proxy of its result.
+
+    arguments, options: the call's arguments; at least one of `arguments` is a Proxy.
+    """
     proxy = next(x for x in arguments if isinstance(x, Proxy))
     return proxy.tracer.create_proxy("call_function", function, arguments, options)
 
 
 def is_traced(*arguments: Argument) -> bool:
-    """Whether torch.fx.symbolic_trace makes the call, so that an argument is its Proxy."""
+    """Whether one of the arguments is a torch.fx Proxy, because torch.fx.symbolic_trace makes the call."""
     for x in arguments:  # noqa: SIM110 (half the time of any)
         if isinstance(x, Proxy):
             return True
@@ -38,7 +41,7 @@ def is_traced(*arguments: Argument) -> bool:
 def leaf(module: torch.nn.Module, *arguments: Argument, **options: Argument) -> Any:
     """Adds a call of the module as a node to the graph of torch.fx.symbolic_trace, like calls of torch.nn's modules.
 
-    Options that are None are omitted.
+    Returns the Proxy of its result. At least one argument is a Proxy. Options that are None are omitted.
 
     Raises ValueError if the traced module is this module itself, not a parent of it.
     """
@@ -55,7 +58,7 @@ def leaf(module: torch.nn.Module, *arguments: Argument, **options: Argument) -> 
 
 
 def no_script(module: torch.nn.Module) -> NoReturn:
-    """Raises RuntimeError. torch.jit.script calls it as a module's method __prepare_scriptable__."""
+    """Raises RuntimeError: TorchScript cannot hold the module. torch.jit.script calls it as __prepare_scriptable__."""
     raise RuntimeError(
         f"torch.jit.script: got a jax_kernels {type(module).__name__}, which TorchScript cannot hold: JAX runs it; "
         f"{_WAYS_OUT}"
@@ -70,6 +73,8 @@ def refuse_functions(functions: Iterable[Any]) -> None:
 
 
 def _refusing(name: str) -> Callable[[], NoReturn]:
+    """Returns a function that raises RuntimeError: TorchScript cannot hold calls of the function called `name`."""
+
     def prepare() -> NoReturn:
         raise RuntimeError(
             f"torch.jit.script: got code that calls jax_kernels.bridge.{name}, which TorchScript cannot hold: JAX "
@@ -80,7 +85,7 @@ def _refusing(name: str) -> Callable[[], NoReturn]:
 
 
 def sdpa_of_script() -> Callable[..., torch.Tensor]:
-    """The function that TorchScript compiles as scaled_dot_product_attention: PyTorch's function."""
+    """Returns the function that TorchScript compiles as scaled_dot_product_attention: PyTorch's. It warns once."""
     fallback.warn("scaled_dot_product_attention", "torch.jit.script's programs cannot run JAX")
     return _pytorchs
 

@@ -13,12 +13,16 @@ _ALIGNED = ("causal", "window_size")  # flash-attn aligns the last query with th
 
 
 def renamed(function: str, others: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Renames the arguments `others` to this library's names.
+    """Returns the arguments `others` under this library's names, after checks of their values.
 
-    given: the caller's arguments under this library's names. `others` may not repeat them.
+    The aliases are attn_mask (mask), softmax_scale (scale), causal (is_causal) and window_size (window).
 
-    Raises TypeError for an unknown name, or if an argument is given under two names. Raises ValueError if the value
-    means something else in the library that the name comes from.
+    function: the caller's name, for errors. given: the caller's other arguments, under this library's names, at least
+    query and key. An argument in `others` may not be in `given` too, except as None or False.
+
+    Raises TypeError for an unknown name, if an argument is given under two names, or for a wrong type. Raises
+    ValueError for a mask of the wrong shape, and for causal or window_size if query and key have different lengths and
+    q_offset is 0: flash-attn would put the last query at the last key there.
     """
     found: dict[str, Any] = {}
     for name, x in others.items():
@@ -36,7 +40,11 @@ def renamed(function: str, others: dict[str, Any], given: dict[str, Any]) -> dic
 
 
 def check_mask_shape(name: str, mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:
-    """Raises ValueError for a tensor that is not broadcastable to [B, H, T, S], or to [B, Hkv, T, S]."""
+    """Raises ValueError, naming the argument, unless the mask is broadcastable to [B, H, T, S] or to [B, Hkv, T, S].
+
+    query: [B, T, H, D]. key: [B, S, Hkv, D]. Nothing is checked if one of the three is no tensor, or query or key has
+    not 4 axes.
+    """
     if not all(isinstance(x, torch.Tensor) for x in (mask, query, key)) or not query.ndim == key.ndim == 4:
         return
     want = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
@@ -48,7 +56,7 @@ def check_mask_shape(name: str, mask: Any, query: torch.Tensor, key: torch.Tenso
 
 
 def _checked(name: str, x: Any) -> Any:
-    """Checks an argument. Returns it, with None for a window_size without limits."""
+    """Returns the value x of the alias `name` after a check of its type; None for a window_size without limits."""
     if name in _ALIGNED:
         x = plain_of(name, x)
     if name == "attn_mask" and isinstance(x, torch.Tensor) and x.dtype != torch.bool:
@@ -66,7 +74,12 @@ def _checked(name: str, x: Any) -> Any:
 
 
 def _check_alignment(name: str, given: dict[str, Any]) -> None:
-    """Raises if the lengths differ and q_offset is 0: flash-attn aligns the last query with the last key."""
+    """Raises ValueError if query and key have different lengths and q_offset is 0.
+
+    flash-attn puts the last query at the last key, this library puts query 0 at key q_offset. So the two would differ.
+
+    name: the alias that the caller used, for the error. given: the caller's arguments by this library's names.
+    """
     query, key, offset = given["query"], given["key"], plain_of("q_offset", given.get("q_offset", 0))
     lengths = [x.shape[1] for x in (query, key) if isinstance(x, torch.Tensor) and x.ndim == 4]
     if len(lengths) < 2 or lengths[0] == lengths[1] or not (isinstance(offset, int) and offset == 0):

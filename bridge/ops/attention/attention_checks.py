@@ -28,7 +28,11 @@ _INT64 = 2**63  # ints of operators are below this; JAX's own checks are stricte
 
 
 def check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
-    """Raises, naming the argument, unless it is a dense tensor on query's device, a CPU or a CUDA device."""
+    """Raises unless the argument is a dense tensor on a CPU, a CUDA device or the meta device, and on query's device.
+
+    Raises TypeError for a value that is no tensor, ValueError for another device or layout. The error names the
+    argument.
+    """
     check_tensors(**{name: tensor})
     check_dense(name, tensor)
     if tensor.device.type not in ("cpu", "cuda", "meta"):
@@ -38,6 +42,7 @@ def check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
 
 
 def _check_float(name: str, tensor: Any, query: torch.Tensor) -> None:
+    """Raises, naming the argument, unless it is a bfloat16, float16 or float32 tensor on query's device."""
     check_tensor(name, tensor, query)
     if tensor.dtype not in _DTYPES:
         raise TypeError(
@@ -47,6 +52,7 @@ def _check_float(name: str, tensor: Any, query: torch.Tensor) -> None:
 
 
 def _check_int32(name: str, tensor: Any, query: torch.Tensor) -> None:
+    """Raises, naming the argument, unless it is an int32 tensor on query's device."""
     check_tensor(name, tensor, query)
     if tensor.dtype != torch.int32:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, want torch.int32; cast it with {name}.to(torch.int32)")
@@ -55,9 +61,13 @@ def _check_int32(name: str, tensor: Any, query: torch.Tensor) -> None:
 def check_inputs(
     query, key, value, *, bias=None, sinks=None, mask=None, segment_ids=(), kv_lengths=None, q_offset=0
 ) -> None:
-    """Raises, naming the argument, for a wrong type, dtype or device of a call's tensors.
+    """Raises, naming the argument, if a tensor of an attention call has a wrong type, dtype or device.
 
-    segment_ids: (ids of the queries, ids of the keys); an entry may be None.
+    Shapes are not checked, except that query, key and value have 4 axes. Raises TypeError for a type or dtype,
+    ValueError for a device, a layout or a number of axes.
+
+    query, key, value, bias, sinks: floats. mask: bool. segment_ids: (ids of the queries, ids of the keys), int32; an
+    entry may be None. kv_lengths: int32. q_offset: an int, or int32.
     """
     dtensors.refuse("this function", query=query, key=key, value=value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -92,7 +102,11 @@ def check_inputs(
 
 
 def check_statics(*, is_causal, scale, softcap, return_lse, deterministic, precision, implementation) -> None:
-    """Raises, naming the argument, for a wrong type of an argument that is no tensor."""
+    """Raises, naming the argument, if an attention argument that is no tensor has a wrong type.
+
+    TypeError for a wrong type; ValueError for an int that no float can hold. Names of implementations and precisions
+    are not checked.
+    """
     for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {type(flag).__name__}, want a bool")
@@ -116,9 +130,10 @@ def as_torch_is_set(
     bias: torch.Tensor | None = None,
     deterministic: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool | None]:
-    """(query, key, value, bias, deterministic) after autocast and torch.use_deterministic_algorithms.
+    """Returns (query, key, value, bias, deterministic) as PyTorch's global settings require.
 
-    A float32 bias stays float32.
+    Under autocast, query, key, value and a 16-bit bias are cast to autocast's dtype; a float32 bias stays float32.
+    deterministic=None becomes True if torch.use_deterministic_algorithms is on.
     """
     if deterministic is None and torch.are_deterministic_algorithms_enabled():
         deterministic = True
@@ -131,9 +146,9 @@ def as_torch_is_set(
 
 
 def constant(x: Any) -> Any:
-    """Makes constants of torch.compile's symbols for numbers, also in a tuple or list.
+    """Returns a Python number for a symbolic number of torch.compile, and a tuple or list with its entries converted.
 
-    The graph holds only for these values. Other values are returned unchanged.
+    Other values are returned unchanged. torch.compile then specialises the graph to the number's current value.
     """
     if isinstance(x, torch.SymFloat):
         return float(x)
@@ -145,7 +160,10 @@ def constant(x: Any) -> Any:
 
 
 def window_sides(window: Any) -> tuple[int, int]:
-    """(left, right) of the argument `window`, -1 for no limit."""
+    """Returns (left, right) from the argument `window`: an int for both sides, a pair, or None. -1 is no limit.
+
+    Raises TypeError for another form or a side that is no int, ValueError for a side that does not fit int64.
+    """
     if window is None:
         return -1, -1
     sides = window if isinstance(window, tuple | list) else (window, window)
@@ -159,7 +177,10 @@ def window_sides(window: Any) -> tuple[int, int]:
 
 
 def segment_pair(segment_ids: SegmentIds | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(query's ids, key's ids) of the argument `segment_ids`."""
+    """Returns (query's ids, key's ids) from the argument `segment_ids`: (None, None) for None.
+
+    One tensor serves as both. Raises ValueError for a tuple or list that is not a pair of tensors.
+    """
     if segment_ids is None:
         return None, None
     if not isinstance(segment_ids, tuple | list):

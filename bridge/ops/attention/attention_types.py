@@ -16,7 +16,10 @@ type Outputs = torch.Tensor | OutAndLse  # a tensor, or with return_lse a pair
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keyword arguments of every attention function except mask, bias and return_lse, with their aliases."""
+    """The keyword arguments of every attention function except mask, bias and return_lse, for type checkers.
+
+    softmax_scale, causal and window_size are other names for scale, is_causal and window.
+    """
 
     is_causal: bool
     window: Window | None
@@ -36,14 +39,14 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class PrepareOptions(AttentionOptions, total=False):
-    """The keyword arguments of flash_attention that prepare_mask takes."""
+    """The keyword arguments of prepare_mask, all of them also arguments of flash_attention, for type checkers."""
 
     bias: torch.Tensor | None
     return_lse: bool
 
 
 class FlashOptions(AttentionOptions, total=False):
-    """The keyword arguments of flash_attention except return_lse."""
+    """The keyword arguments of flash_attention except return_lse. attn_mask is another name for mask."""
 
     bias: torch.Tensor | None
     mask: torch.Tensor | Mask | None

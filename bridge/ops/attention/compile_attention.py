@@ -25,12 +25,12 @@ class CompiledAttention:
     """Attention under a fixed mask, made by compile_attention: out = attention(query, key, value), with gradients.
 
     query is [B, seq_len, num_heads, head_dim]; key and value are [B, kv_len, num_kv_heads, head_dim]; B is any number.
-    They have the dtype `dtype`, after autocast if it is on, and are on `device`. Calls run, and may be compiled and
-    mapped, as calls of flash_attention with a Mask. Tensors of another shape, dtype or device raise ValueError or
-    TypeError.
+    They have the dtype `dtype`, after autocast if it is on, and are on `device`. out has query's shape and that dtype.
+    Calls run, and may be compiled and mapped, as calls of flash_attention with a Mask. Tensors of another shape, dtype
+    or device raise ValueError or TypeError.
 
-    mask: the masks.Mask. plan: the Plan of its calls. density: the fraction of blocks of 128 queries and 128 keys in
-    which the mask keeps a pair. device, dtype: PyTorch's.
+    mask: the masks.Mask. plan: the Plan of its calls, which names the implementation and its blocks. density: the
+    fraction of blocks of 128 queries and 128 keys in which the mask keeps a pair. device, dtype: PyTorch's.
     """
 
     def __init__(
@@ -46,7 +46,10 @@ class CompiledAttention:
         self._passed: torch_internals.Check | None = None  # whether tensors resemble a checked call's
 
     def __reduce__(self) -> tuple[functools.partial["CompiledAttention"], tuple[Mask, int, int]]:
-        """Pickles as a call of compile_attention with the mask. The loading process plans it again."""
+        """Returns a call of compile_attention with the mask, as which pickle stores the object.
+
+        The loading process plans it again.
+        """
         query, key, _ = self._compiled.specs.values()
         batch, length, heads, head_dim = query.shape
         make = functools.partial(
@@ -73,11 +76,11 @@ class CompiledAttention:
 
     @property
     def prepared_mask(self) -> Mask:
-        """The mask, with the block lists of its calls."""
+        """The mask with its block lists, which all calls use."""
         return self._compiled.prepared_mask
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raises unless the tensors are as the class documents."""
+        """Raises ValueError or TypeError unless the tensors have the planned shapes (any batch) and dtype."""
         for (name, spec), x in zip(self._compiled.specs.items(), (query, key, value), strict=True):
             check_tensor(name, x, query)
             if tuple(x.shape[1:]) != spec.shape[1:]:
@@ -93,7 +96,10 @@ class CompiledAttention:
     def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> ops.Speedup:
         """Times JAX's programs now: the speedup over flash_attention without a mask.
 
-        It measures on the device, as jax_kernels.compile_attention does, without PyTorch's own cost of a call.
+        The result's `speedup` is dense_milliseconds / milliseconds, each the median time of one call; `device` is the
+        device's name. PyTorch's own cost of a call is not part of the times.
+
+        backward: time forward and backward. rounds: the number of timings.
         """
         with here(self.device):
             return self._compiled.measured_speedup(backward=backward, rounds=rounds)
@@ -103,6 +109,7 @@ class CompiledAttention:
 
 
 def _holds(check: torch_internals.Check, *tensors: torch.Tensor) -> bool:
+    """Whether the tensors pass the check; False if the check raises because they are no tensors."""
     try:
         return check(*tensors)
     except (RuntimeError, TypeError, ValueError):  # arguments that are no tensors
@@ -132,12 +139,19 @@ def compile_attention(
         attention = lambda query, key, value: bridge.flash_attention(query, key, value, mask=mask)
 
     Args:
+      pattern: the name of a preset ("causal", "sliding_window", "longformer", ...: see masks.preset), or a masks.Mask.
+      seq_len, kv_len: the numbers of queries and of keys; kv_len: None is seq_len.
+      head_dim: of query, key and value, up to 256.
+      batch: the batch for which blocks are planned. Calls may have any batch.
+      num_heads, num_kv_heads: the numbers of query heads and of key heads, a divisor. None is num_heads.
       dtype: torch.bfloat16, torch.float16 or torch.float32.
       device: the tensors' device. None is PyTorch's current CUDA device, or the CPU if there is no CUDA device.
-      Other arguments: as in jax_kernels.compile_attention. An option cannot be a tensor; for a tensor, pass a
-        masks.Mask.
+      implementation: as in bridge.flash_attention; None picks the device's first that supports the call.
+      options: the preset's options. An option cannot be a tensor; for a tensor, pass a masks.Mask.
 
-    The last 64 results are kept.
+    Returns:
+      A CompiledAttention, a function of (query, key, value). The last 64 results are kept: an equal call returns the
+        same object.
 
     Raises:
       ValueError, TypeError, NotImplementedError: an unsupported argument, option or shape; the error names it.
@@ -167,7 +181,10 @@ def compile_attention(
 
 
 def _place(device: torch.device | str | None) -> torch.device:
-    """The device, in the form that tensors have: a GPU has an index."""
+    """Returns the torch.device, with an index for a GPU; None is the current GPU, or the CPU without a GPU.
+
+    Raises ValueError for a device that is neither a CPU nor a CUDA device.
+    """
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.type == "cuda" and found.index is None:
         return dlpack.current_gpu("device")

@@ -17,7 +17,7 @@ _attend = JaxOp(ops.dilated_attention, is_opaque=True)
 
 
 class DilatedOptions(TypedDict, total=False):
-    """The keyword arguments of dilated attention except return_lse."""
+    """The keyword arguments of dilated attention except return_lse, for type checkers."""
 
     segment_lengths: Required[Sequence[int]]
     dilation_rates: Required[Sequence[int]]
@@ -84,9 +84,18 @@ def dilated_attention(
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, T, Hkv, D]; value: [B, T, Hkv, Dv]; in query's dtype and on its device.
-      segment_ids: int32 [B, T].
+      segment_lengths, dilation_rates: one int per branch. A branch cuts the sequence into segments of its length. In a
+        segment, every rate-th token takes part; these tokens attend to each other. The first one depends on the head.
+      is_causal: a token attends only to itself and to earlier tokens.
+      heads: "all": every head runs every branch; "groups": branch i serves only the i-th group of heads.
+      combine: "lse" weights the branches' outputs by the softmax of their log-sum-exps; "mean" averages them.
+      layout: "overlap": as above. "partition": segments of these lengths follow one another; in segment i, all tokens
+        with equal positions modulo rate i attend to each other, for all heads.
+      order: None, or "hilbert": positions in a segment follow a Hilbert curve.
+      stop_gradient_weights: pass no gradient through the weights of "lse".
+      segment_ids: int32 [B, T], packed sequences: a token attends only to tokens with its id.
       deterministic: None follows torch.use_deterministic_algorithms; if that is off, XLA's flag decides.
-      Other arguments: as in jax_kernels.dilated_attention.
+      Other arguments: as in jax_kernels.dilated_attention, which has the equivalent code.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].

@@ -42,7 +42,7 @@ flops.define_formulas("flash_attention", "flash_attention_inference", "flash_att
 
 
 class FlashArguments(NamedTuple):
-    """The arguments of flash_attention, unchanged."""
+    """The arguments of one call of flash_attention, unchanged and unchecked, in the order of its signature."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -126,20 +126,21 @@ def flash_attention(
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
-      bias: broadcastable to [B, H, T, S], in query's dtype or float32.
+      bias: broadcastable to [B, H, T, S], in query's dtype or float32, added to the scores.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Floats of 0 and 1 are accepted: other
         values raise ValueError on a CPU, and make the results NaN on a GPU. Or a masks.Mask, prepared by prepare_mask
         or not. ValueError if a tensor that the Mask's function reads has changed since the Mask was made. The Mask's
         arrays get no gradient; they are copied to query's device, JAX arrays once for each Mask.
-      segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
-      kv_lengths: [B] int32.
-      q_offset: an int, or an int32 tensor, a scalar or [B].
+      is_causal: keep key j for query i where q_offset + i >= j. window: an int, or (left, right): also keep only keys
+        from q_offset + i - left to q_offset + i + right, both included; -1 or None is no limit.
+      segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S]: keep pairs of equal ids, none below 0.
+      kv_lengths: [B] int32, the number of valid keys. q_offset: position of query 0, an int, or int32 [] or [B].
       score_mod: a function (score, b, h, q_idx, kv_idx) of scalars, in torch's elementwise operations or in jnp code.
-        It is a constant of the call. In torch operations it may read tensors. Each call reads their current values,
-        and they get gradients. (masks.from_function keeps the values from when the mask was made.) int64 tensors are
-        read as int32: a value out of range raises ValueError on a CPU, and makes the results NaN on a GPU. JAX arrays
-        that the function closes over get no gradient; for gradients, pass them as arguments through bridge.from_jax.
-      sinks: [H], bfloat16, float16 or float32.
+        It is a constant of the call. In torch operations it may read tensors. Each call reads their current values, and
+        they get gradients. (masks.from_function keeps the values from when the mask was made.) int64 tensors are read
+        as int32: a value out of range raises ValueError on a CPU, and makes the results NaN on a GPU. JAX arrays that
+        the function closes over get no gradient; for gradients, pass them as arguments through bridge.from_jax.
+      sinks: [H], bfloat16, float16 or float32, logits that only join the softmax's denominator.
       scale, softcap, window and other numbers: Python's, NumPy's or JAX's numbers, or tensors without axes, whose
         values are read in each call. window: also a tensor of two integers.
       deterministic: None follows torch.use_deterministic_algorithms; if that is off, XLA's flag decides.
@@ -147,8 +148,8 @@ def flash_attention(
         window_size come from flash-attn, which puts the last query at the last key. So they need T = S, or a q_offset.
       Other arguments: as in jax_kernels.flash_attention.
 
-    DTensors: batch and heads may be sharded, in the same way in all tensors. Results are DTensors, with gradients.
-    A call with a Mask or a score_mod runs as described in bridge.from_jax. JAX compiles and keeps a program for each
+    DTensors: batch and heads may be sharded, in the same way in all tensors. Results are DTensors, with gradients. A
+    call with a Mask or a score_mod runs as described in bridge.from_jax. JAX compiles and keeps a program for each
     function, each structure of a Mask and each set of shapes, including the shapes of a Mask's arrays. With a Mask, a
     graph of torch.compile serves only this Mask. All calls that torch.func.vmap maps have the same Mask.
 
@@ -209,14 +210,19 @@ _KNOWN = CallCache()
 
 
 def _kinds(window: Window) -> type | tuple[type, ...]:
-    """The types of a window's sides, or the type of the window."""
+    """Returns the types of the two entries of a tuple `window`, or the type of another `window`."""
     return tuple(map(type, window)) if isinstance(window, tuple) else type(window)
 
 
 def _present(
     query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset
 ) -> tuple[list[torch.Tensor], Hashable]:
-    """(the tensors that a call has, in the order of Tensors; which tensors it has). Nothing is checked yet."""
+    """Returns (the call's tensors that are not None, which of the tensors it has) for the key of a cached call.
+
+    The tensors are in the order of flash_attention_operator.Tensors: query, key, value, bias, sinks, mask, query's
+    segment ids, key's segment ids, kv_lengths, q_offset. The second result is a tuple: the type of q_offset, then for
+    each of the ten whether it is given. Nothing is checked yet.
+    """
     is_pair = isinstance(segment_ids, tuple | list) and len(segment_ids) == 2
     q_ids, kv_ids = segment_ids if is_pair else (segment_ids, segment_ids)
     offset = q_offset if isinstance(q_offset, torch.Tensor) else None
@@ -225,7 +231,12 @@ def _present(
 
 
 def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset):
-    """_present for a call by from_jax, in the order of its arguments. The id identifies a Mask."""
+    """Returns (the call's tensors that are not None, the rest of its key) for a call with a Mask object or a score_mod.
+
+    The tensors are in the order query, key, value, bias, sinks, mask (if it is a tensor), segment ids (one or two),
+    kv_lengths, q_offset. The second result is a tuple: for each of them whether it is given, the types of segment_ids
+    and q_offset, and id(mask) for a Mask object, else None.
+    """
     ids = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids,)
     is_object = isinstance(mask, Mask)
     offset = q_offset if isinstance(q_offset, torch.Tensor) else None
@@ -237,7 +248,7 @@ def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv
 
 @torch_internals.node_in_graph
 def _in_graph(*given: Any) -> Outputs:
-    """A call of a compiled graph without a Mask or a score_mod.
+    """Runs flash_attention without a Mask or a score_mod in a graph of torch.compile. given: FlashArguments' fields.
 
     torch.compile does not trace this function: each name that it sees adds to its checks before every call.
     """
@@ -249,9 +260,12 @@ def _in_graph(*given: Any) -> Outputs:
 def _call(
     given: FlashArguments, statics: Hashable, present: Sequence[torch.Tensor], *, is_traced: bool = False
 ) -> Outputs:
-    """Runs a call: with a Mask or a score_mod by from_jax, else by flash_attention's own operators.
+    """Runs a call that is not cached yet. Returns out, or (out, lse).
 
-    statics, present: the key by which the call is cached. is_traced: whether the call is part of a compiled graph.
+    A call with a Mask or a score_mod runs as a JAX function by from_jax, others by flash_attention's own operators.
+
+    statics, present: the key under which the call is cached: its hashable part, or None for no caching, and the
+    tensors. is_traced: whether the call is part of a graph of torch.compile.
     """
     named = given._asdict()
     if plain := plain_options(ATTENTION, named):
@@ -349,7 +363,11 @@ def _call(
 
 
 def _bucketed(tensors: Tensors, options: Options) -> KeyArrays | None:
-    """The padded keys of a call whose number of keys grows from call to call; None if no padding is needed."""
+    """Returns a call's keys, padded to a length bucket, if their number grows from call to call; else None.
+
+    None also if a gradient is needed, with segment ids, with a named implementation, and under torch.compile or
+    torch.func.
+    """
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
     if (
         needs_grad
@@ -370,13 +388,13 @@ def _bucketed(tensors: Tensors, options: Options) -> KeyArrays | None:
 
 
 def _kept(options: Options) -> dict[str, Any]:
-    """The options by flash_attention's names, without q_offset and the window."""
+    """Returns the options as keyword arguments of flash_attention, without q_offset and window."""
     own = options._asdict()
     return {name: own[name] for name in own if name not in ("window_left", "window_right", "q_offset")}
 
 
 def _run(tensors: Tensors, options: Options, *, is_traced: bool) -> Outputs:
-    """Runs a call that has been checked: out, or (out, lse)."""
+    """Runs a checked call by the operators: returns out, or with options.return_lse (out, lse)."""
     arguments = (*tensors, *options)
     operator = forward_op if options.return_lse else inference_op
     if is_traced or not torch_internals.is_plain_eager():

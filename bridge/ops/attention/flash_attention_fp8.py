@@ -19,12 +19,12 @@ _quantize_fp8 = from_jax(quantization.quantize_fp8)
 
 
 def quantize_fp8(x: torch.Tensor, axis: int | Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """jax_kernels.quantize_fp8 on a PyTorch tensor: (values, scales), with x ≈ values * scales.
+    """Rounds a tensor to float8_e4m3fn, by jax_kernels.quantize_fp8: (values, scales), with x ≈ values * scales.
 
     Args:
       x: a float tensor, of any shape.
-      axis: the axes along which values have the same scale; None is all axes. (1, 3) gives each batch entry and head
-        of x [B, T, H, D] a scale.
+      axis: the axes along which values have the same scale; None is all axes. (1, 3) gives each batch entry and head of
+        x [B, T, H, D] a scale.
 
     Returns:
       values: torch.float8_e4m3fn, of x's shape. scales: positive float32, of x's shape without `axis`.
@@ -37,7 +37,7 @@ def quantize_fp8(x: torch.Tensor, axis: int | Sequence[int] | None = None) -> tu
 
 
 class _Options(TypedDict, total=False):
-    """The keyword arguments of flash_attention_fp8 except return_lse."""
+    """The keyword arguments of flash_attention_fp8 except return_lse, for type checkers."""
 
     q_scale: torch.Tensor | float | None
     k_scale: torch.Tensor | float | None
@@ -92,10 +92,13 @@ def flash_attention_fp8(
 
     Args:
       query: [B, T, H, D], torch.float8_e4m3fn; key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv].
-      q_scale: [B, H] float32, or a number; k_scale, v_scale: [B, Hkv] float32, or a number; None is 1. JAX
-        compiles a program for each number.
-      q_offset: an int, or an int32 tensor, a scalar or [B]. kv_lengths: [B] int32.
-      Other arguments: as in jax_kernels.flash_attention_fp8.
+      q_scale: [B, H] float32, or a number: the factor of query's values. k_scale, v_scale: [B, Hkv] float32, or a
+        number; None is 1. JAX compiles a program for each number.
+      is_causal: keep key j for query i where q_offset + i >= j.
+      scale: multiplies the scores; default 1 / sqrt(D).
+      q_offset: position of query 0, an int, or an int32 tensor, a scalar or [B].
+      kv_lengths: [B] int32, the number of valid keys of each batch entry.
+      implementation: a name, or None for the device's first that supports the call.
 
     Returns:
       out [B, T, H, Dv] bfloat16; with return_lse, (out, lse), lse float32 [B, H, T].

@@ -2,7 +2,7 @@
 
 | operator | results |
 |---|---|
-| flash_attention | out, and rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess |
+| flash_attention | out, and `rows`: lse [B, H, T], or with a bias [B, 2, H, T], which stacks lse and its excess |
 | flash_attention_inference | out |
 | flash_attention_backward | gradients of query, key, value, bias and sinks; an unwanted gradient is an empty tensor |
 
@@ -46,7 +46,11 @@ DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
 
 
 class Tensors[Value](NamedTuple):
-    """The tensors of a call, in the operators' order. The first five are DIFFERENTIATED."""
+    """The tensors of a call of flash_attention, in the order of the operators' arguments; None for an absent tensor.
+
+    The first five can get gradients; DIFFERENTIATED lists their names. q_offset: int32 [] or [B], or None if the offset
+    is an int. Value: the entries' type, such as torch.Tensor, jax.Array or bool.
+    """
 
     query: Value
     key: Value
@@ -61,21 +65,27 @@ class Tensors[Value](NamedTuple):
 
     @property
     def differentiated(self) -> tuple[Value | None, ...]:
-        """The tensors of DIFFERENTIATED, in its order."""
+        """(query, key, value, bias, sinks): the tensors that can get gradients."""
         return self[: len(DIFFERENTIATED)]
 
     @property
     def has_excess(self) -> bool:
-        """Whether the rows of a call have an excess. This must not depend on the call's plan."""
+        """Whether the operator's result `rows` holds an excess with lse: only in a call with a bias.
+
+        This must not depend on the call's plan.
+        """
         return self.bias is not None
 
     def lse_of[Array: (torch.Tensor, jax.Array)](self, rows: Array) -> Array:
-        """The log-sum-exp of a call's rows."""
+        """Returns lse [B, H, T] from the operator's result `rows`, which is [B, H, T], or with a bias [B, 2, H, T]."""
         return rows[:, 0] if self.has_excess else rows
 
 
 class Options(NamedTuple):
-    """The static arguments of a call, in the operators' order, after the tensors. q_offset: 0 if it is a tensor."""
+    """The arguments of a call that are no tensors, in the order of the operators' arguments, after the tensors.
+
+    window_left, window_right: -1 is no limit. q_offset: 0 if the offset is a tensor.
+    """
 
     is_causal: bool
     window_left: int
@@ -90,9 +100,11 @@ class Options(NamedTuple):
 
 
 class BackwardArguments(NamedTuple):
-    """The arguments of the backward after the forward's arguments.
+    """The arguments of the backward operator that follow the forward's arguments.
 
-    wanted: bit i is 1 if DIFFERENTIATED[i] gets a gradient. dout, drows: gradients of out and rows, or None for zeros.
+    wanted: a bit mask; bit i is 1 if the i-th of (query, key, value, bias, sinks) gets a gradient. out, rows: the
+    forward's results; rows is lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess. dout, drows: the
+    gradients of out and rows, or None for zeros.
     """
 
     wanted: int
@@ -103,7 +115,10 @@ class BackwardArguments(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The arguments of an operator. backward: BackwardArguments, or None in the forward."""
+    """The arguments of one of the three operators, by group.
+
+    backward: a BackwardArguments, or None in the two forward operators.
+    """
 
     tensors: Tensors[torch.Tensor]
     options: Options
@@ -118,7 +133,11 @@ TENSORS, ALL = len(Tensors._fields), len(Tensors._fields) + len(Options._fields)
 
 
 def split(arguments: Sequence[Any]) -> Arguments:
-    """The flat arguments of an operator, by name."""
+    """Groups the flat arguments of an operator by name.
+
+    arguments: the tensors, the options, and in the backward operator also the fields of BackwardArguments, in this
+    order.
+    """
     return Arguments(
         tensors=Tensors(*arguments[:TENSORS]),
         options=Options(*arguments[TENSORS:ALL]),
@@ -127,7 +146,11 @@ def split(arguments: Sequence[Any]) -> Arguments:
 
 
 def _prepare(options: Options, *arrays):
-    """Checks and plans a call as jax_kernels.flash_attention does: (the static half of the call, its arrays)."""
+    """Checks and plans a call as jax_kernels.flash_attention does.
+
+    arrays: jax.Arrays or None, in the order of Tensors. Returns (the planned call, which has no arrays; the arrays that
+    its kernels read).
+    """
     arguments = Tensors(*arrays)._asdict()
     q_ids, kv_ids = arguments.pop("q_segment_ids"), arguments.pop("kv_segment_ids")
     statics = options._asdict()
@@ -142,7 +165,11 @@ def _prepare(options: Options, *arrays):
 
 @memoize
 def _forward(device: torch.device, options: Options):
-    """The jitted forward: (out, rows). device: JAX plans during tracing, and the plan holds only for this device."""
+    """Returns the jitted forward, from the arrays of Tensors to (out, rows).
+
+    rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess. device: part of the cache key only. JAX
+    plans during tracing, for the device that is current then, so the plan holds only for this device.
+    """
 
     def forward(*arrays):
         from jax_kernels.ops.attention import vjp as attention
@@ -161,7 +188,7 @@ def _forward(device: torch.device, options: Options):
 
 @memoize
 def _inference(device: torch.device, options: Options):
-    """The jitted forward without rows: (out,). Its kernel writes no lse."""
+    """Returns the jitted forward without lse, from the arrays of Tensors to (out,). device: only for the cache key."""
 
     def inference(*arrays):
         from jax_kernels.ops.attention import vjp as attention
@@ -173,20 +200,28 @@ def _inference(device: torch.device, options: Options):
 
 
 def gradient_bits(needed: Sequence[bool | None]) -> int:
-    """BackwardArguments.wanted. needed: for each of DIFFERENTIATED, whether it needs a gradient."""
+    """Returns BackwardArguments.wanted, an int whose bit i is 1 if needed[i] is true.
+
+    needed: whether (query, key, value, bias, sinks) need a gradient, in this order. Further entries are ignored.
+    """
     return sum(1 << index for index, is_needed in enumerate(needed[: len(DIFFERENTIATED)]) if is_needed)
 
 
 def names_of(wanted: int) -> list[str]:
-    """The names of DIFFERENTIATED whose bits in BackwardArguments.wanted are 1."""
+    """Returns the names of the tensors that get a gradient, in the order query, key, value, bias, sinks.
+
+    wanted: an int; bit i is 1 if the i-th of these tensors gets a gradient.
+    """
     return [name for index, name in enumerate(DIFFERENTIATED) if wanted >> index & 1]
 
 
 @memoize
 def _backward(device: torch.device, options: Options, wanted: int):
-    """The jitted backward: the wanted gradients. XLA removes computations that only unwanted gradients need.
+    """Returns the jitted backward, from the arrays of Tensors, then out, rows, dout and drows, to the wanted gradients.
 
-    Its arguments are the arrays of Tensors, then out, rows, dout and drows. wanted: as in BackwardArguments.
+    The gradients are in the order query, key, value, bias, sinks, without the unwanted ones. XLA removes computations
+    that only unwanted gradients need. device: part of the cache key only. wanted: an int; bit i is 1 if the i-th of
+    these tensors gets a gradient.
     """
     names = names_of(wanted)
 
@@ -217,16 +252,19 @@ def _backward(device: torch.device, options: Options, wanted: int):
 
 
 def _forward_program(*arguments):
+    """Returns the JAX function and the tensors of a call of flash_attention. arguments: the operator's."""
     call = length_buckets.canonicalized(split(arguments), ("bias", "mask", "key", "value"))
     return torch_operator.JaxCall(_forward(call.device, call.options), call.tensors)
 
 
 def _inference_program(*arguments):
+    """Returns the JAX function and the tensors of a call of flash_attention_inference. arguments: the operator's."""
     call = length_buckets.canonicalized(split(arguments), ("bias", "mask", "key", "value"))
     return torch_operator.JaxCall(_inference(call.device, call.options), call.tensors)
 
 
 def _backward_program(*arguments):
+    """Returns the JAX function and the tensors of a call of flash_attention_backward. arguments: the operator's."""
     call = split(arguments)
     names = names_of(call.backward.wanted)
     call = length_buckets.canonicalized(call, [name for name in ("bias", "mask", "key", "value") if name not in names])
@@ -235,7 +273,11 @@ def _backward_program(*arguments):
 
 
 def _gradients(*arguments):
-    """Returns the function that makes the backward's results from the computed gradients."""
+    """Returns a function that turns the backward program's results into the operator's five results.
+
+    The program computes only the wanted gradients. The operator returns one tensor for each of query, key, value, bias
+    and sinks: an empty tensor for an unwanted gradient. arguments: the arguments of flash_attention_backward.
+    """
     call = split(arguments)
     names, dtype, device = names_of(call.backward.wanted), call.tensors.query.dtype, call.device
 
@@ -255,7 +297,10 @@ class _Spec(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _check(device: torch.device, options: Options, *tensors: _Spec | None) -> None:
-    """Runs only JAX's own checks of a call."""
+    """Raises the errors of jax_kernels.flash_attention for these shapes, dtypes and options. No kernel runs.
+
+    tensors: shape and dtype of each tensor, in the order of Tensors, or None.
+    """
     specs = [None if x is None else jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors]
 
     def inputs(*tracers):
@@ -267,6 +312,7 @@ def _check(device: torch.device, options: Options, *tensors: _Spec | None) -> No
 
 
 def _fake_forward(*arguments):
+    """Returns empty tensors with the shapes and dtypes of flash_attention's results (out, rows), after shape checks."""
     call = split(arguments)
     tensors, options = call.tensors, call.options
     sizes = [size for tensor in tensors if tensor is not None for size in tensor.shape]
@@ -284,6 +330,7 @@ def _fake_inference(*arguments):
 
 
 def _fake_backward(*arguments):
+    """Returns empty tensors with the shapes of flash_attention_backward's results; unwanted gradients have size 0."""
     call = split(arguments)
     empty = lambda x: call.tensors.query.new_empty(0) if x is None else x.new_empty(x.shape)
     names = names_of(call.backward.wanted)
@@ -291,12 +338,18 @@ def _fake_backward(*arguments):
 
 
 class Attention(torch.autograd.Function):
-    """Attention with its gradient. A separate `setup_context` would add 20 microseconds to each call."""
+    """The autograd function of the operators: attention with its gradient.
+
+    A separate `setup_context` would add 20 microseconds to each call.
+    """
 
     @staticmethod
     @torch_internals.skip_dynamo
     def forward(ctx, with_rows, *arguments):
-        """Returns (out, rows), or only out."""
+        """Returns (out, rows), or only out. rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess.
+
+        with_rows: whether to return rows. arguments: the operator's arguments, the tensors then the options.
+        """
         out, rows = torch_operator.inside_function(forward_op, *arguments)
         ctx.options = arguments[TENSORS:]
         ctx.save_for_backward(*arguments[:TENSORS], out, rows)
@@ -306,6 +359,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @torch_internals.skip_dynamo
     def backward(ctx, dout, drows=None):
+        """Returns the gradient of each argument of forward: None for with_rows, the options and unwanted gradients."""
         if dout is None and drows is None:
             return (None,) * (1 + ALL)
         *tensors, out, rows = ctx.saved_tensors
@@ -322,7 +376,11 @@ class Attention(torch.autograd.Function):
 
 
 class _Facts(NamedTuple):
-    """The facts of a CachedCall. there: which of Tensors it has. with_rows: whether the Function returns rows."""
+    """The facts of a cached call that its gradient needs.
+
+    options: the call's arguments that are no tensors. there: for each field of Tensors, whether the call has this
+    tensor. with_rows: whether the call returns lse (with its excess) next to out.
+    """
 
     options: Options
     there: tuple[bool, ...]
@@ -330,22 +388,25 @@ class _Facts(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors that the call has."""
+        """The names of the tensors that the call has, in the order of Tensors."""
         return [name for name, is_there in zip(Tensors._fields, self.there, strict=True) if is_there]
 
     def filled[Value](self, tensors: Sequence[Value]) -> Tensors[Value]:
-        """Tensors with the given values, in order, and None for the tensors that the call lacks."""
+        """Returns a Tensors with the given values, in order, for the tensors of the call, and None for the others."""
         given: Iterator[Any] = iter(tensors)
         return Tensors(*(next(given) if there else None for there in self.there))
 
 
 class CachedAttention(torch.autograd.Function):
-    """A CachedCall with its gradient."""
+    """The autograd function of a cached call. Its backward is cached too, from the second call on."""
 
     @staticmethod
     @torch_internals.skip_dynamo
     def forward(ctx, call, *tensors):
-        """Returns (out, rows), or only out."""
+        """Returns (out, rows), or only out if the call returns no lse. rows: lse [B, H, T], with a bias [B, 2, H, T].
+
+        call: the CachedCall, whose facts are a _Facts. tensors: the tensors that the call has, in the order of Tensors.
+        """
         out, rows = call.chain(*tensors)
         ctx.call = call
         ctx.save_for_backward(*tensors, out, rows)
@@ -382,7 +443,14 @@ _WANTED_OF_THREE = gradient_bits(_ALL_OF_THREE)
 def _known_backward(
     call: CachedCall, statics: tuple[int, bool, bool], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The wanted gradients, by the operator. The next call with these statics is a cached call."""
+    """Returns the wanted gradients, computed by the operator, and caches this backward for the next equal call.
+
+    The gradients are in the order query, key, value, bias, sinks, without the unwanted ones.
+
+    call: the forward's cached call. statics: (wanted, whether dout is None, whether drows is None), the key of the
+    cached backward. wanted is an int; bit i is 1 if the i-th of these tensors gets a gradient. tensors: the call's
+    tensors, out, rows, then dout and drows if they are not None.
+    """
     wanted, without_dout, without_drows = statics
     count = sum(call.facts.there)
     given, (out, rows, *cotangents) = call.facts.filled(tensors[:count]), tensors[count:]
@@ -411,9 +479,10 @@ def _present(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
 
 
 def known_call(tensors: Tensors[torch.Tensor], options: Options) -> CachedCall | None:
-    """A cached call for checked tensors read in place; None if the program would read copies.
+    """Returns a cached call for checked tensors that are read in place; None if the program would read copies.
 
-    It returns the results of Attention if a gradient is needed, else the results of the call's operator.
+    The cached call returns (out, lse) if options.return_lse, else out, and has a gradient if one of the tensors
+    requires it.
     """
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
     with_rows = needs_grad or options.return_lse
@@ -431,11 +500,13 @@ def known_call(tensors: Tensors[torch.Tensor], options: Options) -> CachedCall |
 
 
 def _without_excess(results: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse [B, H, T]) from [out, rows], where rows [B, 2, H, T] stacks lse and its excess."""
     out, rows = results
     return out, rows[:, 0]
 
 
 def _differentiate_backward(*arguments):
+    """Runs the backward operator so that a second derivative raises. arguments: the operator's."""
     again = lambda *arguments: torch_operator.inside_function(backward_op, *arguments)
     return torch_operator.refuse_gradient("flash_attention", again, arguments)
 

@@ -21,6 +21,11 @@ __all__ = ["define_rules"]
 
 
 def _rule(op: OpOverload) -> torch_operator.VmapRule:
+    """Returns the vmap rule of an operator: it joins the mapped axis with the batch and runs the operator once.
+
+    It runs the mapped calls one by one if sinks are mapped, or for gradients of a bias or sinks.
+    """
+
     def rule(info, in_dims, *arguments):
         size = info.batch_size
         front = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, in_dims, strict=True)]
@@ -48,9 +53,12 @@ def _rule(op: OpOverload) -> torch_operator.VmapRule:
 
 
 def _is_a_loop(call: Arguments, is_mapped: Tensors[bool]) -> bool:
-    """Whether the mapped calls must run one by one.
+    """Whether the mapped calls must run one by one: sinks are mapped, or the gradient of a bias or sinks is wanted.
 
-    All entries of a batch have the same sinks. They add to one gradient of the sinks, or of a broadcast bias.
+    The reason: all entries of a batch have the same sinks, and add to one gradient of the sinks, or of a broadcast
+    bias.
+
+    call: the operator's arguments, with a mapped axis in front. is_mapped: which tensors have a mapped axis.
     """
     if is_mapped.sinks:
         return True
@@ -62,7 +70,11 @@ def _is_a_loop(call: Arguments, is_mapped: Tensors[bool]) -> bool:
 def _one_by_one(
     op: OpOverload, size: int, front: list[Any], mapped: list[bool]
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], int | tuple[int, ...]]:
-    """Runs the mapped calls in a loop and stacks their results."""
+    """Runs the mapped calls in a loop. Returns (the stacked results, their mapped axis 0, or a tuple of zeros).
+
+    size: the number of calls. front: the operator's flat arguments, with a mapped axis in front. mapped: which of them
+    have one.
+    """
     each = [op(*(x[i] if m else x for x, m in zip(front, mapped, strict=True))) for i in range(size)]
     if op is inference_op:
         return torch.stack(each), 0
@@ -71,7 +83,10 @@ def _one_by_one(
 
 
 def _join_as(name: str, x: torch.Tensor | None, is_mapped: bool, size: int, batch: int) -> torch.Tensor | None:
-    """The tensor of this name for the joined call, with the mapped axis in the batch."""
+    """Returns the tensor called `name` for the joined call, whose batch has size * batch entries; None for None.
+
+    is_mapped: whether x has the mapped axis, in front. size: the length of this axis. batch: the batch B of one call.
+    """
     if name in ("bias", "mask"):
         return _join_scores(x, is_mapped, size, batch)
     if name == "q_offset":
@@ -80,7 +95,7 @@ def _join_as(name: str, x: torch.Tensor | None, is_mapped: bool, size: int, batc
 
 
 def _join(x: torch.Tensor | None, is_mapped: bool, size: int) -> torch.Tensor | None:
-    """Joins the [B, ...] tensors of the calls to [size * B, ...]."""
+    """Returns x as [size * B, ...] from [size, B, ...]; if x is not mapped, from [B, ...], repeated for each call."""
     if x is None:
         return None
     x = x if is_mapped else x.expand(size, *x.shape)
@@ -88,7 +103,10 @@ def _join(x: torch.Tensor | None, is_mapped: bool, size: int) -> torch.Tensor | 
 
 
 def _join_scores(x: torch.Tensor | None, is_mapped: bool, size: int, batch: int) -> torch.Tensor | None:
-    """Joins a tensor that is broadcast to [B, H, T, S]."""
+    """Joins a mask or bias, broadcastable to [B, H, T, S], to [size * B, ...].
+
+    It stays unchanged if it is not mapped and has no batch axis of its own.
+    """
     if x is None or (not is_mapped and (x.ndim < 4 or x.shape[0] == 1)):
         return x
     shape = x.shape[1:] if is_mapped else x.shape
@@ -98,7 +116,7 @@ def _join_scores(x: torch.Tensor | None, is_mapped: bool, size: int, batch: int)
 
 
 def _join_offset(x: torch.Tensor | None, is_mapped: bool, size: int, batch: int) -> torch.Tensor | None:
-    """Joins a tensor that is a scalar or [B]."""
+    """Joins a q_offset, a scalar or [B], to [size * B]. A scalar that is not mapped stays unchanged."""
     if x is None or (not is_mapped and x.ndim == 0):
         return x
     rows = size if is_mapped else 1

@@ -16,19 +16,19 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_float(mask: Any) -> TypeGuard[torch.Tensor]:
-    """Whether mask is a dense tensor of floats."""
+    """Whether mask is a dense tensor of float32, bfloat16 or float16."""
     if not isinstance(mask, torch.Tensor) or mask.dtype not in _FLOATS:
         return False
     return mask.layout == torch.strided and not mask.is_nested
 
 
 def as_bool(name: str, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(the mask as bool, is_valid: whether the mask has only the values 0 and 1). is_valid is None after a check.
+    """Returns (the mask as bool, is_valid), where is_valid says whether all values of the mask are 0 or 1.
 
-    Values on a CPU are checked here. The host does not wait for the values on a GPU, and cannot see the values in a
-    graph or under torch.func: see or_nan.
+    is_valid is None if the values were checked here, or on the meta device. Otherwise it is a bool tensor [] for
+    or_nan: the host does not wait for the values on a GPU, and cannot see the values in a graph or under torch.func.
 
-    Raises ValueError, naming the argument, if a value is neither 0 nor 1.
+    Raises ValueError, naming the argument, if a value on a CPU is neither 0 nor 1.
     """
     mask = mask.detach()
     keep = mask == 1
@@ -46,7 +46,11 @@ def as_bool(name: str, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def or_nan(results: Any, is_valid: torch.Tensor | None) -> Any:
-    """The results; if not is_valid, the results and their gradients are NaN, because the host cannot raise."""
+    """Returns the results unchanged if is_valid is None or true; otherwise the results and their gradients are NaN.
+
+    NaN replaces an error that the host cannot raise without waiting for a GPU. results: a tensor, or a tuple of
+    tensors. is_valid: bool tensor [], or None.
+    """
     if is_valid is None:
         return results
     if isinstance(results, tuple):

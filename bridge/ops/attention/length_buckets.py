@@ -1,11 +1,12 @@
 """Reduces the number of programs that JAX compiles for calls of many forms.
 
-If the number of keys grows from call to call, as in a cache, keys are padded to length buckets. If q_offset has many
-values, it becomes a tensor. A mask or a bias that was expanded is read with an axis of size 1.
+JAX compiles a program for each set of shapes and constants. Three changes of a call's arguments let calls share one:
 
-JAX compiles a program for each length. A call of few queries without gradients is padded once it was made with several
-lengths: its keys get the next of four lengths in each octave, and kv_lengths excludes the padding. The padding of a
-mask or a bias has no effect.
+- Where the number of keys grows from call to call, as in a cache, keys are padded to a length bucket, one of four
+lengths in each octave. kv_lengths excludes the padding; the padding of a mask or a bias has no effect. Only calls of
+few queries without gradients are padded, from the third number of keys on.
+- Where q_offset has many values, it becomes a tensor.
+- A mask or a bias that was expanded is read with an axis of size 1.
 """
 
 import math
@@ -30,7 +31,11 @@ _MOST = 1024
 
 
 class KeyArrays(NamedTuple):
-    """The arguments of a call that depend on the number of its keys."""
+    """The arguments of a call of flash_attention that depend on the number S of its keys.
+
+    key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; bias, mask: broadcastable to [B, H, T, S]; kv_lengths: int32 [B];
+    q_offset: an int, or int32 [] or [B].
+    """
 
     key: torch.Tensor
     value: torch.Tensor
@@ -41,7 +46,13 @@ class KeyArrays(NamedTuple):
 
 
 def pad_to_bucket(query: torch.Tensor, keys: KeyArrays, others: Hashable) -> KeyArrays | None:
-    """The arguments with padded keys; None if no padding is needed. others: the rest of the call's key."""
+    """Returns the arguments with keys padded to a length bucket, or None if the call needs no padding.
+
+    In the result kv_lengths and q_offset are tensors. None if there are more than 16 queries, if the call was made with
+    fewer than three numbers of keys so far, or if the arguments already have this form.
+
+    query: [B, T, H, D]. others: the rest of the call's key: calls with equal keys count as one call.
+    """
     key, value, bias, mask, kv_lengths, q_offset = keys
     length = key.shape[1]
     if query.shape[1] > _MOST_QUERIES:
@@ -71,7 +82,10 @@ def pad_to_bucket(query: torch.Tensor, keys: KeyArrays, others: Hashable) -> Key
 
 
 def bucket_length(length: int) -> int:
-    """The length bucket of a length, at least 128: a multiple of a quarter of the power of two below the length."""
+    """Returns the smallest length bucket that is at least `length`. Buckets: 128, and four lengths per octave above it.
+
+    The lengths are multiples of a quarter of the largest power of two below `length`: 128, 160, 192, 224, 256, 320, ...
+    """
     if length <= _SHORTEST:
         return _SHORTEST
     step = 2 ** (math.ceil(math.log2(length)) - 3)
@@ -79,7 +93,10 @@ def bucket_length(length: int) -> int:
 
 
 def _has_growing_length(query: torch.Tensor, keys: KeyArrays, others: Hashable) -> bool:
-    """Whether the call was made with several numbers of keys, including this call's number."""
+    """Whether this call was made with at least three numbers of keys, including this call's number, which it records.
+
+    Calls are the same if they differ only in the number of keys, and in values. others: the rest of the call's key.
+    """
     first = lambda x: None if x is None else tuple(x.shape[:-1])
     has_offset = isinstance(keys.q_offset, torch.Tensor)
     call = (
@@ -100,10 +117,12 @@ _OFFSETS: dict[Hashable, set[int]] = {}
 
 
 def canonicalized(call: "Arguments", shrinking: Sequence[str]) -> "Arguments":
-    """The Arguments of an attention operator, in the form that its program reads.
+    """Returns an operator's arguments in the form that its program reads, which fewer programs serve.
 
-    q_offset is a tensor from its fourth value on. shrinking: the names of tensors that may be read with axes of size 1;
-    key and value are read with one head if each is an expansion of one head.
+    q_offset is a tensor if the call was made with more than three values of it. A bias or mask that was expanded along
+    an axis has size 1 there. key and value have one head if both were expanded from one head.
+
+    shrinking: the names, among bias, mask, key and value, of tensors that may be changed in this way.
     """
     tensors, options = call.tensors, call.options
     changed: dict[str, Any] = {
@@ -121,7 +140,7 @@ def canonicalized(call: "Arguments", shrinking: Sequence[str]) -> "Arguments":
 
 
 def _has_many(call: "Arguments") -> bool:
-    """Whether the call was made with more than _LENGTHS values of q_offset, including this call's value."""
+    """Whether this call was made with more than three values of q_offset, including its own, which is recorded."""
     key = (
         call.options._replace(q_offset=0),
         call.backward is None,
@@ -141,7 +160,7 @@ def _has_many(call: "Arguments") -> bool:
 
 
 def without_expanded_axes(x: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor with one entry of each expanded axis (stride 0)."""
+    """Returns the tensor with size 1 in each axis that torch.Tensor.expand made (stride 0); None for None."""
     if x is None or 0 not in x.stride():
         return x
     for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
@@ -151,4 +170,5 @@ def without_expanded_axes(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _is_one_head(x: torch.Tensor) -> bool:
+    """Whether x [B, S, Hkv, D] has several heads, all expanded from one head."""
     return x.shape[2] > 1 and x.stride(2) == 0

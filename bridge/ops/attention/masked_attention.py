@@ -33,9 +33,11 @@ type _Arrays = jax.Array | tuple[jax.Array, jax.Array]
 
 
 class ScoreModOp:
-    """An op whose score_mod may be in torch operations.
+    """Wraps an attention op of JAX arrays so that its score_mod may be written in torch operations.
 
-    skeleton, read: instead of a score_mod that reads tensors, its skeleton's name, and the tensors.
+    A score_mod that reads no tensors is passed as `score_mod`. Otherwise the caller passes two arguments instead:
+    `skeleton`, the registered name of the function without its tensors, and `read`, the arrays of the tensors that it
+    reads.
     """
 
     def __init__(self, op: Callable[..., _Arrays]) -> None:
@@ -47,7 +49,10 @@ class ScoreModOp:
         return self._op(*args, **_in_jnp(**kwargs))
 
     def plan(self, *args: Any, read: Sequence[jax.Array] = (), **kwargs: Any) -> dispatch.Plan:
-        """The plan for jax_kernels.explain. Nothing runs, so zeros replace the arrays that a function reads."""
+        """Returns the op's plan for jax_kernels.explain. Nothing runs.
+
+        read: arrays or shapes of the arrays that score_mod reads; zeros replace them.
+        """
         read = [jnp.zeros(x.shape, x.dtype) for x in read]
         return self._op.plan(*args, **_in_jnp(read=read, **kwargs))  # type: ignore[attr-defined]
 
@@ -55,7 +60,11 @@ class ScoreModOp:
 def _in_jnp(
     score_mod: ScoreMod | None = None, skeleton: str | None = None, read: Sequence[jax.Array] = (), **others: Any
 ) -> dict[str, Any]:
-    """The arguments of an op, with the score_mod converted to jnp."""
+    """Returns an op's keyword arguments, with `score_mod` in jnp code and without `skeleton` and `read`.
+
+    skeleton, read: the registered name of a score_mod without its tensors, and the arrays of these tensors. Both
+    together replace score_mod.
+    """
     if skeleton is not None:
         return others | {"score_mod": score_mods.bind_tensors(skeleton, read)}
     return others if score_mod is None else others | {"score_mod": score_mods.to_jnp(score_mod)}
@@ -67,10 +76,11 @@ _dynamic_mask = JaxOp(ScoreModOp(dynamic_mask.dynamic_mask_attention))
 
 
 class _Apart(NamedTuple):
-    """A call that passes the tensors which its score_mod reads as arguments.
+    """The arguments of a call after the tensors that its score_mod reads became arguments of their own.
 
-    seen: the key of the cached call, or None. is_valid: whether the values of int64 tensors fit int32; None if they
-    are known to fit.
+    seen: the key under which the call is cached, or None for a call that is not cached. arguments: the keyword
+    arguments of a ScoreModOp. is_valid: bool tensor [], whether the values of all int64 tensors that score_mod reads
+    fit int32; None if they are known to fit.
     """
 
     seen: CallKey | None
@@ -79,9 +89,13 @@ class _Apart(NamedTuple):
 
 
 def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
-    """Separates the tensors that score_mod reads from a call.
+    """Makes the tensors that a call's score_mod reads arguments of the call, so that they may change and get gradients.
 
-    The call is not cached if its score_mod reads tensors or is created anew for each call.
+    If score_mod reads tensors, the result's arguments have score_mod=None, with `skeleton` (the registered name of the
+    function without its tensors) and `read` (the tensors). Otherwise the arguments are returned unchanged.
+
+    seen: the key under which to cache the call. The result's key is None, so the call is not cached, if score_mod reads
+    tensors or is created anew for each call, and also under torch.compile where there is a score_mod.
     """
     score_mod: Any = arguments.get("score_mod")
     root = captures.root_of(score_mod)
@@ -113,9 +127,12 @@ def masked_attention(
     mask: torch.Tensor | Mask | None,
     **arguments: Any,
 ) -> Outputs:
-    """bridge.flash_attention with a Mask or a score_mod. A score_mod and the structure of a Mask are constants.
+    """Returns bridge.flash_attention's results, out or (out, lse), for a call with a Mask or a score_mod.
 
-    seen: the key to cache this call under. Calls whose score_mod is created anew each time are not cached.
+    The score_mod and the structure of the Mask are constants of the compiled program; the Mask's arrays are inputs.
+
+    seen: the key under which to cache this call; None if it is not to be cached. A call whose score_mod is created anew
+    each time, or reads tensors, is never cached. arguments: the other arguments of bridge.flash_attention.
     """
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments | {"sinks": sinks})
     del arguments["sinks"]
@@ -127,7 +144,11 @@ def masked_attention(
 def attend_in_graph(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: MaskById, **arguments: Any
 ) -> Any:
-    """bridge.flash_attention with a Mask, in code that torch.compile traces. The caller keeps the Mask alive."""
+    """Returns bridge.flash_attention's results for a call with a Mask, in code that torch.compile traces.
+
+    mask: the id of the Mask, which the caller keeps alive as long as the graph. arguments: bridge.flash_attention's
+    other keyword arguments except bias and sinks.
+    """
     (query, key, value, _), arguments = _prepared(query, key, value, None, None, arguments)
     call = _split_closure(None, arguments)
     return float_masks.or_nan(_flash.run(None, query, key, value, mask=mask, **call.arguments), call.is_valid)
@@ -183,20 +204,25 @@ def block_sparse_attention(
     block_size: int | tuple[int, int] | None = None,
     **arguments: Any,
 ) -> Outputs:
-    """jax_kernels.block_sparse_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
+    """jax_kernels.block_sparse_attention on PyTorch tensors: attention to the blocks of keys that a mask keeps.
 
-    See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts query, key, value and a 16-bit
-    bias.
+    The gradients are of query, key, value, bias and sinks. See bridge.from_jax for torch.compile, derivatives and CUDA
+    graphs. Autocast casts query, key, value and a 16-bit bias.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
-      block_mask: bool, or floats of 0 and 1, [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows,
-        columns]. Or a masks.Mask, as in bridge.flash_attention.
-      block_size: an int, or (queries, keys); None is 128.
-      arguments: the other arguments of bridge.flash_attention, without mask.
+      block_mask: [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns], with a row for each block
+        of queries and a column for each block of keys; bool, True where the block's pairs are kept, or floats of 0 and
+        1. Or a masks.Mask, as in bridge.flash_attention.
+      block_size: the size of block_mask's blocks, an int for both, or (queries, keys); None is 128.
+      arguments: the other arguments of bridge.flash_attention, without mask, such as is_causal; they restrict pairs
+        further.
 
-    Results and errors are as in bridge.flash_attention; errors are bridge.from_jax's if they differ.
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    Errors are as in bridge.flash_attention, or bridge.from_jax's if they differ.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -271,20 +297,23 @@ def dynamic_mask_attention(
     bias: torch.Tensor | None = None,
     **arguments: Any,
 ) -> Outputs:
-    """jax_kernels.dynamic_mask_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
+    """jax_kernels.dynamic_mask_attention on PyTorch tensors: attention with a mask and a bias for each key head.
 
-    See bridge.from_jax for torch.compile, derivatives and CUDA graphs. Autocast casts query, key, value and a 16-bit
-    bias.
+    The gradients are of query, key, value, bias and sinks. See bridge.from_jax for torch.compile, derivatives and CUDA
+    graphs. Autocast casts query, key, value and a 16-bit bias.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
-      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend, or floats of 0
-        and 1. Or a masks.Mask. Both are as in bridge.flash_attention.
-      bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32.
+      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend, or floats of 0 and 1.
+        Or a masks.Mask. Both are as in bridge.flash_attention.
+      bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32, added to the scores.
       arguments: the other arguments of bridge.flash_attention. attn_mask is another name for mask.
 
-    Results and errors are as in bridge.flash_attention; errors are bridge.from_jax's if they differ.
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    Errors are as in bridge.flash_attention, or bridge.from_jax's if they differ.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -313,7 +342,11 @@ def dynamic_mask_attention(
 
 
 def _renamed(function: str, arguments: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """Renames aliases among the arguments to this library's names."""
+    """Returns the arguments with flash-attn's and PyTorch's names renamed to this library's names.
+
+    The renamed arguments are attn_mask, softmax_scale, causal and window_size. function: the caller's name, for errors.
+    given: the caller's positional arguments by name, for checks.
+    """
     others = {name: x for name, x in arguments.items() if name in OTHER_NAMES}
     own = {name: x for name, x in arguments.items() if name not in OTHER_NAMES}
     return own | renamed(function, others, own | given)
@@ -327,7 +360,11 @@ def _prepared(
     bias: torch.Tensor | None,
     arguments: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """((query, key, value, bias), arguments), checked and cast as in bridge.flash_attention."""
+    """Returns ((query, key, value, bias), arguments), after checks of types, dtypes and devices, and after autocast.
+
+    arguments: a call's keyword arguments. In the result q_offset is a Python number if it was another library's number,
+    and `deterministic` is True if it was None and torch.use_deterministic_algorithms is on.
+    """
     arguments = arguments | plain_options(("q_offset",), arguments)
     check_inputs(
         query,

@@ -25,7 +25,7 @@ def prepare_mask(
     value: torch.Tensor | jax.ShapeDtypeStruct | None = None,
     **arguments: Unpack[PrepareOptions],
 ) -> PreparedMask:
-    """jax_kernels.prepare_mask for calls of the bridge: the mask with its block lists, made on the tensors' device.
+    """Returns the mask with its block lists, made on the tensors' device, for calls of the bridge's attention.
 
     It waits for the mask's arrays. The lists of another mask, even of the same structure, may have other shapes, and
     JAX then compiles attention again. So prepare a mask for many calls, and pass a mask that changes from call to call
@@ -69,6 +69,10 @@ def prepare_mask(
 
 
 def _spec(name: str, x: torch.Tensor) -> jax.ShapeDtypeStruct:
+    """Returns x's shape and dtype as a jax.ShapeDtypeStruct, with autocast's dtype where a call casts x.
+
+    Raises TypeError, naming the argument, if JAX lacks the dtype.
+    """
     dtype, kind = x.dtype, x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind) and name != "sinks":
         is_kept = name == "bias" and dtype == torch.float32
@@ -79,7 +83,10 @@ def _spec(name: str, x: torch.Tensor) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def here(device: torch.device | None) -> Iterator[torch.device | None]:
-    """Makes JAX plan for this device, and create arrays there, inside the block. None is JAX's default device."""
+    """A context manager that makes JAX plan for this device, and create arrays on it, inside the block.
+
+    It yields the device. None leaves JAX's default device.
+    """
     if device is None:
         yield None
         return

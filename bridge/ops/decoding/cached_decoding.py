@@ -1,8 +1,8 @@
 """Decoding on PyTorch's layout: one query of each sequence against keys and values [B, Hkv, S, D] of a growing cache.
 
 JAX compiles a program for each number of keys. So the keys are padded to one of a few length buckets, and kv_lengths
-gives the number of valid keys. The padding ("room") has no effect. A cache that already has room is read in place. In a
-compiled graph the cache has a fixed size, and the mask gives the lengths.
+gives the number of valid keys. The padding ("room": unused memory after the keys of each head) has no effect. A cache
+that already has room is read in place. In a compiled graph the cache has a fixed size, and the mask gives the lengths.
 """
 
 import functools
@@ -35,12 +35,16 @@ def decode_cache(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """[B, 1, H, Dv]: the attention of one query to all keys. Forward only.
+    """Returns the attention of one query per sequence to all keys of a cache: [B, 1, H, Dv]. Forward only.
+
+    If the cache has unused memory after each head's keys, it is read in place; otherwise it is copied and padded.
 
     Args:
       query: [B, H, 1, D]. key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
-      mask: bool, bias: float; broadcastable to [B, H, 1, S]; the last axis has size S.
-      sinks, scale, softcap: as in flash_attention.
+      mask: bool, True where a query may attend; bias: float, added to the scores. Both are broadcastable to
+        [B, H, 1, S], with size S in the last axis.
+      sinks: [H], logits that only join the softmax's denominator. scale: multiplies the scores; default 1 / sqrt(D).
+      softcap: the scores become softcap * tanh(scores / softcap).
     """
     length = key.shape[2]
     roomy_key, roomy_value = view_with_capacity(key), view_with_capacity(value)
@@ -71,10 +75,16 @@ def attend_in_graph(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """attend, in code that torch.compile traces, over the whole capacity of a fixed-size cache.
+    """Returns decode_cache's result, [B, 1, H, Dv], in code that torch.compile traces, with a cache of fixed size.
 
-    Keys after the last key that the mask allows for a sequence are not read. The number of valid keys depends only on
-    the mask's values, not on a shape or constant of the graph. So the graph serves every token.
+    Args:
+      query: [B, H, 1, D]. key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv], where S is the cache's capacity.
+      mask: bool, broadcastable to [B, H, 1, S]. Keys after the last key that it allows for a sequence are not read.
+        None allows all keys.
+      Other arguments: as in decode_cache.
+
+    The number of valid keys depends only on the mask's values, not on a shape or constant of the graph. So the graph
+    serves every token.
     """
     four = lambda x: None if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape)
     mask, bias = four(mask), four(bias)
@@ -83,7 +93,11 @@ def attend_in_graph(
 
 
 def _ends(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor:
-    """[B * Hkv] int32: 1 + the last key that a 4-D mask allows for a sequence; without a mask, the number of keys."""
+    """Returns the number of keys to read for each sequence and key head: int32 [B * Hkv].
+
+    mask: bool, broadcastable to [B, H, 1, S]: the number is 1 + the index of the last key that it allows for any head
+    of the sequence. None: S. key: [B, Hkv, S, D].
+    """
     batch, heads, room, _ = key.shape
     if mask is None:
         return torch.full((batch * heads,), room, dtype=torch.int32, device=key.device)
@@ -93,7 +107,11 @@ def _ends(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor:
 
 
 class _Folded(NamedTuple):
-    """The arrays of decode_attention, with the key heads folded into the batch."""
+    """The arguments of jax_kernels.decode_attention, where each key head of each sequence is a batch entry.
+
+    query: [B * Hkv, 1, H / Hkv, D]. key, value: [B * Hkv, S, 1, D or Dv]. kv_lengths: int32 [B * Hkv]. mask, bias: as
+    given if they have one head, else [B * Hkv, H / Hkv, 1, S].
+    """
 
     query: jax.Array
     key: jax.Array
@@ -104,6 +122,11 @@ class _Folded(NamedTuple):
 
 
 def _folded(query, key, value, lengths, mask, bias) -> _Folded:
+    """Makes each key head of each sequence a batch entry, in the form of decode_attention's arguments.
+
+    query: [B, H, 1, D]. key, value: [B, Hkv, S, ...]. lengths: int32 [B * Hkv]. mask, bias: 4 axes, broadcastable to
+    [B, H, 1, S], or None.
+    """
     batch, heads, _, _ = query.shape
     kv_heads, room = key.shape[1:3]
 
@@ -123,6 +146,11 @@ def _folded(query, key, value, lengths, mask, bias) -> _Folded:
 
 
 def _decode(query, key, value, lengths, mask, bias, sinks, *, scale, softcap):
+    """Returns the attention [B, 1, H, Dv] of one query per sequence, in JAX.
+
+    query: [B, H, 1, D]. key, value: [B, Hkv, S, ...]. lengths: int32 [B * Hkv]. mask, bias: 4 axes or None. sinks: [H]
+    or None.
+    """
     batch, heads, _, _ = query.shape
     given = _folded(query, key, value, lengths, mask, bias)
     out, lse = ops.decode_attention(**given._asdict(), scale=scale, softcap=softcap, return_lse=True)
@@ -144,9 +172,11 @@ _attend = JaxOp(_decode, is_opaque=True)
 
 
 def view_with_capacity(x: torch.Tensor) -> torch.Tensor | None:
-    """[B, Hkv, room, D]: the keys or values, with the unused memory after each head.
+    """Returns keys or values together with the unused memory after each head's keys: [B, Hkv, room, D], not a copy.
 
-    None if there is no unused memory, unless the length is a length bucket or the cache does not grow.
+    x: the keys or values [B, Hkv, S, D]. If there is no unused memory, the result is x itself where S is a length
+    bucket or the same tensor was given before (a cache of fixed size). It is None otherwise, and for memory in another
+    order.
     """
     shape, strides = x.shape, x.stride()
     batch, heads, length, width = shape
@@ -177,7 +207,7 @@ _MOST_SEEN = 1024
 
 
 def _is_fixed_size(x: torch.Tensor) -> bool:
-    """Whether this tensor object was read before, as happens with a cache of fixed size.
+    """Whether the same tensor object was given in an earlier call, as happens with a cache of fixed size.
 
     A cache that grows by a token has a new tensor each time. The new tensor may have the memory of an earlier sequence
     of the same length, so tensor objects are compared.
@@ -191,7 +221,7 @@ def _is_fixed_size(x: torch.Tensor) -> bool:
 
 
 def _copied_with_room(x: torch.Tensor) -> torch.Tensor:
-    """A copy with room, padded to the length bucket."""
+    """Returns a copy of x [B, Hkv, S, D] padded to the length bucket of S. The padding is not initialised."""
     batch, heads, length, width = x.shape
     larger = x.new_empty(batch, heads, length_buckets.bucket_length(length), width)
     larger.narrow(2, 0, length).copy_(x)
@@ -199,7 +229,10 @@ def _copied_with_room(x: torch.Tensor) -> torch.Tensor:
 
 
 def _lengths(length: int, count: int, device: torch.device) -> torch.Tensor:
-    """The length, `count` times. A captured CUDA graph gets its own tensor: it may outlive the kept tensors."""
+    """Returns an int32 tensor [count] in which each entry is `length`, cached.
+
+    While a CUDA graph is captured, the tensor is a new one: the graph may outlive the cached tensors.
+    """
     if device.type != "cuda":
         return _kept_lengths(length, count, device, 0)
     if torch.cuda.is_current_stream_capturing():
@@ -209,12 +242,19 @@ def _lengths(length: int, count: int, device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)  # the layers of a model read the same lengths
 def _kept_lengths(length: int, count: int, device: torch.device, stream: int) -> torch.Tensor:
-    """The lengths for work on this stream. The stream fills the tensor before the work reads it."""
+    """Returns an int32 tensor [count] in which each entry is `length`, for work on this CUDA stream (0 on a CPU).
+
+    The stream fills the tensor before the work reads it.
+    """
     return torch.full((count,), length, dtype=torch.int32, device=device)
 
 
 class _Padded(NamedTuple):
-    """A padded mask or bias (`result`): the original tensor, its state, and the stream whose work reads the result."""
+    """A padded mask or bias, kept for the next layer that passes the same tensor.
+
+    given: the original tensor. version, address: its PyTorch version counter and data pointer when it was padded.
+    stream: the CUDA stream whose work reads the result, 0 on a CPU. result: the padded tensor.
+    """
 
     given: weakref.ref[torch.Tensor]
     version: int
@@ -223,10 +263,11 @@ class _Padded(NamedTuple):
     result: torch.Tensor
 
     def is_of(self, x: torch.Tensor, stream: int) -> bool:
-        """Whether the result is still valid for x, for work on this stream.
+        """Whether the result still holds x's values, for work on this stream.
 
-        PyTorch does not count writes through .data or by other libraries, such as NumPy. On the CPU the values are
-        compared, which costs no more than padding. On a GPU these writes are not detected.
+        Writes that PyTorch counts are detected. PyTorch does not count writes through .data or by other libraries, such
+        as NumPy. On the CPU the values are compared, which costs no more than padding. On a GPU these writes are not
+        detected.
         """
         is_same = self.given() is x
         if not is_same or (self.version, self.address, self.stream) != (x._version, x.data_ptr(), stream):
@@ -240,7 +281,10 @@ _MOST_PADDED = 4  # the layers of a model read the same mask
 
 
 def _padded(x: torch.Tensor, room: int) -> torch.Tensor:
-    """Pads a mask or bias to the cache's capacity; broadcast axes keep size 1."""
+    """Returns a mask or bias with four axes, whose last axis is padded to the cache's capacity `room`.
+
+    Broadcast axes keep size 1. The padding is False or 0. The result is kept for later calls with the same tensor.
+    """
     if x.shape[-1] == room and x.is_contiguous():
         return x
     stream = 0
@@ -263,9 +307,10 @@ def _padded(x: torch.Tensor, room: int) -> torch.Tensor:
 
 
 def _pad(x: torch.Tensor, room: int) -> torch.Tensor:
+    """Returns a mask or bias with four axes, whose last axis is padded with False or 0 to size `room`."""
     return torch.nn.functional.pad(_shrunk(x), (0, room - x.shape[-1])).contiguous()
 
 
 def _shrunk(x: torch.Tensor) -> torch.Tensor:
-    """The mask or bias with four axes; expanded axes get size 1."""
+    """Returns the mask or bias with four axes, and with size 1 in axes that torch.Tensor.expand made."""
     return length_buckets.without_expanded_axes(x.reshape((1,) * (4 - x.ndim) + x.shape))

@@ -21,7 +21,7 @@ _attend_by_object = JaxOp(ops.decode_attention)
 
 
 class _Options(TypedDict, total=False):
-    """The keyword arguments of decode_attention except return_lse."""
+    """The keyword arguments of decode_attention except return_lse, for type checkers."""
 
     kv_lengths: torch.Tensor | None
     block_tables: torch.Tensor | None
@@ -79,14 +79,20 @@ def decode_attention(
 
     Args:
       query: [B, T, H, D], T from 1 to 16, bfloat16, float16 or float32, on a CPU or a CUDA device.
-      key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; with block_tables [pages, page_size, Hkv, D or Dv].
-      kv_lengths: [B] int32. A dynamic value: a longer sequence in the same cache needs no compilation.
-      block_tables: [B, max_pages] int32.
+      key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; with block_tables [pages, page_size, Hkv, D or Dv]. They already
+        contain the T new tokens.
+      kv_lengths: [B] int32, the number of keys of each sequence, including the T new ones; None is S. A dynamic value:
+        a longer sequence in the same cache needs no compilation. Query i of a sequence of L keys attends to the keys up
+        to position L - T + i, its own position.
+      block_tables: [B, max_pages] int32, the page indices of each sequence, in order; it needs kv_lengths.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend, or floats of 0 and 1, as
         bridge.flash_attention takes them. Or a masks.Mask.
-      bias: broadcastable to [B, H, T, S], in query's dtype or float32.
-      sinks: [H], bfloat16, float16 or float32.
-      Other arguments: as in jax_kernels.decode_attention.
+      bias: broadcastable to [B, H, T, S], in query's dtype or float32, added to the scores.
+      window: an int or (left, right): a query at position p attends to keys from p - left on; None or -1: to all.
+      softcap: the scores become softcap * tanh(scores / softcap).
+      sinks: [H], bfloat16, float16 or float32, logits that only join the softmax's denominator.
+      scale: multiplies the scores; default 1 / sqrt(D).
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     An axis of mask or bias that torch.Tensor.expand made is read with size 1.
 

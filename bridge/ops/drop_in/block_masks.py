@@ -1,6 +1,7 @@
-"""PyTorch's BlockMask as a masks.Mask.
+"""Converts PyTorch's BlockMask to a masks.Mask.
 
-The blocks in its lists are kept. In a partial block the mask_mod selects pairs; in a full block all pairs are kept.
+Pairs outside the blocks that a BlockMask lists are masked out. In a listed partial block its mask_mod selects pairs; in
+a listed full block all pairs are kept.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ _MOST = 16  # Masks that are kept for a BlockMask
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call that a BlockMask serves."""
+    """The sizes of a call that a BlockMask serves: batch entries, query heads, queries and keys."""
 
     batch: int
     heads: int
@@ -38,16 +39,17 @@ type _State = tuple[_MaskMod, tuple[bool, ...], tuple[int, ...], tuple[int, ...]
 
 
 class _Made(NamedTuple):
-    """A Mask, and the BlockMask's state when the Mask was made."""
+    """A Mask, and the state of the BlockMask from which it was made, as _state_of returns it."""
 
     mask: Mask
     state: _State
 
 
 class _Kept(dict[Sizes, _Made]):
-    """The Masks that were made of a BlockMask, by sizes. A copy of the BlockMask starts without Masks.
+    """The Masks that were made from one BlockMask, by the sizes of calls. It is an attribute of the BlockMask.
 
-    in_graphs: the Masks of graphs of torch.compile, which live as long as the BlockMask.
+    A copy of the BlockMask starts without Masks. in_graphs: by id, the Masks of graphs of torch.compile, which live as
+    long as the BlockMask.
     """
 
     def __init__(self) -> None:
@@ -59,12 +61,15 @@ class _Kept(dict[Sizes, _Made]):
 
 
 def is_whole(block_mask: "torchs.BlockMask") -> bool:
-    """Whether block_mask is PyTorch's BlockMask for calls without a mask."""
+    """Whether block_mask is PyTorch's BlockMask for calls without a mask, whose one block keeps all pairs."""
     return tuple(block_mask.BLOCK_SIZE) == (_WHOLE, _WHOLE) and block_mask.mask_mod is torch_flex.module.noop_mask
 
 
 def mask_of(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
-    """The Mask of a BlockMask for calls of these sizes. It is kept, and made again if a tensor has changed.
+    """Returns the Mask of a BlockMask for calls of these sizes.
+
+    The Mask is kept with the BlockMask, for up to 16 sizes. It is made again if the mask_mod, a list, or a tensor that
+    the mask_mod reads has changed.
 
     Raises ValueError, naming block_mask, if the BlockMask was made for other sizes, and TypeError if its mask_mod has
     no form in jnp.
@@ -80,19 +85,26 @@ def mask_of(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
 
 
 def mask_in_graph(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
-    """The Mask of a BlockMask, for a graph of torch.compile. The BlockMask keeps the Mask alive."""
+    """Returns the Mask of a BlockMask for a graph of torch.compile. The BlockMask keeps the Mask alive."""
     mask = mask_of(block_mask, sizes)
     vars(block_mask)[_NAME].in_graphs[id(mask)] = mask
     return mask
 
 
 def _state_of(block_mask: "torchs.BlockMask") -> _State:
-    """The parts of a BlockMask that determine its Mask, except the values of tensors."""
+    """Returns the parts of a BlockMask that determine its Mask, except the values of tensors.
+
+    They are: the mask_mod, which of the four lists exist, the block size, and the numbers of queries and keys.
+    """
     is_there = tuple(getattr(block_mask, name) is not None for name in _LISTS)
     return block_mask.mask_mod, is_there, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
 
 
 def _make(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
+    """Returns a new Mask of the BlockMask, which raises if the BlockMask's lists change later.
+
+    Raises ValueError if the BlockMask is a slice of another one, or was made for other lengths.
+    """
     mask_mod = block_mask.mask_mod
     if mask_mod is getattr(torch_flex.module, "_sliced_mask_mod_error", None):
         raise ValueError(
@@ -109,6 +121,7 @@ def _make(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
 
 
 def _of_lists(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
+    """Returns the Mask that keeps the full blocks, and in the partial blocks the pairs that the mask_mod keeps."""
     mask_mod = block_mask.mask_mod
     partial = _blocks(block_mask, "kv_num_blocks", "kv_indices", sizes)
     has_full = block_mask.full_kv_num_blocks is not None
@@ -122,7 +135,10 @@ def _of_lists(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
 
 
 def _of_function(mask_mod: _MaskMod, sizes: Sizes) -> Mask:
-    """masks.from_function of a mask_mod. The Mask has an axis for batch, or heads, only if the mask_mod reads it."""
+    """Returns masks.from_function of a mask_mod.
+
+    The Mask has an axis for batch, or heads, only if the mask_mod reads that index.
+    """
     made, read, _ = score_mods.mask_mod(mask_mod)
     sees_batch, sees_heads = score_mods.looks_at(made, read)
     return masks.from_function(
@@ -131,7 +147,11 @@ def _of_function(mask_mod: _MaskMod, sizes: Sizes) -> Mask:
 
 
 def _blocks(block_mask: "torchs.BlockMask", of_counts: str, of_indices: str, sizes: Sizes) -> torch.Tensor:
-    """The blocks of a pair of lists: bool [B or 1, H or 1, rows, columns]."""
+    """Returns the blocks that a pair of a BlockMask's lists names: bool [B or 1, H or 1, query blocks, key blocks].
+
+    of_counts, of_indices: the attributes with the number of listed key blocks of each query block, and their indices.
+    Raises ValueError, naming block_mask, for a list of another shape or a block index out of range.
+    """
     counts, indices = getattr(block_mask, of_counts).detach(), getattr(block_mask, of_indices).detach()
     counts = counts.reshape((1,) * (3 - counts.ndim) + tuple(counts.shape))
     indices = indices.reshape((1,) * (4 - indices.ndim) + tuple(indices.shape))

@@ -17,7 +17,9 @@ _MOST_HEAD_DIM = 256
 
 
 def reason_of(query: torch.Tensor, head_dim: int, dropout_p: float = 0.0, name: str = "dropout_p") -> str | None:
-    """The reason why flash_attention cannot serve a call, for a warning; None if it can.
+    """Returns the reason why flash_attention cannot serve a call, for a warning; None if it can.
+
+    The reasons: dropout, float64, a device other than a CPU or a CUDA device, or a head_dim above 256.
 
     head_dim: the larger of query's and value's head_dim. name: the caller's name for dropout_p.
     """
@@ -50,7 +52,7 @@ def attention_with_weights(
     dropout_p: float = 0.0,
     head_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(attention [B, H, T, Dv], weights [B, H, T, S]) in plain PyTorch, with gradients of attention and weights.
+    """Returns (attention [B, H, T, Dv], weights [B, H, T, S]) in plain PyTorch, both with gradients.
 
     A query that may attend to no key has weights of 0, an output of 0 and gradients of 0. Scores and their softmax are
     computed in float32, or float64 for float64.
@@ -58,7 +60,8 @@ def attention_with_weights(
     Args:
       query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
       mask: bool, True where a query may attend, and bias: added to the scores; broadcastable to [B, H, T, S].
-      sinks, scale, softcap: as in flash_attention.
+      sinks: [H], logits that only join the softmax's denominator. scale: multiplies the scores; default 1 / sqrt(D).
+      softcap: the scores become softcap * tanh(scores / softcap), before the bias is added.
       dropout_p: the probability of dropping a weight. The returned weights are the weights after dropout.
       head_mask: multiplies the weights, last; broadcastable to [B, H, T, S], or [H].
     """
@@ -83,6 +86,7 @@ def _attend(
     dropout_p: float,
     head_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (attention [B, H, T, Dv], weights [B, H, T, S]) without regard to autocast."""
     group = query.shape[1] // key.shape[1] if key.shape[1] else 1
     if group > 1:
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))

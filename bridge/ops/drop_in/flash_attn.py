@@ -92,12 +92,14 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Probabilities:
-    """flash_attn.flash_attn_func by bridge.flash_attention.
+    """flash_attn.flash_attn_func by bridge.flash_attention: returns out [B, T, H, D].
 
     Args:
       q: [B, T, H, D]; k: [B, S, Hkv, D]; v: [B, S, Hkv, D].
+      dropout_p: only 0.
       softmax_scale: multiplies the scores; default 1 / sqrt(D).
-      causal, window_size: bottom-right: query i has position i + S - T.
+      causal, window_size: bottom-right: query i has position i + S - T. window_size: (left, right), the numbers of keys
+        before and after the query's position that it attends to; -1 is no limit.
       softcap: 0 for none; else the scores become softcap * tanh(scores / softcap).
       alibi_slopes: float32 [H] or [B, H]: slope * |position of the query - position of the key| is subtracted from the
         scores, after softcap. The slopes get no gradient.
@@ -114,13 +116,19 @@ def flash_attn_func(
 
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """flash_attn_func with the keys and values in one tensor kv: [B, S, 2, Hkv, D]."""
+    """flash_attn_func with the keys and values in one tensor kv: [B, S, 2, Hkv, D]; kv[:, :, 0] has the keys.
+
+    args, options: the arguments of flash_attn_func after v.
+    """
     _check_packed("kv", kv, 2)
     return flash_attn_func(q, *kv.unbind(2), *args, **options)
 
 
 def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """flash_attn_func with queries, keys and values in one tensor qkv: [B, T, 3, H, D]."""
+    """flash_attn_func with queries, keys and values in one tensor qkv: [B, T, 3, H, D], in this order along axis 2.
+
+    args, options: the arguments of flash_attn_func after v.
+    """
     _check_packed("qkv", qkv, 3)
     return flash_attn_func(*qkv.unbind(2), *args, **options)
 
@@ -181,11 +189,11 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
 ) -> Probabilities:
-    """flash_attn.flash_attn_varlen_func by bridge.flash_attention: packed sequences of several lengths.
+    """flash_attn.flash_attn_varlen_func by bridge.flash_attention: packed sequences of several lengths. Returns out.
 
-    If both cu_seqlens are one tensor, or if the call has no causal, window or alibi_slopes, the packed sequences run
-    in place, with segment_ids. Otherwise the alignment of queries and keys may differ from sequence to sequence:
-    queries and keys are copied to a batch of max_seqlen_q queries and max_seqlen_k keys.
+    If both cu_seqlens are one tensor, or if the call has no causal, window or alibi_slopes, the packed sequences run in
+    place, with segment_ids. Otherwise the alignment of queries and keys may differ from sequence to sequence: queries
+    and keys are copied to a batch of max_seqlen_q queries and max_seqlen_k keys.
 
     Args:
       q: [total_q, H, D]; k: [total_k, Hkv, D]; v: [total_k, Hkv, D].
@@ -196,8 +204,8 @@ def flash_attn_varlen_func(
       return_attn_probs: return (out, lse float32 [H, total_q], None).
       Other arguments: as in flash_attn_func.
 
-    Tokens after the last sequence, and queries of a sequence without keys, get out 0 and lse -inf. There may be zero
-    tokens and zero sequences.
+    Returns out [total_q, H, D]. Tokens after the last sequence, and queries of a sequence without keys, get out 0 and
+    lse -inf. There may be zero tokens and zero sequences.
 
     Raises NotImplementedError for dropout_p above 0 and for block_table (see bridge.decode_attention), ValueError for a
     max_seqlen below the longest sequence on a CPU, and the errors of bridge.flash_attention.
@@ -241,7 +249,10 @@ def flash_attn_varlen_func(
 
 
 def _varlen_on_shards(tensors: dict[str, Any], options: dict[str, Any], with_lse: bool) -> Probabilities:
-    """flash_attn_varlen_func of DTensors, whose heads may be sharded."""
+    """Runs flash_attn_varlen_func on DTensors, whose heads may be sharded. Returns DTensors: out, or (out, lse, None).
+
+    tensors: q, k, v and alibi_slopes by name. options: the other arguments by name, without return_attn_probs.
+    """
     heads = (None, "heads", None)
     slopes = tensors["alibi_slopes"]
     of_slopes = (None, "heads") if isinstance(slopes, torch.Tensor) and slopes.ndim == 2 else ("heads",)
@@ -305,7 +316,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Probabilities:
-    """flash_attn_varlen_func with the keys and values in one tensor kv: [total_k, 2, Hkv, D]."""
+    """flash_attn_varlen_func with the keys and values in one tensor kv: [total_k, 2, Hkv, D]; kv[:, 0] has the keys."""
     _check_packed("kv", kv, 2, "[tokens, 2, heads, head_dim]")
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(1)
@@ -353,7 +364,10 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Probabilities:
-    """flash_attn_varlen_func with queries, keys and values in one tensor qkv: [total, 3, H, D]."""
+    """flash_attn_varlen_func with queries, keys and values in one tensor qkv: [total, 3, H, D], in this order.
+
+    cu_seqlens, max_seqlen: of queries and keys alike.
+    """
     _check_packed("qkv", qkv, 3, "[tokens, 3, heads, head_dim]")
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     q, k, v = qkv.unbind(1)
@@ -379,13 +393,15 @@ def flash_dmattn_func(
     mask: torch.Tensor | Mask | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """flash_dmattn.flash_dmattn_func by bridge.dynamic_mask_attention.
+    """flash_dmattn.flash_dmattn_func by bridge.dynamic_mask_attention: returns out [B, T, H, D].
 
     Args:
       query: [B, T, H, D]; key: [B, S, Hkv, D]; value: [B, S, Hkv, D].
       attn_mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend.
       attn_bias: likewise, in query's dtype or float32, added to the scores; it has a gradient.
+      scale: multiplies the scores; default 1 / sqrt(D). softcap: the scores become softcap * tanh(scores / softcap).
       is_causal: bottom-right: query i has position i + S - T. None is False.
+      deterministic: None or False follows torch.use_deterministic_algorithms.
       mask, bias: this library's names for attn_mask and attn_bias. A mask may also be a masks.Mask.
 
     Raises NotImplementedError for return_attn_probs, TypeError if an argument is given by two names, and the errors of
@@ -411,7 +427,7 @@ def flash_dmattn_func(
 
 
 def _of_heads(bias: Any, query: torch.Tensor) -> torch.Tensor | None:
-    """Repeats a bias with one entry per key head for each query head."""
+    """Returns a bias [B, Hkv, T, S] as [B, H, T, S], repeated for its query heads; other biases unchanged."""
     is_of_keys = isinstance(bias, torch.Tensor) and bias.ndim == 4 and bias.shape[1] not in (0, 1, query.shape[2])
     return bias.repeat_interleave(query.shape[2] // bias.shape[1], dim=1) if is_of_keys else bias
 
@@ -424,7 +440,11 @@ def options_of(
     softcap: float,
     deterministic: bool,
 ) -> dict[str, Any]:
-    """flash-attn's arguments by bridge.flash_attention's names."""
+    """Returns flash-attn's arguments as keyword arguments of bridge.flash_attention.
+
+    They are scale, is_causal, window (None for no limit on either side), softcap (None for 0) and deterministic (None
+    for False). Raises NotImplementedError for dropout, TypeError for a window_size that is no pair.
+    """
     if not isinstance(window_size, tuple):
         window_size = plain_of("window_size", window_size)
     if dropout_p:
@@ -442,7 +462,10 @@ def options_of(
 
 
 def _offset(query: torch.Tensor, key: torch.Tensor, names: tuple[str, str] = ("query", "key")) -> int:
-    """The position of query 0 under bottom-right alignment."""
+    """Returns the position of query 0 if the last query has the position of the last key: S - T.
+
+    names: the caller's names of query and key, for errors. Raises TypeError or ValueError if one has not 4 axes.
+    """
     for name, x in zip(names, (query, key), strict=True):
         check_tensor(name, x, query)
         if x.ndim != 4:
@@ -451,7 +474,10 @@ def _offset(query: torch.Tensor, key: torch.Tensor, names: tuple[str, str] = ("q
 
 
 def _check_packed(name: str, x: torch.Tensor, parts: int, want: str | None = None) -> None:
-    """want: the axes of a tensor of packed sequences; None for a batch."""
+    """Raises unless x is a tensor with `parts` entries in the axis before heads and head_dim.
+
+    want: the axes in words for a tensor of packed sequences, which has 4; None for a batch, which has 5 axes.
+    """
     check_tensor(name, x, x)
     axes = 5 if want is None else 4
     if x.ndim != axes or x.shape[axes - 3] != parts:
@@ -460,7 +486,13 @@ def _check_packed(name: str, x: torch.Tensor, parts: int, want: str | None = Non
 
 
 def _checked_longest(name: str, starts: torch.Tensor, given: int) -> int:
-    """max_seqlen as an int. Raises if a sequence on a CPU is longer. The host never waits for a GPU."""
+    """Returns max_seqlen_q or max_seqlen_k as an int.
+
+    Raises ValueError if a sequence on a CPU is longer, TypeError for a value that is no int. The host never waits for a
+    GPU.
+
+    name: "q" or "k". starts: the cu_seqlens, int32 [B + 1]. given: the argument.
+    """
     if torch.compiler.is_compiling():
         return given
     given = plain_of(f"max_seqlen_{name}", given)
@@ -475,11 +507,12 @@ def _checked_longest(name: str, starts: torch.Tensor, given: int) -> int:
 
 
 def _finished(results: Any, with_lse: bool) -> Probabilities:
+    """Returns flash-attn's results, out or (out, lse, None), from flash_attention's, out or (out, lse)."""
     return (*results, None) if with_lse else results
 
 
 def _pair(results: Any, with_lse: bool) -> tuple[Any, Any]:
-    """(out, lse or None)."""
+    """Returns (out, lse) from flash_attention's results; lse is None without with_lse."""
     return results if with_lse else (results, None)
 
 
@@ -492,7 +525,11 @@ def attend(
     options: dict[str, Any],
     with_lse: bool,
 ) -> Outputs:
-    """flash_attention, with ALiBi slopes if there are any. Errors have flash-attn's argument names."""
+    """Returns flash_attention's out, or with with_lse (out, lse). Errors have flash-attn's argument names.
+
+    q: [B, T, H, D]; k, v: [B, S, Hkv, D]. slopes: ALiBi slopes [H] or [B, H], float32, or None. offset: position of
+    query 0, an int or int32 [B]. options: flash_attention's other keyword arguments, as options_of returns them.
+    """
     try:
         if slopes is None:
             return flash_attention(q, k, v, q_offset=offset, return_lse=with_lse, **options)
@@ -511,6 +548,11 @@ def attend_with_slopes(
     options: dict[str, Any],
     with_lse: bool,
 ) -> Outputs:
+    """Returns flash_attention's out, or with with_lse (out, lse), with ALiBi.
+
+    slope * |query position - key position| is subtracted from the scores. slopes: float32 [H] or [B, H]. The other
+    arguments are as in attend.
+    """
     check_slopes(slopes, q)
     batch, heads = q.shape[0], q.shape[2]
     if dtensors.are_in(q, k, v):
@@ -538,7 +580,10 @@ def _with_alibi(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[jax.Array, jax.Array] | jax.Array:
-    """Attention on softcapped scores minus slopes[b, h] * |query position - key position|."""
+    """Returns attention on scores that are softcapped, then reduced by slopes[b, h] * |query position - key position|.
+
+    slopes: float32 [B, H]. offsets: int32 [B], the position of query 0. options: jax_kernels.flash_attention's.
+    """
     check_softcap(softcap)
 
     def score_mod(score, b, h, q_idx, kv_idx):
@@ -550,7 +595,7 @@ def _with_alibi(
 
 
 def check_slopes(slopes: torch.Tensor, q: torch.Tensor) -> None:
-    """Raises TypeError or ValueError unless alibi_slopes are float32 [H] or [B, H]."""
+    """Raises TypeError or ValueError unless alibi_slopes are float32 [H] or [B, H], for q [B, T, H, D]."""
     check_tensor("alibi_slopes", slopes, q)
     batch, heads = q.shape[0], q.shape[2]
     if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((heads,), (batch, heads)):
@@ -559,14 +604,21 @@ def check_slopes(slopes: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def _numbers(starts: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The index [1, tokens] of each token's sequence, -1 after the last sequence."""
+    """Returns the index of each packed token's sequence, int32 [1, tokens]; -1 after the last sequence.
+
+    starts: int32 [sequences + 1], the start of each sequence, then the end of the last.
+    """
     positions = torch.arange(tokens, device=starts.device, dtype=torch.int32)
     found = torch.searchsorted(starts[1:].contiguous(), positions, right=True).to(torch.int32)
     return torch.where(found < len(starts) - 1, found, -1)[None]
 
 
 class _Places(NamedTuple):
-    """Converts packed tokens to a batch and back. lengths: int32 [B]. starts: int32 [B + 1]. longest: batch rows."""
+    """Converts packed tokens [tokens, ...] to a batch [B, longest, ...] and back.
+
+    lengths: int32 [B], the length of each sequence. starts: int32 [B + 1], their starts, then the end of the last.
+    longest: the batch's size along the tokens.
+    """
 
     lengths: torch.Tensor
     starts: torch.Tensor
@@ -577,14 +629,17 @@ class _Places(NamedTuple):
         return cls(lengths=starts.diff(), starts=starts, longest=max(int(longest), 1))
 
     def apart(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, ...] to [B, longest, ...]. The padding after a sequence holds arbitrary tokens."""
+        """Returns the batch [B, longest, ...] of packed tokens [tokens, ...].
+
+        The padding after a sequence holds arbitrary tokens.
+        """
         if len(x) == 0:  # an index needs a token
             x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
         index = self.starts[:-1, None] + torch.arange(self.longest, device=x.device, dtype=torch.int32)
         return x[index.clamp(max=x.shape[0] - 1)]
 
     def joined(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        """[B, longest, ...] to [tokens, ...], 0 for tokens after the last sequence."""
+        """Returns the packed tokens [tokens, ...] of a batch [B, longest, ...]; 0 after the last sequence."""
         numbers = _numbers(self.starts, tokens)[0]
         positions = torch.arange(tokens, device=x.device, dtype=torch.int32) - self.starts[:-1][numbers.clamp(min=0)]
         found = x[numbers.clamp(min=0), positions.clamp(max=self.longest - 1)]

@@ -94,10 +94,10 @@ def flash_attn_with_kvcache(
 ) -> Outputs:
     """flash_attn.flash_attn_with_kvcache by bridge.decode_attention and bridge.flash_attention. Forward only.
 
-    k and v are written to k_cache and v_cache in place, after the cache_seqlens keys of each sequence. The queries
-    attend to the old and the new keys. Calls with one query, or with up to 16 causal queries, run by decode_attention,
-    which reads the cache in place. Other calls run by flash_attention, which reads a copy of pages, and of the rows of
-    cache_batch_idx.
+    It returns the attention of new queries to the keys of a cache. k and v are first written to k_cache and v_cache in
+    place, after the cache_seqlens keys of each sequence; the queries attend to the old and the new keys. Calls with one
+    query, or with up to 16 causal queries, run by decode_attention, which reads the cache in place. Other calls run by
+    flash_attention, which reads a copy of pages, and of the rows of cache_batch_idx.
 
     Args:
       q: [B, T, H, D].
@@ -168,7 +168,14 @@ def _attend(
     options: dict[str, Any],
     with_lse: bool,
 ) -> Outputs:
-    """Attends to the first `lengths` keys of the cache."""
+    """Returns the attention of the queries q [B, T, H, D] to the first lengths[b] keys of each sequence b.
+
+    The last query has the position of the last key. The result is out [B, T, H, D], or with with_lse (out, lse
+    [B, H, T]).
+
+    slopes: ALiBi slopes [H] or [B, H], or None. options: flash_attention's keyword arguments scale, is_causal, window,
+    softcap and deterministic.
+    """
     length = q.shape[1]
     if 0 < length <= MOST_QUERIES and (length == 1 or options["is_causal"]):
         key, value, tables = cache.in_place()
@@ -191,7 +198,8 @@ def _attend(
 class _Cache:
     """The keys and values of `batch` sequences: [rows, S, Hkv, D], or with a table [pages, page_size, Hkv, D].
 
-    rows: int32 [batch], the row of each sequence; None: sequence b has row b. table: int32 [batch, pages].
+    rows: int32 [batch], the row of each sequence's keys; None: sequence b has row b. table: int32
+    [batch, pages of a sequence], the page indices of each sequence, in order, or None.
     """
 
     key: torch.Tensor
@@ -202,11 +210,11 @@ class _Cache:
 
     @property
     def capacity(self) -> int:
-        """The number of keys that a sequence has room for."""
+        """The number of keys that each sequence can have."""
         return self.key.shape[1] if self.table is None else self.table.shape[1] * self.key.shape[1]
 
     def write(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Writes new keys and values [batch, N, Hkv, D] after the first `lengths` keys."""
+        """Writes new keys and values [batch, N, Hkv, D] into the cache, for sequence b from position lengths[b] on."""
         positions = lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
         if self.table is not None:
             size = self.key.shape[1]
@@ -219,7 +227,11 @@ class _Cache:
         self.value[at] = v
 
     def in_place(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(key, value, block_tables) for decode_attention; copies if the page size is not supported."""
+        """Returns (key, value, block_tables) for decode_attention, without a copy where it supports the page size.
+
+        block_tables is None if sequence b has row b. A row of the cache counts as a page. If the page size is no power
+        of two from 16 on, returns copies of whole sequences and None.
+        """
         tables, size = self.table, self.key.shape[1]
         if tables is None and self.rows is None:
             return self.key[: self.batch], self.value[: self.batch], None
@@ -230,7 +242,7 @@ class _Cache:
         return self.key, self.value, tables
 
     def whole(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(key, value), each [batch, S, Hkv, D]: copies, unless sequence b has row b."""
+        """Returns (key, value), each [batch, S, Hkv, D]: copies, unless sequence b has row b."""
         if self.table is not None:
             pages = self.table.long().clamp(0, max(self.key.shape[0] - 1, 0))  # pages past a length may have any index
             return self.key[pages].flatten(1, 2), self.value[pages].flatten(1, 2)
@@ -239,7 +251,7 @@ class _Cache:
         return self.key[: self.batch], self.value[: self.batch]
 
     def without_padding(self, leftpad: torch.Tensor) -> "_Cache":
-        """A copy without the first `leftpad` keys of each sequence."""
+        """Returns a copy of the cache without the first leftpad[b] keys of each sequence b."""
         key, value = self.whole()
         index = leftpad.long()[:, None] + torch.arange(self.capacity, device=key.device)
         at = torch.arange(self.batch, device=key.device)[:, None], index.clamp(0, self.capacity - 1)
@@ -247,14 +259,20 @@ class _Cache:
 
 
 class _Rotary(NamedTuple):
-    """cos, sin: [positions, R / 2]."""
+    """The cosines and sines of rotary embedding, each [positions, R / 2], for the first R features of a head.
+
+    is_interleaved: whether the pairs of features are (0, 1), (2, 3), ...; otherwise (0, R / 2), (1, R / 2 + 1), ...
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
     is_interleaved: bool
 
     def rotated(self, x: torch.Tensor, first: torch.Tensor, *, is_moving: bool = True) -> torch.Tensor:
-        """Rotates x [B, T, heads, D]. Token i has position first[b] + i; if not is_moving, first[b]."""
+        """Returns x [B, T, heads, D] with its first R features rotated, in x's dtype.
+
+        Token i of sequence b has position first[b] + i; if not is_moving, all tokens have position first[b].
+        """
         steps = torch.arange(x.shape[1], device=x.device) * is_moving
         positions = first.long()[:, None] + steps
         cos, sin = (table[positions][:, :, None].float() for table in (self.cos, self.sin))
@@ -270,6 +288,7 @@ class _Rotary(NamedTuple):
 
 
 def _check_no_gradient(**tensors: torch.Tensor | None) -> None:
+    """Raises NotImplementedError if a tensor requires a gradient while gradients are enabled."""
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
@@ -288,7 +307,10 @@ def _flag(name: str, x: Any) -> bool:
 
 
 def _check_int32(name: str, x: Any, q: torch.Tensor, shape: tuple[int | None, ...]) -> None:
-    """shape: None for an axis of any size."""
+    """Raises ValueError, naming the argument, unless x is an int32 tensor of this shape on q's device.
+
+    shape: the size of each axis; None for an axis of any size.
+    """
     check_tensor(name, x, q)
     is_like = x.ndim == len(shape) and all(want in (None, got) for got, want in zip(x.shape, shape, strict=True))
     if x.dtype != torch.int32 or not is_like:
@@ -297,12 +319,15 @@ def _check_int32(name: str, x: Any, q: torch.Tensor, shape: tuple[int | None, ..
 
 
 def _are_known(x: torch.Tensor) -> bool:
-    """Whether the host may read the values."""
+    """Whether the host may read the tensor's values: it is on a CPU, and not in a graph or under torch.func."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and torch_internals.is_plain_eager()
 
 
 def _check_within(name: str, x: torch.Tensor, most: int, of: str) -> None:
-    """Raises ValueError if a known index is out of range."""
+    """Raises ValueError if an index in x is below 0 or not below `most`, where the host may read the values.
+
+    name: the argument's name. of: the indexed items, such as "k_cache's rows", for the error.
+    """
     if _are_known(x) and x.numel() and not 0 <= int(x.min()) <= int(x.max()) < most:
         raise ValueError(f"{name}: got {int(x.min())} to {int(x.max())}, want indices of {of}, 0 to {most - 1}")
 
@@ -314,6 +339,10 @@ def _checked_cache(
     rows: torch.Tensor | None,
     table: torch.Tensor | None,
 ) -> _Cache:
+    """Returns the cache of a call after checks of shapes, dtypes and devices. Raises TypeError or ValueError.
+
+    rows, table: the arguments cache_batch_idx and block_table.
+    """
     is_paged = table is not None
     cache_axes = "[pages, page_size, heads, head_dim]" if is_paged else "[rows, length, heads, head_dim]"
     for name, x, axes in (
@@ -346,7 +375,10 @@ def _checked_cache(
 
 
 def _lengths(given: Any, q: torch.Tensor, cache: _Cache, *, has_new: bool) -> torch.Tensor:
-    """cache_seqlens as int32 [B]."""
+    """Returns the argument cache_seqlens as int32 [B]; None becomes the cache's capacity.
+
+    has_new: whether the call has new keys; None then raises ValueError. Lengths that the host may read are checked.
+    """
     if given is None:
         if has_new:
             raise ValueError("cache_seqlens: got None with k, want an int or int32 [batch]: where k is written")
@@ -366,7 +398,11 @@ def _lengths(given: Any, q: torch.Tensor, cache: _Cache, *, has_new: bool) -> to
 
 
 def _check_pages(cache: _Cache, lengths: torch.Tensor, new: int) -> None:
-    """Raises ValueError if known lengths, with new tokens, exceed the cache, or a page index is out of range."""
+    """Raises ValueError if the lengths plus `new` tokens exceed the cache, or if a page that they use is out of range.
+
+    Only values that the host may read are checked. lengths: int32 [B], the keys before the call. new: the number of new
+    tokens of each sequence.
+    """
     if not _are_known(lengths) or not lengths.numel():
         return
     low, high = int(lengths.min()), int(lengths.max())
@@ -381,7 +417,10 @@ def _check_pages(cache: _Cache, lengths: torch.Tensor, new: int) -> None:
 def _checked_new(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, cache: _Cache, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v in the cache's dtype. They must already have this dtype unless autocast is on."""
+    """Returns k and v in the cache's dtype. Raises TypeError or ValueError for a wrong shape, dtype or length.
+
+    Only autocast lets k and v have another dtype than the cache. lengths: int32 [B], the keys before the call.
+    """
     if v is None:
         raise ValueError("v: got None with k, want the new values")
     found = []
@@ -400,7 +439,10 @@ def _checked_new(
 def _checked_rotary(
     q: torch.Tensor, cos: Any, sin: Any, is_interleaved: bool, lengths: torch.Tensor, count: int
 ) -> _Rotary:
-    """count: the number of positions that are read, starting at each length."""
+    """Returns the rotary embedding of a call after checks of its tensors. Raises ValueError.
+
+    cos, sin: the arguments rotary_cos and rotary_sin. count: the number of positions that are read, from lengths[b] on.
+    """
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if x is None:
             raise ValueError(f"{name}: got None, want both of rotary_cos and rotary_sin, or neither")

@@ -86,7 +86,7 @@ def flex_attention(
     *,
     return_aux: "torchs.AuxRequest | None" = None,
 ) -> "torch.Tensor | tuple[torch.Tensor, torch.Tensor | torchs.AuxOutput | None]":
-    """torch.nn.attention.flex_attention.flex_attention by flash_attention; it may be assigned to that name.
+    """PyTorch's flex_attention, computed by flash_attention; it may be assigned to PyTorch's name.
 
     Equivalent to the following code, where `mask` has the blocks and the mask_mod of block_mask::
 
@@ -107,7 +107,7 @@ def flex_attention(
         again if a list, or a tensor that the mask_mod reads, has changed. Or a masks.Mask.
       scale: multiplies the scores; default 1 / sqrt(D).
       enable_gqa: allow fewer key and value heads than query heads; their number divides the number of query heads.
-      return_lse: return (out, lse). return_aux: an AuxRequest; return (out, AuxOutput).
+      return_lse: return (out, lse). return_aux: an AuxRequest; return (out, AuxOutput), with lse if it asks for it.
       kernel_options: FlexKernelOptions. They choose among PyTorch's kernels, and have no effect here.
 
     In a graph of torch.compile a BlockMask is a constant that was made outside the graph. The graph raises ValueError
@@ -161,7 +161,11 @@ def _attended(
     scale: float | None,
     has_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse). lse is None unless has_lse."""
+    """Returns (out [B, H, T, Dv], lse [B, H, T]) by flash_attention, for arguments that were checked.
+
+    lse is None unless has_lse. The arguments are flex_attention's. Raises RefusedError if a function has no form in
+    jnp.
+    """
     batch, heads, length, _ = query.shape
     if key.shape[0] != batch:
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
@@ -186,7 +190,10 @@ def _attended(
 
 @torch_internals.constant_in_graph
 def _made(number: int, *sizes: int) -> int:
-    """The id of the Mask of the BlockMask whose id is `number`. The BlockMask keeps the Mask alive."""
+    """Returns the id of the Mask of a BlockMask, for a graph of torch.compile. The BlockMask keeps the Mask alive.
+
+    number: the id of the BlockMask. sizes: batch entries, heads, queries and keys of the call.
+    """
     block_mask = ctypes.cast(number, ctypes.py_object).value
     return id(block_masks.mask_in_graph(block_mask, block_masks.Sizes(*sizes)))
 
@@ -199,7 +206,7 @@ def _check(
     enable_gqa: bool,
     kernel_options: KernelOptions | None,
 ) -> None:
-    """Raises, naming the argument, for types, layouts and shapes that flex_attention does not accept."""
+    """Raises TypeError or ValueError, naming the argument, for types and shapes that flex_attention does not accept."""
     check_tensors(query=query, key=key, value=value)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_dense(name, x)
@@ -227,7 +234,10 @@ def _check(
 
 
 def _why_torchs(query: torch.Tensor, value: torch.Tensor, return_aux: "torchs.AuxRequest | None") -> str | None:
-    """The reason why PyTorch's own function runs; None if flash_attention serves the call."""
+    """Returns the reason why PyTorch's own function must run; None if flash_attention serves the call.
+
+    The reasons: a device other than CPU and CUDA, float64, a head_dim above 256, or a request for max_scores.
+    """
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else query.dtype
     if kind not in ("cpu", "cuda", "meta"):
@@ -250,7 +260,10 @@ def _by_torch(
     return_lse: bool,
     **options: Any,
 ) -> Any:
-    """PyTorch's own result, with a warning the first time."""
+    """Returns the results of PyTorch's own flex_attention. It warns with the reason, the first time.
+
+    arguments: score_mod and block_mask. options: scale, enable_gqa, kernel_options and return_aux.
+    """
     warn_once(f"flex_attention: {reason}; PyTorch's own function runs instead")
     query, key, value, *_ = as_torch_is_set(query, key, value)
     scale, enable_gqa, kernel_options, return_aux = options.values()

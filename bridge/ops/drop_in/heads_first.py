@@ -27,9 +27,12 @@ def attend(
     bias: torch.Tensor | None = None,
     **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
-    """flash_attention of [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv]. Returns [B, H, T, Dv], maybe transposed.
+    """Returns the attention [B, H, T, Dv] of query [B, H, T, D], key [B, Hkv, S, D] and value [B, Hkv, S, Dv].
 
-    options: options of flash_attention that are the same for all batch entries and heads, without return_lse.
+    The result may be a transposed view of [B, T, H, Dv]. It has gradients.
+
+    mask, bias: broadcastable to [B, H, T, S]. options: other options of flash_attention that are the same for all batch
+    entries and heads, without return_lse.
     """
     scores = [x for x in (mask, bias) if x is not None]
     if not _folds(query, key, value) or not all(_score_folds(x, query) for x in scores):
@@ -45,7 +48,7 @@ def attend(
 
 
 def _folds(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether heads can become batch entries without a copy, and a transpose would need a copy."""
+    """Whether heads can become batch entries without a copy, where a transpose to [B, T, H, D] would need a copy."""
     if query.shape[1] != key.shape[1] and query.shape[2] != 1:
         return False
     given = (query, key, value)
@@ -55,12 +58,21 @@ def _folds(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _score_folds(x: torch.Tensor, query: torch.Tensor) -> bool:
-    """Whether a mask or bias can follow the heads into the batch without growing beyond a few rows."""
+    """Whether a mask or bias can get a batch axis of B * Hkv entries at little cost in memory.
+
+    It can if its first two axes are (1, 1) or query's (B, H), or if it has size 1 along the queries. x: broadcastable
+    to [B, H, T, S]. query: [B, H, T, D].
+    """
     shape = (1,) * (4 - x.ndim) + tuple(x.shape)
     return shape[:2] in ((1, 1), tuple(query.shape[:2])) or shape[2] == 1
 
 
 def _score_folded(x: torch.Tensor, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Returns a mask or bias for a call in which each key head of each sequence is a batch entry.
+
+    The result is [B * Hkv, query heads of an entry, T or 1, S or 1]. With a first shape of (1, 1) it is x itself, with
+    4 axes. x: broadcastable to [B, H, T, S]. query: [B, H, T, D].
+    """
     batch, heads = query.shape[:2]
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)
     if x.shape[:2] == (1, 1):

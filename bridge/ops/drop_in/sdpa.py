@@ -21,6 +21,7 @@ _CAUSAL_BIAS: Any = ()  # CausalBias, once its module is loaded: that imports to
 
 
 def _find_causal_bias() -> None:
+    """Sets _CAUSAL_BIAS to (CausalBias,), PyTorch's class, once its module has been imported."""
     global _CAUSAL_BIAS
     from torch.nn.attention.bias import CausalBias
 
@@ -40,7 +41,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """torch.nn.functional.scaled_dot_product_attention by flash_attention; you may assign it to PyTorch's name.
+    """PyTorch's scaled_dot_product_attention by flash_attention; you may assign it to PyTorch's name.
 
     PyTorch's function runs instead, with one warning per reason, for dropout_p above 0, a head_dim above 256, float64,
     nested tensors, and devices other than CPU and CUDA. It also runs, without a warning, for empty tensors and on the
@@ -106,7 +107,10 @@ def scaled_dot_product_attention(
 
 
 class _Inputs(NamedTuple):
-    """A call with 4 axes. batch: the axes before [T, Dv] of the final result."""
+    """The tensors of a call with exactly 4 axes, [batch, heads, length, head_dim].
+
+    batch: the axes of the final result before its last two, with the heads if it has any.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -121,9 +125,12 @@ scaled_dot_product_attention.__prepare_scriptable__ = symbolic_trace.sdpa_of_scr
 def _without_shapes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, *options: Any
 ) -> Any:
-    """Runs a call of nested tensors by PyTorch's function. Records a call of torch.fx's Proxies as a node.
+    """Runs a call that has tensors without a shape.
 
-    options: dropout_p, is_causal, scale and enable_gqa.
+    Nested tensors run by PyTorch's function. A call of torch.fx's Proxies becomes a node of the graph: returns a Proxy.
+
+    options: dropout_p, is_causal, scale and enable_gqa. Raises ValueError if only some tensors are nested, or with an
+    attn_mask for nested tensors.
     """
     given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     names = ("dropout_p", "is_causal", "scale", "enable_gqa")
@@ -145,7 +152,7 @@ def _without_shapes(
 
 
 def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any) -> bool:
-    """Checks the tensors' types, axes and dtypes. Raises TypeError or ValueError.
+    """Returns True after checks of the tensors' types, axes and dtypes. Raises TypeError or ValueError.
 
     Returns False, without further checks, if a tensor is nested or a torch.fx.Proxy.
     """
@@ -175,13 +182,17 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 
 def _number(scale: torch.Tensor | float | None) -> float | None:
-    """`scale` as a number. Like PyTorch's function, it accepts a bool and a tensor with one element."""
+    """Returns `scale` as a number or None. A bool and a tensor with one element are accepted, as by PyTorch's function.
+
+    Raises TypeError for a tensor that requires a gradient.
+    """
     if isinstance(scale, torch.Tensor) and scale.requires_grad:
         raise TypeError("scale: got a tensor that requires a gradient, want a number; multiply query by it")
     return float(scale) if isinstance(scale, torch.Tensor | bool) else scale
 
 
 def _check_lengths(bias: "CausalBias", query: torch.Tensor, key: torch.Tensor) -> None:
+    """Raises ValueError unless the CausalBias was made for the numbers of queries and keys of this call."""
     if (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
         raise ValueError(
             f"attn_mask: got a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys, want "
@@ -192,7 +203,10 @@ def _check_lengths(bias: "CausalBias", query: torch.Tensor, key: torch.Tensor) -
 def _inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, enable_gqa: bool
 ) -> _Inputs:
-    """Reshapes the call to one batch axis, with heads as flash_attention takes them. Raises ValueError."""
+    """Returns the call with 4 axes: batch axes flattened and broadcast, heads as flash_attention takes them.
+
+    Raises ValueError for shapes that do not fit together.
+    """
     if attn_mask is not None and attn_mask.device != query.device:
         raise ValueError(f"attn_mask: got a tensor on {attn_mask.device}, want query's device {query.device}")
     mask = None if attn_mask is None else shared_axes(attn_mask)
@@ -222,7 +236,7 @@ def _inputs(
 
 
 def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> int:
-    """The number of heads of the result. Raises ValueError if the head counts do not fit together.
+    """Returns the number of heads of the result. Raises ValueError if the head counts do not fit together.
 
     With enable_gqa the heads of key and value must divide query's. Otherwise each count must be 1 or the largest count.
     """
@@ -242,13 +256,14 @@ def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_g
 
 
 def _check_mask(mask: torch.Tensor, want: tuple[int, ...]) -> None:
-    """Raises ValueError unless the mask is broadcastable to [*batch, H, T, S]."""
+    """Raises ValueError unless the mask is broadcastable to the shape `want`."""
     pairs = zip(reversed(mask.shape), reversed(want), strict=False)
     if any(got not in (1, size) for got, size in pairs):
         raise ValueError(f"attn_mask: got shape {tuple(mask.shape)}, want one broadcastable to {want}")
 
 
 def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """Returns the shape to which the batch axes of query, key and value broadcast. Raises ValueError if they do not."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
@@ -257,7 +272,11 @@ def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _of_one_batch(mask: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
-    """Flattens the batch axes of a mask [*batch, H, T, S] to one axis. Fewer axes are allowed."""
+    """Returns a mask [*batch, H, T, S] with its batch axes flattened to one axis.
+
+    A mask of up to 3 axes stays unchanged. batch: the call's batch axes. Raises ValueError if the mask does not
+    broadcast to them.
+    """
     if mask.ndim <= 3:
         return mask
     if math.prod(mask.shape[:-3]) == 1:
@@ -271,7 +290,10 @@ def _of_one_batch(mask: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
 
 
 def shared_axes(mask: torch.Tensor) -> torch.Tensor:
-    """Shrinks expanded axes (stride 0) of a mask to size 1. A mask that requires a gradient stays unchanged."""
+    """Returns the mask with size 1 in each axis that torch.Tensor.expand made (stride 0).
+
+    A mask that requires a gradient stays unchanged.
+    """
     if mask.requires_grad or 0 not in mask.stride():
         return mask
     for axis, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):

@@ -17,18 +17,18 @@ flex_attention: Any = None  # PyTorch's own function, even if the name is reassi
 
 
 def load() -> None:
-    """Sets `module` and `flex_attention`."""
+    """Imports PyTorch's module, and sets this module's `module` to it and `flex_attention` to PyTorch's function."""
     if module is None:
         importlib.import_module(_MODULE)
 
 
 def is_block_mask(x: Any) -> "TypeIs[BlockMask]":
-    """Whether x is PyTorch's BlockMask."""
+    """Whether x is a torch.nn.attention.flex_attention.BlockMask. It does not import that module."""
     return module is not None and isinstance(x, module.BlockMask)
 
 
 def option_names() -> set[str]:
-    """The names in PyTorch's FlexKernelOptions."""
+    """Returns the names that flex_attention's kernel_options may have: the keys of PyTorch's FlexKernelOptions."""
     load()
     kinds = getattr(module, "FlexKernelOptions", None)
     return {*getattr(kinds, "__annotations__", ()), "FORCE_USE_FLEX_ATTENTION"}

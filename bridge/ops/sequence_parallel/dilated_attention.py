@@ -78,14 +78,17 @@ def sequence_parallel_dilated_attention(
 ) -> Outputs:
     """jax_kernels.sequence_parallel_dilated_attention on PyTorch tensors, with one process for each device.
 
-    The ranks of the group, in order, hold consecutive tokens, as shard_sequence(layout="contiguous") returns them. As
-    in bridge.ring_attention, each process calls the function after bridge.initialize_distributed(), and gradients flow
-    to the process that has the tensor.
+    It returns the rows of this process's tokens of dilated_attention over the whole sequence. The ranks of the group,
+    in order, hold consecutive tokens, as shard_sequence(layout="contiguous") returns them. As in bridge.ring_attention,
+    each process calls the function after bridge.initialize_distributed(), and gradients flow to the process that has
+    the tensor.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32: this process's tokens. key: [B, T, Hkv, D]; value:
         [B, T, Hkv, Dv]; in query's dtype and on its device. segment_ids: int32 [B, T].
       group: the torch.distributed process group; None is all ranks.
+      segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights: as in
+        bridge.dilated_attention, for the whole sequence: segments may extend over several processes.
       deterministic: None follows torch.use_deterministic_algorithms; if this is off, XLA's flag decides.
       Other arguments: as in jax_kernels.sequence_parallel_dilated_attention.
 
@@ -117,6 +120,7 @@ def sequence_parallel_dilated_attention(
 
 
 def _prepared(query, key, value, segment_ids, options):
+    """Returns (the planned call, its arrays) of dilated attention on this process's shards, inside jax.shard_map."""
     shards = Shards(AXIS, axis_size(AXIS))
     return ops.prepare(
         query=query, key=key, value=value, segment_ids=segment_ids, return_lse=True, shards=shards, **options

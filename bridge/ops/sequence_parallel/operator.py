@@ -19,11 +19,12 @@ __all__ = ["SequenceParallelOperator"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SequenceParallelOperator:
-    """An attention op on a process's shards, inside jax.shard_map over AXIS.
+    """An attention op on the shards of a sequence, as a function of this process's tensors, with a gradient.
 
-    label: its name in messages. attend(query, key, value, segment_ids, sinks, bias, **options) returns (out, lse).
-    known(query, key, value, segment_ids, sinks, bias, out, lse, **options) returns the given (out, lse), with the
-    op's gradient. segment_ids, sinks and bias [B or 1, H or 1, T, S or 1] may be None.
+    label: the op's name in messages. The two functions take a process's shards and run inside jax.shard_map over AXIS.
+    attend(query, key, value, segment_ids, sinks, bias, **options) returns (out, lse). known(query, key, value,
+    segment_ids, sinks, bias, out, lse, **options) computes no attention: it returns the given (out, lse), with the op's
+    gradient. segment_ids [B, T], sinks [H] and bias [B or 1, H or 1, T, S or 1] may be None.
     """
 
     label: str
@@ -33,7 +34,10 @@ class SequenceParallelOperator:
     def __call__(
         self, ring: ProcessMesh, options: dict[str, Any], query, key, value, segment_ids, sinks, bias=None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) on the processes of a ring. options: hashable."""
+        """Returns this process's (out [B, T, H, Dv], lse [B, H, T]). All processes of the ring must make the call.
+
+        ring: the processes that hold the sequence. options: hashable values. Tensors are this process's shards.
+        """
         call = _Call(self, ring, tuple(options.items()))
         return _Attend.apply(call, query, key, value, segment_ids, sinks, bias)
 
@@ -46,7 +50,7 @@ class _Call:
 
 
 class _Attend(torch.autograd.Function):
-    """The op's (out, lse), with a gradient."""
+    """The autograd function of a SequenceParallelOperator: (out, lse), with a gradient."""
 
     @staticmethod
     def forward(ctx, call, query, key, value, segment_ids, sinks, bias):
@@ -72,7 +76,10 @@ class _Attend(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of query, key and value, then of sinks and bias if given. The gradient of sinks is [1, H]."""
+    """The autograd function of the backward: it returns the gradients, and its own derivative raises.
+
+    The gradients are of query, key and value, then of sinks, [1, H], and bias if they are given.
+    """
 
     @staticmethod
     def forward(ctx, call, query, key, value, segment_ids, sinks, bias, out, lse, dout, dlse):
@@ -91,7 +98,11 @@ _AXES = 1, 1, 1, 1, None, 2, 1, 2, 1, 2
 
 
 def _run(ring: ProcessMesh, program: JaxFunction, tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """Runs a program on this process's tensors. Some may be None."""
+    """Runs a program on this process's tensors. Returns this process's shards of the results.
+
+    tensors: query, key, value, segment_ids, sinks and bias, in the backward also out, lse, dout and dlse; each may be
+    None.
+    """
     device = tensors[0].device
     dlpack.refuse_capture(device)
     present = [(x, axis) for x, axis in zip(tensors, _AXES[: len(tensors)], strict=True) if x is not None]
@@ -107,7 +118,10 @@ def _run(ring: ProcessMesh, program: JaxFunction, tensors: Sequence[Any]) -> lis
 def _forward(
     op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Hashable], ...]
 ) -> JaxFunction:
-    """The jitted function from (query, key, value, segment_ids, sinks, bias) to (out, lse)."""
+    """Returns the jitted function from (query, key, value, segment_ids, sinks, bias) to (out, lse).
+
+    All are arrays over the mesh.
+    """
     return _shared(functools.partial(op.attend, **dict(options)), mesh, (1, 2))
 
 
@@ -115,9 +129,10 @@ def _forward(
 def _backward(
     op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Hashable], ...]
 ) -> JaxFunction:
-    """The jitted function from the forward's inputs, results and cotangents to the gradients.
+    """Returns the jitted function from the forward's inputs, results and cotangents to the gradients.
 
-    The gradients: query, key, value, sinks and bias.
+    It takes arrays over the mesh: query, key, value, segment_ids, sinks, bias, out, lse, dout, dlse. It returns the
+    gradients of query, key and value, then of sinks ([processes, H]) and bias if they are given.
     """
 
     def gradients(query, key, value, segment_ids, sinks, bias, out, lse, dout, dlse):
@@ -134,9 +149,9 @@ def _backward(
 def _shared(
     function: Callable[..., Sequence[jax.Array | None]], mesh: jax.sharding.Mesh, axes: tuple[int, ...]
 ) -> JaxFunction:
-    """Turns a function of this process's shards into a jitted function of whole arrays.
+    """Turns a function of one process's shards into a jitted function of arrays over the mesh.
 
-    axes: for each result, the axis along which the processes' shards are concatenated.
+    Results of None are dropped. axes: for each result, the axis along which the processes' shards are concatenated.
     """
     spec = lambda axis: jax.P() if axis is None else jax.P(*[None] * axis, AXIS)
 

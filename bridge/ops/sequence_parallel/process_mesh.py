@@ -26,7 +26,8 @@ def initialize_distributed(*, timeout: float = 300.0) -> None:
     """Starts JAX's distributed runtime with the ranks of torch.distributed as its processes, one device each.
 
     Call it once in each process, after torch.distributed.init_process_group and torch.cuda.set_device, and before
-    anything else uses JAX. On GPUs JAX then sees only the current CUDA device. On CPUs JAX uses Gloo's collectives.
+    anything else uses JAX. On GPUs JAX then sees only the current CUDA device. On CPUs JAX uses Gloo's collectives. If
+    it has run before, it does nothing.
 
     Args:
       timeout: seconds to wait for the other processes.
@@ -62,7 +63,7 @@ def _is_started() -> bool:
 
 
 def _free_address() -> str:
-    """A host and a port of this machine that other processes can reach."""
+    """Returns "host:port" with a free port of this machine that other processes can reach."""
     host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
     with contextlib.closing(socket.socket()) as opened:
         opened.bind(("", 0))
@@ -70,7 +71,10 @@ def _free_address() -> str:
 
 
 class ProcessMesh(NamedTuple):
-    """The devices of a process group. mesh: a mesh with one axis, AXIS. rank: this process's index on the axis."""
+    """The devices of a process group, one per process. mesh: a mesh with one axis, called AXIS.
+
+    rank: this process's index on the axis, which is its rank in the group.
+    """
 
     mesh: jax.sharding.Mesh
     rank: int
@@ -78,9 +82,12 @@ class ProcessMesh(NamedTuple):
     def to_global(
         self, tensors: Sequence[torch.Tensor], axes: Sequence[int | None]
     ) -> tuple[list[jax.Array], list[torch.Tensor]]:
-        """(arrays over the group whose shards in this process are the tensors, the owners of the memory).
+        """Returns (arrays over the group, owners), where each array's shard in this process is the tensor's memory.
 
-        axes: for each array, the axis along which it is sharded; None if all processes have the same array.
+        Nothing is copied. Keep the owners alive until the arrays have been read: they own the memory.
+
+        axes: for each tensor, the axis along which the processes' shards are concatenated; None if all processes pass
+        the same tensor.
         """
         parts, owners = dlpack.import_tensors(tensors, tensors[0].device)
         arrays: list[jax.Array] = []
@@ -99,7 +106,11 @@ class ProcessMesh(NamedTuple):
 
 
 def process_mesh(group: "dist.ProcessGroup | None") -> ProcessMesh:
-    """The Ring of a process group; None is all processes. Raises RuntimeError if JAX does not know the processes."""
+    """Returns the ProcessMesh of a process group; None is the group of all processes.
+
+    Raises RuntimeError if torch.distributed is not initialized or JAX does not know its processes, ValueError if this
+    process is not in the group.
+    """
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialized: call torch.distributed.init_process_group first")
     count = dist.get_world_size()
@@ -116,6 +127,7 @@ def process_mesh(group: "dist.ProcessGroup | None") -> ProcessMesh:
 
 @functools.cache
 def _mesh(ranks: tuple[int, ...]) -> jax.sharding.Mesh:
+    """Returns the mesh of the first JAX device of each of these processes. ranks: in torch.distributed's numbering."""
     of_process: dict[int, jax.Device] = {}
     for device in jax.devices():
         of_process.setdefault(device.process_index, device)

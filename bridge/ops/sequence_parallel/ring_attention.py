@@ -21,7 +21,7 @@ __all__ = ["ring_attention", "shard_sequence", "unshard_sequence"]
 
 
 class _Options(TypedDict, total=False):
-    """The keyword arguments of ring_attention except return_lse."""
+    """The keyword arguments of ring_attention except return_lse, for type checkers."""
 
     group: "dist.ProcessGroup | None"
     layout: str | None
@@ -90,24 +90,36 @@ def ring_attention(
 ) -> Outputs:
     """jax_kernels.ring_attention on PyTorch tensors, under torchrun with one process for each device.
 
-    Each process calls it with its own tokens, in the same order of calls. Call bridge.initialize_distributed() first.
-    Gradients of query, key and value flow to the process that has the tokens. The gradient of sinks, as of every
-    parameter that the processes share, covers only this process's queries: sum it over the group. Autocast casts query,
-    key, value and a 16-bit bias to the autocast dtype. torch.compile breaks its graph here.
+    It returns the attention of this process's queries to the keys of all processes. Each process calls it with its own
+    tokens, in the same order of calls. Call bridge.initialize_distributed() first. Gradients of query, key and value
+    flow to the process that has the tokens. The gradient of sinks, as of every parameter that the processes share,
+    covers only this process's queries: sum it over the group. Autocast casts query, key, value and a 16-bit bias to the
+    autocast dtype. torch.compile breaks its graph here.
+
+    T is the number of this process's tokens, S the number of all processes' tokens.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32: this process's tokens, as shard_sequence returns them.
-      key: [B, T, Hkv, D]; value: [B, T, Hkv, Dv]; in query's dtype and on its device. segment_ids: int32 [B, T].
-      sinks: [H], the same in all processes.
+      key: [B, T, Hkv, D]; value: [B, T, Hkv, Dv]; in query's dtype and on its device. segment_ids: int32 [B, T], of
+        this process's tokens: a query attends only to keys with its id.
+      layout: which tokens a process has. "zigzag": the sequence is cut into 2 n chunks for n processes, and process i
+        has the chunks i and 2 n - 1 - i. "striped": every n-th token from i on. "contiguous": T consecutive tokens.
+        None: "zigzag" if the order of the tokens matters, else "contiguous".
+      strategy: "ring" sends keys and values around; "halo" sends a window's neighbouring tokens; "all_to_all" gives
+        each process all tokens of some heads; "all_gather" sends all keys to all processes. "auto" chooses.
+      sends_ahead: the number of steps by which a ring sends keys and values ahead; None follows the block specs.
+      is_causal, window, softcap, scale: as in bridge.flash_attention, by positions in the whole sequence.
+      sinks: [H], the same in all processes, logits that only join the softmax's denominator.
       mask: a masks.Mask of the whole sequence, the same in all processes. JAX compiles a program for each mask with
         arrays, so reuse the Mask.
       score_mod: as in jax_kernels.ring_attention, in jnp code or in torch's elementwise operations, the same in all
-        processes. It may not read tensors; pass them as a bias, which has gradients.
+        processes; q_idx and kv_idx are positions in the whole sequence. It may not read tensors; pass them as a bias,
+        which has gradients.
       bias: broadcastable to [B, H, T, S], in query's dtype or float32, for this process's queries and all keys in their
         order: bridge.shard_sequence(bias, axis=2), where bias is the whole sequence's.
       group: the torch.distributed process group whose ranks, in order, shard the sequence; None is all ranks.
       deterministic: None follows torch.use_deterministic_algorithms; if this is off, XLA's flag decides.
-      Other arguments: as in jax_kernels.ring_attention.
+      precision, implementation: as in bridge.flash_attention.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T]. Both are differentiable.
@@ -166,13 +178,14 @@ _OP = SequenceParallelOperator(label="ring_attention", attend=_attend, known=_kn
 def shard_sequence(
     x: torch.Tensor, *, group: "dist.ProcessGroup | None" = None, layout: str = "zigzag", axis: int = 1
 ) -> torch.Tensor:
-    """This process's shard of a tensor that all processes hold whole.
+    """Returns this process's shard of a tensor that all processes hold whole: its tokens, in the layout's order.
 
     Args:
       x: a tensor with the tokens along `axis`. Their count is a multiple of the group's ranks, or with "zigzag" of
         twice the ranks.
-      group: as in ring_attention. layout: as in ring_attention, whose default is "zigzag" too if the order of the
-        tokens matters.
+      group: the torch.distributed process group whose ranks, in order, shard the sequence; None is all ranks.
+      layout: with n ranks, rank i gets: "zigzag": chunks i and 2 n - 1 - i of 2 n chunks; "striped": every n-th token
+        from i on; "contiguous": chunk i of n. Pass the same layout to ring_attention.
 
     Raises:
       ValueError: the layout is unknown, or the ranks do not divide the tokens.
@@ -186,7 +199,11 @@ def shard_sequence(
 def unshard_sequence(
     x: torch.Tensor, *, group: "dist.ProcessGroup | None" = None, layout: str = "zigzag", axis: int = 1
 ) -> torch.Tensor:
-    """The whole tensor in the order of the tokens. x: this process's shard. The result has no gradient."""
+    """Returns the whole tensor, in the order of the tokens, from the shards of all processes. It has no gradient.
+
+    x: this process's shard. All processes of the group make the call. group, layout, axis: as in the call of
+    shard_sequence that made the shards.
+    """
     count = dist.get_world_size(group)
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(count)]
     dist.all_gather(parts, x.detach().contiguous(), group=group)
