@@ -286,7 +286,7 @@ class LoadedChain:
     def _order_places(self, places: list[Place]) -> None:
         """Prepares how a launch computes the steps' addresses from the buffers' addresses.
 
-        places: the ranges whose addresses the steps need, in order. A launch lists the addresses of the chain's
+        `places`: the ranges whose addresses the steps need, in order. A launch lists the addresses of the chain's
         buffers, then each distinct address inside a buffer (_inner). _ordered selects the steps' addresses from this
         list, and _pack writes them to a _Block. slots: the number of these addresses.
         """
