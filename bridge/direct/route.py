@@ -32,7 +32,7 @@ _MOST_CHAINS = 512
 
 
 class ArraySignature(Protocol):
-    """The shape and dtype of a Mask's array."""
+    """The shape and JAX dtype of a Mask's array. weak_type: whether JAX promotes it like a Python number."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -157,7 +157,8 @@ def find(
 ) -> LoadedChain | None:
     """The loaded chain of a jitted JAX function for these shapes, dtypes and device; None if it takes the DLPack route.
 
-    function, operands: as `launch` takes them. The first call for a function and shapes compiles the chain.
+    function: takes the tuple of Masks unless operands is None, then an array or None for each entry of tensors.
+    operands: the call's Masks. The first call for a function and shapes compiles the chain.
 
     The chain's inputs are the Masks' arrays, then the tensors that are not None. While a CUDA graph is being captured,
     nothing can be compiled: then returns None for a function and shapes that were not called before.

@@ -140,7 +140,10 @@ def driver() -> Driver:
 
 @functools.cache
 def mosaic_library() -> ctypes.CDLL:
-    """JAX's library with MosaicGpuCompile and MosaicGpuUnload, found as jax.experimental.mosaic.gpu finds it."""
+    """The library in JAX's CUDA plugin that has MosaicGpuCompile and MosaicGpuUnload, loaded once.
+
+    Raises ImportError if the plugin for CUDA 12 or 13 is not installed.
+    """
     try:
         plugin = importlib.import_module("jax_plugins.xla_cuda13")
     except ImportError:

@@ -71,7 +71,7 @@ _DLPACK_DEVICE = {"cpu": 1, "cuda": 2}
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError, naming the argument, for a nested or sparse tensor."""
+    """Raises ValueError, with the argument's `name`, for a nested or sparse tensor."""
     if tensor.is_nested:
         raise ValueError(
             f"{name}: got a nested tensor, want a dense one, such as its values(); attention takes sequences of "
@@ -82,7 +82,7 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raises TypeError, naming the argument, if JAX lacks the dtype or narrows it."""
+    """Raises TypeError, with the argument's `name`, if JAX lacks the dtype, or would narrow it to 32 bits."""
     short = str(dtype).removeprefix("torch.")
     if dtype not in _TO_JAX:
         raise TypeError(f"{name}: got dtype {dtype}, which JAX does not take; cast it first")
@@ -139,7 +139,7 @@ def jax_device(device: torch.device) -> jax.Device:
 
 
 def current_gpu(argument: str) -> torch.device:
-    """PyTorch's current GPU. Raises ValueError, naming the argument, if PyTorch has no GPU."""
+    """PyTorch's current GPU. Raises ValueError, with the name `argument`, if PyTorch has no GPU."""
     if not torch.cuda.is_available():
         raise ValueError(f"{argument}: got none, want a CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
@@ -350,7 +350,7 @@ def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device,
     """JAX arrays over the memory of tensors in the form of `readable`, none of them empty.
 
     On a GPU, JAX uses the arrays after the work that is now queued on PyTorch's current stream. target: the JAX device
-    of `device`. is_one_call: the promise of import_tensors, by which only the first array waits.
+    of `device`. is_one_call: makes only JAX's use of the first array wait; enough if one call takes all arrays.
     """
     if _PRIVATE is None:
         if device.type == "cuda":
@@ -438,7 +438,7 @@ _LOANS = itertools.count()
 
 @atexit.register
 def _finish() -> None:
-    """Waits until neither PyTorch nor JAX uses the other's memory.
+    """Waits, at the end of the process and for JAX at most 2 seconds, until neither library uses the other's memory.
 
     JAX's threads release a tensor under the interpreter's lock. After the interpreter has ended, that would abort the
     process.

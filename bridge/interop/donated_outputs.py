@@ -62,8 +62,9 @@ class _Result(NamedTuple):
 class _DonatingJit:
     """A JAX function, jitted so that it writes its results to the memory of given arrays.
 
-    jitted(results, *arguments): `results` is a list of arrays, which JAX takes as donated and overwrites. results: for
-    each key of arguments that were seen, the shapes and dtypes of the results; None if JAX cannot write them in place.
+    jitted(targets, *arguments): the jitted function, which overwrites the arrays in the list `targets` with its results
+    (they are donated). results: for each key of arguments that were seen, the shape, strides and dtype of each result;
+    None if JAX cannot write them in place.
     """
 
     def __init__(self, function: JaxFunction) -> None:

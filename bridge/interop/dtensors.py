@@ -132,7 +132,11 @@ def on_shards(
 
 
 def _shards(given: Mapping[str, "DTensor"], roles: Mapping[str, Roles]) -> _Shards:
-    """The sharding of a call's DTensors. given, roles: by the tensors' names. Raises the errors of on_shards."""
+    """The sharding of a call's DTensors. given: the tensors, by name. roles: the role of each of their axes, by name.
+
+    Raises TypeError for a tensor that is no DTensor, and ValueError for tensors on different meshes, or for placements
+    with which a shard would need another shard.
+    """
     first = next(name for name, x in given.items() if is_dtensor(x))
     mesh = given[first].device_mesh
     sizes: dict[str, int] = {}

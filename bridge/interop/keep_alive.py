@@ -48,8 +48,8 @@ def relaxed_capture() -> Iterator[None]:
 class _Entry(NamedTuple):
     """Memory that is held until a stream has passed an event.
 
-    copied: the event. memory: tensors over JAX's memory. read: PyTorch's tensors that JAX reads. size: bytes of the
-    former.
+    copied: the event. memory: tensors over JAX's memory. size: the bytes of this memory. read: PyTorch's own tensors,
+    which JAX reads.
     """
 
     copied: torch.cuda.Event

@@ -59,7 +59,8 @@ def plain_of(name: str, x: Any) -> Any:
 def plain_options(names: tuple[str, ...], options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are not Python numbers yet, by name, with Python numbers for PyTorch, NumPy and JAX scalars.
 
-    names: the options to look at. Options that plain_of does not change are left out. Raises the errors of plain_of.
+    names: the options to look at. Options whose values stay the same are left out. Raises TypeError, naming the option,
+    for a tensor whose value is not known, or that requires a gradient.
     """
     found = {}
     for name in names:
@@ -94,8 +95,8 @@ def _is_same(value: Any, x: Any) -> bool:
 def plain_arguments[Function: Callable[..., Any]](function: Function) -> Function:
     """Decorates a function so that scalar tensors and NumPy and JAX scalars among its arguments become Python numbers.
 
-    Only for a function whose scalar tensors are all options, because they lose their gradient. It raises the errors of
-    plain_of.
+    Only for a function whose scalar tensors are all options: a scalar tensor that requires a gradient raises TypeError,
+    which names the argument, and so does one whose value is not known.
     """
     positions = list(inspect.signature(function).parameters)
 

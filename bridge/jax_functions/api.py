@@ -227,7 +227,8 @@ class JaxOp:
     def serve(self, seen: CallKey | None, *args: Any, **kwargs: Any) -> Any:
         """The results of the function on args and kwargs: tensors, in the function's own containers.
 
-        seen: the key under which `find` then finds the call; None if the call must not be cached.
+        seen: the key under which `find` finds later equal calls; None if the call must not be cached. The call is also
+        not cached if it reads other tensors than the key's, or runs under torch.func or another transform.
         """
         if self._is_whole and torch.compiler.is_compiling():
             return self._in_graph(*args, **kwargs)

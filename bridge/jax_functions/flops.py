@@ -44,7 +44,7 @@ def _forward(query: torch.Size, key: torch.Size, value: torch.Size, *_: _Ignored
 def _backward(query: torch.Size, key: torch.Size, value: torch.Size, *_: _Ignored, **__: _Ignored) -> int:
     """The operations of attention's backward: five matmuls for each head.
 
-    They recompute the scores, and compute the gradients of the weights (query @ key.T after softmax), query, key and
+    They recompute the scores, and compute the gradients of the weights (the softmax of the scores), query, key and
     value.
     """
     return _attention(query, value, 3, 2)

@@ -36,7 +36,7 @@ __all__ = [
 
 
 class ArraySignature(NamedTuple):
-    """The shape and dtype of a Mask's array, without its values."""
+    """The shape and JAX dtype of a Mask's array. weak_type: whether JAX promotes it like a Python number."""
 
     shape: tuple[int, ...]
     dtype: jnp.dtype

@@ -91,9 +91,10 @@ def _residual_zeros(program):
 
 
 class CallWithTangents(torch.autograd.Function):
-    """As CallFunction, for tensors with tangents of forward-mode differentiation, which may also need a gradient.
+    """Runs a program on tensors with tangents of forward-mode differentiation: apply(program, operands, *tensors).
 
-    The outputs have tangents. Under forward mode its backward raises NotImplementedError.
+    operands: the call's Masks. Returns a tuple: the program's outputs, with tangents, then its extra residuals. The
+    outputs also have a gradient, but under forward mode the backward raises NotImplementedError.
     """
 
     @staticmethod

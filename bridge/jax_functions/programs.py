@@ -48,7 +48,7 @@ __all__ = [
 
 
 class TensorSpec(NamedTuple):
-    """A tensor without its values."""
+    """A PyTorch tensor without its values. layout: torch.strided for a dense tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def is_inexact(self) -> bool:
-        """Whether its values can be differentiated."""
+        """Whether it can have a gradient: its dtype is floating-point or complex."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
@@ -148,7 +148,7 @@ class Program:
 
     @property
     def label(self) -> str:
-        """The program's name in error messages."""
+        """The text 'from_jax of FUNCTION', by which error messages name the program."""
         return f"from_jax of {display_name(self.request.function)}"
 
 

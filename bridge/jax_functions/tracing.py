@@ -33,8 +33,9 @@ __all__ = ["build_program", "cotangents_of", "mapped_axes", "mask_specs", "outpu
 def program_for(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
     """The program of a request, made once per process.
 
-    needs: for each tensor, whether the backward computes its gradient. Raises TypeError, naming the argument, for a
-    constant that is not hashable, and the errors that from_jax documents.
+    needs: for each tensor, whether the backward computes its gradient. Raises, naming the argument: TypeError for a
+    constant that is not hashable, or a dtype that JAX lacks; ValueError if there is no tensor, a tensor is sparse, or
+    the tensors are on several devices. Also raises the errors of the JAX function.
     """
     try:
         hash(request)
@@ -66,6 +67,7 @@ def build_program(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
 
 @memoize
 def _made(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
+    """The program of a request, stored under a new name; made once for equal arguments."""
     name = new_name(request)
     function = find_function(request.function)  # the recipe keeps it alive
     return store(name, lambda: _planned(name, request, needs, function))
@@ -74,8 +76,9 @@ def _made(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
 def _planned(name: str, request: ProgramKey, needs: tuple[bool, ...], function: Callable[..., Any]) -> Program:
     """Traces the function for a request, and returns its Program. XLA compiles the program at its first call.
 
-    function: the request's function. needs: for each tensor, whether the backward computes its gradient. Raises the
-    errors that from_jax documents.
+    name: the program's name. function: the request's function. needs: for each tensor, whether the backward computes
+    its gradient. Raises, naming the argument: TypeError for a dtype that JAX or PyTorch lacks; ValueError if there is
+    no tensor, a tensor is sparse, or the tensors are on several devices. Also raises the function's errors.
     """
     signatures = request.signatures
     device = _check(request, function)

@@ -89,7 +89,10 @@ def launcher_for(
     """A function (*tensors) that calls a jitted JAX function on tensors of the same properties, without checks.
 
     It takes the tensors that are not None, and returns the list of results. It launches the function's launch chain if
-    there is one, and otherwise takes the DLPack route. function, tensors, operands: as for `execute`.
+    there is one, and otherwise takes the DLPack route.
+
+    function: takes the tuple of Masks unless operands is None, then an array or None for each entry of tensors.
+    tensors: the tensors of a first call. operands: the call's Masks.
     """
     chain, other = route.find(function, tensors, operands), _JaxLauncher(function, tensors, operands)
     device = next(x.device for x in tensors if x is not None)

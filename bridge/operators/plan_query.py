@@ -47,7 +47,7 @@ class _BypassCache(TorchFunctionMode):
 
 @contextlib.contextmanager
 def planning_only(device: DeviceInfo | None = None) -> Iterator[None]:
-    """Makes the ops that this thread calls raise PlanFound inside the block.
+    """A context manager inside which each op of the bridge that this thread calls raises PlanFound, and does not run.
 
     device: the device to plan for; None for the device of the tensors.
     """

@@ -70,7 +70,11 @@ def name_of(activation: str | Activation | None) -> str | None:
 
 
 def _key(function: Any) -> Hashable:
-    """A key that is equal for partials, or PyTorch modules, that compute the same; else the function itself."""
+    """A key for _NAMES that equal activations share.
+
+    Partials are equal if they have one function and equal constants; PyTorch's activation modules if they have one
+    class and equal settings. For other functions it is the function itself.
+    """
     if isinstance(function, functools.partial):
         given = *function.args, *function.keywords.values()
         if all(isinstance(x, bool | int | float | str | None) for x in given):

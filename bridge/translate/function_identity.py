@@ -119,7 +119,8 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
 def _known(value: Any, outer: tuple[types.FunctionType, ...], is_copy: bool = False) -> Hashable:
     """The key of a value that a function can read; equal keys mean equal values.
 
-    outer, is_copy: as for _key. Raises UncomparableFunctionError if the value cannot be compared.
+    outer: the functions whose keys are being computed. is_copy: whether captures.copied made the value, so that no
+    other code changes it. Raises UncomparableFunctionError if the value cannot be compared.
     """
     kind = type(value)
     if is_copy and (found := _known_copy(value, outer)) is not None:

@@ -176,7 +176,7 @@ def _product(function: Callable[..., jax.Array]) -> Form:
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The dot product as a sum of elementwise products, which a kernel's program may contain."""
+    """The form of torch.dot and torch.vdot: a sum of elementwise products of two vectors, which kernels can contain."""
     if x.ndim != 1 or y.ndim != 1:
         raise UnsupportedTorchOpError(f"calls torch.dot of shapes {x.shape} and {y.shape}, want two vectors")
     return jnp.sum(x * y)

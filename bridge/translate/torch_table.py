@@ -75,7 +75,7 @@ def _is_number(x: Operand) -> bool:
 
 
 def _clamp(x: jax.Array, min: Operand | None = None, max: Operand | None = None) -> jax.Array:
-    """clamp. At a numeric bound the gradient of x is 0, as in torch; at a tensor's bound it is halved."""
+    """The form of torch.clamp. At a bound that is a number, x has gradient 0, as in torch; at a tensor's bound, 1/2."""
     if min is None and max is None:
         raise UnsupportedTorchOpError("calls torch.clamp without a bound, want min or max")
     if min is not None:
@@ -86,7 +86,7 @@ def _clamp(x: jax.Array, min: Operand | None = None, max: Operand | None = None)
 
 
 def _abs(x: jax.Array) -> jax.Array:
-    """abs. Its gradient at 0 is 0, as in torch."""
+    """The form of torch.abs. Its gradient at 0 is 0, as in torch."""
     return x * jnp.sign(x)
 
 
@@ -192,7 +192,7 @@ def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
 
 
 def _copysign(x: jax.Array, y: Operand) -> jax.Array:
-    """copysign. Its gradient at x = 0 is 0, as in torch."""
+    """The form of torch.copysign. Its gradient at x = 0 is 0, as in torch."""
     return _abs(_floating(x)) * jnp.where(jnp.signbit(_floating(y)), -1.0, 1.0)
 
 
