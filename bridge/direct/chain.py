@@ -1,4 +1,8 @@
-"""A launch chain: the kernels, fills and copies of a program on a GPU, in order, with their buffers."""
+"""A launch chain: the kernels, fills and copies of a program on a GPU, in order, with their buffers.
+
+A chain's buffers are numbered: first the inputs, then the outputs, then the workspace (scratch memory in the GPU's
+device memory, also counted if its size is 0), then the constants.
+"""
 
 import dataclasses
 
@@ -23,7 +27,11 @@ class NotDirectError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """An address. buffer: the buffer's index in the chain. offset: bytes from its start. size: bytes that are used."""
+    """A range of a chain's device memory.
+
+    buffer: the buffer's number: inputs, outputs, the workspace and constants are counted in this order. offset: bytes
+    from the buffer's start. size: bytes in the range.
+    """
 
     buffer: int
     offset: int
@@ -32,7 +40,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dims:
-    """Numbers of CTAs or threads along three axes."""
+    """Sizes along three axes: CTAs in a grid, threads in a CTA, or CTAs in a cluster."""
 
     x: int = 1
     y: int = 1
@@ -41,9 +49,11 @@ class Dims:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kernel whose arguments are all addresses. shared_memory: bytes of dynamic shared memory.
+    """A step that launches a compiled kernel, whose arguments are all addresses of device memory.
 
-    zeroed: addresses that are filled with zeros before the kernel runs.
+    cubin: the compiled module, which has the kernel under `name`. grid: CTAs. block: threads in a CTA. cluster: CTAs in
+    a cluster. shared_memory: bytes of dynamic shared memory for each CTA. arguments: the ranges whose addresses are the
+    kernel's arguments, in order. zeroed: ranges that are filled with zeros before the kernel runs.
     """
 
     name: str
@@ -58,7 +68,11 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MosaicKernel:
-    """A Mosaic kernel. Mosaic compiles `module` to a function that launches the kernel."""
+    """A step that launches a Mosaic kernel.
+
+    module: MLIR bytecode, which Mosaic compiles to a function that launches the kernel. arguments: the ranges of device
+    memory that the kernel reads, then the ranges that it writes.
+    """
 
     name: str
     module: bytes = dataclasses.field(repr=False)
@@ -67,7 +81,7 @@ class MosaicKernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fill:
-    """Fills memory with a 32-bit value. If the size is no multiple of 4 bytes, the value must be 0."""
+    """A step that fills device memory with a 32-bit value: with 0, if the size is no multiple of 4 bytes."""
 
     target: Place
     value: int
@@ -75,7 +89,7 @@ class Fill:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Copy:
-    """Copies memory. source and target have the same size."""
+    """A step that copies device memory. source and target have the same size."""
 
     source: Place
     target: Place
@@ -86,7 +100,7 @@ type Step = Kernel | MosaicKernel | Fill | Copy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Array:
-    """The shape of an input or output of a chain, the name of its dtype, and its size in bytes."""
+    """The shape of a chain's input or output, the name of its dtype, such as "bfloat16", and its size in bytes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -95,7 +109,7 @@ class Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A constant of the program."""
+    """An array that is a constant of the program. value: its bytes, which a launch reads from device memory."""
 
     name: str
     value: bytes = dataclasses.field(repr=False)
@@ -103,9 +117,10 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchChain:
-    """The steps of a program. Its buffers, in this order: inputs, outputs, the workspace, constants.
+    """A program as steps on device memory, which run one after the other on one stream.
 
-    workspace: its size in bytes.
+    inputs, outputs: the arrays that a launch takes and returns. workspace: bytes of scratch memory that a launch needs.
+    constants: the arrays that the steps read in addition to the inputs.
     """
 
     inputs: tuple[Array, ...]

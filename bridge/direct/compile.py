@@ -1,4 +1,4 @@
-"""Compiles JAX functions for a GPU without running them, so that their executables can be read (see executable.py)."""
+"""Compiles JAX functions for a GPU without running them, and reads the launch chains of their executables."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,7 +21,11 @@ _LIBRARIES = ("stablehlo.dot", "stablehlo.convolution", "stablehlo.custom_call",
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """The facts of a GPU that XLA compiles for. kind: JAX's device_kind. Memory is in bytes."""
+    """The facts of a GPU that XLA compiles for. It need not be in this machine.
+
+    kind: JAX's device_kind, such as "NVIDIA H200". A core is an SM. Memory sizes are in bytes, memory_bandwidth in
+    bytes per second, registers in 32-bit registers.
+    """
 
     kind: str
     compute_capability: tuple[int, int]
@@ -37,7 +41,7 @@ class Target:
 
     @property
     def description(self) -> str:
-        """XLA's description of the GPU, in protobuf text."""
+        """The GPU as the text of XLA's GpuTargetConfigProto, for jax.experimental.topologies."""
         major, minor = self.compute_capability
         features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
         return f"""gpu_device_info {{
@@ -61,16 +65,17 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class _Device(AbstractDevice):
-    """An abstract device with the compute capability, from which Mosaic reads the architecture."""
+    """JAX's AbstractDevice with a compute_capability, such as "9.0", from which Mosaic reads the architecture."""
 
     compute_capability: str = ""
 
 
 def compile_chain(target: Target, function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct]) -> LaunchChain:
-    """The launch chain of a function of arrays, which returns a flat sequence.
+    """The launch chain of a JAX function, compiled for a GPU.
 
-    specs: a jax.ShapeDtypeStruct for each argument. Raises NotDirectError if the function has no chain. A function that
-    calls none of this library's kernels and contains an operation of _LIBRARIES raises before it is compiled.
+    function: takes arrays, and returns a flat sequence of arrays. specs: the shape and dtype of each argument. Raises
+    NotDirectError if the program cannot be a chain of kernels, fills and copies. A function that calls none of this
+    library's kernels and contains an operation of _LIBRARIES raises before it is compiled.
     """
     topology = topologies.get_topology_desc(platform="cuda", target_config=target.description, topology="1x1x1")
     replicated = NamedSharding(Mesh(np.array(topology.devices[:1]), ("device",)), PartitionSpec())

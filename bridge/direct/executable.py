@@ -55,9 +55,10 @@ _THUNKS = {
 def chain_of(
     compiled: jax.stages.Compiled, inputs: Sequence[jax.ShapeDtypeStruct], outputs: Sequence[jax.ShapeDtypeStruct]
 ) -> LaunchChain:
-    """The launch chain of a program that JAX compiled for a GPU. inputs, outputs: its arrays, with shape and dtype.
+    """The launch chain of a program that JAX compiled for a GPU. inputs, outputs: shape and dtype of each, in order.
 
-    Raises NotDirectError if there is no chain, or if the serialized executable is not in jaxlib 0.11's format.
+    Raises NotDirectError, with the reason, if the program has other steps than kernels, fills and copies, or if the
+    serialized executable is not in jaxlib 0.11's format.
     """
     try:
         data = compiled.runtime_executable().serialize()  # type: ignore[union-attr]
@@ -69,7 +70,12 @@ def chain_of(
 def read_chain(
     data: bytes, inputs: Sequence[jax.ShapeDtypeStruct], outputs: Sequence[jax.ShapeDtypeStruct]
 ) -> LaunchChain:
-    """The launch chain of a serialized executable. Raises NotDirectError or ValueError."""
+    """The launch chain of an executable that JAX serialized.
+
+    inputs, outputs: shape and dtype of each array, in order. Raises NotDirectError if the program has other steps than
+    kernels, fills and copies, or memory that a chain cannot describe; ValueError and other errors if `data` is not in
+    jaxlib 0.11's format.
+    """
     header = varint(data, 0)
     outer = _joined(data[header.end + header.value :], "xla.ExecutableAndOptionsProto")
     executable = _joined(outer.data(1), "xla.gpu.GpuExecutableProto")
@@ -87,7 +93,11 @@ def read_chain(
 
 
 def _joined(data: bytes, name: str) -> Message:
-    """Joins a message that is split into records: a manifest, and a record for each entry of the manifest."""
+    """The protocol buffer that XLA split into the records in `data`. name: the name of its type.
+
+    The first record is a manifest; each of its entries describes one of the other records. Raises ValueError if the
+    message has another type.
+    """
     first, *records = read_records(data)
     manifest = Message(first)
     if manifest.text(1) != name:
@@ -103,6 +113,7 @@ def _joined(data: bytes, name: str) -> Message:
 
 
 def _array(x: jax.ShapeDtypeStruct) -> Array:
+    """The Array of this shape and dtype. Raises NotDirectError if it has no elements."""
     dtype = np.dtype(x.dtype)
     size = int(np.prod(x.shape, dtype=np.int64)) * dtype.itemsize
     if not size:
@@ -112,7 +123,11 @@ def _array(x: jax.ShapeDtypeStruct) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Buffers:
-    """The buffers of a chain. `places`: the address of each of the program's allocations, by the allocation's index."""
+    """The buffers of a chain, which replace XLA's allocations: the blocks of memory that the program's steps use.
+
+    inputs, outputs, workspace, constants: the fields of the LaunchChain. `places`: the range of a buffer that replaces
+    each allocation, by the allocation's index.
+    """
 
     inputs: tuple[Array, ...]
     outputs: tuple[Array, ...]
@@ -122,6 +137,11 @@ class _Buffers:
 
     @classmethod
     def of(cls, executable: Message, inputs: list[Array], outputs: list[Array]) -> "_Buffers":
+        """Reads the buffers of a GpuExecutableProto.
+
+        Raises NotDirectError for memory that a chain cannot describe, such as an output that is also an input, and
+        ValueError if the allocations do not fit the inputs, outputs and constants.
+        """
         allocations = {x.integer(1): x for x in executable.message(10).messages(1)}
         places: dict[int, Place] = {}
         for number, allocation in allocations.items():
@@ -165,7 +185,7 @@ class _Buffers:
         )
 
     def place(self, piece: Message) -> Place:
-        """The address of a BufferAllocationSliceProto."""
+        """The range of a BufferAllocationSliceProto. Raises ValueError if its allocation does not contain it."""
         number, offset, size = piece.integer(3), piece.integer(1), piece.integer(2)
         whole = self.places.get(number)
         if whole is None or offset + size > whole.size:
@@ -173,7 +193,7 @@ class _Buffers:
         return Place(buffer=whole.buffer, offset=whole.offset + offset, size=size)
 
     def shaped(self, piece: Message) -> Place:
-        """The address of a ShapedSliceProto."""
+        """The range of a ShapedSliceProto. Raises ValueError if its allocation does not contain it."""
         return self.place(piece.message(1))
 
 
@@ -197,13 +217,13 @@ _NUMBERS = (4, 5, 8, 9)  # types whose values are varints; other types' values a
 
 
 class _Literals:
-    """The constants in a program's HLO module. They are read if the serialized executable omits their values."""
+    """The constants in a program's HLO module, which has their values even if the list of constants omits them."""
 
     def __init__(self, executable: Message) -> None:
         self._executable = executable
 
     def value(self, name: str) -> bytes:
-        """The bytes of a constant. Raises NotDirectError if they cannot be read."""
+        """The bytes of the constant of this name. Raises NotDirectError if there is none, or if it cannot be read."""
         found = self._instructions.get(name)
         if found is None:
             raise NotDirectError(f"the program has no constant {name}")
@@ -218,6 +238,7 @@ class _Literals:
 
     @functools.cached_property
     def _instructions(self) -> dict[str, Message]:
+        """The HLO instructions of the constants whose names are unique, by name, with "_" for special characters."""
         computations = self._executable.message(1).message(1).messages(3)
         constants = [x for each in computations for x in each.messages(2) if x.data(2) == b"constant"]
         names = [re.sub(r"\W", "_", x.text(1)) for x in constants]
@@ -225,6 +246,7 @@ class _Literals:
 
 
 def _whole(buffer: int, allocation: Message, array: Array) -> Place:
+    """All of a buffer, which replaces an allocation. Raises ValueError if the array's size is not the allocation's."""
     size = allocation.integer(2)
     if size != array.size:
         raise ValueError(f"got an allocation of {size} bytes for an array of {array.size}")
@@ -232,14 +254,17 @@ def _whole(buffer: int, allocation: Message, array: Array) -> Place:
 
 
 def _outputs(executable: Message, count: int) -> list[int]:
-    """The allocation indices of the outputs, in order. A single output that is no tuple has an empty index."""
+    """The index of each output's allocation, in order. count: the number of outputs.
+
+    Raises NotDirectError if an output is also an input, and ValueError for another number of outputs.
+    """
     found: dict[int, int] = {}
     entries = executable.messages(11)
     for entry in entries:
         index, info = entry.message(1).integers(1), entry.message(2)
         if info.integer(2) or info.has(3):
             raise NotDirectError("an output is an input")
-        if len(entries) == 1 and not index:
+        if len(entries) == 1 and not index:  # a single output that is no tuple
             index = [0]
         if len(index) == 1:
             (position,) = index
@@ -250,6 +275,10 @@ def _outputs(executable: Message, count: int) -> list[int]:
 
 
 def _steps(thunk: Message, buffers: _Buffers) -> Iterator[Step]:
+    """Yields the steps of one of XLA's thunks, also of the thunks inside it.
+
+    Raises NotDirectError for a thunk that is no kernel, fill or copy, and ValueError for an unknown format.
+    """
     kinds = [number for number in thunk.numbers() if number != 1]
     if len(kinds) != 1:
         raise ValueError(f"got a thunk of kinds {kinds}")
@@ -285,6 +314,7 @@ def _steps(thunk: Message, buffers: _Buffers) -> Iterator[Step]:
 
 
 def _copy(own: Message, buffers: _Buffers) -> Copy:
+    """The step of a CopyThunkProto. Raises ValueError if it copies more bytes than its source or target has."""
     source, target, size = buffers.shaped(own.message(1)), buffers.shaped(own.message(2)), own.integer(3)
     if not 0 < size <= min(source.size, target.size):
         raise ValueError(f"got a copy of {size} bytes, from {source.size} to {target.size}")
@@ -292,13 +322,17 @@ def _copy(own: Message, buffers: _Buffers) -> Copy:
 
 
 def _dims(message: Message, number: int) -> Dims:
+    """The sizes along x, y and z in a field of the message. number: the field's number. An absent size is 1."""
     coordinates = message.message(number)
     x, y, z = (coordinates.integer(axis, 1) for axis in (1, 2, 3))
     return Dims(x=x, y=y, z=z)
 
 
 def _kernel(own: Message, buffers: _Buffers) -> Kernel:
-    """The kernel of a CustomKernelThunkProto."""
+    """The step of a CustomKernelThunkProto.
+
+    Raises NotDirectError if the kernel is no cubin, or has arguments other than addresses of buffers.
+    """
     kernel = own.message(3)
     spec, name = kernel.message(2), kernel.message(2).text(4)
     if own.data(6):
@@ -326,7 +360,11 @@ def _kernel(own: Message, buffers: _Buffers) -> Kernel:
 
 
 def _packing(spec: Message, count: int) -> list[int]:
-    """For each kernel argument, the index of the buffer whose address it is."""
+    """For each kernel argument, the index of the thunk's buffer whose address it is.
+
+    spec: a KernelLoaderSpecProto. count: the thunk's number of buffers. Raises NotDirectError for an argument that is
+    no address.
+    """
     if not spec.has(5):
         return list(range(count))
     found = []
@@ -342,7 +380,7 @@ _MOSAIC = "mosaic_gpu_v2"
 
 
 def _mosaic(own: Message, buffers: _Buffers) -> MosaicKernel:
-    """The kernel of a CustomCallThunkProto."""
+    """The step of a CustomCallThunkProto. Raises NotDirectError unless it is a Mosaic kernel on one device."""
     target = own.text(1)
     if target != _MOSAIC:
         raise NotDirectError(f"the program calls {target}")

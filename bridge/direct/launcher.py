@@ -1,7 +1,7 @@
 """Launches a chain on PyTorch's current stream. PyTorch owns the outputs and the workspace.
 
 A chain is loaded once per device. Loading prepares everything for a launch except the stream and the addresses of the
-tensors; one call of struct writes these addresses to a block. One launch uses a block at a time.
+tensors; one call of struct writes these addresses to a _Block, which is host memory that one launch uses at a time.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ _MOSAIC_LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes
 class Allocator(NamedTuple):
     """The functions of PyTorch that a launch needs. Tests replace them.
 
-    empty(shape, strides, dtype): a new tensor on the current device. device(): the index of the current device.
-    on(device): a context in which `device` is current. stream(index): the handle of a device's current stream.
+    empty(shape, strides, dtype): a new tensor on the current GPU, without values. device(): the current GPU's index.
+    on(device): a context in which `device` is current. stream(index): the handle of the current stream of a GPU.
     is_capturing(): whether a CUDA graph is being captured on the current stream of the current device.
     """
 
@@ -61,7 +61,11 @@ def torch_allocator() -> Allocator:
 
 
 class _Mosaic(NamedTuple):
-    """A Mosaic kernel that is compiled in this process. handle: the argument of MosaicGpuUnload."""
+    """A Mosaic kernel that Mosaic has compiled in this process.
+
+    handle: the argument of MosaicGpuUnload. launch(function, stream, address): launches the kernel. function: a value
+    that Mosaic returned for this argument. address: host address of an array with the kernel's device addresses.
+    """
 
     handle: "ctypes._Pointer[ctypes.c_void_p]"
     function: int
@@ -69,14 +73,20 @@ class _Mosaic(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """A loaded kernel: a handle of the CUDA driver, or a Mosaic kernel. Both are None for fills and copies."""
+    """The loaded kernel of a step. Both fields are None for a fill or a copy.
+
+    function: the CUDA driver's handle of a Kernel. mosaic: a compiled MosaicKernel.
+    """
 
     function: int | None = None
     mosaic: _Mosaic | None = None
 
 
 class _Resources:
-    """The modules and Mosaic kernels of a chain, in the context of one device. close unloads them."""
+    """The loaded modules and Mosaic kernels of a chain, in the CUDA context of one device. `close` unloads them.
+
+    is_captured: whether a CUDA graph has captured a launch of the chain.
+    """
 
     def __init__(self, driver: Driver, context: int, mosaic: Callable[[], ctypes.CDLL]) -> None:
         self.driver = driver
@@ -87,7 +97,7 @@ class _Resources:
         self.is_captured = False
 
     def close(self) -> None:
-        """Waits for the device, and unloads everything."""
+        """Waits until the device has finished all its work, then unloads the modules and Mosaic kernels."""
         driver = self.driver
         driver.call("cuCtxPushCurrent", self.context)
         try:
@@ -113,13 +123,23 @@ def _drop(resources: _Resources) -> None:
 
 
 def unload_dropped() -> None:
-    """Unloads the kernels of garbage-collected chains. It waits for their devices, so only compiling calls it."""
+    """Unloads the kernels of LoadedChains that were garbage-collected.
+
+    It waits until their devices have finished all work, so it is called only before a compilation or when caches are
+    cleared.
+    """
     while _DROPPED:
         _DROPPED.pop().close()
 
 
 class _Block:
-    """The host memory of one launch: addresses, arrays of pointers to the addresses, and launch configurations."""
+    """The host memory that one launch of a chain uses, prepared once.
+
+    addresses: the device address for each argument, fill and copy of the steps, in order. keep: for each kernel an
+    array of pointers to its arguments' addresses. configs: the kernels' launch configurations. stream: the stream in
+    these configurations. calls: functions of the stream, to call in order; a result other than 0 or None is an error
+    code. current: receives the thread's current CUDA context.
+    """
 
     def __init__(self, loaded: "LoadedChain") -> None:
         self.addresses = (ctypes.c_uint64 * max(1, loaded.slots))()
@@ -136,7 +156,11 @@ class _Block:
             first += len(_places(step))
 
     def _add(self, step: Step, ready: _Ready, address: int, loaded: "LoadedChain") -> None:
-        """Adds the calls of a step. address: host address of the step's first device address in the block."""
+        """Adds a step's calls to `calls`.
+
+        ready: the step's loaded kernel. address: the host address, inside `addresses`, of the first device address that
+        the step uses.
+        """
         driver: Any = loaded.driver
         at = lambda index: ctypes.c_uint64.from_address(address + 8 * index)
         match step:
@@ -164,6 +188,10 @@ class _Block:
 
 
 def _filler(driver: Any, target: ctypes.c_uint64, size: int, value: int) -> Callable[[int], int]:
+    """A function of a stream that fills `size` bytes of device memory, and returns an error code.
+
+    target: contains the device address at the time of the call. value: 32 bits; 0 if size is no multiple of 4.
+    """
     if size % 4 == 0:
         words = driver.cuMemsetD32Async
         return lambda stream: words(target.value, value, size // 4, stream)
@@ -172,6 +200,7 @@ def _filler(driver: Any, target: ctypes.c_uint64, size: int, value: int) -> Call
 
 
 def _config(step: Kernel) -> LaunchConfig:
+    """The launch configuration of a kernel, without the stream."""
     grid, block, cluster = step.grid, step.block, step.cluster
     config = LaunchConfig(
         grid_x=grid.x,
@@ -191,7 +220,7 @@ def _config(step: Kernel) -> LaunchConfig:
 
 
 def _places(step: Step) -> tuple[Place, ...]:
-    """The addresses that a step needs, in the order of a block."""
+    """The ranges of device memory whose addresses a step needs, in the order in which a _Block lists them."""
     match step:
         case Kernel():
             return (*step.zeroed, *step.arguments)
@@ -205,7 +234,7 @@ def _places(step: Step) -> tuple[Place, ...]:
 
 
 def _facts(array: Array) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """The shape, strides and dtype of an array's tensor."""
+    """(shape, strides, dtype) of a contiguous PyTorch tensor for an array; strides count elements."""
     strides = [math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape))]
     return array.shape, tuple(strides), getattr(torch, array.dtype)
 
@@ -213,8 +242,11 @@ def _facts(array: Array) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 class LoadedChain:
     """A chain whose kernels are loaded on one device. Calling it with its input tensors returns its output tensors.
 
-    The tensors must be contiguous, on the device, and of the chain's shapes and dtypes. A tensor that is not aligned to
-    16 bytes is copied. Several threads may call it at once. Its kernels are unloaded some time after its deletion.
+    It takes one tensor for each of the chain's inputs, and returns the outputs as new tensors; the work runs on
+    PyTorch's current stream. The tensors must be contiguous, on the device, and have the chain's shapes and dtypes;
+    this is not checked. A tensor that is not aligned to 16 bytes is copied. Several threads may call it at once. Its
+    kernels are unloaded some time after its deletion. A call that a CUDA graph captures keeps it loaded until the
+    process ends. Raises DriverError if the CUDA driver reports an error.
     """
 
     def __init__(
@@ -252,10 +284,11 @@ class LoadedChain:
         self._blocks: list[_Block] = [_Block(self)]
 
     def _order_places(self, places: list[Place]) -> None:
-        """Prepares the computation of the steps' addresses from the buffers' addresses.
+        """Prepares how a launch computes the steps' addresses from the buffers' addresses.
 
-        A launch lists the addresses of the buffers, then each distinct address inside a buffer once. _ordered selects
-        the steps' addresses from this list.
+        `places`: the ranges whose addresses the steps need, in order. A launch lists the addresses of the chain's
+        buffers, then each distinct address inside a buffer (_inner). _ordered selects the steps' addresses from this
+        list, and _pack writes them to a _Block. slots: the number of these addresses.
         """
         count = len(self.chain.inputs) + len(self.chain.outputs) + 1 + len(self.chain.constants)
         inner = list(dict.fromkeys((x.buffer, x.offset) for x in places if x.offset))
@@ -295,6 +328,7 @@ class LoadedChain:
         return outputs
 
     def _launch(self, addresses: Sequence[int], stream: int) -> None:
+        """Launches all steps on a stream of this device. addresses: the steps' device addresses, in order."""
         driver: Any = self.driver
         try:
             block = self._blocks.pop()
@@ -328,7 +362,10 @@ def _run(driver: Driver, block: _Block, stream: int) -> None:
 
 
 def _load(step: Step, resources: _Resources) -> _Ready:
-    """Loads a step's kernel in the current context."""
+    """Loads a step's kernel in the current CUDA context, and adds it to `resources`, which unload it.
+
+    Raises DriverError if the driver or Mosaic fails.
+    """
     if isinstance(step, Kernel):
         module = resources.driver.load(step.cubin)
         resources.modules.append(module)

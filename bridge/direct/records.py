@@ -1,5 +1,8 @@
 """Reads XLA's serialized executables: Riegeli records of protocol buffers, compressed by Snappy.
 
+Riegeli is Google's file format for a sequence of records. A file has blocks of 64 KiB with a header each; the blocks
+contain chunks, and a chunk contains records, which are protocol buffers here.
+
 Formats: github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md, github.com/google/snappy (its
 format_description.txt) and protobuf.dev/programming-guides/encoding. Hashes are not checked.
 """
@@ -16,7 +19,11 @@ _CHUNK_HEADER = struct.Struct("<QQQQQ")
 
 
 class _Chunk(NamedTuple):
-    """A Riegeli chunk. kind: the letter of its type. records: the number of its records. data: its bytes."""
+    """A chunk of a Riegeli file.
+
+    kind: the letter of its type: "r" for records, "s" for the file's signature, "m" for metadata. records: the number
+    of its records. data: its bytes after the header.
+    """
 
     kind: str
     records: int
@@ -24,14 +31,14 @@ class _Chunk(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """A decoded number. end: the offset of the byte after it."""
+    """A decoded number. end: the offset of the first byte after it."""
 
     value: int
     end: int
 
 
 def varint(data: bytes, at: int) -> _Number:
-    """The base-128 number at offset `at`. Raises ValueError if the bytes end inside the number."""
+    """The protocol buffer varint at byte offset `at`. Raises ValueError if the bytes end inside the number."""
     value = shift = 0
     while at < len(data):
         byte = data[at]
@@ -44,9 +51,11 @@ def varint(data: bytes, at: int) -> _Number:
 
 
 class Message:
-    """A protocol buffer. Methods take field numbers. Integers are unsigned; absent fields have defaults.
+    """A decoded protocol buffer message, without a schema: its methods take a field's number.
 
-    Raises ValueError if the bytes are no protocol buffer.
+    An absent field is 0, empty bytes, an empty text, an empty message or an empty list. Integers are unsigned. If a
+    field occurs several times, methods for one value return the last. The constructor raises ValueError if the bytes
+    are no protocol buffer; a method raises it if the field has another type.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -55,7 +64,7 @@ class Message:
             self._fields.setdefault(number, []).append(value)
 
     def with_fields(self, fields: dict[int, bytes]) -> "Message":
-        """Sets these fields on the message itself, and returns it."""
+        """Changes the message: sets these fields, by number, to these bytes. Returns the same object."""
         self._fields |= {number: [data] for number, data in fields.items()}
         return self
 
@@ -64,12 +73,14 @@ class Message:
         return list(self._fields)
 
     def integer(self, number: int, default: int = 0) -> int:
+        """The value of an integer field, unsigned; `default` if it is absent."""
         found = self._fields.get(number, [default])[-1]
         if not isinstance(found, int):
             raise ValueError(f"field {number}: got bytes, want a number")
         return found
 
     def data(self, number: int) -> bytes:
+        """The bytes of a field: a text, a message, or packed numbers."""
         found = self._fields.get(number, [b""])[-1]
         if not isinstance(found, bytes):
             raise ValueError(f"field {number}: got a number, want bytes")
@@ -85,10 +96,11 @@ class Message:
         return number in self._fields
 
     def messages(self, number: int) -> list["Message"]:
+        """The messages of a repeated field, in order."""
         return [Message(data) for data in self._fields.get(number, [])]
 
     def integers(self, number: int) -> list[int]:
-        """The values of a repeated integer field, packed or not."""
+        """The values of a repeated integer field, in order, whether the field is packed or not."""
         found: list[int] = []
         for value in self._fields.get(number, []):
             if isinstance(value, int):
@@ -103,6 +115,7 @@ class Message:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yields (number, int or bytes) for each field of a protocol buffer. Raises ValueError for other data."""
     at = 0
     while at < len(data):
         key, at = varint(data, at)
@@ -126,7 +139,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def uncompress(data: bytes) -> bytes:
-    """Decompresses Snappy's `data`. Raises ValueError if it is not in Snappy's format."""
+    """Decompresses bytes that Snappy compressed. Raises ValueError if `data` is not in Snappy's format."""
     size, at = varint(data, 0)
     out = bytearray()
     end = len(data)
@@ -170,6 +183,7 @@ def _without_block_headers(data: bytes) -> bytes:
 
 
 def _chunks(data: bytes) -> Iterator[_Chunk]:
+    """Yields the chunks of a Riegeli file. Raises ValueError if the file ends inside a chunk."""
     data = _without_block_headers(data)
     at = 0
     while at + _CHUNK_HEADER.size <= len(data):
@@ -182,7 +196,10 @@ def _chunks(data: bytes) -> Iterator[_Chunk]:
 
 
 def _decoded(kind: str, data: bytes) -> bytes:
-    """Decompresses a part of a chunk. kind: the letter of its compression."""
+    """Decompresses a part of a chunk. kind: "\\0" for uncompressed bytes, "s" for Snappy.
+
+    Raises ValueError for other kinds.
+    """
     if kind == "\0":
         return data
     if kind != "s":
@@ -191,7 +208,10 @@ def _decoded(kind: str, data: bytes) -> bytes:
 
 
 def read_records(data: bytes) -> list[bytes]:
-    """The records of a Riegeli file. Raises ValueError for other formats, and for unsupported chunks or compression."""
+    """The records of a Riegeli file, in order.
+
+    Raises ValueError if `data` is no Riegeli file, or if its chunks or their compression are not supported.
+    """
     records: list[bytes] = []
     for chunk in _chunks(data):
         if chunk.kind in "sm":  # signature, metadata

@@ -1,8 +1,8 @@
-"""Selects the calls of the direct route. Each function and set of shapes has a chain, compiled at the first call.
+"""Decides which calls take the direct route. Compiles a launch chain for each function and set of shapes.
 
-A self-test on each device compares a small program's results with the DLPack route. If it fails, calls on this device
-take the DLPack route, with one warning. A function without a chain takes the DLPack route silently; `reasons` lists the
-reasons.
+A launch chain is compiled at the first call. A self-test on each device compares a small program's results with the
+DLPack route. If it fails, calls on this device take the DLPack route, with one warning. A function without a chain
+takes the DLPack route silently; `reasons` lists the reasons.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _MOST_CHAINS = 512
 
 
 class ArraySignature(Protocol):
-    """The shape and dtype of a Mask's array."""
+    """The shape and JAX dtype of a Mask's array. weak_type: whether JAX promotes it like a Python number."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -43,7 +43,7 @@ class ArraySignature(Protocol):
 
 
 class MaskSignature(Protocol):
-    """The structure of a call's Masks, and each of their arrays without its values."""
+    """The structure of the tuple of a call's Masks, and the shape and dtype of each of its leaves, in order."""
 
     @property
     def structure(self) -> jax.tree_util.PyTreeDef: ...
@@ -53,7 +53,11 @@ class MaskSignature(Protocol):
 
 
 class Operands(Protocol):
-    """The Masks of a call. tensors: their arrays as PyTorch tensors, or None if there is no copy to read."""
+    """The Masks of a call, on the call's device. signature: their structure, and their arrays' shapes and dtypes.
+
+    tensors(device): the Masks' arrays as PyTorch tensors, in the signature's order; None if PyTorch lacks a dtype, or
+    if a CUDA graph is being captured and there is no earlier copy.
+    """
 
     @property
     def masks(self) -> tuple[Mask, ...]: ...
@@ -64,9 +68,9 @@ class Operands(Protocol):
 
 @dataclasses.dataclass(kw_only=True)
 class _Entry:
-    """The route of a function with a set of shapes. chain: None for the DLPack route. reason: the reason for it.
+    """The route of a function for one set of shapes. chain: None for the DLPack route. reason: the reason for it.
 
-    used: _State.newest at the last use of this entry.
+    reason is "" if there is a chain. used: the number of entries that had ever been made at this entry's last use.
     """
 
     chain: LoadedChain | None
@@ -76,10 +80,12 @@ class _Entry:
 
 @dataclasses.dataclass(kw_only=True)
 class _State:
-    """The entries by function and shapes, and the results of the self-tests.
+    """The state of the direct route in this process.
 
-    refused, refused_mosaic: for each device, the reason that the direct route, or its Mosaic kernels, fail there; None
-    if they work. warned: the reason in the one warning. newest: the number of entries made so far.
+    is_enabled: whether the route is on. entries: by function, Masks' signature, and shapes, dtypes and device of the
+    tensors. refused: for each tested device, the reason that the route fails there; None if it works. refused_mosaic:
+    the same for Mosaic kernels alone. warned: the reason in the one warning, None before it. newest: the number of
+    entries that were ever made.
     """
 
     is_enabled: bool
@@ -107,12 +113,12 @@ def is_enabled() -> bool:
 
 
 def disabled() -> contextlib.AbstractContextManager[None]:
-    """Makes all calls inside the block, of all threads, take the DLPack route."""
+    """A context manager that makes all calls inside its block, of all threads, take the DLPack route."""
     return _switched(False)
 
 
 def enabled() -> contextlib.AbstractContextManager[None]:
-    """Turns the direct route on inside the block, for all threads."""
+    """A context manager that turns the direct route on inside its block, for all threads."""
     return _switched(True)
 
 
@@ -128,9 +134,13 @@ def _switched(is_enabled: bool) -> Iterator[None]:
 def launch(
     function: JaxFunction, tensors: Sequence[torch.Tensor | None], operands: Operands | None = None
 ) -> list[torch.Tensor] | None:
-    """The results of a jitted JAX function on tensors of one GPU by the direct route; None if it has no chain.
+    """Launches a jitted JAX function on tensors of one GPU by the direct route, and returns its results.
 
-    operands: the CallMasks whose Masks are the function's first argument, or None if the function takes no Masks.
+    Returns None, and launches nothing, if the route is off, the function has no launch chain for these shapes, or the
+    Masks' arrays cannot be read.
+
+    function: takes the tuple of Masks unless operands is None, then an array or None for each entry of tensors; returns
+    a flat sequence. operands: the call's Masks.
     """
     chain = find(function, tensors, operands)
     if chain is None:
@@ -145,10 +155,13 @@ def launch(
 def find(
     function: JaxFunction, tensors: Sequence[torch.Tensor | None], operands: Operands | None = None
 ) -> LoadedChain | None:
-    """The chain of a function for tensors of these shapes; None if it has no chain. Compiles it at the first call.
+    """The loaded chain of a jitted JAX function for these shapes, dtypes and device; None if it takes the DLPack route.
 
-    The chain's inputs are the Masks' arrays, then the tensors. Returns None for an unknown function while a CUDA graph
-    is being captured, because nothing can be compiled then.
+    function: takes the tuple of Masks unless operands is None, then an array or None for each entry of tensors.
+    operands: the call's Masks. The first call for a function and shapes compiles the chain.
+
+    The chain's inputs are the Masks' arrays, then the tensors that are not None. While a CUDA graph is being captured,
+    nothing can be compiled: then returns None for a function and shapes that were not called before.
     """
     first = next(x for x in tensors if x is not None)
     if not _STATE.is_enabled or first.device.type != "cuda":
@@ -165,20 +178,23 @@ def find(
 
 
 def reasons() -> list[str]:
-    """The reason for each device without the direct route, and for each function and shapes on the DLPack route."""
+    """The reasons for the DLPack route: of each device that failed its self-test, then of each function and shapes."""
     refused = [f"{device}: {reason}" for device, reason in _STATE.refused.items() if reason is not None]
     return refused + [entry.reason for entry in list(_STATE.entries.values()) if entry.chain is None]
 
 
 def clear() -> None:
-    """Drops all chains, and the reasons of functions without a chain. The next call of a function makes them again."""
+    """Drops all chains, and the reasons of functions without a chain. The next call of a function makes them again.
+
+    Waits for the GPUs whose kernels it unloads.
+    """
     with _LOCK:
         _STATE.entries.clear()
         unload_dropped()
 
 
 def count() -> int:
-    """The number of entries: functions with a set of shapes, with or without a chain."""
+    """The number of pairs of a function and a set of shapes that are known, with or without a chain."""
     return len(_STATE.entries)
 
 
@@ -195,6 +211,11 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
 def _make(
     key: Hashable, function: JaxFunction, tensors: Sequence[torch.Tensor | None], masks: MaskSignature | None
 ) -> _Entry | None:
+    """Compiles and loads a function's chain, and stores the new entry, with the chain or the reason, under `key`.
+
+    masks: the signature of the call's Masks, or None. Returns None, and stores nothing, while a CUDA graph is being
+    captured.
+    """
     device = next(x.device for x in tensors if x is not None)
     if dlpack.is_capturing(device):
         return None
@@ -220,14 +241,17 @@ def _make(
 
 
 def _refused(device: torch.device) -> str | None:
-    """The reason that the route fails on a device; None if it works. The self-test runs once per device."""
+    """The reason that the direct route fails on a device; None if it works. Tests a device at the first call for it."""
     if device not in _STATE.refused:
         _STATE.refused[device] = _fails(device, "kernels")
     return _STATE.refused[device]
 
 
 def _fails(device: torch.device, kind: str) -> str | None:
-    """Runs a self-test on a device. Returns the reason if it fails, after a warning; None if it passes."""
+    """Runs the self-test `kind`, a key of _TESTS, on a device.
+
+    Returns None if it passes; otherwise warns, and returns the reason.
+    """
     try:
         _test(device, kind)
     except Exception as error:
@@ -253,7 +277,11 @@ def _warn(what: str, reason: str) -> None:
 def _loaded(
     function: JaxFunction, tensors: Sequence[torch.Tensor | None], masks: MaskSignature | None, device: torch.device
 ) -> LoadedChain:
-    """Compiles and loads a function's chain. masks: the signature of its Masks, or None. Raises NotDirectError."""
+    """Compiles a function's chain for these shapes, and loads it on the device.
+
+    masks: the signature of the call's Masks; None if the function takes no Masks. Raises NotDirectError, with the
+    reason, if the function has no chain, or if it has Mosaic kernels and their self-test failed.
+    """
     unload_dropped()
     there = [x is not None for x in tensors]
     own = () if masks is None else masks.arrays
@@ -275,12 +303,14 @@ def _loaded(
 
 
 def _compiled(function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct], device: torch.device) -> LaunchChain:
+    """The launch chain of a function of arrays with these shapes and dtypes, planned and compiled for a GPU."""
     with dlpack.outside_of_traces(), dispatch.on_device(dispatch.device_info(dlpack.jax_device(device))):
         return compile_chain(_target(device), function, specs)
 
 
 @functools.cache
 def _target(device: torch.device) -> Target:
+    """The facts of this GPU that XLA compiles for."""
     facts = torch.cuda.get_device_properties(device)
     info = dispatch.device_info(dlpack.jax_device(device))
     return Target(
@@ -299,7 +329,10 @@ def _target(device: torch.device) -> Target:
 
 
 def _norm(x, scale, dout):
-    """A norm and its gradient: Triton kernels, XLA kernels, and workspace between them."""
+    """(RMS norm of x, dx, dscale). x, dout: bfloat16 [96, 512]. scale: bfloat16 [512].
+
+    Its program has Triton kernels, XLA kernels, and workspace between them.
+    """
     from jax_kernels.ops.normalization import normalization
 
     out, pullback = jax.vjp(lambda *given: normalization.rms_norm(*given, implementation="triton"), x, scale)
@@ -307,6 +340,7 @@ def _norm(x, scale, dout):
 
 
 def _product(x, w):
+    """(x @ w,), by a Mosaic kernel. x, w: bfloat16 [256, 256]."""
     from jax_kernels.ops.matmul import matmul
 
     return (matmul.matmul(x, w, implementation="mosaic_gpu"),)
@@ -319,7 +353,11 @@ _TESTS: dict[str, tuple[JaxFunction, tuple[tuple[int, ...], ...]]] = {
 
 
 def _test(device: torch.device, kind: str) -> None:
-    """Compares the two routes on a small program. Raises RuntimeError if their results differ."""
+    """Compares the direct route with the DLPack route on a small program, a key of _TESTS.
+
+    The direct route's outputs and workspace begin as NaN. Raises RuntimeError if a result's relative error, by norms,
+    is 1e-2 or more.
+    """
     function, shapes = _TESTS[kind]
     tensors = [_wave(shape, device) for shape in shapes]
     specs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -336,11 +374,12 @@ def _test(device: torch.device, kind: str) -> None:
 
 
 def _wave(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Deterministic test values. They do not advance the user's random number generator."""
+    """A bfloat16 tensor of test values between -1 and 1, without use of PyTorch's random number generator."""
     size = functools.reduce(lambda x, y: x * y, shape)
     return torch.arange(size, device=device, dtype=torch.float32).mul(0.37).sin().reshape(shape).to(torch.bfloat16)
 
 
 def _poisoned(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor on the current GPU, filled with NaN; bytes are filled with 255, so all floats in them are NaN."""
     fresh = torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
     return fresh.fill_(255 if fresh.dtype == torch.uint8 else float("nan"))

@@ -37,17 +37,23 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class DriverError(RuntimeError):
-    """An error that the CUDA driver reports."""
+    """Raised if the CUDA driver or Mosaic's compiler reports an error, or if a kernel has unexpected arguments."""
 
 
 class Attribute(ctypes.Structure):
-    """A CUlaunchAttribute: its id and its value of 64 bytes. Cluster dimensions use the first three words."""
+    """The struct CUlaunchAttribute of cuda.h.
+
+    value: 64 bytes as 16 words. The attribute CLUSTER_DIMENSION has the cluster's x, y and z in the first three.
+    """
 
     _fields_ = (("id", _UNSIGNED), ("pad", _UNSIGNED), ("value", _UNSIGNED * 16))
 
 
 class LaunchConfig(ctypes.Structure):
-    """A CUlaunchConfig."""
+    """The struct CUlaunchConfig of cuda.h.
+
+    grid: in CTAs. block: in threads. shared: bytes of dynamic shared memory per CTA. count: the number of attributes.
+    """
 
     _fields_ = (
         *((name, _UNSIGNED) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
@@ -58,9 +64,10 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Driver:
-    """The CUDA driver. Its functions are attributes with the names of cuda.h; they return error codes.
+    """The CUDA driver. Its functions are attributes with their names in the documentation, and return error codes.
 
-    library: libcuda, or a test's replacement for it.
+    For example, driver.cuCtxSynchronize() calls the function and returns 0 if it succeeds. library: libcuda, or a
+    test's replacement for it.
     """
 
     def __init__(self, library: Any) -> None:
@@ -72,34 +79,41 @@ class Driver:
         self.call("cuInit", 0)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Calls a function. Raises DriverError if it fails."""
+        """Calls the function of this name. Raises DriverError if it returns an error code."""
         self.check(name, getattr(self, name)(*arguments))
 
     def check(self, name: str, code: int) -> None:
-        """Raises DriverError if the code that a function returned is an error."""
+        """Raises DriverError if `code` is an error code. name: the function that returned it, for the error's text."""
         if code:
             text = ctypes.c_char_p()
             self.cuGetErrorName(code, ctypes.byref(text))  # type: ignore[attr-defined]
             raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
 
     def handle(self, name: str, *arguments: Any) -> int:
-        """The handle that a function writes to its first argument."""
+        """Calls the function of this name, and returns the handle that it writes to its first argument.
+
+        arguments: the arguments after the first. Raises DriverError if the call fails.
+        """
         found = ctypes.c_void_p()
         self.call(name, ctypes.byref(found), *arguments)
         return found.value or 0
 
     def context(self, index: int) -> int:
-        """The primary context of a device, which PyTorch and JAX use too. It is retained until the process ends."""
+        """The handle of a GPU's primary context, which PyTorch and JAX use too. It lives until the process ends."""
         device = ctypes.c_int()
         self.call("cuDeviceGet", ctypes.byref(device), index)
         return self.handle("cuDevicePrimaryCtxRetain", device.value)
 
     def load(self, cubin: bytes) -> int:
-        """Loads a module in the current context. Returns its handle."""
+        """Loads compiled GPU code in the current context. Returns the module's handle."""
         return self.handle("cuModuleLoadData", cubin)
 
     def function(self, module: int, name: str, arguments: int, shared_memory: int) -> int:
-        """The handle of a kernel. Raises DriverError unless its parameters are exactly `arguments` addresses."""
+        """The handle of the kernel `name` in a loaded module.
+
+        arguments: the number of its parameters, all of them addresses; otherwise raises DriverError. shared_memory: the
+        bytes of dynamic shared memory of its launches, which the kernel is then allowed to use.
+        """
         function = self.handle("cuModuleGetFunction", module, name.encode())
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         for index in range(arguments):
@@ -117,13 +131,19 @@ class Driver:
 
 @functools.cache
 def driver() -> Driver:
-    """The machine's driver. Raises OSError if there is none, and AttributeError if it is older than 12.4."""
+    """The machine's CUDA driver, loaded once.
+
+    Raises OSError if there is none, and AttributeError if it is older than CUDA 12.4.
+    """
     return Driver(ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"))
 
 
 @functools.cache
 def mosaic_library() -> ctypes.CDLL:
-    """JAX's library with MosaicGpuCompile and MosaicGpuUnload, found as jax.experimental.mosaic.gpu finds it."""
+    """The library in JAX's CUDA plugin that has MosaicGpuCompile and MosaicGpuUnload, loaded once.
+
+    Raises ImportError if the plugin for CUDA 12 or 13 is not installed.
+    """
     try:
         plugin = importlib.import_module("jax_plugins.xla_cuda13")
     except ImportError:

@@ -71,7 +71,7 @@ _DLPACK_DEVICE = {"cpu": 1, "cuda": 2}
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Raises ValueError, naming the argument, for a nested or sparse tensor."""
+    """Raises ValueError, with the argument's `name`, for a nested or sparse tensor."""
     if tensor.is_nested:
         raise ValueError(
             f"{name}: got a nested tensor, want a dense one, such as its values(); attention takes sequences of "
@@ -82,7 +82,7 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raises TypeError, naming the argument, if JAX lacks the dtype or narrows it."""
+    """Raises TypeError, with the argument's `name`, if JAX lacks the dtype, or would narrow it to 32 bits."""
     short = str(dtype).removeprefix("torch.")
     if dtype not in _TO_JAX:
         raise TypeError(f"{name}: got dtype {dtype}, which JAX does not take; cast it first")
@@ -94,19 +94,19 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def jax_dtype(dtype: torch.dtype) -> jnp.dtype:
-    """JAX's NumPy dtype for a PyTorch dtype."""
+    """The jnp.dtype of a PyTorch dtype. Raises KeyError for a dtype that check_dtype refuses in any case."""
     return _TO_JAX[dtype]
 
 
 def torch_dtype(name: str, dtype: jnp.dtype) -> torch.dtype:
-    """The PyTorch dtype of a JAX array. Raises TypeError, naming the array, if PyTorch lacks the dtype."""
+    """The PyTorch dtype for a JAX array's dtype. Raises TypeError, with the array's `name`, if PyTorch lacks it."""
     if dtype not in _TO_TORCH:
         raise TypeError(f"{name}: got dtype {dtype}, which PyTorch does not take; cast it first")
     return _TO_TORCH[dtype]
 
 
 def has_torch_dtype(dtype: jnp.dtype) -> bool:
-    """Whether PyTorch has the dtype of a JAX array."""
+    """Whether PyTorch has this dtype of a JAX array."""
     return dtype in _TO_TORCH
 
 
@@ -139,7 +139,7 @@ def jax_device(device: torch.device) -> jax.Device:
 
 
 def current_gpu(argument: str) -> torch.device:
-    """PyTorch's current GPU. Raises ValueError, naming the argument, if PyTorch has no GPU."""
+    """PyTorch's current GPU. Raises ValueError, with the name `argument`, if PyTorch has no GPU."""
     if not torch.cuda.is_available():
         raise ValueError(f"{argument}: got none, want a CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
@@ -148,14 +148,17 @@ def current_gpu(argument: str) -> torch.device:
 def import_tensors(
     tensors: Sequence[torch.Tensor], device: torch.device, *, is_one_call: bool = False
 ) -> tuple[list[jax.Array], list[torch.Tensor]]:
-    """(JAX arrays over the tensors' memory, the tensors that own the memory).
+    """(arrays, owners): JAX arrays over the tensors' memory, and the tensors that own this memory.
+
+    An owner is the tensor itself, detached, or a copy if JAX cannot read the tensor in place; both lists have the
+    tensors' order.
 
     Keep the owners until the results have been exported: before that, PyTorch may give a dead tensor's memory away
     while JAX still reads it. The tensors must all be on `device`, and JAX must not write to them (never donate the
     arrays).
 
     is_one_call: a promise that all arrays go to one call of a function that was jitted with keep_unused, and the owners
-    to export_arrays. Then only the first array waits for PyTorch's stream.
+    to export_arrays. Then only JAX's use of the first array waits for PyTorch's current stream.
     """
     owners = [readable(tensor) for tensor in tensors]
     if is_one_call and device.type == "cuda":
@@ -174,9 +177,11 @@ def import_tensors(
 def export_arrays(
     arrays: Iterable[jax.Array], device: torch.device, read: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor]:
-    """New tensors, owned by PyTorch, with the arrays' values. Never waits for the GPU on the host.
+    """Contiguous new tensors on this device, owned by PyTorch, with the arrays' values.
 
-    read: tensors that JAX reads for the arrays. They are held as long as the arrays' memory.
+    PyTorch's current stream waits for JAX; the host does not wait for a GPU. read: the tensors that JAX reads to
+    compute the arrays (`owners` of import_tensors). They stay alive until the stream has copied the arrays. Raises
+    TypeError if PyTorch lacks a dtype.
     """
     arrays = list(arrays)
     for index, array in enumerate(arrays):
@@ -197,14 +202,20 @@ def export_arrays(
 
 
 def _cloned(views: list[torch.Tensor], stream: torch.cuda.Stream, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of the views, on the current stream of the current device."""
+    """Contiguous copies of the views, by work on `stream`, the current stream of the current GPU.
+
+    views: tensors over JAX's memory. They and the tensors in `read` stay alive until the stream has made the copies.
+    """
     tensors = [view.clone(memory_format=torch.contiguous_format) for view in views]
     _HELD.hold(stream, views, read)
     return tensors
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises RuntimeError while a CUDA graph is being captured: the graph would not hold JAX's work."""
+    """Raises RuntimeError while a CUDA graph is being captured on PyTorch's current stream of a GPU.
+
+    JAX runs its work on another stream, so the graph would not contain it. On a CPU it never raises.
+    """
     if device.type == "cuda" and is_capturing(device):
         raise RuntimeError(
             "a JAX function cannot be captured in a CUDA graph: JAX runs it on a stream of its own. Call it outside "
@@ -214,7 +225,7 @@ def refuse_capture(device: torch.device) -> None:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the current stream of a GPU."""
+    """Whether a CUDA graph is being captured on PyTorch's current stream of this GPU."""
     if not torch.cuda.is_initialized():
         return False
     if device.index == torch.cuda.current_device():
@@ -224,16 +235,21 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def copy_to_jax(tensors: Sequence[torch.Tensor], device: torch.device) -> list[jax.Array]:
-    """Copies of the tensors that JAX owns; the caller may keep them. Never waits for the GPU on the host."""
+    """JAX arrays with the tensors' values, in JAX's own memory, so the caller may keep them.
+
+    device: the device of the tensors. The host does not wait for a GPU. Raises RuntimeError while a CUDA graph is being
+    captured.
+    """
     return call_on_tensors(lambda *arrays: [jnp.copy(array) for array in arrays], tensors, device)
 
 
 def call_on_tensors[Result](
     function: Callable[..., Result], tensors: Sequence[torch.Tensor], device: torch.device
 ) -> Result:
-    """The results of a JAX function of the tensors: a pytree of arrays. No array may use the tensors' memory.
+    """Calls function(*arrays) on JAX arrays over the tensors' memory, and returns its results, a pytree of arrays.
 
-    Later work of PyTorch's current stream waits until JAX has read the tensors.
+    The function must not return its arguments, or arrays over their memory. Later work of PyTorch's current stream
+    waits until JAX has computed the results. Raises RuntimeError while a CUDA graph is being captured.
     """
     refuse_capture(device)
     with torch._C._DisableFuncTorch():  # an active transform would wrap the tensors made here
@@ -251,16 +267,24 @@ def call_on_tensors[Result](
 
 
 def outside_of_traces() -> contextlib.AbstractContextManager[None]:
-    """Makes JAX compute inside the block, even while JAX traces a function that calls the bridge on tensors."""
+    """A context manager inside which JAX computes values, even while JAX traces a function that calls the bridge.
+
+    Without it, JAX would add the bridge's own computations to the enclosing trace.
+    """
     return contextlib.nullcontext() if core.trace_state_clean() else core.eval_context()
 
 
 def _empty(array: jax.Array, device: torch.device) -> torch.Tensor:
+    """A new tensor with an array's shape and dtype, without its values."""
     return torch.empty(array.shape, dtype=_TO_TORCH[array.dtype], device=device)
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a copy of it, in the only form that JAX reads correctly."""
+    """The tensor itself if JAX can read its memory as it is, else a copy.
+
+    JAX reads contiguous tensors that are not lazily conjugated or negated. Their address must be a multiple of 16 bytes
+    on a GPU, of 64 on a CPU.
+    """
     # DLPack lacks the bits for lazy conjugation and negation: JAX would read the wrong sign.
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
@@ -274,7 +298,11 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _DlpackFunctions(NamedTuple):
-    """jaxlib's own DLPack functions: from a capsule to an array, and back."""
+    """jaxlib's own DLPack functions.
+
+    to_array(capsule, JAX device, stream or None, None, DLPack's device type) returns an array over a capsule's memory,
+    which JAX uses after the stream. to_capsule(array, stream=...) returns a capsule; the stream waits for the array.
+    """
 
     to_array: Callable[..., jax.Array]
     to_capsule: Callable[..., Any]
@@ -301,13 +329,16 @@ def has_private() -> bool:
 
 
 def lender(device: torch.device) -> CapsuleFactory:
-    """The CapsuleFactory of a device. It needs jaxlib's own DLPack functions."""
+    """A new CapsuleFactory for a device: it makes JAX arrays over tensors. Call it only if has_private() is True."""
     assert _PRIVATE is not None
     return CapsuleFactory(_PRIVATE.to_array, jax_device(device), _DLPACK_DEVICE[device.type])
 
 
 def wait_for(array: jax.Array, device: torch.device) -> None:
-    """Makes PyTorch's current stream of a GPU wait until JAX has written the array; on a CPU, the host waits."""
+    """Makes PyTorch's current stream of a GPU wait until JAX has written the array; on a CPU, the host waits.
+
+    On a GPU, call it only if has_private() is True.
+    """
     if device.type == "cpu":
         array.block_until_ready()
         return
@@ -316,7 +347,11 @@ def wait_for(array: jax.Array, device: torch.device) -> None:
 
 
 def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device, is_one_call: bool) -> list[jax.Array]:
-    """Arrays over the memory of readable tensors; on a GPU, JAX waits for PyTorch's current stream."""
+    """JAX arrays over the memory of tensors in the form of `readable`, none of them empty.
+
+    On a GPU, JAX uses the arrays after the work that is now queued on PyTorch's current stream. target: the JAX device
+    of `device`. is_one_call: makes only JAX's use of the first array wait; enough if one call takes all arrays.
+    """
     if _PRIVATE is None:
         if device.type == "cuda":
             with torch.cuda.device(device):
@@ -336,7 +371,7 @@ def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device,
 
 
 class _Ready(threading.local):
-    """The events that this thread records on PyTorch's streams, by the index of the GPU."""
+    """One CUDA event for each GPU, by its index, which this thread records on PyTorch's streams again and again."""
 
     def __init__(self) -> None:
         self.events: dict[int, torch.cuda.Event] = {}
@@ -346,7 +381,10 @@ _READY = _Ready()
 
 
 def after_current_stream(device: torch.device) -> int | None:
-    """A JAX stream that waits for PyTorch's current stream; None on a CPU."""
+    """The handle of a stream of JAX, after it was made to wait for PyTorch's current stream of this GPU; None on a CPU.
+
+    JAX uses an array that it gets with this stream only after the work that is now queued on PyTorch's stream.
+    """
     if device.type != "cuda":
         return None
     stream = _stream_of_jax(device)
@@ -360,22 +398,26 @@ def after_current_stream(device: torch.device) -> int | None:
 
 @functools.cache
 def _stream_of_jax(device: torch.device) -> torch.cuda.Stream:
+    """JAX's stream of this GPU for waits for other libraries, as a PyTorch object."""
     return _external_stream(jax_device(device).get_stream_for_external_ready_events(), device)
 
 
 def _current_stream(device: torch.device) -> torch.cuda.Stream:
-    """PyTorch's current stream of a GPU, as a cached object: each torch.cuda.current_stream() makes a new object."""
+    """PyTorch's current stream of a GPU, as a cached object: each torch.cuda.current_stream() makes a new one."""
     return _external_stream(torch_internals.stream_handle(device.index), device)
 
 
 @functools.lru_cache(maxsize=64)
 def _external_stream(stream: int, device: torch.device) -> torch.cuda.Stream:
-    """The stream of this handle. For 0, the default stream, torch.cuda.ExternalStream would make a new stream."""
+    """The stream of this handle. Handle 0 is the default stream: torch.cuda.ExternalStream would make a new one."""
     return torch.cuda.ExternalStream(stream, device=device) if stream else torch.cuda.default_stream(device)
 
 
 def _view(array: jax.Array, stream: int | None) -> torch.Tensor:
-    """A tensor over JAX's memory; on a GPU, `stream` waits for JAX."""
+    """A tensor over the memory of a JAX array, which is not copied.
+
+    stream: on a GPU, DLPack's number of a stream, which is made to wait until JAX has written the array; None on a CPU.
+    """
     if _PRIVATE is not None:
         return torch.utils.dlpack.from_dlpack(_PRIVATE.to_capsule(array, stream=stream))
     return torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=stream))  # type: ignore[call-arg]
@@ -385,18 +427,18 @@ _HELD = StreamKeepAlive()
 
 
 def held_bytes(device: torch.device) -> int:
-    """The bytes of JAX's memory on a GPU that are held until PyTorch's streams have read them."""
+    """The bytes of JAX's memory on a GPU that are kept allocated until PyTorch's streams have copied them."""
     return _HELD.sizes().get(device.index, 0)
 
 
-# The tensors that JAX may still be reading, by a running number.
+# Tensors whose memory JAX may still be reading, by a running number.
 _LENT: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 _LOANS = itertools.count()
 
 
 @atexit.register
 def _finish() -> None:
-    """Waits until neither PyTorch nor JAX uses the other's memory.
+    """Waits, at the end of the process and for JAX at most 2 seconds, until neither library uses the other's memory.
 
     JAX's threads release a tensor under the interpreter's lock. After the interpreter has ended, that would abort the
     process.

@@ -24,7 +24,11 @@ _MOST = 1024
 
 
 class _Functions(NamedTuple):
-    """Functions of Python and C that are called with the interpreter's lock held. free: address of C's free."""
+    """Functions of Python and C, through ctypes, that are called with the interpreter's lock held.
+
+    capsule: PyCapsule_New. pointer: PyCapsule_GetPointer. malloc, copy: C's malloc and memcpy. free: the address of C's
+    free.
+    """
 
     capsule: Callable[..., Any]
     pointer: Callable[..., int]
@@ -47,16 +51,19 @@ def _functions() -> _Functions:
 
 
 class _TensorHeader(NamedTuple):
-    """A DLManagedTensor without the data's address. shape: the sizes to which it points."""
+    """The bytes of DLPack's struct DLManagedTensor for tensors of one shape and dtype, without the data's address.
+
+    rest: the struct's bytes after this address. shape: the array of sizes to which the struct points; keep it alive.
+    """
 
     rest: bytes
     shape: ctypes.Array[ctypes.c_int64]
 
 
 def _form_of(tensor: torch.Tensor) -> _TensorHeader:
-    """The form of a contiguous tensor, with the device and dtype that PyTorch writes.
+    """The _TensorHeader of a contiguous tensor, with the device and dtype that PyTorch writes for DLPack.
 
-    The deleter is C's free; it frees only the struct.
+    The struct's deleter is C's free; it frees only the struct, not the tensor.
     """
     functions = _functions()
     capsule = torch.utils.dlpack.to_dlpack(tensor.detach())
@@ -68,13 +75,14 @@ def _form_of(tensor: torch.Tensor) -> _TensorHeader:
 
 
 class CapsuleFactory:
-    """Makes arrays on one JAX device over contiguous tensors that are not empty.
+    """Makes JAX arrays on one device over the memory of PyTorch tensors, by DLPack, without keeping the tensors alive.
 
-    to_array: jaxlib's function from a DLPack capsule to an array.
+    The tensors must be contiguous and not empty, on the same device. to_array: jaxlib's function from a DLPack capsule
+    to an array.
     """
 
     def __init__(self, to_array: Callable[..., jax.Array], device: jax.Device, code: int) -> None:
-        """code: DLPack's code for the device type."""
+        """Makes arrays on `device`. code: DLPack's number for its type: 1 for a CPU, 2 for a CUDA GPU."""
         self._to_array = to_array
         self._device = device
         self._code = code
@@ -82,7 +90,11 @@ class CapsuleFactory:
         self._kept: dict[tuple[int, torch.Size, torch.dtype], jax.Array] = {}
 
     def over(self, tensor: torch.Tensor, stream: int | None = None) -> jax.Array:
-        """A new array. stream: from dlpack.after_current_stream; JAX waits for it before it uses the array."""
+        """A new JAX array over the tensor's memory.
+
+        stream: the handle of a stream for which JAX waits before it uses the array, as from
+        dlpack.after_current_stream; None for no wait.
+        """
         key = tensor.shape, tensor.dtype
         form = self._forms.get(key)
         if form is None:
@@ -95,7 +107,10 @@ class CapsuleFactory:
         return self._to_array(functions.capsule(struct, _NAME, None), self._device, stream, None, self._code)
 
     def kept(self, tensor: torch.Tensor) -> jax.Array:
-        """The array of this address, shape and dtype, made once. It waits for no stream; never donate it."""
+        """A JAX array over the tensor's memory, made once for each address, shape and dtype. JAX waits for no stream.
+
+        Never donate it: later tensors at this address get the same array.
+        """
         key = tensor.data_ptr(), tensor.shape, tensor.dtype
         array = self._kept.get(key)
         if array is None or array.is_deleted():  # a user may delete all of jax.live_arrays()

@@ -30,10 +30,11 @@ _MOST = 1024
 
 
 class FlatArguments(NamedTuple):
-    """The arguments of a function. masks: (first argument,) or (). tensors: the tensor arguments that are not None.
+    """The arguments of a JAX function: optionally a tuple of Masks, then tensors or None.
 
-    absent: for each argument after `masks`, whether it is None. structure: a key that is equal if the Masks have equal
-    structures, with arrays of equal shapes.
+    masks: (the tuple of Masks,), or () if the function takes none. tensors: the arguments after it that are not None,
+    in order. absent: for each argument after the Masks, whether it is None. structure: a value that is equal for calls
+    whose Masks have equal structures, and arrays of equal shapes and dtypes.
     """
 
     masks: tuple[tuple[Mask, ...], ...]
@@ -42,13 +43,16 @@ class FlatArguments(NamedTuple):
     structure: Hashable = None
 
     def placed[Value](self, values: Sequence[Value]) -> list[tuple[Mask, ...] | Value | None]:
-        """The Masks, then the values of the tensors, with None for absent arguments."""
+        """The function's arguments as a list, with `values` for the tensors.
+
+        The tuple of Masks is first, if there is one. Absent arguments are None.
+        """
         given = iter(values)
         return [*self.masks, *(None if is_absent else next(given) for is_absent in self.absent)]
 
 
 class _Result(NamedTuple):
-    """The form of a result as a PyTorch tensor."""
+    """Shape, strides (in elements) and dtype of the PyTorch tensor to which a result is written."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -56,9 +60,11 @@ class _Result(NamedTuple):
 
 
 class _DonatingJit:
-    """A jitted function that writes its results in place.
+    """A JAX function, jitted so that it writes its results to the memory of given arrays.
 
-    results: forms of the results by key of the arguments; None if JAX does not write in place.
+    jitted(targets, *arguments): the jitted function, which overwrites the arrays in the list `targets` with its results
+    (they are donated). results: for each key of arguments that were seen, the shape, strides and dtype of each result;
+    None if JAX cannot write them in place.
     """
 
     def __init__(self, function: JaxFunction) -> None:
@@ -71,12 +77,19 @@ class _DonatingJit:
         self._function = function
 
     def forms(self, key: Hashable, arguments: FlatArguments) -> tuple[_Result, ...] | None:
-        """Finds the results' forms for new arguments; None if JAX cannot write in place. key: the arguments' key."""
+        """Finds, and stores under `key`, the shapes and dtypes of the results for new arguments.
+
+        None if JAX cannot write the results in place.
+        """
         forms = self.results[key] = self._traced(arguments)
         drop_oldest(self.results, _MOST)
         return forms
 
     def _traced(self, arguments: FlatArguments) -> tuple[_Result, ...] | None:
+        """The shapes and dtypes of the results, by tracing the function.
+
+        None if there is no result, if a tensor or a result is empty, or if PyTorch lacks the dtype of a result.
+        """
         if not all(x.numel() for x in arguments.tensors):
             return None
         abstract = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in arguments.tensors]
@@ -87,6 +100,7 @@ class _DonatingJit:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor."""
     return tuple(itertools.accumulate(reversed(shape[1:]), lambda x, y: x * y, initial=1))[::-1] if shape else ()
 
 
@@ -94,11 +108,12 @@ _PROGRAMS: dict[JaxFunction, _DonatingJit] = {}
 
 
 def forget() -> None:
-    """Drops all programs."""
+    """Drops all functions that were jitted to write their results in place."""
     _PROGRAMS.clear()
 
 
 def _program(function: JaxFunction) -> _DonatingJit:
+    """The _DonatingJit of a function, made at the first call for it."""
     program = _PROGRAMS.get(function)
     if program is None:
         program = _PROGRAMS[function] = _DonatingJit(function)
@@ -107,9 +122,10 @@ def _program(function: JaxFunction) -> _DonatingJit:
 
 
 def run(function: JaxFunction, arguments: FlatArguments, device: torch.device) -> list[torch.Tensor] | None:
-    """The results of a jitted function. None if JAX does not write them in place: then the caller runs it otherwise.
+    """Calls a jitted JAX function, which writes its results to new PyTorch tensors, and returns these tensors.
 
-    Never waits for a GPU on the host.
+    Returns None, without running the function, if JAX is known not to write the results of such a call in place. The
+    host does not wait for a GPU. device: the device of the tensors in `arguments`.
     """
     if not dlpack.has_private():
         return None
@@ -132,12 +148,16 @@ def run(function: JaxFunction, arguments: FlatArguments, device: torch.device) -
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """A context manager that makes a GPU PyTorch's current device; for a CPU it has no effect."""
     is_current = device.type != "cuda" or torch.cuda.current_device() == device.index
     return contextlib.nullcontext() if is_current else torch.cuda.device(device)
 
 
 class _Written(NamedTuple):
-    """The results of a call. is_in_place: whether JAX wrote to the given tensors; otherwise the results are copies."""
+    """The results of a call, as PyTorch tensors.
+
+    is_in_place: whether JAX wrote them to the tensors that it was given; otherwise they are copies of JAX's arrays.
+    """
 
     results: list[torch.Tensor]
     is_in_place: bool
@@ -146,7 +166,10 @@ class _Written(NamedTuple):
 def _written(
     program: _DonatingJit, forms: tuple[_Result, ...], arguments: FlatArguments, device: torch.device
 ) -> _Written:
-    """Runs the program on the current device."""
+    """Runs the jitted function on the current device, with new tensors for its results.
+
+    forms: the shapes and dtypes of the results. After an error it waits for the device before it raises the error.
+    """
     lender = _lender(device)
     read = [dlpack.readable(x) for x in arguments.tensors]
     results = [_empty(form, device) for form in forms]
@@ -173,7 +196,10 @@ def _empty(form: _Result, device: torch.device) -> torch.Tensor:
 
 
 def _synchronize(device: torch.device) -> None:
-    """Waits until JAX uses no tensor: after an error has left the call, nothing else keeps the lent tensors alive."""
+    """Makes the host wait until a GPU is idle; for a CPU it does nothing.
+
+    After an error has left the call, nothing else keeps the tensors alive that JAX may still use.
+    """
     if device.type == "cuda":
         with contextlib.suppress(Exception), relaxed_capture():
             torch.cuda.synchronize(device)

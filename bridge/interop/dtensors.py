@@ -1,8 +1,9 @@
 """DTensors: an op runs on each process's own shards, if no shard needs another shard.
 
-Axes that an op treats independently have roles, such as "batch" and "heads". Along each dimension of the mesh one role
-may be sharded: all tensors with an axis of this role are sharded along it, and the other tensors are replicated. The
-gradient of a replicated tensor is then a partial sum.
+An axis along which an op computes independently has a role, a name such as "batch" or "heads"; other axes have the role
+None, and cannot be sharded. Along each dimension of the mesh one role may be sharded: all tensors with an axis of this
+role are sharded along it, and the other tensors are replicated. The gradient of a replicated tensor is then a partial
+sum.
 """
 
 import math
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HEADS", "are_in", "attention", "is_dtensor", "on_shards", "refuse", "rows_roles"]
 
-type Roles = tuple[str | None, ...]
+type Roles = tuple[str | None, ...]  # for each axis of a tensor
 type Function = Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
 HEADS: Roles = ("batch", None, "heads", None)
 SCORES: Roles = ("batch", "heads", None, None)
@@ -29,7 +30,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_dtensor(x: Any) -> bool:
-    """Whether x is a torch.distributed.tensor.DTensor. It imports nothing."""
+    """Whether x is a torch.distributed.tensor.DTensor. It does not import torch.distributed."""
     return isinstance(x, torch.Tensor) and type(x) not in _TENSORS and hasattr(x, "device_mesh")
 
 
@@ -39,7 +40,10 @@ def are_in(*tensors: Any) -> bool:
 
 
 def refuse(function: str, **tensors: Any) -> None:
-    """Raises NotImplementedError, naming the argument and its placements, for a DTensor."""
+    """Raises NotImplementedError, naming the argument and its placements, if a tensor is a DTensor.
+
+    function: the name, for the error, of the function that takes no DTensors. tensors: its arguments, by name.
+    """
     for name, x in tensors.items():
         if is_dtensor(x):
             raise NotImplementedError(
@@ -49,7 +53,11 @@ def refuse(function: str, **tensors: Any) -> None:
 
 
 class _Shards(NamedTuple):
-    """roles: the sharded role of each dimension of the mesh, or None. sizes: global sizes by role."""
+    """The sharding of a call's DTensors.
+
+    roles: for each dimension of the mesh, the role that is sharded along it; None if all tensors are replicated there.
+    sizes: the global size of each role's axes, before sharding; 1 only if all tensors have size 1 there.
+    """
 
     mesh: "DeviceMesh"
     roles: list[str | None]
@@ -58,7 +66,12 @@ class _Shards(NamedTuple):
     def placements(
         self, axes: Roles, shape: Sequence[int] | None = None, *, of_gradient: bool = False
     ) -> list["Placement"]:
-        """The placements of a tensor whose axes have these roles. shape: None if no axis is broadcast."""
+        """The placements that a tensor must have whose axes have these roles, one for each dimension of the mesh.
+
+        shape: the tensor's global shape, since an axis of size 1 that is broadcast must be replicated; None if no axis
+        is broadcast. of_gradient: the placements of its gradient instead, with partial sums where it is replicated and
+        other tensors are sharded.
+        """
         from torch.distributed.tensor import Partial, Replicate, Shard
 
         found: list[Placement] = []
@@ -79,12 +92,14 @@ def on_shards(
     results: Sequence[Roles],
     options: Mapping[str, Any],
 ) -> Any:
-    """Runs function(**tensors, **options) on the shards of DTensors. Returns DTensors, with gradients.
+    """Runs function(**tensors, **options) on this process's shards of DTensors. Returns DTensors, with gradients.
 
-    roles: roles of each tensor's axes, by the tensor's name. results: roles of each result's axes.
+    tensors: DTensors or None, by name; the function gets local tensors. roles: for each tensor, by name, the role of
+    each of its axes. results: for each result of the function, the role of each of its axes. options: the function's
+    other arguments.
 
-    Raises, naming the argument and its placements: TypeError for a tensor that is no DTensor, ValueError for another
-    mesh or for placements on which the op cannot run.
+    Raises, naming the argument and its placements: TypeError for a tensor that is no DTensor, ValueError for tensors on
+    different meshes, or for placements with which a shard would need another shard.
     """
     from torch.distributed.tensor import DTensor
 
@@ -117,6 +132,11 @@ def on_shards(
 
 
 def _shards(given: Mapping[str, "DTensor"], roles: Mapping[str, Roles]) -> _Shards:
+    """The sharding of a call's DTensors. given: the tensors, by name. roles: the role of each of their axes, by name.
+
+    Raises TypeError for a tensor that is no DTensor, and ValueError for tensors on different meshes, or for placements
+    with which a shard would need another shard.
+    """
     first = next(name for name, x in given.items() if is_dtensor(x))
     mesh = given[first].device_mesh
     sizes: dict[str, int] = {}
@@ -135,7 +155,10 @@ def _shards(given: Mapping[str, "DTensor"], roles: Mapping[str, Roles]) -> _Shar
 
 
 def _role_of(dim: int, given: Mapping[str, "DTensor"], roles: Mapping[str, Roles]) -> str | None:
-    """The role that is sharded along a dimension of the mesh, or None."""
+    """The role that is sharded along dimension `dim` of the mesh; None if all tensors are replicated there.
+
+    Raises ValueError, naming the tensor, if one is sharded along an axis without a role, or if two roles are sharded.
+    """
     from torch.distributed.tensor import Shard
 
     found = None
@@ -156,7 +179,11 @@ def _role_of(dim: int, given: Mapping[str, "DTensor"], roles: Mapping[str, Roles
 
 
 def _check_sizes(role: str, devices: int, given: Mapping[str, "DTensor"], roles: Mapping[str, Roles]) -> None:
-    """Raises unless the shards of all tensors hold the same part of the role's axis."""
+    """Raises ValueError if a process would hold different parts of the role's axis in two tensors.
+
+    That is so if the axes have different sizes other than 1, as heads in grouped-query attention, and one is no
+    multiple of `devices`, the number of shards.
+    """
     sizes = {name: x.shape[roles[name].index(role)] for name, x in given.items() if role in roles[name]}
     different = {size for size in sizes.values() if size > 1}
     if len(different) < 2:
@@ -187,7 +214,10 @@ _BROADCAST = ("alibi_slopes", "bias", "mask", "block_mask", "q_offset")
 
 
 def _attention_roles(name: str, x: torch.Tensor) -> Roles:
-    """The roles of the axes of an attention argument. Raises ValueError for a wrong number of axes."""
+    """The role of each axis of the attention argument `name`, whose value is x.
+
+    Raises ValueError for a wrong number of axes. Arguments in _BROADCAST may lack leading axes.
+    """
     axes = _ROLES[name]
     if x.ndim > len(axes) or (x.ndim < len(axes) and name not in _BROADCAST):
         raise ValueError(f"{name}: got a DTensor of shape {tuple(x.shape)}, want {len(axes)} axes")
@@ -195,10 +225,13 @@ def _attention_roles(name: str, x: torch.Tensor) -> Roles:
 
 
 def attention(function: Function, given: Mapping[str, Any]) -> Any:
-    """Runs an attention function on DTensors. given: all its arguments, by name. Batch and heads may be sharded.
+    """Runs an attention function on this process's shards of DTensors. Returns DTensors, with gradients.
 
-    Raises the errors of on_shards. With a sharded axis, also raises ValueError for a score_mod, and for a Mask that
-    differs along this axis: their functions take global indices.
+    given: all arguments of the function, by name. Batch and heads may be sharded; sequences may not.
+
+    Raises, naming the argument and its placements: TypeError for a tensor that is no DTensor, ValueError for tensors on
+    different meshes, or for placements with which a shard would need another shard. With a sharded axis, also raises
+    ValueError for a score_mod, and for a Mask that differs along this axis: their functions take global indices.
     """
     tensors: dict[str, Any] = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
     options = {name: x for name, x in given.items() if name not in tensors}
@@ -224,7 +257,7 @@ def attention(function: Function, given: Mapping[str, Any]) -> Any:
 
 
 def rows_roles(x: torch.Tensor) -> Roles:
-    """The roles of the axes of x [..., K], whose rows are independent."""
+    """The roles of the axes of x [..., K], for an op on rows: a role of its own for each axis, None for the last."""
     return (*(f"axis {axis}" for axis in range(x.ndim - 1)), None)
 
 

@@ -10,6 +10,7 @@ _FORKED: list[int] = []  # ids of the ancestor processes that ran JAX
 
 
 def _forked() -> None:
+    """Runs in a child process after a fork: notes that the parent process had started JAX, if it had."""
     # There is no public way to ask for the backends without starting them.
     if getattr(xla_bridge, "_backends", None):
         _FORKED.append(os.getppid())
@@ -20,7 +21,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def refuse() -> None:
-    """Raises RuntimeError in a forked process whose parent had started JAX."""
+    """Raises RuntimeError in a process that was forked, directly or not, from a process in which JAX was running."""
     if _FORKED:
         raise RuntimeError(
             f"jax_kernels.bridge was called in process {os.getpid()}, which was forked from process {_FORKED[-1]}, "

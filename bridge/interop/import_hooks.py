@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["when_imported"]
 
-_WAITING: dict[str, list[Callable[[], Any]]] = {}  # the calls by the name of the module
+_WAITING: dict[str, list[Callable[[], Any]]] = {}  # the functions to call, by the name of the awaited module
 
 
 def when_imported(module: str, call: Callable[[], None]) -> None:
@@ -24,7 +24,10 @@ def when_imported(module: str, call: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the awaited modules as the other finders do, with a loader that runs the calls after the module."""
+    """An import finder for awaited modules: their usual spec, but with a _Loader.
+
+    An awaited module is one for which when_imported has calls to run.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,9 +1,9 @@
 """Holds memory that a PyTorch stream may still use: JAX's results, and the tensors that JAX reads.
 
-JAX gives a result's memory away when the array dies, though a stream may still read the memory. If JAX is the last to
-release a tensor, one of JAX's threads frees it, and takes the interpreter's lock from the calling thread. So results
-and tensors are held until an event on the stream has passed. Later calls release entries whose events have passed. If
-no call comes, a thread releases them.
+JAX gives a result's memory to other arrays when the array dies, though a stream may still read the memory. If JAX is
+the last to release a tensor, one of JAX's threads frees it, and takes the interpreter's lock from the calling thread.
+So results and tensors are held until an event on the stream has passed. Later calls release entries whose events have
+passed. If no call comes, a thread releases them.
 """
 
 import collections
@@ -28,7 +28,10 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Allows this thread, inside the block, CUDA calls that would end a CUDA graph's capture in another thread."""
+    """A context manager inside which this thread's CUDA calls do not disturb a CUDA graph's capture in another thread.
+
+    By default some calls, such as a query of an event, would end the capture with an error.
+    """
     try:
         exchange: Callable[..., int] = cuda_driver.driver().cuThreadExchangeStreamCaptureMode  # type: ignore[attr-defined]
     except (OSError, AttributeError):
@@ -43,7 +46,11 @@ def relaxed_capture() -> Iterator[None]:
 
 
 class _Entry(NamedTuple):
-    """memory: JAX's, held until the event `copied`. read: tensors that JAX reads. size: bytes of JAX's memory."""
+    """Memory that is held until a stream has passed an event.
+
+    copied: the event. memory: tensors over JAX's memory. size: the bytes of this memory. read: PyTorch's own tensors,
+    which JAX reads.
+    """
 
     copied: torch.cuda.Event
     memory: list[torch.Tensor]
@@ -52,10 +59,10 @@ class _Entry(NamedTuple):
 
 
 class StreamKeepAlive:
-    """A queue of entries for each stream, in the stream's order.
+    """Holds memory until a stream of a GPU has passed an event: a queue of entries for each stream, in its order.
 
-    If more than a sixteenth of the GPU's memory is held, because the host runs far ahead, the host waits for the oldest
-    entry.
+    If more than a sixteenth of the GPU's memory is held, because the host runs far ahead of the GPU, `hold` waits for
+    the oldest entries of its stream.
     """
 
     def __init__(self) -> None:
@@ -67,7 +74,11 @@ class StreamKeepAlive:
         self._calls = 0
 
     def hold(self, stream: torch.cuda.Stream, memory: list[torch.Tensor], read: Sequence[torch.Tensor] = ()) -> None:
-        """Holds JAX's memory, and the tensors that JAX reads, until the stream has reached this point."""
+        """Holds tensors until the stream has done all work that is queued on it now.
+
+        memory: tensors over JAX's memory, which count as held bytes. read: PyTorch tensors that JAX reads. The host
+        waits only if too much memory is held.
+        """
         copied = torch.cuda.Event()
         copied.record(stream)
         index = stream.device_index
@@ -87,23 +98,25 @@ class StreamKeepAlive:
             self._start()
 
     def _pop(self, released: list[_Entry], index: int, queue: collections.deque[_Entry]) -> None:
+        """Moves a queue's oldest entry to `released`. index: the GPU's index."""
         released.append(queue.popleft())
         self._sizes[index] -= released[-1].size
 
     def _pop_passed(self, released: list[_Entry], index: int) -> None:
+        """Moves the entries of GPU `index` whose events have passed to `released`, without waiting."""
         for (owner, _), entries in self._queues.items():
             while owner == index and entries and entries[0].copied.query():
                 self._pop(released, index, entries)
 
     def release(self) -> None:
-        """Releases all entries whose events have passed."""
+        """Releases all entries whose events have passed, without waiting for others."""
         released: list[_Entry] = []
         with self._lock, relaxed_capture():
             for index in {index for index, _ in self._queues}:
                 self._pop_passed(released, index)
 
     def sizes(self) -> dict[int, int]:
-        """The bytes of JAX's memory that are held, by GPU index."""
+        """The bytes of JAX's memory that are held, by the GPU's index."""
         with self._lock:
             return dict(self._sizes)
 
@@ -122,7 +135,7 @@ class StreamKeepAlive:
         return not any(self._queues.values())
 
     def clear(self) -> list["weakref.ref[torch.Tensor]"]:
-        """Waits for every event, and releases all entries. Returns references to the tensors that JAX read."""
+        """Waits for every event, and releases all entries. Returns weak references to the tensors that JAX read."""
         with self._lock:
             entries = [entry for queue in self._queues.values() for entry in queue]
             for entry in entries:
@@ -133,7 +146,10 @@ class StreamKeepAlive:
 
 
 def _watch(reference: "weakref.ref[StreamKeepAlive]", is_needed: threading.Event) -> None:
-    """Releases entries whose events have passed, if no call has come for a while."""
+    """The loop of a thread that releases entries whose events have passed, if `hold` was not called for a while.
+
+    is_needed: set if there are entries; the thread sleeps until then. It ends when the StreamKeepAlive dies.
+    """
     calls = -1
     while True:
         is_needed.wait()
@@ -153,4 +169,5 @@ def _watch(reference: "weakref.ref[StreamKeepAlive]", is_needed: threading.Event
 
 @functools.cache
 def _memory_to_hold(index: int) -> int:
+    """The bytes that may be held on GPU `index` before the host waits: a sixteenth of its memory."""
     return torch.cuda.get_device_properties(index).total_memory // 16

@@ -16,7 +16,11 @@ _MOST = 1024  # values per function
 
 
 class _Once[*Key, Value]:
-    """A functools.lru_cache for threads: if several threads ask for a key at once, one computes and the others wait."""
+    """The function that `memoize` returns: called with a key, it returns make(*key), computed once per key.
+
+    If several threads ask for a new key at once, one computes and the others wait. It keeps about _MOST values, and
+    drops the least recently used.
+    """
 
     def __init__(self, make: Callable[[*Key], Value]) -> None:
         self._make = make
@@ -37,6 +41,7 @@ class _Once[*Key, Value]:
         self._made.clear()
 
     def _made_once(self, *key: *Key) -> Value:
+        """make(*key), unless another thread has computed it meanwhile."""
         # The process id is part of the lock's key, because a fork copies locks that other threads hold.
         own = os.getpid(), key
         with self._locks.setdefault(own, threading.RLock()):
@@ -52,14 +57,17 @@ _ALL: list[_Once] = []
 
 
 def memoize[*Key, Value](make: Callable[[*Key], Value]) -> _Once[*Key, Value]:
-    """Decorates a function so that it computes a value once per key, with a least-recently-used cache."""
+    """Decorates a function so that it computes its value once for each tuple of arguments, which must be hashable.
+
+    Unlike functools.lru_cache, threads that ask for the same value at once compute it once. `clear` forgets the values.
+    """
     made = _Once(make)
     _ALL.append(made)
     return made
 
 
 def clear() -> None:
-    """Forgets all values of all functions."""
+    """Forgets all values of all functions that `memoize` decorates."""
     for made in _ALL:
         made.clear()
 
@@ -69,11 +77,12 @@ _PROCESS = secrets.token_hex(8)
 
 
 def unique_name(stem: str) -> str:
-    """A new name that begins with the stem. No other call returns it, in this process, a forked one or another."""
+    """A new name, "STEM_NUMBER_RANDOM". No other call returns the same name, in this process or in another one."""
     return f"{stem}_{next(_NUMBERS)}_{_PROCESS}"
 
 
 def _renew() -> None:
+    """Runs in a child process after a fork, so that its names differ from the parent's."""
     global _PROCESS
     _PROCESS = secrets.token_hex(8)
 

@@ -21,7 +21,11 @@ _SETTINGS = (
 
 
 def leave_memory_to_torch() -> None:
-    """Turns JAX's preallocation off, or warns if JAX's GPU backend has already preallocated."""
+    """Stops JAX from reserving most of a GPU's memory at its start, which would leave too little for PyTorch.
+
+    Sets XLA_PYTHON_CLIENT_PREALLOCATE=false. Issues a RuntimeWarning if JAX's GPU backend has already started. Does
+    nothing if the user has set an environment variable in _SETTINGS.
+    """
     if any(setting in os.environ for setting in _SETTINGS):
         return
     # No public function lists the backends without starting them.
@@ -39,12 +43,13 @@ def leave_memory_to_torch() -> None:
 
 
 class MemoryReport(NamedTuple):
-    """The bytes of a GPU's memory. str(...) is a text of several lines.
+    """The use of a GPU's memory, in bytes. str(...) is a text of several lines.
 
-    total, free: from the driver. torch_allocated: bytes in tensors. torch_reserved: these bytes plus PyTorch's cache
-    for later tensors. jax_in_use: bytes in JAX's arrays. jax_reserved: these bytes plus JAX's pool; None if JAX does
-    not report it. held: bytes of JAX's arrays that a PyTorch stream may still read. other: all other used bytes, such
-    as other processes and CUDA itself.
+    total, free: the GPU's memory, and its unused part, by the CUDA driver. torch_allocated: in PyTorch's tensors.
+    torch_reserved: torch_allocated plus PyTorch's cache for later tensors. jax_in_use: in JAX's arrays. jax_reserved:
+    jax_in_use plus the unused part of JAX's pool; None if JAX does not report it. held: the part of jax_in_use that
+    the bridge keeps because a PyTorch stream may still read it. other: all other used bytes, such as other processes
+    and CUDA itself.
     """
 
     device: torch.device
@@ -73,7 +78,7 @@ class MemoryReport(NamedTuple):
 
 
 def memory_report(device: torch.device | str | int | None = None) -> MemoryReport:
-    """The memory of a GPU by its owners. device: None is PyTorch's current GPU.
+    """The use of a GPU's memory by PyTorch, JAX and others. device: None is PyTorch's current GPU.
 
     Raises ValueError if the device is no CUDA GPU or there is no GPU, and RuntimeError if JAX lacks the device.
     """
@@ -100,9 +105,10 @@ def memory_report(device: torch.device | str | int | None = None) -> MemoryRepor
 
 
 def retry_on_oom[Result](device: torch.device, call: Callable[[], Result]) -> Result:
-    """Returns call(). If JAX is out of memory on a GPU, empties PyTorch's cache and calls once more.
+    """Returns call(). If JAX is out of memory on a GPU, frees PyTorch's cached memory and calls once more.
 
-    Raises torch.cuda.OutOfMemoryError, with a memory_report, if the second call fails too.
+    Raises torch.cuda.OutOfMemoryError, with a memory_report in its text, if JAX is out of memory again. On a CPU, and
+    for other errors, raises the error of call().
     """
     try:
         return call()

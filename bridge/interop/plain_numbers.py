@@ -23,9 +23,14 @@ _INTEGERS = (torch.int8, torch.int16, torch.int64, torch.uint8, torch.uint16, to
 
 
 def plain_of(name: str, x: Any) -> Any:
-    """The value of an option: the int, float or bool in x, a tuple of these, or x itself.
+    """The value of an option, with Python numbers for PyTorch, NumPy and JAX scalars, also inside tuples and lists.
 
-    Raises TypeError, naming the option, for a tensor whose value is not known or that requires a gradient.
+    A tensor without axes becomes an int, float or bool; a tensor with one axis becomes a tuple if the option `name` may
+    be a sequence. For q_offset, an integer scalar tensor becomes an int32 tensor instead. All other values are returned
+    unchanged. For a tensor on a GPU the host waits.
+
+    Raises TypeError, naming the option, for a tensor that would become a number but has no known value, or requires a
+    gradient.
     """
     kind = type(x)
     if kind in PLAIN:
@@ -52,7 +57,11 @@ def plain_of(name: str, x: Any) -> Any:
 
 
 def plain_options(names: tuple[str, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of plain_of for the options of these names that it changes."""
+    """The options that are not Python numbers yet, by name, with Python numbers for PyTorch, NumPy and JAX scalars.
+
+    names: the options to look at. Options whose values stay the same are left out. Raises TypeError, naming the option,
+    for a tensor whose value is not known, or that requires a gradient.
+    """
     found = {}
     for name in names:
         x = options.get(name)
@@ -62,7 +71,10 @@ def plain_options(names: tuple[str, ...], options: Mapping[str, Any]) -> dict[st
 
 
 def in_float32(x: Any) -> Any:
-    """A scale: a tensor without axes is cast to float32 on its device; other numbers go through plain_of."""
+    """A scale: a scalar tensor is cast to float32 and stays on its device; other scalars become Python numbers.
+
+    All other values, such as tensors with axes, are returned unchanged.
+    """
     if not isinstance(x, torch.Tensor):
         return plain_of("scale", x)
     if x.ndim or x.dtype == torch.bool or x.is_complex():
@@ -71,17 +83,21 @@ def in_float32(x: Any) -> Any:
 
 
 def is_constant(x: Any) -> bool:
-    """Whether an option's value cannot change: true for numbers of Python and NumPy, false for arrays."""
+    """Whether x cannot change: True for None, strings, numbers of Python and NumPy, and tuples of these, else False."""
     return all(map(is_constant, x)) if type(x) is tuple else type(x) in PLAIN or isinstance(x, np.generic)
 
 
 def _is_same(value: Any, x: Any) -> bool:
-    """Whether the items of a tuple or list are the same objects."""
+    """Whether both are tuples or lists of the same length whose items are the same objects."""
     return type(x) in (tuple, list) and len(x) == len(value) and all(a is b for a, b in zip(value, x, strict=True))
 
 
 def plain_arguments[Function: Callable[..., Any]](function: Function) -> Function:
-    """Decorates a function to pass all arguments through plain_of. Its tensors without axes must all be numbers."""
+    """Decorates a function so that scalar tensors and NumPy and JAX scalars among its arguments become Python numbers.
+
+    Only for a function whose scalar tensors are all options: a scalar tensor that requires a gradient raises TypeError,
+    which names the argument, and so does one whose value is not known.
+    """
     positions = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

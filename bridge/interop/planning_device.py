@@ -15,11 +15,15 @@ __all__ = ["planning_on"]
 
 @functools.cache
 def _device_info(device: torch.device) -> DeviceInfo:
+    """The abilities of a PyTorch device, a CPU or a CUDA GPU, from which ops make their plans."""
     return dispatch.device_info(dlpack.jax_device(device))
 
 
 class _Planning:
-    """The context manager of planning_on, as a class because a generator is slower."""
+    """The context manager that planning_on returns. It is a class because a generator is slower.
+
+    target: a context manager that selects the device for plans; it is entered after dlpack.outside_of_traces().
+    """
 
     __slots__ = ("_outside", "_target")
 
@@ -37,9 +41,10 @@ class _Planning:
 
 
 def planning_on(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Makes JAX plan for this device, not its default device, inside the block, and outside of enclosing traces.
+    """A context manager inside which this library's ops plan for this device, not for JAX's default device.
 
-    For the meta device JAX plans for its default device. Raises RuntimeError in a forked process.
+    JAX also computes values inside it, even while it traces an enclosing function. For the meta device, ops plan for
+    JAX's default device. Raises RuntimeError in a process that was forked while JAX was running.
     """
     fork.refuse()
     return _Planning(contextlib.nullcontext() if device.type == "meta" else dispatch.on_device(_device_info(device)))

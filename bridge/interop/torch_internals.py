@@ -67,7 +67,10 @@ stream_handle: Callable[[int], int] = getattr(
 
 
 class _Graph(threading.local):
-    """The state of the torch.compile graph that runs in this thread."""
+    """The state of the torch.compile graph that runs in this thread.
+
+    is_in_dual_level: whether the graph has entered torch.autograd.forward_ad.dual_level.
+    """
 
     is_in_dual_level = False
 
@@ -100,7 +103,7 @@ def is_plain_eager() -> bool:
 
 @contextlib.contextmanager
 def as_in_dual_level() -> Iterator[None]:
-    """Makes is_forward_mode True for this thread inside the block.
+    """A context manager inside which is_forward_mode() is True for this thread.
 
     A graph of torch.compile also enters torch.autograd.forward_ad.dual_level without raising PyTorch's counter. All
     threads share this counter, so it stays unchanged.
@@ -113,7 +116,11 @@ def as_in_dual_level() -> Iterator[None]:
 
 
 def not_in_graph[Function: Callable[..., Any]](function: Function, reason: str) -> Function:
-    """torch.compiler.disable, without the import of torch._dynamo, which takes 2 seconds. Returns the same function."""
+    """Makes torch.compile break its graph at calls of the function, and run it as it is. Returns the same function.
+
+    It is torch.compiler.disable without the import of torch._dynamo, which takes 2 seconds. reason: for torch.compile's
+    messages.
+    """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     function._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
@@ -121,13 +128,19 @@ def not_in_graph[Function: Callable[..., Any]](function: Function, reason: str) 
 
 
 def constant_in_graph[Function: Callable[..., Any]](function: Function) -> Function:
-    """torch.compiler.assume_constant_result, without the import of torch._dynamo, which takes 2 seconds."""
+    """Makes torch.compile call the function in its trace, and use the result as a constant. Returns the same function.
+
+    It is torch.compiler.assume_constant_result without the import of torch._dynamo, which takes 2 seconds.
+    """
     when_imported("torch._dynamo", lambda: torch.compiler.assume_constant_result(function))
     return function
 
 
 def node_in_graph[Function: Callable[..., Any]](function: Function) -> Function:
-    """torch.compiler.allow_in_graph, without the import of torch._dynamo, which takes 2 seconds."""
+    """Makes a call of the function one node of torch.compile's graph, not traced further. Returns the same function.
+
+    It is torch.compiler.allow_in_graph without the import of torch._dynamo, which takes 2 seconds.
+    """
     when_imported("torch._dynamo", lambda: torch.compiler.allow_in_graph(function))
     return function
 
@@ -135,8 +148,9 @@ def node_in_graph[Function: Callable[..., Any]](function: Function) -> Function:
 def skip_dynamo[Function: Callable[..., Any]](function: Function) -> Function:
     """Keeps torch.compile from rewriting the frames of a function and of all its callees. Returns the function.
 
-    torch.compile also intercepts the frames that a backward runs, and JAX's frames fail then. The function is as fast
-    as before. torch.compile still traces calls of the function inside traced code.
+    It is for functions that PyTorch calls by itself, such as a backward: torch.compile also intercepts their frames,
+    and JAX's frames fail then. The function is as fast as before. torch.compile still traces calls of the function
+    inside traced code.
     """
     try:
         # torch._dynamo has these as public names, but its import takes 2 seconds.
@@ -167,33 +181,37 @@ _is_legacy_batched: Callable[[torch.Tensor], bool] = getattr(
 
 
 class Batch(NamedTuple):
-    """A batch of torch.autograd.grad(is_grads_batched=True). level: its vmap level. size: its number of entries."""
+    """A batch that torch.autograd.grad(is_grads_batched=True) made: a hidden axis of some tensors.
+
+    level: PyTorch's number of the batch; an inner batch has a higher one. size: the number of its entries.
+    """
 
     level: int
     size: int
 
 
 def is_batched(x: Any) -> bool:
-    """Whether x is a tensor in a Batch."""
+    """Whether x is a tensor with the hidden axis of a Batch."""
     return isinstance(x, torch.Tensor) and _is_legacy_batched(x)
 
 
 def is_in_batch(x: Any, level: int) -> bool:
-    """Whether x is a tensor in the batch of this level."""
+    """Whether x is a tensor with the hidden axis of the Batch of this level."""
     return is_batched(x) and _size_of_batch(x, level) > 0
 
 
 def _size_of_batch(x: torch.Tensor, level: int) -> int:
-    """The number of entries of the batch of this level; 0 if x is not in it."""
+    """The size of the batched tensor x along the hidden axis of the Batch of this level; 0 if x lacks this axis."""
     return torch._remove_batch_dim(x, level, 0, 0).shape[0]
 
 
 def batch_of(arguments: Sequence[Any]) -> Batch:
-    """The innermost batch of the arguments."""
+    """The innermost Batch of any of the arguments. Raises ValueError if none is batched."""
     return max(_innermost(x) for x in arguments if is_batched(x))
 
 
 def _innermost(x: torch.Tensor) -> Batch:
+    """The innermost Batch of a batched tensor."""
     found = Batch(0, 0)
     for level in range(1, _MOST_LEVELS + 1):
         if size := _size_of_batch(x, level):
@@ -204,17 +222,17 @@ def _innermost(x: torch.Tensor) -> Batch:
 
 
 def remove_batch_dim(x: torch.Tensor, level: int) -> torch.Tensor:
-    """Unwraps the batch of this level: its entries become the first axis."""
+    """The tensor x with the hidden axis of the Batch of this level as its first axis."""
     return torch._remove_batch_dim(x, level, 0, 0)
 
 
 def add_batch_dim(x: torch.Tensor, dim: int | None, level: int) -> torch.Tensor:
-    """Wraps axis `dim` as the batch of this level. dim None returns x, which all entries share."""
+    """The tensor x with axis `dim` as the hidden axis of the Batch of this level; x itself if dim is None."""
     return x if dim is None else torch._add_batch_dim(x, dim, level)
 
 
 def break_graph(*packages: str) -> None:
-    """Makes torch.compile break its graph at calls of these packages' functions."""
+    """Makes torch.compile break its graph at calls of functions of these packages, which then run as they are."""
 
     def add_all() -> None:
         try:
@@ -229,7 +247,10 @@ def break_graph(*packages: str) -> None:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[bool]:
-    """Turns off PyTorch's tracing modes inside the block. Yields False if this PyTorch cannot."""
+    """A context manager that turns off PyTorch's dispatch modes, such as a trace's, inside its block.
+
+    Its `as` value is True; False if this version of PyTorch cannot turn them off, and they stay on.
+    """
     try:
         from torch.utils._python_dispatch import _disable_current_modes
     except ImportError:
@@ -240,10 +261,12 @@ def without_modes() -> Iterator[bool]:
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Check | None:
-    """A check that compares the tensors and dispatcher state of a later call with this call. None if it cannot be made.
+    """A function (*tensors) that returns whether a later call's tensors have the properties of these tensors.
 
-    The check compares type, dtype, device, shape, strides and requires_grad of each tensor, and the state of the
-    dispatcher: autocast, torch.func's transforms, inference mode and dispatch modes.
+    It returns None if it cannot make this function.
+
+    The function compares type, dtype, device, shape, strides and requires_grad of each tensor, which arguments are one
+    tensor object, and PyTorch's state: autocast, torch.func's transforms, inference mode and dispatch modes.
     """
     if _GUARDS is None:
         return None

@@ -13,9 +13,9 @@ _NUMBER = re.compile(r"\d[\d.e+-]*")
 
 @torch_internals.constant_in_graph
 def warn_once(message: str) -> None:
-    """Warns, unless this message was issued before, with the same or other numbers.
+    """Issues a UserWarning, unless this message was issued before in this process, with the same or other numbers.
 
-    A compiled function warns during its trace.
+    A function that torch.compile compiles warns during its trace, not when it runs.
     """
     if message in _GIVEN:
         return

@@ -89,7 +89,10 @@ def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _FromJax:
-    """The function of tensors that from_jax returns. It pickles as from_jax of its function, by the function's name."""
+    """The function of tensors that from_jax returns.
+
+    It pickles as a call of from_jax on the wrapped JAX function, which pickle stores by its name.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -123,14 +126,21 @@ class _FromJax:
 
 
 class CallKey(NamedTuple):
-    """The key of a cached call. statics: arguments that are no tensors (a Mask by id), and which are tensors."""
+    """The key of a cached call.
+
+    statics: all of the call but its tensors: the other arguments, a Mask by its id, and which arguments are tensors.
+    tensors: the call's tensors, in order.
+    """
 
     statics: Hashable
     tensors: Sequence[torch.Tensor]
 
 
 def call_key(arguments: Sequence[Any], options: Sequence[Any]) -> CallKey:
-    """The key of a call with arguments that may be tensors, and options that are no tensors."""
+    """The key of a call. arguments: tensors or constants. options: constants only.
+
+    The key also holds the types of the constants, because 1, 1.0 and True are equal.
+    """
     statics = [None if isinstance(x, torch.Tensor) else (type(x), x) for x in arguments]
     kinds = map(type, options)  # 1, 1.0 and True are equal
     return CallKey((*options, *kinds, *statics), [x for x in arguments if isinstance(x, torch.Tensor)])
@@ -144,10 +154,11 @@ _EXACT = (bool, int, str, type(None))  # two values are the same constant if typ
 
 
 def call_key_by_name(args: Sequence[Any], kwargs: dict[str, Any], *settings: Any) -> CallKey:
-    """The key of a call with any arguments. settings: other values that the call depends on.
+    """The key of the call function(*args, **kwargs), whose arguments may be tensors, constants, Masks and containers.
 
-    The tensors are in the order of `flatten`. The statics are equal if the structures are equal, and hold the ids of
-    Masks.
+    settings: other hashable values that the result depends on. The key's tensors are in the order in which `flatten`
+    lists them. The statics of two calls are equal only if the calls differ in nothing but their tensors; they contain
+    the ids of Masks.
     """
     statics: list[Hashable] = [len(args), *settings]
     tensors: list[torch.Tensor] = []
@@ -170,6 +181,7 @@ def call_key_by_name(args: Sequence[Any], kwargs: dict[str, Any], *settings: Any
 
 
 def _seen_in_trees(args: Sequence[Any], kwargs: dict[str, Any], settings: Sequence[Any]) -> CallKey:
+    """The key of a call whose arguments have containers or other constants, by `flatten`, which is slower."""
     tensors: list[torch.Tensor] = []
     masks: list[Mask] = []
     structure = flatten((tuple(args), kwargs), tensors, masks)
@@ -177,7 +189,10 @@ def _seen_in_trees(args: Sequence[Any], kwargs: dict[str, Any], settings: Sequen
 
 
 class JaxOp:
-    """A JAX function in the form of from_jax, for an op that gives the keys of its cached calls."""
+    """A JAX function on PyTorch tensors, as from_jax returns it, for an op of the bridge that makes its own CallKeys.
+
+    The op calls `find` with the key of a call, and `serve` if there is no cached call.
+    """
 
     def __init__(self, function: Callable[..., Any], *, is_opaque: bool = False) -> None:
         """is_opaque: the arguments are tensors and constants, and the results tensors. So torch.compile need not trace
@@ -239,7 +254,7 @@ class JaxOp:
 
 
 def _check_dense(function: Callable[..., Any], structure: Structure, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises, naming the argument, for a nested tensor, which has no shape, and for a DTensor."""
+    """Raises, naming the argument, ValueError for a nested tensor, and NotImplementedError for a DTensor."""
     for index, x in enumerate(tensors):
         if dtensors.is_dtensor(x):
             name = getattr(function, "__name__", repr(function))
@@ -249,13 +264,14 @@ def _check_dense(function: Callable[..., Any], structure: Structure, tensors: Se
 
 
 def _config() -> tuple[bool, str | None]:
-    """The JAX settings that change a function's results."""
+    """The JAX settings that change a function's results: (jax_enable_x64, jax_default_matmul_precision)."""
     return _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision
 
 
 def _known_call(
     request: ProgramKey, tensors: Sequence[torch.Tensor], operands: CallMasks | WeakCallMasks
 ) -> CachedCall:
+    """The cached call of a request. tensors: the call's tensors. operands: its Masks."""
     grad = torch.is_grad_enabled()
     program = program_for(request, tuple(grad and x.requires_grad for x in tensors))
     chain = execute.launcher_for(program.forward, tensors, operands)
@@ -271,7 +287,11 @@ def _run(
     operands: CallMasks | WeakCallMasks,
     masks: MaskSignature | None,
 ) -> Any:
-    """The results of the function. masks: the signature of the operands."""
+    """The results of a function's call, in the function's own containers.
+
+    name: the function's name in FUNCTIONS. structure: `flatten` of (args, kwargs). tensors: the call's tensors.
+    operands: the call's Masks. masks: their signature, or None.
+    """
     if torch.compiler.is_compiling():
         recipe = _recipe(name, structure)
         call = _call_of_duals if _is_in_dual_level() else _call_in_graph
@@ -294,6 +314,7 @@ def _run(
 
 
 def _with_masks(name: str, structure: Structure, tensors: list[torch.Tensor], masks: list[Mask]) -> Any:
+    """The results of a call with Masks, outside of torch.compile."""
     if not tensors:
         return _run(name, structure, tensors, NO_MASKS, NO_MASKS.signature)
     first, *_ = tensors
@@ -304,12 +325,16 @@ def _with_masks(name: str, structure: Structure, tensors: list[torch.Tensor], ma
 
 @torch_internals.constant_in_graph
 def _recipe(name: str, structure: Structure) -> str:
-    """The name of a call's recipe, a constant for torch.compile."""
+    """The name that describes a call without its tensors, for dynamic_shapes.find. A constant for torch.compile."""
     return dynamic_shapes.name_of(name, structure)
 
 
 def _flat_call(recipe: str, tensors: list[torch.Tensor]) -> dynamic_shapes.Flat:
-    """A call in a graph: for many shapes if the graph is, and the results' sizes are known; else for these shapes."""
+    """Adds a call to a traced graph, and returns its results.
+
+    recipe: the name from _recipe. The call serves many shapes if the tensors have symbolic sizes and the sizes of the
+    results can be expressed by these; otherwise it serves only the traced shapes.
+    """
     flat = dynamic_shapes.call(recipe, tensors) if dynamic_shapes.is_any_shape(tensors) else None
     if flat is not None:
         return flat
@@ -324,31 +349,38 @@ _MOST_OUTPUTS = 1024
 
 @torch_internals.constant_in_graph
 def _is_in_dual_level() -> bool:
-    """Whether the traced code is in torch.autograd.forward_ad.dual_level. torch.compile enters this level, too."""
+    """Whether the code is under forward-mode differentiation, for code that torch.compile traces."""
     return torch_internals.is_forward_mode()
 
 
 @torch_internals.node_in_graph
 def _call_in_graph(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The results of a call that is one node of a graph: torch.compile does not trace into it."""
+    """The flat results of a call that is one node of a graph: torch.compile does not trace into it.
+
+    recipe: the name from _recipe.
+    """
     return _results_of(recipe, tensors)
 
 
 @torch_internals.node_in_graph
 def _call_of_duals(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """_call_in_graph for tensors that may have tangents."""
+    """As _call_in_graph, the flat results of a call as one node of a graph, but for tensors that may have tangents."""
     with torch_internals.as_in_dual_level():
         return _results_of(recipe, tensors)
 
 
 @torch_internals.node_in_graph
 def _op_of_duals(program: str, operands: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The operator of a program, as one node of a graph, for tensors that may have tangents."""
+    """The flat results of a program as one node of a graph, for tensors that may have tangents.
+
+    program: the program's name. operands: the name of the call's Masks, or "".
+    """
     with torch_internals.as_in_dual_level():
         return tuple(call_op(list(tensors), program, operands))
 
 
 def _results_of(recipe: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The flat results of a call in a traced graph. `_outputs` then returns their structure. recipe: from _recipe."""
     flat = _flat_call(recipe, list(tensors))
     _OUTPUTS[recipe] = flat.structure
     drop_oldest(_OUTPUTS, _MOST_OUTPUTS)
@@ -357,12 +389,15 @@ def _results_of(recipe: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Ten
 
 @torch_internals.constant_in_graph
 def _outputs(recipe: str) -> Structure:
-    """The structure of the results of the recipe's last traced call."""
+    """The structure of the results of the last traced call with this recipe, for `unflatten`."""
     return _OUTPUTS[recipe]
 
 
 def _traced_call(name: str, structure: Structure, tensors: list[torch.Tensor], masks: Sequence[Mask | MaskById]) -> Any:
-    """A call in a graph of torch.compile. It serves only the Masks that it was traced with."""
+    """The results of a call with Masks, in code that torch.compile traces. The graph serves only these Mask objects.
+
+    name: the function's name in FUNCTIONS. structure: `flatten` of (args, kwargs).
+    """
     # torch.compile cannot make a frozen dataclass a constant. It can for the id, and then checks for the same object.
     ids = [mask.number if isinstance(mask, MaskById) else id(mask) for mask in masks]
     traced = _traced(name, structure, tuple(_signature(x) for x in tensors), *ids)
@@ -372,13 +407,17 @@ def _traced_call(name: str, structure: Structure, tensors: list[torch.Tensor], m
 
 
 def _signature(tensor: torch.Tensor) -> TensorSpec:
+    """The tensor's shape, dtype, device and layout. It makes symbolic sizes constants of the graph."""
     # index() makes a constant of a symbolic size: JAX compiles for each shape.
     shape = tuple(operator.index(size) for size in tensor.shape)
     return TensorSpec(shape, tensor.dtype, tensor.device, tensor.layout)
 
 
 class _Traced(NamedTuple):
-    """A program without a gradient, in constants for torch.compile. outputs: structure. operands: name of the Masks."""
+    """A program without a gradient, described by constants for torch.compile.
+
+    program: its name. outputs: the structure of the function's results. operands: the name of the call's Masks, or "".
+    """
 
     program: str
     outputs: Structure
@@ -387,7 +426,10 @@ class _Traced(NamedTuple):
 
 @torch_internals.constant_in_graph
 def _traced(name: str, structure: Structure, signatures: tuple[TensorSpec, ...], *ids: int) -> _Traced:
-    """ids: ids of the Masks. The traced function keeps the Masks alive."""
+    """The program of a call in a torch.compile graph. ids: id() of each Mask, which the caller keeps alive.
+
+    name: the function's name in FUNCTIONS. structure: `flatten` of (args, kwargs). signatures: the call's tensors.
+    """
     operands: CallMasks | WeakCallMasks = NO_MASKS
     masks: list[Mask] = [ctypes.cast(number, ctypes.py_object).value for number in ids]
     if masks and signatures:

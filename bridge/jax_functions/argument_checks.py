@@ -27,14 +27,17 @@ def check_tensors(**tensors: Any) -> None:
 
 
 def check_optional_tensors(**tensors: Any) -> None:
-    """As check_tensors, but None is allowed."""
+    """Raises TypeError for an argument that is neither a torch.Tensor nor None."""
     for name, x in tensors.items():
         if not (x is None or isinstance(x, torch.Tensor)):
             raise TypeError(f"{name}: got {type_name(x)}, want a torch.Tensor or None{way_out(x)}")
 
 
 def check_scales(**scales: Any) -> None:
-    """Raises TypeError for an argument that is neither a torch.Tensor nor a number nor None."""
+    """Raises TypeError for an argument that is neither a torch.Tensor nor a number nor None.
+
+    Numbers are Python's and NumPy's, and NumPy and JAX arrays without axes.
+    """
     for name, x in scales.items():
         if x is None or isinstance(x, torch.Tensor | int | float | np.generic):
             continue
@@ -43,7 +46,10 @@ def check_scales(**scales: Any) -> None:
 
 
 def check_activation(activation: str | Activation | None, *, is_optional: bool = True) -> None:
-    """Raises TypeError or ValueError unless activation is the name of an activation, a function, or None."""
+    """Raises unless activation is the name of an activation, a function, or, if is_optional, None.
+
+    Raises ValueError for an unknown name, and TypeError for other objects.
+    """
     if callable(activation) or (activation is None and is_optional):
         return
     if not isinstance(activation, str):
@@ -57,7 +63,10 @@ def check_activation(activation: str | Activation | None, *, is_optional: bool =
 
 
 def check_precision(precision: str | None, wanted: tuple[str, ...] | None = None) -> None:
-    """Raises ValueError unless precision is None or one of the wanted names, by default the names that matmul takes."""
+    """Raises ValueError unless precision is None or one of the names in `wanted`.
+
+    wanted=None means the names that the op `matmul` takes.
+    """
     from jax_kernels.ops.matmul.matmul import PRECISIONS
 
     names = PRECISIONS if wanted is None else wanted
@@ -66,12 +75,15 @@ def check_precision(precision: str | None, wanted: tuple[str, ...] | None = None
 
 
 def type_name(x: Any) -> str:
-    """The type of an argument, for an error."""
+    """The type of x with its module, such as "numpy.ndarray", for an error."""
     return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
 def way_out(x: Any) -> str:
-    """The end of an error about an argument that is no tensor: a workaround for torch.fx's Proxy, else empty."""
+    """The end of an error about an argument x that is no tensor.
+
+    For a torch.fx.Proxy it is a workaround, else "".
+    """
     if not isinstance(x, torch.fx.Proxy):
         return ""
     return (

@@ -11,15 +11,20 @@ __all__ = ["constants", "leaf_names", "rename"]
 
 
 def leaf_names(function: Callable[..., Any], structure: Structure) -> list[str]:
-    """The name of each tensor of a call, in the order of the leaves: "x", or "x[0]" and "x['a']" in containers.
+    """The name of each tensor of a call, in the order in which `flatten` lists the tensors.
 
-    structure: structure of the call's (args, kwargs).
+    A name is a parameter of the function, such as "x", or "x[0]" and "x['a']" for tensors in containers. structure:
+    `flatten` of the call's (args, kwargs).
     """
     return [name for name, part in _named_parts(function, structure) if part == LEAF]
 
 
 def constants(function: Callable[..., Any], structure: Structure) -> Iterator[tuple[str, Any]]:
-    """(name, value) of each constant of a call that is no number. Names are formed as in leaf_names."""
+    """Yields (name, value) for each constant of a call, except floats, complex numbers and NumPy scalars.
+
+    A name is a parameter of the function, such as "x", or "x[0]" in a container. structure: `flatten` of the call's
+    (args, kwargs).
+    """
     for name, (kind, *others) in _named_parts(function, structure):
         if kind == "constant":
             _, value, *_ = others
@@ -27,7 +32,7 @@ def constants(function: Callable[..., Any], structure: Structure) -> Iterator[tu
 
 
 def _named_parts(function: Callable[..., Any], structure: Structure) -> Iterator[tuple[str, Structure]]:
-    """The name and the structure of each leaf, Mask and constant of a call."""
+    """Yields (name, structure) for each tensor, Mask and constant of a call, positional arguments first."""
     _, (positional, by_keyword) = structure
     _, given = positional
     _, keys, values = by_keyword
@@ -38,7 +43,10 @@ def _named_parts(function: Callable[..., Any], structure: Structure) -> Iterator
 
 
 def _positional(function: Callable[..., Any], count: int) -> list[str]:
-    """The names of the first arguments of a function."""
+    """The names of the first `count` positional arguments of a function.
+
+    Arguments of *args are "args[0]", "args[1]"; a function without a signature has "argument 0", "argument 1".
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # a builtin
@@ -53,7 +61,10 @@ def _positional(function: Callable[..., Any], count: int) -> list[str]:
 
 
 def _parts(name: str, structure: Structure) -> Iterator[tuple[str, Structure]]:
-    """The name and the structure of each leaf in an argument of this name, also in nested containers."""
+    """Yields (name, structure) for each tensor, Mask and constant in an argument, also in nested containers.
+
+    name: the argument's name. structure: the argument's structure.
+    """
     kind, *parts = structure
     if kind in ("dict", "ordered dict"):
         keys, children = parts
@@ -72,7 +83,10 @@ def _parts(name: str, structure: Structure) -> Iterator[tuple[str, Structure]]:
 
 
 def rename(error: Exception, **names: str) -> None:
-    """Replaces argument names in an error's text. names: {name in the function that raised: name for the caller}."""
+    """Changes argument names in an error's text, in the error itself. Errors with other than one text are unchanged.
+
+    names: the name for the caller, by the name in the function that raised: rename(error, q="query").
+    """
     if len(error.args) == 1 and isinstance(error.args[0], str):
         (text,) = error.args
         for inner, own in names.items():

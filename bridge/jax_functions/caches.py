@@ -15,13 +15,14 @@ __all__ = ["CacheInfo", "cache_info", "clear_cache"]
 class CacheInfo(NamedTuple):
     """The number of entries in each of the bridge's caches.
 
-    functions: functions given to from_jax, and the bridge's own, which are kept. plans: plans of calls, with JAX's
-    programs; the 1,024 newest are kept. chains: launch chains that the direct route has loaded, and calls without a
-    launch chain; the 512 last used are kept. known_calls: cached calls, which are launched without checks, up to 512
-    for an op. recipes: compiled graphs for many sizes with a constant other than a number or a text; the 1,024 last
-    used are kept, and a graph whose recipe was dropped raises an error that says so. plan_recipes: recipes to make
-    plans again; the 1,024 newest are kept, and the recipes of plans in a graph. tangents: functions that forward mode
-    made, kept with their plans.
+    functions: JAX functions, given to from_jax or used by the bridge's own ops; all are kept. plans: programs, which
+    are compiled forwards and backwards for one set of shapes, dtypes and constants; the 1,024 newest are kept. chains:
+    pairs of a function and shapes for which the direct route has loaded a launch chain, or has found that there is
+    none; the 512 last used are kept. known_calls: calls that later equal calls repeat without checks, up to 512 for
+    each op. recipes: calls in torch.compile graphs for many sizes, if a constant is neither a number nor a text; the
+    1,024 last used are kept, and a graph whose recipe was dropped raises an error that says so. plan_recipes:
+    functions that make a dropped program again; the 1,024 newest are kept, and all whose program is in a graph.
+    tangents: functions that forward-mode differentiation made, kept with their programs.
     """
 
     functions: int
@@ -34,7 +35,7 @@ class CacheInfo(NamedTuple):
 
 
 def cache_info() -> CacheInfo:
-    """The sizes of the bridge's caches."""
+    """The number of entries in each of the bridge's caches."""
     return CacheInfo(
         functions=len(programs.FUNCTIONS),
         plans=len(programs.PROGRAMS),
@@ -49,8 +50,9 @@ def cache_info() -> CacheInfo:
 def clear_cache() -> None:
     """Drops compiled programs, loaded kernels, and JAX's own caches. Later calls are compiled again.
 
-    A graph of torch.compile whose recipe it drops (cache_info) must be compiled again, after torch.compiler.reset().
-    Kernels in captured CUDA graphs stay loaded. Waits for the GPUs whose kernels it unloads.
+    A torch.compile graph for many sizes with a constant that is neither a number nor a text (`recipes` of CacheInfo)
+    must be compiled again, after torch.compiler.reset(). Kernels in captured CUDA graphs stay loaded. Waits for the
+    GPUs whose kernels it unloads.
     """
     call_cache.clear()
     execute.clear()

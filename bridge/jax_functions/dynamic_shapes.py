@@ -1,9 +1,10 @@
 """Calls of from_jax's functions in graphs for many shapes.
 
-The operators `call` and `call_backward` take a program, which holds for one set of shapes. `call_any` and
-`call_any_backward` take a recipe: the call without shapes. They look up the program for the tensors' shapes when they
-run. A recipe is a text that describes the whole call, so nothing is kept for a graph. Only a recipe with constants
-other than numbers and texts is kept.
+The operators `call` and `call_backward` take a program's name, and a program holds for one set of shapes. `call_any`
+and `call_any_backward` take a recipe's name. In this file a recipe is a call without shapes (DynamicCall). The
+operators look up the program for the tensors' shapes when they run. The name of a recipe is a text that describes the
+whole call, so nothing is kept for a graph. Only a recipe with constants other than numbers and texts is kept, and found
+by a shorter name.
 
 PyTorch must know each result's size as an expression of the tensors' sizes. Trials find the expressions: JAX gives the
 results' sizes for a few sets of sizes. JAX may refuse a set, because a tensor's size must equal a parameter's size.
@@ -33,30 +34,41 @@ __all__ = ["Flat", "call", "clear", "count", "find", "is_any_shape", "name_of"]
 
 
 class DynamicCall(NamedTuple):
-    """A call without values and shapes. function: its name. structure: the arguments' structure, with constants."""
+    """A call without values and shapes, also called a recipe.
+
+    function: the name by which find_function finds the JAX function. structure: `flatten` of (args, kwargs), with the
+    constants. x64: jax_enable_x64.
+    """
 
     function: str
     structure: Structure
     x64: bool
 
     def request(self, signatures: Sequence[TensorSpec]) -> ProgramKey:
+        """The call with tensors of these shapes and dtypes."""
         return ProgramKey(self.function, self.structure, tuple(signatures), None, self.x64)
 
 
 class _Result(NamedTuple):
-    """A result's dtype and sizes: an axis has a constant size, or the size of a (tensor, axis)."""
+    """A result's dtype, and the size of each of its axes as a function of the tensors' sizes.
+
+    An entry of sizes is an int, which is a constant size, or (tensor, axis): the index of a tensor of the call, and the
+    axis whose size it is.
+    """
 
     dtype: torch.dtype
     sizes: tuple[int | tuple[int, int], ...]
 
 
 class _Results(NamedTuple):
+    """The results of a call for all sizes, as a flat tuple. structure: of the function's results, for `unflatten`."""
+
     results: tuple[_Result, ...]
     structure: Structure
 
     @property
     def text(self) -> str:
-        """The sizes as JSON, an argument of the operator."""
+        """The sizes of all results as JSON, for the operator's argument `sizes`."""
         return json.dumps([result.sizes for result in self.results])
 
 
@@ -67,7 +79,10 @@ _PLAIN: dict[str, type] = {kind.__name__: kind for kind in (str, bool, int, type
 
 
 def _name_of(recipe: DynamicCall) -> str:
-    """The text of a recipe, or the name by which `find` finds a recipe that has no text."""
+    """The name by which `find` finds a recipe: the call as a text with spaces, if all constants are numbers and texts.
+
+    Otherwise the recipe is kept in this process, under a name without spaces.
+    """
     try:
         structure = json.dumps(recipe.structure, default=_type_name)
     except TypeError:
@@ -76,6 +91,7 @@ def _name_of(recipe: DynamicCall) -> str:
 
 
 def _type_name(x: Any) -> dict[str, str]:
+    """The form of the types str, bool, int and NoneType in a recipe's JSON. Raises TypeError for other objects."""
     if not isinstance(x, type) or _PLAIN.get(x.__name__) is not x:
         raise TypeError
     return {"type": x.__name__}
@@ -83,6 +99,7 @@ def _type_name(x: Any) -> dict[str, str]:
 
 @memoize
 def _kept_name(recipe: DynamicCall) -> str:
+    """Keeps a recipe under a new name without spaces, which it returns. Equal recipes get one name."""
     name = unique_name(recipe.function)
     with _LOCK:
         _KEPT[name] = recipe
@@ -92,7 +109,7 @@ def _kept_name(recipe: DynamicCall) -> str:
 
 
 def find(name: str) -> DynamicCall:
-    """The recipe of a name. Raises RuntimeError if another process made the recipe, or if it was dropped."""
+    """The recipe of this name. Raises RuntimeError if another process made the name, or if the recipe was dropped."""
     if " " in name:
         return _read(name)
     with _LOCK:
@@ -109,7 +126,7 @@ def find(name: str) -> DynamicCall:
 
 @functools.lru_cache(maxsize=_MOST)
 def _read(name: str) -> DynamicCall:
-    """The recipe of a text. Raises RuntimeError if another process made the text."""
+    """The recipe that a name with spaces describes. Raises RuntimeError if another process made the name."""
     function, x64, structure = name.split(" ", 2)
     if function not in FUNCTIONS:
         raise RuntimeError(
@@ -123,12 +140,12 @@ def _as_tuples(x: Any) -> Any:
 
 
 def _label(name: str) -> str:
-    """The recipe's function, for error messages."""
+    """The function of the recipe with this name, as 'from_jax of NAME', for error messages."""
     return f"from_jax of {display_name(name.split(' ', 1)[0] if ' ' in name else find(name).function)}"
 
 
 def clear() -> None:
-    """Drops the kept recipes and the results of trials."""
+    """Drops the kept recipes, and the sizes of results that were found for graphs."""
     with _LOCK:
         _KEPT.clear()
     _read.cache_clear()
@@ -137,35 +154,48 @@ def clear() -> None:
 
 
 def count() -> int:
-    """The number of kept recipes."""
+    """The number of kept recipes: calls in graphs for many sizes with a constant that is no number and no text."""
     return len(_KEPT)
 
 
 def is_any_shape(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a graph for many sizes of the tensors is being traced. False under torch.func's transforms."""
+    """Whether a tensor has a symbolic size, as in a graph for many sizes. False under torch.func's transforms."""
     if torch._C._are_functorch_transforms_active():
         return False
     return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
 
 
 class Flat(NamedTuple):
+    """The results of a call as a flat list. structure: of the function's results, for `unflatten`."""
+
     results: list[torch.Tensor]
     structure: Structure
 
 
 def name_of(function: str, structure: Structure) -> str:
-    """The name of a call's recipe. structure: structure of the call's arguments."""
+    """The name of a call without shapes, for `find` and `call`.
+
+    function: the function's name in FUNCTIONS. structure: `flatten` of the call's (args, kwargs).
+    """
     return _name_of(DynamicCall(function, structure, jax.config.jax_enable_x64))
 
 
 def call(name: str, tensors: list[torch.Tensor]) -> Flat | None:
-    """A call in a graph for many shapes, by its recipe's name; None if the sizes of its results are unknown."""
+    """Adds a call to a graph for many shapes, and returns its results.
+
+    name: from name_of. tensors: the call's tensors, with symbolic sizes. None if the sizes of the results cannot be
+    expressed by the tensors' sizes: then nothing was added.
+    """
     found = _results_of(name, tensors)
     return None if found is None else Flat(call_any_op(tensors, name, found.text), found.structure)
 
 
 class _Sizes(NamedTuple):
-    """A tensor's sizes: ints, or texts of symbolic expressions. hints: values of the sizes in the trace."""
+    """A tensor of a graph for many shapes.
+
+    sizes: for each axis an int if the size is constant, else the text of its symbolic expression, such as "s0 + 1".
+    hints: the example value of each size in the trace.
+    """
 
     sizes: tuple[int | str, ...]
     hints: tuple[int, ...]
@@ -174,7 +204,10 @@ class _Sizes(NamedTuple):
 
 
 def _results_of(name: str, tensors: Sequence[torch.Tensor]) -> _Results | None:
-    """The results of a recipe. Sizes that JAX accepts with one value only become constants of the graph."""
+    """The results of a recipe for tensors with symbolic sizes; None if their sizes cannot be expressed.
+
+    It makes sizes constants of the graph if JAX accepts only one value for them.
+    """
     described = _sizes_of(tensors)
     if described is None:
         return None
@@ -190,7 +223,7 @@ def _results_of(name: str, tensors: Sequence[torch.Tensor]) -> _Results | None:
 
 
 def _sizes_of(tensors: Sequence[torch.Tensor]) -> tuple[_Sizes, ...] | None:
-    """The tensors' sizes; None if a size has no value in the trace."""
+    """One entry for each tensor; None if a size has no example value in the trace."""
     found = []
     for x in tensors:
         hints = [torch_internals.size_hint(size) for size in x.shape]
@@ -203,9 +236,10 @@ def _sizes_of(tensors: Sequence[torch.Tensor]) -> tuple[_Sizes, ...] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _sizes_to_specialize(name: str, tensors: tuple[_Sizes, ...]) -> tuple[str, ...] | None:
-    """The expressions that must become constants for the trials to succeed; None if all of them would.
+    """The texts of the size expressions that must become constants, so that the results' sizes can be found.
 
-    torch.compile(dynamic=True) gives a tensor's last axis a symbol, though a parameter's equal size is a constant.
+    () if none must. None if no choice works that leaves an expression symbolic. torch.compile(dynamic=True) gives a
+    tensor's last axis a symbol, though a parameter's equal size is a constant.
     """
     hints = _hints(tensors)
     constants = {size for x in tensors for size in x.sizes if isinstance(size, int)}
@@ -221,12 +255,12 @@ def _sizes_to_specialize(name: str, tensors: tuple[_Sizes, ...]) -> tuple[str, .
 
 
 def _hints(tensors: Sequence[_Sizes]) -> dict[str, int]:
-    """The value of each expression in the trace."""
+    """The example value of each symbolic size in the trace, by the text of its expression."""
     return {size: hint for x in tensors for size, hint in zip(x.sizes, x.hints, strict=True) if isinstance(size, str)}
 
 
 def _pinned(x: _Sizes, pins: Sequence[str]) -> _Sizes:
-    """The sizes, with the expressions in `pins` replaced by their values."""
+    """The tensor's sizes, with the expressions whose texts are in `pins` replaced by their example values."""
     return x._replace(sizes=tuple(hint if size in pins else size for size, hint in zip(x.sizes, x.hints, strict=True)))
 
 
@@ -239,14 +273,20 @@ def _described(size: torch.SymInt | int) -> int | str:
 
 
 class _Probe(NamedTuple):
-    """The shapes of the tensors in a trial, and JAX's program for these shapes."""
+    """A trial: the call planned for one choice of sizes.
+
+    shapes: the shape of each tensor. program: JAX's program for these shapes, which has the results' shapes.
+    """
 
     shapes: list[tuple[int, ...]]
     program: Program
 
 
 def _trial(recipe: DynamicCall, tensors: Sequence[_Sizes], values: dict[str, int]) -> _Probe:
-    """Plans the recipe with these values of the expressions."""
+    """Plans a recipe's call for one choice of sizes. values: a size for each expression, by the expression's text.
+
+    Raises JAX's error if JAX refuses these sizes.
+    """
     shapes, signatures = [], []
     for x in tensors:
         shapes.append(tuple(values[size] if isinstance(size, str) else size for size in x.sizes))
@@ -256,7 +296,9 @@ def _trial(recipe: DynamicCall, tensors: Sequence[_Sizes], values: dict[str, int
 
 @functools.lru_cache(maxsize=1024)
 def _infer_sizes(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
-    """The results by trials: a result has the size of a tensor's axis if the sizes are equal in two trials.
+    """The results of a recipe, whose sizes it finds by tracing the call for a few choices of sizes; None if it fails.
+
+    A result's axis has the size of a tensor's axis if the two sizes are equal in two trials.
 
     The second trial multiplies each expression by its own factor. JAX may refuse these sizes because some must be
     equal. Then expressions that are equal in the trace get the same factor.
@@ -287,7 +329,7 @@ def _infer_sizes(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
 
 
 def _first_trial(recipe: DynamicCall, tensors: Sequence[_Sizes], every: Sequence[dict[str, int]]) -> _Probe | None:
-    """The first trial that JAX accepts; None if JAX refuses all."""
+    """The first trial that JAX accepts, of these choices of sizes in order; None if JAX refuses all."""
     for values in every:
         try:
             return _trial(recipe, tensors, values)
@@ -297,14 +339,20 @@ def _first_trial(recipe: DynamicCall, tensors: Sequence[_Sizes], every: Sequence
 
 
 def _shape(sizes: Sequence[int | tuple[int, int]], shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The shape of a result. sizes: as in _Result. shapes: shapes of the tensors."""
+    """The shape of a result for tensors of these shapes.
+
+    sizes: for each axis of the result a constant size, or (index of a tensor, axis of the tensor).
+    """
     return tuple(x if isinstance(x, int) else shapes[x[0]][x[1]] for x in sizes)
 
 
 def _size(
     tensors: Sequence[_Sizes], first: _Probe, second: _Probe, sizes: tuple[int, int]
 ) -> int | tuple[int, int] | None:
-    """The constant, or the (tensor, axis), that has these sizes in the two trials; None if none matches."""
+    """The size of an axis of a result: a constant, or (index of a tensor, axis of the tensor); None if none matches.
+
+    sizes: the size of the result's axis in the first and in the second trial.
+    """
     if sizes[0] == sizes[1]:
         return sizes[0]
     for index, x in enumerate(tensors):
@@ -319,6 +367,11 @@ def _signatures(tensors: Sequence[torch.Tensor]) -> list[TensorSpec]:
 
 
 def _program(tensors, recipe, sizes=""):
+    """The JaxCall of a recipe's forward for tensors of any shapes.
+
+    recipe: the recipe's name. sizes: the results' sizes in the graph, as _Results.text; "" skips the check. Raises
+    RuntimeError if the results have other shapes than the graph assumes.
+    """
     program = program_for(find(recipe).request(_signatures(tensors)), (False,) * len(tensors))
     if sizes:
         shapes = [x.shape for x in tensors]
@@ -334,7 +387,10 @@ def _program(tensors, recipe, sizes=""):
 
 @memoize
 def _backward(request: ProgramKey, wanted: int):
-    """The jitted function of (*tensors, *cotangents) that returns the gradients. wanted: a bit for each gradient."""
+    """A jitted function (masks, *tensors, *cotangents) that returns a tuple of gradients. It ignores `masks`.
+
+    wanted: bit i is set if the gradient of tensor i is wanted. It recomputes the forward from the tensors.
+    """
     outputs, _ = outputs_of(request)
     count = len(request.signatures)
     moving = [index for index in range(count) if wanted >> index & 1]
@@ -375,7 +431,10 @@ def _fake_backward(tensors, cotangents, wanted, recipe):
 
 
 class AnyCall(torch.autograd.Function):
-    """A call with its gradient."""
+    """Runs a recipe's call so that autograd can differentiate it: apply(recipe's name, sizes, *tensors).
+
+    sizes: the results' sizes in the graph, as _Results.text. Returns a tuple of the results.
+    """
 
     @staticmethod
     @torch_internals.skip_dynamo
@@ -404,6 +463,7 @@ class AnyCall(torch.autograd.Function):
 
 
 def _differentiate_backward(tensors, cotangents, wanted, recipe):
+    """The gradients, for tensors that require a gradient themselves. Differentiating the gradients raises."""
     count = len(tensors)
 
     def again(*arrays):

@@ -27,7 +27,11 @@ type _Ignored = torch.Size | list[torch.Size | None] | bool | int | float | str 
 
 
 def _attention(query: torch.Size, value: torch.Size, of_query: int, of_value: int) -> int:
-    """of_query, of_value: the numbers of matmuls with the head_dim of query, and with the head_dim of value."""
+    """The operations of an attention call's matmuls: two for each multiplication with its addition.
+
+    query: the shape [batch, length, heads, head_dim]. value: the shape [batch, kv_length, kv_heads, value_dim].
+    of_query, of_value: the number of matmuls with head_dim as one of their sizes, and of matmuls with value_dim.
+    """
     batch, length, heads, head_dim = query
     _, kv_length, _, value_dim = value
     return 2 * batch * heads * length * kv_length * (of_query * head_dim + of_value * value_dim)
@@ -38,13 +42,21 @@ def _forward(query: torch.Size, key: torch.Size, value: torch.Size, *_: _Ignored
 
 
 def _backward(query: torch.Size, key: torch.Size, value: torch.Size, *_: _Ignored, **__: _Ignored) -> int:
-    """Counts the recomputed scores, and the gradients of the weights, query, key and value."""
+    """The operations of attention's backward: five matmuls for each head.
+
+    They recompute the scores, and compute the gradients of the weights (the softmax of the scores), query, key and
+    value.
+    """
     return _attention(query, value, 3, 2)
 
 
 @functools.lru_cache(maxsize=1024)
 def _of_program(name: str, with_gradient: bool) -> int:
-    """The operations of a program's matmuls in plain JAX: forward, or forward and backward."""
+    """The operations of a program's matmuls, counted in its ops' "xla" implementations.
+
+    name: the program's name. with_gradient: whether to count the backward too, in addition to the forward. Returns 0 if
+    the call names another implementation.
+    """
     program = find_program(name)
     outputs, _ = outputs_of(program.request)
     specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in program.request.signatures]
@@ -69,7 +81,7 @@ def _of_program(name: str, with_gradient: bool) -> int:
 
 
 def _products(jaxpr: Any) -> int:
-    """The operations of the matmuls in a jaxpr. The body of a scan counts `length` times."""
+    """The operations of the matmuls in a jaxpr and its inner jaxprs. A scan's body counts once per iteration."""
     total = 0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -101,7 +113,10 @@ _FORMULAS = {
 
 
 def define_formulas(*names: str) -> None:
-    """Registers the formulas of existing operators with PyTorch. Call it only once for a name in a process."""
+    """Registers the FLOP formulas of these operators with PyTorch. Call it only once for a name in a process.
+
+    names: keys of _FORMULAS. The operators torch.ops.jax_kernels.<name> and <name>_direct must exist.
+    """
 
     def register() -> None:
         from torch.utils.flop_counter import register_flop_formula

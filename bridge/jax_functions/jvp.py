@@ -1,4 +1,4 @@
-"""Plans of forward-mode derivatives of from_jax's functions: calls of a function that jax.jvp makes.
+"""Programs that compute forward-mode derivatives of from_jax's functions: programs of a function that calls jax.jvp.
 
 torch.func.vmap maps these programs like all programs, so jacfwd works. Functions that use an op with only a
 reverse-mode gradient (jax.custom_vjp), or an op of this library, have no such program.
@@ -28,8 +28,9 @@ _REVERSE_ALONE = "custom_lin", linear_p.name
 def jvp_program(request: ProgramKey, moving: tuple[bool, ...]) -> Program:
     """The program that computes the tangents of a request's floating-point and complex results.
 
-    Its tensors are the request's tensors, then the tangents of the tensors that are `moving`. Raises
-    NotImplementedError if the function has only reverse-mode derivatives.
+    moving: for each tensor of the request, whether it has a tangent. The program's tensors are the request's tensors,
+    then the tangents of the moving tensors. Raises NotImplementedError if the function uses an op that has only
+    reverse-mode derivatives.
     """
     of_masks = 0 if request.masks is None else len(request.masks.structure.children())
     function = _function(request.function, request.structure, request.maps, moving, of_masks)
@@ -42,6 +43,8 @@ def jvp_program(request: ProgramKey, moving: tuple[bool, ...]) -> Program:
 
 
 class _Named(NamedTuple):
+    """A function, and the name by which find_function finds it."""
+
     name: str
     function: JaxFunction
 
@@ -50,7 +53,11 @@ class _Named(NamedTuple):
 def _function(
     function: str, structure: Structure, maps: tuple[VmapLevel, ...], moving: tuple[bool, ...], of_masks: int
 ) -> _Named:
-    """The function that takes a request's leaves, the tangents of the moving leaves, and its Masks."""
+    """The JAX function that computes tangents of a request's floating-point and complex results.
+
+    It takes a flat list: an array for each tensor, a tangent for each tensor that is `moving`, then the Masks. It
+    returns a tuple of tangents. function, structure, maps: from the request. of_masks: the number of Masks.
+    """
     outputs, _ = outputs_of(ProgramKey(function, structure, (), None, False, maps))
     places = [at for at, is_moving in enumerate(moving) if is_moving]
     count = len(moving)
@@ -81,6 +88,7 @@ def _function(
 
 
 def _is_reverse_alone(jaxpr: core.Jaxpr) -> bool:
+    """Whether a traced jax.jvp, or a jaxpr inside it, has an op with only a reverse-mode derivative."""
     for equation in jaxpr.eqns:
         if str(equation.primitive) in _REVERSE_ALONE:
             return True

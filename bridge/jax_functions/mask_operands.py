@@ -36,7 +36,7 @@ __all__ = [
 
 
 class ArraySignature(NamedTuple):
-    """The shape and dtype of a Mask's array, without its values."""
+    """The shape and JAX dtype of a Mask's array. weak_type: whether JAX promotes it like a Python number."""
 
     shape: tuple[int, ...]
     dtype: jnp.dtype
@@ -44,14 +44,20 @@ class ArraySignature(NamedTuple):
 
 
 class MaskSignature(NamedTuple):
-    """The Masks of a call without their values: the key of a compiled program. Their structure, and each array."""
+    """The Masks of a call without their values: a part of a program's key.
+
+    structure: of the tuple of Masks. arrays: one entry for each leaf of this structure, in order.
+    """
 
     structure: jax.tree_util.PyTreeDef
     arrays: tuple[ArraySignature, ...]
 
 
 class _OfMasks:
-    """The Masks of a call: `masks`, on the call's device, and their `name` for look-ups."""
+    """The Masks of a call. name: masks_by_name finds this object by it, so operators take the name as an argument.
+
+    masks: the call's Masks, with their arrays on the call's device.
+    """
 
     name: str
 
@@ -61,7 +67,10 @@ class _OfMasks:
 
     @property
     def held(self) -> tuple[Mask, ...]:
-        """The caller's Masks. Look-ups by name succeed while these objects are alive."""
+        """The Masks to hold so that masks_by_name still finds the call's Masks, as for a later backward.
+
+        Some may be missing if they have died.
+        """
         raise NotImplementedError
 
     def check(self) -> None:
@@ -69,21 +78,26 @@ class _OfMasks:
 
     @functools.cached_property
     def signature(self) -> MaskSignature:
+        """The Masks' structure, and their arrays' shapes and dtypes."""
         facts = [_facts_of(mask) for mask in self.masks]
         structure = jax.tree_util.treedef_tuple([x.structure for x in facts])
         return MaskSignature(structure, tuple(itertools.chain.from_iterable(x.arrays for x in facts)))
 
     def tensors(self, device: torch.device) -> list[torch.Tensor] | None:
-        """The Masks' arrays as PyTorch tensors, for work on PyTorch's current stream. They are copied once.
+        """The Masks' arrays as PyTorch tensors on this GPU, in the order of `signature`'s arrays.
 
-        None if PyTorch lacks a dtype, or if a CUDA graph is being captured and there is no earlier copy.
+        Work on PyTorch's current stream may read them. Each Mask is copied once for each device. Returns None if
+        PyTorch lacks a dtype, or if a CUDA graph is being captured and there is no earlier copy.
         """
         return _tensors_of(map(_facts_of, self.masks), device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CallMasks(_OfMasks):
-    """The Masks of a call. Look-ups succeed while this object is alive. Without Masks the name is ""."""
+    """The Masks of one call, held by this object. masks_by_name finds it while it is alive.
+
+    given: the Masks, with their arrays on the call's device. Without Masks the name is "".
+    """
 
     name: str
     given: tuple[Mask, ...]
@@ -99,9 +113,10 @@ class CallMasks(_OfMasks):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class WeakCallMasks(_OfMasks):
-    """The Masks of repeated calls: cached calls, and calls in a graph of torch.compile.
+    """The Masks of repeated calls, such as cached calls, and calls in a graph of torch.compile, held weakly.
 
-    Look-ups succeed while all of the Masks are alive.
+    masks_by_name finds this object while all of the Masks are alive. references: the caller's Masks, whose arrays may
+    be on another device than `device`, the calls' device.
     """
 
     name: str
@@ -132,7 +147,7 @@ class WeakCallMasks(_OfMasks):
         return _tensors_of(self._facts, device)
 
     def is_of(self, masks: Sequence[Mask], device: torch.device) -> bool:
-        """Whether it holds exactly these Mask objects, for calls on this device."""
+        """Whether it was made for exactly these Mask objects, in this order, and for this device."""
         if device != self.device or len(masks) != len(self.references):
             return False
         return all(reference() is mask for reference, mask in zip(self.references, masks, strict=True))
@@ -148,7 +163,10 @@ _LOCK = threading.Lock()  # guards _FOUND and _MOVED
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Copy:
-    """A Mask's arrays in PyTorch's memory. streams: handles of the streams whose work is ordered after the copy."""
+    """A Mask's arrays, copied to PyTorch's memory on one GPU.
+
+    copied: the event after the copy. streams: handles of the streams that already wait for this event.
+    """
 
     tensors: list[torch.Tensor]
     copied: torch.cuda.Event
@@ -157,7 +175,10 @@ class _Copy:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _MaskInfo:
-    """The constant parts of a Mask, kept while it is alive. reference: its callback drops them."""
+    """The structure of a Mask and its arrays' shapes and dtypes, kept in _FACTS by the Mask's id while it is alive.
+
+    reference: a weak reference to the Mask; its callback drops the entry. copies: the arrays as PyTorch tensors.
+    """
 
     reference: weakref.ref[Mask]
     structure: jax.tree_util.PyTreeDef
@@ -170,6 +191,7 @@ _CAPTURED: dict[int, _Copy] = {}  # keep-alive: a captured graph may read these 
 
 
 def _facts_of(mask: Mask) -> _MaskInfo:
+    """The _MaskInfo of a Mask, made at the first call for this Mask object."""
     facts = _FACTS.get(id(mask))
     if facts is None or facts.reference() is not mask:
         leaves, structure = jax.tree.flatten(mask)
@@ -184,7 +206,10 @@ def _facts_of(mask: Mask) -> _MaskInfo:
 
 
 def _tensors_of(every: Iterable[_MaskInfo], device: torch.device) -> list[torch.Tensor] | None:
-    """_OfMasks.tensors, for the facts of Masks on this device."""
+    """The arrays of all these Masks as PyTorch tensors on a GPU, for work on PyTorch's current stream.
+
+    None if PyTorch lacks a dtype, or if a CUDA graph is being captured and there is no earlier copy.
+    """
     tensors: list[torch.Tensor] = []
     for facts in every:
         if facts.arrays:
@@ -196,7 +221,11 @@ def _tensors_of(every: Iterable[_MaskInfo], device: torch.device) -> list[torch.
 
 
 def _read(facts: _MaskInfo, device: torch.device) -> list[torch.Tensor] | None:
-    """The arrays of a Mask, for work on PyTorch's current stream."""
+    """The arrays of one Mask as PyTorch tensors on a GPU, for work on PyTorch's current stream.
+
+    The first call for a device copies them; later streams wait for the copy. None if PyTorch lacks a dtype, or if a
+    CUDA graph is being captured and there is no earlier copy.
+    """
     is_capturing = dlpack.is_capturing(device)
     stream = torch.cuda.current_stream(device)
     found = facts.copies.get(device)
@@ -222,12 +251,15 @@ def _read(facts: _MaskInfo, device: torch.device) -> list[torch.Tensor] | None:
 
 
 def are_immutable(masks: Sequence[Mask]) -> bool:
-    """Whether a call with these Masks may be cached: all their arrays are jax.Arrays, which do not change."""
+    """Whether all arrays of the Masks are jax.Arrays, which do not change. Only then may a call be cached."""
     return all(isinstance(x, jax.Array) for mask in masks for x in jax.tree.leaves(mask))
 
 
 def register_masks(masks: Sequence[Mask], device: torch.device) -> CallMasks:
-    """Registers the masks, with their arrays on the device, under a new name."""
+    """Registers the Masks of one call under a new name, with their arrays on the device.
+
+    Raises ValueError if a tensor that a mask's function read has changed since the mask was made.
+    """
     mask_sources.check(masks)
     operands = CallMasks(unique_name("masks"), tuple(on_device(mask, device) for mask in masks))
     with _LOCK:
@@ -236,7 +268,11 @@ def register_masks(masks: Sequence[Mask], device: torch.device) -> CallMasks:
 
 
 def register_weak(masks: Sequence[Mask], device: torch.device) -> WeakCallMasks:
-    """The operands of Masks in repeated calls. A graph of torch.compile holds their name as a constant."""
+    """The WeakCallMasks of these Mask objects on this device, made at the first call for them.
+
+    A cached call, or a graph of torch.compile, holds their name as a constant. Raises ValueError if a tensor that a
+    mask's function read has changed since the mask was made.
+    """
     mask_sources.check(masks)
     with _LOCK:
         for kept in list(_KEPT.values()):
@@ -254,7 +290,7 @@ def _drop(kept: dict[str, WeakCallMasks], name: str, _: weakref.ref[Mask]) -> No
 
 
 def masks_by_name(name: str) -> CallMasks | WeakCallMasks:
-    """The operands of this name. Raises RuntimeError if they or their Masks are gone."""
+    """The Masks registered under this name; NO_MASKS for "". Raises RuntimeError if they are gone."""
     if not name:
         return NO_MASKS
     operands = _FOUND.get(name) or _KEPT.get(name)
@@ -269,8 +305,9 @@ def masks_by_name(name: str) -> CallMasks | WeakCallMasks:
 def on_device(mask: Mask, device: torch.device) -> Mask:
     """The mask with its arrays on the device: the mask itself if the arrays are there, otherwise a copy.
 
-    jax.Arrays are copied once. NumPy arrays and tensors may change, so they are copied each time. A forked process
-    raises RuntimeError if it would have to copy.
+    jax.Arrays are copied once for each device. NumPy arrays and tensors may change, so they are copied each time. For
+    the meta device, returns the mask itself. Raises TypeError if JAX traces the arrays, and RuntimeError in a forked
+    process if it would have to copy.
     """
     if device.type == "meta":
         return mask
@@ -294,6 +331,7 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
 
 
 def _leaf(device: torch.device, x: torch.Tensor | ArrayLike) -> jax.Array:
+    """A copy of a Mask's array, as a jax.Array on the device."""
     if not isinstance(x, torch.Tensor):
         return jax.device_put(checks.array("mask", x, "arrays"), dlpack.jax_device(device))
     dlpack.check_dtype("mask", x.dtype)

@@ -1,7 +1,7 @@
 """PyTorch's operators that run a program of from_jax, and their derivatives.
 
-Operator `call` runs a program's forward, `call_backward` its backward. The arguments are the tensors, the program's
-name and the name of the Masks.
+Operator `call` runs a program's forward, `call_backward` its backward. The arguments are the tensors, `program` (the
+program's name) and `operands` (the name of the call's Masks, "" without Masks).
 """
 
 from typing import NamedTuple
@@ -20,6 +20,7 @@ __all__ = ["CachedFunction", "CallFunction", "CallWithTangents", "ProgramInfo", 
 
 
 def _program(tensors, program, operands=""):
+    """The JaxCall of a program's forward. Raises ValueError if a tensor's shape or dtype is not the program's."""
     planned = find_program(program)
     for x, want in zip(tensors, planned.request.signatures, strict=True):
         if x.shape != want.shape or x.dtype != want.dtype:  # only a graph without guards passes others
@@ -41,15 +42,16 @@ def _same(results):
 
 
 def _empty(program, infos):
+    """Empty tensors with the shapes and dtypes in `infos`, for a trace, whose graph then has the program's name."""
     pin_for_graph(program.name)
     return [torch.empty(info.shape, dtype=info.dtype, device=program.device) for info in infos]
 
 
 class CallFunction(torch.autograd.Function):
-    """A call with its gradient.
+    """Runs a program that has a gradient: apply(program, operands, *tensors), with the call's Masks as operands.
 
-    Residuals are results too, so that they depend on the inputs. A second derivative then gives them cotangents, by
-    which the backward detects it and raises.
+    Returns a tuple: the program's outputs, then its extra residuals. The residuals are results so that they depend on
+    the inputs. A second derivative then gives them cotangents: the backward detects these, and raises RuntimeError.
     """
 
     @staticmethod
@@ -82,13 +84,18 @@ class CallFunction(torch.autograd.Function):
 
 
 def _residual_zeros(program):
+    """Zeros in the shapes and dtypes of a program's extra residuals."""
     return [
         torch.zeros(info.shape, dtype=info.dtype, device=program.device) for info in program.results[program.count :]
     ]
 
 
 class CallWithTangents(torch.autograd.Function):
-    """A call in forward mode. Its tensors may also need a gradient."""
+    """Runs a program on tensors with tangents of forward-mode differentiation: apply(program, operands, *tensors).
+
+    operands: the call's Masks. Returns a tuple: the program's outputs, with tangents, then its extra residuals. The
+    outputs also have a gradient, but under forward mode the backward raises NotImplementedError.
+    """
 
     @staticmethod
     @torch_internals.skip_dynamo
@@ -119,14 +126,17 @@ class CallWithTangents(torch.autograd.Function):
 
 
 class ProgramInfo(NamedTuple):
-    """The facts of a cached call (CachedCall) of a program. operands: its Masks."""
+    """The `facts` of a cached call of a program: the program, and the call's Masks (operands)."""
 
     program: Program
     operands: CallMasks | WeakCallMasks
 
 
 class CachedFunction(torch.autograd.Function):
-    """A cached call (CachedCall) of a program, with its gradient. Its facts are ProgramInfo."""
+    """Runs a cached call of a program that has a gradient: apply(call, *tensors), where call.facts is a ProgramInfo.
+
+    Returns the results of CallFunction: the program's outputs, then its extra residuals.
+    """
 
     @staticmethod
     @torch_internals.skip_dynamo
@@ -173,7 +183,11 @@ def _known_backward(facts, tensors):
 
 
 def _differentiate(tensors, program, operands=""):
-    """The call's results with a gradient, from the program of the same request that has a gradient."""
+    """The operator's results for tensors that require a gradient, so that autograd can differentiate the outputs.
+
+    The graph has the name of a program without a gradient. This function runs a program of the same request that has
+    the gradients of the tensors that require one.
+    """
     asked = find_program(program)
     own = build_program(asked.request, tuple(x.requires_grad for x in tensors))
     results = torch_operator.apply(CallFunction, own, masks_by_name(operands), *tensors)[: own.count]
@@ -185,7 +199,7 @@ def _differentiate(tensors, program, operands=""):
 
 
 def _push(tensors, program, operands=""):
-    """The call's results, with tangents."""
+    """The operator's results for tensors with tangents of forward-mode differentiation, with the results' tangents."""
     asked = find_program(program)
     if asked.has_gradient:  # another level of torch.func has a backward, which would read residuals without tangents
         torch_operator.refuse_tangent(f"the gradient of {asked.label}")
@@ -195,6 +209,7 @@ def _push(tensors, program, operands=""):
 
 
 def _differentiate_backward(stored, cotangents, program, operands=""):
+    """The gradients, for tensors that require a gradient themselves. Differentiating the gradients raises."""
     count = len(stored)
 
     def again(*tensors):

@@ -1,9 +1,10 @@
 """The programs of from_jax, and the tables that keep them.
 
-A request is a call without its values. A program is a request with the compiled functions that serve it. PyTorch's
-operators take a program's name. The tables keep at most _MOST programs and _MOST recipes; a recipe makes a dropped
-program again. A dropped program is still found while another object holds it, such as a call whose backward has not
-run. If a program's name went into a graph, its recipe is kept until the process ends.
+A request is a call without its values (ProgramKey). A program is a request with the compiled functions that serve it.
+PyTorch's operators take a program's name. The tables keep at most _MOST programs and _MOST recipes; a recipe is a
+function without arguments that makes a dropped program again. A dropped program is still found while another object
+holds it, such as a call whose backward has not run. If a program's name went into a graph of torch.compile,
+torch.export or make_fx, its recipe is kept until the process ends.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ __all__ = [
 
 
 class TensorSpec(NamedTuple):
-    """A tensor without its values."""
+    """A PyTorch tensor without its values. layout: torch.strided for a dense tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -56,23 +57,28 @@ class TensorSpec(NamedTuple):
 
     @property
     def is_inexact(self) -> bool:
-        """Whether its values can be differentiated."""
+        """Whether it can have a gradient: its dtype is floating-point or complex."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
 
 class VmapLevel(NamedTuple):
-    """A leading axis that torch.func.vmap added. size: its calls. mapped: whether each tensor has the axis."""
+    """One level of torch.func.vmap around a call.
+
+    size: the number of calls that are mapped. mapped: for each tensor, whether it has a leading axis of this size; the
+    other tensors are the same for all calls.
+    """
 
     size: int
     mapped: tuple[bool, ...]
 
 
 class ProgramKey(NamedTuple):
-    """A call without its values, for which a program is made.
+    """A call without its values, for which a program is made. Also called a request.
 
-    function: its name in FUNCTIONS. structure: the arguments, with their constants. signatures: the tensors, with the
-    axes of all maps. masks: the Masks, or None. x64: jax_enable_x64. maps: the maps of torch.func.vmap, in the order in
-    which they apply.
+    function: the name by which find_function finds the JAX function. structure: `flatten` of (args, kwargs), with the
+    constants. signatures: one TensorSpec for each tensor, whose shape includes the leading axes that torch.func.vmap
+    added. masks: the Masks' structure, shapes and dtypes; None if the call has no Masks. x64: jax_enable_x64. maps: the
+    levels of torch.func.vmap, the innermost first.
     """
 
     function: str
@@ -84,17 +90,18 @@ class ProgramKey(NamedTuple):
 
 
 class ResultSpec(NamedTuple):
-    """The shape and dtype of a result."""
+    """The shape and PyTorch dtype of one result of a program's forward or backward."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class ResidualSource(NamedTuple):
-    """The source of a value that the backward needs.
+    """The source of one residual: a value that the forward computes or receives, and the backward needs.
 
-    `place`: "mask" (an array of a Mask), "input", "output", or "extra" (an additional result of the forward).
-    position: the value's index in that list.
+    `place` names a list: "mask" (the arrays of the Masks), "input" (the call's tensors), "output" (the function's own
+    outputs), or "extra" (all residuals). position: the residual's index in this list. The forward returns an "extra"
+    residual as an additional result.
     """
 
     place: str
@@ -103,12 +110,18 @@ class ResidualSource(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Program:
-    """A request, and the functions that serve it.
+    """A request, and the compiled forward and backward that serve it.
 
-    needs: whether each tensor has a gradient. outputs: the structure of the outputs. count: the number of outputs.
-    fixed: the outputs without a gradient. results: shape and dtype of the forward's results: outputs, then residuals.
-    grads: shape and dtype of the backward's results. inputs_read, outputs_read: the tensors and outputs that the
-    backward reads in addition to the residuals.
+    name: the name by which find_program finds it. needs: for each tensor, whether the backward computes its gradient.
+    outputs: the structure of the function's outputs, for `unflatten`. count: the number of outputs. fixed: the indices
+    of the integer and bool outputs, which have no gradient. results: the forward's results: `count` outputs, then the
+    extra residuals for the backward. grads: the backward's results, one for each tensor with a gradient. inputs_read,
+    outputs_read: the indices of the tensors and of the outputs that the backward reads in addition to the extra
+    residuals.
+
+    forward, backward: jitted functions whose first argument is the tuple of Masks. forward(masks, *tensors) returns
+    `results`. backward(masks, *inputs read, *outputs read, *extra residuals, *cotangents of the outputs) returns
+    `grads`; a cotangent may be None.
     """
 
     name: str
@@ -135,7 +148,7 @@ class Program:
 
     @property
     def label(self) -> str:
-        """The program's name in error messages."""
+        """The text 'from_jax of FUNCTION', by which error messages name the program."""
         return f"from_jax of {display_name(self.request.function)}"
 
 
@@ -150,26 +163,33 @@ _MOST = 1024  # programs, and as many recipes
 
 
 def register(function: Callable[..., Any]) -> str:
-    """Stores a function in FUNCTIONS. Returns its new name: a string, because torch.compile may make ints symbolic."""
+    """Stores a JAX function in FUNCTIONS until the process ends. Returns its new name.
+
+    The name is a string, because torch.compile may make ints symbolic.
+    """
     name = unique_name(getattr(function, "__name__", "function").replace(" ", "_"))  # a recipe's text is cut at spaces
     FUNCTIONS[name] = function
     return name
 
 
 def register_tangents(function: Callable[..., Any]) -> str:
-    """Names a function of tangents. find_function finds it as long as another object, such as a program, holds it."""
+    """Stores a function that computes tangents, for forward mode. Returns its new name.
+
+    find_function finds it as long as another object, such as a program, holds the function.
+    """
     name = unique_name(getattr(function, "__name__", "function"))
     _TANGENTS[name] = function
     return name
 
 
 def find_function(name: str) -> Callable[..., Any]:
+    """The function that `register` or register_tangents named. Raises KeyError if it is gone."""
     function = FUNCTIONS.get(name)
     return _TANGENTS[name] if function is None else function
 
 
 def display_name(name: str) -> str:
-    """The __name__ of a function in FUNCTIONS, without the suffix of unique_name."""
+    """The __name__ of the function that `register` gave this name, for texts: "relu_3_5f..." becomes "relu"."""
     return name.rsplit("_", 2)[0]
 
 
@@ -179,7 +199,10 @@ def new_name(request: ProgramKey) -> str:
 
 
 def store(name: str, make: Callable[[], Program]) -> Program:
-    """Makes a program, keeps it under its name, and returns it. find_program makes it again if it was dropped."""
+    """Calls make(), keeps the program under this name, and returns it.
+
+    `make` is kept as the program's recipe: find_program calls it again if the program was dropped.
+    """
     with _LOCK:
         _REBUILDERS[name] = make
         program = find_program(name)
@@ -188,7 +211,7 @@ def store(name: str, make: Callable[[], Program]) -> Program:
 
 
 def pin_for_graph(name: str) -> None:
-    """Keeps the recipe of a program whose name goes into a graph."""
+    """Keeps the recipe of the program with this name until the process ends. Call it if the name goes into a graph."""
     with _LOCK:
         make = _REBUILDERS.get(name)
         if make is None and name not in _PINNED and (program := _ALIVE.get(name)) is not None:
@@ -199,13 +222,19 @@ def pin_for_graph(name: str) -> None:
 
 
 def pin_if_traced(name: str) -> None:
-    """pin_for_graph, if a torch dispatch mode is active: it may write the program's name into a graph."""
+    """Keeps the recipe of the program with this name until the process ends, if a torch dispatch mode is active.
+
+    Such a mode, as of torch.compile or make_fx, may write the name into a graph.
+    """
     if torch._C._len_torch_dispatch_stack() and name not in _PINNED:
         pin_for_graph(name)
 
 
 def find_program(name: str) -> Program:
-    """The program of this name. Raises RuntimeError if another process made it."""
+    """The program of this name, made again if it was dropped.
+
+    Raises RuntimeError if its recipe is gone too, or if another process made the name.
+    """
     program = PROGRAMS.get(name)
     if program is None:
         program = _ALIVE.get(name)
@@ -218,6 +247,7 @@ def find_program(name: str) -> Program:
 
 
 def _found(name: str, make: Callable[[], Program]) -> Program:
+    """The kept program of this name; otherwise make(), which is then kept under this name."""
     with _LOCK:
         program = PROGRAMS.get(name) or _ALIVE.get(name)
         if program is None:
@@ -227,7 +257,7 @@ def _found(name: str, make: Callable[[], Program]) -> Program:
 
 
 def rebuilder(name: str) -> Callable[[], Program]:
-    """A function that returns the program of this name, even after its recipe was dropped."""
+    """A function without arguments that returns the program of this name, even after its recipe was dropped."""
     make = _REBUILDERS.get(name) or _PINNED.get(name)
     if make is None:
         program = find_program(name)
@@ -236,17 +266,17 @@ def rebuilder(name: str) -> Callable[[], Program]:
 
 
 def count_recipes() -> int:
-    """The number of kept recipes."""
+    """The number of recipes that are kept, including the recipes of programs in graphs."""
     return len(_REBUILDERS) + len(_PINNED)
 
 
 def count_tangents() -> int:
-    """The number of functions of tangents that are alive."""
+    """The number of functions from register_tangents that are alive."""
     return len(_TANGENTS)
 
 
 def clear() -> None:
-    """Drops all programs, their JAX programs, and the recipes of programs that are in no graph."""
+    """Drops all programs, with their jitted functions, and the recipes of programs whose names are in no graph."""
     with _LOCK:
         PROGRAMS.clear()
         _REBUILDERS.clear()

@@ -28,7 +28,10 @@ _NO_MASKS: Iterator[Mask] = iter(())
 
 
 class MaskById(NamedTuple):
-    """The id of a Mask, for code that torch.compile traces, which cannot make a new Mask a constant."""
+    """Represents a Mask by its id() among a call's arguments.
+
+    For code that torch.compile traces, which cannot make a new Mask a constant.
+    """
 
     number: int
 
@@ -39,11 +42,16 @@ class _LeafType(type):
 
 
 class Leaf(metaclass=_LeafType):
-    """The type of every value in a function's result that is neither None nor a container."""
+    """A leaf_type for `flatten`: isinstance(x, Leaf) is True unless x is None, a tuple, a list or a dict."""
 
 
 def flatten(tree: Any, leaves: list[Any], masks: list[Any] | None, leaf_type: type = torch.Tensor) -> Structure:
-    """The structure of a tree as a tuple of constants. Appends its leaves to `leaves` and its Masks to `masks`."""
+    """The structure of a tree: nested tuples of hashable constants, with a marker for each leaf and each Mask.
+
+    tree: nested tuples, lists and dicts of leaves, Masks and constants. leaves, masks: lists to which it appends the
+    leaves and the Masks, in order; with masks=None a Mask is a constant. leaf_type: the type of the leaves. Raises
+    TypeError for a torch.Tensor inside a constant, such as a field of a dataclass. `unflatten` is the inverse.
+    """
     if isinstance(tree, leaf_type):
         leaves.append(tree)
         return _LEAF
@@ -64,6 +72,11 @@ def flatten(tree: Any, leaves: list[Any], masks: list[Any] | None, leaf_type: ty
 
 
 def _constant(value: Any) -> Structure:
+    """The structure of a constant, equal only for constants that no function can tell apart.
+
+    Numbers that torch.compile made symbolic become constants of its graph. Raises TypeError for a torch.fx.Proxy, and
+    for a tensor inside the constant.
+    """
     kind = type(value)
     if kind is str or kind is bool or value is None:
         return ("constant", kind, value)
@@ -86,9 +99,10 @@ def _constant(value: Any) -> Structure:
 
 
 def _parts(value: Any) -> Hashable:
-    """A key that distinguishes equal constants with different parts. Raises TypeError for a tensor inside a constant.
+    """The structures of the parts of a dataclass or frozenset; () for other constants.
 
-    Such a tensor would lose its gradient.
+    A constant's structure has them because == may ignore them, as for 1 and True. Raises TypeError for a tensor among
+    the parts, which would lose its gradient.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
@@ -99,6 +113,7 @@ def _parts(value: Any) -> Hashable:
 
 
 def _part(whole: Any, value: Any) -> Structure:
+    """The structure of a part of the constant `whole`. Raises TypeError if it is a tensor, or has one."""
     if isinstance(value, torch.Tensor):
         raise TypeError(
             f"got a torch.Tensor inside of a {type(whole).__name__}, which is a constant; want it as an argument, "
@@ -110,7 +125,11 @@ def _part(whole: Any, value: Any) -> Structure:
 
 
 def unflatten(structure: Structure, leaves: Iterator[Any], masks: Iterator[Mask] = _NO_MASKS) -> Any:
-    """The inverse of flatten. leaves, masks: in flatten's order."""
+    """Rebuilds the tree from the structure that `flatten` returned.
+
+    leaves, masks: iterators of the values for the leaves and Masks, in the order in which `flatten` listed them. Values
+    that the tree does not need stay in the iterators.
+    """
     kind, *parts = structure
     if kind == "leaf":
         return next(leaves)

@@ -31,7 +31,12 @@ __all__ = ["build_program", "cotangents_of", "mapped_axes", "mask_specs", "outpu
 
 
 def program_for(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
-    """build_program, with an error message for constants that are not hashable."""
+    """The program of a request, made once per process.
+
+    needs: for each tensor, whether the backward computes its gradient. Raises, naming the argument: TypeError for a
+    constant that is not hashable, or a dtype that JAX lacks; ValueError if there is no tensor, a tensor is sparse, or
+    the tensors are on several devices. Also raises the errors of the JAX function.
+    """
     try:
         hash(request)
     except TypeError as error:
@@ -41,7 +46,7 @@ def program_for(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
 
 
 def _refuse_unhashable(request: ProgramKey) -> None:
-    """Raises TypeError, naming the argument, for a constant of a call that is not hashable."""
+    """Raises TypeError, naming the argument, for the first constant of a call that is not hashable."""
     for name, value in constants(find_function(request.function), request.structure):
         try:
             hash(value)
@@ -50,7 +55,11 @@ def _refuse_unhashable(request: ProgramKey) -> None:
 
 
 def build_program(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
-    """The program of a request, made once per process. needs: whether each tensor has a gradient."""
+    """The program of a request with hashable constants, made once per process.
+
+    needs: for each tensor, whether the backward computes its gradient. While a graph is traced, the program's recipe is
+    kept for the graph.
+    """
     program: Program = _made(request, needs)
     pin_if_traced(program.name)
     return program
@@ -58,12 +67,19 @@ def build_program(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
 
 @memoize
 def _made(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
+    """The program of a request, stored under a new name; made once for equal arguments."""
     name = new_name(request)
     function = find_function(request.function)  # the recipe keeps it alive
     return store(name, lambda: _planned(name, request, needs, function))
 
 
 def _planned(name: str, request: ProgramKey, needs: tuple[bool, ...], function: Callable[..., Any]) -> Program:
+    """Traces the function for a request, and returns its Program. XLA compiles the program at its first call.
+
+    name: the program's name. function: the request's function. needs: for each tensor, whether the backward computes
+    its gradient. Raises, naming the argument: TypeError for a dtype that JAX or PyTorch lacks; ValueError if there is
+    no tensor, a tensor is sparse, or the tensors are on several devices. Also raises the function's errors.
+    """
     signatures = request.signatures
     device = _check(request, function)
     outputs, structures = outputs_of(request)
@@ -131,7 +147,11 @@ def _planned(name: str, request: ProgramKey, needs: tuple[bool, ...], function: 
 
 
 def _check(request: ProgramKey, function: Callable[..., Any]) -> torch.device:
-    """The device of all tensors. Raises the errors that from_jax documents, with the argument's name."""
+    """The device of all tensors of a request.
+
+    Raises, naming the argument: TypeError for a dtype that JAX lacks, ValueError if there is no tensor, a tensor is
+    sparse, or the tensors are on several devices.
+    """
     if not request.signatures:
         raise ValueError("got no tensor among the arguments, want at least one: the function runs on its device")
     first, *_ = request.signatures
@@ -148,7 +168,12 @@ def _check(request: ProgramKey, function: Callable[..., Any]) -> torch.device:
 
 
 def outputs_of(request: ProgramKey) -> tuple[Callable[..., tuple[jax.Array, ...]], list[Structure]]:
-    """(a function from Masks and arrays to the outputs, a list to which each of its traces adds their structure)."""
+    """(function, structures): the request's function with flat arguments and results, and a list, empty at first.
+
+    function(masks, *arrays) takes the tuple of Masks and an array for each tensor. It returns a flat tuple of arrays,
+    mapped by the request's levels of torch.func.vmap. Each trace of it appends the structure of the original results
+    to the list.
+    """
     function = find_function(request.function)
     structures: list[Structure] = []
 
@@ -167,7 +192,7 @@ def outputs_of(request: ProgramKey) -> tuple[Callable[..., tuple[jax.Array, ...]
 
 
 def mask_specs(signature: MaskSignature | None) -> tuple[Mask, ...]:
-    """The Masks with a jax.ShapeDtypeStruct for each array."""
+    """The Masks of a signature, with a jax.ShapeDtypeStruct for each array; () for None."""
     if signature is None:
         return ()
     arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in signature.arrays]
@@ -175,14 +200,18 @@ def mask_specs(signature: MaskSignature | None) -> tuple[Mask, ...]:
 
 
 def _infos(what: str, arrays: Sequence[jax.ShapeDtypeStruct]) -> tuple[ResultSpec, ...]:
-    """PyTorch's shapes and dtypes of JAX's arrays. Raises TypeError, naming `what`, for a dtype that PyTorch lacks."""
+    """The ResultSpecs of JAX's arrays, with PyTorch's dtypes.
+
+    Raises TypeError for a dtype that PyTorch lacks; `what` is the arrays' name in its text.
+    """
     return tuple(ResultSpec(x.shape, dlpack.torch_dtype(what, x.dtype)) for x in arrays)
 
 
 def _sources(jaxpr: core.Jaxpr, mask_count: int, count: int) -> list[ResidualSource]:
-    """The source of each residual, so that no array is kept twice.
+    """The source of each residual of a traced forward, so that no array is kept twice.
 
-    mask_count: the number of inputs that are arrays of Masks. count: the number of results that are outputs.
+    jaxpr: its inputs are the arrays of the Masks (the first mask_count), then the call's tensors; its results are the
+    outputs (the first `count`), then the residuals.
     """
     known: dict[Hashable, ResidualSource] = {}
     variable: core.Var | core.Literal
@@ -203,7 +232,11 @@ def _sources(jaxpr: core.Jaxpr, mask_count: int, count: int) -> list[ResidualSou
 def cotangents_of(
     infos: Sequence[jax.ShapeDtypeStruct | jax.Array], given: Iterable[jax.Array | np.ndarray | None]
 ) -> tuple[jax.Array | np.ndarray, ...]:
-    """JAX's cotangents from PyTorch's. None becomes zeros."""
+    """The cotangents for JAX's pullback, from the cotangents that PyTorch gives.
+
+    infos: shape and dtype of each output. given: an array or None for each output. None becomes zeros; an integer or
+    bool output gets zeros of dtype float0; complex cotangents are conjugated.
+    """
     cotangents = []
     for info, cotangent in zip(infos, given, strict=True):
         if not jnp.issubdtype(info.dtype, jnp.inexact):
@@ -220,5 +253,5 @@ def _conjugate(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
 
 
 def mapped_axes(mapped: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """The in_axes of jax.vmap for arrays. mapped: whether each array has a leading axis of calls."""
+    """The in_axes of jax.vmap: for each array 0 if it is mapped, which means that it has a leading axis, else None."""
     return tuple(0 if is_mapped else None for is_mapped in mapped)

@@ -26,10 +26,11 @@ __all__ = ["define_rules"]
 
 @memoize
 def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
-    """The program that runs `size` calls of another program at once.
+    """The program whose forward runs `size` calls of another program at once. name: the other program's name.
 
-    mapped: whether each tensor has a leading axis of calls. If the other program keeps residuals, this program keeps
-    them for each call, and has the other program's backward, for one call.
+    mapped: for each tensor, whether it has a leading axis of length `size`, with an entry for each call. If the other
+    program has a gradient, the new program's residuals have this axis, but its backward is still the other program's
+    backward, for one call.
     """
     program = find_program(name)
     signatures = zip(program.request.signatures, mapped, strict=True)
@@ -51,9 +52,10 @@ def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
 
 @memoize
 def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
-    """The program that runs `size` backwards of another program at once.
+    """The program whose backward runs `size` backwards of another program at once. name: the other program's name.
 
-    mapped: whether each stored tensor, and then each cotangent, has a leading axis of calls.
+    mapped: for each tensor that the backward reads, then for each cotangent, whether it has a leading axis of length
+    `size`, with an entry for each call.
     """
     own, base = new_name(find_program(name).request), rebuilder(name)
 
@@ -66,16 +68,23 @@ def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
 
 
 def _in_parallel(size: int, infos: tuple[ResultSpec, ...]) -> tuple[ResultSpec, ...]:
+    """The results with a new leading axis of this size."""
     return tuple(info._replace(shape=(size, *info.shape)) for info in infos)
 
 
 def _vmap(function: JaxFunction, size: int, mapped: tuple[bool, ...]) -> JaxFunction:
-    """The jitted jax.vmap of a function of Masks and arrays. All calls share the Masks."""
+    """The jitted jax.vmap of a function (masks, *arrays). All calls share the Masks.
+
+    mapped: for each array, whether its leading axis, of this size, is mapped.
+    """
     return jax.jit(jax.vmap(function, (None, *mapped_axes(mapped)), axis_size=size), keep_unused=True)
 
 
 def _call_rule(info, in_dims, tensors, program, operands=""):
-    """torch.func.vmap of a call, as jax.vmap of its function."""
+    """The vmap rule of the operator `call`: (the results, 0), with the mapped axis first in every result.
+
+    It runs one program, jax.vmap of the JAX function. info, in_dims: as torch.library.register_vmap defines them.
+    """
     dims, *_ = in_dims
     front, mapped = _in_front(tensors, dims)
     own = _mapped_call(program, operator.index(info.batch_size), mapped)
@@ -84,6 +93,7 @@ def _call_rule(info, in_dims, tensors, program, operands=""):
 
 
 def _backward_rule(info, in_dims, stored, cotangents, program, operands=""):
+    """The vmap rule of the operator `call_backward`: (the gradients, 0), with the mapped axis first in each."""
     stored_dims, cotangent_dims, *_ = in_dims
     front, mapped = _in_front((*stored, *cotangents), (*stored_dims, *cotangent_dims))
     own = _mapped_backward(program, operator.index(info.batch_size), mapped)
@@ -92,7 +102,10 @@ def _backward_rule(info, in_dims, stored, cotangents, program, operands=""):
 
 
 def _in_front(tensors, dims):
-    """(the tensors with their mapped axis first, for each tensor whether it has such an axis)."""
+    """(tensors, mapped): the tensors with their mapped axis moved to the front, and for each whether it has one.
+
+    dims: the mapped axis of each tensor, or None.
+    """
     front = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims, strict=True)]
     return front, tuple(dim is not None for dim in dims)
 

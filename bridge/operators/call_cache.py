@@ -1,8 +1,9 @@
 """Cached calls: a call that was made before needs only one check of its tensors.
 
-The key of a cached call is its statics (the arguments that are no tensors, and which tensors the call has) and its
-tensors without their values. A guard of PyTorch compares the tensors in a microsecond. A call that the guard does not
-cover runs like a first call: under compilers, transforms, autocast or modes, or with strided tensors.
+The key of a cached call is its statics (a hashable value for all of the call but its tensors: the other arguments, and
+which arguments are tensors) and its tensors without their values. A guard of PyTorch compares the tensors in a
+microsecond. A call that the guard does not cover runs like a first call: under compilers, transforms, autocast or
+modes, or with strided tensors.
 """
 
 import functools
@@ -33,13 +34,16 @@ _functions_looking_on = torch._C._len_torch_function_stack
 
 
 class CachedCall:
-    """A cached call. Calling it with the tensors returns the call's results.
+    """A cached call. Calling it with the list of the call's tensors returns the call's results.
 
-    chain: a LoadedChain, or a similar callable, that runs the call. is_direct, has_grad: whether the direct route, and
-    gradients, were on when the call was made. finish: makes the results from the chain's list. function: if a gradient
-    is needed, the Function whose forward takes this call and the tensors, and returns the chain's list. facts: facts of
-    the call that the Function needs. backwards: cached calls of the backward. references: weak references to the Masks,
-    which drop the cached call when a Mask dies.
+    chain: a function (*tensors) that runs the call and returns a list of tensors, such as a LoadedChain. finish: makes
+    the call's results from this list. function: None if no gradient is needed; else a torch.autograd.Function whose
+    forward (ctx, cached call, *tensors) runs the chain and returns the list as a tuple. facts: a value for this
+    Function. backwards: the cached calls of the backward; None without a Function.
+
+    is_direct, has_grad: whether the direct route, and gradients, were on when the call was cached. CallCache.learn sets
+    the other fields. statics: the key without the tensors. check: a function (*tensors) that returns whether the call
+    is valid for these tensors. references: weak references to the Masks, which drop the cached call when a Mask dies.
     """
 
     __slots__ = (
@@ -76,7 +80,7 @@ def _never(*tensors: torch.Tensor) -> bool:
 
 
 class CallCache:
-    """The cached calls of an op, at most _MOST. The last call is checked first."""
+    """The cached calls of one op, at most _MOST. `find` checks the last found call first."""
 
     __slots__ = ("__weakref__", "_calls", "_last", "_nothing")
 
@@ -111,6 +115,7 @@ class CallCache:
         return None if _is_transforming() and torch_internals.is_forward_mode() else call
 
     def _search(self, statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
+        """The call with this key among all cached calls, which `find` then checks first; None if there is none."""
         if not self._calls:
             return None
         call = self._calls.get(_key(statics, tensors))
@@ -126,11 +131,14 @@ class CallCache:
         make: Callable[[], CachedCall | None],
         masks: Sequence[Mask] = (),
     ) -> None:
-        """Caches a call, unless its tensors cannot be checked, or are not read in place.
+        """Caches a call, so that `find` returns it for equal statics and tensors with equal properties.
 
-        make: returns the call, or None if the call cannot be cached. masks: the Masks whose ids are in the statics. The
-        cached call is dropped when one of the Masks dies. So it keeps no Mask alive, and no later Mask with the same id
-        can match it. A call is not found if a tensor of a mask's function has changed.
+        make: returns the call to cache, or None to cache nothing. Caches nothing under PyTorch's modes, or if a tensor
+        is strided, batched or on the meta device.
+
+        masks: the Masks whose ids are in the statics. The cached call is dropped when one of the Masks dies. So it
+        keeps no Mask alive, and no later Mask with the same id can match it. `find` does not return the call if a
+        tensor that a mask's function read has changed.
         """
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return
@@ -154,7 +162,7 @@ class CallCache:
         drop_oldest(self._calls, _MOST)
 
     def forget(self, key: Hashable) -> None:
-        """Drops the call of a key."""
+        """Drops the call with this key, which has the form that `_key` returns."""
         self._last = self._nothing
         self._calls.pop(key, None)
 
@@ -167,13 +175,14 @@ class CallCache:
 
 
 def _forget(reference: "weakref.ref[CallCache]", key: Hashable, _: weakref.ref[Mask]) -> None:
+    """Drops the call with this key, as a callback of a weak reference to a Mask. reference: of the CallCache."""
     known = reference()
     if known is not None:
         known.forget(key)
 
 
 def same_tensors(read: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
-    """Whether a call reads the given tensor objects, and not copies."""
+    """Whether a call reads exactly the tensor objects that it was given, in order, and no copies or others."""
     return len(read) == len(given) and all(map(operator.is_, read, given))
 
 
@@ -181,18 +190,18 @@ _ALL: weakref.WeakSet[CallCache] = weakref.WeakSet()
 
 
 def clear() -> None:
-    """Drops all cached calls."""
+    """Drops all cached calls of all ops."""
     for known in list(_ALL):
         known.clear()
 
 
 def count() -> int:
-    """The number of cached calls."""
+    """The number of cached calls of all ops."""
     return sum(len(known) for known in list(_ALL))
 
 
 def _autocast_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
-    """The autocast dtype for the tensors' device; None if autocast is off."""
+    """The dtype to which autocast casts on the first tensor's device; None if autocast is off, or without tensors."""
     if not tensors:
         return None
     device = tensors[0].device.type
@@ -200,7 +209,10 @@ def _autocast_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
 
 
 def _under_autocast(check: torch_internals.Check, tensors: Sequence[torch.Tensor]) -> torch_internals.Check:
-    """Extends a check that covers whether autocast is on: it also checks the autocast dtype."""
+    """A check of a later call's tensors that fails if `check` does, or if autocast's dtype has changed since now.
+
+    check: a function (*tensors) that fails if autocast has been turned on or off. tensors: the tensors of this call.
+    """
     dtype = _autocast_dtype(tensors)
     if dtype is None:
         return check
@@ -209,7 +221,10 @@ def _under_autocast(check: torch_internals.Check, tensors: Sequence[torch.Tensor
 
 
 def _key(statics: Hashable, tensors: Sequence[torch.Tensor]) -> Hashable:
-    """The key of a call: its statics, and its tensors without their values. None if a tensor has an unknown type."""
+    """The key of a call: its statics, PyTorch's settings that matter, and its tensors without their values.
+
+    None if a tensor is of a subclass other than torch.nn.Parameter.
+    """
     if any(type(x) not in _TYPES for x in tensors):
         return None
     modes = torch.is_grad_enabled(), route._STATE.is_enabled, _autocast_dtype(tensors)

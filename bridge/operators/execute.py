@@ -19,9 +19,10 @@ __all__ = ["clear", "execute", "launcher_for"]
 def execute(
     function: JaxFunction, tensors: Sequence[torch.Tensor | None], operands: Operands | None = None
 ) -> list[torch.Tensor]:
-    """Calls a jitted JAX function, which returns a flat sequence of arrays, on tensors of one device.
+    """Calls a jitted JAX function on tensors of one device. Returns its results as a list of new tensors.
 
-    operands: the CallMasks whose Masks are the function's first argument, or None if the function takes no Masks.
+    function: takes the tuple of Masks unless operands is None, then an array or None for each entry of tensors; returns
+    a flat sequence of arrays. operands: the call's Masks.
 
     On a GPU the direct route launches the kernels if the function has a launch chain. Otherwise the DLPack route runs
     the function, and raises RuntimeError while a CUDA graph is being captured: JAX queues its work on a separate
@@ -40,7 +41,12 @@ def _through_jax(
     given: Sequence[torch.Tensor],
     operands: Operands | None,
 ) -> list[torch.Tensor]:
-    """`run` by the DLPack route. given: the non-None entries of `tensors`, in order."""
+    """Calls a jitted JAX function by the DLPack route: JAX runs it. Returns its results as a list of new tensors.
+
+    tensors: an entry for each argument after the Masks; only whether it is None is used. given: the tensors for the
+    entries that are not None, in order. operands: the call's Masks; None if the function takes no Masks. Raises
+    RuntimeError while a CUDA graph is being captured.
+    """
     device = given[0].device
     dlpack.refuse_capture(device)
     masks = () if operands is None else (operands.masks,)
@@ -59,7 +65,10 @@ def _through_jax(
 
 
 class _JaxLauncher:
-    """A function with the call signature of a chain that runs by the DLPack route."""
+    """A function of the non-None tensors that calls a jitted JAX function by the DLPack route, without a launch chain.
+
+    tensors: of a first call: later calls have None for the same arguments. operands: the call's Masks, or None.
+    """
 
     __slots__ = ("_function", "_operands", "_places")
 
@@ -77,7 +86,14 @@ class _JaxLauncher:
 def launcher_for(
     function: JaxFunction, tensors: Sequence[torch.Tensor | None], operands: Operands | None = None
 ) -> Callable[..., list[torch.Tensor]]:
-    """A callable that takes the non-None tensors: the function's chain, or the function by the DLPack route."""
+    """A function (*tensors) that calls a jitted JAX function on tensors of the same properties, without checks.
+
+    It takes the tensors that are not None, and returns the list of results. It launches the function's launch chain if
+    there is one, and otherwise takes the DLPack route.
+
+    function: takes the tuple of Masks unless operands is None, then an array or None for each entry of tensors.
+    tensors: the tensors of a first call. operands: the call's Masks.
+    """
     chain, other = route.find(function, tensors, operands), _JaxLauncher(function, tensors, operands)
     device = next(x.device for x in tensors if x is not None)
     if chain is None or operands is None or not operands.masks or device.type != "cuda":
@@ -86,7 +102,11 @@ def launcher_for(
 
 
 class _MaskedChain:
-    """A chain whose first inputs are the arrays of Masks."""
+    """A function of a call's non-None tensors that launches a chain whose first inputs are the Masks' arrays.
+
+    other: the same function by the DLPack route, for calls whose Masks' arrays cannot be read as tensors. operands: the
+    call's Masks.
+    """
 
     __slots__ = ("_chain", "_device", "_operands", "_other")
 
@@ -101,14 +121,18 @@ class _MaskedChain:
         return self._other(*tensors) if masks is None else self._chain(*masks, *tensors)
 
 
-_KNOWN: dict[JaxFunction, CallCache] = {}  # by function
+_KNOWN: dict[JaxFunction, CallCache] = {}  # by jitted function
 _MOST = 1024
 
 
 def _launched(
     function: JaxFunction, tensors: Sequence[torch.Tensor | None], given: list[torch.Tensor], operands: Operands | None
 ) -> list[torch.Tensor] | None:
-    """route.launch, or its cached call if there is one. given: the non-None entries of `tensors`, in order."""
+    """The results of a jitted function by the direct route, from a cached call if there is one; None if it fails.
+
+    It fails if the route is off, or if the function has no launch chain. given: the non-None entries of `tensors`, in
+    order.
+    """
     if operands is not None and operands.masks:
         return route.launch(function, tensors, operands)
     known = _KNOWN.get(function)
@@ -125,10 +149,11 @@ def _launched(
 
 
 def _call_of(chain: LoadedChain | None) -> CachedCall | None:
+    """A cached call that returns the chain's list of outputs; None without a chain."""
     return None if chain is None else CachedCall(chain, lambda results: results)
 
 
 def clear() -> None:
-    """Drops all cached calls and their programs."""
+    """Drops the cached calls of jitted functions, and the programs that write their results to PyTorch's tensors."""
     _KNOWN.clear()
     donated_outputs.forget()

@@ -1,4 +1,4 @@
-"""Plans of the bridge's ops: inside `planning_only`, an op does not run, but raises an PlanFound with its plan.
+"""Plans of the bridge's ops: inside `planning_only`, an op does not run, but raises a PlanFound with its plan.
 
 The plan is made from the arguments that the op gives to JAX, after autocast and PyTorch's settings.
 """
@@ -31,7 +31,7 @@ _ASKED: contextvars.ContextVar[_Question | None] = contextvars.ContextVar("jax_k
 
 
 class PlanFound(Exception):
-    """Carries the plan of a call."""
+    """Raised by an op inside `planning_only`. plan: the implementation and blocks that the call would use."""
 
     def __init__(self, plan: dispatch.Plan) -> None:
         super().__init__(str(plan))
@@ -39,7 +39,7 @@ class PlanFound(Exception):
 
 
 class _BypassCache(TorchFunctionMode):
-    """A mode without effect. No cached call is launched under a mode."""
+    """A torch function mode that calls functions unchanged. Inside it no cached call is used, so ops are planned."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -47,7 +47,7 @@ class _BypassCache(TorchFunctionMode):
 
 @contextlib.contextmanager
 def planning_only(device: DeviceInfo | None = None) -> Iterator[None]:
-    """Makes the ops that this thread calls raise PlanFound inside the block.
+    """A context manager inside which each op of the bridge that this thread calls raises PlanFound, and does not run.
 
     device: the device to plan for; None for the device of the tensors.
     """
@@ -73,6 +73,7 @@ def raise_plan_if_asked(function: Callable[..., Any], device: torch.device, *arg
 
 
 def _without_values(x: Any) -> Any:
+    """A tensor's shape and dtype, as a jax.ShapeDtypeStruct; other values unchanged."""
     if not isinstance(x, torch.Tensor):
         return x
     dlpack.check_dtype("tensor", x.dtype)

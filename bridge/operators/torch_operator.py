@@ -48,7 +48,11 @@ _TENSOR = torch.Tensor
 
 
 class JaxCall(NamedTuple):
-    """A call of an operator, as the arguments of running.run."""
+    """A call of a jitted JAX function, as the arguments of execute.execute.
+
+    function: takes the tuple of Masks unless operands is None, then an array or None for each entry of tensors; returns
+    a flat sequence. operands: the call's Masks.
+    """
 
     function: JaxFunction
     tensors: Sequence[torch.Tensor | None]
@@ -65,17 +69,20 @@ def define_operator(
     label: Callable[..., str],
     push: Callable[..., Results] | None = None,
 ) -> OpOverload:
-    """The operator torch.ops.jax_kernels.<name>, for CPU and CUDA tensors.
+    """Defines the operator torch.ops.jax_kernels.<name>, for CPU and CUDA tensors, and returns it.
 
-    Each function takes the operator's arguments. program: returns the Program; its tensors are the operator's tensors,
-    in order. finish: returns a function that makes the operator's results from the program's list, and holds no tensor.
-    fake: returns empty results of the right shapes. differentiate: returns the results if they need a gradient; it
-    calls the operator with inside_function. label: returns the name for the error that refuses tensors with tangents of
-    forward-mode differentiation. push: returns the results of tensors with tangents, with their tangents; None if the
-    operator refuses tangents.
+    schema: its arguments and results, in PyTorch's schema language. Each of the functions takes the operator's
+    arguments:
 
-    <name>_direct is the same operator for compiled graphs whose calls are launched directly. A CUDA graph may hold
-    these calls.
+    program: returns the JaxCall to execute; its tensors are the operator's tensors, in order. finish: returns a
+    function that makes the operator's results from the list of the JaxCall's results, and holds no tensor. fake:
+    returns empty results of the right shapes, for tracing. differentiate: returns the results if a tensor requires a
+    gradient, by a torch.autograd.Function whose forward calls the operator with inside_function. label: returns the
+    operator's name for errors. push: returns the results, with their tangents, of tensors with tangents of forward-mode
+    differentiation; None if the operator raises NotImplementedError for such tensors.
+
+    Also defines <name>_direct: the same operator for compiled graphs whose calls take the direct route. A CUDA graph
+    can capture these calls.
     """
 
     @torch_internals.skip_dynamo
@@ -108,6 +115,11 @@ def _defined(
     label: Callable[..., str],
     push: Callable[..., Results] | None,
 ) -> OpOverload:
+    """Defines one operator, with its tags, and returns it.
+
+    kernel: computes the results without a gradient. known_call: returns the CachedCall to cache for these arguments, or
+    None. The other arguments are the arguments of define_operator.
+    """
     _LIBRARY.define(name + schema, tags=tags)
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, kernel, key)
@@ -136,13 +148,18 @@ def _defined(
 
 
 class _Seen(NamedTuple):
-    """The arguments of an operator. statics: the arguments, with a marker for each tensor. tensors: in order."""
+    """The arguments of an operator, for a look-up in a CallCache.
+
+    statics: the arguments, with a marker for each tensor and, for a list of tensors, its length and which entries are
+    None. tensors: the tensors, in order.
+    """
 
     statics: tuple[Hashable, ...]
     tensors: list[torch.Tensor]
 
 
 def _seen(arguments: Sequence[Argument]) -> _Seen:
+    """The arguments of an operator, separated into statics and tensors."""
     if list in map(type, arguments):
         return _seen_in_lists(arguments)
     statics = [_TENSOR if isinstance(x, _TENSOR) else x for x in arguments]
@@ -150,6 +167,7 @@ def _seen(arguments: Sequence[Argument]) -> _Seen:
 
 
 def _seen_in_lists(arguments: Sequence[Argument]) -> _Seen:
+    """The arguments of an operator, which include lists of tensors, separated into statics and tensors."""
     statics: list[Hashable] = []
     tensors: list[torch.Tensor] = []
     for x in arguments:
@@ -166,12 +184,15 @@ def _seen_in_lists(arguments: Sequence[Argument]) -> _Seen:
 
 
 def _flat(arguments: Sequence[Argument]) -> list[torch.Tensor | bool | int | float | str | None]:
-    """The arguments of an operator, with the items of lists."""
+    """The arguments of an operator as one list, with the items of a list or tuple instead of it."""
     return [x for given in arguments for x in (given if isinstance(given, list | tuple) else (given,))]
 
 
 class _Direct(NamedTuple):
-    """The variant of an operator for programs that are launched directly."""
+    """The variant of an operator for compiled graphs whose calls take the direct route.
+
+    program: returns the JaxCall for the operator's arguments.
+    """
 
     operator: OpOverload
     program: Callable[..., JaxCall]
@@ -181,7 +202,9 @@ _DIRECT: dict[OpOverload, _Direct] = {}
 
 
 def _capturable(operator: OpOverload, arguments: Sequence[Argument]) -> OpOverload:
-    """The operator. In a graph that torch.compile traces, its direct variant if the call has a launch chain.
+    """The operator to put into a graph that torch.compile traces: <name>_direct if the call has a launch chain.
+
+    Otherwise it is the operator itself, which a CUDA graph cannot capture.
 
     The search for the launch chain compiles the call's kernels.
     """
@@ -201,7 +224,10 @@ def _capturable(operator: OpOverload, arguments: Sequence[Argument]) -> OpOverlo
 
 
 def define_vmap(name: str, rule: VmapRule) -> None:
-    """Defines torch.func.vmap of the operator; `rule(info, in_dims, *args)` returns (results, out_dims).
+    """Defines torch.func.vmap of the operators <name> and <name>_direct.
+
+    rule(info, in_dims, *args) returns (results, out_dims), as in torch.library.register_vmap. It calls the operator on
+    tensors with a normal axis for the mapped one.
 
     Batches of cotangents, from torch.autograd.grad(is_grads_batched=True), use the same rule.
     """
@@ -211,7 +237,7 @@ def define_vmap(name: str, rule: VmapRule) -> None:
 
 
 class _Info(NamedTuple):
-    """The first argument of a vmap rule."""
+    """The first argument of a vmap rule, with the fields of PyTorch's own. batch_size: the size of the mapped axis."""
 
     batch_size: int
     randomness: str = "error"
@@ -219,7 +245,11 @@ class _Info(NamedTuple):
 
 @torch_internals.skip_dynamo
 def _with_batches(rule: Callable[..., tuple[Any, Any]], *arguments: Any) -> Results:
-    """An operator's results, by its vmap rule, for tensors that PyTorch's autograd has batched."""
+    """An operator's results for tensors that torch.autograd.grad(is_grads_batched=True) has batched.
+
+    rule: the operator's vmap rule, which gets the innermost batch as the first axis of each tensor. The results are
+    batched again.
+    """
     level, size = torch_internals.batch_of(_flat(arguments))
     apart = lambda x: torch_internals.remove_batch_dim(x, level) if torch_internals.is_in_batch(x, level) else None
     front = [[apart(y) for y in x] if isinstance(x, list | tuple) else apart(x) for x in arguments]
@@ -238,7 +268,10 @@ def _with_batches(rule: Callable[..., tuple[Any, Any]], *arguments: Any) -> Resu
 
 
 def loop_vmap(operator: Callable[[], OpOverload]) -> VmapRule:
-    """A vmap rule that calls the operator for each batch entry, and stacks the results."""
+    """A vmap rule that calls the operator for each entry of the mapped axis, and stacks the results along axis 0.
+
+    operator: a function that returns the operator, whose results are a list.
+    """
 
     def rule(info: _Info, in_dims: Sequence[Any], *arguments: Argument) -> tuple[list[torch.Tensor], int]:
         def entry(at: int, x: Any, dim: Any) -> Any:
@@ -254,7 +287,10 @@ def loop_vmap(operator: Callable[[], OpOverload]) -> VmapRule:
 
 
 def below_autograd(operator: OpOverload, *arguments: Argument) -> Any:
-    """The operator's results, without a gradient."""
+    """The operator's results, which have no gradient of this call: it skips the operator's "Autograd" implementation.
+
+    While torch.compile traces, the graph gets the operator's direct variant if the call has a launch chain.
+    """
     if torch._C._len_torch_dispatch_stack():
         operator = _capturable(operator, arguments)
     with torch._C._AutoDispatchBelowAutograd():
@@ -262,9 +298,10 @@ def below_autograd(operator: OpOverload, *arguments: Argument) -> Any:
 
 
 def inside_function(operator: OpOverload, *arguments: Argument) -> Any:
-    """The operator's results inside a Function's forward, where PyTorch has switched gradients off.
+    """The operator's results, for a call in the forward of a torch.autograd.Function, where gradients are off.
 
-    Gradients are off only for the Function's own level: other levels of torch.func may differentiate the operator.
+    They are off only for the Function's own level of torch.func. Under nested transforms, other levels can still
+    differentiate the operator.
     """
     if not torch._C._are_functorch_transforms_active():
         return below_autograd(operator, *arguments)
@@ -273,14 +310,19 @@ def inside_function(operator: OpOverload, *arguments: Argument) -> Any:
 
 
 def call_in_backward(operator: OpOverload, *arguments: Argument) -> Any:
-    """The operator's results, below autograd unless they may be differentiated."""
+    """The operator's results, for a call in the backward of a torch.autograd.Function.
+
+    They can be differentiated only if gradients or forward mode are on, as by backward(create_graph=True).
+    """
     if torch.is_grad_enabled() or torch_internals.is_forward_mode():
         return operator(*arguments)
     return below_autograd(operator, *arguments)
 
 
 def apply(function: Any, *arguments: Any) -> Any:
-    """function.apply inside an operator's "Autograd" implementation.
+    """function.apply(*arguments), for a call in an operator's "Autograd" implementation.
+
+    function: a torch.autograd.Function whose forward calls the operator with inside_function.
 
     There, torch.func differentiates one level; the operator, called below autograd, continues with the next level.
     function.apply itself would start again with all levels.
@@ -293,13 +335,13 @@ def apply(function: Any, *arguments: Any) -> Any:
 
 @functools.cache
 def _of_one_level(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
-    """The Function as a subclass of torch.func's class for one level."""
+    """A copy of a torch.autograd.Function that differentiates one level of torch.func's nested transforms only."""
     body = {name: vars(function)[name] for name in ("forward", "backward", "jvp")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), body)
 
 
 def has_tangent(arguments: Sequence[Argument]) -> bool:
-    """Whether an argument has a tangent of forward-mode differentiation."""
+    """Whether a tensor among the arguments has a tangent of forward-mode differentiation. Lists are not searched."""
     if not torch_internals.is_forward_mode() or not torch._C._is_fwd_grad_enabled():
         return False
     level = max(forward_ad._current_level, 0)  # PyTorch has only one level
@@ -308,6 +350,7 @@ def has_tangent(arguments: Sequence[Argument]) -> bool:
 
 
 def refuse_tangent(name: str) -> NoReturn:
+    """Raises NotImplementedError: the function `name` does not support forward-mode differentiation."""
     raise NotImplementedError(
         f"{name}: forward-mode differentiation is not supported (torch.func.jvp, linearize, jacfwd and hessian, "
         "torch.autograd.forward_ad); use the reverse mode: torch.func.vjp, grad, jacrev, or backward()"
@@ -315,11 +358,15 @@ def refuse_tangent(name: str) -> NoReturn:
 
 
 def refuse_second_gradient(name: str) -> NoReturn:
+    """Raises RuntimeError: the gradient of the function `name` cannot be differentiated again."""
     raise RuntimeError(f"{name}: double backward is not supported; its gradient cannot be differentiated again")
 
 
 class _Last(torch.autograd.Function):
-    """Runs a function; its gradient raises."""
+    """apply(name, function, *tensors) returns function(*tensors) as a tuple; its derivatives raise.
+
+    The backward raises RuntimeError, forward mode NotImplementedError. name: the function's name in these errors.
+    """
 
     @staticmethod
     @torch_internals.skip_dynamo
@@ -339,12 +386,18 @@ class _Last(torch.autograd.Function):
 def refuse_gradient(
     name: str, function: Callable[..., Results], tensors: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
-    """function(*tensors), a tuple of tensors. Its backward raises. For an operator's "Autograd" implementation."""
+    """function(*tensors) as a tuple of tensors, whose derivatives raise. For an operator's "Autograd" implementation.
+
+    The backward raises RuntimeError, forward mode NotImplementedError. name: the name in these errors.
+    """
     return apply(_Last, name, function, *tensors)
 
 
 def unwrapped(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The detached values of a tensor that torch.func.grad may have wrapped."""
+    """A detached tensor of the same values, without the wrappers of torch.func.grad and the like.
+
+    Raises NotImplementedError, with the argument's name, for a tensor that torch.func.vmap maps.
+    """
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):

@@ -30,18 +30,19 @@ _OWN: dict[Activation, str] = {
 }
 _MOST = 4096
 _FUNCTIONS: dict[str, Activation] = {}
-_NAMES: dict[Hashable, str] = {}  # by function
+_NAMES: dict[Hashable, str] = {}  # by the result of _key
 _WANT = "want a name, or an elementwise function of one tensor, or of one jax.Array"
 
 
 @torch_internals.constant_in_graph
 def name_of(activation: str | Activation | None) -> str | None:
-    """The name by which `with_functions` finds the activation. Names and None are returned unchanged.
+    """The name by which an op finds the activation, if with_functions wraps the op. Names and None stay unchanged.
 
-    PyTorch functions such as torch.relu get this library's names. Twins (see `twins`) have the same name. So do
+    PyTorch functions such as torch.relu get this library's names, such as "relu". Another function is stored under a
+    new name. Functions that differ in identity only (same code, equal closures and defaults) have the same name. So do
     partials of one function with equal constants, and PyTorch's activation modules with equal settings.
 
-    Raises TypeError if the activation is no function, or reads a tensor.
+    Raises TypeError if the activation is no function, has no hash, or reads a tensor in addition to its argument.
     """
     if activation is None or isinstance(activation, str):
         return activation
@@ -69,7 +70,11 @@ def name_of(activation: str | Activation | None) -> str | None:
 
 
 def _key(function: Any) -> Hashable:
-    """A key that is equal for partials, or PyTorch modules, that compute the same; else the function itself."""
+    """A key for _NAMES that equal activations share.
+
+    Partials are equal if they have one function and equal constants; PyTorch's activation modules if they have one
+    class and equal settings. For other functions it is the function itself.
+    """
     if isinstance(function, functools.partial):
         given = *function.args, *function.keywords.values()
         if all(isinstance(x, bool | int | float | str | None) for x in given):
@@ -80,16 +85,24 @@ def _key(function: Any) -> Hashable:
 
 
 def is_kept(activation: str | Activation | None) -> bool:
-    """Whether a call with this activation may be cached: False for a function that is made anew for each call."""
+    """Whether a call with this activation may be cached by the activation's identity.
+
+    True for names, None, and the first function of its code that name_of got; False for later equal functions, as a
+    lambda that is made anew for each call. Always True in code that torch.compile traces.
+    """
     return not isinstance(activation, types.FunctionType) or torch.compiler.is_compiling() or _is_first(activation)
 
 
 def _is_first(function: types.FunctionType) -> bool:
+    """Whether name_of got this function object before all equal functions, so that it is stored."""
     return _FUNCTIONS.get(_NAMES.get(_key(function_identity.canonical_function(function)), "")) is function
 
 
 def with_functions[Result](op: Callable[..., Result]) -> Callable[..., Result]:
-    """Wraps an op of JAX arrays: `activation` may also be a name from name_of. The wrapper has a `plan`, too."""
+    """Wraps an op of JAX arrays so that its argument `activation` may also be a name from name_of.
+
+    The wrapper has the op's attribute `plan`, wrapped in the same way.
+    """
 
     @functools.wraps(op)
     def call(*args: Any, **kwargs: Any) -> Result:
@@ -100,13 +113,19 @@ def with_functions[Result](op: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _in_jnp(activation: str | None, **others: Any) -> dict[str, Any]:
-    """The op's arguments; a function in jnp replaces a name from name_of."""
+    """The op's keyword arguments. If `activation` is a name of a stored function, the function in jnp replaces it.
+
+    Raises TypeError, naming the function, if its torch operations have no form in jnp.
+    """
     function = _FUNCTIONS.get(activation or "")
     return others | {"activation": activation if function is None else _traceable(function)}
 
 
 def _traceable(function: Activation) -> Activation:
-    """The function in jnp. Raises TypeError, naming the function, if its torch operations have no form in jnp."""
+    """The function itself if it is in jnp code, else its jnp form.
+
+    Raises TypeError, naming the function, if a torch operation has no form in jnp, or if it raises when traced.
+    """
     x = jax.ShapeDtypeStruct((), jnp.float32)
     try:
         jax.eval_shape(function, x)

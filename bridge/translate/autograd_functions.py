@@ -23,7 +23,10 @@ _AGREES: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def check() -> None:
-    """Raises UnsupportedTorchOpError in the forward of a Function whose backward is not the forward's derivative."""
+    """Raises UnsupportedTorchOpError if the caller runs in a Function's forward whose backward is not its derivative.
+
+    It looks for the forward of a torch.autograd.Function among the calling frames. Elsewhere it does nothing.
+    """
     frame: types.FrameType | None = sys._getframe(1)
     for _ in range(_DEEPEST):
         if frame is None:
@@ -39,7 +42,7 @@ def check() -> None:
 
 
 def _of_forward(code: types.CodeType) -> type[torch.autograd.Function] | None:
-    """The Function whose forward has this code."""
+    """The torch.autograd.Function whose forward has this code; None if there is none."""
     for kind in _every(torch.autograd.Function):
         if getattr(vars(kind).get("forward"), "__func__", None) is not None and kind.forward.__code__ is code:
             return kind
@@ -53,6 +56,7 @@ def _every(kind: type[torch.autograd.Function]) -> Iterator[type[torch.autograd.
 
 
 def _agrees(function: type[torch.autograd.Function], frame: types.FrameType) -> bool:
+    """Whether the Function's backward is the derivative of its forward; tested once. frame: a call of its forward."""
     found = _AGREES.get(function)
     if found is None:
         _AGREES[function] = True  # during the check
@@ -65,13 +69,17 @@ def _agrees(function: type[torch.autograd.Function], frame: types.FrameType) -> 
 
 
 def _arguments(function: type[torch.autograd.Function], frame: types.FrameType) -> list[Any]:
+    """The arguments of the call of the Function's forward that runs in this frame, without ctx."""
     names = list(inspect.signature(function.forward).parameters)
     has_context = function.setup_context is torch.autograd.Function.setup_context
     return [frame.f_locals[name] for name in names[has_context:]]
 
 
 def _is_derivative(function: type[torch.autograd.Function], args: list[Any]) -> bool:
-    """Whether the backward equals the numerical slopes of the forward, at a few values of each tensor."""
+    """Whether the Function's backward equals the numerical slopes of its forward, at a few values of each tensor.
+
+    args: arguments for apply; each TracedTensor among them is replaced by float64 test values.
+    """
     from jax_kernels.bridge.translate.torch_to_jnp import TracedTensor
 
     with torch._C.DisableTorchFunction(), torch.enable_grad():

@@ -1,5 +1,8 @@
 """Values that a function reads in addition to its arguments, with the path from the function to each value.
 
+A path is a tuple of steps (kind, key), such as (("cell", 0), ("attribute", "bias")): the attribute `bias` of the value
+in the function's first closure cell. `reached` lists the kinds.
+
 The function's code names the values: cells, defaults, globals, items of tuples, lists and dicts, arguments of partials,
 and the attributes of objects. So `module.bias` is found, and a tensor that a function in PyTorch's and_masks reads.
 """
@@ -31,7 +34,10 @@ _PROTOCOLS = ("__getitem__", "__call__", "__len__", "__iter__", "__contains__", 
 
 
 def reached(function: Any, path: Path) -> Any:
-    """The value at this path from the function. torch.compile traces this code."""
+    """The value at this path from the function. torch.compile can trace this code.
+
+    Raises AttributeError, IndexError, KeyError, TypeError or ValueError if the path leads to nothing.
+    """
     for kind, key in path:
         if kind == "cell":
             function = function.__closure__[key].cell_contents
@@ -53,7 +59,7 @@ def reached(function: Any, path: Path) -> Any:
 
 
 def text_of(function: Any, path: Path) -> str:
-    """The name of the value at this path in the function's code."""
+    """The text by which the function's code names the value at this path, such as "module.bias" or "tables[0]"."""
     text = ""
     for kind, key in path:
         if kind == "cell":
@@ -74,7 +80,11 @@ def text_of(function: Any, path: Path) -> str:
 
 
 def root_of(function: Any) -> Root | None:
-    """The function, partial or method that a call of `function` runs; None if it is not Python code."""
+    """The function, partial or method that a call of `function` runs: paths begin there.
+
+    For a module it is its forward, for another object its __call__. None for types, for None, and for objects whose
+    code is not in Python or is part of PyTorch, JAX or NumPy.
+    """
     if isinstance(function, types.FunctionType | types.MethodType | functools.partial):
         return function
     if torch.compiler.is_compiling() or function is None or isinstance(function, type):
@@ -88,9 +98,11 @@ def root_of(function: Any) -> Root | None:
 
 
 class Standin:
-    """Replaces an object whose attributes a function reads; some attributes differ. It does not keep the object alive.
+    """Replaces an object, in a copy of a function that reads its attributes; some attributes have other values.
 
-    is_whole: whether `read` has all attributes that the function reads.
+    of: the object, which is not kept alive if it can be referenced weakly. read: the attributes with new values, by
+    name; other attributes are looked up in the object. is_whole: whether `read` has all attributes that the function
+    reads; False if the function reads a property.
     """
 
     def __init__(self, of: Any, read: Values) -> None:
@@ -113,11 +125,15 @@ class Standin:
         return self._reference()(*args, **kwargs)
 
     def filled(self, read: Values) -> "Standin":
-        """A Standin of the same object with other attributes."""
+        """A Standin of the same object, with other values for its attributes (read)."""
         return Standin(self._reference(), read)
 
     def twins_key(self, known: Callable[[Any], Hashable]) -> Hashable:
-        """A key that is equal for objects if the attributes that the function reads are equal."""
+        """A key that is equal for two Standins if the objects' types and the attributes in `read` are equal.
+
+        known: returns the key of an attribute's value. Raises UncomparableFunctionError if the attributes contain this
+        Standin, or if the function reads a property.
+        """
         if self._is_looked_at or not self.is_whole:  # it reads itself or a property
             raise function_identity.UncomparableFunctionError
         self._is_looked_at = True
@@ -128,26 +144,37 @@ class Standin:
         return self._type, tuple(parts)
 
     def _is_own(self, x: Any) -> bool:
+        """Whether x is a method of this Standin."""
         return isinstance(x, types.MethodType) and x.__self__ is self
 
 
 def copied(function: Any, replace: Replace) -> Any:
-    """A copy of the function that reads other values. replace: function (value, path) that returns the new value.
+    """A copy of the function that reads other values. A plain function is returned itself if no value differs.
 
-    The copy includes every reachable object that may change.
+    replace: function (value, path) that returns the new value, or the same value to keep it. It is called for each
+    tensor, number and other plain value that the function can read, with the path from the function to the value.
+    Tuples, lists, dicts and objects on the paths are copied too, so later changes of them do not reach the copy.
     """
     return _Copier(replace).of(function, (), ())
 
 
 @dataclasses.dataclass(frozen=True)
 class _Copier:
-    """replace: see copied. found: finished and unfinished copies, by the id of the original object."""
+    """Makes one copy for `copied`.
+
+    replace: function (value, path) that returns the new value. found: finished and unfinished copies, by the id of the
+    original object.
+    """
 
     replace: Replace
     found: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def of(self, x: Any, path: Path, names: tuple[str, ...]) -> Any:
-        """The copy of a value. names: attribute names in the code that reads the value."""
+        """The copy of a value. path: the path to it from the copied function.
+
+        names: the names of all attributes that the code which reads the value reads. If the value is an object, only
+        these attributes are copied.
+        """
         kind = type(x)
         if isinstance(x, torch.Tensor | function_identity.Place | type) or kind in _PLAIN:
             return self.replace(x, path)
@@ -171,6 +198,10 @@ class _Copier:
         return self.replace(x, path)
 
     def _function(self, function: types.FunctionType, path: Path) -> types.FunctionType:
+        """The copy of a function, with copies of its cells, defaults and globals; the function itself if none differs.
+
+        Functions of PyTorch without a closure, and functions of JAX and NumPy, are not copied.
+        """
         home = (function.__module__ or "").split(".")[0]
         if home in _LIBRARIES and (home != "torch" or not function.__closure__):
             return function
@@ -225,6 +256,7 @@ class _Copier:
         return made
 
     def _object(self, x: Any, path: Path, names: tuple[str, ...]) -> Standin:
+        """A Standin for an object, with copies of the attributes in `names`, and of the attributes its methods read."""
         read: Values = {}
         self.found[id(x)] = made = Standin(x, read)
         waiting = list(dict.fromkeys(names))
@@ -247,12 +279,13 @@ class _Copier:
 
 
 def _globals(own: Values, read: Values) -> Values:
+    """The globals for a copied function: only the values that it reads, builtins, and the module's name."""
     return {**read, "__builtins__": own.get("__builtins__"), "__name__": own.get("__name__")}
 
 
 @functools.lru_cache(1024)
 def attributes_of(code: types.CodeType) -> tuple[str, ...]:
-    """The names of the attributes that the code and its nested functions read."""
+    """The names of the attributes, of any object, that the code and its nested functions read, each once."""
     inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in attributes_of(x)]
     own = [x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_ATTR", "LOAD_METHOD")]
     return tuple(dict.fromkeys([*own, *inner]))
@@ -262,13 +295,17 @@ _NOTHING, _PROPERTY = object(), object()
 
 
 class _Method(NamedTuple):
-    """A method, as the function in its class."""
+    """A method of an object, represented by the function in the object's class."""
 
     function: types.FunctionType
 
 
 def _attribute(x: Any, name: str) -> Any:
-    """The stored attribute. A _Method for a method, _PROPERTY for a property, _NOTHING if there is no attribute."""
+    """The value of an attribute of x, read without running code of x.
+
+    Returns a _Method for a method, _PROPERTY for a property or another descriptor, and _NOTHING if there is no such
+    attribute.
+    """
     if isinstance(x, torch.nn.Module):
         for kept in (x._parameters, x._buffers, x._modules):
             if name in kept:
@@ -284,11 +321,16 @@ def _attribute(x: Any, name: str) -> Any:
 
 
 def _is_of_library(x: Any) -> bool:
+    """Whether a class or function is part of PyTorch, JAX or NumPy."""
     return (getattr(x, "__module__", None) or "").split(".")[0] in _LIBRARIES
 
 
 def _has_attributes(x: Any) -> bool:
-    """Whether functions read the object only by its attributes, judged by its type."""
+    """Whether code reads an object by its attributes only, so that a Standin can replace it. Judged by its type.
+
+    True for PyTorch's modules, dataclasses, and plain objects without operators; False for an object of PyTorch, JAX,
+    NumPy or the builtins, and for one with __eq__, __call__, __getitem__ or the like.
+    """
     if isinstance(x, types.ModuleType):
         return x.__name__.split(".")[0] not in (*_LIBRARIES, *_STANDARD)
     if isinstance(x, torch.nn.Module) or dataclasses.is_dataclass(x):

@@ -1,4 +1,4 @@
-"""Finds equal functions, so that functions which are created anew for each call, such as lambdas, share one plan.
+"""Finds equal functions, so that functions which are created anew for each call, such as lambdas, share one program.
 
 Two functions are twins if they have the same code and the code can read only equal values: defaults, closures, and the
 globals that the code names. Each value must be a number, a string, a tuple of these, another function that meets the
@@ -25,7 +25,7 @@ __all__ = ["Place", "UncomparableFunctionError", "canonical_function", "function
 
 _MOST = 1024
 _FIRST: dict[Hashable, types.FunctionType] = {}
-# function -> its first key, or None if it had none. Its programs may have read the values of that time.
+# function -> the first key that it had, or None if it had none. Its programs may have read the values of that time.
 _SEEN: weakref.WeakKeyDictionary[types.FunctionType, Hashable] = weakref.WeakKeyDictionary()
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = ("jax", "jaxlib", "numpy", "math", "operator", "functools", "builtins")
@@ -33,17 +33,24 @@ _DYNAMIC = {"globals", "eval", "exec", "vars", "__import__"}  # code with these 
 
 
 class UncomparableFunctionError(Exception):
-    """Raised for a function that reads a value which cannot be compared."""
+    """Raised for a function that has no twins, because it reads a value which cannot be compared, or calls itself."""
 
 
 class Place(NamedTuple):
-    """A placeholder for an argument of a call, inside a function. Equal numbers mean the same argument."""
+    """Replaces a tensor inside a copy of a function: the tensor is an argument of the call instead.
+
+    number: the argument's index. Equal numbers mean the same argument.
+    """
 
     number: int
 
 
 def canonical_function(function: types.FunctionType) -> types.FunctionType:
-    """The first known twin of a function, or the function itself if it is the first."""
+    """The first function with this code that reads equal values, so that equal functions share programs.
+
+    It is the function itself if it is the first, or if the values that it reads cannot be compared. It is a copy of the
+    function if the values that the function reads have changed since an earlier call with the same function object.
+    """
     try:
         key = function_key(function)
     except UncomparableFunctionError:
@@ -57,6 +64,7 @@ def canonical_function(function: types.FunctionType) -> types.FunctionType:
 
 
 def _copy(function: types.FunctionType) -> types.FunctionType:
+    """Another function object with the same code, globals, closure and defaults."""
     copy = types.FunctionType(
         *(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     )
@@ -66,16 +74,20 @@ def _copy(function: types.FunctionType) -> types.FunctionType:
 
 
 def function_key(function: Any, *, is_copy: bool = False) -> Hashable:
-    """The key that all twins of a function share. Raises UncomparableFunctionError if the function has no twins.
+    """A key that two functions share exactly if they have the same code and the code can read only equal values.
 
-    is_copy: whether the function is a copy by captures.copied. No other code changes the lists, dicts and objects of
-    such a copy.
+    is_copy: whether captures.copied returned the function. The key may then cover lists, dicts and objects, which no
+    other code can change. Raises UncomparableFunctionError if the function reads a value that cannot be compared.
     """
     return _known(function, (), is_copy) if is_copy else _key(function)
 
 
 def _key(function: types.FunctionType, outer: tuple[types.FunctionType, ...] = (), is_copy: bool = False) -> Hashable:
-    """The key that all twins of a function share. outer: the functions whose keys are being computed."""
+    """The key of a Python function: its code, and the keys of the values that the code can read.
+
+    outer: the functions whose keys are being computed, to detect a function that calls itself. is_copy: whether
+    captures.copied returned the outermost function. Raises UncomparableFunctionError if there is no key.
+    """
     if function.__dict__ or function in outer:
         raise UncomparableFunctionError
     outer = *outer, function
@@ -98,14 +110,18 @@ def _key(function: types.FunctionType, outer: tuple[types.FunctionType, ...] = (
 
 @functools.lru_cache(_MOST)
 def names_of(code: types.CodeType) -> tuple[str, ...]:
-    """The names of the globals that the code and its inner functions read."""
+    """The names of the globals, and perhaps builtins, that the code and its inner functions read, each once."""
     inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in names_of(x)]
     own = [x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     return tuple(dict.fromkeys([*own, *inner]))
 
 
 def _known(value: Any, outer: tuple[types.FunctionType, ...], is_copy: bool = False) -> Hashable:
-    """The key of a value; equal keys mean equal values. Raises UncomparableFunctionError if there is none."""
+    """The key of a value that a function can read; equal keys mean equal values.
+
+    outer: the functions whose keys are being computed. is_copy: whether captures.copied made the value, so that no
+    other code changes it. Raises UncomparableFunctionError if the value cannot be compared.
+    """
     kind = type(value)
     if is_copy and (found := _known_copy(value, outer)) is not None:
         return found
@@ -136,7 +152,7 @@ def _known(value: Any, outer: tuple[types.FunctionType, ...], is_copy: bool = Fa
 
 
 def _known_copy(value: Any, outer: tuple[types.FunctionType, ...]) -> Hashable:
-    """_known of a mutable part of a copy, such as a list, dict or object; None for other values."""
+    """The key of a list, dict, partial, method or object that captures.copied made; None for other values."""
     kind = type(value)
     known = lambda x: _known(x, outer, True)
     if kind is list or (hasattr(kind, "_fields") and kind is not Place):

@@ -1,7 +1,8 @@
 """Detects changes of the tensors that a mask's function read when the mask was made.
 
-PyTorch counts the changes of a tensor. A mask of masks.from_function holds copies of the tensors' values. After a
-tensor changes, or a variable holds another tensor, the copies are stale and each use of the mask raises ValueError.
+In this file these tensors are the sources of the mask. PyTorch counts the changes of a tensor. A mask of
+masks.from_function holds copies of the tensors' values. After a tensor changes, or a variable holds another tensor, the
+copies are stale and each use of the mask raises ValueError.
 """
 
 import dataclasses
@@ -21,7 +22,12 @@ _NAME = "_sources"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Source:
-    """A tensor that was copied. version, pointer: at that time. copy: its values, if PyTorch counts no changes."""
+    """A tensor that a mask's function read, and its state at the time when the mask copied its values.
+
+    path: from the function to the tensor. version: the number of its changes that PyTorch had counted; None for an
+    inference tensor, whose changes PyTorch does not count. pointer: the address of its memory. copy: its values, if
+    version is None.
+    """
 
     path: captures.Path
     tensor: weakref.ref[torch.Tensor]
@@ -30,7 +36,7 @@ class _Source:
     copy: torch.Tensor | None
 
     def is_fresh(self, function: Any) -> bool:
-        """Whether the function still reads this tensor, with unchanged values."""
+        """Whether the function still reads this tensor object at this path, with unchanged values."""
         try:
             x = captures.reached(function, self.path)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError):
@@ -42,14 +48,17 @@ class _Source:
 
 
 class Sources:
-    """The tensors that a mask's function read when the mask was made. A pickled or copied Sources has no tensors."""
+    """The tensors that a mask's function read when the mask was made, at these paths from the function.
+
+    A pickled or deep-copied Sources has no tensors, so they never count as changed.
+    """
 
     def __init__(self, function: Any, paths: Sequence[captures.Path]) -> None:
         self._function = function
         self._sources = tuple(_source(captures.reached(function, path), path) for path in paths)
 
     def changed(self) -> str | None:
-        """The name of a tensor that has changed since; None if no tensor has."""
+        """The name, in the function's code, of the first tensor that has changed since then; None if no tensor has."""
         for source in self._sources:
             if not source.is_fresh(self._function):
                 return captures.text_of(self._function, source.path)
@@ -63,6 +72,7 @@ class Sources:
 
 
 def _source(x: torch.Tensor, path: captures.Path) -> _Source:
+    """The state of a tensor now. path: from the function that reads it to the tensor."""
     is_counted = not x.is_inference()
     return _Source(
         path=path,
@@ -81,9 +91,10 @@ def _pointer(x: torch.Tensor) -> int:
 
 
 def attach(mask: Mask, root: Any, paths: Sequence[captures.Path]) -> Mask:
-    """Attaches Sources to a mask that has copies of the tensors at `paths`. Returns the mask.
+    """Marks a mask as made from the values that tensors have now, so that `check` detects later changes of the tensors.
 
-    The mask then keeps the root, a function or object, and its tensors alive.
+    root: the function, or another object. paths: from it to the tensors; () leaves the mask unmarked. Returns the same
+    mask, which then keeps the root and its tensors alive.
     """
     if paths:
         object.__setattr__(mask, _NAME, Sources(root, paths))
@@ -91,7 +102,7 @@ def attach(mask: Mask, root: Any, paths: Sequence[captures.Path]) -> Mask:
 
 
 def _every(mask: Mask) -> Iterator[tuple[Mask, Sources | None]]:
-    """A mask and its parts, recursively and in order, with their Sources."""
+    """Yields (mask, Sources or None) for a mask and, recursively and in order, for the masks that it combines."""
     mask = mask.unprepared
     yield mask, vars(mask).get(_NAME)
     for part in getattr(mask, "parts", ()):
@@ -99,15 +110,20 @@ def _every(mask: Mask) -> Iterator[tuple[Mask, Sources | None]]:
 
 
 def has_sources(mask: Mask) -> bool:
+    """Whether the mask, or a mask that it combines, was made from values of tensors that may change."""
     return any(x is not None for _, x in _every(mask))
 
 
 def is_fresh(mask: Mask) -> bool:
+    """Whether no tensor that a function of the mask read has changed since the mask was made."""
     return all(x is None or x.is_fresh() for _, x in _every(mask))
 
 
 def check(masks: Sequence[Any]) -> None:
-    """Raises ValueError, naming the mask and the tensor, if a tensor of a mask's function has changed since."""
+    """Raises ValueError, naming the mask and the tensor, if a tensor that a mask's function read has changed since.
+
+    masks: entries that are no Masks are skipped.
+    """
     for whole in masks:
         if not isinstance(whole, Mask):
             continue
@@ -120,7 +136,7 @@ def check(masks: Sequence[Any]) -> None:
 
 
 def passed_on(mask: Mask, copy: Mask) -> Mask:
-    """Attaches the Sources of a mask to its copy on another device. Returns the copy."""
+    """Makes `check` detect the same changes for a copy of a mask, as on another device. Returns the copy."""
     for (_, sources), (part, _) in zip(_every(mask), _every(copy), strict=True):
         if sources is not None:
             object.__setattr__(part, _NAME, sources)
@@ -128,7 +144,11 @@ def passed_on(mask: Mask, copy: Mask) -> Mask:
 
 
 def watched(passes: Callable[..., bool], masks: Sequence[Mask]) -> Callable[..., bool]:
-    """Extends a check of tensors: it also fails if a tensor of a mask's function has changed."""
+    """A check that passes if `passes` does, and no tensor that the masks' functions read has changed.
+
+    passes: a function of a call's tensors that returns a bool. The new check takes the same tensors. It does not keep
+    the masks alive.
+    """
     found = [weakref.ref(x) for mask in masks for _, x in _every(mask) if x is not None]
     if not found:
         return passes

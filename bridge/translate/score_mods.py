@@ -1,7 +1,8 @@
 """Converts score_mods and mask functions that are written for PyTorch, in FlexAttention's form, to jnp.
 
-A score_mod in jnp code stays unchanged. torch_forms traces a score_mod in torch operations. The tensors that it reads
-from closures, globals or defaults become arguments of the call: their values are data, and they have gradients.
+A score_mod in jnp code stays unchanged. A score_mod in torch operations is traced by torch_to_jnp. The tensors that it
+reads from closures, globals or defaults become arguments of the call: their values are data, and they have gradients.
+The function without these tensors is its template (in code: skeleton): a copy with a number for each tensor.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ _WANT = (
     "jnp.where(q_idx >= kv_idx, jnp.tanh(score), -jnp.inf)"
 )
 _MOST = 4096
-_SKELETONS: dict[str, captures.Root] = {}  # functions with a `Place` for each tensor that they read
+_SKELETONS: dict[str, captures.Root] = {}  # by name: functions with a `Place` for each tensor that they read
 _NAMES: dict[Hashable, str] = {}  # key of twins -> name
 _OF_FUNCTION: weakref.WeakKeyDictionary[Function, tuple[str, list[Path]] | tuple[None, None]] = (
     weakref.WeakKeyDictionary()
@@ -56,10 +57,12 @@ _OF_FUNCTION: weakref.WeakKeyDictionary[Function, tuple[str, list[Path]] | tuple
 
 
 def split_tensors(function: Function, argument: str = "score_mod") -> tuple[str, tuple[Path, ...]] | None:
-    """(the name of the function's skeleton, the paths of its tensors from its root); None if it reads no tensors.
+    """(name, paths): separates a function from the tensors that it reads; None if it reads none.
 
-    A skeleton is the function without its tensors. Twins share a skeleton. Raises TypeError, naming the tensor, for a
-    dtype that JAX lacks.
+    name: the name of its template, which is the function with an argument for each tensor; bind_tensors makes a
+    function of it again. Functions that differ in identity only share a template. paths: for each distinct tensor the
+    path from the function to it, for `read`. argument: the name of the function in errors. Raises TypeError, naming the
+    tensor, for a dtype that JAX lacks.
     """
     root = captures.root_of(function)
     if root is None:
@@ -95,6 +98,7 @@ def split_tensors(function: Function, argument: str = "score_mod") -> tuple[str,
 
 
 def _of_function(function: Function) -> tuple[str, list[Path]] | tuple[None, None]:
+    """(template's name, paths) that this function object got before; (None, None) if it got none, or has no hash."""
     try:
         return _OF_FUNCTION.get(function, (None, None))
     except TypeError:  # it has no hash
@@ -103,12 +107,18 @@ def _of_function(function: Function) -> tuple[str, list[Path]] | tuple[None, Non
 
 @torch_internals.constant_in_graph
 def apart_in_graph(function: Function) -> tuple[str, tuple[Path, ...]] | None:
-    """apart, for code that torch.compile traces."""
+    """As split_tensors, for code that torch.compile traces: the result is a constant of the graph.
+
+    (the template's name, the paths of the tensors that the function reads); None if it reads none.
+    """
     return split_tensors(function)
 
 
 def _check(argument: str, function: captures.Root, x: torch.Tensor, path: Path) -> None:
-    """Raises TypeError, naming the tensor, if JAX lacks its dtype. int64 passes, because `read` narrows it."""
+    """Raises TypeError, naming the tensor, if JAX lacks its dtype. int64 passes, because `read` narrows it to int32.
+
+    argument: the argument that the function is. path: from the function to the tensor x.
+    """
     wants = {torch.float64: "torch.float32", torch.uint64: "torch.int32"}
     if x.dtype in wants or x.dtype.is_complex:
         want = wants.get(x.dtype, "a real dtype")
@@ -124,18 +134,19 @@ def _qualname(function: Function | captures.Root | None) -> str:
     return getattr(inner, "__qualname__", repr(inner))
 
 
-_CHECKED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # versions of int64 tensors whose values fit int32
+_CHECKED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # int64 tensor -> version whose values were found to fit int32
 
 
 def read(
     argument: str, function: Function | None, paths: Sequence[Path]
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """(the tensors that a function reads now, whether their values fit int32). int64 becomes int32.
+    """(tensors, are_valid): the tensors that a function reads at these paths now, with int64 cast to int32.
 
-    The second result is None if all values are known to fit. Otherwise it is a bool tensor: the host does not wait for
-    values on a GPU, and cannot read values in a graph.
+    paths: from split_tensors. are_valid: None if all int64 values are known to fit int32. Otherwise it is a bool tensor
+    without axes that is True if they fit: the host does not wait for values on a GPU, and in a graph there are none.
 
-    Raises ValueError, naming the tensor, if a known value does not fit int32.
+    Raises ValueError, naming the tensor, if a value that is known on the host does not fit int32. argument: the name of
+    the function in this error.
     """
     root = captures.root_of(function)
     tensors = [captures.reached(root, path) for path in paths]
@@ -158,7 +169,7 @@ def read(
 def _check_values(
     argument: str, function: captures.Root | None, path: Path, x: torch.Tensor, narrow: torch.Tensor
 ) -> None:
-    """Raises ValueError, naming the tensor, unless all values of int64 fit int32."""
+    """Raises ValueError, naming the tensor, unless all values of the int64 tensor x fit int32. narrow: x as int32."""
     version = None if x.is_inference() else x._version
     if version is not None and _CHECKED.get(x) == version:
         return
@@ -172,7 +183,7 @@ def _check_values(
 
 
 def _kept(function: captures.Root) -> str:
-    """Stores a new skeleton. Returns its name."""
+    """Stores a template, which is a function with a `Place` for each tensor, under a new name. Returns the name."""
     name = unique_name("score_mod")
     _SKELETONS[name] = function
     drop_oldest(_SKELETONS, _MOST)
@@ -180,9 +191,11 @@ def _kept(function: captures.Root) -> str:
 
 
 def bind_tensors(skeleton: str, arrays: Sequence[jax.Array], argument: str = "score_mod") -> Callable[..., jax.Array]:
-    """The skeleton's function in jnp. It reads the arrays instead of its tensors.
+    """A function of arrays, in jnp, with the same results as the function from which a template was made.
 
-    Raises TypeError, naming the function, if it has no form in jnp.
+    skeleton: the template's name, from split_tensors. arrays: the values that it reads, one for each path that
+    split_tensors returned. argument: the name of the function in errors. Raises TypeError, naming the function, if it
+    uses an operation without a form in jnp: at once if argument is "score_mod", else when the new function is called.
     """
     values = [torch_to_jnp.TracedTensor(x, is_read=True) for x in arrays]
     fill = lambda x, path: values[x.number] if isinstance(x, function_identity.Place) else x
@@ -201,7 +214,10 @@ def bind_tensors(skeleton: str, arrays: Sequence[jax.Array], argument: str = "sc
 
 
 def to_jnp(function: Function, name: str = "score_mod") -> Function:
-    """A score_mod in jnp: the function itself, or its jnp form if it is in torch operations and reads no tensors.
+    """A score_mod in jnp: the function itself if it is in jnp code, else its jnp form if it is in torch operations.
+
+    The function reads no tensors but its arguments. name: its name in errors. Other objects, and functions that raise
+    when traced, are returned unchanged: the op then raises its own error.
 
     Raises TypeError, naming the function, if it uses torch and has no form in jnp.
     """
@@ -220,9 +236,11 @@ def to_jnp(function: Function, name: str = "score_mod") -> Function:
 def mask_mod(
     function: Function, arrays: Sequence[_Value] = ()
 ) -> tuple[Function, list[torch.Tensor], tuple[Path, ...]]:
-    """(a mask's function in jnp, the tensors that it takes after the indices, their paths). Twins have equal functions.
+    """(function in jnp, tensors, paths): converts a mask's function of (b, h, q_idx, kv_idx, *arrays).
 
-    arrays: the arguments that it takes after these tensors.
+    The function in jnp takes arrays of indices, then the tensors that the original function reads, then `arrays`.
+    tensors: these tensors, with int64 cast to int32. paths: from the original function to each of them. For functions
+    that differ in identity only, the converted functions are equal. arrays: the arguments after the indices.
 
     Raises TypeError, naming the function, if it uses torch and has no form in jnp, and ValueError for a tensor of int64
     whose values do not fit int32.
@@ -257,7 +275,11 @@ def mask_mod(
 
 
 def _refuse(function: Function, *given: jax.ShapeDtypeStruct | ArrayLike) -> None:
-    """Raises RefusedError if the function uses an operation without a form. The builder raises other errors."""
+    """Raises RefusedError if the function uses a torch operation without a form in jnp. Ignores all other errors.
+
+    given: shapes and dtypes, or arrays, of the function's arguments. The function that makes the mask raises the other
+    errors.
+    """
     try:
         jax.eval_shape(function, *given)
     except RefusedError:
@@ -267,7 +289,7 @@ def _refuse(function: Function, *given: jax.ShapeDtypeStruct | ArrayLike) -> Non
 
 
 def _struct(x: _Value) -> jax.ShapeDtypeStruct | ArrayLike:
-    """An array's shape and dtype, for a trace."""
+    """A tensor's shape and dtype for a JAX trace; other values unchanged."""
     if not isinstance(x, torch.Tensor):
         return x
     return jax.ShapeDtypeStruct(tuple(x.shape), dlpack.jax_dtype(x.dtype))
@@ -275,9 +297,11 @@ def _struct(x: _Value) -> jax.ShapeDtypeStruct | ArrayLike:
 
 @dataclasses.dataclass(frozen=True)
 class _OfIndices:
-    """Converts a mask's function in torch operations to jnp. Its arguments are arrays of indices.
+    """A mask's function in torch operations as a function in jnp: call it as (b, h, q, k, *tensors, *arrays).
 
-    function: the function itself, or the name of its skeleton, which reads `count` tensors.
+    b, h, q, k: int32 arrays of indices with broadcastable shapes. Returns an array of the broadcast shape, but with
+    size 1 along axes of indices that the function does not read. function: the original function of scalars, if it
+    reads no tensors; else the name of its template, which reads `count` tensors.
     """
 
     function: Any
@@ -296,7 +320,10 @@ class _OfIndices:
 
 
 def _of_each(function: Callable[..., jax.Array], *indices: jax.Array) -> jax.Array:
-    """Maps a function of four scalars over the arrays' broadcast shape. It skips arrays that the function ignores."""
+    """Maps a function of four int32 scalars over arrays with broadcastable shapes. Returns an array.
+
+    An index that the function does not read does not add its axes: the result has size 1 there.
+    """
     indices = tuple(map(jnp.asarray, indices))
     program = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), jnp.int32)] * 4)
     is_read = [reads(program.jaxpr, i) for i in range(4)]
@@ -314,17 +341,21 @@ def _of_each(function: Callable[..., jax.Array], *indices: jax.Array) -> jax.Arr
 
 
 def looks_at(function: Function, arrays: Sequence[_Value]) -> tuple[bool, bool]:
-    """(whether a mask's function reads the batch index, whether it reads the head index). It is mask_mod's result."""
+    """(whether a mask's function reads the batch index, whether it reads the head index).
+
+    function: in jnp, as mask_mod returns it. arrays: all its arguments after the four indices.
+    """
     indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     program = jax.make_jaxpr(function)(*indices, *map(_struct, arrays)).jaxpr
     return reads(program, 0), reads(program, 1)
 
 
 class RefusedError(TypeError):
-    """Raised by to_jnp, filled and mask_mod for a function without a form in jnp."""
+    """Raised by to_jnp, bind_tensors and mask_mod for a function that uses a torch operation without a form in jnp."""
 
 
 def _traces(function: Function) -> bool:
+    """Whether JAX can trace the function as a score_mod, so that it is in jnp code."""
     try:
         _trace(function)
     except Exception:
@@ -333,12 +364,17 @@ def _traces(function: Function) -> bool:
 
 
 def _trace(function: Function) -> None:
+    """Traces a score_mod with a float32 score and four int32 indices, all scalars. Raises the function's errors."""
     index = jax.ShapeDtypeStruct((), jnp.int32)
     jax.eval_shape(function, jax.ShapeDtypeStruct((), jnp.float32), index, index, index, index)
 
 
 def _named(name: str, function: Function) -> Callable[..., jax.Array]:
-    """The function in jnp. It raises RefusedError, with its name, for an operation without a form."""
+    """A function of arrays, in jnp, with the same results as a function in torch operations.
+
+    When called, it raises RefusedError for a torch operation without a form in jnp. name: the argument that the
+    function is, for this error.
+    """
     inner = torch_to_jnp.to_jnp(function)
     own = _qualname(function)
 

@@ -33,7 +33,10 @@ TORCHS = {
 
 
 def dtype_of(dtype: torch.dtype) -> jnp.dtype:
-    """JAX's dtype for torch's. Integers have at most 32 bits. Raises UnsupportedTorchOpError."""
+    """The JAX dtype for a torch.dtype; int64 becomes int32.
+
+    Raises UnsupportedTorchOpError for float64, complex dtypes, and other dtypes that the forms do not support.
+    """
     if not isinstance(dtype, torch.dtype) or dtype not in (torch.int64, *TORCHS.values()):
         raise UnsupportedTorchOpError(f"converts to {dtype!r}, want torch.float32, a 16-bit dtype, an int or a bool")
     return dlpack.jax_dtype(torch.int32 if dtype == torch.int64 else dtype)
@@ -47,7 +50,10 @@ def _to(
     copy: bool | None = None,
     non_blocking: bool | None = None,
 ) -> jax.Array:
-    """tensor.to: args are a dtype, a tensor (for its dtype), a device, or a device and a dtype."""
+    """tensor.to: x, cast if a dtype is given. Device, copy and non_blocking have no effect.
+
+    args: a dtype, a tensor (for its dtype), a device, or a device and a dtype.
+    """
     for given in args:
         if isinstance(given, torch.dtype):
             dtype = given
@@ -70,6 +76,7 @@ _MADE = ("device", "layout", "pin_memory", "memory_format")  # options that chan
 
 
 def _checked(options: dict[str, _Option]) -> None:
+    """Raises UnsupportedTorchOpError for an option of a factory, such as torch.zeros_like, that changes the result."""
     if options.get("requires_grad"):
         raise UnsupportedTorchOpError("makes a tensor with requires_grad=True, want a tensor that the function reads")
     for name in options:
@@ -78,7 +85,7 @@ def _checked(options: dict[str, _Option]) -> None:
 
 
 def _like(number: Operand) -> Callable[..., jax.Array]:
-    """zeros_like, ones_like and empty_like."""
+    """The form of zeros_like (number=0), ones_like (number=1) or empty_like (number=0)."""
 
     def like(x: jax.Array, dtype: torch.dtype | None = None, **options: _Option) -> jax.Array:
         _checked(options)
@@ -92,12 +99,12 @@ def _full_like(x: jax.Array, fill_value: Operand, dtype: torch.dtype | None = No
 
 
 def _sizes(given: Sequence[Any]) -> tuple[int, ...]:
-    """A size, given as separate ints or as one tuple."""
+    """A size as a tuple of ints. given: the ints, or one tuple or list of them."""
     return tuple(given[0]) if len(given) == 1 and isinstance(given[0], tuple | list) else tuple(given)
 
 
 def _new(number: Operand) -> Form:
-    """tensor.new_zeros, new_ones and new_empty."""
+    """The form of tensor.new_zeros (number=0), new_ones (number=1) or new_empty (number=0)."""
 
     def new(x: jax.Array, *size: Size, dtype: torch.dtype | None = None, **options: Any) -> jax.Array:
         size = _sizes((options.pop("size"),) if "size" in options else size)
@@ -144,6 +151,8 @@ def _axes(dim: Size | None) -> int | tuple[int, ...] | None:
 
 
 def _reduction(function: Callable[..., jax.Array]) -> Form:
+    """The form of a torch reduction (x, dim, keepdim, dtype). function: from jnp, with axis and keepdims."""
+
     def reduced(
         x: jax.Array, dim: Size | None = None, keepdim: bool = False, dtype: torch.dtype | None = None
     ) -> jax.Array:
@@ -154,7 +163,10 @@ def _reduction(function: Callable[..., jax.Array]) -> Form:
 
 
 def _product(function: Callable[..., jax.Array]) -> Form:
-    """A product of vectors or matrices with float32 precision."""
+    """The form of a torch function of two vectors or matrices, such as matmul, in full float32 precision.
+
+    function: from jnp, with the argument precision. The operands are cast to their common dtype.
+    """
 
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
         dtype = jnp.result_type(x, y)
@@ -164,7 +176,7 @@ def _product(function: Callable[..., jax.Array]) -> Form:
 
 
 def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
-    """The dot product as a sum of elementwise products, which a kernel's program may contain."""
+    """The form of torch.dot and torch.vdot: a sum of elementwise products of two vectors, which kernels can contain."""
     if x.ndim != 1 or y.ndim != 1:
         raise UnsupportedTorchOpError(f"calls torch.dot of shapes {x.shape} and {y.shape}, want two vectors")
     return jnp.sum(x * y)

@@ -1,4 +1,4 @@
-"""The jnp forms of torch's functions and methods, by name, for torch_forms.
+"""The jnp forms of torch's functions and methods, by name, for torch_to_jnp.
 
 A form takes arrays instead of tensors. Its first two parameters are x and y, which torch calls `input` and `other`; the
 other parameters have torch's names. At a kink a form has torch's derivative.
@@ -38,7 +38,7 @@ VIEWS = {
 
 
 def _floating(x: Operand) -> jax.Array:
-    """Converts integers and bools to float32."""
+    """x as an array; integers and bools become float32."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
 
@@ -48,12 +48,12 @@ def _is_whole(x: Operand) -> bool:
 
 
 def unary(function: Form) -> Form:
-    """A function of one array, with integers converted to floats."""
+    """The form (x) of a torch function of one tensor. Integers and bools are converted to float32 first."""
     return lambda x: function(_floating(x))
 
 
 def binary(function: Form) -> Form:
-    """A function of two arrays, with the parameter names of the table."""
+    """The form (x, y) of a torch function of two tensors: `function` with the parameter names of the table."""
     return lambda x, y: function(x, y)
 
 
@@ -62,7 +62,7 @@ def _binary_floats(function: Form) -> Form:
 
 
 def _rounded(function: Form) -> Form:
-    """A rounding function that returns integers unchanged."""
+    """The form (x) of a rounding function, which returns integers and bools unchanged."""
     return lambda x: x if _is_whole(x) else function(x)
 
 
@@ -75,7 +75,7 @@ def _is_number(x: Operand) -> bool:
 
 
 def _clamp(x: jax.Array, min: Operand | None = None, max: Operand | None = None) -> jax.Array:
-    """clamp. At a numeric bound the gradient of x is 0, as in torch; at a tensor's bound it is halved."""
+    """The form of torch.clamp. At a bound that is a number, x has gradient 0, as in torch; at a tensor's bound, 1/2."""
     if min is None and max is None:
         raise UnsupportedTorchOpError("calls torch.clamp without a bound, want min or max")
     if min is not None:
@@ -86,7 +86,7 @@ def _clamp(x: jax.Array, min: Operand | None = None, max: Operand | None = None)
 
 
 def _abs(x: jax.Array) -> jax.Array:
-    """abs. Its gradient at 0 is 0, as in torch."""
+    """The form of torch.abs. Its gradient at 0 is 0, as in torch."""
     return x * jnp.sign(x)
 
 
@@ -150,7 +150,7 @@ def _threshold(x: jax.Array, threshold: float, value: float) -> jax.Array:
 
 
 def _below(x: jax.Array) -> jax.Array:
-    """x if x <= 0, else 0: for larger x, exp would overflow in the gradient. The gradient at 0 is 1."""
+    """min(x, 0), whose gradient at 0 is 1. Without it, exp(x) would overflow in the gradient for large x."""
     return jnp.where(x > 0, 0.0, x)
 
 
@@ -192,7 +192,7 @@ def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
 
 
 def _copysign(x: jax.Array, y: Operand) -> jax.Array:
-    """copysign. Its gradient at x = 0 is 0, as in torch."""
+    """The form of torch.copysign. Its gradient at x = 0 is 0, as in torch."""
     return _abs(_floating(x)) * jnp.where(jnp.signbit(_floating(y)), -1.0, 1.0)
 
 
@@ -211,12 +211,15 @@ def _nan_to_num(
 
 
 def _without_nan(function: Callable[..., jax.Array]) -> Form:
-    """fmin and fmax. If one value is NaN, the result is the other value."""
+    """The form (x, y) of fmin or fmax. function: jnp.minimum or jnp.maximum. If one value is NaN, returns the other."""
     return lambda x, y: jnp.where(jnp.isnan(x), y, jnp.where(jnp.isnan(y), x, function(x, y)))
 
 
 def _extreme(of_two: Form, of_all: Form) -> Form:
-    """torch.max and torch.min, of two tensors or of all values of one tensor."""
+    """The form of torch.max or torch.min, for two tensors or for all values of one tensor.
+
+    of_two: the function of two arrays. of_all: the reduction of one array to a scalar. An axis is not supported.
+    """
 
     def extreme(x: jax.Array, y: Operand | None = None) -> Result:
         if isinstance(y, int):

@@ -35,11 +35,14 @@ _WANT_TENSORS = "want it as a variable of its own, as in `bias = module.bias` be
 
 
 class _MissingError(UnsupportedTorchOpError, AttributeError):
-    """A TracedTensor lacks an attribute that a tensor may have."""
+    """Raised for an attribute that a TracedTensor lacks. It is an AttributeError, so that hasattr works."""
 
 
 class _State(threading.local):
-    """refused: names of operations without a form in the traced function -> the reason."""
+    """The operations that the function which this thread traces must not use.
+
+    refused: the reason, by the name of the operation; empty if the thread traces no function.
+    """
 
     def __init__(self) -> None:
         self.refused: dict[str, str] = {}
@@ -49,10 +52,11 @@ _STATE = _State()
 
 
 class TracedTensor:
-    """A JAX array in code that is written for torch.Tensors.
+    """A JAX array in code that is written for torch.Tensors: it has a tensor's operators, methods and properties.
 
-    is_shared: whether another TracedTensor may be a view of the same tensor. is_read: whether it is a tensor that the
-    function reads. In-place operations on a shared or a read TracedTensor raise UnsupportedTorchOpError.
+    array: the JAX array, possibly a tracer. is_shared: whether another TracedTensor may be a view of the same memory in
+    PyTorch. is_read: whether it is a tensor that the function reads from outside, as from a closure, and not its own
+    result. Operations that change a shared or a read TracedTensor raise UnsupportedTorchOpError.
     """
 
     __array_ufunc__ = None  # NumPy's scalars leave operators to TracedTensor
@@ -179,6 +183,7 @@ class TracedTensor:
 
 
 def _method(name: str, value: TracedTensor, /, *args: Any, is_in_place: bool = False, **kwargs: Any) -> Any:
+    """The result of value.name(*args, **kwargs) for a tensor's method. is_in_place: whether it also changes value."""
     if name == "where":  # x.where(condition, y)
         condition, other = (*args, *kwargs.values())
         result = _called("where", (condition, value, other), {})
@@ -188,7 +193,11 @@ def _method(name: str, value: TracedTensor, /, *args: Any, is_in_place: bool = F
 
 
 def _assigned(name: str, value: TracedTensor, result: TracedTensor) -> TracedTensor:
-    """Assigns a method's result to the value, as an in-place method does. Raises UnsupportedTorchOpError."""
+    """Writes an operation's result to `value`, like PyTorch's methods whose names end in "_". Returns `value`.
+
+    name: the operation's name in errors. Raises UnsupportedTorchOpError if the value is shared or read from outside,
+    and if the result has another shape, or a dtype that PyTorch does not cast to the value's dtype.
+    """
     if value.is_shared or value.is_read:
         whose = "that the function reads" if value.is_read else "that shares memory with another"
         raise UnsupportedTorchOpError(f"changes a tensor {whose} in place, by {name}; want a new one")
@@ -206,6 +215,8 @@ type _Binary = Callable[[Operand, Operand], jax.Array]
 
 
 def _operate(name: str, function: _Binary, *, swaps: bool = False) -> Callable[[TracedTensor, _Other], TracedTensor]:
+    """A method for an operator, such as __add__, or with swaps=True its reflected form, such as __radd__."""
+
     def operate(self: TracedTensor, other: _Other) -> TracedTensor:
         pair = (self, other)[:: -1 if swaps else 1]
         return _result(name, function, pair, {})
@@ -214,6 +225,7 @@ def _operate(name: str, function: _Binary, *, swaps: bool = False) -> Callable[[
 
 
 def _operate_in_place(name: str, function: _Binary) -> Callable[[TracedTensor, _Other], TracedTensor]:
+    """A method for an operator that changes its first operand, such as __iadd__."""
     return lambda self, other: _assigned(name, self, _result(name, function, (self, other), {}))
 
 
@@ -227,7 +239,10 @@ for _own in _COMPARISONS:
 
 
 def _name_of(function: Callable[..., torch.Tensor]) -> str:
-    """The name of a torch function in torch_table. Operators of other libraries keep their namespace."""
+    """The name of a torch function, as torch_table lists it: "special_expit" is "expit", "__add__" is "add".
+
+    An operator of another library keeps its namespace, as in "mylib::sin".
+    """
     name = getattr(function, "__name__", str(function))
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         packet = getattr(function, "overloadpacket", function)
@@ -243,7 +258,11 @@ def _name_of(function: Callable[..., torch.Tensor]) -> str:
 
 
 def _called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs torch's function or method of this name, by its form in jnp."""
+    """The result of torch's function or method of this name on TracedTensors, by its form in jnp.
+
+    A name that ends in "_" changes the first argument and returns it. Raises UnsupportedTorchOpError if the name has no
+    form, or is an operation that the traced function must not use.
+    """
     autograd_functions.check()
     own = name if name in FORMS else name.removesuffix("_")
     form = FORMS.get(own)
@@ -275,9 +294,9 @@ def _called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _result(name: str, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The TracedTensor, or tuple of TracedTensors, that a form returns.
+    """Calls a form (a function in jnp) on the arrays of the arguments. Returns a TracedTensor, or a tuple of them.
 
-    Raises UnsupportedTorchOpError with the function's name if the form fails.
+    name: the torch function's name in errors. Raises UnsupportedTorchOpError if the form fails.
     """
     arrays = [_array(x) for x in args]
     given = {key: _array(x) for key, x in kwargs.items()}
@@ -298,9 +317,9 @@ def _result(name: str, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _array(x: Any) -> Any:
-    """Unwraps a TracedTensor, also in tuples and lists.
+    """The JAX array of a TracedTensor; for a tuple or list, a tuple of such arrays; other values unchanged.
 
-    Raises UnsupportedTorchOpError for tensors, and for slices at a TracedTensor.
+    Raises UnsupportedTorchOpError for a torch.Tensor, and for a slice that begins or ends at a TracedTensor.
     """
     if isinstance(x, TracedTensor):
         return x.array
@@ -318,7 +337,11 @@ def _array(x: Any) -> Any:
 
 
 class _Constants(TorchFunctionMode):
-    """A mode inside which new tensors are TracedTensors."""
+    """A torch function mode inside which torch's functions take and return TracedTensors.
+
+    Tensors that the code creates from numbers, as by torch.tensor, become TracedTensors too. Random functions raise
+    UnsupportedTorchOpError.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -335,14 +358,18 @@ class _Constants(TorchFunctionMode):
 
 
 def _holds(kind: type, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument, or an item of a tuple or list, is of this type."""
+    """Whether an argument is an instance of `kind`, or has one inside nested tuples and lists."""
     return any(
         isinstance(x, kind) or (isinstance(x, tuple | list) and _holds(kind, x, {})) for x in (*args, *kwargs.values())
     )
 
 
 def _constant(name: str, made: torch.Tensor) -> TracedTensor:
-    """The TracedTensor of a tensor that the function creates from numbers."""
+    """The TracedTensor of a tensor that the traced function creates from numbers; float64 becomes float32.
+
+    name: the torch function that made it. Raises UnsupportedTorchOpError if the tensor requires a gradient, or has
+    integers beyond int32.
+    """
     if made.requires_grad:
         raise UnsupportedTorchOpError("makes a tensor with requires_grad=True, want a tensor that the function reads")
     dtype = torch.float32 if made.dtype == torch.float64 else made.dtype
@@ -354,6 +381,7 @@ def _constant(name: str, made: torch.Tensor) -> TracedTensor:
 
 @contextlib.contextmanager
 def _refusing(refused: dict[str, str]) -> Iterator[None]:
+    """Makes these operations raise UnsupportedTorchOpError inside the block, in this thread: name -> reason."""
     before, _STATE.refused = _STATE.refused, refused
     try:
         yield
@@ -369,10 +397,12 @@ _MIXES = dict.fromkeys(
 def to_jnp(
     function: Callable[..., torch.Tensor] | Callable[..., jax.Array], *, is_elementwise: bool = False
 ) -> Callable[..., jax.Array]:
-    """Turns a function of tensors, in torch operations, into a function of arrays. It raises UnsupportedTorchOpError.
+    """Turns a function of tensors, in torch operations, into a function of jax.Arrays that returns a jax.Array.
 
-    is_elementwise: whether the caller passes arrays instead of scalars. Reductions and look-ups then raise
-    UnsupportedTorchOpError.
+    When called, the new function raises UnsupportedTorchOpError for an operation without a form in jnp.
+
+    is_elementwise: whether the new function will get arrays though the original is written for scalars. Reductions,
+    look-ups and changes of shape then raise UnsupportedTorchOpError too.
     """
 
     @functools.wraps(function, updated=())
