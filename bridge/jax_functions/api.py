@@ -215,12 +215,19 @@ class JaxOp:
         self._in_graph = torch_internals.node_in_graph(in_graph) if is_opaque else in_graph
 
     def lookup(self, seen: CallKey) -> CachedCall | None:
-        """The cached call of this key, or None. Not for code that torch.compile traces."""
+        """The cached call of this key, a function of the list of its tensors; None if there is none.
+
+        Code that torch.compile traces must not call it.
+        """
         config = _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision  # _config(), without a call
         return self._known.lookup((seen.statics, config), seen.tensors)
 
     def run(self, seen: CallKey | None, *args: Any, **kwargs: Any) -> Any:
-        """The function's results. seen: key to cache the call, if its tensors are the arguments' tensors."""
+        """The results of the function on args and kwargs: tensors, in the function's own containers.
+
+        seen: the key under which `find` finds later equal calls; None if the call must not be cached. The call is also
+        not cached if it reads other tensors than the key's, or runs under torch.func or another transform.
+        """
         if self._is_opaque and torch.compiler.is_compiling():
             return self._in_graph(*args, **kwargs)
         if not torch.compiler.is_compiling() and (changed := plain_options(self._numbers, kwargs)):

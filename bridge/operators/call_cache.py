@@ -91,7 +91,11 @@ class CallCache:
         _ALL.add(self)
 
     def lookup(self, statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
-        """The cached call for these tensors, or None. Not for code that torch.compile traces."""
+        """The cached call for these statics and tensors; None if there is none, or if the call must run in full.
+
+        A call runs in full under forward-mode differentiation or a torch function mode. Code that torch.compile traces
+        must not call it.
+        """
         call = self._last
         try:
             is_last = call.has_grad is _is_grad_enabled() and call.is_direct is _ROUTE.is_enabled

@@ -155,7 +155,11 @@ def attend_in_graph(
 
 
 def lookup(statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
-    """The cached call of `attend` with this key. Do not call it in code that torch.compile traces."""
+    """Returns the cached call with this key, made by masked_attention, or None. Not for code that torch.compile traces.
+
+    statics: the hashable part of the key. tensors: the call's tensors, whose shapes, dtypes and devices belong to the
+    key.
+    """
     return _flash.lookup(CallKey(statics, tensors))
 
 

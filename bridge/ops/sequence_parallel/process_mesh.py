@@ -101,7 +101,7 @@ class ProcessMesh(NamedTuple):
         return arrays, owners
 
     def to_local(self, arrays: Sequence[jax.Array], device: torch.device) -> list[torch.Tensor]:
-        """This process's shards of arrays, as new tensors."""
+        """Returns this process's shards of arrays over the group, as new tensors on `device`."""
         return dlpack.export_arrays([array.addressable_data(0) for array in arrays], device)
 
 
