@@ -124,7 +124,7 @@ def sequence_parallel_dilated_attention(
 
     All other segments begin or end within a device, or their classes have different numbers of tokens on the devices.
     So do the segments of "partition", unless all have one such length and rate. A device then takes all its tokens of
-    the branch as one run, and numbers mark the tokens of each segment. Keys travel as far as the last device that
+    the branch as one run, and segment ids mark the tokens of each segment. Keys travel as far as the last device that
     shares a segment. A run of T tokens has up to T * T / rate**2 scores for each head and each device that sends keys
     ("partition": T * T, with tokens sorted by class), and kernels skip only the blocks without a pair of one segment.
     Rows come in multiples of 8, for each device and class as many as the largest class has. int32 tables cover all of
