@@ -118,13 +118,14 @@ def check_implementation(implementation: Any) -> None:
 
 
 def check_names(**names: Any) -> None:
-    """Raises TypeError for a value that is neither a name nor None."""
+    """Raises TypeError unless each value is a str or None. names: the arguments, by their names in messages."""
     for name, x in names.items():
         if x is not None and not isinstance(x, str):
             raise TypeError(f"{name}: got {type(x).__name__}, want a name or None")
 
 
 def check_flags(**flags: Any) -> None:
+    """Raises TypeError unless each value is a bool. flags: the arguments, by their names in messages."""
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(f"{name}: got {type(flag).__name__}, want a bool that is known when tracing")

@@ -85,7 +85,10 @@ class PlannedCall:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedOp:
-    """An op: its name in messages, its implementations by name, and the order in which they are tried."""
+    """An op: its name in messages, its implementations by name, and the order in which they are tried.
+
+    order(request): (names in this order, words for the source of the order).
+    """
 
     name: str
     implementations: Mapping[str, Implementation]
@@ -112,7 +115,7 @@ class PlannedOp:
     def call(self, request: Request, options: Any, implementation: str | None = None) -> PlannedCall:
         """The PlannedCall for a request. Raises the errors of `plan`.
 
-        options: see PlannedCall. Kernels are interpreted if JAX_KERNELS_INTERPRET is set now.
+        options: hashable constants of the op's kernels. Kernels are interpreted if JAX_KERNELS_INTERPRET is set now.
         """
         choice = self.choose(request, implementation)
         return PlannedCall(choice.implementation, choice.config, options, dispatch.interpreting())
@@ -254,7 +257,7 @@ def no_calls(function: Callable[..., Any], mapped: Any, arrays: Any) -> tuple[An
 
 
 def with_batch(size: int, x: jax.Array, has_axis: bool) -> jax.Array:
-    """Broadcasts an array of `size` calls under a vmap, [size, ...] or [...], to [size, ...]."""
+    """[size, ...]: the array of `size` calls under a vmap. x: [size, ...] if has_axis, else [...], which all share."""
     return x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
 
 

@@ -194,7 +194,7 @@ def compile_attention(
         if its batch is not a multiple, or the mask differs between batch entries. 0 counts as 1.
       num_heads, num_kv_heads: the number of query heads, and of key and value heads, a divisor. None is num_heads.
       dtype: bfloat16, float16 or float32.
-      implementation: as in flash_attention.
+      implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the device's first that supports the call.
       options: of the preset, without arrays; q_length and kv_length, if the preset has them, are seq_len and kv_len.
 
     The last 64 objects are kept; compile_attention.cache_info() and cache_clear() are the methods of

@@ -392,6 +392,7 @@ def _config(name: str):
 
 
 def _supports_mosaic(request: DecodeRequest) -> str | None:
+    """The reason, in words for users, why the Hopper kernel cannot serve the request; None if it can."""
     if reason := unsupported.not_hopper(request):
         return reason
     if request.dtype == "float32":

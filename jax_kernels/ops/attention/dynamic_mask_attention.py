@@ -148,6 +148,7 @@ def keys_of_largest_bias(
 
 
 def _plan(query: Any, key: Any, value: Any, mask: Any, bias: Any = None, **arguments: Any) -> dispatch.Plan:
+    """The Plan of a dynamic_mask_attention call: of its flash_attention, or of the call for one key head of several."""
     mask, _ = with_validity("mask", mask)
     query, key, value, mask, bias = _checked(query, key, value, mask, bias)
     if _is_mapped(query, key, mask, bias):

@@ -201,6 +201,7 @@ class _Arrays(NamedTuple):
 def _check(
     *, query, key, value, q_scale, k_scale, v_scale, is_causal, scale, q_offset, kv_lengths, return_lse, implementation
 ) -> tuple[Fp8Request, _Arrays]:
+    """(request, arrays) of a call. Raises the errors that flash_attention_fp8 documents."""
     query, key, value = (
         checks.checked_array(name, x, DTYPES) for name, x in (("query", query), ("key", key), ("value", value))
     )

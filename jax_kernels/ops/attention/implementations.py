@@ -101,6 +101,7 @@ def order(request: AttentionRequest) -> tuple[tuple[str, ...], str]:
 
 
 def _row(name: str, request: AttentionRequest):
+    """(block spec row, words for its source) of the implementation `name` for a request."""
     return block_specs.attention_row(
         request.device.compute_capability,
         name,
@@ -215,6 +216,7 @@ _SPECIAL_BY_CUDNN = 128
 
 
 def _window_by_cudnn(request: AttentionRequest) -> str | None:
+    """The reason, in words for users, why cuDNN cannot serve the request's window; None if it can, or without one."""
     if request.window is None:
         return None
     if not request.is_causal:
@@ -229,6 +231,7 @@ def _window_by_cudnn(request: AttentionRequest) -> str | None:
 
 
 def _bias_by_cudnn(request: AttentionRequest) -> str | None:
+    """The reason, in words for users, why cuDNN cannot serve the request's bias; None if it can, or without one."""
     if request.bias_shape is None:
         return None
     if request.has_mask:

@@ -180,7 +180,8 @@ def pieces_of(
 
     length: the tokens of the arrays. num_heads: query heads. branches: (segment length, rate) of each branch. heads,
     layout, order, is_causal: as the arguments of dilated_attention. shards: the mesh axis over which the sequence is
-    sharded, or None. With shards, `length` is the number of tokens of one device, and each branch has one piece.
+    sharded, or None. With shards, `length` is the number of tokens of one device, and each branch has one piece, or all
+    branches together with layout="partition".
     """
     total = length if shards is None else length * shards.devices
     if layout == "partition":

@@ -422,7 +422,10 @@ def check_pattern(
     *,
     stop_gradient_weights: Any = False,
 ) -> tuple[tuple[int, int], ...]:
-    """(segment length, rate) of each branch. Raises dilated_attention's errors for arguments other than its arrays."""
+    """((segment length, rate) of each branch), as ints, after checks of dilated_attention's options.
+
+    The parameters are dilated_attention's. Raises its TypeErrors and ValueErrors for them.
+    """
     segment_lengths = plain_of("segment_lengths", segment_lengths)
     dilation_rates = plain_of("dilation_rates", dilation_rates)
     stop_gradient_weights = plain(stop_gradient_weights)

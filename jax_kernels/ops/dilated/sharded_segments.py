@@ -34,7 +34,7 @@ class Span:
 
     @property
     def moves(self) -> tuple[int | None, ...]:
-        """The number of devices by which the keys move on after each shift; None after the last shift."""
+        """For each of `shifts`, the number of devices by which keys then travel on; None for the last shift."""
         return *(later - shift for shift, later in itertools.pairwise(self.shifts)), None
 
     @property
@@ -132,7 +132,7 @@ class Tables:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """A mesh axis along which each device has the same number of neighbouring tokens."""
+    """A mesh axis over which a sequence is sharded: device i has the i-th of `devices` equal runs of tokens."""
 
     axis_name: str
     devices: int
@@ -159,7 +159,7 @@ class Shards:
         """The Deal of segments for which `fits` is False.
 
         runs: (number of segments, tokens of each, rate) of adjacent equal segments, for the whole sequence. length: the
-        tokens of a device. order, is_by_class: as in Deal.
+        tokens of a device. order: None or "hilbert". is_by_class: whether each head takes one class of each segment.
         """
         (_, size, rate), *others = runs
         devices = math.lcm(size, length) // length

@@ -68,7 +68,10 @@ def as_arrays(name: str, x: Any, scale: Any, axis: int) -> tuple[Any, Any, str |
 
 
 def check_device(device: Any, implementation: str | None) -> None:
-    """Raises NotImplementedError on a GPU without 8-bit matmuls, unless an implementation is named."""
+    """Raises NotImplementedError for a GPU without 8-bit matmuls, unless the caller named an implementation.
+
+    device: a DeviceInfo. implementation: the name, or None.
+    """
     capability = device.compute_capability
     if implementation is None and capability is not None and capability < NEEDS:
         raise NotImplementedError(

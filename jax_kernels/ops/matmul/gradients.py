@@ -56,6 +56,7 @@ def _forward(call, inputs):
 
 @under_defaults
 def _backward(call, residuals, dout):
+    """(MatmulInputs of the gradients,). dout: the cotangent of out, [..., N]."""
     inputs, saved = residuals
     dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
     dbias = None
@@ -127,7 +128,7 @@ def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -
 
 
 def sum_of_rows(dz: jax.Array) -> jax.Array:
-    """The sum over all axes except the last, in float32."""
+    """float32 [N]: the sum of dz [..., N] over all axes except the last."""
     return dz.sum(axis=tuple(range(dz.ndim - 1)), dtype=jnp.float32)
 
 

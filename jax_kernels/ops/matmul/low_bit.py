@@ -85,6 +85,7 @@ def _forward(call, inputs):
 
 @under_defaults
 def _backward(call, residuals, dout):
+    """(MatmulInputs of the gradients of x, bias and residual,); None for the weights. dout: [..., N]."""
     inputs, saved = residuals
     if isinstance(dout, jax.custom_derivatives.SymbolicZero):
         dout = jnp.zeros(dout.shape, dout.dtype)

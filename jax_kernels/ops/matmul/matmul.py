@@ -149,14 +149,27 @@ def gated_matmul(
     The forward of a differentiated call also saves the results of the two matmuls, in out_dtype.
 
     Args:
-      x, activation, residual, x_scale, transpose_w, out_dtype, precision, scaling, implementation: as in matmul.
-      w_gate, w_up: as matmul's w, of one shape and dtype. w_gate_scale, w_up_scale: as its w_scale, of one shape.
+      x: [..., K], bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; or a QuantizedArray.
+      w_gate, w_up: [K, N] in x's dtype, [N, K] with transpose_w; or QuantizedArrays, also of low-bit weights. Both have
+        one shape and dtype.
+      activation: a name, or an elementwise jnp function of float32, as matmul takes it.
+      residual: [..., N] in out_dtype, added last.
+      x_scale, w_gate_scale, w_up_scale: float32, of 8-bit matmuls: the factors of the 8-bit values, like matmul's
+        x_scale and w_scale. The last two have one shape.
+      transpose_w: whether w_gate and w_up are [N, K].
+      out_dtype: bfloat16, float16 or float32; None is the dtype of the given x, or bfloat16 if it has 8 bits.
+      precision: None, "fp32", "tf32", "fp8", "bf16" or "fp16", as in matmul.
+      scaling: of 8-bit matmuls, "tensor", "row" or "block", as in matmul; None follows the scales' shapes.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out [..., N] in out_dtype.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as matmul.
+      TypeError: a dtype, or the type of an argument, is wrong.
+      ValueError: shapes do not fit together, or a value is out of range.
+      NotImplementedError: a named implementation cannot serve this call (the message has the reason); the GPU has no
+        8-bit matmuls, and no implementation is named; or a gradient of 8-bit arrays or low-bit weights is taken.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202.
     """

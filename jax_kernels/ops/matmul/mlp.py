@@ -77,7 +77,10 @@ def mlp(
       w_up, w_gate: [K, H] in x's dtype, or [H, K] with transpose_w. Without w_gate there is no gate.
       w_down: [H, N] in x's dtype, or [N, H] with transpose_w.
       bias_up: [H] in x's dtype or float32; None with w_gate. bias_down: [N], likewise.
-      activation, implementation: as in matmul. precision: for float32 inputs, "fp32" or "tf32", as in matmul.
+      activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh"; or an elementwise jnp function of
+        float32, which may not close over traced arrays.
+      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
       residual: [..., N] in x's dtype, added last.
       transpose_w: all weights are [outputs, inputs], as in torch.nn.Linear.
 
@@ -204,6 +207,7 @@ def _forward(call, inputs):
 
 @under_defaults
 def _backward(call, residuals, dout):
+    """(MlpInputs of the gradients,). dout: the cotangent of out, [..., N]."""
     inputs, saved = residuals
     first, found = inputs.first, _cotangents(call, inputs, saved, dout)
     of_sum = lambda bias, cotangent: None if bias is None else gradients.sum_of_rows(cotangent).astype(bias.dtype)

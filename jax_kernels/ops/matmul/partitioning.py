@@ -119,7 +119,7 @@ def _whole(axes: tuple[Axis, ...], lengths: tuple[int, ...]) -> dict[str, int]:
 
 
 def _axes_of(inputs: MatmulInputs, options: MatmulOptions) -> tuple[tuple[Axis, ...], ...]:
-    """(axes of M, axis of N, axes of K)."""
+    """(Axis objects of M, of N, of K). M and K may be several axes, N is one."""
     (m, k), (_, n, _) = options.axes(inputs), options.sizes(inputs)
     return tuple(_axes(name, of, options.scaling) for name, of in ((ROWS, m), (COLUMNS, (n,)), (DEPTH, k)))
 

@@ -40,7 +40,8 @@ __all__ = ["IMPLEMENTATIONS", "NormRequest", "layer_norm", "prepare", "rms_norm"
 class NormRequest(Request):
     """A call of layer_norm or rms_norm without its arrays.
 
-    rows: the number of rows of x, with `columns` values each. quantize: the format of out, None for x's dtype.
+    rows: the number of rows of x, with `columns` values each. dtype: x's. quantize: the 8-bit format of out, "e4m3" or
+    "e5m2"; None for x's dtype.
     """
 
     rows: int
@@ -256,7 +257,8 @@ def rms_norm(
       residual: like x, added to it, rounded to x's dtype.
       eps: added to the mean square; 0 or more.
       scale_offset: added to scale: 1.0 for weights that are stored as differences from 1, such as Gemma's.
-      quantize: as in layer_norm.
+      quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass. The result equals
+        quantize(out, quantize, scaling="row") with out in float32: each row has a scale. None leaves out in x's dtype.
       implementation: "triton", "mosaic_gpu" or "xla"; None picks the device's first that supports the call.
 
     Returns:
@@ -376,6 +378,7 @@ def _supports_triton(request: NormRequest) -> str | None:
 
 
 def _supports_mosaic(request: NormRequest) -> str | None:
+    """The reason, in words for users, why the Hopper kernels cannot serve the request; None if they can."""
     if reason := unsupported.no_gpu(request) or unsupported.not_hopper(request):
         return reason
     if request.rows == 0:

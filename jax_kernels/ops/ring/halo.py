@@ -59,7 +59,7 @@ class Side:
 
     @property
     def rows(self) -> slice:
-        """The queries of a chunk that see the halo."""
+        """The queries of a chunk that may see the halo: its first `count` if is_before, else its last `count`."""
         return slice(0, self.count) if self.is_before else slice(self.call.layout.chunk - self.count, None)
 
     @property
@@ -118,7 +118,7 @@ class Side:
         return self._together([found[one], found[other]])
 
     def _on_last(self, tree: Any, others: Any) -> Any:
-        """Returns `tree` on the last device, `others` on all other devices."""
+        """`tree` on the last device of the mesh axis, `others` on all other devices. Both have equal shapes."""
         is_last = self.index == self.call.layout.devices - 1
         return jax.tree.map(lambda x, y: jnp.where(is_last, x, y), tree, others)
 

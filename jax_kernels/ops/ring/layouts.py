@@ -112,7 +112,7 @@ class Layout:
 
     @property
     def stride(self) -> int:
-        """The distance between two neighbouring tokens of a chunk."""
+        """The distance, in sequence positions, between two neighbouring tokens of a chunk."""
         return self.devices if self.name == "striped" else 1
 
     def firsts(self, device: Any) -> Any:

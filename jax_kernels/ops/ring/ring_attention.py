@@ -376,7 +376,7 @@ def _is_empty(arrays: RingArrays) -> bool:
 
 
 def _empty_results(arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a call without a token or a head. They are empty, so nothing has a gradient."""
+    """(out [B, T, H, Dv], lse [B, H, T]) of a call in which B, T or H is 0. Both are empty and have no gradient."""
     batch, length, heads, _ = arrays.query.shape
     out = jnp.zeros((batch, length, heads, arrays.value.shape[-1]), arrays.query.dtype)
     return as_varying((out, jnp.zeros((batch, heads, length), jnp.float32)), varying_axes(arrays))

@@ -109,7 +109,7 @@ def _placed(x: Any, order: np.ndarray, mesh: Mesh, axis_name: str, axis: int) ->
 
 
 def _spec_on(mesh: Mesh, x: Any) -> list[Any]:
-    """The entries of an array's PartitionSpec on the mesh; all None if the array is not on this mesh."""
+    """For each axis of x, the mesh axis or axes that shard it, or None; all None if x is not on this mesh."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     spec: Any = ()
     if isinstance(sharding, NamedSharding) and sharding.mesh.shape == mesh.shape:

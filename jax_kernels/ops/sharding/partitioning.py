@@ -100,7 +100,7 @@ class Shares:
         """The mesh axes over which the axes of each name are to be sharded, by name; unsharded names are missing.
 
         shardings: the NamedSharding that XLA chose for each leaf of the arguments. The first array that is sharded
-        along an axis of a name decides, if the devices divide the axis. May warn, see `warning`.
+        along an axis of a name decides, if the devices divide the axis. May give the user the text `warning`.
         """
         found: dict[str, tuple[str, ...]] = {}
         for place, (sharding, axes) in enumerate(zip(shardings, self.arguments, strict=True)):
@@ -146,10 +146,11 @@ def _shared_axes(mesh: AbstractMesh) -> list[str]:
 
 
 def is_partitioned() -> bool:
-    """Whether XLA may partition a kernel that is traced now.
+    """Whether XLA may partition a kernel that is traced now, so that the kernel needs a rule for its sharding.
 
-    There are several devices, and all axes of the mesh are Auto. Or a shard_map leaves exactly one Auto axis to XLA:
-    with several, XLA would not tell the kernel's rule which axis is which.
+    It may if there are several devices, and all axes of the mesh are Auto, or a shard_map leaves exactly one Auto axis
+    to XLA. With several Auto axes in a shard_map, XLA would not tell the kernel's rule which axis is which. False while
+    a kernel is traced for a device's shard.
     """
     if jax.device_count() == 1 or _INSIDE_PARTITIONED.get():
         return False
