@@ -24,7 +24,7 @@ def tanh(x: jax.Array) -> jax.Array:
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """x Φ(x), with the error function accurate to 1.5e-7."""
+    """The exact GELU, x Φ(x), elementwise. Its error function is a polynomial, accurate to 1.5e-7."""
     size = jnp.abs(x) * 0.7071067811865476
     tail = 0.5 * elementwise.erf_polynomial(size) * jnp.exp(-size * size)  # 1 - Φ(|x|)
     return x * jnp.where(x >= 0, 1.0 - tail, tail)
@@ -56,7 +56,7 @@ def _d_gelu_tanh(x: jax.Array) -> jax.Array:
 
 
 def _d_gelu(x: jax.Array) -> jax.Array:
-    """Φ(x) + x φ(x)."""
+    """The derivative of gelu, Φ(x) + x φ(x), elementwise."""
     size = jnp.abs(x) * 0.7071067811865476
     polynomial = elementwise.erf_polynomial(size)
     density = jnp.exp(-size * size)
@@ -85,14 +85,21 @@ _DERIVATIVES = {
 
 @functools.lru_cache(maxsize=MOST_CALLS)
 def derivative_of(activation: Any) -> Callable[[jax.Array], jax.Array]:
-    """The derivative of an activation, or of None. Mosaic cannot compute jax.vjp of the named activations."""
+    """A function x -> f'(x), elementwise, for an activation f. None is the identity, so its derivative is 1.
+
+    The named activations have written derivatives, because Mosaic cannot compute their jax.vjp. Other functions are
+    differentiated by jax.vjp.
+    """
     if activation in _DERIVATIVES:
         return _DERIVATIVES[activation]
     return lambda x: jax.vjp(lambda x: activation(x).astype(jnp.float32), x)[1](jnp.ones_like(x))[0]
 
 
 def not_for_triton(activation: Any) -> str | None:
-    """The reason why a Triton kernel cannot compute an activation (a function of float32, or None), or None."""
+    """The reason, in words for users, why a Triton kernel cannot compute an activation; None if it can.
+
+    activation: an elementwise function of float32 values, or None for no activation.
+    """
     if activation is None or activation in (*ACTIVATIONS.values(), *_DERIVATIVES.values()):
         return None
     try:
@@ -106,7 +113,10 @@ def not_for_triton(activation: Any) -> str | None:
 
 
 def not_for_mosaic(activation: Any) -> str | None:
-    """The reason why a Mosaic kernel cannot compute an activation (a function of float32, or None), or None."""
+    """The reason, in words for users, why a Mosaic kernel cannot compute an activation; None if it can.
+
+    activation: an elementwise function of float32 values, or None for no activation.
+    """
     if activation is None or activation in (*ACTIVATIONS.values(), *_DERIVATIVES.values()):
         return None
     return elementwise.why_not(activation)

@@ -26,6 +26,10 @@ def _names(dtypes: tuple[Any, ...]) -> str:
 
 
 def check_shapes(query: Any, key: Any, value: Any, dtypes: tuple[Any, ...] = DTYPES) -> None:
+    """Checks that query [B, T, H, D], key [B, S, Hkv, D] and value [B, S, Hkv, Dv] fit together.
+
+    Raises ValueError for shapes, TypeError for a dtype that is not one of `dtypes` or not query's.
+    """
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_heads(name, x, query.dtype, dtypes=dtypes)
         if x.shape[0] != query.shape[0]:
@@ -40,13 +44,17 @@ def check_shapes(query: Any, key: Any, value: Any, dtypes: tuple[Any, ...] = DTY
 
 
 def check_groups(heads: int, kv_heads: int) -> None:
-    """Checks that key heads serve equally many query heads. Without query heads, any number of key heads is valid."""
+    """Raises ValueError unless kv_heads divides heads. With 0 query heads, any number of key heads is valid."""
     if heads if kv_heads == 0 else heads % kv_heads:
         raise ValueError(f"key: got {kv_heads} heads, want a divisor of query's {heads} heads")
 
 
 def check_heads(name: str, x: Any, dtype: Any, axes: str = HEADS, dtypes: tuple[Any, ...] = DTYPES) -> None:
-    """Checks that query, key or value is an array of heads in query's dtype, which is one of `dtypes`."""
+    """Checks one of query, key and value: 4 axes, a last axis of 1 to 256, and query's dtype, one of `dtypes`.
+
+    name: the argument's name in messages. dtype: query's. axes: words for the wanted axes. Raises ValueError or
+    TypeError.
+    """
     if x.ndim != 4:
         raise ValueError(f"{name}: got shape {x.shape}, want 4 axes {axes}")
     if x.dtype not in dtypes:
@@ -58,7 +66,10 @@ def check_heads(name: str, x: Any, dtype: Any, axes: str = HEADS, dtypes: tuple[
 
 
 def checked_array(name: str, x: Any, dtypes: tuple[Any, ...] = DTYPES) -> Any:
-    """A jax.Array or a ShapeDtypeStruct. A NumPy array is converted if its dtype is one of `dtypes`."""
+    """x as a jax.Array; a jax.ShapeDtypeStruct is returned as it is.
+
+    Raises TypeError for other types than arrays, and for a NumPy array whose dtype is not one of `dtypes`.
+    """
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     if isinstance(x, np.ndarray | np.generic) and x.dtype not in dtypes:
@@ -69,22 +80,24 @@ def checked_array(name: str, x: Any, dtypes: tuple[Any, ...] = DTYPES) -> Any:
 
 
 def reshaped(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """x with this shape and dtype. x: an array of as many elements, or a jax.ShapeDtypeStruct."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     return jnp.asarray(x, dtype).reshape(shape)
 
 
 def converted(x: Any, dtype: Any) -> Any:
-    """x in this dtype. x: an array or a spec."""
+    """x in this dtype. x: an array, or a jax.ShapeDtypeStruct."""
     return reshaped(x, x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
 
 
 def spread(x: Any, shape: tuple[int, ...]) -> Any:
-    """x broadcast to a shape. x: an array or a spec."""
+    """x broadcast to a shape. x: an array, or a jax.ShapeDtypeStruct."""
     return reshaped(x, shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.broadcast_to(x, shape)
 
 
 def check_number(name: str, x: Any) -> None:
+    """Raises TypeError unless x is None or a number that is known when tracing, ValueError unless it is finite."""
     x = plain(x)
     if x is None:
         return
@@ -105,22 +118,23 @@ def check_implementation(implementation: Any) -> None:
 
 
 def check_names(**names: Any) -> None:
-    """Raises TypeError for a value that is neither a name nor None."""
+    """Raises TypeError unless each value is a str or None. names: the arguments, by their names in messages."""
     for name, x in names.items():
         if x is not None and not isinstance(x, str):
             raise TypeError(f"{name}: got {type(x).__name__}, want a name or None")
 
 
 def check_flags(**flags: Any) -> None:
+    """Raises TypeError unless each value is a bool. flags: the arguments, by their names in messages."""
     for name, flag in flags.items():
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(f"{name}: got {type(flag).__name__}, want a bool that is known when tracing")
 
 
 def with_positive_scale(query: jax.Array, scale: float | None) -> tuple[jax.Array, float]:
-    """(query, scale) with the same scores and scale > 0, since kernels take the maximum before they scale.
+    """(query, scale) with scale > 0 and the same scores query @ key * scale: a scale of 0 or less moves into query.
 
-    scale: None is 1 / sqrt(D).
+    Kernels take the maximum of the scores before they scale, and so need a positive scale. scale: None is 1 / sqrt(D).
     """
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if scale > 0:
@@ -129,7 +143,12 @@ def with_positive_scale(query: jax.Array, scale: float | None) -> tuple[jax.Arra
 
 
 def checked_window(window: Any, is_causal: bool) -> tuple[bool, tuple[int, int] | None]:
-    """(is_causal, window) as in AttentionOptions: a right side of 0 becomes is_causal."""
+    """(is_causal, window) in the normal form of AttentionOptions. Raises TypeError or ValueError for a bad window.
+
+    window: an int, (left, right) or None; -1 or None is no limit on a side. A right side of 0 makes is_causal True. The
+    returned window is (left, right) with -1 for no limit, and right = 0 if is_causal; it is None if it adds no limit to
+    is_causal. For instance (128, 0) gives (True, (128, 0)), and (-1, 0) gives (True, None).
+    """
     window = plain_of("window", window)
     if window is None:
         return is_causal, None
@@ -147,7 +166,10 @@ def checked_window(window: Any, is_causal: bool) -> tuple[bool, tuple[int, int] 
 
 
 def broadcastable(name: str, x: Any, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """x's shape with four axes, each of length 1 or equal to `shape`."""
+    """x's shape, with leading axes of length 1 added to make four. Each axis has length 1 or its length in `shape`.
+
+    Raises ValueError for a shape that is not broadcastable to `shape`. x itself is not changed.
+    """
     full = (1,) * (4 - x.ndim) + tuple(x.shape)
     if x.ndim > 4 or any(got not in (1, wanted) for got, wanted in zip(full, shape, strict=True)):
         raise ValueError(f"{name}: got shape {x.shape}, want a shape broadcastable to [B, H, T, S] = {shape}")
@@ -155,7 +177,7 @@ def broadcastable(name: str, x: Any, shape: tuple[int, int, int, int]) -> tuple[
 
 
 def checked_sinks(sinks: Any, heads: int) -> Any:
-    """[1, H] float32, or None."""
+    """sinks [heads] as float32 [1, heads]; None stays None. Raises TypeError or ValueError for a bad dtype or shape."""
     if sinks is None:
         return None
     if not isinstance(sinks, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -168,7 +190,11 @@ def checked_sinks(sinks: Any, heads: int) -> Any:
 
 
 def checked_integers(name: str, x: Any, want: str, within: tuple[int, int] = mask_checks.INT32) -> Any:
-    """An int32 array, or its spec. within: as in masks.checks.int32, which converts other dtypes."""
+    """x as an int32 array, or as a jax.ShapeDtypeStruct of one if x is a ShapeDtypeStruct.
+
+    want: words for the wanted value in messages. within: (least, most), to which values are clipped. Raises TypeError
+    unless x is an array, list or tuple of integers, and ValueError for known values that int32 does not hold.
+    """
     if not isinstance(x, jax.Array | np.ndarray | np.integer | list | tuple | jax.ShapeDtypeStruct):
         raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
     if isinstance(x, list | tuple | np.integer):
@@ -181,9 +207,11 @@ def checked_integers(name: str, x: Any, want: str, within: tuple[int, int] = mas
 
 
 def ranked_over(axis_name: Any, segment_ids: Any) -> Any:
-    """The ids of a shard [B, T] as int32 ranks that are comparable between all shards; see masks.checks.ids.
+    """One device's segment ids [B, T] as int32, such that ids of different devices are equal if they were before.
 
-    Other arguments are returned unchanged, for the op's own checks.
+    axis_name: the mesh axis over which the tokens are sharded. Traced ids of a dtype that int32 does not hold become
+    ranks among the ids of all devices, and -1 if below 0. Any argument that is not a traced integer array [B, T] is
+    returned unchanged, for the op's own checks.
     """
     if not isinstance(segment_ids, jax.core.Tracer) or segment_ids.ndim != 2:
         return segment_ids
@@ -194,6 +222,7 @@ def ranked_over(axis_name: Any, segment_ids: Any) -> Any:
 
 
 def checked_lengths(kv_lengths: Any, batch: int) -> Any:
+    """kv_lengths as int32 [batch]; None stays None. Raises TypeError or ValueError for a bad type or shape."""
     if kv_lengths is None:
         return None
     kv_lengths = checked_integers("kv_lengths", kv_lengths, "an int32 array")
@@ -203,7 +232,11 @@ def checked_lengths(kv_lengths: Any, batch: int) -> Any:
 
 
 def checked_offset(q_offset: Any, batch: int) -> tuple[int | None, Any]:
-    """(the offset as an int, None) or (None, [B] int32)."""
+    """(q_offset as an int, None) for an int that is known when tracing; else (None, int32 [batch]).
+
+    An array is clipped to positions within 2**30 of 0. Raises TypeError or ValueError for another type or shape, and
+    ValueError for an int outside this range.
+    """
     if mask_checks.is_int(q_offset):
         if not -FARTHEST < q_offset < FARTHEST:
             raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")

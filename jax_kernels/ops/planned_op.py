@@ -55,10 +55,11 @@ _RECORD: contextvars.ContextVar[list[Plan] | None] = contextvars.ContextVar("jax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """The blocks of an op's kernels, and the number of SMs that a persistent kernel fills.
+    """The block sizes and other launch options of an op's kernels, from the block specs.
 
-    array_gradients: blocks of the kernels for the gradients of a bias, or of the arrays of a score_mod, if the backward
-    does not compute them.
+    forward, backward: for the kernels of each direction; backward is None for an op without gradients. core_count: the
+    number of SMs that a persistent kernel fills. array_gradients: for the separate kernels that compute the gradients
+    of a bias, or of the arrays of a score_mod, if the backward does not; else None.
     """
 
     forward: Any
@@ -72,7 +73,8 @@ class Blocks:
 class PlannedCall:
     """The static half of a planned call: everything except the arrays. It is hashable, so it can key a jit cache.
 
-    config: the Blocks, None for an implementation without blocks. options: the op's own, hashable.
+    implementation: its name. config: the Blocks, None for an implementation without blocks. options: hashable constants
+    of the op's kernels, of a type that the op defines. interpret: whether kernels run in Pallas' interpreter.
     """
 
     implementation: str
@@ -83,32 +85,46 @@ class PlannedCall:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedOp:
-    """An op: its name in messages, its implementations by name, and the order in which they are tried."""
+    """An op: its name in messages, its implementations by name, and the order in which they are tried.
+
+    order(request): (names in this order, words for the source of the order).
+    """
 
     name: str
     implementations: Mapping[str, Implementation]
     order: Order
 
     def plan(self, request: Request, implementation: str | None = None) -> Plan:
-        """The plan for a request, with its reasons in words. Raises the errors of dispatch.choose."""
+        """The Plan for a request, with its reasons in words.
+
+        implementation: the name that the user asked for, or None. Raises ValueError for an unknown name, and
+        NotImplementedError if this implementation does not support the request.
+        """
         return dispatch.plan_of(request, self.implementations, self.order, implementation)
 
     def choose(self, request: Request, implementation: str | None = None) -> Choice:
-        """The part of the plan for a request that a call needs. Raises the errors of dispatch.choose."""
+        """The implementation and its blocks for a request, without reasons in words. Raises the errors of `plan`.
+
+        Inside recorded_plans(), the whole plan is recorded too.
+        """
         record = _RECORD.get()
         if record is not None:
             record.append(self.plan(request, implementation))
         return dispatch.choose(request, self.implementations, self.order, implementation)
 
     def call(self, request: Request, options: Any, implementation: str | None = None) -> PlannedCall:
-        """The planned call for a request, with this process's setting of the interpreter."""
+        """The PlannedCall for a request. Raises the errors of `plan`.
+
+        options: hashable constants of the op's kernels. Kernels are interpreted if JAX_KERNELS_INTERPRET is set now.
+        """
         choice = self.choose(request, implementation)
         return PlannedCall(choice.implementation, choice.config, options, dispatch.interpreting())
 
     def explained_by(self, check: Callable[..., tuple[Any, ...]]) -> Callable[[Any], Any]:
-        """A decorator that gives a public function its `plan`, for jax_kernels.explain.
+        """A decorator that gives a public function the attribute `plan`, which jax_kernels.explain calls.
 
-        check: takes the function's arguments by name, and returns the request first.
+        check: takes the function's arguments by name, raises for bad input, and returns a tuple that starts with the
+        request. One of the arguments is `implementation`.
         """
 
         def plan(**arguments: Any) -> Plan:
@@ -119,9 +135,9 @@ class PlannedOp:
 
 
 def explained_as(plan: Callable[..., Plan]) -> Callable[[Any], Any]:
-    """A decorator that gives a public function its `plan`, for jax_kernels.explain.
+    """A decorator that gives a public function the attribute `plan`, which jax_kernels.explain calls.
 
-    plan: takes the function's arguments by name, and returns the Plan.
+    plan: takes the function's arguments by name, with defaults filled in, and returns the Plan.
     """
 
     def decorate(function: Any) -> Any:
@@ -140,7 +156,7 @@ def explained_as(plan: Callable[..., Plan]) -> Callable[[Any], Any]:
 
 @contextlib.contextmanager
 def recorded_plans() -> Iterator[list[Plan]]:
-    """Yields a list that gets each plan which is made inside the block, in order."""
+    """A context that yields a list. Each Plan that PlannedOp.choose makes inside the context is appended to it."""
     plans: list[Plan] = []
     token = _RECORD.set(plans)
     try:
@@ -150,10 +166,10 @@ def recorded_plans() -> Iterator[list[Plan]]:
 
 
 def jitted_in_eager_shard_map[Function: Callable[..., Any]](function: Function) -> Function:
-    """A decorator for a function of a static call and arrays that has a custom_vjp.
+    """A decorator that runs function(call, arrays) under jit if it is called in an untraced (eager) shard_map.
 
-    In an untraced (eager) shard_map, JAX does not support a custom_vjp with symbolic zeros, and its error for forward
-    mode has another text. In this case the function runs under jit.
+    call is hashable. There JAX does not support a custom_vjp with symbolic zeros, and its error for forward mode has
+    another text. All other calls are not changed.
     """
     jitted = jax.jit(function, static_argnums=0)
 
@@ -166,13 +182,17 @@ def jitted_in_eager_shard_map[Function: Callable[..., Any]](function: Function) 
 
 
 def _is_of_eager_shard_map(x: Any) -> bool:
+    """Whether x is an array inside a jax.shard_map that is not under jit."""
     while hasattr(x, "primal"):  # an array under differentiation
         x = x.primal
     return type(x).__name__ == "ShardMapTracer"
 
 
 def named_arguments(op: str, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by name, with the function's defaults. Raises TypeError like the call itself."""
+    """The arguments of function(*args, **kwargs) by name, with the function's defaults.
+
+    op: the name that messages show. Raises TypeError if the function cannot be called with these arguments.
+    """
     signature = inspect.signature(function)
     positional = [name for name, x in signature.parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
     if len(args) > len(positional):
@@ -187,13 +207,14 @@ def named_arguments(op: str, function: Callable[..., Any], args: Any, kwargs: An
 
 
 def kernel(function: Callable[..., Any], direction: str = "forward", *, once: bool = False) -> Callable[..., Any]:
-    """A kernel's function, which gets the blocks of its direction and core_count from a call's Blocks.
+    """Wraps a kernel's function: the result takes config=Blocks and passes on the blocks of one direction.
 
-    once: a program traces and lowers equal calls once. Otherwise the same kernel would be compiled again under another
-    name, because JAX numbers the kernels of a program. The function then takes (arrays, options, *arrays) and its
-    blocks.
+    function: takes (*args, config=the blocks of `direction`, core_count=..., ...). direction: the field of Blocks:
+    "forward", "backward" or "array_gradients". once: a program traces and lowers equal calls once. Otherwise the same
+    kernel would be compiled again under another name, because JAX numbers the kernels of a program. The function's
+    positional arguments are then (arrays, options, *arrays).
 
-    Pallas has no derivative of such kernels: they raise NotImplementedError with the reason.
+    Pallas has no derivative of such kernels: differentiating the result raises NotImplementedError with the reason.
     """
     if once:
         function = jax.jit(function, static_argnums=1, static_argnames=("config", "core_count", "interpret"))
@@ -208,9 +229,10 @@ def kernel(function: Callable[..., Any], direction: str = "forward", *, once: bo
 
 
 def join_batch(size: int, x: jax.Array, has_axis: bool, length: int | None = None) -> jax.Array:
-    """Merges an array of `size` calls under a vmap, [size, batch, ...] or [batch, ...], into [size * batch, ...].
+    """[size * batch, ...]: the array of `size` calls under a vmap, merged for one call with a larger batch.
 
-    length: the batch's length, if x may have length 1 instead.
+    x: [size, batch, ...] if has_axis, else [batch, ...], which all calls share. length: the length of the batch, to
+    which a batch axis of length 1 is broadcast; None is x's own.
     """
     x = x if has_axis else x[None]
     length = x.shape[1] if length is None else length
@@ -218,15 +240,16 @@ def join_batch(size: int, x: jax.Array, has_axis: bool, length: int | None = Non
 
 
 def split_batch(size: int, x: jax.Array) -> jax.Array:
-    """The inverse of join_batch for a size above 0: [size * batch, ...] to [size, batch, ...]."""
+    """[size * batch, ...] -> [size, batch, ...], for a size above 0: the inverse of join_batch."""
     length = x.shape[0] // size if isinstance(x.shape[0], int) else -1
     return x.reshape(size, length, *x.shape[1:])
 
 
 def no_calls(function: Callable[..., Any], mapped: Any, arrays: Any) -> tuple[Any, Any]:
-    """The results of the vmap rule of function(*arrays) for an axis of length 0: (empty arrays, True for each).
+    """The value of a vmap rule for a mapped axis of length 0: (results [0, ...] of function(*arrays), True for each).
 
-    mapped: for each leaf of the arrays, whether it has the axis.
+    arrays: the arguments under vmap. mapped: for each of their leaves, whether it has the mapped axis. Nothing is
+    computed.
     """
     of_one = lambda x, has_axis: jax.ShapeDtypeStruct(x.shape[1:] if has_axis else x.shape, x.dtype)
     results = jax.eval_shape(function, *jax.tree.map(of_one, tuple(arrays), tuple(mapped)))
@@ -234,7 +257,7 @@ def no_calls(function: Callable[..., Any], mapped: Any, arrays: Any) -> tuple[An
 
 
 def with_batch(size: int, x: jax.Array, has_axis: bool) -> jax.Array:
-    """Broadcasts an array of `size` calls under a vmap, [size, ...] or [...], to [size, ...]."""
+    """[size, ...]: the array of `size` calls under a vmap. x: [size, ...] if has_axis, else [...], which all share."""
     return x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
 
 
@@ -249,11 +272,12 @@ def batched(
     join: Callable[[int, Any, Any], Any] = _join_all,
     share: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
 ) -> Callable[..., Any]:
-    """The forward of a call's implementation as a function of its arrays, with a vmap that is merged into the batch.
+    """A function from a call's arrays to the results of its implementation's forward. A vmap is merged into the batch.
 
-    join(size, batched, arrays): merges the arrays of `size` calls into the arrays of one call; by default the first
-    axis of each array is the batch. An array that the call lacks is None. share: wraps a kernel's function to shard its
-    work over devices, see ops.partitioning; plain JAX code is not wrapped.
+    An array that the call lacks is None. join(size, mapped, arrays): merges the arrays of `size` calls under a vmap
+    into the arrays of one call; mapped has, for each array, whether it has the mapped axis. By default the first axis
+    of each array is the batch. share: wraps a kernel's function so that devices shard its work; plain JAX code is not
+    wrapped.
     """
     forward = op.implementations[call.implementation].forward
 

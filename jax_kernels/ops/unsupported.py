@@ -7,13 +7,17 @@ OUT_OF_REACH = "Pallas' Triton does not reach all of an array of 2 to 4 GiB whos
 
 
 def no_gpu(request: Request) -> str | None:
-    """The reason for a kernel that needs a GPU or Pallas' interpreter, or None."""
+    """The reason, in words for users, why a kernel cannot run on the request's device without a GPU.
+
+    None if the device is a GPU, or if Pallas' interpreter is on.
+    """
     if request.device.compute_capability is not None or interpreting():
         return None
     return f"it needs an NVIDIA GPU, and this runs on {request.device.name} (JAX_KERNELS_INTERPRET=1 interprets it)"
 
 
 def not_hopper(request: Request) -> str | None:
+    """The reason why a Hopper kernel cannot run on the request's GPU; None on Hopper, and on a device without a GPU."""
     capability = request.device.compute_capability
     if capability is None or capability[0] == 9:
         return None
@@ -21,7 +25,11 @@ def not_hopper(request: Request) -> str | None:
 
 
 def below(request: Request, capability: tuple[int, int]) -> str | None:
-    """The reason for an implementation that needs at least this compute capability, or None."""
+    """The reason, in words for users, why the request's GPU is too old for an implementation; None if it is not.
+
+    capability: the least compute capability (major, minor) that the implementation needs. A device without a GPU gives
+    None: other checks refuse it.
+    """
     got = request.device.compute_capability
     if got is None or got >= capability:
         return None
@@ -30,7 +38,10 @@ def below(request: Request, capability: tuple[int, int]) -> str | None:
 
 
 def no_mosaic(request: Request) -> str | None:
-    """The reason for a Mosaic kernel, or None: no_gpu, or JAX's unmodified interpreter, which cannot run the kernel."""
+    """The reason, in words for users, why a Mosaic kernel cannot run on the request's device; None if it can.
+
+    It needs an NVIDIA GPU, or Pallas' interpreter with the tests' additions: JAX's own interpreter cannot run it.
+    """
     if request.device.compute_capability is None and interpreting() and not interpreter.INTERPRETED:
         return "JAX's interpreter of Mosaic lacks wgmma with register operands (the tests add it)"
     return no_gpu(request)

@@ -10,7 +10,7 @@ __all__ = ["AttentionArguments", "BiasedAttentionArguments"]
 
 
 class AttentionArguments(TypedDict, total=False):
-    """flash_attention's keyword arguments, without mask, bias and return_lse."""
+    """The types of flash_attention's keyword arguments, except mask, bias and return_lse."""
 
     is_causal: bool
     window: int | tuple[int, int] | None
@@ -27,6 +27,6 @@ class AttentionArguments(TypedDict, total=False):
 
 
 class BiasedAttentionArguments(AttentionArguments, total=False):
-    """flash_attention's keyword arguments, without mask and return_lse."""
+    """The types of flash_attention's keyword arguments, except mask and return_lse."""
 
     bias: Float[Array, "*#BHTS"] | None

@@ -11,7 +11,10 @@ from jax_kernels.pallas.attention.passes import block_counts as block_counts_pas
 
 
 def counts(keep: jax.Array, block_q: int, block_kv: int) -> jax.Array:
-    """masks.lists.block_sums; by a kernel if the call is planned and compiled for a GPU with Triton."""
+    """The number of True pairs in each block of a mask: int32 [B, H, ceil(T / block_q), ceil(S / block_kv)].
+
+    keep: bool [B, H, T, S]. A Triton kernel counts if the call is planned and compiled for a GPU that Triton supports.
+    """
     capability = target_device().compute_capability
     has_triton = capability is not None and capability >= (8, 0) and not interpreting()
     if not has_triton or not block_counts_pass.takes(keep.shape, block_q, block_kv):

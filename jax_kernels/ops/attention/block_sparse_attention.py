@@ -60,7 +60,7 @@ def block_sparse_attention(
     block_size: int | tuple[int, int] | None = None,
     **arguments: Any,
 ) -> Float[Array, "B T H Dv"] | tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
-    """Attention within the blocks of queries and keys that a mask keeps.
+    """Attention of queries to keys within the blocks (queries x keys) that an array of flags keeps.
 
     Equivalent to the following JAX code::
 
@@ -77,7 +77,12 @@ def block_sparse_attention(
         Smaller blocks that lie in the same block of 128 are visited together.
       arguments: all other arguments of flash_attention, such as is_causal, which masks a block's later keys.
 
-    Returns and raises: as flash_attention. A query without any key has out = 0 and lse = -inf.
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse=True, (out, lse), lse float32 [B, H, T] in natural log. A
+      query without any key has out = 0 and lse = -inf.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as flash_attention. ValueError if block_mask does not fit the lengths.
 
     Source: Child et al., "Generating Long Sequences with Sparse Transformers" (2019), arXiv:1904.10509; Zaheer et
     al., "Big Bird" (2020), arXiv:2007.14062.
@@ -100,6 +105,7 @@ explained_as(_plan)(block_sparse_attention)
 
 
 def _mask(block_mask: Any, block_size: Any, arguments: dict[str, Any], query: Any, key: Any) -> masks.Mask:
+    """block_mask as a checked masks.Mask. Raises TypeError or ValueError. arguments: flash_attention's, by name."""
     if "mask" in arguments:
         raise TypeError(
             "mask: block_sparse_attention takes block_mask instead; compose masks, and pass the Mask as block_mask"
@@ -115,7 +121,10 @@ def _mask(block_mask: Any, block_size: Any, arguments: dict[str, Any], query: An
 
 
 def _check_sizes(block_mask: Any, mask: Any, query: Any, key: Any) -> None:
-    """Raises unless the blocks cover the queries and keys. flash_attention checks the blocks of a Mask."""
+    """Raises ValueError unless the mask fits query and key: batch entries, heads, and the number of blocks.
+
+    The number of blocks is checked only for an array block_mask; flash_attention checks it for a Mask.
+    """
     batch, q_length, heads, _ = query.shape
     if mask.batch not in (1, batch) or mask.heads not in (1, heads):
         raise ValueError(

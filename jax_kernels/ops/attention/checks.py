@@ -25,7 +25,11 @@ def check(
     q_offset=0, score_mod=None, sinks=None, scale=None, softcap=None, return_lse=False, deterministic=None,
     precision=None, implementation=None, **unknown,
 ) -> tuple[AttentionRequest, AttentionInputs]:  # fmt: skip
-    """(request, arrays in the kernels' form) of a call. Raises the errors that flash_attention documents."""
+    """(request, arrays in the kernels' form) of a flash_attention call. Raises the errors that it documents.
+
+    A Mask's parts that arguments can express, such as causal, become these arguments. Arrays may be
+    jax.ShapeDtypeStructs: then so are the returned arrays.
+    """
     for name in unknown:
         raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
     query, key, value = (
@@ -112,7 +116,10 @@ def check(
 
 
 def _traced(score_mod: Any, *, has_pairs: bool) -> ScoreMod | None:
-    """The traced score_mod. None if there are no pairs and the trace fails on a look-up in an empty array."""
+    """The score_mod, traced once. has_pairs: whether the call has a pair of a query and a key.
+
+    None if it has no pair and the trace fails because score_mod looks up a value in an empty array.
+    """
     try:
         return trace(score_mod)
     except TypeError as error:
@@ -122,12 +129,18 @@ def _traced(score_mod: Any, *, has_pairs: bool) -> ScoreMod | None:
 
 
 def _without_pairs(inputs: AttentionInputs) -> AttentionInputs:
-    """The arrays that have an effect in a call without pairs of a query and a key; all others have gradients of 0."""
+    """The inputs that have an effect in a call without pairs of a query and a key. The others are None.
+
+    The gradients of the others are 0.
+    """
     return AttentionInputs(*inputs[:3], sinks=inputs.sinks, q_offset=inputs.q_offset)
 
 
 def checked_mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
-    """A Mask, a bool mask with four axes, or None."""
+    """The mask, checked: a Mask, a bool array with four axes (each of length 1 or as in `shape`), or None.
+
+    shape: [B, H, T, S]. Known floats of 0 and 1 become bool. Raises TypeError or ValueError, also for traced floats.
+    """
     if mask is None:
         return None
     if isinstance(mask, Mask):
@@ -149,7 +162,10 @@ def checked_mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
 
 
 def checked_bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
-    """A bias with four axes, or None."""
+    """The bias with four axes, each of length 1 or as in `shape` [B, H, T, S]; None stays None.
+
+    dtype: query's. Raises TypeError for a dtype that is neither this nor float32, ValueError for a shape.
+    """
     if bias is None:
         return None
     if not isinstance(bias, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -162,7 +178,10 @@ def checked_bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any
 
 
 def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int, int]) -> tuple[Any, Any] | None:
-    """([B, T], [B, S]) int32, or None."""
+    """(ids of the queries [B, T], ids of the keys [B, S]) as int32; None stays None.
+
+    segment_ids: one array for both, or a pair. Raises TypeError or ValueError.
+    """
     if segment_ids is None:
         return None
     want = "want an int32 array [B, T], or a (query, key) pair of them, [B, T] and [B, S]"
@@ -194,7 +213,7 @@ def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int
 
 
 def _deterministic() -> bool:
-    """Whether XLA_FLAGS has --xla_gpu_deterministic_ops."""
+    """Whether the environment variable XLA_FLAGS asks XLA for deterministic GPU operations."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     on = [
         f

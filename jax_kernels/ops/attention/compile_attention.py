@@ -32,7 +32,11 @@ SECONDS = 0.02
 
 
 class Speedup(NamedTuple):
-    """speedup: dense_milliseconds / milliseconds, medians of one call. device: the name of the device that ran them."""
+    """A measured speedup over attention without a mask.
+
+    milliseconds: the median time of a call under the mask. dense_milliseconds: the same without a mask. speedup:
+    dense_milliseconds / milliseconds. device: the name of the device that ran both.
+    """
 
     speedup: float
     milliseconds: float
@@ -42,6 +46,8 @@ class Speedup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
+    """The sizes and the dtype of query, key and value of a CompiledAttention."""
+
     batch: int
     seq_len: int
     kv_len: int
@@ -52,6 +58,7 @@ class _Shape:
 
     @functools.cached_property
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """jax.ShapeDtypeStructs of query, key and value, by name."""
         queries = (self.batch, self.seq_len, self.num_heads, self.head_dim)
         keys = (self.batch, self.kv_len, self.num_kv_heads, self.head_dim)
         shapes = {"query": queries, "key": keys, "value": keys}
@@ -59,12 +66,12 @@ class _Shape:
 
 
 class CompiledAttention:
-    """The result of compile_attention: out = attention(query, key, value), jitted, with gradients.
+    """A jitted, differentiable attention under one mask, made by compile_attention: out = attention(query, key, value).
 
-    query [B, seq_len, num_heads, head_dim], key and value [B, kv_len, num_kv_heads, head_dim], in dtype; any B.
-    Raises ValueError or TypeError for arrays of another shape or dtype.
+    query [B, seq_len, num_heads, head_dim], key and value [B, kv_len, num_kv_heads, head_dim], in dtype; any B. out is
+    like query. Raises ValueError or TypeError for arrays of another shape or dtype.
 
-    mask: the masks.Mask. prepared_mask: the mask with its lists, made for the planned batch and multiples of it.
+    mask: the masks.Mask. prepared_mask: the mask with its block lists, made for the planned batch and its multiples.
     specs: jax.ShapeDtypeStructs of query, key and value, by name. plan: the Plan of its calls. density: the fraction of
     blocks of 128 queries and 128 keys that hold a pair which the mask keeps.
     """
@@ -86,11 +93,15 @@ class CompiledAttention:
     def plan_of_call(
         self, query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"], value: Float[Array, "B S Hkv D"]
     ) -> dispatch.Plan:
-        """The plan, for jax_kernels.explain. Raises the errors of a call."""
+        """The Plan of a call with these arrays, for jax_kernels.explain.
+
+        Raises ValueError or TypeError for arrays of another shape or dtype.
+        """
         self._checked(query, key, value)
         return self.plan
 
     def _checked(self, *arrays: Any) -> list[Any]:
+        """[query, key, value] as jax.Arrays. Raises ValueError or TypeError for another shape or dtype; any batch."""
         checked = []
         for (name, spec), x in zip(self.specs.items(), arrays, strict=True):
             x = checked_array(name, x, (spec.dtype,))
@@ -103,11 +114,11 @@ class CompiledAttention:
         return checked
 
     def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> Speedup:
-        """The speedup over flash_attention without a mask. Both run now, in turns, on JAX's device.
+        """The Speedup over flash_attention without a mask. Both run now, in turns, on JAX's device.
 
         The inputs are normal random numbers, with compile_attention's batch. The time is measured by a host clock
-        around a queue of calls, until their results are ready, without compilation. backward: includes the gradients of
-        query, key and value.
+        around a queue of calls, until their results are ready, without compilation. backward: the calls also compute
+        the gradients of query, key and value. rounds: the number of timings of each; the median counts.
         """
         rounds = checks.integer("rounds", rounds, 1)
         keys = jax.random.split(jax.random.key(0), 4)
@@ -137,7 +148,10 @@ class CompiledAttention:
 
 
 def _seconds(run: Callable[[], Any], calls: int, *, warm: int = 1) -> float:
-    """The seconds per call. warm: the number of calls before the clock starts."""
+    """The mean seconds of run(), over `calls` calls until their results are ready.
+
+    warm: the number of calls before the clock starts.
+    """
     for _ in range(warm):
         jax.block_until_ready(run())
     start = time.perf_counter()
@@ -160,7 +174,9 @@ def compile_attention(
     implementation: str | None = None,
     **options: Any,
 ) -> CompiledAttention:
-    """Attention under a pattern, planned once and cached: equal arguments on the same device return the same object.
+    """A CompiledAttention: attention under a pattern, planned once and cached.
+
+    Equal arguments on the same device return the same object.
 
     The mask is prepared here, so that calls with this batch, or a multiple of it, compute no lists of blocks, forward
     or backward. Equivalent to the following JAX code::
@@ -178,7 +194,7 @@ def compile_attention(
         if its batch is not a multiple, or the mask differs between batch entries. 0 counts as 1.
       num_heads, num_kv_heads: the number of query heads, and of key and value heads, a divisor. None is num_heads.
       dtype: bfloat16, float16 or float32.
-      implementation: as in flash_attention.
+      implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the device's first that supports the call.
       options: of the preset, without arrays; q_length and kv_length, if the preset has them, are seq_len and kv_len.
 
     The last 64 objects are kept; compile_attention.cache_info() and cache_clear() are the methods of
@@ -248,7 +264,11 @@ def _compiled(
     device: DeviceInfo,
     interpreting: bool,
 ) -> CompiledAttention:
-    """kinds: the types of the options. The plan also depends on device and interpreting."""
+    """The CompiledAttention for these arguments; all of them are the key of the cache.
+
+    pattern: the name of a preset, or a Mask. options: (name, value) of the preset's options. kinds: their types, since
+    1 and True are equal. device, interpreting: the plan depends on them.
+    """
     if isinstance(pattern, masks.Mask):
         mask = pattern.unprepared
     else:

@@ -35,11 +35,11 @@ SMALLEST_PAGE = 16
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRequest(Request):
-    """A decode_attention call without its arrays. kv_length: the capacity of a sequence, in keys.
+    """A decode_attention call without its arrays.
 
-    window: (left, 0), or None. page_size: None if the keys of a sequence are contiguous. has_mask: a bool array, or
-    a Mask, which becomes an array. mask_size: its number of elements; 0 without a mask. pages: of the whole cache, or
-    None.
+    kv_length: the capacity of a sequence, in keys. page_size: the keys of a page; pages: the number of pages of the
+    whole cache; both None if the keys of a sequence are contiguous. window: (left, 0), or None. mask_size: the number
+    of elements of the mask's array; 0 without a mask.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = (*checks.SIZES, "pages")
@@ -64,7 +64,11 @@ class DecodeRequest(Request):
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOptions:
-    """The numbers of a call that are constants of its kernels. left: the window's left side, -1 for no limit."""
+    """The numbers of a call that are constants of its kernels.
+
+    scale: the factor of the scores, above 0. softcap: above 0, or None. left: a query at position p attends to keys
+    from p - left on; -1 is no limit.
+    """
 
     scale: float
     softcap: float | None
@@ -226,7 +230,12 @@ def decode_attention(
 
 
 class _Arrays(NamedTuple):
-    """The arrays of a call, in the kernels' form and order. block_tables and all later fields may be None."""
+    """The arrays of a call, in the order in which kernels take them. block_tables and all later fields may be None.
+
+    query: [B, T, H, D]. key, value: [B, S, Hkv, D], or pages [pages, page_size, Hkv, D]. kv_lengths: int32 [B].
+    block_tables: int32 [B, max_pages]. sinks: float32 [B, H]. mask (bool) and bias: [B or a divisor of B, H or 1,
+    T or 1, S].
+    """
 
     query: Any
     key: Any
@@ -254,6 +263,7 @@ def _check(
     return_lse,
     implementation,
 ) -> tuple[DecodeRequest, _Arrays]:
+    """(request, arrays in the kernels' form) of a call. Raises the errors that decode_attention documents."""
     query, key, value = (
         checks.checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -315,13 +325,21 @@ def _check(
 
 
 def _entries_of(x: Any, batch: int) -> int:
-    """The batch size of a mask or bias: n if each of its n entries is for several sequences; else the batch."""
+    """The batch size that a mask or bias is checked against: its own, if it is a divisor of the batch above 1.
+
+    Each of its entries is then for several consecutive sequences. Else `batch`, also for None and for a Mask.
+    """
     shape: tuple[int, ...] = () if x is None or isinstance(x, Mask) else getattr(x, "shape", ())
     return shape[0] if batch and len(shape) == 4 and shape[0] not in (0, 1) and batch % shape[0] == 0 else batch
 
 
 def _keys_of(x: Any, kv_lengths: Any, q_length: int, capacity: int) -> Any:
-    """A mask or bias as an array [B or 1, H or 1, T or 1, S], or None. A Mask's last query has the last position."""
+    """A checked mask or bias as an array [B or 1, H or 1, T or 1, capacity]; None stays None.
+
+    A Mask becomes an array with the queries at their positions: the last query of a sequence has position
+    kv_lengths - 1, with kv_lengths clipped to 0 ... capacity; None is capacity for all sequences. If an array of the
+    Mask or kv_lengths is a jax.ShapeDtypeStruct, so is the result.
+    """
     if isinstance(x, Mask):
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in (*jax.tree.leaves(x), kv_lengths)):
             return jax.ShapeDtypeStruct((x.batch, x.heads, q_length, capacity), bool)
@@ -334,6 +352,7 @@ def _keys_of(x: Any, kv_lengths: Any, q_length: int, capacity: int) -> Any:
 
 
 def _check_shapes(query: Any, key: Any, value: Any, *, is_paged: bool) -> None:
+    """Checks the shapes and dtypes of query, key and value. Raises ValueError or TypeError. is_paged: key has pages."""
     axes = "[pages, page_size, heads, head_dim]" if is_paged else checks.HEADS
     for name, x in (("query", query), ("key", key), ("value", value)):
         checks.check_heads(name, x, query.dtype, checks.HEADS if name == "query" else axes)
@@ -362,6 +381,8 @@ def _tables(block_tables: Any, batch: int) -> Any:
 
 
 def _config(name: str):
+    """A function from a DecodeRequest to (Blocks, the source of their block spec row), for one implementation."""
+
     def config(request: DecodeRequest) -> tuple[Blocks, str]:
         head_dim = max(request.head_dim, request.v_head_dim)
         row, source = block_specs.decode_row(request.device.compute_capability, name, head_dim=head_dim)
@@ -371,6 +392,7 @@ def _config(name: str):
 
 
 def _supports_mosaic(request: DecodeRequest) -> str | None:
+    """The reason, in words for users, why the Hopper kernel cannot serve the request; None if it can."""
     if reason := unsupported.not_hopper(request):
         return reason
     if request.dtype == "float32":
@@ -395,7 +417,7 @@ def _supports_triton(request: DecodeRequest) -> str | None:
 
 
 def _of_options(forward):
-    """A kernel that takes the options by name."""
+    """Wraps forward(*arrays, scale=, softcap=, left=, ...): the result takes one DecodeOptions, `options`, instead."""
 
     def run(*arrays, options: DecodeOptions, **rest):
         return forward(*arrays, scale=options.scale, softcap=options.softcap, left=options.left, **rest)
@@ -428,12 +450,15 @@ OP.explained_by(_check)(decode_attention)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _decode(call: PlannedCall, arrays: _Arrays):
-    """(out, lse)"""
+    """(out [B, T, H, Dv], lse float32 [B, H, T]) of a planned call; differentiating raises NotImplementedError."""
     return batched(OP, call, _join, _shared)(*arrays)
 
 
 def _shared(function: Any) -> Any:
-    """A kernel's function, with its work sharded under jit. Pages are not sharded, but their heads are."""
+    """Returns the kernel's function with its work sharded over devices under jit, along batch and heads.
+
+    Pages are not sharded, but their heads are. The function takes the fields of _Arrays in order.
+    """
 
     def run(*arrays: Any) -> Any:
         if not is_partitioned():
@@ -471,7 +496,7 @@ def _shared(function: Any) -> Any:
 
 
 def _repeated(x: Any, batch: int) -> Any:
-    """A mask or bias with entries for several sequences each, as under vmap, repeated to one entry per sequence."""
+    """A mask or bias whose first axis divides the batch, repeated to one entry per sequence; None or 1 entry stays."""
     return x if x is None or x.shape[0] in (1, batch) else jnp.repeat(x, batch // x.shape[0], axis=0)
 
 
@@ -481,7 +506,11 @@ def _no_gradient(call, primals, tangents):
 
 
 def _join(size: int, mapped: Any, arrays: Any) -> _Arrays:
-    """Merges the arrays of calls under a vmap into the arrays of one call. Shared pages stay as they are."""
+    """The arrays of `size` calls under a vmap, merged into the arrays of one call with a larger batch.
+
+    mapped: for each array, whether it has the mapped axis. Pages that all calls share stay as they are; pages of
+    each call are joined, and the indices in block_tables are shifted.
+    """
     mapped, arrays = _Arrays(*mapped), _Arrays(*arrays)
     join = lambda name: None if (x := getattr(arrays, name)) is None else join_batch(size, x, getattr(mapped, name))
     joined = {name: join(name) for name in _Arrays._fields if name not in ("key", "value")}

@@ -88,7 +88,12 @@ def dynamic_mask_attention(
       arguments: all other arguments of flash_attention. is_causal is aligned top-left; q_offset=S - T aligns it
         bottom-right, as in flash-dmattn.
 
-    Returns and raises: as flash_attention. A query that may attend to no key has out = 0 and passes no gradient.
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse=True, (out, lse), lse float32 [B, H, T] in natural log. A
+      query that may attend to no key has out = 0 and passes no gradient.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as flash_attention.
 
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
     """
@@ -97,6 +102,7 @@ def dynamic_mask_attention(
 
 
 def _attention(query: Any, key: Any, value: Any, mask: Any, bias: Any, **arguments: Any) -> Any:
+    """The results of dynamic_mask_attention, before invalid masks make them NaN: out, or (out, lse) with return_lse."""
     query, key, value, mask, bias = _checked(query, key, value, mask, bias)
     heads, kv_heads = query.shape[2], key.shape[2]
     if not _is_mapped(query, key, mask, bias):
@@ -126,9 +132,11 @@ def _attention(query: Any, key: Any, value: Any, mask: Any, bias: Any, **argumen
 def keys_of_largest_bias(
     bias: jax.Array, keys_to_keep: int, among: Mask, *, num_heads: int, q_length: int, q_offset: Any = 0
 ) -> Mask:
-    """For dynamic_mask_attention: keeps, of each query's keys in `among`, the keys_to_keep keys of the largest bias.
+    """A Mask for dynamic_mask_attention: each query keeps, among the keys in `among`, the keys with the largest bias.
 
-    bias: [B, Hkv, 1 or T, S]. among: of 1 or Hkv heads. num_heads: query's. q_offset: as in flash_attention.
+    bias: [B, Hkv, 1 or T, S]. keys_to_keep: the number of keys that a query keeps; all keys in `among` if S is not
+    larger. among: a Mask with 1 or Hkv heads. num_heads: the heads of query. q_length: T. q_offset: the position of
+    query 0, an int, scalar or [B].
     """
     kv_length = bias.shape[3]
     if kv_length > keys_to_keep:
@@ -140,6 +148,7 @@ def keys_of_largest_bias(
 
 
 def _plan(query: Any, key: Any, value: Any, mask: Any, bias: Any = None, **arguments: Any) -> dispatch.Plan:
+    """The Plan of a dynamic_mask_attention call: of its flash_attention, or of the call for one key head of several."""
     mask, _ = with_validity("mask", mask)
     query, key, value, mask, bias = _checked(query, key, value, mask, bias)
     if _is_mapped(query, key, mask, bias):
@@ -159,7 +168,11 @@ explained_as(_plan)(dynamic_mask_attention)
 
 
 def _checked(query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[Any, ...]:
-    """The arguments, with mask and bias of four axes: the second has 1, H or Hkv entries. A Mask has 1 or H heads."""
+    """(query, key, value, mask, bias), checked. Raises TypeError or ValueError.
+
+    The returned mask and bias have four axes [B or 1, (H, Hkv or 1), T or 1, S or 1]; the mask may also be a Mask with
+    1 or H heads, and the bias None.
+    """
     query, key, value = (checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     check_shapes(query, key, value)
     (batch, q_length, heads), (kv_length, kv_heads) = query.shape[:3], key.shape[1:3]
@@ -176,6 +189,10 @@ def _checked(query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[An
 
 
 def _with_four_axes(name: str, x: Any, shape: tuple[int, int, int, int], kv_heads: int) -> Any:
+    """x with leading axes of length 1 added to make four; None and Masks stay as they are.
+
+    shape: [B, H, T, S]. Raises TypeError, or ValueError if x is not broadcastable to `shape` with H or kv_heads heads.
+    """
     if x is None or isinstance(x, Mask):
         return x
     if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -192,7 +209,10 @@ def _with_four_axes(name: str, x: Any, shape: tuple[int, int, int, int], kv_head
 
 
 def _is_mapped(query: Any, key: Any, mask: Any, bias: Any) -> bool:
-    """Whether each key head is a call of its own: if a mask or a bias would be large when repeated."""
+    """Whether each key head becomes a call of its own, under vmap, instead of repeating mask and bias for query heads.
+
+    It does if the mask or the bias is an array with a value for each batch entry, key head and query.
+    """
     if key.shape[2] == query.shape[2] or 0 in query.shape or (isinstance(mask, Mask) and mask.heads > 1):
         return False
     large = lambda x: x.shape[:2] == (query.shape[0], key.shape[2]) and x.shape[1] != 1 and x.shape[2] != 1
@@ -200,7 +220,7 @@ def _is_mapped(query: Any, key: Any, mask: Any, bias: Any) -> bool:
 
 
 def _repeated(x: Any, heads: int) -> Any:
-    """A mask or bias, repeated for each query head."""
+    """A mask or bias with four axes, with Hkv heads repeated to `heads`. Masks and None stay as they are."""
     if x is None or isinstance(x, Mask) or x.shape[1] in (1, heads):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -209,7 +229,10 @@ def _repeated(x: Any, heads: int) -> Any:
 
 
 def _by_kv_head(x: Any, kv_heads: int, axis: int) -> tuple[Any, int | None]:
-    """(x with its axis of heads split into key heads and query heads per key head, the index of the first of these)."""
+    """(x with its axis of heads split into two, key heads and heads per key head; the index of the first of the two).
+
+    The index is the axis to map by vmap. (x, None) if all key heads share x: None, a Mask, or one head.
+    """
     if x is None or isinstance(x, Mask) or x.shape[axis] == 1 < kv_heads:
         return x, None
     shape = (*x.shape[:axis], kv_heads, x.shape[axis] // kv_heads, *x.shape[axis + 1 :])

@@ -207,7 +207,7 @@ def flash_attention(
 
 
 def _check(*, mask, **arguments):
-    """check, only for plans: the arrays of a Mask may be jax.ShapeDtypeStructs, as jax.eval_shape returns them."""
+    """(request, arrays) of a call that is only planned. The arrays of a Mask may be jax.ShapeDtypeStructs."""
 
     def checked(mask):
         mask, _ = with_validity("mask", mask)
@@ -226,7 +226,11 @@ OP.explained_by(_check)(flash_attention)
 
 
 def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionCall, AttentionInputs]:
-    """Checks the arguments of flash_attention and plans the call. Returns the arguments of attention_forward."""
+    """Checks the arguments of flash_attention and plans the call. Returns (call, inputs), the arguments of `run`.
+
+    arguments: the other arguments of flash_attention. Raises its errors. In the inputs, a scale of 0 or less has become
+    part of query.
+    """
     request, inputs = check(implementation=implementation, scale=scale, **arguments)
     choice = OP.choose(request, implementation)
     inputs = vary_alike(inputs)

@@ -31,7 +31,7 @@ DTYPES = (jnp.dtype(jnp.float8_e4m3fn),)
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Request(Request):
-    """A flash_attention_fp8 call without its arrays. q_offset: None for an array."""
+    """A flash_attention_fp8 call without its arrays. q_offset: the position of query 0; None if it is an array."""
 
     SIZES: ClassVar[tuple[str, ...]] = checks.SIZES
 
@@ -181,7 +181,12 @@ def flash_attention_fp8(
 
 
 class _Arrays(NamedTuple):
-    """The checked arrays of a call. The scales may be numbers; q_offset is None for an int."""
+    """The checked arrays of a call.
+
+    query: [B, T, H, D]. key, value: [B, S, Hkv, D]. q_scale: a number, or [B, H] float32. k_scale, v_scale: a number,
+    or [B, Hkv] float32. q_offset: [B] int32; None if it is an int, which the request has. kv_lengths: [B] int32 or
+    None.
+    """
 
     query: Any
     key: Any
@@ -196,6 +201,7 @@ class _Arrays(NamedTuple):
 def _check(
     *, query, key, value, q_scale, k_scale, v_scale, is_causal, scale, q_offset, kv_lengths, return_lse, implementation
 ) -> tuple[Fp8Request, _Arrays]:
+    """(request, arrays) of a call. Raises the errors that flash_attention_fp8 documents."""
     query, key, value = (
         checks.checked_array(name, x, DTYPES) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -234,7 +240,10 @@ def _check(
 
 
 def _scale(name: str, x: Any, shape: tuple[int, int]) -> Any:
-    """A number, or an array of `shape`."""
+    """A scale as a float, or as a float32 array of `shape` or without axes; None is 1.
+
+    name: of the argument, in messages. Raises TypeError or ValueError.
+    """
     if x is None:
         return 1.0
     want = f"a positive number, or float32 [batch, heads] = {shape}"
@@ -254,7 +263,11 @@ def _scale(name: str, x: Any, shape: tuple[int, int]) -> Any:
 
 
 def _factors(request: Fp8Request, q_scale, k_scale, v_scale, scale: float) -> jax.Array:
-    """[B, H, 2] float32: the factors of the scores and of the output; NaN if a scale is not positive."""
+    """float32 [B, H, 2]: for each head, the factor of query @ key and the factor of the weighted sum of value.
+
+    The first includes `scale`, the factor of the softmax's argument. Both are NaN for a head with a scale that is not
+    positive.
+    """
     shape = request.batch, request.heads
     group = request.heads // max(request.kv_heads, 1)
     wide = lambda x: jnp.repeat(x, group, axis=1) if jnp.ndim(x) == 2 else x
@@ -266,7 +279,10 @@ def _factors(request: Fp8Request, q_scale, k_scale, v_scale, scale: float) -> ja
 
 
 def _of_scores(q_scale: Any, k_scale: Any, scale: float) -> Any:
-    """q_scale * k_scale * scale, smallest times largest first: leaves float32's range only if the full product does."""
+    """q_scale * k_scale * scale, for positive factors, elementwise.
+
+    The smallest and the largest factor are multiplied first. So no step leaves float32's range unless the result does.
+    """
     low, high = jnp.minimum(q_scale, k_scale), jnp.maximum(q_scale, k_scale)
     between = jnp.clip(jnp.float32(scale), low, high)
     return (jnp.minimum(low, scale) * jnp.maximum(high, scale)) * between
@@ -287,7 +303,10 @@ def _supports_mosaic(request: Fp8Request) -> str | None:
 
 
 def _of_arrays(forward):
-    """A forward of AttentionInputs, as a function of the arrays of `_attention`."""
+    """Wraps a forward(AttentionInputs, options, factors, ...) as a function of the arrays of `_attention`.
+
+    These are query, key, value, factors, q_offset and kv_lengths; the last two may be None.
+    """
 
     def run(query, key, value, factors, q_offset, kv_lengths, *, options, **rest):
         inputs = AttentionInputs(query, key, value, kv_lengths=kv_lengths, q_offset=q_offset)
@@ -319,12 +338,15 @@ OP.explained_by(_check)(flash_attention_fp8)
 # Not a custom_jvp: JAX could not handle the kernel's tile counter in one, because the counter is a reference.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: PlannedCall, arrays: tuple[Any, ...]):
-    """(out, lse). arrays: query, key, value, factors, q_offset, kv_lengths; the last two may be None."""
+    """(out bfloat16 [B, T, H, Dv], lse float32 [B, H, T]); differentiating raises NotImplementedError.
+
+    arrays: (query, key, value, factors [B, H, 2], q_offset, kv_lengths); the last two may be None.
+    """
     return batched(OP, call, share=_shared)(*arrays)
 
 
 def _shared(function: Any) -> Any:
-    """The kernel's function, with its work sharded over devices under jit."""
+    """Returns the kernel's function with its work sharded over devices under jit, along batch and heads."""
 
     def run(*arrays: Any) -> Any:
         if not is_partitioned():

@@ -29,9 +29,11 @@ from jax_kernels.score_mod.trace import moving
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRequest(Request):
-    """A flash_attention call without its arrays. is_causal, window and q_offset: as in AttentionOptions.
+    """A flash_attention call without its arrays.
 
-    has_lists: whether lists of blocks give the keys of each query: from a prepared mask, or from a Mask object.
+    is_causal, window, q_offset: in the normal form of AttentionOptions; q_offset is None if it is an array. mask_shape,
+    bias_shape: with four axes; None without an array. has_mask_object: the mask is a masks.Mask that its arguments
+    cannot express. has_lists: block lists give the keys of each query: from a prepared mask, or made from a Mask.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = checks.SIZES
@@ -74,14 +76,17 @@ class AttentionRequest(Request):
 
     @property
     def bias_tile_bits(self) -> int:
-        """The bits of a bias for every query and key; 0 without a bias, and for a bias that all queries share."""
+        """The bits of each value of a bias [.., T, S] that has a row for each query; 0 for all other calls."""
         if self.bias_shape is None or self.bias_shape[2] == 1:
             return 0
         return 32 if self.bias_dtype == "float32" else 16
 
     @property
     def dense_bits(self) -> int:
-        """The bits that a kernel reads for every query and key: 1 for a mask without bias, 0 without both."""
+        """The bits that a kernel reads for every pair of a query and a key: 32, 16, 1 or 0.
+
+        1 is for a mask array without a bias, 0 for neither. Block specs are chosen by it.
+        """
         if self.bias_tile_bits == 32:
             return 32
         mask_shape = None if self.has_lists else self.mask_shape
@@ -91,11 +96,12 @@ class AttentionRequest(Request):
 
 
 def order(request: AttentionRequest) -> tuple[tuple[str, ...], str]:
-    """The implementations in the order in which they are tried, and where this order comes from."""
+    """(names of the implementations in the order in which they are tried, words for the source of this order)."""
     return block_specs.attention_order(request.device.compute_capability)
 
 
 def _row(name: str, request: AttentionRequest):
+    """(block spec row, words for its source) of the implementation `name` for a request."""
     return block_specs.attention_row(
         request.device.compute_capability,
         name,
@@ -111,6 +117,8 @@ def _row(name: str, request: AttentionRequest):
 
 
 def _config(name: str):
+    """A function from an AttentionRequest to (Blocks, the source of their block spec row), for one implementation."""
+
     def config(request: AttentionRequest) -> tuple[Any, str]:
         row, source = _row(name, request)
         array_gradients = None
@@ -134,6 +142,7 @@ def _config(name: str):
 
 
 def _supports_mosaic(request: AttentionRequest) -> str | None:
+    """The reason, in words for users, why the Hopper kernels cannot serve the request; None if they can."""
     if reason := unsupported.no_gpu(request) or unsupported.not_hopper(request):
         return reason
     if request.bits != 16:
@@ -155,6 +164,7 @@ def _score_mod_by_mosaic(request: AttentionRequest) -> str | None:
 
 
 def _supports_triton(request: AttentionRequest) -> str | None:
+    """The reason, in words for users, why the Triton kernels cannot serve the request; None if they can."""
     if reason := unsupported.below(request, (8, 0)):
         return reason
     if request.has_mask:
@@ -167,6 +177,7 @@ def _supports_triton(request: AttentionRequest) -> str | None:
 
 
 def _supports_cudnn(request: AttentionRequest) -> str | None:
+    """The reason, in words for users, why cuDNN cannot serve the request; None if it can."""
     capability = request.device.compute_capability
     if capability is None:
         return f"it needs an NVIDIA GPU, and this runs on {request.device.name}"
@@ -205,6 +216,7 @@ _SPECIAL_BY_CUDNN = 128
 
 
 def _window_by_cudnn(request: AttentionRequest) -> str | None:
+    """The reason, in words for users, why cuDNN cannot serve the request's window; None if it can, or without one."""
     if request.window is None:
         return None
     if not request.is_causal:
@@ -219,6 +231,7 @@ def _window_by_cudnn(request: AttentionRequest) -> str | None:
 
 
 def _bias_by_cudnn(request: AttentionRequest) -> str | None:
+    """The reason, in words for users, why cuDNN cannot serve the request's bias; None if it can, or without one."""
     if request.bias_shape is None:
         return None
     if request.has_mask:
@@ -243,6 +256,7 @@ def _without_mask_objects(supports):
 
 
 def _cudnn(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, interpret):
+    """(out [B, T, H, Dv], None instead of lse) by cuDNN; JAX differentiates it. Queries without a key get out = 0."""
     del config, interpret
     query, key, value, mask, bias, kv_lengths = (
         getattr(inputs, name) for name in ("query", "key", "value", "mask", "bias", "kv_lengths")
@@ -291,7 +305,12 @@ def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, exces
 
 
 def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, excess=None, out=None, dlse=None):
-    """results: lse, delta and dout. out, dlse: given instead of delta if takes_results allows it."""
+    """The AttentionGradients by the Hopper kernels, plus other kernels for the arrays whose gradients they lack.
+
+    results: (lse, delta, dout): the row terms [B, H, T] and the cotangent of out. dquery: None, or float32 like query,
+    to which query's gradient / scale is added. excess: [B, H, T], from the forward with a bias or a score_mod. out,
+    dlse: the forward's out and the cotangent of lse. If `takes_results` is True, they are given, and delta is None.
+    """
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
     by_kernel = kernel(backward_sm90.attention_backward, "backward")
     gradients = by_kernel(*arguments, dquery=dquery, excess=excess, out=out, dlse=dlse, **statics)
@@ -317,7 +336,10 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
 
 
 def prepared_lists(choice: Choice, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:
-    """The lists that a PreparedMask carries for calls of this choice: the lists that "mosaic_gpu" reads."""
+    """The block lists that a PreparedMask carries, for the kernels of this choice: of the forward, then the backward.
+
+    Empty without a mask, and for other implementations than "mosaic_gpu", which read no lists.
+    """
     if choice.implementation != "mosaic_gpu" or inputs.mask is None:
         return ()
     widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
@@ -329,7 +351,10 @@ def prepared_lists(choice: Choice, inputs: AttentionInputs, options: AttentionOp
 
 
 def takes_results(implementation: str, inputs: AttentionInputs, options: AttentionOptions, out, config: Blocks) -> bool:
-    """Whether a backward takes the forward's out and the cotangent of lse instead of delta."""
+    """Whether the implementation's backward computes delta itself, from the forward's out and the cotangent of lse.
+
+    out: the forward's result, [B, T, H, Dv].
+    """
     return implementation == "mosaic_gpu" and backward_sm90.makes_rows(inputs, options, out, config=config.backward)
 
 

@@ -22,12 +22,19 @@ BATCH, HEADS = "batch", "heads"
 
 
 def by_heads(heads: int, kv_heads: int) -> tuple[Axis, Axis | None]:
-    """(axis of the query heads, axis of the key heads). A single key head is not sharded."""
+    """(Axis of the query heads, Axis of the key heads), for sharding. The second is None for a single key head.
+
+    A device's query heads are always the heads that its key heads serve.
+    """
     return (Axis(HEADS), None) if kv_heads == 1 else (Axis(HEADS, heads // kv_heads), Axis(HEADS))
 
 
 def shared_attention(function: Callable[..., Any], options: AttentionOptions) -> Callable[..., Any]:
-    """A kernel's function of AttentionInputs and arrays of out or lse, with its work sharded over devices under jit."""
+    """Returns the kernel's function with its work sharded over devices under jit, along batch and heads.
+
+    function: takes AttentionInputs and arrays shaped like out or lse, and returns an AttentionResult or
+    AttentionGradients. A call with a dquery is not sharded.
+    """
 
     def run(inputs: AttentionInputs, *rest: Any) -> Any:
         if not is_partitioned() or (len(rest) > 3 and rest[3] is not None):  # a dquery to which the kernel adds
@@ -46,6 +53,7 @@ def shared_attention(function: Callable[..., Any], options: AttentionOptions) ->
 
 
 def _fields(inputs: AttentionInputs) -> dict[str, ArrayAxes]:
+    """The axes of each field of AttentionInputs, AttentionResult and AttentionGradients, by the field's name."""
     batch, (heads, kv_heads) = Axis(BATCH), by_heads(inputs.query.shape[2], inputs.key.shape[2])
     of_query, of_key = (batch, None, heads, None), (batch, None, kv_heads, None)
     return {
@@ -70,7 +78,11 @@ def _fields(inputs: AttentionInputs) -> dict[str, ArrayAxes]:
 
 
 def _lengths(inputs: AttentionInputs, options: AttentionOptions) -> dict[str, int]:
-    """The lengths of the axes that may be sharded. An axis whose index a score_mod or function mask reads has 1."""
+    """The lengths of batch and heads, by name; 1 for an axis that must not be sharded.
+
+    It must not be if a score_mod, or a mask that is a function, reads the index of the batch entry or of the head; nor
+    the heads, if the call takes only some heads of its arrays.
+    """
     kv_heads = inputs.key.shape[2]
     found = {BATCH: inputs.query.shape[0], HEADS: inputs.query.shape[2] if kv_heads == 1 else kv_heads}
     reads = set() if inputs.score_mod is None else _read(inputs.score_mod)
@@ -84,6 +96,7 @@ def _lengths(inputs: AttentionInputs, options: AttentionOptions) -> dict[str, in
 
 
 def _of_inputs(inputs: AttentionInputs, fields: Mapping[str, ArrayAxes]) -> list[ArrayAxes]:
+    """The axes of each leaf of the inputs, in order. fields: the axes of each field, by name."""
     found: list[ArrayAxes] = []
     for name, x in zip(AttentionInputs._fields, inputs, strict=True):
         if isinstance(x, Mask):
@@ -95,24 +108,31 @@ def _of_inputs(inputs: AttentionInputs, fields: Mapping[str, ArrayAxes]) -> list
 
 
 def _of_results(result: Any, fields: Mapping[str, ArrayAxes]) -> list[ArrayAxes]:
-    """The axes of an AttentionResult, or of AttentionGradients."""
+    """The axes of each leaf of an AttentionResult or AttentionGradients, in order."""
     pairs = zip(result._fields, result, strict=True)
     return [_named(fields.get(name), leaf.shape) for name, x in pairs for leaf in jax.tree.leaves(x)]
 
 
 def _named(axes: ArrayAxes | None, shape: tuple[int, ...]) -> ArrayAxes:
-    """The axes, with None for an axis of length 1, which is broadcast."""
+    """The axes of an array of this shape: `axes`, but None for an axis of length 1, which is broadcast, not sharded."""
     axes = (None,) * len(shape) if axes is None else axes
     return tuple(None if size == 1 else axis for axis, size in zip(axes, shape, strict=True))
 
 
 def _parts(mask: Mask) -> list[Any]:
-    """The masks that a mask is composed of, and the arrays of their offsets, in the order of the mask's leaves."""
+    """The masks without parts of their own that a mask is composed of, in the order of the mask's leaves.
+
+    Arrays of a composed mask itself, such as offsets, are included.
+    """
     return jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Mask) and not isinstance(x, _Composite))
 
 
 def _of_mask(mask: Any, shape: tuple[int, ...], axes: ArrayAxes) -> ArrayAxes:
-    """The axes of a mask's array: the batch, then, if it has at least three axes, the heads."""
+    """The axes of an array of a mask: the batch first; then the heads, if the array has at least three axes.
+
+    mask: the mask that holds the array, or the array itself if it belongs to a composed mask; this one is not sharded.
+    axes: of a dense mask.
+    """
     if not isinstance(mask, Mask) or isinstance(mask, Function) or math.prod(shape) == 1:
         return (None,) * len(shape)
     batch = axes[0] if mask.batch > 1 else None
@@ -121,7 +141,7 @@ def _of_mask(mask: Any, shape: tuple[int, ...], axes: ArrayAxes) -> ArrayAxes:
 
 
 def _read(score_mod: Any) -> set[str]:
-    """The indices (batch entry, head) that a score_mod reads."""
+    """The names, out of BATCH and HEADS, of the indices that a score_mod reads."""
     program = score_mod.program
     used = {id(x) for equation in program.eqns for x in equation.invars} | set(map(id, program.outvars))
     batch, head = program.invars[-4:-2]

@@ -30,7 +30,7 @@ def prepare_mask(
     value: Float[Array, "B S Hkv Dv"] | jax.ShapeDtypeStruct | None = None,
     **arguments: Any,
 ) -> PreparedMask:
-    """The mask with its lists of blocks, which attention then reads instead of computing them in each call.
+    """The mask with its block lists, which attention then reads instead of computing them in each call.
 
     Equivalent to the following JAX code, except for the time that later calls take::
 

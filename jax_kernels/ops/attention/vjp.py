@@ -47,26 +47,32 @@ RESIDUALS = "flash_attention_out", "flash_attention_lse"  # names for policies o
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class AttentionCall(PlannedCall):
-    """A PlannedCall with AttentionOptions and the dtype of out."""
+    """The static half of a planned attention call: a PlannedCall whose options are AttentionOptions.
+
+    out_dtype: the name of the dtype of out, such as "bfloat16".
+    """
 
     out_dtype: str
 
 
 def with_options(call: AttentionCall, **options: Any) -> AttentionCall:
-    """The same call with other AttentionOptions."""
+    """The call with some fields of its AttentionOptions replaced."""
     return dataclasses.replace(call, options=dataclasses.replace(call.options, **options))
 
 
 def vary_alike(inputs):
-    """Inside shard_map, makes every array vary over all mesh axes over which any of them varies.
+    """The inputs, each marked inside jax.shard_map as varying over all mesh axes over which any of them varies.
 
-    The transpose sums the gradient of an array that was equal on all devices.
+    The values stay the same. The gradient of an array that was equal on all devices is then summed over the devices.
     """
     return as_varying(inputs, varying_axes(inputs))
 
 
 def run(call: AttentionCall, inputs: AttentionInputs):
-    """(out, lse) of a prepared call, differentiable. lse is None if its options have has_lse=False."""
+    """(out [B, T, H, Dv], lse float32 [B, H, T]) of a prepared call, differentiable.
+
+    lse is None if the call's options have has_lse=False.
+    """
     if call.implementation == "xla":
         return _plain(call, inputs)
     inputs = in_reverse_mode(inputs, REVERSE_MODE)
@@ -86,7 +92,10 @@ def _attention(call, inputs):
 
 @under_defaults
 def _attention_fwd(call, primals):
-    """(result, residuals for _attention_bwd)."""
+    """(AttentionResult, residuals): the forward under differentiation. primals: AttentionInputs of CustomVJPPrimals.
+
+    The call's options are set such that the backward computes only the gradients of bias and score_mod that are wanted.
+    """
     inputs = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
     perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree, is_leaf=_is_primal))
     wanted = {f"{name}_gradient": perturbed(getattr(primals, name)) for name in ("bias", "score_mod")}
@@ -129,14 +138,17 @@ def _plain(call, inputs):
 
 
 def _input_gradients(call, inputs, result, dout, dlse) -> AttentionInputs:
-    """attention_backward, with its gradients in the fields of the inputs."""
+    """The gradients of attention_backward as AttentionInputs; None for inputs without a gradient."""
     gradients = attention_backward(call, inputs, result, dout, dlse)
     fields: dict[str, Any] = dict.fromkeys(AttentionInputs._fields) | gradients._asdict()
     return AttentionInputs(**fields)
 
 
 def with_results(call: AttentionCall, inputs: AttentionInputs, out: jax.Array, lse: jax.Array):
-    """Returns out and lse, the results of a prepared call without bias and score_mod, with their gradients."""
+    """Returns (out, lse), which an earlier `run` of the same arguments gave, without computing them again.
+
+    Their gradients with respect to `inputs` are the gradients of `run`. The call has neither a bias nor a score_mod.
+    """
     if call.implementation == "xla":
         return _plain_with_results(call, inputs, out, lse)
     return _with_results(call, in_reverse_mode(inputs, REVERSE_MODE), out, lse)
@@ -168,9 +180,9 @@ _plain_with_results = in_both_modes(
 
 
 def attention_forward(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-    """The result of the call's implementation, as its kernels return it. A vmap is merged into the batch.
+    """The AttentionResult of the call's implementation, as its kernels return it. A vmap is merged into the batch.
 
-    With "xla" it is differentiable.
+    It is differentiable only with "xla" and "cudnn".
     """
     return _plain_forward(call, inputs) if call.implementation == "xla" else _batched(_forward, call)(inputs)
 
@@ -178,7 +190,10 @@ def attention_forward(call: AttentionCall, inputs: AttentionInputs) -> Attention
 def attention_forward_together(
     calls: Sequence[AttentionCall], inputs: Sequence[AttentionInputs]
 ) -> list[AttentionResult]:
-    """attention_forward of several calls. Calls that can share a launch do so."""
+    """The AttentionResult of each of several calls, in order. Calls share one kernel launch if they can.
+
+    They can with "mosaic_gpu" if they have only query, key and value, equal blocks, and equal options but for heads.
+    """
     groups: dict[Any, list[int]] = {}  # by the properties that a launch has only once
     for i, (call, of_call) in enumerate(zip(calls, inputs, strict=True)):
         alike: Any = i
@@ -198,7 +213,10 @@ def attention_forward_together(
 
 @functools.lru_cache(maxsize=MOST_CALLS)
 def _batched_together(calls: tuple[AttentionCall, ...]):
-    """attention_forward_together of calls that share a launch, with a vmap that is merged into the batch of each."""
+    """A function from a list of AttentionInputs, one for each call, to their AttentionResults, by one launch.
+
+    A vmap is merged into the batch of each call.
+    """
 
     @jax.custom_batching.custom_vmap
     def forward(inputs):
@@ -222,7 +240,10 @@ def _batched_together(calls: tuple[AttentionCall, ...]):
 def attention_backward(
     call: AttentionCall, inputs: AttentionInputs, result: AttentionResult, dout, dlse
 ) -> AttentionGradients:
-    """The gradients, from the result of attention_forward and the cotangents of out and lse (dlse may be None)."""
+    """The gradients of all inputs. result: of attention_forward. dout, dlse: the cotangents of out and lse.
+
+    dout: [B, T, H, Dv]. dlse: [B, H, T], or None for zeros.
+    """
     if result.lse is None:  # "cudnn" is differentiated by JAX
         return _batched(_backward, call)(inputs, None, None, dout)
     excess = result.excess
@@ -239,9 +260,11 @@ def attention_backward(
 
 
 def attention_gradients(call: AttentionCall, inputs: AttentionInputs, lse, delta, dout, dquery=None, excess=None):
-    """All gradients except dsinks, from row_terms' (lse, delta), and with a bias from the forward's excess.
+    """The AttentionGradients of all inputs except the sinks.
 
-    dquery: an array to which query's gradient is added, only for "mosaic_gpu".
+    lse, delta: the row terms, float32 [B, H, T]. dout: [B, T, H, Dv], the cotangent of out. dquery: None, or a float32
+    array of query's shape, only for "mosaic_gpu": the returned gradient of query is then dquery + gradient / scale, in
+    float32. excess: [B, H, T], from the forward of a call with a bias or a score_mod; else None.
     """
     run = functools.partial(_plain_backward, call) if call.implementation == "xla" else _batched(_backward, call)
     return run(inputs, lse, delta, dout, dquery, excess)
@@ -254,7 +277,11 @@ def _forward(call, inputs):
 
 
 def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None, out=None, dlse=None):
-    """out, dlse: given instead of delta where implementations.takes_results allows it, before a vmap joined calls."""
+    """The AttentionGradients by the call's implementation.
+
+    The parameters are as in attention_gradients, but delta may be None. out and dlse are then the forward's out and the
+    cotangent of lse. If the implementation cannot take them, because a vmap changed the shapes, delta is computed here.
+    """
     if out is not None and not implementations.takes_results(
         call.implementation, inputs, call.options, out, call.config
     ):
@@ -280,7 +307,11 @@ _SHARED = ("mask", "bias", "sinks")
 
 @functools.lru_cache(maxsize=MOST_CALLS)
 def _batched(function, call):
-    """`function(call, ...)` of arrays whose first axis is the batch, with a vmap that is merged into this batch."""
+    """A function (inputs, *arrays) -> function(call, inputs, *arrays), with a vmap that is merged into the batch.
+
+    function: _forward or _backward. The first axis of each array is the batch. Kernels are sharded over devices under
+    jit. Calls whose Masks or score_mods differ run one after the other.
+    """
     plain: Any = functools.partial(function, call)
     if call.implementation in ("mosaic_gpu", "triton"):
         plain = shared_attention(plain, call.options)
@@ -321,7 +352,10 @@ def _batched(function, call):
 
 
 def _has_own_lists(inputs: AttentionInputs, batched: Any) -> bool:
-    """Whether batch entries, or the calls under a vmap, have block lists of their own. batched: as in def_vmap."""
+    """Whether batch entries, or the calls under a vmap, have block lists of their own, so that a vmap must loop.
+
+    batched: AttentionInputs of bools: whether each array has the mapped axis.
+    """
     mask = inputs.mask
     if not isinstance(mask, Mask) and inputs.lists is None:
         return False
@@ -330,7 +364,10 @@ def _has_own_lists(inputs: AttentionInputs, batched: Any) -> bool:
 
 
 def _one_by_one(function, batched, arguments):
-    """A vmap by a loop, for a Mask or a score_mod that differs between batch entries."""
+    """The value of a vmap rule, computed by a loop over the calls: (results with the mapped axis first, True for each).
+
+    batched: for each leaf of the arguments, whether it has the mapped axis.
+    """
     leaves, structure = jax.tree.leaves(arguments), jax.tree.structure(arguments)
     has_axis = jax.tree.leaves(batched)
 

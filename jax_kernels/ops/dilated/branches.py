@@ -6,7 +6,7 @@ its segments, this reshape is the array of a call, and a kernel reads the heads 
 Otherwise the rows are gathered by reshapes, static slices, concatenations and selects, which XLA fuses unless an order
 permutes the tokens. If several devices share a segment, a piece has this device's tokens of the segment, and the keys
 of its classes travel round the ring of these devices. If segments begin or end within a device, a piece has all the
-device's tokens of the branch, and numbers mark the tokens of each segment.
+device's tokens of the branch, and segment ids mark the tokens of each segment.
 """
 
 import dataclasses
@@ -43,13 +43,15 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Equal segments next to each other.
+    """A run of adjacent segments of one branch that have equal lengths.
 
-    branch: its index. start: the first token. segments: their number; length: of each; rate: their dilation.
-    offsets: the residue class that each query head takes, -1 for a head that the branch does not serve; None if every
-    head takes all classes. order: as in dilated_attention. span: the devices of one segment that several devices share;
-    length is then one device's part of the segment, and a multiple of the rate. deal: set if segments begin and end
-    anywhere on the devices of a span: the piece then has one segment, all tokens of a device.
+    branch: the branch's index. start: the first token. segments: the number of segments. length: the tokens of each
+    segment. rate: the branch's dilation rate. offsets: for each query head the class that it takes, -1 if the branch
+    does not serve the head; None if every head takes all classes. order: None, or "hilbert" if a token's position is
+    its index in hilbert_order of the segment. span: the devices that share each segment, None if each segment is on one
+    device. With a span, length is one device's part of a segment; it is a multiple of the rate if deal is None. deal:
+    the tables that sort the device's tokens by class, if segments begin or end within a device; else None. With a deal,
+    the piece has one segment: all tokens of this device.
     """
 
     branch: int
@@ -64,7 +66,10 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        """The rows of a class. If some classes lack a token in the last row, rounded up to ROW_MULTIPLE."""
+        """The rows that hold one class of one segment: the size of the largest class.
+
+        If not all classes have this size, it is rounded up to a multiple of ROW_MULTIPLE.
+        """
         if self.is_dealt_out:
             return self._dealt_out[0].shape[1] // self.rate
         rows, rest = divmod(self.length, self.rate)
@@ -72,35 +77,40 @@ class Piece:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """(first query head that is served, end)."""
+        """(first, end): the branch serves the query heads first ... end - 1. Needs offsets."""
         assert self.offsets is not None
         served = [head for head, offset in enumerate(self.offsets) if offset >= 0]
         return served[0], served[-1] + 1
 
     @property
     def boundaries(self) -> list[int]:
-        """The query heads at which the class changes, with the first head and the end."""
+        """The served query heads at which the class changes, between the two values of `heads`. Needs offsets."""
         assert self.offsets is not None
         first, end = self.heads
         return [first, *(h for h in range(first + 1, end) if self.offsets[h] != self.offsets[h - 1]), end]
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the class of a token comes from a table."""
+        """Whether `table` gives the class of each token. Else token i of a segment has class i % rate."""
         return self.deal is not None or (self.order is not None and self.rate > 1)
 
     @property
     def is_dealt_out(self) -> bool:
-        """Whether devices have different numbers of tokens of a class."""
+        """Whether the devices of a segment may have different numbers of tokens of a class, and so need padding."""
         return self.span is not None and self.is_ordered
 
     @property
     def has_gaps(self) -> bool:
-        """Whether an entry without a token may precede an entry with a token."""
+        """Whether the result of `arranged` may have padding before a token, not only after the last token."""
         return self.is_dealt_out and self.rows * self.rate != self.length
 
     @property
     def _dealt_out(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tables of all devices of a segment, for a piece with is_dealt_out.
+
+        int32 [devices, rows * rate], the device's token at each index of `arranged`, and int32 [devices, length], the
+        index of each token.
+        """
         assert self.span is not None
         if self.deal is not None:
             return self.deal.tables.at, self.deal.tables.places
@@ -108,7 +118,7 @@ class Piece:
 
     @property
     def table(self) -> Table:
-        """The table of a piece that is ordered."""
+        """The permutation of this device's tokens of a segment that sorts them by class. Needs is_ordered."""
         if self.is_dealt_out:
             assert self.span is not None
             return Table(*(self.span.mine(numbers) for numbers in self._dealt_out))
@@ -116,18 +126,27 @@ class Piece:
         return Table(jnp.asarray(tokens), jnp.asarray(invert_order(tokens)))
 
     def arranged(self, x: jax.Array, fill: float) -> jax.Array:
-        """[segments, length, ...], reordered: the tokens of a class, ascending, are at every rate-th index."""
+        """x [segments, length, ...] with each segment's tokens sorted by class.
+
+        The tokens of class c, ascending, get the indices c, c + rate, c + 2 * rate, ... A deal at rate 1 instead stores
+        the tokens of each class of each segment next to each other. With has_gaps the result has rows * rate indices,
+        and indices without a token have the value `fill`.
+        """
         if self.has_gaps:
             return x.at[:, self.table.tokens].get(mode="fill", fill_value=fill)
         return _permuted(x, self.table.tokens) if self.is_ordered else x
 
     def in_sequence(self, x: jax.Array) -> jax.Array:
-        """The inverse of arranged, for an x that may have padding at its end."""
+        """[segments, length, ...] in sequence order: the inverse of arranged. x may have padding at its end."""
         return _permuted(x, self.table.places) if self.is_ordered else x[:, : self.length]
 
 
 @functools.lru_cache(maxsize=32)
 def _arrangement(length: int, rate: int) -> np.ndarray:
+    """int32 [length]: the token at each index of a segment that is sorted by the classes of order="hilbert".
+
+    The tokens of class c, ascending, are at the indices c, c + rate, c + 2 * rate, ...
+    """
     tokens = np.empty(length, np.int32)
     for phase, taken in enumerate(_hilbert_classes(length, rate)):
         # Ascending order keeps the causal mask a triangle. The result depends only on the set of tokens.
@@ -136,6 +155,7 @@ def _arrangement(length: int, rate: int) -> np.ndarray:
 
 
 def _hilbert_classes(length: int, rate: int) -> list[np.ndarray]:
+    """The tokens of each class of a segment, ascending, for order="hilbert"."""
     found = classes_of(length, rate, "hilbert")
     return np.split(np.argsort(found, kind="stable"), np.cumsum(np.bincount(found, minlength=rate))[:-1])
 
@@ -156,9 +176,12 @@ def pieces_of(
     is_causal: bool = False,
     shards: Shards | None = None,
 ) -> list[Piece]:
-    """The pieces of all branches; the pieces of a branch are in the order of its tokens.
+    """The pieces of all branches of a dilated_attention, by branch and then by first token.
 
-    branches: (segment length, rate). shards: the devices of a sharded sequence, with `length` tokens each; or None.
+    length: the tokens of the arrays. num_heads: query heads. branches: (segment length, rate) of each branch. heads,
+    layout, order, is_causal: as the arguments of dilated_attention. shards: the mesh axis over which the sequence is
+    sharded, or None. With shards, `length` is the number of tokens of one device, and each branch has one piece, or all
+    branches together with layout="partition".
     """
     total = length if shards is None else length * shards.devices
     if layout == "partition":
@@ -183,7 +206,10 @@ def pieces_of(
 
 
 def of_heads(pieces: Sequence[Piece], first: int, end: int) -> list[Piece]:
-    """The pieces of query heads first ... end - 1, of the branches that serve any of these heads."""
+    """The pieces, restricted to the query heads first ... end - 1. Pieces that serve none of these heads are left out.
+
+    The heads of the result are counted from `first`.
+    """
     found = []
     for piece in pieces:
         offsets = None if piece.offsets is None else piece.offsets[first:end]
@@ -193,7 +219,10 @@ def of_heads(pieces: Sequence[Piece], first: int, end: int) -> list[Piece]:
 
 
 def _partition(length: int, branches: Sequence[tuple[int, int]], order: str | None) -> list[Piece]:
-    """The pieces of segments that cut a sequence one after another, for layout="partition"."""
+    """The pieces for layout="partition": one segment for each branch, one after another.
+
+    Tokens after the last branch's segment form a segment at rate 1. Adjacent equal segments are one piece.
+    """
     pieces: list[Piece] = []
     start = 0
     for size, rate in (*branches, (length, 1)):
@@ -210,7 +239,11 @@ def _partition(length: int, branches: Sequence[tuple[int, int]], order: str | No
 
 
 def _on_device(whole: Sequence[Piece], length: int, shards: Shards, is_causal: bool) -> Piece:
-    """Turns a branch's pieces of the whole sequence into one piece for each device, with `length` tokens."""
+    """The piece that each device has of a branch. Its fields are the same on all devices.
+
+    whole: the branch's pieces of the whole sequence. length: the tokens of one device. is_causal: then keys do not
+    travel to earlier devices.
+    """
     first, *others = whole
     if not others and shards.fits(first.length, first.rate, length):
         size = min(first.length, length)
@@ -223,12 +256,13 @@ def _on_device(whole: Sequence[Piece], length: int, shards: Shards, is_causal: b
 
 @dataclasses.dataclass(frozen=True)
 class BranchCall:
-    """Pieces that one attention call serves, in batch entries of one shape.
+    """One attention call for some pieces. All its batch entries have one shape.
 
-    rows: queries, and keys, of an entry. heads, kv_heads: of an entry. is_masked: whether it needs segment ids: for the
-    caller's ids, or for rows that some classes lack, if causality does not hide them. span: the devices whose keys each
-    entry attends to, with equally many rows on each; None if only this device's. is_strided: the call takes some heads
-    of a view of the whole arrays, and has one piece.
+    rows: the number of queries of an entry, and of its keys on one device. heads, kv_heads: the query and key heads of
+    an entry. is_masked: whether the call takes segment ids. It does if the caller gave ids, or if rows without a token
+    must be excluded and a causal mask does not already exclude them. span: the devices whose keys each entry attends
+    to, `rows` rows on each; None if an entry attends only to keys of this device. is_strided: whether the kernel reads
+    the caller's arrays in place, as a view. Such a call has one piece, and takes some heads of the view.
     """
 
     pieces: tuple[Piece, ...]
@@ -240,12 +274,13 @@ class BranchCall:
     is_strided: bool = False
 
     def entries(self, batch: int, num_heads: int) -> int:
+        """The number of batch entries of the call. batch, num_heads: of the caller's query."""
         return sum(_entries(piece, batch, num_heads, self.heads) for piece in self.pieces)
 
     def head_view(self, num_heads: int, array_heads: int) -> HeadView | None:
-        """The heads of a strided call within the heads of its view of query or key; None if it takes all heads.
+        """The heads that a strided call takes of a view [entries, rows, rate * array_heads, D]; None if it takes all.
 
-        num_heads: of query. array_heads: of query or key.
+        num_heads: the heads of query. array_heads: the heads of the viewed array, query or key.
         """
         (piece,) = self.pieces
         if piece.offsets is None or (piece.rate == 1 and self.heads == num_heads):
@@ -265,7 +300,11 @@ class BranchCall:
 def calls_of(
     pieces: list[Piece], num_heads: int, kv_heads: int, *, is_causal: bool, has_segment_ids: bool
 ) -> tuple[BranchCall, ...]:
-    """Groups the pieces by the shape of their batch entries."""
+    """The attention calls that compute the pieces. Pieces share a call if their batch entries have equal shapes.
+
+    They must also agree in is_masked and in their span. num_heads, kv_heads: of the caller's query and key.
+    has_segment_ids: whether the caller gave segment ids.
+    """
     calls: dict[tuple[int, int, int, bool, Span | None], list[Piece]] = {}
     for piece in pieces:
         is_masked = has_segment_ids or piece.has_gaps or piece.deal is not None
@@ -282,7 +321,10 @@ def calls_of(
 
 
 def split_strided(call: BranchCall, length: int, group: int) -> tuple[BranchCall, ...]:
-    """Moves each piece that a view can serve into a strided call of its own. group: query heads per key head."""
+    """Splits a call: each piece that a kernel can read as a view gets a strided call, the other pieces share one call.
+
+    A call with segment ids is not split. length: the tokens of the caller's arrays. group: query heads per key head.
+    """
     if call.is_masked:
         return (call,)
     strided = [piece for piece in call.pieces if _is_strided(piece, length, group)]
@@ -292,6 +334,7 @@ def split_strided(call: BranchCall, length: int, group: int) -> tuple[BranchCall
 
 
 def _is_strided(piece: Piece, length: int, group: int) -> bool:
+    """Whether a kernel can read the piece as a view of arrays with `length` tokens. group: query heads per key head."""
     is_whole = piece.start == 0 and piece.segments * piece.length == length
     has_tiles = piece.length % piece.rate == 0 and piece.rows % ROW_MULTIPLE == 0
     # Otherwise the query heads would start in the middle of a key head.
@@ -300,9 +343,10 @@ def _is_strided(piece: Piece, length: int, group: int) -> bool:
 
 
 def compact_rows(calls: Sequence[BranchCall], batch: int, num_heads: int, array_heads: int) -> Compact:
-    """The map from tokens to the rows of the calls' results, for an array with array_heads heads, query's or key's.
+    """The map from tokens of an array [batch, T, array_heads, ...] to rows of the calls' compact arrays (one per call).
 
-    If the tokens of a head are in several heads of an entry, there is one Rows for each of them.
+    num_heads: the heads of query. array_heads: the heads of the array, as many as query or key has. If one head of key
+    belongs to several heads of an entry, the result has one Rows for each of them.
     """
     group, rows = num_heads // array_heads, []
     tables: dict[Any, Table] = {}
@@ -330,17 +374,24 @@ def compact_rows(calls: Sequence[BranchCall], batch: int, num_heads: int, array_
 
 
 def _shared(piece: Piece, group: int) -> int:
-    """The number of neighbouring query heads that have the same key head and class, everywhere in the piece."""
+    """The largest n such that query heads n * i ... n * i + n - 1 have one key head and one class, for every i.
+
+    group: query heads per key head. If every head takes all classes, only the key head counts.
+    """
     return group if piece.offsets is None else math.gcd(group, *piece.boundaries)
 
 
 def _entries(piece: Piece, batch: int, num_heads: int, in_entry: int) -> int:
+    """The number of batch entries that hold a piece, with in_entry query heads in each entry."""
     served = num_heads * piece.rate if piece.offsets is None else piece.heads[1] - piece.heads[0]
     return batch * piece.segments * served // in_entry
 
 
 def _rows(x: jax.Array, piece: Piece, fill: float = 0) -> jax.Array:
-    """[B, T, ...] -> [B * segments, rows, rate, ...]."""
+    """The piece's tokens of x [B, T, ...], as [B * segments, rows, rate, ...] with class c at index c of axis 2.
+
+    fill: the value in rows without a token.
+    """
     batch, _, *rest = x.shape
     x = x[:, piece.start : piece.start + piece.segments * piece.length]
     x = piece.arranged(x.reshape(batch * piece.segments, piece.length, *rest), fill)
@@ -350,7 +401,7 @@ def _rows(x: jax.Array, piece: Piece, fill: float = 0) -> jax.Array:
 
 
 def _tokens(x: jax.Array, piece: Piece, batch: int) -> jax.Array:
-    """The inverse of _rows: [B, segments * length, ...]."""
+    """[B * segments, rows, rate, ...] -> the piece's tokens in sequence order, [B, segments * length, ...]."""
     x = piece.in_sequence(x.reshape(x.shape[0], -1, *x.shape[3:]))
     return x.reshape(batch, -1, *x.shape[2:])
 
@@ -360,7 +411,11 @@ def _permuted(x: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def arrays_of(x: jax.Array, call: BranchCall, num_heads: int) -> jax.Array:
-    """[B, T, heads, ...] -> a call's array: gathered rows, or a view [entries, rows, rate * heads, ...]."""
+    """A call's input array, from x [B, T, heads, ...]. num_heads: the heads of query; x may have the heads of key.
+
+    It is x itself, reshaped to [entries, rows, rate * heads, ...], for a strided call; else the array of gather_rows,
+    [entries, rows, heads of an entry, ...].
+    """
     if not call.is_strided:
         return gather_rows(x, call, num_heads)
     (piece,) = call.pieces
@@ -368,12 +423,16 @@ def arrays_of(x: jax.Array, call: BranchCall, num_heads: int) -> jax.Array:
 
 
 def gather_rows(x: jax.Array, call: BranchCall, num_heads: int) -> jax.Array:
-    """[B, T, heads, ...] -> the entries of a call, [entries, rows, heads of an entry, ...]."""
+    """The compact array of a call, [entries, rows, heads of an entry, ...], gathered from x [B, T, heads, ...].
+
+    num_heads: the heads of query; x may have the heads of key. Rows without a token are 0.
+    """
     group = num_heads // x.shape[2]
     return jnp.concatenate([_gathered(x, piece, group, call) for piece in call.pieces])
 
 
 def _gathered(x: jax.Array, piece: Piece, group: int, call: BranchCall) -> jax.Array:
+    """gather_rows for one piece of the call. group: the number of query heads for each head of x."""
     shared = 1 if group == 1 else call.heads // call.kv_heads
     x = _rows(x, piece)
     if piece.offsets is None:
@@ -387,7 +446,7 @@ def _gathered(x: jax.Array, piece: Piece, group: int, call: BranchCall) -> jax.A
 
 
 def _runs(picks: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
-    """(class, (first head, end)) of each run of neighbouring heads of one class, in order."""
+    """(class, (first head, end)) of each run of neighbouring heads of one class, in order. picks: (class, head)."""
     runs: list[tuple[int, tuple[int, int]]] = []
     for phase, head in picks:
         if runs and runs[-1][0] == phase and runs[-1][1][1] == head:
@@ -398,7 +457,10 @@ def _runs(picks: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
 
 
 def gather_ids(ids: jax.Array | None, call: BranchCall, batch: int, length: int) -> jax.Array:
-    """int32 [B, T], or None if all ids are equal -> [entries, rows]; rows without a token have -1."""
+    """int32 [entries, rows]: the segment id of each row of a call; -1 in rows without a token.
+
+    ids: int32 [batch, length], or None if all tokens have one id.
+    """
     parts = []
     for piece in call.pieces:
         if piece.deal is not None and piece.span is not None:
@@ -415,10 +477,11 @@ def gather_ids(ids: jax.Array | None, call: BranchCall, batch: int, length: int)
 def scatter(
     x: jax.Array, call: BranchCall, batch: int, num_heads: int, out_heads: int, fill: float = 0
 ) -> list[tuple[Piece, jax.Array]]:
-    """The inverse of gather_rows: for each piece [B, its tokens, out_heads, ...] in float32.
+    """(piece, float32 [batch, its tokens, out_heads, ...]) for each piece of a call: the inverse of gather_rows.
 
-    out_heads: query's heads, or key's: then the values that entries have for one key head are added. fill: the value
-    of heads that take no part.
+    x: a compact array of the call, [entries, rows, heads of an entry, ...]. num_heads: the heads of query. out_heads:
+    the heads of query or of key. For key, the values of several query heads of one key head are added. fill: the value
+    of tokens that a head does not take.
     """
     group = num_heads // out_heads
     shared = 1 if group == 1 else call.heads // call.kv_heads
@@ -431,6 +494,10 @@ def scatter(
 
 
 def _scattered(x: jax.Array, piece: Piece, batch: int, group: int, shared: int, fill: float) -> jax.Array:
+    """scatter for the entries of one piece.
+
+    group: query heads per head of the result. shared: query heads per head of x.
+    """
     folds = x.shape[0] // (batch * piece.segments)
     x = x.reshape(-1, folds, *x.shape[1:])
     x = jnp.moveaxis(x, 1, 2).reshape(x.shape[0], x.shape[2], -1, *x.shape[4:])
@@ -448,7 +515,10 @@ def _scattered(x: jax.Array, piece: Piece, batch: int, group: int, shared: int, 
 
 
 def merge_rows(parts: list[tuple[Piece, jax.Array]], length: int, fill: float = 0) -> list[jax.Array]:
-    """[B, T, ...] for each branch, from the results of scatter for its pieces. fill: the value outside of pieces."""
+    """One array [B, T, ...] for each branch, in order: the tokens of its pieces, joined. length: T.
+
+    parts: (piece, [B, its tokens, ...]), as scatter returns them. fill: the value of tokens after the last piece.
+    """
     branches: dict[int, list[tuple[Piece, jax.Array]]] = {}
     for piece, x in parts:
         branches.setdefault(piece.branch, []).append((piece, x))

@@ -1,4 +1,4 @@
-"""dilated_attention: its checks and its plan. Its views are in views, its forward and backward in vjp."""
+"""dilated_attention: its checks and its plan. Its views are in branches, its forward and backward in vjp."""
 
 import dataclasses
 import functools
@@ -223,13 +223,13 @@ def dilated_attention(
 
 @dataclasses.dataclass(frozen=True)
 class DilatedPlan(dispatch.Plan):
-    """The plan of the attention with most work, and the plans of all attentions in `branches`.
+    """The plan of dilated_attention. The fields of Plan describe its attention with most work.
 
     branches: (segment length, rate, plan) of each run of equal segments; a shorter last segment is a run of its own.
-    in_place, in_place_differentiated: whether each run is read in place (else its rows are gathered): in a call without
-    gradients, and in a call with gradients. devices: the number of devices that share a segment of each run; a length
-    in `branches` is then the tokens of one device. shifts: the distances round the ring of these devices over which
-    keys travel, one for each step.
+    The other fields have one value for each run. in_place, in_place_differentiated: whether the kernel reads the run in
+    place (else its rows are gathered), in a call without gradients and in a call with gradients. devices: the number of
+    devices that share a segment; if more than 1, the length in `branches` is the number of tokens on one device.
+    shifts: the distances round the ring of these devices over which keys travel, one for each step.
     """
 
     branches: tuple[tuple[int, int, dispatch.Plan], ...] = ()
@@ -252,7 +252,10 @@ class DilatedPlan(dispatch.Plan):
 
 
 def plan_of_call(op: str, **arguments: Any) -> DilatedPlan:
-    """The plan of a call of the op of this name. arguments: of `prepare`."""
+    """The plan of a call of dilated_attention or sequence_parallel_dilated_attention. op: the name that the plan shows.
+
+    arguments: the op's arguments, and `shards` as in `prepare`. Raises the op's errors for bad input.
+    """
     checked = _check(**arguments)
     request, arguments = checked.request, checked.arguments
     plans: dict[Piece, dispatch.Plan] = {}
@@ -286,7 +289,11 @@ explained_as(functools.partial(plan_of_call, "dilated_attention"))(dilated_atten
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Pattern:
-    """The branches of a checked call. The fields are arguments of dilated_attention or of pieces_of."""
+    """The branches of a checked call of dilated_attention.
+
+    branches: (segment length, rate) of each. heads, layout, order: the arguments of dilated_attention. shards: the mesh
+    axis over which the tokens are sharded; None for one device.
+    """
 
     request: AttentionRequest
     branches: tuple[tuple[int, int], ...]
@@ -297,7 +304,10 @@ class _Pattern:
     shards: Shards | None
 
     def calls(self, index: int = 0, count: int = 1) -> tuple[BranchCall, ...]:
-        """The attention calls of shard `index` of the heads, which are sharded over `count` devices. May be empty."""
+        """The attention calls of shard `index` of the heads, if the heads are sharded over `count` devices.
+
+        Empty for a call without a token or a head.
+        """
         request = self.request
         if 0 in (request.batch, request.q_length, request.heads):
             return ()
@@ -319,15 +329,16 @@ class _Pattern:
         )
 
     def of_part(self, count: int) -> AttentionRequest:
-        """The request of a device's heads. If all query heads have one key head, it is on each device."""
+        """The request for one shard of the heads, of `count` shards. A single key head is repeated in each shard."""
         request = self.request
         return dataclasses.replace(request, heads=request.heads // count, kv_heads=max(request.kv_heads // count, 1))
 
 
 class _Checked(NamedTuple):
-    """A checked call: the request and arrays of the whole call, its branches, and the options of their merge.
+    """A checked call of dilated_attention.
 
-    merge: fields of DilatedCall. arguments: of flash_attention, the same for every call.
+    request, inputs: as for one flash_attention over all tokens. pattern: the branches. merge: fields of DilatedCall, by
+    name. arguments: the options of flash_attention, by name, equal for every attention of the call.
     """
 
     request: AttentionRequest
@@ -342,7 +353,10 @@ def _check(
     layout="overlap", order=None, stop_gradient_weights=False, return_lse=False, segment_ids=None, scale=None,
     deterministic=None, precision=None, implementation=None, shards: Shards | None = None,
 ) -> _Checked:  # fmt: skip
-    """Raises the errors that dilated_attention documents for bad input."""
+    """The checked arguments of dilated_attention. Raises the errors that it documents.
+
+    shards: the mesh axis over which the tokens are sharded, or None. The arrays then have one device's tokens.
+    """
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 array [B, T]: queries and keys are the same tokens")
     known = ", ".join(repr(name) for name in IMPLEMENTATIONS if name != "cudnn")
@@ -408,7 +422,10 @@ def check_pattern(
     *,
     stop_gradient_weights: Any = False,
 ) -> tuple[tuple[int, int], ...]:
-    """(segment length, rate) of each branch. Raises dilated_attention's errors for arguments other than its arrays."""
+    """((segment length, rate) of each branch), as ints, after checks of dilated_attention's options.
+
+    The parameters are dilated_attention's. Raises its TypeErrors and ValueErrors for them.
+    """
     segment_lengths = plain_of("segment_lengths", segment_lengths)
     dilation_rates = plain_of("dilation_rates", dilation_rates)
     stop_gradient_weights = plain(stop_gradient_weights)
@@ -449,7 +466,7 @@ def check_pattern(
 
 
 def _specs(request: AttentionRequest, views: BranchCall) -> dict[str, Any]:
-    """The shapes and dtypes of one attention's arrays."""
+    """The query, key, value and segment_ids of one attention, by name, as jax.ShapeDtypeStructs of compact arrays."""
     entries = views.entries(request.batch, request.heads)
     spec = lambda *shape, dtype=request.dtype: jax.ShapeDtypeStruct((entries, *shape), jnp.dtype(dtype))
     specs: dict[str, Any] = {
@@ -463,9 +480,10 @@ def _specs(request: AttentionRequest, views: BranchCall) -> dict[str, Any]:
 
 
 def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
-    """Checks and plans a call of dilated_attention. Returns the arguments of dilated_vjp.run.
+    """Checks and plans a call of dilated_attention. Returns (call, arrays), the arguments of dilated_vjp.run.
 
-    shards: the devices of a sharded sequence, whose tokens on this device are in the arrays; or None.
+    keywords: the arguments of dilated_attention, and shards: the mesh axis over which the tokens are sharded, or None.
+    arrays: (query, key, value, segment ids or None). A scale below 0 has become part of query.
     """
     checked = _check(**keywords)
     query, scale = with_positive_scale(checked.inputs.query, checked.arguments["scale"])  # outside the custom_vjp
@@ -485,9 +503,10 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Recipe:
-    """The data from which a checked call is planned. merge: fields of DilatedCall. arguments: of flash_attention.
+    """The data from which a checked call is planned, for all heads or for one shard of the heads.
 
-    implementation: of all attentions; None for the implementation in `arguments`.
+    merge: (name, value) of fields of DilatedCall. arguments: (name, value) of options of flash_attention.
+    implementation: the implementation of all attentions; None to choose it by `arguments`.
     """
 
     pattern: _Pattern
@@ -496,7 +515,7 @@ class _Recipe:
     implementation: str | None = None
 
     def call(self, index: int = 0, count: int = 1) -> DilatedCall:
-        """The planned call of shard `index` of the heads, which are sharded over `count` devices."""
+        """The planned call of shard `index` of the heads, if the heads are sharded over `count` devices."""
         request, merge, arguments = self.pattern.of_part(count), dict(self.merge), dict(self.arguments)
         if self.implementation is not None:
             arguments["implementation"] = self.implementation
@@ -519,7 +538,11 @@ class _Recipe:
 def _parts(
     views: BranchCall, planned: AttentionCall | dispatch.Plan, request: AttentionRequest
 ) -> tuple[tuple[BranchCall, ...], tuple[BranchCall, ...]]:
-    """(the calls without gradients, where pieces that need no copy run in one launch; the calls with gradients)."""
+    """The calls into which `views` is split: (for a call without gradients, for a call with gradients).
+
+    Without gradients, each piece that a kernel can read in place gets a strided call. With gradients, only pieces get
+    one for which this saves time. request: of the whole dilated_attention.
+    """
     if not _reads_views(planned, request):
         return (views,), (views,)
     in_place = dilated_views.split_strided(views, request.q_length, request.heads // request.kv_heads)
@@ -527,12 +550,13 @@ def _parts(
 
 
 def _reads_views(planned: AttentionCall | dispatch.Plan, request: AttentionRequest) -> bool:
-    """Whether an attention can take some heads of an array. Its kernels then read the array in place, unpadded."""
+    """Whether the attention's kernels can take some heads of a larger array, so that they read branches in place."""
     whole = request.head_dim == request.v_head_dim and request.head_dim in (64, 128, 256)
     return planned.implementation == "mosaic_gpu" and whole and not request.deterministic
 
 
 def _of_views(planned: AttentionCall, views: BranchCall, request: AttentionRequest) -> AttentionCall:
+    """The planned call with the heads that a strided call takes of its views; unchanged for a call of gathered rows."""
     if not views.is_strided:
         return planned
     of_query, of_key = (views.head_view(request.heads, heads) for heads in (request.heads, request.kv_heads))

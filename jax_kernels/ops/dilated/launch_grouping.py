@@ -18,9 +18,11 @@ __all__ = ["launches_of"]
 
 
 def launches_of(call: BranchCall, request: AttentionRequest, block_q: int) -> tuple[BranchCall, ...]:
-    """Splits the call into the calls that take the least time, by estimates of the forward. The backward scales alike.
+    """Splits a call into strided calls, and one call of gathered pieces, such that they take the least estimated time.
 
-    request: of the whole call. block_q: the queries of a tile.
+    The estimate is for the forward; the backward is assumed to be proportional to it. If the device's memory bandwidth
+    is unknown, all pieces that a kernel can read in place get strided calls. request: of the arrays of
+    dilated_attention, before a split into branches. block_q: the queries of a kernel's tile.
     """
     parts = dilated_views.split_strided(call, request.q_length, request.heads // request.kv_heads)
     if request.device.memory_bandwidth is None:
@@ -31,7 +33,10 @@ def launches_of(call: BranchCall, request: AttentionRequest, block_q: int) -> tu
 
 
 def _joined(call: BranchCall, parts: Sequence[BranchCall], joined: Sequence[BranchCall]) -> tuple[BranchCall, ...]:
-    """The parts, with `joined` gathered in addition to the pieces that are gathered anyway."""
+    """The parts of `call`, but with the pieces of `joined` gathered into the one call of gathered pieces.
+
+    joined: strided calls out of `parts`.
+    """
     strided = [part for part in parts if part.is_strided and part not in joined]
     in_place = [piece for part in strided for piece in part.pieces]
     others = tuple(piece for piece in call.pieces if piece not in in_place)
@@ -39,6 +44,7 @@ def _joined(call: BranchCall, parts: Sequence[BranchCall], joined: Sequence[Bran
 
 
 def _seconds(calls: Sequence[BranchCall], request: AttentionRequest, block_q: int) -> float:
+    """The estimated time of the calls' forwards: gathers, starts of launches, and arithmetic."""
     gathered = [call for call in calls if not call.is_strided]
     copied = sum(_gathered_bytes(call, request) for call in gathered)
     assert request.device.memory_bandwidth is not None
@@ -50,12 +56,13 @@ def _seconds(calls: Sequence[BranchCall], request: AttentionRequest, block_q: in
 
 
 def _gathered_bytes(call: BranchCall, request: AttentionRequest) -> int:
-    """The bytes that gathering query, key and value reads and writes."""
+    """The bytes that gathering query, key and value reads and writes, in sum."""
     rows = call.rows * call.heads + 2 * call.rows * call.kv_heads
     return 2 * _entries(call, request) * rows * request.head_dim * request.bits // 8
 
 
 def _flops(call: BranchCall, request: AttentionRequest, block_q: int) -> float:
+    """The floating point operations of a call's forward, in tiles of block_q queries."""
     q_blocks = -(-call.rows // block_q)
     tiles = _entries(call, request) * call.heads * q_blocks
     share = (q_blocks + 1) / (2 * q_blocks) if request.is_causal else 1  # mean fraction of the keys that a tile has

@@ -20,7 +20,11 @@ __all__ = ["forward", "gradients"]
 
 
 def forward(span: Span, planned: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-    """The result over the keys of all devices. inputs: this device's rows. out has the dtype planned.out_dtype."""
+    """The result (out, lse) of this device's queries over the keys of all devices that share the segment.
+
+    planned: the attention call of one step. inputs: this device's compact arrays: query [entries, rows, heads, D], key
+    and value alike. out has the dtype planned.out_dtype, lse is float32.
+    """
     total, visitors = None, Visitors(Pair((inputs.key, inputs.value)), inputs.kv_segment_ids)
     upcoming: Any = Visitors(Pair.of(inputs.key, inputs.value), inputs.kv_segment_ids)
     for number, onward in zip(span.shifts, span.moves, strict=True):
@@ -39,9 +43,10 @@ def forward(span: Span, planned: AttentionCall, inputs: AttentionInputs) -> Atte
 def gradients(
     span: Span, planned: AttentionCall, inputs: AttentionInputs, rows: Rows, so_far: jax.Array | None
 ) -> AttentionGradients:
-    """The float32 gradients of this device's query, key and value.
+    """The float32 gradients of this device's query, key and value, in the shapes of `inputs`.
 
-    so_far: None, or as dquery of attention_gradients: query's gradient, divided by the scale, is added to it. The
+    rows: dout and the row terms of this device's queries over the keys of all devices. so_far: None, or a float32 array
+    to which query's gradient, divided by the scale, is added; this sum is then returned as query's gradient. The
     gradients of keys and values follow the keys and values round the ring, one step behind.
     """
     planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
@@ -76,9 +81,10 @@ def gradients(
 def _step(
     span: Span, number: int, planned: AttentionCall, inputs: AttentionInputs, visitors: Visitors
 ) -> tuple[AttentionCall, AttentionInputs]:
-    """The call of the step of a shift, and its arrays.
+    """(call, arrays) of the step in which this device attends to the keys of the device that is `number` before it.
 
-    Under a causal mask, a device's rows see all keys of earlier devices and no keys of later devices.
+    planned: the call of step 0. visitors: that device's keys, values and segment ids. Under a causal mask, a device's
+    queries see all keys of earlier devices and no keys of later devices.
     """
     key, value, kv_ids = visitors.pair.key, visitors.pair.value, visitors.segment_ids
     inputs = inputs._replace(key=key, value=value, kv_segment_ids=kv_ids)

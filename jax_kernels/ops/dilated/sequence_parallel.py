@@ -124,7 +124,7 @@ def sequence_parallel_dilated_attention(
 
     All other segments begin or end within a device, or their classes have different numbers of tokens on the devices.
     So do the segments of "partition", unless all have one such length and rate. A device then takes all its tokens of
-    the branch as one run, and numbers mark the tokens of each segment. Keys travel as far as the last device that
+    the branch as one run, and segment ids mark the tokens of each segment. Keys travel as far as the last device that
     shares a segment. A run of T tokens has up to T * T / rate**2 scores for each head and each device that sends keys
     ("partition": T * T, with tokens sorted by class), and kernels skip only the blocks without a pair of one segment.
     Rows come in multiples of 8, for each device and class as many as the largest class has. int32 tables cover all of
@@ -145,8 +145,14 @@ def sequence_parallel_dilated_attention(
       segment_lengths, dilation_rates: of each branch, as in dilated_attention of the whole sequence.
       segment_ids: int32 [B, T], of a device's tokens: packed sequences; the ids hold for the whole sequence.
         Traced integers that may not fit int32 cost an all-gather of the ids.
-      is_causal, heads, combine, layout, order, stop_gradient_weights, return_lse, scale, deterministic, precision,
-        implementation: as in dilated_attention.
+      is_causal: a token attends only to itself and to earlier tokens of the whole sequence.
+      heads, combine, layout, order, stop_gradient_weights: the pattern and the merge of the branches, as in
+        dilated_attention.
+      return_lse: also return the log-sum-exp over all branches.
+      scale: a number, multiplies the scores; default 1 / sqrt(D).
+      deterministic: True for the same bits on every run; None follows XLA's --xla_gpu_deterministic_ops.
+      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log.

@@ -21,9 +21,10 @@ ROW_MULTIPLE = 8  # tiles of the tensor memory accelerator have a multiple of th
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The devices of a segment: `devices` neighbours out of `everyone` along a mesh axis.
+    """The devices that share a segment: `devices` neighbours along a mesh axis of `everyone` devices.
 
-    shifts: the distances round the ring, from 0 on, over which keys travel to the devices that attend to them.
+    The neighbours form a ring. shifts: the distances over which keys travel round it, ascending from 0. For each shift
+    s there is a step in which device i attends to the keys of device (i - s) % devices.
     """
 
     axis_name: str
@@ -33,33 +34,35 @@ class Span:
 
     @property
     def moves(self) -> tuple[int | None, ...]:
-        """The number of devices by which the keys move on after each shift; None after the last shift."""
+        """For each of `shifts`, the number of devices by which keys then travel on; None for the last shift."""
         return *(later - shift for shift, later in itertools.pairwise(self.shifts)), None
 
     @property
     def index(self) -> jax.Array:
-        """This device's index within its segment."""
+        """This device's index among the devices of its segment, a traced int32."""
         return lax.axis_index(self.axis_name) % self.devices
 
     def shifted(self, tree: Any, by: int) -> Any:
-        """The arrays of the device that is `by` devices before this one, round the ring of the segment's devices."""
+        """The tree of the device that is `by` devices before this one in the ring. tree: this device's arrays."""
         n = self.devices
         there = [(first + i, first + (i + by) % n) for first in range(0, self.everyone, n) for i in range(n)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), tree)
 
     def mine(self, table: np.ndarray) -> jax.Array:
-        """This device's row of a table with one row for each device of a segment."""
+        """This device's row of a table [devices, ...] with one row for each device of a segment."""
         return jnp.asarray(table)[self.index]
 
 
 @dataclasses.dataclass(frozen=True)
 class Deal:
-    """Segments that begin and end anywhere on `devices` neighbours, which have `length` tokens each.
+    """The rule that sorts each device's tokens by class, if segments begin or end within a device.
 
-    runs: (number, length, rate) of equal segments next to each other, which together are all tokens of the devices.
-    order: as in dilated_attention. is_by_class: whether a head takes one class of each segment: the classes are then
-    stored apart, all at the rate of the first run. Else a head takes all tokens, and the tokens of a class are stored
-    next to each other.
+    The segments lie on `devices` neighbouring devices with `length` tokens each, and no segment crosses to others.
+    runs: (number of segments, tokens of each, rate) of adjacent equal segments, which together are all tokens of these
+    devices. order: None, or "hilbert" for positions along the Hilbert curve. is_by_class: whether a head takes one
+    class of each segment. Then the tokens of class c have the indices c, c + rate, c + 2 * rate, ... with the rate of
+    the first run. Else a head takes all tokens, and the tokens of each class of each segment are stored next to each
+    other.
     """
 
     length: int
@@ -70,6 +73,7 @@ class Deal:
 
     @property
     def rate(self) -> int:
+        """The distance between the stored indices of two tokens of a class."""
         return self.runs[0][2] if self.is_by_class else 1
 
     @property
@@ -77,9 +81,9 @@ class Deal:
         return _tables(self)
 
     def shifts(self, *, is_causal: bool) -> tuple[int, ...]:
-        """Span.shifts: the distances round the ring between devices that have tokens of one segment.
+        """The distances round the ring between devices that have tokens of one segment, ascending from 0 (Span.shifts).
 
-        is_causal: no device needs keys of the devices after it.
+        is_causal: leave out distances that only bring keys of later devices.
         """
         reach = start = 0
         for count, size, _ in self.runs:
@@ -90,10 +94,11 @@ class Deal:
         return tuple(sorted({*range(reach + 1), *behind}))
 
     def joined(self, span: Span, ids: jax.Array | None, batch: int) -> jax.Array:
-        """int32 [B, length], equal for tokens of this span with the same group (see Tables) and the same caller's id.
+        """int32 [B, length]: segment ids for this device's tokens. Equal ids mean that two tokens may attend.
 
-        ids: [B, length], any int32, or None. The ids of all devices are gathered, so that each device gives a pair of
-        group and id the same number: its rank among the sorted pairs. The result is -1 for ids below 0.
+        Two tokens of the span get equal ids if their `groups` in Tables and the caller's ids are equal. A caller's id
+        below 0 gives -1. ids: int32 [B, length], the caller's ids of this device's tokens, or None. The ids of all
+        devices are gathered, so that all devices give a pair (group, id) the same number: its rank among the pairs.
         """
         groups = span.mine(self.tables.groups)
         if ids is None:
@@ -113,9 +118,11 @@ class Deal:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tables:
-    """The int32 tables of a Deal, with one row for each device. at, places: as dealt_out returns them.
+    """The int32 tables of a Deal, with one row for each device.
 
-    groups: [devices, tokens], the number of each token's segment; if classes are not stored apart, of its class.
+    at: [devices, indices], the device's token at each index of its sorted tokens; the number of its tokens at an index
+    without a token. `places`: [devices, tokens], the index of each token. groups: [devices, tokens], the number of each
+    token's segment if Deal.is_by_class; else the number of its class, counted over all segments.
     """
 
     at: np.ndarray
@@ -125,27 +132,35 @@ class Tables:
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """A mesh axis along which each device has the same number of neighbouring tokens."""
+    """A mesh axis over which a sequence is sharded: device i has the i-th of `devices` equal runs of tokens."""
 
     axis_name: str
     devices: int
 
     def fits(self, size: int, rate: int, length: int) -> bool:
-        """Whether segments of this size lie within a device, or cover whole devices with equally many rows per class.
+        """Whether no Deal is needed: each segment is on one device, or each segment consists of whole devices.
 
-        length: a device's tokens. size: at most the tokens of all devices.
+        In the second case, the rate must divide a device's tokens, so that all classes have equally many tokens on a
+        device. size: the tokens of a segment, at most the tokens of all devices. length: the tokens of a device.
         """
         if size <= length:
             return length % size == 0
         return size % length == 0 and self.devices % (size // length) == 0 and length % rate == 0
 
     def span(self, size: int, length: int) -> Span | None:
-        """The Span of segments that fit; None if each segment is on one device. length: a device's tokens."""
+        """The Span of segments for which `fits` is True; None if each segment is on one device.
+
+        size: the tokens of a segment. length: the tokens of a device.
+        """
         count = size // length
         return Span(self.axis_name, count, self.devices, tuple(range(count))) if size > length else None
 
     def deal(self, runs: Sequence[tuple[int, int, int]], length: int, order: str | None, *, is_by_class: bool) -> Deal:
-        """The Deal of segments that do not fit. runs: as in Deal, of the whole sequence. length: a device's tokens."""
+        """The Deal of segments for which `fits` is False.
+
+        runs: (number of segments, tokens of each, rate) of adjacent equal segments, for the whole sequence. length: the
+        tokens of a device. order: None or "hilbert". is_by_class: whether each head takes one class of each segment.
+        """
         (_, size, rate), *others = runs
         devices = math.lcm(size, length) // length
         if others or self.devices % devices:
@@ -154,7 +169,10 @@ class Shards:
 
 
 def classes_of(length: int, rate: int, order: str | None) -> np.ndarray:
-    """int32 [length]: the class of each token of a segment."""
+    """int32 [length]: the class of each token of a segment: its position modulo the rate.
+
+    The position of token i is i. With order="hilbert", it is the index of i in hilbert_order(length).
+    """
     if order is None or rate == 1:
         return np.arange(length, dtype=np.int32) % rate
     found = np.empty(length, np.int32)
@@ -164,6 +182,7 @@ def classes_of(length: int, rate: int, order: str | None) -> np.ndarray:
 
 @functools.lru_cache(maxsize=32)
 def _tables(deal: Deal) -> Tables:
+    """The Tables of a Deal; cached, because all pieces of a program ask for them."""
     classes, segments, number = [], [], 0
     for count, size, rate in deal.runs:
         classes.append(np.tile(classes_of(size, rate, deal.order), count))
@@ -184,15 +203,15 @@ def _tables(deal: Deal) -> Tables:
 
 
 def dealt_out(classes: Sequence[np.ndarray], devices: int, multiple: int) -> tuple[np.ndarray, np.ndarray]:
-    """Arranges the tokens of some devices by class. Each device keeps its own tokens.
+    """The tables that sort each device's tokens by class. Each device keeps its own tokens.
 
-    classes: the tokens of each class, ascending; together 0 ... T - 1. Every device puts the tokens of a class at every
-    rate-th index. All devices and classes have the same number of rows: the size of the largest class of any device,
-    rounded up to `multiple` unless all rows are filled.
+    classes: the tokens of each class, ascending; together 0 ... T - 1 of the whole segment. Their number is the rate.
+    Row r of class c has the index r * rate + c. All devices and classes have the same number of rows: the size of the
+    largest class of any device, rounded up to `multiple` unless all rows are filled.
 
     Returns:
-      int32 [devices, rows * rate], the device's token at each index, or the number of its tokens at an empty index; and
-      int32 [devices, its tokens], the index of each token.
+      int32 [devices, rows * rate], the token at each index, counted within the device; at an index without a token, the
+      number of the device's tokens. And int32 [devices, T / devices], the index of each token.
     """
     rate, length = len(classes), sum(map(len, classes)) // devices
     counts = np.array([np.bincount(taken // length, minlength=devices) for taken in classes])

@@ -46,13 +46,14 @@ WARNING = (
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class DilatedCall:
-    """A planned call without its arrays: its attentions, and the options of their merge.
+    """A planned dilated_attention without its arrays: its attention calls, and the options of their merge.
 
-    All attentions have one implementation; a call without a token or a head has no attentions. differentiated: the
-    attentions of a call with gradients, in which views run in one launch only as copies, also in the forward. is_alone:
-    no token of a head is in two branches. merged_backward: the gradient of every branch follows from the merged out and
-    lse. sums_dquery: each attention adds query's gradient, divided by the scale, to a float32 array. of_heads(index,
-    count): the call of shard `index` of the heads, which are sharded over `count` devices.
+    attentions: (pieces, planned call) of each attention in a call without gradients. differentiated: the same for the
+    forward and backward of a call with gradients, in which each view needs a launch of its own and more pieces are
+    therefore gathered. All attentions have one implementation. A call without a token or a head has none. branches: the
+    number of branches. is_mean: combine="mean". is_alone: no token of a head is in two branches. sums_dquery: each
+    attention of the backward adds query's gradient, divided by the scale, to a float32 array. of_heads(index, count):
+    the call of shard `index` of the heads, if they are sharded over `count` devices; None if not available.
     """
 
     attentions: tuple[tuple[BranchCall, AttentionCall], ...]
@@ -67,11 +68,12 @@ class DilatedCall:
 
     @property
     def merged_backward(self) -> bool:
+        """Whether the gradients of every branch follow from the merged out and lse, without the branch's own out."""
         return self.is_alone or not (self.is_mean or self.stop_gradient_weights)
 
     @property
     def share(self) -> float:
-        """The factor of a branch under "mean"."""
+        """The constant weight of each branch's out: 1 / branches with combine="mean", else 1."""
         return 1 / self.branches if self.is_mean else 1.0
 
     @property
@@ -80,12 +82,12 @@ class DilatedCall:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether the kernels of dilated_rows gather rows and merge the attentions' results."""
+        """Whether Pallas kernels, instead of jnp code, gather rows and merge the attentions' results."""
         return all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions)
 
     @property
     def by_xla(self) -> bool:
-        """Whether JAX differentiates the call."""
+        """Whether all attentions run by XLA, so that JAX can differentiate the call in both modes."""
         return all(planned.implementation == "xla" for _, planned in self.attentions)
 
     @property
@@ -95,10 +97,11 @@ class DilatedCall:
 
 
 def _shared(function: Any, call: DilatedCall, *statics: Any) -> Any:
-    """function(call, *statics, arrays) as a function of the arrays. Under jit, batch and heads are sharded.
+    """arrays -> function(call, *statics, arrays), which XLA's partitioner may shard over batch and heads.
 
-    The tokens that a head takes are part of the program. So, unless all shards of the heads are alike, each shard has a
-    program of its own, and a device runs the program of its shard.
+    function: _forward or _backward. arrays: a tuple, of query, key and more. A program fixes the tokens that each head
+    takes. So, unless all shards of the heads take the same tokens, each shard has a program of its own, and a device
+    runs the program of its shard. A vmap is merged into the batch.
     """
     plain = functools.partial(function, call, *statics)
     if not is_partitioned() or not call.attentions or not call.by_kernels or call.has_spans or call.of_heads is None:
@@ -136,6 +139,10 @@ _RESULTS = {2: ("query", "lse"), 3: ("query", "key", "key")}
 
 
 def _axes(arrays: Any, of_heads: tuple[Axis, Axis | None], names: tuple[str, ...]) -> list[ArrayAxes]:
+    """The axes of each array that is not None. of_heads: (query's axis of heads, key's). names: the kind of each array.
+
+    A kind is "query", "key" (key or value), "ids" or "lse".
+    """
     heads, kv_heads = of_heads
     batch = Axis(BATCH)
     axes: dict[str, ArrayAxes] = {
@@ -148,6 +155,7 @@ def _axes(arrays: Any, of_heads: tuple[Axis, Axis | None], names: tuple[str, ...
 
 
 def _inputs(call: DilatedCall, views: BranchCall, query, key, value, ids) -> AttentionInputs:
+    """The arrays of one attention, from the arrays of dilated_attention. ids: int32 [B, T] or None."""
     if views.is_masked:
         ids = dilated_views.gather_ids(ids, views, *query.shape[:2])
     query, key, value = _read(call, views, query.shape[2], query, key, value)
@@ -155,7 +163,10 @@ def _inputs(call: DilatedCall, views: BranchCall, query, key, value, ids) -> Att
 
 
 def _read(call: DilatedCall, views: BranchCall, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
-    """Arrays [B, T, heads, D] in the form that an attention reads: views, or gathered rows."""
+    """The arrays of one attention, from arrays [B, T, heads of query or key, D]: views, or compact arrays.
+
+    num_heads: the heads of query.
+    """
     if views.is_strided or not call.by_kernels:
         return [dilated_views.arrays_of(x, views, num_heads) for x in arrays]
     read: dict[int, jax.Array] = {}
@@ -172,7 +183,10 @@ def _read(call: DilatedCall, views: BranchCall, num_heads: int, *arrays: jax.Arr
 
 
 def _forward(call: DilatedCall, is_differentiated: bool, arrays):
-    """(out, lse). is_differentiated: use the attentions of a call with gradients."""
+    """(out [B, T, H, Dv] in query's dtype, lse float32 [B, H, T]), merged from all branches.
+
+    is_differentiated: run call.differentiated instead of call.attentions. arrays: (query, key, value, ids or None).
+    """
     attentions = call.differentiated if is_differentiated else call.attentions
     query = arrays[0]
     batch, length, heads, _ = query.shape
@@ -208,7 +222,10 @@ def _forward(call: DilatedCall, is_differentiated: bool, arrays):
 
 
 def _merge(call: DilatedCall, out_parts: Parts, lse_parts: Parts, like):
-    """The result of dilated_rows.merge, in jnp."""
+    """(out, lse [B, H, T]) merged from the branches, in jnp code.
+
+    out_parts, lse_parts: (piece, float32 [B, its tokens, H, ...]) of all attentions. like: the shape and dtype of out.
+    """
     outs = dilated_views.merge_rows(out_parts, like.shape[1])
     lses = dilated_views.merge_rows(lse_parts, like.shape[1], fill=-jnp.inf)
     lse = functools.reduce(jnp.maximum, lses)
@@ -248,7 +265,10 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
 
 
 def _backward(call: DilatedCall, arrays):
-    """The gradients of query, key and value."""
+    """The gradients of query, key and value, each in its array's shape and dtype.
+
+    arrays: (query, key, value, ids, out, lse, dout, dlse); ids and dlse may be None.
+    """
     query, key, value, ids, out, lse, dout, dlse = arrays
     if not call.differentiated:
         return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
@@ -285,7 +305,10 @@ def _backward(call: DilatedCall, arrays):
 
 
 def _sums_whole(call: DilatedCall, query: jax.Array) -> bool:
-    """Whether calls that read views add to one array of query's shape: if arrays of their own took no less memory."""
+    """Whether all strided calls add query's gradient to one float32 array of query's shape.
+
+    They do if separate arrays, one for each strided call, would take as much memory or more.
+    """
     batch, _, heads, head_dim = query.shape
     strided = [views for views, _ in call.differentiated if views.is_strided]
     taken = sum(views.entries(batch, heads) * views.rows * views.heads for views in strided)
@@ -293,7 +316,11 @@ def _sums_whole(call: DilatedCall, query: jax.Array) -> bool:
 
 
 def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float = 1.0):
-    """An array's gradient: factor times the sum of the attentions' parts (or None) and of `whole`."""
+    """The gradient of query, key or value in the shape and dtype of `like`: factor * (the sum of parts + whole).
+
+    parts: for each attention its gradient as a compact array, or None if it is already part of `whole`. whole: None,
+    or an array of like's shape. heads: the heads of query.
+    """
     batch, length, array_heads, _ = like.shape
     calls = [views for (views, _), part in zip(call.differentiated, parts, strict=True) if part is not None]
     parts = [part for part in parts if part is not None]
@@ -312,9 +339,10 @@ def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float
 
 
 def _row_terms(call: DilatedCall, out, lse, dout, dlse):
-    """(lse, delta) [B, T, H] of one softmax over all keys of all branches.
+    """(lse, delta) [B, T, H], the row terms that every branch can use, from the merged out and lse.
 
-    Every branch then has P = exp(score - lse) and dS = P * (dP - delta), where P includes the branch's share.
+    With them P = exp(score - lse) and dS = P * (dP - delta). P includes the branch's weight in the merge, call.share
+    too, so that P^T @ dout is the gradient of value. lse, dlse: [B, H, T]; dlse may be None.
     """
     lse, delta = row_terms(out, lse, dout, dlse)
     lse, delta = lse.swapaxes(1, 2), delta.swapaxes(1, 2)
@@ -324,9 +352,11 @@ def _row_terms(call: DilatedCall, out, lse, dout, dlse):
 def _branch_terms(
     call: DilatedCall, views: BranchCall, planned: AttentionCall, inputs: AttentionInputs, lse, dout, dlse
 ):
-    """(lse, delta) [entries, heads, rows] of one attention, as in _row_terms. Runs the attention's forward once more.
+    """(lse, delta) [entries, heads, rows], the row terms of one attention. Its forward is run again for its own out.
 
-    P includes the branch's weight. So lse is the merged lse; with "mean", the branch's own lse minus log(share).
+    With them P = exp(score - lse) includes the branch's weight. So the returned lse is the merged lse; with
+    combine="mean" it is the branch's own lse minus log(call.share). lse, dlse: merged, [B, H, T]; dlse may be None.
+    dout: [B, T, H, Dv].
     """
     rows = lambda x: dilated_views.gather_rows(x, views, dout.shape[2])
     lse_of_rows = rows(lse.swapaxes(1, 2)).swapaxes(1, 2)
@@ -351,7 +381,10 @@ _plain = in_both_modes(
 
 
 def with_results(call: DilatedCall, arrays: Any, out: jax.Array, lse: jax.Array):
-    """Returns out and lse, which are the results of run with return_lse, with their gradients."""
+    """Returns (out, lse), which an earlier run with return_lse=True gave, without computing them again.
+
+    Their gradients with respect to `arrays` are the gradients of `run`. arrays: (query, key, value, ids or None).
+    """
     if call.by_xla:
         return _plain_with_results(call, arrays, out, lse)
     return _with_results(call, in_reverse_mode(arrays, REVERSE_MODE), out, lse)

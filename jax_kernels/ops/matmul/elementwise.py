@@ -36,22 +36,25 @@ _MOVING = "moving"  # each value depends on one value of the function's argument
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Program:
-    """A JAX program: its code, and the arrays that it closes over."""
+    """A traced JAX program.
+
+    code: its Jaxpr. constants: the arrays that it closes over, in the order of code.constvars.
+    """
 
     code: Any
     constants: Sequence[Any]
 
     @classmethod
     def of(cls, jaxpr: Any) -> "_Program":
-        """jaxpr: a Jaxpr or a ClosedJaxpr; in newer versions of JAX these are one class."""
+        """The _Program of a Jaxpr or a ClosedJaxpr; in newer versions of JAX these are one class."""
         return cls(code=getattr(jaxpr, "jaxpr", jaxpr), constants=getattr(jaxpr, "consts", ()))
 
     def called_by(self, equation: Any) -> "list[_Program]":
-        """The programs that an equation calls."""
+        """The inner programs that an equation calls, such as the body of a scan; empty for most equations."""
         return [_Program.of(x) for x in called(equation)]
 
     def literals(self) -> Iterator[Any]:
-        """The scalar literals in it and in its inner programs."""
+        """Yields the values of the scalar literals in the program and in its inner programs, in order."""
         for equation in self.code.eqns:
             yield from (x.val for x in equation.invars if hasattr(x, "val") and np.ndim(x.val) == 0)
             for inner in self.called_by(equation):
@@ -59,7 +62,11 @@ class _Program:
 
 
 def check_elementwise(activation: Callable[[Any], Any]) -> None:
-    """Raises TypeError or ValueError for a function that is not elementwise."""
+    """Raises unless `activation` is elementwise: each value of its result depends on one value of its argument.
+
+    ValueError: it is not, it depends on its argument's shape, or it closes over traced arrays. TypeError: it raises
+    when traced for a float32 array.
+    """
     traced = _traced(activation, (2, 3))
     got = [(x.shape, str(x.dtype)) for x in traced.out_avals]
     if len(got) != 1 or got[0][0] != (2, 3) or not got[0][1].startswith(("float", "bfloat")):
@@ -75,6 +82,7 @@ def check_elementwise(activation: Callable[[Any], Any]) -> None:
 
 
 def _traced(activation: Callable[[Any], Any], shape: tuple[int, ...]) -> Any:
+    """The activation's ClosedJaxpr for a float32 argument of this shape. Raises TypeError if tracing raises."""
     try:
         return jax.make_jaxpr(activation)(jax.ShapeDtypeStruct(shape, jnp.float32))
     except Exception as error:
@@ -82,7 +90,11 @@ def _traced(activation: Callable[[Any], Any], shape: tuple[int, ...]) -> Any:
 
 
 def _joins(program: _Program, arguments: Sequence[str]) -> tuple[set[str], list[str]]:
-    """(the primitives that join values or depend on their positions, the kinds of the results)."""
+    """(names of the primitives that are not elementwise in the program's argument, the kind of each result).
+
+    Such a primitive combines several values of the argument, or treats values by their index in the array. arguments:
+    the kind of each argument. A kind is _ONE, _PLACED or _MOVING.
+    """
     found: set[str] = set()
     constants = [_ONE if np.size(x) == 1 else _PLACED for x in program.constants]
     code = program.code
@@ -96,7 +108,10 @@ def _joins(program: _Program, arguments: Sequence[str]) -> tuple[set[str], list[
 
 
 def _joins_of(program: _Program, equation: Any, given: list[str]) -> tuple[set[str], list[str]]:
-    """_joins, for one equation. given: the kinds of its arguments."""
+    """(names of primitives that are not elementwise, the kind of each result), for one equation of the program.
+
+    given: the kinds of the equation's arguments.
+    """
     name, sizes = equation.primitive.name, [x.aval.size for x in equation.outvars]
     moving = [_MOVING] * len(sizes)
     if _MOVING not in given:
@@ -114,7 +129,10 @@ def _joins_of(program: _Program, equation: Any, given: list[str]) -> tuple[set[s
 
 
 def _arguments(equation: Any, code: Any, given: list[str]) -> list[str]:
-    """The kinds of the arguments of a program that an equation calls."""
+    """The kinds of the arguments of an inner program that an equation calls.
+
+    code: the inner program's Jaxpr. given: the kinds of the equation's arguments.
+    """
     name = equation.primitive.name
     if name == "cond":
         return given[1:]

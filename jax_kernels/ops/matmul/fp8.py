@@ -48,9 +48,11 @@ NEEDS = (8, 9)  # the first compute capability with 8-bit matmuls
 
 
 def as_arrays(name: str, x: Any, scale: Any, axis: int) -> tuple[Any, Any, str | None]:
-    """(values, scale, scaling) of an operand. scaling: the scaling of a QuantizedArray; None for another operand.
+    """(values, scale, scaling) of an operand x or w of a matmul, which may be a QuantizedArray.
 
-    axis: the operand's summed axis, -1 or -2. Raises ValueError.
+    scaling: a QuantizedArray's, "tensor", "row" or "block"; None for another operand, whose x and scale are returned as
+    they are. name: of the argument, in messages. axis: the operand's summed axis, -1 or -2. Raises ValueError if a
+    QuantizedArray does not fit this axis, or comes with a scale.
     """
     if not isinstance(x, QuantizedArray):
         return x, scale, None
@@ -66,7 +68,10 @@ def as_arrays(name: str, x: Any, scale: Any, axis: int) -> tuple[Any, Any, str |
 
 
 def check_device(device: Any, implementation: str | None) -> None:
-    """Raises NotImplementedError on a GPU without 8-bit matmuls, unless an implementation is named."""
+    """Raises NotImplementedError for a GPU without 8-bit matmuls, unless the caller named an implementation.
+
+    device: a DeviceInfo. implementation: the name, or None.
+    """
     capability = device.compute_capability
     if implementation is None and capability is not None and capability < NEEDS:
         raise NotImplementedError(
@@ -78,10 +83,11 @@ def check_device(device: Any, implementation: str | None) -> None:
 def checked_scales(
     x: Any, w: Any, x_scale: Any, w_scale: Any, scaling: str | None, transpose_w: bool
 ) -> dict[str, Any]:
-    """x_scale, w_scale and scaling by name.
+    """{"x_scale", "w_scale", "scaling"}, checked, of an 8-bit matmul. Raises TypeError or ValueError.
 
-    8-bit arrays have scales, by default 1, and the shapes of the scales determine the scaling. Arrays of 16 or 32 bits,
-    which are still to be quantised, have None or scales from earlier steps.
+    scaling: "tensor", "row" or "block"; None derives it from the shapes of the scales. The returned scales are float32
+    in the shapes of MatmulInputs. For 8-bit arrays, None becomes 1. For arrays of 16 or 32 bits, which are still to be
+    quantised, None stays None, and a scale is from earlier steps.
     """
     is_quantized = x.dtype in DTYPES
     if scaling is None:
@@ -103,7 +109,11 @@ def checked_scales(
 
 
 def _scaling_of(x: Any, x_scale: Any, w_scale: Any) -> str:
-    """The scaling, from the shapes of the scales. w's shape is less ambiguous, as w has two axes. Raises ValueError."""
+    """The scaling, "tensor", "row" or "block", from the shapes of the scales, which may be None or numbers.
+
+    w_scale decides if it has axes: its shape is less ambiguous, as w has two axes. Raises ValueError if x_scale fits
+    rows and blocks alike.
+    """
     of_x, of_w = (tuple(getattr(scale, "shape", ())) for scale in (x_scale, w_scale))
     if of_w or not of_x:
         return ("tensor", "row", "block")[min(len(of_w), 2)]
@@ -115,9 +125,10 @@ def _scaling_of(x: Any, x_scale: Any, w_scale: Any) -> str:
 
 
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """The planned call on x [..., K], differentiable unless x and w have 8 bits: out [..., N].
+    """out [..., N] of a planned 8-bit matmul of x [..., K], differentiable unless x and w have 8 bits.
 
-    Blocks of rows are counted through all outer axes, and some of these axes are merged, see scale_blocks.
+    With scaling="block", 128 consecutive rows, counted through all outer axes of x, share scales. Outer axes are merged
+    until each such group of rows is a box of x.
     """
     if call.options.scaling != "block":
         return _planned(call, inputs)
@@ -140,7 +151,10 @@ def _out(call, inputs):
 
 
 def _run(call: PlannedCall, inputs: MatmulInputs, *, saves: bool) -> MatmulResult:
-    """The forward. saves: whether to keep the values that the backward of an epilogue reads."""
+    """The MatmulResult of the forward: quantises the operands and runs the call's implementation.
+
+    saves: whether the result has preactivation and up, which the backward of an epilogue reads.
+    """
     options = dataclasses.replace(call.options, transpose_w=True, saves_preactivation=saves)
     x = _operand(inputs.x, inputs.x_scale, options.scaling)
     w = _summed_last(inputs.w, inputs.w_scale, call.options)
@@ -152,14 +166,17 @@ def _run(call: PlannedCall, inputs: MatmulInputs, *, saves: bool) -> MatmulResul
 
 
 def _operand(x: Any, scale: Any, scaling: Any) -> QuantizedArray:
-    """An operand with the summed axis last. 8-bit arrays are used without further rounding."""
+    """The operand x [..., K], whose last axis is summed, as a QuantizedArray. 8-bit arrays are not rounded again.
+
+    scale: of an 8-bit array, or from earlier steps; None computes it.
+    """
     if x.dtype in DTYPES:
         return QuantizedArray(values=x, scale=scale, scaling=scaling)
     return _of_rows(x, scale, scaling, "e4m3")
 
 
 def _summed_last(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
-    """The weights as [N, K]."""
+    """The weights [K, N], or [N, K] with transpose_w, as a QuantizedArray [N, K]. scale: as the caller gave it."""
     if options.transpose_w:
         return _operand(w, scale, options.scaling)
     return _operand(w.T, scale.T if options.scaling == "block" and scale is not None else scale, options.scaling)
@@ -167,6 +184,7 @@ def _summed_last(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
 
 @under_defaults
 def _forward(call, inputs):
+    """(out, residuals): the forward under differentiation. It keeps x's rounded transpose, not x itself."""
     if inputs.x.dtype in DTYPES:
         raise NotImplementedError(
             "matmul: arrays of 8 bits have no gradients, want 16- or 32-bit arrays with precision='fp8'"
@@ -181,6 +199,7 @@ def _forward(call, inputs):
 
 @under_defaults
 def _backward(call, residuals, dout):
+    """(MatmulInputs of the gradients,), by 8-bit matmuls of the rounded cotangent."""
     inputs, x_of_columns, saved = residuals
     dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
     dz, dup = (None if y is None else y.astype(dout.dtype) for y in (dz, dup))
@@ -201,7 +220,11 @@ def _backward(call, residuals, dout):
 def _product_gradients(
     call: PlannedCall, x_of_columns: QuantizedArray, w: Any, w_scale: Any, dz: Any, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """dx = dz wᵀ in this dtype, and dw = xᵀ dz."""
+    """(dx = dz wᵀ in `dtype`, dw = xᵀ dz in w's dtype), by 8-bit matmuls.
+
+    x_of_columns: x's transpose [K, ...], quantised for the sum over x's outer axes. w, w_scale: as the caller gave
+    them. dz: the cotangent of x @ w, [..., N].
+    """
     dz_of_rows, dz_of_columns = both_ways(call, dz, format="e5m2")
     dx = _product(call, dz_of_rows, _of_dx(w, w_scale, call.options), dtype)
     of_dw = (dz_of_columns, x_of_columns) if call.options.transpose_w else (x_of_columns, dz_of_columns)
@@ -209,7 +232,10 @@ def _product_gradients(
 
 
 def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
-    """The weights as [K, N], summed over N. scale: None, or the forward's; row scales are only valid along K."""
+    """The weights [K, N], quantised for dz wᵀ, a sum over N.
+
+    scale: the caller's scale of w, or None. With scaling="row" it is not used: its values belong to columns of w.
+    """
     if options.scaling == "row":
         scale = None
     elif options.scaling == "block" and scale is not None and options.transpose_w:
@@ -220,9 +246,10 @@ def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
 def both_ways(
     call: PlannedCall, x: jax.Array, scale: Any = None, format: str = "e4m3"
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """x [..., N] and its transpose [N, ...], quantised for matmuls that sum over N and over the other axes.
+    """(x [..., N] quantised, its transpose [N, ...] quantised): for a sum over N, and for a sum over the other axes.
 
-    Uses one kernel on GPUs if the call runs by kernels. scale: None, or x's scale. Row scales are only used for x.
+    format: "e4m3" or "e5m2". scale: x's scale, or None to compute one. With scaling="row" the transpose always gets
+    scales of its own, one for each of its rows. Both are rounded by one kernel on GPUs if the call runs by kernels.
     """
     scaling, of_transpose = call.options.scaling, scale
     if not _has_kernel(call, x, scale):
@@ -245,14 +272,21 @@ def both_ways(
 
 
 def _of_rows(x: jax.Array, scale: Any, scaling: Any, format: str) -> QuantizedArray:
-    """x [..., N], quantised. Blocks are of rows through all outer axes, which form the boxes of scale_blocks."""
+    """x [..., N] quantised, for a sum over N. With scaling="block", 128 rows x 128 columns share a scale.
+
+    The rows are counted through all outer axes, and 128 consecutive rows must be a box of them. scale: the scale of x;
+    None computes it.
+    """
     if scaling != "block":
         return quantize(x, format, scaling=scaling, scale=scale)
     return quantize_blocks(x, format, (*sizes_of(x.shape[:-1]), BLOCK), scale)
 
 
 def _of_columns(x: jax.Array, scale: Any, scaling: str | None, format: str) -> QuantizedArray:
-    """The transpose [N, ...] of x [..., N], quantised. Its rows have scales of their own."""
+    """The transpose [N, ...] of x [..., N] quantised, for a sum over x's other axes.
+
+    With scaling="row", each of its N rows gets a new scale. Else scale is x's, or None to compute it.
+    """
     if scaling == "row":
         return quantize_columns(x, format)
     if scaling != "block":
@@ -262,14 +296,20 @@ def _of_columns(x: jax.Array, scale: Any, scaling: str | None, format: str) -> Q
 
 
 def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:
-    """Whether one kernel rounds x and its transpose: from Hopper on, which converts float32 directly to 8 bits."""
+    """Whether one kernel can round x and its transpose together.
+
+    It can if the call runs by kernels, x is not empty, its values can be indexed, and block scales are not given.
+    """
     if call.implementation == "xla" or 0 in x.shape or (call.options.scaling == "block" and scale is not None):
         return False
     return reaches(x.size, itemsize=1)  # the size of the values that the kernel stores
 
 
 def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """The call in float32 on the rounded values. Its derivatives treat rounding as the identity."""
+    """out [..., N] of the call, computed in float32 from the rounded x and weights. JAX can differentiate it.
+
+    Derivatives treat rounding as the identity ("straight-through"). Scales have no gradients.
+    """
 
     def rounded(x: Any, of: QuantizedArray) -> Any:
         x = x.astype(jnp.float32)
@@ -304,7 +344,7 @@ _rounded_backward = with_plain_derivative(
 
 
 def _straight_gradients(call: PlannedCall, inputs: MatmulInputs, dout: jax.Array) -> tuple[MatmulInputs]:
-    """The gradients of _straight_through. Scales have no gradients."""
+    """(MatmulInputs of the gradients of the float32 call on rounded values,). Scales get None."""
     (found,) = jax.vjp(functools.partial(_straight_through, call), inputs)[1](dout)
     return (found._replace(x_scale=None, w_scale=None, w_up_scale=None),)
 
@@ -323,7 +363,7 @@ _plain = in_both_modes(
 
 
 def _product(call: PlannedCall, x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> jax.Array:
-    """x @ wᵀ by the call's implementation if it supports their shapes, else by XLA."""
+    """x @ wᵀ of two quantised arrays, by the call's implementation if it supports their shapes, else by XLA."""
     options = MatmulOptions(out_dtype=str(jnp.dtype(out_dtype)), transpose_w=True, scaling=call.options.scaling)
     inputs = MatmulInputs(x=x.values, w=w.values, x_scale=x.scale, w_scale=w.scale)
     request = request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x.values))

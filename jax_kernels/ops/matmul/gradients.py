@@ -31,12 +31,12 @@ __all__ = [
 
 
 def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """The planned call on x [..., K], differentiable: out [..., N]."""
+    """out [..., N] of a planned matmul or gated_matmul of x [..., K] of 16 or 32 bits, differentiable."""
     return _plain(call, inputs) if call.implementation == "xla" else _by_kernels(call, reverse_mode(inputs))
 
 
 def reverse_mode(inputs: MatmulInputs) -> MatmulInputs:
-    """The inputs of kernels, which have no forward-mode derivative."""
+    """The inputs, unchanged, but forward-mode derivatives through them raise NotImplementedError: kernels have none."""
     return in_reverse_mode(inputs, no_forward_mode("gated_matmul" if inputs.is_gated else "matmul"))
 
 
@@ -56,6 +56,7 @@ def _forward(call, inputs):
 
 @under_defaults
 def _backward(call, residuals, dout):
+    """(MatmulInputs of the gradients,). dout: the cotangent of out, [..., N]."""
     inputs, saved = residuals
     dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
     dbias = None
@@ -78,10 +79,11 @@ def _backward(call, residuals, dout):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Scaled:
-    """Cotangents in x's dtype for matmuls, divided by `scale`; None is 1.
+    """Cotangents that were divided by `scale` and rounded to x's dtype, for the matmuls of the backward.
 
-    Float16 has too little range for the float32 cotangents of a float32 out. The scale is a power of two that brings
-    the largest value to 2**14.
+    dz: the cotangent of x @ w + bias; dup: of x @ w_up, or None. scale: float32, a power of two that brings the largest
+    value to about 2**14; None is 1. Only float16 x with a float32 out has one: float16 has too little range for float32
+    cotangents. dtype: x's.
     """
 
     dz: jax.Array
@@ -91,7 +93,7 @@ class _Scaled:
 
     @classmethod
     def of(cls, dz: jax.Array, dup: jax.Array | None, of_out: Any, dtype: Any) -> "_Scaled":
-        """of_out: the dtype of out. dtype: x's."""
+        """The scaled cotangents. dz, dup: float32, dup may be None. of_out: the dtype of out. dtype: the dtype of x."""
         scale, all_of = None, [y for y in (dz, dup) if y is not None]
         if dtype == jnp.float16 and of_out == jnp.float32:
             largest = functools.reduce(jnp.maximum, [jnp.abs(y).max(initial=0) for y in all_of])
@@ -102,14 +104,18 @@ class _Scaled:
         return cls(dz=rounded[0], dup=None if dup is None else rounded[1], scale=scale, dtype=dtype)
 
     def back(self, of_out_dtype: Callable[..., jax.Array], **options: Any) -> jax.Array:
-        """The matmul, a function of out_dtype, times the scale; in x's dtype."""
+        """The matmul's result times the scale, in x's dtype. of_out_dtype(**options, out_dtype=...): the matmul."""
         if self.scale is None:
             return of_out_dtype(**options)
         return (of_out_dtype(out_dtype="float32", **options) * self.scale).astype(self.dtype)
 
 
 def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -> tuple[Any, Any]:
-    """The float32 gradients of x @ w + bias and of x @ w_up (None without w_up)."""
+    """(cotangent of x @ w + bias, cotangent of x @ w_up or None without w_up), in float32.
+
+    saved: the forward's preactivation and up; both None without an activation and without w_up. dout: the float32
+    cotangent of out.
+    """
     if saved.preactivation is None:
         return dout, None
     z = in_range(saved.preactivation.astype(jnp.float32), saved.preactivation.dtype)
@@ -122,12 +128,12 @@ def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -
 
 
 def sum_of_rows(dz: jax.Array) -> jax.Array:
-    """The sum over all axes except the last, in float32."""
+    """float32 [N]: the sum of dz [..., N] over all axes except the last."""
     return dz.sum(axis=tuple(range(dz.ndim - 1)), dtype=jnp.float32)
 
 
 def weight_gradient(call: PlannedCall, x: Any, dz: Any, out_dtype: str | None = None) -> jax.Array:
-    """dw = xᵀ dz."""
+    """The gradient of w, xᵀ dz: [K, N], or [N, K] if the call has transpose_w. out_dtype: None is x's dtype."""
     return product(call, *((dz, x) if call.options.transpose_w else (x, dz)), transpose_x=True, out_dtype=out_dtype)
 
 
@@ -147,7 +153,11 @@ def product(
     transpose_w: bool = False,
     out_dtype: str | None = None,
 ) -> jax.Array:
-    """A matmul of the backward: x @ w + x_up @ w_up."""
+    """x @ w + x_up @ w_up, a matmul of the backward; without x_up only x @ w.
+
+    transpose_x, transpose_w: the arrays are given transposed. out_dtype: None is x's dtype. It runs by the call's
+    implementation if it supports the shapes, else by XLA.
+    """
     options = MatmulOptions(
         out_dtype=out_dtype or str(x.dtype),
         precision=call.options.precision,
@@ -159,14 +169,20 @@ def product(
 
 
 def further(call: PlannedCall, inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
-    """Another matmul of a call, by the call's implementation if it supports the shapes, else by XLA."""
+    """The MatmulResult of a further matmul, with its own inputs and options, as part of a planned call.
+
+    It runs by the call's implementation if it supports the shapes, else by XLA.
+    """
     request = request_of(options, inputs.x.dtype, options.sizes(inputs), dispatch.target_device(inputs.x))
     serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
     return batched(OP.call(request, options, call.implementation if serves else "xla"))(inputs)
 
 
 def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
-    """The call's implementation, with a vmap that adds an axis to M if all calls share w and bias."""
+    """A function from MatmulInputs to the MatmulResult of the call's implementation.
+
+    Under vmap, the mapped axis becomes an axis of M if all calls share w and bias; else the calls run one by one.
+    """
     return functools.partial(_run, call) if call.implementation == "xla" else _batched(call)
 
 
@@ -177,7 +193,7 @@ def _run(call: PlannedCall, inputs: MatmulInputs) -> MatmulResult:
 
 @functools.lru_cache(maxsize=MOST_CALLS)
 def _batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
-    """batched, for kernels."""
+    """The function that `batched` returns for a kernel. Its work is sharded over devices under jit."""
     run = functools.partial(_run, call)
     wrapped = jax.custom_batching.custom_vmap(
         shared_matmul(_of_any_sizes(call, by_rows(run, call.options)), call.options)
@@ -202,7 +218,7 @@ def _batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
 
 
 def _of_any_sizes(call: PlannedCall, function: Any) -> Any:
-    """The function, but by XLA for a shard of sizes that the implementation does not support."""
+    """Wraps a kernel's function: a device's shard runs by XLA if the implementation does not support its sizes."""
 
     def run(inputs: MatmulInputs) -> MatmulResult:
         if not is_partitioned():
@@ -217,6 +233,9 @@ def _of_any_sizes(call: PlannedCall, function: Any) -> Any:
 
 
 def _one_by_one(function: Any, inputs: MatmulInputs, mapped: MatmulInputs) -> MatmulResult:
-    """A vmap by a loop."""
+    """The MatmulResults of several calls under a vmap, stacked along axis 0, computed one after the other.
+
+    mapped: for each of the inputs, whether it has the mapped axis.
+    """
     moving = {name: x for name, x in inputs._asdict().items() if x is not None and getattr(mapped, name)}
     return lax.map(lambda of_call: function(inputs._replace(**of_call)), moving)

@@ -31,8 +31,10 @@ BY_ROWS = "x", "x_up", "residual", "preactivation", "up"  # the arrays [M, ...]
 class MatmulRequest(Request):
     """A matmul [m, k] @ [k, n] without its arrays, or the two matmuls of a gated unit.
 
-    shapes: of x, w and out, as a kernel takes them. scaling: of an 8-bit matmul, see MatmulInputs; else None. low_bit:
-    the layout of low-bit weights, whose shape is the shape of their bytes; else None. is_gated: two matmuls.
+    dtype: x's. shapes: of x, w and out, as a kernel takes them, with low-bit weights as bytes. activation: a function,
+    or None. scaling: of an 8-bit matmul, "tensor", "row" or "block"; else None. low_bit: the layout of low-bit weights;
+    else None. derivative: the activation's derivative, in the backward of mlp; else None. is_gated: two matmuls with
+    the same x.
     """
 
     m: int
@@ -51,7 +53,10 @@ class MatmulRequest(Request):
 
 
 def request_of(options: MatmulOptions, dtype: Any, sizes: tuple[int, int, int], device: Any) -> MatmulRequest:
-    """The request of a matmul of x in `dtype`. An 8-bit kernel takes w as [n, k]."""
+    """The MatmulRequest for these options. dtype: x's. sizes: (M, N, K). device: the DeviceInfo of the GPU.
+
+    With scaling, the request is for w as [N, K], which an 8-bit kernel needs.
+    """
     m, n, k = sizes
     transpose_w = options.transpose_w or options.scaling is not None
     of_x, of_w = (k, m) if options.transpose_x else (m, k), (n, k) if transpose_w else (k, n)
@@ -76,6 +81,7 @@ def request_of(options: MatmulOptions, dtype: Any, sizes: tuple[int, int, int], 
 
 
 def _supports_mosaic(request: MatmulRequest) -> str | None:
+    """The reason, in words for users, why the Hopper kernels cannot serve the request; None if they can."""
     if reason := unsupported.no_gpu(request) or unsupported.not_hopper(request):
         return reason
     if request.low_bit is not None:
@@ -92,7 +98,10 @@ def _supports_mosaic(request: MatmulRequest) -> str | None:
 
 
 def _low_bit_reason(request: MatmulRequest, layout: LowBit) -> str | None:
-    """The reason why the Hopper kernel does not take a matmul with low-bit weights, or None."""
+    """The reason, in words for users, why the Hopper kernel cannot serve a low-bit matmul; None if it can.
+
+    layout: of the low-bit weights.
+    """
     if request.dtype == "float32":
         return "with low-bit weights it takes x in bfloat16 and float16, not in float32"
     if request.activation is not None and (reason := not_for_triton(request.activation)):
@@ -109,7 +118,7 @@ def _low_bit_reason(request: MatmulRequest, layout: LowBit) -> str | None:
 
 
 def _sizes(request: MatmulRequest) -> list[int]:
-    """The bytes of a value of x, w and out, as a kernel takes them."""
+    """[bytes of a value of x, of w, of out], as a kernel takes them; low-bit weights count as bytes."""
     if request.scaling is not None:
         return [1, 1, jnp.dtype(request.out_dtype).itemsize]
     if request.low_bit is not None:
@@ -118,6 +127,7 @@ def _sizes(request: MatmulRequest) -> list[int]:
 
 
 def _supports_triton(request: MatmulRequest) -> str | None:
+    """The reason, in words for users, why the Triton kernels cannot serve the request; None if they can."""
     if reason := unsupported.below(request, (8, 0)):
         return reason
     if request.scaling is not None:
@@ -133,6 +143,7 @@ def _supports_triton(request: MatmulRequest) -> str | None:
 
 
 def _config(request: MatmulRequest, implementation: str) -> tuple[Blocks, str]:
+    """(Blocks, the source of their block spec row) for a request."""
     if request.low_bit is not None:
         return _low_bit_config(request, implementation)
     sizes = _sizes(request)

@@ -18,12 +18,16 @@ __all__ = ["checked_stored", "layout_of", "planned"]
 
 
 def layout_of(w: Any) -> LowBit | None:
-    """The layout of low-bit weights; None for another operand."""
+    """The LowBit layout of w if it is a QuantizedArray of low-bit weights, such as int4; None for any other operand."""
     return w.layout if isinstance(w, QuantizedArray) else None
 
 
 def checked_stored(name: str, w: QuantizedArray, transpose_w: bool, depth: int) -> tuple[Any, Any]:
-    """(stored values [N, K or its bytes], scales) of weights. Raises TypeError or ValueError."""
+    """(stored values [N, K] or [N, bytes] if packed, scales) of low-bit weights. Raises ValueError if they do not fit.
+
+    name: of the argument, in messages. depth: K of x. transpose_w: w is [N, K] instead of [K, N]; the stored values are
+    [N, K] in both cases.
+    """
     layout = w.layout
     assert layout is not None
     if layout.format not in FORMATS:
@@ -48,7 +52,10 @@ def checked_stored(name: str, w: QuantizedArray, transpose_w: bool, depth: int) 
 
 @jitted_in_eager_shard_map
 def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """The planned call on x [..., K]: out [..., N]. Differentiable, except in the weights and their scales."""
+    """out [..., N] of a planned matmul of x [..., K] with low-bit weights.
+
+    Differentiable, except in the weights and their scales: their gradients raise NotImplementedError.
+    """
     return _plain(call, inputs) if call.implementation == "xla" else _by_kernels(call, gradients.reverse_mode(inputs))
 
 
@@ -58,6 +65,10 @@ def _out(call, inputs):
 
 @under_defaults
 def _forward(call, inputs):
+    """(out, residuals): the forward under differentiation.
+
+    Raises NotImplementedError if the weights or their scales are differentiated.
+    """
     for name in ("w", "w_scale", "w_up", "w_up_scale"):
         leaf = getattr(inputs, name)
         if leaf is not None and leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact):
@@ -74,6 +85,7 @@ def _forward(call, inputs):
 
 @under_defaults
 def _backward(call, residuals, dout):
+    """(MatmulInputs of the gradients of x, bias and residual,); None for the weights. dout: [..., N]."""
     inputs, saved = residuals
     if isinstance(dout, jax.custom_derivatives.SymbolicZero):
         dout = jnp.zeros(dout.shape, dout.dtype)
@@ -91,7 +103,11 @@ def _backward(call, residuals, dout):
 
 
 def _dx(call: PlannedCall, inputs: MatmulInputs, w: Any, scale: Any, dz: Any, *, summed: bool) -> jax.Array:
-    """dz wᵀ, with weights in x's dtype. summed: whether the result is a float32 summand."""
+    """dz wᵀ [..., K], the gradient of x, by a matmul with the dequantised weights.
+
+    w, scale: the stored values and their scales. dz: the float32 cotangent of x @ w. summed: the result is a summand,
+    and so float32; else it has x's dtype.
+    """
     dtype = inputs.x.dtype
     wide = jnp.float32 if dtype == jnp.float16 else dtype  # float16 lacks the range of the scales
     w = dequantized(w, scale, call.options.low_bit, inputs.x.shape[-1]).astype(wide)

@@ -149,14 +149,27 @@ def gated_matmul(
     The forward of a differentiated call also saves the results of the two matmuls, in out_dtype.
 
     Args:
-      x, activation, residual, x_scale, transpose_w, out_dtype, precision, scaling, implementation: as in matmul.
-      w_gate, w_up: as matmul's w, of one shape and dtype. w_gate_scale, w_up_scale: as its w_scale, of one shape.
+      x: [..., K], bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; or a QuantizedArray.
+      w_gate, w_up: [K, N] in x's dtype, [N, K] with transpose_w; or QuantizedArrays, also of low-bit weights. Both have
+        one shape and dtype.
+      activation: a name, or an elementwise jnp function of float32, as matmul takes it.
+      residual: [..., N] in out_dtype, added last.
+      x_scale, w_gate_scale, w_up_scale: float32, of 8-bit matmuls: the factors of the 8-bit values, like matmul's
+        x_scale and w_scale. The last two have one shape.
+      transpose_w: whether w_gate and w_up are [N, K].
+      out_dtype: bfloat16, float16 or float32; None is the dtype of the given x, or bfloat16 if it has 8 bits.
+      precision: None, "fp32", "tf32", "fp8", "bf16" or "fp16", as in matmul.
+      scaling: of 8-bit matmuls, "tensor", "row" or "block", as in matmul; None follows the scales' shapes.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
 
     Returns:
       out [..., N] in out_dtype.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as matmul.
+      TypeError: a dtype, or the type of an argument, is wrong.
+      ValueError: shapes do not fit together, or a value is out of range.
+      NotImplementedError: a named implementation cannot serve this call (the message has the reason); the GPU has no
+        8-bit matmuls, and no implementation is named; or a gradient of 8-bit arrays or low-bit weights is taken.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202.
     """
@@ -181,7 +194,10 @@ def gated_matmul(
 def check_gated(
     *, x, w_gate, w_up, activation="silu", w_gate_scale=None, w_up_scale=None, transpose_w=False, **arguments
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:
-    """check, for a gated unit."""
+    """(request, arrays, options) of a gated_matmul call. Raises the errors that gated_matmul documents.
+
+    In the arrays, w is w_gate and w_up is w_up. arguments: the other arguments of gated_matmul, by name.
+    """
     arguments |= {"x": x, "activation": activation, "transpose_w": transpose_w}
     if low_bit.layout_of(w_gate) is not None or low_bit.layout_of(w_up) is not None:
         return _check_gated_low_bit(w_gate, w_up, w_gate_scale, w_up_scale, arguments)
@@ -211,6 +227,7 @@ def check_gated(
 def _check_gated_low_bit(
     w_gate: Any, w_up: Any, gate_scale: Any, up_scale: Any, arguments: dict[str, Any]
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:
+    """check_gated for low-bit weights: w_gate and w_up must have one format, shape and dtype of scales."""
     kinds = [
         (w.layout, w.shape, str(w.scale.dtype)) if low_bit.layout_of(w) is not None else getattr(w, "dtype", type(w))
         for w in (w_gate, w_up)
@@ -227,7 +244,7 @@ def _check_gated_low_bit(
 
 @contextlib.contextmanager
 def _told_as(name: str) -> Iterator[None]:
-    """Errors about w name this argument instead of w."""
+    """A context in which TypeErrors and ValueErrors about the arguments w and w_scale name `name` instead of w."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -236,7 +253,7 @@ def _told_as(name: str) -> Iterator[None]:
 
 
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """The planned call, differentiable. x and residual may have any axes before the last axis."""
+    """out [..., N] of a planned matmul or gated_matmul, differentiable. call, inputs: from `check` or `check_gated`."""
     inputs = as_varying(inputs, varying_axes(inputs))
     if call.options.low_bit is not None:
         return low_bit.planned(call, inputs)
@@ -247,7 +264,11 @@ def check(
     *, x, w, bias=None, activation=None, residual=None, x_scale=None, w_scale=None, transpose_w=False, out_dtype=None,
     precision=None, scaling=None, implementation=None,
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:  # fmt: skip
-    """(request, arrays, options) of a call."""
+    """(request, arrays, options) of a matmul call. Raises the errors that matmul documents.
+
+    In the arrays, x and residual keep their outer axes, x and w are rounded if precision is "bf16" or "fp16", and
+    QuantizedArrays are taken apart into values and scales.
+    """
     checks.check_flags(transpose_w=transpose_w)
     checks.check_names(precision=precision, scaling=scaling, implementation=implementation)
     if low_bit.layout_of(w) is not None:
@@ -288,7 +309,7 @@ def check(
 
 
 def _check_no_scales(x: Any, x_scale: Any, w_scale: Any, scaling: Any) -> None:
-    """Raises TypeError or ValueError. Low-bit weights have their own scales, and x is not quantised."""
+    """Raises TypeError or ValueError for scales, a scaling, or a quantised x in a call with low-bit weights."""
     if isinstance(x, QuantizedArray):
         raise TypeError("x: got a QuantizedArray with low-bit weights, want bfloat16, float16 or float32")
     if not (x_scale is None and w_scale is None and scaling is None):
@@ -299,6 +320,7 @@ def _checked_low_bit(
     x: Any, w: QuantizedArray, bias: Any, activation: Any, residual: Any, transpose_w: bool, out_dtype: Any,
     precision: Any,
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:  # fmt: skip
+    """(request, arrays, options) of a matmul with low-bit weights w. Raises TypeError or ValueError."""
     x = checks.checked_array("x", x)
     if x.dtype not in checks.DTYPES:
         raise TypeError(f"x: got dtype {x.dtype} with low-bit weights, want bfloat16, float16 or float32")
@@ -331,7 +353,11 @@ def _checked_low_bit(
 
 
 def _rounded(x: Any, w: Any, precision: str | None) -> tuple[Any, Any, str | None]:
-    """(x and w rounded to the dtype that precision names, the precision of their matmul). w may be low-bit weights."""
+    """(x, w, precision): x and w rounded if precision is "bf16" or "fp16", the precision of the matmul that is left.
+
+    The returned precision is then None; for other precisions all three are returned as they are. w may be None. Raises
+    ValueError for 8-bit arrays.
+    """
     if precision not in ROUNDED:
         return x, w, precision
     dtype = ROUNDED[precision]
@@ -343,6 +369,7 @@ def _rounded(x: Any, w: Any, precision: str | None) -> tuple[Any, Any, str | Non
 
 
 def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
+    """(x, w) as jax.Arrays with dtypes and shapes that fit. Raises TypeError or ValueError."""
     x, w = checks.checked_array("x", x, DTYPES), checks.checked_array("w", w, DTYPES)
     if x.dtype not in DTYPES:
         raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16, float32, float8_e4m3fn or float8_e5m2")
@@ -357,7 +384,10 @@ def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
 
 
 def _checked_precision(precision: str | None, dtype: Any) -> str | None:
-    """The precision. Inputs other than float32 have no choice but "fp8"."""
+    """The precision of a matmul of x in `dtype`: "fp8", "fp32" or "tf32", or None for a 16-bit matmul.
+
+    precision: the argument, None for the default: "fp32" for float32, "fp8" for 8-bit arrays. Raises ValueError.
+    """
     if precision not in (None, "fp32", "tf32", "fp8"):
         raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, PRECISIONS))} or None")
     if dtype in fp8.DTYPES or precision == "fp8":
@@ -372,7 +402,10 @@ def _checked_precision(precision: str | None, dtype: Any) -> str | None:
 
 
 def _one_of(scaling: str | None, of_x: str | None, of_w: str | None) -> str | None:
-    """The scaling of a call, from the argument and from the operands, which may have their own."""
+    """The scaling of a call: the one value other than None among the argument's, x's and w's. None if all are None.
+
+    Raises ValueError if they differ.
+    """
     found = {x for x in (scaling, of_x, of_w) if x is not None}
     if len(found) > 1:
         raise ValueError(f"scaling: got {scaling!r} with x's {of_x!r} and w's {of_w!r}, want one for all")
@@ -380,7 +413,7 @@ def _one_of(scaling: str | None, of_x: str | None, of_w: str | None) -> str | No
 
 
 def checked_bias(bias: Any, dtype: Any, columns: int, name: str = "bias") -> Any:
-    """A bias [N]. Raises TypeError or ValueError."""
+    """The bias [columns] as a jax.Array. dtype: x's. Raises TypeError or ValueError for a bad dtype or shape."""
     bias = checks.checked_array(name, bias)
     if bias.dtype not in (dtype, jnp.dtype(jnp.float32)) and dtype not in fp8.DTYPES:
         raise TypeError(f"{name}: got dtype {bias.dtype}, want x's dtype {dtype}, or float32")
@@ -392,7 +425,7 @@ def checked_bias(bias: Any, dtype: Any, columns: int, name: str = "bias") -> Any
 
 
 def checked_residual(residual: Any, out_dtype: Any, shape: tuple[int, ...]) -> Any:
-    """A residual [..., N]. Raises TypeError or ValueError."""
+    """The residual of this shape, in out_dtype, as a jax.Array. Raises TypeError or ValueError if it has others."""
     residual = checks.checked_array("residual", residual)
     if residual.dtype != out_dtype:
         raise TypeError(f"residual: got dtype {residual.dtype}, want out_dtype {out_dtype}")
@@ -402,6 +435,7 @@ def checked_residual(residual: Any, out_dtype: Any, shape: tuple[int, ...]) -> A
 
 
 def _out_dtype(dtype: Any) -> Any:
+    """The argument out_dtype as a NumPy dtype. Raises TypeError unless it is bfloat16, float16 or float32."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
@@ -412,7 +446,10 @@ def _out_dtype(dtype: Any) -> Any:
 
 
 def checked_activation(activation: Any) -> Callable[[Any], Any] | None:
-    """The function of an activation, given by name or as a function. Raises TypeError or ValueError."""
+    """The function of an activation that is given by name or as a function; None stays None.
+
+    Raises TypeError or ValueError for an unknown name, and for a function that has no hash or is not elementwise.
+    """
     if activation is None:
         return None
     if callable(activation):

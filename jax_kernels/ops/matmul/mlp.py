@@ -31,7 +31,11 @@ MLP = PlannedOp("mlp", GATED.implementations, GATED.order)
 
 
 class MlpInputs(NamedTuple):
-    """The arrays of a call. first: of the matmuls with w_up and w_gate. down: [H, N], or [N, H] with transpose_w."""
+    """The arrays of an mlp call. first: x and the weights and bias before the activation, as for matmul.
+
+    first.w is w_gate and first.w_up is w_up; without a gate, first.w is w_up. down: w_down, [H, N], or [N, H] with
+    transpose_w. bias_down: [N]. residual: [..., N].
+    """
 
     first: MatmulInputs
     down: Any
@@ -73,7 +77,10 @@ def mlp(
       w_up, w_gate: [K, H] in x's dtype, or [H, K] with transpose_w. Without w_gate there is no gate.
       w_down: [H, N] in x's dtype, or [N, H] with transpose_w.
       bias_up: [H] in x's dtype or float32; None with w_gate. bias_down: [N], likewise.
-      activation, implementation: as in matmul. precision: for float32 inputs, "fp32" or "tf32", as in matmul.
+      activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh"; or an elementwise jnp function of
+        float32, which may not close over traced arrays.
+      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the device's first that supports the call.
       residual: [..., N] in x's dtype, added last.
       transpose_w: all weights are [outputs, inputs], as in torch.nn.Linear.
 
@@ -108,7 +115,10 @@ def check(
     *, x, w_up, w_down, w_gate=None, bias_up=None, bias_down=None, activation="silu", residual=None,
     transpose_w=False, precision=None, implementation=None,
 ) -> tuple[MatmulRequest, MlpInputs, MatmulOptions]:  # fmt: skip
-    """(request of the matmuls with w_up and w_gate, arrays, options of these matmuls)."""
+    """(request, arrays, options) of an mlp call. Raises the errors that mlp documents.
+
+    request and options are of the matmuls with w_up and w_gate, which are one gated matmul.
+    """
     checks.check_flags(transpose_w=transpose_w)
     if precision == "fp8":
         raise ValueError("precision: got 'fp8', want 'fp32', 'tf32' or None; gated_matmul and matmul take 'fp8'")
@@ -138,7 +148,10 @@ def check(
 
 
 def _sizes(x: Any, weights: dict[str, Any], transpose_w: bool) -> tuple[int, int]:
-    """(H, N). Raises TypeError or ValueError for weights that do not fit x and each other."""
+    """(H, N): the hidden size and the number of outputs. weights: w_up, w_gate (or None) and w_down, by name.
+
+    Raises TypeError or ValueError for weights that do not fit x and each other.
+    """
     found: dict[str, tuple[int, int]] = {}
     for name, w in weights.items():
         if name == "w_gate" and w is None:
@@ -161,7 +174,7 @@ def _sizes(x: Any, weights: dict[str, Any], transpose_w: bool) -> tuple[int, int
 
 
 def _planned(call: PlannedCall, inputs: MlpInputs) -> jax.Array:
-    """The planned call on x [..., K], differentiable: out [..., N]."""
+    """out [..., N] of a planned mlp call, differentiable."""
     if call.implementation == "xla":
         return _plain(call, inputs)
     return _by_kernels(call, in_reverse_mode(inputs, no_forward_mode("mlp")))
@@ -172,6 +185,7 @@ def _out(call, inputs):
 
 
 def _down(call: PlannedCall, inputs: MlpInputs, hidden: jax.Array) -> jax.Array:
+    """hidden @ w_down + bias_down + residual, [..., N]."""
     options = dataclasses.replace(call.options, activation=None)
     given = MatmulInputs(x=hidden, w=inputs.down, bias=inputs.bias_down, residual=inputs.residual)
     return gradients.further(call, given, options).out
@@ -193,6 +207,7 @@ def _forward(call, inputs):
 
 @under_defaults
 def _backward(call, residuals, dout):
+    """(MlpInputs of the gradients,). dout: the cotangent of out, [..., N]."""
     inputs, saved = residuals
     first, found = inputs.first, _cotangents(call, inputs, saved, dout)
     of_sum = lambda bias, cotangent: None if bias is None else gradients.sum_of_rows(cotangent).astype(bias.dtype)
@@ -214,7 +229,12 @@ def _backward(call, residuals, dout):
 
 
 def _cotangents(call: PlannedCall, inputs: MlpInputs, saved: MatmulResult, dout: jax.Array) -> MatmulResult:
-    """The cotangents of the first matmuls' results, and hidden, from one matmul."""
+    """The cotangents of the first matmuls' results, and hidden, computed by one matmul of dout with w_down.
+
+    In the MatmulResult, `out` is the cotangent of x @ w_gate (without a gate: of x @ w_up + bias_up), `up` the
+    cotangent of x @ w_up with a gate, and `activated` is hidden. saved: the forward's preactivation and up. dout: the
+    cotangent of mlp's result, [..., N].
+    """
     derivative = derivative_of(call.options.activation)
     options = dataclasses.replace(call.options, transpose_w=not call.options.transpose_w, derivative=derivative)
     given = MatmulInputs(x=dout, w=inputs.down, preactivation=saved.preactivation, up=saved.up)

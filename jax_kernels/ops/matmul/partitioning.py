@@ -1,4 +1,4 @@
-"""The axes of a matmul's arrays that the devices of a mesh may shard: M's, N and K's, as MatmulInputs names them."""
+"""The axes of a matmul's arrays that the devices of a mesh may shard: the axes of M and of K, and N."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,10 @@ ROWS, COLUMNS, DEPTH = "rows", "columns", "depth"
 def by_rows(
     function: Callable[[MatmulInputs], MatmulResult], options: MatmulOptions
 ) -> Callable[[MatmulInputs], MatmulResult]:
-    """The function of a kernel, which takes matrices, for arrays whose M and K are several axes."""
+    """Wraps a kernel's function, which takes matrices, so that it takes arrays whose M and K are several axes.
+
+    Inputs are reshaped to matrices, and the results [M, N] back to x's outer axes.
+    """
 
     def run(inputs: MatmulInputs) -> MatmulResult:
         if inputs.x.ndim == inputs.w.ndim == 2:
@@ -43,7 +46,7 @@ def by_rows(
 
 
 def shared_matmul(function: Callable[[MatmulInputs], MatmulResult], options: MatmulOptions) -> Callable[..., Any]:
-    """A kernel's function, which the devices of a mesh run on their shards under jit.
+    """Returns the kernel's function with its work sharded over the devices of a mesh under jit.
 
     Devices that shard K sum their matmuls, each in the call's out_dtype. A matmul with an epilogue, which belongs
     after the sum, does not shard K. If blocks of 128 x 128 values have a scale, devices hold whole blocks.
@@ -64,9 +67,11 @@ def shared_matmul(function: Callable[[MatmulInputs], MatmulResult], options: Mat
 
 
 def both_ways_of_outer(function: Callable[..., Any], scaling: str) -> Callable[..., Any]:
-    """The kernel that rounds x [M, N] and its transpose, given factors or None, as a function of x [..., N].
+    """Wraps the kernel that rounds x [M, N] and its transpose, so that it takes x [..., N] and shards its work.
 
-    The transpose is [N, ...]. Under jit the devices of a mesh run it on their shards.
+    function(x, factors): returns BothWays(values [M, N], transposed [N, M], scale). factors: None, or the reciprocals
+    of (x's scale, the transpose's scale). The result's transposed is [N, ...]. scaling: "tensor", "row" or "block".
+    Under jit the devices of a mesh run it on their shards.
     """
 
     def of_rows(x: jax.Array, factors: Any) -> BothWays:
@@ -96,24 +101,31 @@ def both_ways_of_outer(function: Callable[..., Any], scaling: str) -> Callable[.
 
 
 def _axes(name: str, lengths: tuple[int, ...], scaling: str | None) -> tuple[Axis, ...]:
-    """The axes of M, N or K. If blocks have scales, devices hold whole blocks."""
+    """Named Axis objects for the axes of M, N or K with these lengths. name: ROWS, COLUMNS or DEPTH.
+
+    With scaling="block" the group of an Axis is the extent of a block along it, so that devices hold whole blocks.
+    """
     sizes = sizes_of(lengths) if scaling == "block" else (1,) * len(lengths)
     return tuple(Axis(f"{name}{i}", size) for i, size in enumerate(sizes))
 
 
 def _whole(axes: tuple[Axis, ...], lengths: tuple[int, ...]) -> dict[str, int]:
-    """The lengths of the axes, in blocks, without the axes that contain a partial block."""
+    """The lengths of the axes by name, in blocks, or in values without block scales.
+
+    Axes with a partial block are missing.
+    """
     every = zip(axes, lengths, strict=True)
     return {axis.name: length // axis.group for axis, length in every if length % axis.group == 0}
 
 
 def _axes_of(inputs: MatmulInputs, options: MatmulOptions) -> tuple[tuple[Axis, ...], ...]:
-    """(axes of M, axis of N, axes of K)."""
+    """(Axis objects of M, of N, of K). M and K may be several axes, N is one."""
     (m, k), (_, n, _) = options.axes(inputs), options.sizes(inputs)
     return tuple(_axes(name, of, options.scaling) for name, of in ((ROWS, m), (COLUMNS, (n,)), (DEPTH, k)))
 
 
 def _fields(inputs: MatmulInputs, options: MatmulOptions) -> dict[str, ArrayAxes]:
+    """The axes of each field of MatmulInputs and MatmulResult, by the field's name; fields without axes are missing."""
     rows, columns, depth = _axes_of(inputs, options)
     of_x: ArrayAxes = (*depth, *rows) if options.transpose_x else (*rows, *depth)
     of_w: ArrayAxes = (*columns, *depth) if options.transpose_w else (*depth, *columns)
@@ -129,10 +141,12 @@ def _fields(inputs: MatmulInputs, options: MatmulOptions) -> dict[str, ArrayAxes
 
 
 def _of(axes: ArrayAxes | None, x: Any) -> ArrayAxes:
+    """`axes` if x has as many axes; else None for each axis of x, as for a scale that is one number."""
     return (None,) * x.ndim if axes is None or len(axes) != x.ndim else axes
 
 
 def _lengths(inputs: MatmulInputs, options: MatmulOptions) -> dict[str, int]:
+    """The lengths of the axes that devices may shard, by name. K is missing for a matmul with an epilogue."""
     (m, k), (_, n, _) = options.axes(inputs), options.sizes(inputs)
     rows, columns, depth = _axes_of(inputs, options)
     if options.low_bit is not None:

@@ -40,7 +40,8 @@ __all__ = ["IMPLEMENTATIONS", "NormRequest", "layer_norm", "prepare", "rms_norm"
 class NormRequest(Request):
     """A call of layer_norm or rms_norm without its arrays.
 
-    rows: the number of rows of x, with `columns` values each. quantize: the format of out, None for x's dtype.
+    rows: the number of rows of x, with `columns` values each. dtype: x's. quantize: the 8-bit format of out, "e4m3" or
+    "e5m2"; None for x's dtype.
     """
 
     rows: int
@@ -256,7 +257,8 @@ def rms_norm(
       residual: like x, added to it, rounded to x's dtype.
       eps: added to the mean square; 0 or more.
       scale_offset: added to scale: 1.0 for weights that are stored as differences from 1, such as Gemma's.
-      quantize: as in layer_norm.
+      quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass. The result equals
+        quantize(out, quantize, scaling="row") with out in float32: each row has a scale. None leaves out in x's dtype.
       implementation: "triton", "mosaic_gpu" or "xla"; None picks the device's first that supports the call.
 
     Returns:
@@ -294,7 +296,10 @@ def prepare(
     quantize: str | None = None,
     **arrays: Any,
 ) -> tuple[PlannedCall, NormInputs]:
-    """The planned call and its arrays. arrays: x, scale, bias and residual."""
+    """(planned call, inputs) of a layer_norm or rms_norm, the arguments of `run`. Raises the op's errors.
+
+    op: "layer_norm" or "rms_norm". arrays: x, scale, bias and residual, by name; all but x may be None.
+    """
     request, inputs = _check(
         op=op, eps=eps, scale_offset=scale_offset, quantize=quantize, implementation=implementation, **arrays
     )
@@ -312,6 +317,7 @@ def prepare(
 def _check(
     *, x, scale, residual, eps, scale_offset, implementation, op, quantize=None, bias=None
 ) -> tuple[NormRequest, NormInputs]:
+    """(request, arrays) of a call of `op`. Raises the errors that layer_norm documents."""
     x = checks.checked_array("x", x)
     if x.dtype not in checks.DTYPES:
         raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16 or float32")
@@ -344,7 +350,10 @@ def _check(
 
 
 def _weights(name: str, weights: Any, x: Any) -> Any:
-    """scale or bias: an array [N], or None."""
+    """The argument scale or bias as a jax.Array [N]; None stays None.
+
+    Raises TypeError or ValueError if its type, dtype or shape does not fit x.
+    """
     if weights is None:
         return None
     if not isinstance(weights, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -369,6 +378,7 @@ def _supports_triton(request: NormRequest) -> str | None:
 
 
 def _supports_mosaic(request: NormRequest) -> str | None:
+    """The reason, in words for users, why the Hopper kernels cannot serve the request; None if they can."""
     if reason := unsupported.no_gpu(request) or unsupported.not_hopper(request):
         return reason
     if request.rows == 0:
@@ -386,13 +396,16 @@ def _supports_mosaic(request: NormRequest) -> str | None:
 
 
 def _is_clustered(request: NormRequest) -> bool:
-    """Whether the block spec splits such a row over the CTAs of a cluster, and takes Triton's backward."""
+    """Whether the Hopper forward splits each row over the CTAs of a cluster, and the backward is Triton's.
+
+    The block spec for this number of columns decides.
+    """
     row, _ = block_specs.norm_row(request.device.compute_capability, "mosaic_gpu", columns=request.columns)
     return cluster_of(request.columns, row.forward) > 1 and isinstance(row.backward, NormBackwardTriton)
 
 
 def _mosaic_backward(*arrays: Any, config: Any, **statics: Any) -> NormGradients:
-    """The kernel of the block spec. Rows that do not fit on an SM use Triton's kernel."""
+    """The NormGradients by the kernel that the block spec names: Triton's for rows that do not fit on an SM."""
     is_triton = isinstance(config, NormBackwardTriton)
     run = backward_triton.norm_backward if is_triton else backward_sm90.norm_backward
     return run(*arrays, config=config, **statics)
@@ -404,7 +417,10 @@ def _config(implementation: str, request: NormRequest) -> tuple[Blocks, str]:
 
 
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel's function with a vmap that loops, since Pallas has no vmap for Mosaic kernels."""
+    """Wraps a kernel's function with a vmap that runs the calls one after the other.
+
+    Pallas has no vmap for Mosaic kernels.
+    """
 
     def run(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
         call = lambda inputs, *arrays: function(inputs, options, *arrays, **statics)
@@ -414,7 +430,10 @@ def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward with a vmap that adds an outer axis to x if all calls share scale and bias; otherwise it loops."""
+    """Wraps a forward with a vmap. If all calls share scale and bias, the mapped axis becomes an outer axis of x.
+
+    Otherwise the calls run one after the other.
+    """
 
     def run(inputs: NormInputs, options: NormOptions, **statics: Any) -> NormResult:
         call = jax.custom_batching.custom_vmap(lambda inputs: function(inputs, options, **statics))
@@ -441,7 +460,7 @@ def _by_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_rows(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The tree with change(x) for each array with x's outer axes, i.e. all arrays except scale and bias."""
+    """The tree with `change` applied to each array that has x's outer axes: to all arrays except scale and bias."""
     if not isinstance(tree, NormInputs | NormGradients):
         return jax.tree.map(change, tree)
     changed = jax.tree.map(change, tree._replace(scale=None, bias=None))
@@ -449,7 +468,7 @@ def _of_rows(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel's function of rows, as a function of arrays with any outer axes."""
+    """Wraps a kernel's function of arrays [rows, columns], so that it takes and returns arrays [..., columns]."""
 
     def run(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
         outer = inputs.x.shape[:-1]
@@ -464,10 +483,11 @@ def _by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 def _shared(
     function: Callable[..., Any], with_vmap: Callable[[Any], Any], *, has_vmap: bool = False
 ) -> Callable[..., Any]:
-    """A kernel's function with its vmap, for arrays of any outer axes, which the devices of a mesh shard under jit.
+    """Wraps a kernel's function of [rows, columns] for arrays [..., columns], whose outer axes devices shard under jit.
 
-    Merged outer axes would be gathered: rows of several sharded axes have no sharding of their own.
-    has_vmap: whether the function has a vmap of its own, for calls that are not partitioned.
+    with_vmap: adds a vmap to a function. has_vmap: whether the kernel's function has a vmap of its own, which is used
+    if XLA does not partition the call. The outer axes are merged only on a device: several sharded axes, merged into
+    rows, would have no sharding, and XLA would gather them.
     """
     by_rows = _by_rows(function)
     alone = by_rows if has_vmap else with_vmap(by_rows)
@@ -533,7 +553,10 @@ OPS["rms_norm"].explained_by(functools.partial(_check, op="rms_norm"))(rms_norm)
 
 
 def run(call: PlannedCall, inputs: NormInputs) -> Any:
-    """out, or (out, total), of a prepared call; differentiable unless out is quantized."""
+    """out, or (out, x + residual) with a residual, of a prepared call; differentiable unless out is quantized.
+
+    out is like x; with quantize, it is a QuantizedArray with a scale for each row.
+    """
     out: Any
     if call.options.quantize is None:
         out, total = _norm(call, inputs)
@@ -544,7 +567,7 @@ def run(call: PlannedCall, inputs: NormInputs) -> Any:
 
 
 def _norm(call: PlannedCall, inputs: NormInputs):
-    """(out, total), both like x, differentiable; total is None without a residual."""
+    """(out, x + residual), both like x, differentiable; the second is None without a residual."""
     if call.implementation == "xla":
         return _plain(call, inputs)
     op = "layer_norm" if call.options.is_centred else "rms_norm"
@@ -588,7 +611,7 @@ _plain = in_both_modes(_results, _norm_fwd, _norm_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _quantized_norm(call: PlannedCall, inputs: NormInputs):
-    """(values, the scales of their rows, total)."""
+    """(out in 8 bits, float32 scales of its rows, x + residual or None without one). It has no derivative."""
     result = _forward(call, inputs)
     return result.out, result.out_scale, result.total
 

@@ -22,7 +22,7 @@ __all__ = ["all_gather_attention", "attention_arguments"]
 
 
 def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a device's queries, differentiable.
+    """(out [B, T, H, Dv], lse float32 [B, H, T]) of a device's queries, differentiable.
 
     Each device rounds its gradients of all keys and values to their dtype. The sums over devices are float32.
     """
@@ -31,7 +31,10 @@ def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array,
 
 
 def attention_arguments(call: RingCall, arrays: RingArrays) -> Iterator[dict[str, Any]]:
-    """The arguments of flash_attention for each chunk of a device's queries."""
+    """The arguments of flash_attention by name, for each chunk of a device's queries with the keys of all devices.
+
+    Raises ValueError for the layout "striped".
+    """
     layout, axis_name = call.layout, call.axis_name
     if layout.name == "striped":
         raise ValueError("layout: got 'striped' with strategy='all_gather', want 'zigzag' or 'contiguous'")
@@ -63,7 +66,11 @@ def attention_arguments(call: RingCall, arrays: RingArrays) -> Iterator[dict[str
 
 
 def _in_order(to: tuple[str, Layout], x: jax.Array) -> tuple[jax.Array, ...]:
-    """The tokens of all devices in sequence order, repeated for each chunk of queries."""
+    """The arrays of all devices joined in sequence order, [B, S, ...], once for each chunk of a device's queries.
+
+    to: (name of the mesh axis, layout). x: [B, T, ...], of this device. A copy for each chunk gives each chunk a
+    gradient of its own.
+    """
     axis_name, layout = to
     return (layout.in_order(lax.all_gather(x, axis_name, axis=1, tiled=True)),) * layout.chunks
 
@@ -73,6 +80,7 @@ def _gathered_forward(to: tuple[str, Layout], x: jax.Array) -> tuple[Any, Any]:
 
 
 def _gathered_backward(to: tuple[str, Layout], _: None, cotangents: Any) -> tuple[jax.Array]:
+    """(The gradient of this device's x,): the sum over chunks and devices in float32, rounded once."""
     axis_name, layout = to
     dtype = cotangents[0].dtype
     total = functools.reduce(jnp.add, [x.astype(jnp.float32) for x in cotangents])

@@ -24,9 +24,10 @@ OF_HEADS = "ring_attention_query", "ring_attention_key", "ring_attention_value"
 def all_to_all_attention(
     call: RingCall, arrays: RingArrays, results: tuple[jax.Array, jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a device's queries, differentiable.
+    """(out [B, T, H, Dv], lse float32 [B, H, T]) of a device's queries, differentiable.
 
-    results: (out, lse) if they are known already; the call then only adds their gradients with respect to the arrays.
+    results: (out, lse) if they are known already. They are then returned without computing the attention again, with
+    their gradients with respect to the arrays.
 
     Raises:
       ValueError: the number of devices does not divide the heads.
@@ -42,7 +43,9 @@ def all_to_all_attention(
 
 
 def attention_arguments(call: RingCall, arrays: RingArrays) -> tuple[dict[str, Any], Exchange, Exchange]:
-    """(the arguments of flash_attention for the device's heads, the exchange of tensors, the exchange of lse).
+    """(the arguments of flash_attention by name, the Exchange of query, key, value and out, the Exchange of lse).
+
+    The arguments have all tokens of this device's heads, which other devices have sent.
 
     Raises:
       ValueError: the number of devices does not divide the heads.
@@ -81,7 +84,11 @@ def _all_ids(call: RingCall, arrays: RingArrays) -> jax.Array | None:
 
 
 def _own_bias(call: RingCall, bias: jax.Array, exchange: Exchange) -> jax.Array:
-    """The bias of the device's heads and all queries, from the bias of all heads and the device's queries."""
+    """The bias for this device's heads and the queries of all devices.
+
+    bias: for all heads and this device's queries, [B or 1, H or 1, T or 1, S or 1]. exchange: with heads at axis 1 and
+    tokens at axis 2.
+    """
     has_heads, has_rows = (size > 1 for size in bias.shape[1:3])
     if has_rows and has_heads:
         return exchange.to_heads(bias)[0]

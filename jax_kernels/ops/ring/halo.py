@@ -27,7 +27,7 @@ TILE = 128  # tokens; halos are rounded up to a multiple of it if they can be: k
 
 
 def reason_against(layout: Layout) -> str | None:
-    """The reason why "halo" does not support this layout, or None."""
+    """The reason, in words for users, why strategy "halo" does not support a layout and its window; None if it does."""
     if layout.name == "striped":
         return "layout: got 'striped' with strategy='halo', want 'zigzag' or 'contiguous'"
     sides = layout.left, layout.right
@@ -43,8 +43,8 @@ def reason_against(layout: Layout) -> str | None:
 class Side:
     """The halos on one side of the device's chunks: `count` tokens before the start of each chunk, or after its end.
 
-    reach: the window's limit on this side. index: of the device, a traced number. Chunks are batched: arrays are
-    [B * chunks, tokens, ...].
+    reach: the window's limit on this side, in tokens. index: this device's index, a traced number. The chunks of a
+    device are merged into the batch: arrays are [B * chunks, tokens, ...].
     """
 
     call: RingCall
@@ -54,24 +54,25 @@ class Side:
 
     @property
     def count(self) -> int:
+        """The tokens of a halo: `reach` rounded up to whole tiles, at most a chunk."""
         return min(self.call.layout.chunk, -(-self.reach // TILE) * TILE)
 
     @property
     def rows(self) -> slice:
-        """The queries of a chunk that see the halo."""
+        """The queries of a chunk that may see the halo: its first `count` if is_before, else its last `count`."""
         return slice(0, self.count) if self.is_before else slice(self.call.layout.chunk - self.count, None)
 
     @property
     def edge(self) -> slice:
-        """The keys of a chunk that are the halo of another chunk."""
+        """The keys of a chunk that are the halo of the chunk after it (is_before) or before it in the sequence."""
         return slice(self.call.layout.chunk - self.count, None) if self.is_before else slice(0, self.count)
 
     @property
     def offsets(self) -> jax.Array:
-        """The distance from the halo's first key to the first query in `rows`, for each chunk: int32 [chunks].
+        """int32 [chunks]: for each chunk, the position of the first query in `rows` minus the halo's first position.
 
-        At an end of the sequence the halo is zeros. The distance is then larger than the window, so that no query of
-        the chunk sees the halo.
+        It is the q_offset of the call of these queries with the halo. At an end of the sequence the halo is zeros. The
+        distance is then larger than the window, so that no query of the chunk sees the halo.
         """
         is_inner, is_not_last = self.index > 0, self.index < self.call.layout.devices - 1
         if self.call.layout.chunks == 1:
@@ -84,11 +85,14 @@ class Side:
 
     @property
     def _arrivals(self) -> tuple[int, int]:
-        """(the zigzag chunk whose halo comes from the previous device, the other chunk)."""
+        """(index of the zigzag chunk whose halo comes from the device before this one, index of the other chunk)."""
         return (0, 1) if self.is_before else (1, 0)
 
     def exchanged(self, edges: Visitors) -> Visitors:
-        """The halo of each chunk of this device. edges: the edge of each chunk of this device."""
+        """The halo of each chunk of this device, which other devices send.
+
+        edges: the keys, values and ids that this device sends: of the tokens in `edge` of each of its chunks.
+        """
         if self.call.layout.chunks == 1:
             return self._sent(edges, 1 if self.is_before else -1)
         of_chunks, (one, other) = self._apart(edges), self._arrivals
@@ -98,7 +102,10 @@ class Side:
         return self._together([found[one], found[other]])
 
     def given_back(self, pair: Pair) -> Pair:
-        """The transpose of `exchanged`: from the gradients of this device's halos, the gradients of its edges."""
+        """The gradients of this device's edges, which other devices send. pair: the gradients of this device's halos.
+
+        It is the transpose of `exchanged`.
+        """
         if self.call.layout.chunks == 1:
             return self._sent(pair, -1 if self.is_before else 1)
         of_chunks, (one, other) = self._apart(pair), self._arrivals
@@ -111,12 +118,12 @@ class Side:
         return self._together([found[one], found[other]])
 
     def _on_last(self, tree: Any, others: Any) -> Any:
-        """Returns `tree` on the last device, `others` on all other devices."""
+        """`tree` on the last device of the mesh axis, `others` on all other devices. Both have equal shapes."""
         is_last = self.index == self.call.layout.devices - 1
         return jax.tree.map(lambda x, y: jnp.where(is_last, x, y), tree, others)
 
     def _sent(self, tree: Any, by: int) -> Any:
-        """The arrays of the device that is `by` devices before this one; zeros if there is no such device."""
+        """The Pair or Visitors of the device `by` devices before this one; zeros if there is no such device."""
         devices = self.call.layout.devices
         there = [(i, i + by) for i in range(devices) if 0 <= i + by < devices]
         send = lambda tree: jax.tree.map(lambda x: lax.ppermute(x, self.call.axis_name, there), tree)
@@ -125,7 +132,7 @@ class Side:
         return sent if isinstance(tree, Pair) else Visitors(sent, send(tree.segment_ids))
 
     def _apart(self, tree: Any) -> list[Any]:
-        """(the tree of the first chunk, the tree of the second)."""
+        """[the arrays of the first chunk, the arrays of the second], [B, ...] each, from arrays [B * 2, ...]."""
         return [jax.tree.map(lambda x, i=i: x.reshape(-1, 2, *x.shape[1:])[:, i], tree) for i in range(2)]
 
     def _together(self, trees: list[Any]) -> Any:
@@ -137,6 +144,7 @@ def _as_two(pair: Pair) -> Pair:
 
 
 def _sides(call: RingCall) -> list[Side]:
+    """The sides on which a device gets a halo: none for one device, and no side on which the window's limit is 0."""
     if call.layout.devices == 1:  # its tokens are one chunk
         return []
     index, reaches = call.index, (call.layout.left, call.layout.right)
@@ -148,7 +156,10 @@ def _sides(call: RingCall) -> list[Side]:
 
 
 def _in_chunks(layout: Layout, x: Any, axis: int = 1) -> Any:
-    """The chunks of an array's tokens as a batch. axis=1: the array is [B, T, ...]. axis=2: it is [B, H, T]."""
+    """A device's array with its chunks merged into the batch: [B, T, ...] -> [B * chunks, tokens of a chunk, ...].
+
+    axis: the axis of the tokens: 2 for an array [B, H, T]. None stays None.
+    """
     if x is None:
         return None
     x = x.reshape(*x.shape[:axis], layout.chunks, layout.chunk, *x.shape[axis + 1 :])
@@ -157,13 +168,13 @@ def _in_chunks(layout: Layout, x: Any, axis: int = 1) -> Any:
 
 
 def _whole(layout: Layout, x: jax.Array, axis: int = 1) -> jax.Array:
-    """The inverse of _in_chunks."""
+    """[B * chunks, tokens of a chunk, ...] -> [B, T, ...]: the inverse of _in_chunks."""
     x = jnp.moveaxis(x.reshape(-1, layout.chunks, *x.shape[1:]), 1, axis)
     return x.reshape(*x.shape[:axis], layout.length, *x.shape[axis + 2 :])
 
 
 def _replaced(x: jax.Array, rows: slice, part: jax.Array, axis: int = 1) -> jax.Array:
-    """x with its first or last rows replaced by `part`."""
+    """x with `part` in its first rows if rows.start is 0, else in its last rows. Returns part's dtype."""
     size = x.shape[axis] - part.shape[axis]
     if rows.start == 0:
         rest = lax.slice_in_dim(x, part.shape[axis], None, axis=axis)
@@ -173,13 +184,16 @@ def _replaced(x: jax.Array, rows: slice, part: jax.Array, axis: int = 1) -> jax.
 
 
 def _own(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, Visitors]:
-    """The queries and the keys of the device's chunks."""
+    """(query, Visitors of the device's own keys), with the device's chunks merged into the batch."""
     query, key, value, ids = (_in_chunks(call.layout, x) for x in arrays[:4])
     return query, Visitors(Pair((key, value)), ids)
 
 
 def _prepared(call: RingCall, query: Any, q_ids: Any, of_keys: Visitors, offsets: Any, sinks: Any = None) -> Any:
-    """(planned call of some queries of each chunk, its arrays)."""
+    """(AttentionCall, AttentionInputs) of some queries of each chunk.
+
+    offsets: int32 [chunks], the q_offset of each chunk; None is 0. sinks: float32 [H] or None.
+    """
     batch = query.shape[0] // call.layout.chunks
     return prepare(
         query=query,
@@ -195,17 +209,21 @@ def _prepared(call: RingCall, query: Any, q_ids: Any, of_keys: Visitors, offsets
 
 
 def _of_side(call: RingCall, side: Side, query: jax.Array, own: Visitors, halo: Visitors) -> tuple[Any, Any]:
-    """(planned call of the queries that see a halo, its arrays)."""
+    """(AttentionCall, AttentionInputs) of the queries that see the halo of one side. own, halo: the keys of both."""
     ids = own.segment_ids
     return _prepared(call, query[:, side.rows], None if ids is None else ids[:, side.rows], halo, side.offsets)
 
 
 def _halos(call: RingCall, own: Visitors) -> list[Visitors]:
+    """The halo of each side, received from the other devices. own: the keys of this device."""
     return [side.exchanged(jax.tree.map(lambda x, at=side.edge: x[:, at], own)) for side in _sides(call)]
 
 
 def planned_calls(call: RingCall, arrays: RingArrays) -> dict[str, Callable[[], Any]]:
-    """Functions that plan each call of `forward`, by the keys that the call takes."""
+    """Functions without arguments that return the AttentionCall of each call of `forward`.
+
+    The dict's keys describe, for users, the keys to which the call attends.
+    """
     query, own = _own(call, arrays)
 
     def of_halo(side: Side) -> Any:
@@ -224,7 +242,10 @@ def planned_calls(call: RingCall, arrays: RingArrays) -> dict[str, Callable[[], 
 
 
 def forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, list[Visitors]]:
-    """(out, lse, halos) of a device's queries. `gradients` takes the halos."""
+    """(out [B, T, H, Dv], lse [B, H, T], halos) of a device's queries, over its own keys, the halos and the sinks.
+
+    halos: the keys of each side that arrived, which `gradients` takes.
+    """
     sides, (query, own) = _sides(call), _own(call, arrays)
     halos = _halos(call, own)
     sinks = None if arrays.sinks is None else arrays.sinks[0]
@@ -241,7 +262,10 @@ def forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, l
 def gradients(
     call: RingCall, arrays: RingArrays, rows: Rows, halos: list[Visitors] | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of query (divided by the scale), key and value, all float32. halos: None if not kept."""
+    """The gradients of query (divided by the scale), key and value, all float32, [B, T, heads, ...].
+
+    halos: from `forward`; None if not kept: then devices exchange them again.
+    """
     layout, sides, (query, own) = call.layout, _sides(call), _own(call, arrays)
     halos = _halos(call, own) if halos is None else halos
     lse, delta, dout = (_in_chunks(layout, x, axis) for x, axis in ((rows.lse, 2), (rows.delta, 2), (rows.dout, 1)))
@@ -265,6 +289,6 @@ def gradients(
 
 
 def _padded(x: jax.Array, rows: slice, part: jax.Array) -> jax.Array:
-    """An array of zeros like x, with `part` as its rows."""
+    """`part`, padded with zeros to the rows of x: it has the first rows if rows.start is 0, else the last rows."""
     rest = x.shape[1] - part.shape[1]
     return jnp.pad(part, [(0, 0), (0, rest) if rows.start == 0 else (rest, 0), (0, 0), (0, 0)])

@@ -20,8 +20,9 @@ __all__ = ["Exchange"]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """The exchanges of arrays that have an axis `heads` and an axis `tokens`.
+    """Exchanges between devices: arrays of a device's tokens and all heads become all tokens and a device's heads.
 
+    heads, tokens: the arrays' axes of heads and of tokens. Device i of n gets the i-th of n equal ranges of heads.
     by_permutes: whether each pair of devices exchanges its part by permutes, instead of one all-to-all. The part that a
     device keeps is then not copied: XLA reads it in place, in the pass that sorts the tokens.
     """
@@ -33,9 +34,9 @@ class Exchange:
     tokens: int = 1
 
     def to_heads(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """From all heads of the device's tokens: all tokens, in sequence order, of the device's heads.
+        """The arrays with all tokens, in sequence order, of this device's heads. arrays: all heads of its own tokens.
 
-        Permutes send the arrays together. The arrays may differ only in their number of heads.
+        Their shapes may differ only in the number of heads: with by_permutes, they are sent as one array.
         """
         if self.by_permutes:
             return _to_heads(self, arrays)
@@ -43,16 +44,16 @@ class Exchange:
         return tuple(self.layout.in_order(split(x, self.axis_name), self.tokens) for x in arrays)
 
     def to_tokens(self, x: jax.Array) -> jax.Array:
-        """The inverse of to_heads, for one array."""
+        """The inverse of to_heads for one array: all heads of this device's tokens, in the layout's order."""
         if self.by_permutes:
             return _to_tokens(self, x)
         x = self.layout.in_order(x, self.tokens, back=True)
         return lax.all_to_all(x, self.axis_name, split_axis=self.tokens, concat_axis=self.heads, tiled=True)
 
     def arrivals(self, part: Callable[[Any], jax.Array]) -> list[jax.Array]:
-        """The parts that other devices send to this device: first from the device before it, then the one before that.
+        """The parts that the other devices send to this device. Entry i is from the device i + 1 before this one.
 
-        part: takes a device index, a traced number, and returns the part that this device sends there.
+        part: takes the index of another device, a traced number, and returns the part that this device sends to it.
         """
         devices = self.layout.devices
         sent = [part(lax.rem(self.index + by, jnp.int32(devices))) for by in range(1, devices)]
@@ -66,6 +67,7 @@ class Exchange:
 
 # JAX's own derivative of a slice would add arrays of zeros.
 def _sent_to_heads(exchange: Exchange, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Exchange.to_heads by permutes, without its derivative."""
     devices, axis = exchange.layout.devices, exchange.heads
     sizes = [x.shape[axis] // devices for x in arrays]
 
@@ -80,6 +82,7 @@ def _sent_to_heads(exchange: Exchange, arrays: tuple[jax.Array, ...]) -> tuple[j
 
 
 def _sent_to_tokens(exchange: Exchange, x: jax.Array) -> jax.Array:
+    """Exchange.to_tokens by permutes, without its derivative."""
     layout, axis = exchange.layout, exchange.tokens
     if layout.name != "zigzag":
         x = layout.in_order(x, axis, back=True)
@@ -94,7 +97,10 @@ def _sent_to_tokens(exchange: Exchange, x: jax.Array) -> jax.Array:
 
 
 def _sorted_tokens(exchange: Exchange, arrivals: Sequence[jax.Array]) -> jax.Array:
-    """The tokens of all devices in sequence order. arrivals: this device's own part, then Exchange.arrivals."""
+    """One array with the tokens of all devices, in sequence order.
+
+    arrivals: parts with one device's tokens each: of this device, of the device before it, of the device before that.
+    """
     layout, axis, index = exchange.layout, exchange.tokens, exchange.index
     if layout.name != "zigzag":
         return layout.in_order(_in_order_of_devices(arrivals, index, axis), axis)
@@ -105,13 +111,16 @@ def _sorted_tokens(exchange: Exchange, arrivals: Sequence[jax.Array]) -> jax.Arr
 
 
 def _in_order_of_devices(arrivals: Sequence[jax.Array], index: Any, axis: int) -> jax.Array:
-    """The parts of device 0, of device 1, and so on, joined. arrivals: this device's part, then Exchange.arrivals."""
+    """The parts of device 0, of device 1, and so on, concatenated along `axis`.
+
+    arrivals: the parts of this device, of the device before it, and so on. index: this device's index, traced.
+    """
     devices = len(arrivals)
     return _around([arrivals[0], *reversed(arrivals[1:])], lax.rem(devices - index, jnp.int32(devices)), axis)
 
 
 def _around(pieces: Sequence[jax.Array], first: Any, axis: int) -> jax.Array:
-    """The pieces from index `first`, a traced number, to the last, followed by the pieces before `first`.
+    """The concatenation along `axis` of pieces[first:] and pieces[:first], for a traced `first`.
 
     XLA does not materialise the concatenation: it reads each value of the slice from the piece that has it.
     """

@@ -24,9 +24,10 @@ LAYOUTS = ("zigzag", "striped", "contiguous")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """An attention call of a step: chunk `query` of the device's queries with chunk `key` of its visiting keys.
+    """A pair of chunks in a step: chunk `query` of the device's queries attends to chunk `key` of its visiting keys.
 
-    A chunk is an int or a traced index. q_offset: of the call; None if no causal or window limit applies.
+    query, key: the chunk's index on its device, an int or traced. q_offset: the position of the first query minus the
+    position of the first key, in tokens ("striped": in rows of the device); None if no limit applies.
     """
 
     query: Any
@@ -36,10 +37,11 @@ class Chunks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A step that is one call of all the device's queries with all its visiting keys.
+    """The limits of a step that is one call of all the device's queries with all its visiting keys.
 
-    q_offset: of the call, an int or traced. reach: (first, end), two traced numbers: queries from `first` on see the
-    keys below `end`, earlier queries see no key. None without such a limit. is_causal, window: of the call.
+    q_offset, is_causal, window: the arguments of flash_attention for this call; q_offset may be traced. reach:
+    (first, end), two numbers that may be traced: queries from row `first` on see the keys before row `end`, earlier
+    queries see no key. None without such a limit.
     """
 
     q_offset: Any = 0
@@ -50,11 +52,12 @@ class Whole:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The tokens of `devices` devices, `length` on each.
+    """The assignment of a sequence's tokens to `devices` devices, `length` tokens on each, and the limits of its mask.
 
     "contiguous": device i has the tokens from i * length on. "striped": device i has every devices-th token from i on.
     "zigzag": the sequence has 2 * devices chunks, and device i has chunks i and 2 * devices - 1 - i. All devices then
-    have equal work under a causal mask. left, right: limits of a window, or None; a causal mask has right = 0.
+    have equal work under a causal mask. left, right: a query at position p sees keys from p - left to p + right; None
+    is no limit on that side. A causal mask has right = 0.
     """
 
     name: str
@@ -65,28 +68,32 @@ class Layout:
 
     @property
     def limits(self) -> dict[str, Any]:
-        """is_causal and window, as flash_attention takes them."""
+        """{"is_causal": bool, "window": (left, right) or None}, the arguments of flash_attention; -1 is no limit."""
         left, right = (-1 if side is None else side for side in (self.left, self.right))
         return {"is_causal": right == 0, "window": (left, right) if left >= 0 or right > 0 else None}
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of a device. The tokens of a chunk are equally far apart."""
+        """The number of chunks of a device: 2 for "zigzag", else 1. The tokens of a chunk are `stride` apart."""
         return 2 if self.name == "zigzag" else 1
 
     @property
     def chunk(self) -> int:
+        """The number of tokens of a chunk."""
         return self.length // self.chunks
 
     def tokens(self, device: int) -> np.ndarray:
-        """The tokens of a device, in the device's order."""
+        """int [length]: the positions of a device's tokens in the sequence, in the device's order."""
         if self.name == "striped":
             return np.arange(device, self.devices * self.length, self.devices)
         firsts = (device, 2 * self.devices - 1 - device) if self.name == "zigzag" else (device,)
         return np.concatenate([np.arange(self.chunk) + first * self.chunk for first in firsts])
 
     def in_order(self, x: Any, axis: int = 1, *, back: bool = False) -> Any:
-        """Puts `axis`, which has the tokens device by device, in sequence order; with back=True, the inverse."""
+        """x with all tokens along `axis` in sequence order, from an x with the tokens of device 0, then device 1, ...
+
+        back=True: the inverse.
+        """
         if self.name == "contiguous":
             return x
         if self.name == "striped":
@@ -98,32 +105,35 @@ class Layout:
         return jnp.concatenate([parts[i] for i in (places if back else np.argsort(places))], axis)
 
     def ranges(self, device: int) -> list[range]:
-        """The tokens of each chunk of a device."""
+        """The positions of each chunk's tokens, for a device whose index is an int."""
         stride = self.stride
         firsts = self.tokens(device)[:: self.chunk]
         return [range(int(first), int(first) + stride * (self.chunk - 1) + 1, stride) for first in firsts]
 
     @property
     def stride(self) -> int:
-        """The distance between two neighbouring tokens of a chunk."""
+        """The distance, in sequence positions, between two neighbouring tokens of a chunk."""
         return self.devices if self.name == "striped" else 1
 
     def firsts(self, device: Any) -> Any:
-        """The first token of each chunk of a device: int32 [chunks]. device: a traced number."""
+        """int32 [chunks]: the position of the first token of each chunk of a device. device: a traced index."""
         if self.name == "striped":
             return jnp.stack([device])
         return jnp.stack([self.first(chunk, device) for chunk in range(self.chunks)])
 
     def places(self, device: Any) -> Any:
-        """The positions of a device's tokens, in the device's order: int32 [length]. device: a traced number."""
+        """int32 [length]: the positions of a device's tokens, in the device's order. device: a traced index."""
         return (self.firsts(device)[:, None] + self.stride * jnp.arange(self.chunk, dtype=jnp.int32)).reshape(-1)
 
     def source(self, step: int, index: Any) -> Any:
-        """The device whose keys visit the device `index` (a traced number) in a step."""
+        """The index of the device whose keys the device `index` attends to in a step. index: a traced number."""
         return lax.rem(index - step + self.devices, jnp.int32(self.devices))
 
     def placed(self, mask: Mask | None, step: int, index: Any) -> Placed:
-        """The mask of a step, with the layout's limits. mask: of the whole sequence. index: as in pairs."""
+        """The mask of a step's call [length queries, length keys], including the layout's left and right limits.
+
+        mask: of the whole sequence, or None. index: this device's index, a traced number.
+        """
         return Placed(
             joined_band(sliding_window(None, None) if mask is None else mask, self.left, self.right),
             self.firsts(index),
@@ -134,7 +144,10 @@ class Layout:
         )
 
     def placed_among_all(self, mask: Mask, first: Any) -> Placed:
-        """The mask of the chunk of queries that starts at position `first`, for all keys in sequence order."""
+        """The mask of a call of one chunk of queries with all keys in sequence order, including the layout's limits.
+
+        mask: of the whole sequence. first: the position of the chunk's first query, a traced number.
+        """
         length = self.devices * self.length
         return Placed(
             joined_band(mask, self.left, self.right),
@@ -144,7 +157,10 @@ class Layout:
         )
 
     def placed_score_mod(self, mod: ScoreMod, step: int, index: Any) -> ScoreMod:
-        """The score_mod of a step, from the score_mod of the whole sequence. index: as in pairs."""
+        """The score_mod of a step's call. It calls `mod` with the queries' and keys' positions in the whole sequence.
+
+        index: this device's index, a traced number.
+        """
         count = self.chunks
         numbers = [x for device in (index, self.source(step, index)) for x in self.firsts(device)]
 
@@ -155,14 +171,17 @@ class Layout:
         return placed(mod, places, tuple(numbers))
 
     def keys_of(self, x: Any, device: Any) -> Any:
-        """Selects a device's keys along the last axis of x, which has all keys in order. device: a traced number."""
+        """x[..., keys of a device]: [..., S] -> [..., length]. x has all S keys in sequence order.
+
+        device: a traced index.
+        """
         if self.name == "striped":
             return lax.dynamic_index_in_dim(self._stripes(x), device, -1, keepdims=False)
         parts = [lax.dynamic_slice_in_dim(x, first, self.chunk, -1) for first in self.firsts(device)]
         return jnp.concatenate(parts, -1)
 
     def with_keys(self, x: Any, part: Any, device: Any) -> Any:
-        """The array x with `part` written at the keys that keys_of selects."""
+        """x [..., S] with the values at a device's keys replaced by `part` [..., length]: the inverse of keys_of."""
         if self.name == "striped":
             return lax.dynamic_update_index_in_dim(self._stripes(x), part, device, -1).reshape(x.shape)
         for first, of_chunk in zip(self.firsts(device), jnp.split(part, self.chunks, -1), strict=True):
@@ -173,7 +192,10 @@ class Layout:
         return x.reshape(*x.shape[:-1], self.length, self.devices)
 
     def dead_steps(self, mask: Mask) -> tuple[int, ...]:
-        """The steps in which the mask keeps no pair on any device, as far as is known while tracing."""
+        """The numbers of the steps in which the mask keeps no pair on any device, as far as is known while tracing.
+
+        mask: of the whole sequence. Step 0 is never included.
+        """
 
         def is_dead(device: int, source: int) -> bool:
             return all(keeps_none(mask, q, k) for q in self.ranges(device) for k in self.ranges(source))
@@ -182,12 +204,15 @@ class Layout:
         return tuple(s for s in steps if all(is_dead(device, (device - s) % self.devices) for device in devices))
 
     def first(self, chunk: int, device: Any) -> Any:
-        """The first token of a chunk of a device. device: an int or a traced number. The layout is not striped."""
+        """The position of the first token of a chunk of a device. Not for "striped".
+
+        chunk: its index on the device. device: an int or a traced index.
+        """
         place = device if chunk == 0 else 2 * self.devices - 1 - device
         return place * self.chunk
 
     def is_dead(self, step: int) -> bool:
-        """Whether no device has a pair of a query and a key in a step."""
+        """Whether the layout's limits leave no pair of a query and a key in a step, on any device."""
         if self.name == "striped":
             left, right = self._of_stripes(step)
             return left is not None and right is not None and left + right < 0
@@ -198,16 +223,16 @@ class Layout:
         return True
 
     def _spans(self, device: int) -> list[tuple[int, int]]:
-        """(first token, last token) of each chunk of a device."""
+        """(position of the first token, position of the last token) of each chunk of a device."""
         return [(int(x[0]), int(x[-1])) for x in np.split(self.tokens(device), self.chunks)]
 
     def _touch(self, q: tuple[int, int], k: tuple[int, int]) -> bool:
-        """Whether any query of chunk q is within the limits of any key of chunk k."""
+        """Whether any query of chunk q may see any key of chunk k. q, k: (first position, last position)."""
         behind = self.right is None or k[0] - q[1] <= self.right
         return behind and (self.left is None or q[0] - k[1] <= self.left)
 
     def window(self, step: int) -> tuple[bool, tuple[int, int] | None]:
-        """is_causal and window of the calls of a step."""
+        """(is_causal, window or None), the arguments of flash_attention for the calls of a step; -1 is no limit."""
         left, right = self.left, self.right
         if self.name == "striped":
             left, right = self._of_stripes(step)
@@ -220,19 +245,24 @@ class Layout:
         return False, (-1 if left is None else left, -1 if right is None else right)
 
     def _of_stripes(self, step: int) -> tuple[int | None, int | None]:
-        """The limits in strides: row r and column c are (r - c) * devices + step tokens apart if index >= source."""
+        """(left, right): the limits of a step of "striped": query row r sees the key rows r - left ... r + right.
+
+        This holds on devices with index >= source. On other devices, row r sees rows r - 1 - left ... r - 1 + right.
+        Row r of device i is token r * devices + i. None is no limit; a limit may be below 0.
+        """
         left = None if self.left is None else (self.left - step) // self.devices
         right = None if self.right is None else (self.right + step) // self.devices
         return left, right
 
     def _shift(self, step: int) -> int:
-        """The offset of striped rows that makes both limits 0 or more."""
+        """The number to add to all query rows of "striped", so that both limits of `window` are 0 or more."""
         left, right = self._of_stripes(step)
         return -left if left is not None and left < 0 else min(0, right or 0)
 
     def whole(self, step: int, index: Any) -> Whole | None:
-        """The one call of a step; None if the step needs more than one call. index: as in pairs.
+        """The limits of a step as one call of all queries with all keys; None if the step needs more than one call.
 
+        index: this device's index, a traced number.
         Under a causal mask without a window, in each step but the first, a query sees all keys or no key of a chunk.
         """
         is_causal, window = self.window(step)
@@ -256,7 +286,10 @@ class Layout:
         return None
 
     def pairs(self, step: int, index: Any) -> list[Chunks]:
-        """The calls of a step on the device `index`, a traced number. All calls have the same sizes."""
+        """The pairs of chunks that the device `index` computes in a step, for all devices equally many.
+
+        index: a traced number.
+        """
         source = self.source(step, index)
         no_limit = self.left is None and self.right is None
         if self.name == "striped":
@@ -282,7 +315,10 @@ class Layout:
 
 
 def axis_size(axis_name: Any) -> int:
-    """The number of devices along a mesh axis. Raises TypeError; ValueError outside a jax.shard_map with that axis."""
+    """The number of devices along a mesh axis of the jax.shard_map around the call.
+
+    Raises TypeError for a name that is no str, and ValueError if no shard_map around the call has this axis.
+    """
     if not isinstance(axis_name, str):
         raise TypeError(f"axis_name: got {type(axis_name).__name__}, want the name of a mesh axis")
     try:
@@ -292,5 +328,5 @@ def axis_size(axis_name: Any) -> int:
 
 
 def not_an_axis(axis_name: str) -> ValueError:
-    """The error for a name that is not an axis of a jax.shard_map."""
+    """Returns the error for a name that is not an axis of the jax.shard_map around the call. It is not raised here."""
     return ValueError(f"axis_name: got {axis_name!r}, want an axis of the jax.shard_map around this call")

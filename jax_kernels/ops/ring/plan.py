@@ -16,12 +16,13 @@ __all__ = ["RingPlan", "plan_of"]
 
 @dataclasses.dataclass(frozen=True)
 class RingPlan(Plan):
-    """The plan of a device's first attention, and the plans of all its attentions in `steps`.
+    """The plan of ring_attention. The fields of Plan describe a device's first attention.
 
-    devices, layout: of the sequence. strategy: "ring", "halo", "all_to_all" or "all_gather". differentiated: the
-    strategy of the call under differentiation. steps: (the keys that an attention takes, its plan), in order. In step s
-    of a ring, a device takes the keys of the device that is s before it. differentiated_steps: the same under
-    differentiation. A call without a token or a head has no step.
+    devices: the number of devices. layout: the assignment of tokens to devices. strategy: "ring", "halo", "all_to_all"
+    or "all_gather". differentiated: the strategy of the call under differentiation. steps: (words for the keys that an
+    attention takes, its plan) of all attentions of a device, in order. In step s of a ring, a device takes the keys of
+    the device that is s before it. differentiated_steps: the same under differentiation. A call without a token or a
+    head has no step.
     """
 
     devices: int = 1
@@ -39,7 +40,7 @@ class RingPlan(Plan):
         return "\n".join(lines + self.lines_of_others())
 
     def _lines(self, heading: str, steps: tuple[tuple[str, Plan], ...]) -> list[str]:
-        """The heading, and one line for each run of steps with one plan."""
+        """Lines of text: the heading, and one line for each run of steps with equal plans."""
         runs: list[tuple[list[str], Plan]] = []
         for name, plan in steps:
             if runs and runs[-1][1] == plan:
@@ -55,7 +56,10 @@ class RingPlan(Plan):
 
 
 def plan_of(call: RingCall, arrays: RingArrays, checked: Plan | None) -> RingPlan:
-    """The plan of a prepared call, inside jax.shard_map. checked: the plan that checks a call without a step."""
+    """The RingPlan of a prepared call. Must run inside the jax.shard_map.
+
+    checked: the plan to show for a call without a step, i.e. without a token or a head; else unused.
+    """
     is_empty = 0 in arrays.query.shape[:3]
     steps = () if is_empty else _steps(call, arrays)
     differentiated = steps
@@ -76,7 +80,7 @@ def plan_of(call: RingCall, arrays: RingArrays, checked: Plan | None) -> RingPla
 
 
 def _steps(call: RingCall, arrays: RingArrays) -> tuple[tuple[str, Plan], ...]:
-    """(the keys of an attention, its plan) for each attention of a call."""
+    """(words for the keys of an attention, its plan) for each attention of a call."""
     if call.strategy == "ring":
         visitors = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
         steps = {number: call.step(number, arrays) for number in call.steps}
@@ -91,13 +95,13 @@ def _steps(call: RingCall, arrays: RingArrays) -> tuple[tuple[str, Plan], ...]:
 
 
 def _prepared(arguments: dict[str, Any]) -> Any:
-    """The planned call of flash_attention with these arguments."""
+    """The AttentionCall of flash_attention with these arguments."""
     planned, _ = prepare(**arguments)
     return planned
 
 
 def _plan(planned: Callable[..., Any], *arguments: Any) -> Plan:
-    """The Plan of the call that planned(*arguments) returns, with the blocks that the call has."""
+    """The Plan of the AttentionCall that planned(*arguments) returns. Its config is the call's own."""
     with recorded_plans() as plans:
         call = planned(*arguments)
     return dataclasses.replace(plans[-1], config=call.config)

@@ -263,7 +263,11 @@ def prepare(
     bias: Float[Array, "*#BHTS"] | None = None,
     **arguments: Any,
 ) -> tuple[RingCall, RingArrays]:
-    """Checks the arguments of ring_attention; returns the arguments of attention_of. arguments: passed to `check`."""
+    """Checks and plans a call of ring_attention. Returns (call, arrays), the arguments of attention_of.
+
+    The parameters are ring_attention's. arguments: its others, which flash_attention's `check` takes. Raises its
+    errors. Must run inside the jax.shard_map.
+    """
     devices = axis_size(axis_name)
     if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:  # e.g. a vmap's axis, along which no array varies
         raise not_an_axis(axis_name)
@@ -333,9 +337,10 @@ def prepare(
 
 
 def _strategies(strategy: str, row: RingRow, layout: Layout, arrays: RingArrays, *, is_free: bool) -> tuple[str, str]:
-    """(strategy of a call, strategy of the call under differentiation).
+    """(strategy of a call, strategy of the call under differentiation): "auto" is replaced by a strategy.
 
-    is_free: whether "auto" may take another strategy than a ring, which is the only strategy with a sends_ahead.
+    strategy: the argument of ring_attention. row: the block spec of rings for this GPU and length. is_free: whether the
+    caller gave no sends_ahead, so that "auto" may choose another strategy than "ring".
 
     Raises:
       ValueError: the strategy is "halo", and it does not support the call.
@@ -357,7 +362,10 @@ def _strategies(strategy: str, row: RingRow, layout: Layout, arrays: RingArrays,
 
 
 def attention_of(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a prepared call, differentiable."""
+    """(out [B, T, H, Dv], lse float32 [B, H, T]) of a prepared call, differentiable.
+
+    call, arrays: from `prepare`. Both results are NaN if a traced mask holds invalid values.
+    """
     if _is_empty(arrays):
         return _empty_results(arrays)
     return mask_or_nan(_attention(call, arrays), None if arrays.mask is None else arrays.mask.is_valid)
@@ -368,7 +376,7 @@ def _is_empty(arrays: RingArrays) -> bool:
 
 
 def _empty_results(arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a call without a token or a head. They are empty, so nothing has a gradient."""
+    """(out [B, T, H, Dv], lse [B, H, T]) of a call in which B, T or H is 0. Both are empty and have no gradient."""
     batch, length, heads, _ = arrays.query.shape
     out = jnp.zeros((batch, length, heads, arrays.value.shape[-1]), arrays.query.dtype)
     return as_varying((out, jnp.zeros((batch, heads, length), jnp.float32)), varying_axes(arrays))
@@ -383,7 +391,10 @@ def _attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array
 
 
 def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns out and lse, which are attention_of's results, with their gradients with respect to the arrays."""
+    """Returns (out, lse), which an earlier attention_of gave, with the gradients of attention_of.
+
+    They are not computed again, except with strategy "all_gather", a bias or a score_mod.
+    """
     if _is_empty(arrays):
         return _empty_results(arrays)
     if call.differentiated == "all_gather" or arrays.bias is not None or arrays.score_mod is not None:
@@ -394,6 +405,7 @@ def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Ar
 
 
 def _of_strategy(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) by call.strategy."""
     strategies: dict[str, Any] = {
         "ring": run,
         "halo": run,
@@ -404,7 +416,7 @@ def _of_strategy(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Arr
 
 
 def _of_either(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    """The results of call.strategy; under differentiation, the results of call.differentiated."""
+    """(out, lse) by call.strategy; under differentiation, by call.differentiated."""
     return _plain_of_either(call, arrays) if call.by_xla else _by_kernels_of_either(call, arrays)
 
 
@@ -430,7 +442,10 @@ _plain_of_either = in_both_modes(
 
 
 def _checked_mask(mask: Any, devices: int, request: Any) -> Mask:
-    """The mask; raises if it is not a mask of the whole sequence."""
+    """The mask, checked for the lengths of the whole sequence. request: of one device's tokens.
+
+    Raises TypeError for another type than masks.Mask, and ValueError for sizes that do not fit.
+    """
     if not isinstance(mask, Mask):
         raise TypeError(
             f"mask: got {type(mask).__name__}, want a masks.Mask of the whole sequence, or None; masks.dense makes one "
@@ -441,7 +456,11 @@ def _checked_mask(mask: Any, devices: int, request: Any) -> Mask:
 
 
 def _without_segments(mask: Mask | None, layout: Layout, index: Any, batch: int) -> tuple[Mask | None, Any]:
-    """(the mask without its packed sequences, the ids of the device's tokens); (mask, None) if it has none."""
+    """(the mask without its masks.segments, the segment ids of this device's tokens [batch, T]).
+
+    Only a `segments` with one array of ids for queries and keys is taken out, alone or as a factor of &. Then the rest
+    of the mask may be None. Without one, returns (mask, None). index: this device's index, traced.
+    """
     parts: tuple[Mask, ...] = () if mask is None else mask.masks if isinstance(mask, And) else (mask,)
     for part in parts:
         if isinstance(part, Segments) and part.q_ids is part.kv_ids:
@@ -452,7 +471,7 @@ def _without_segments(mask: Mask | None, layout: Layout, index: Any, batch: int)
 
 
 def _reason_against_halo(layout: Layout, arrays: RingArrays) -> str | None:
-    """The reason why strategy="halo" does not support a call, or None."""
+    """The reason, in words for the user, why strategy="halo" does not support a call; None if it does."""
     for name in ("mask", "score_mod", "bias"):
         if getattr(arrays, name) is not None:
             return f"{name}: got one with strategy='halo', want None, or another strategy"
@@ -460,7 +479,11 @@ def _reason_against_halo(layout: Layout, arrays: RingArrays) -> str | None:
 
 
 def _may_be_by_heads(mask: Mask | None) -> bool:
-    """Whether "auto" may shard the heads. For a mask that is known only pair by pair, a ring looks at fewer pairs."""
+    """Whether "auto" may use "all_to_all" with this mask.
+
+    It may not if the mask cannot be restricted to some heads, or is known only pair by pair: a ring then evaluates
+    fewer pairs.
+    """
     if mask is None:
         return True
     try:
@@ -472,7 +495,11 @@ def _may_be_by_heads(mask: Mask | None) -> bool:
 def layout_of(
     name: str | None, devices: int, length: int, left: int | None, right: int | None, *, is_free: bool
 ) -> Layout:
-    """The checked layout. length: a device's tokens. is_free: whether the order of the tokens has no effect."""
+    """The checked Layout of ring_attention. Raises ValueError for an unknown name, or a length that does not fit.
+
+    name: None chooses "zigzag", or "contiguous" if is_free. length: the tokens of one device. left, right: the limits
+    of the mask, None for no limit. is_free: whether the order of the tokens has no effect on the result.
+    """
     name = ("contiguous" if is_free else "zigzag") if name is None else name
     if name not in LAYOUTS:
         raise ValueError(f"layout: got {name!r}, want one of {', '.join(map(repr, LAYOUTS))}, or None")

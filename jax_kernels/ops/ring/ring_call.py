@@ -13,10 +13,11 @@ __all__ = ["RingArrays", "RingCall"]
 
 
 class RingArrays(NamedTuple):
-    """A device's arrays; None for an argument that was not given.
+    """A device's arrays in ring_attention; None for an argument that was not given.
 
-    segment_ids: [B, T]. sinks: [1, H] float32. mask (a Mask) and score_mod (a ScoreMod) are of the whole sequence.
-    bias: [B or 1, H or 1, T or 1, S or 1], rows for the device's queries, columns for all keys in sequence order.
+    query, key, value: [B, T, heads, D], this device's tokens. segment_ids: [B, T] int32. sinks: [1, H] float32. mask
+    (a Mask) and score_mod (a ScoreMod) are of the whole sequence. bias: [B or 1, H or 1, T or 1, S or 1], rows for the
+    device's queries, columns for all keys in sequence order.
     """
 
     query: Any
@@ -32,12 +33,13 @@ class RingArrays(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RingCall:
-    """The static half of a call.
+    """The static half of a checked call of ring_attention: everything except the arrays.
 
     strategy: "ring", "halo", "all_to_all" or "all_gather". differentiated: the strategy under differentiation.
-    sends_ahead: as in ring_attention. permutes_up_to: the largest number of devices that exchange heads by permutes;
-    more devices use all-to-alls. dead: the steps that the mask leaves without a pair on all devices. by_xla: whether
-    JAX can differentiate the steps. options: of flash_attention, by name.
+    sends_ahead: the number of steps by which keys are sent ahead of their step. permutes_up_to: the largest number of
+    devices that exchange heads by permutes; more devices use all-to-alls. dead: the numbers of the steps that the mask
+    leaves without a pair on all devices. by_xla: whether the steps run by XLA, so that JAX can differentiate them.
+    options: (name, value) of options of flash_attention.
     """
 
     layout: Layout
@@ -51,7 +53,7 @@ class RingCall:
     options: tuple[tuple[str, Any], ...]
 
     def shifted(self, tree: Any, by: int) -> Any:
-        """The arrays of the device that is `by` devices before this one."""
+        """The tree of the device that is `by` devices before this one in the ring. tree: this device's arrays."""
         devices = self.layout.devices
         if by % devices == 0:
             return tree
@@ -59,7 +61,11 @@ class RingCall:
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), tree)
 
     def sent(self, at: int, visitors: Any) -> list[Any]:
-        """The visitors to send during step number `at` of `steps`, in order. visitors: the arrays of that step."""
+        """The Visitors of later steps that arrive during step steps[at], in the order of their steps.
+
+        In the first step they belong to the next sends_ahead steps; later, to one further step. May be empty.
+        visitors: the keys, values and ids of step steps[at], which are sent on.
+        """
         numbers = self.steps
         last = min(at + self.sends_ahead, len(numbers) - 1)
         first = 1 if at == 0 else at + self.sends_ahead
@@ -67,7 +73,7 @@ class RingCall:
 
     @property
     def steps(self) -> list[int]:
-        """The steps in which any device has work, in order. In the first, step 0, each device has its own keys."""
+        """The numbers of the steps in which any device has work, ascending. In step 0 each device has its own keys."""
         is_dead = lambda step: step in self.dead or self.layout.is_dead(step)
         return [step for step in range(self.layout.devices) if step == 0 or not is_dead(step)]
 
@@ -80,6 +86,7 @@ class RingCall:
         return dict(self.options)["scale"]
 
     def step(self, number: int, arrays: RingArrays) -> Step:
+        """The Step in which this device attends to the keys of the device that is `number` before it."""
         return Step(
             layout=self.layout,
             number=number,

@@ -13,7 +13,7 @@ __all__ = ["order_of", "shard_sequence", "unshard_sequence"]
 
 
 def shard_sequence[Tree](x: Tree, mesh: Mesh, axis_name: str, *, layout: str = "zigzag", axis: int = 1) -> Tree:
-    """An array with its tokens in the order of a layout, sharded over a mesh axis.
+    """Returns x with its tokens in the order of a layout, sharded over a mesh axis.
 
     Equivalent to device_put(x[:, order], NamedSharding(mesh, P(None, axis_name))), where order has the tokens of device
     0, then the tokens of device 1, and so on. ring_attention documents the layouts. May be called under jit. If x is
@@ -27,7 +27,7 @@ def shard_sequence[Tree](x: Tree, mesh: Mesh, axis_name: str, *, layout: str = "
       axis: the axis of the tokens.
 
     Returns:
-      The same shapes.
+      A tree like x, of jax.Arrays with the same shapes.
 
     Raises:
       TypeError: x has a leaf that is not an array, or mesh is not a mesh.
@@ -39,12 +39,16 @@ def shard_sequence[Tree](x: Tree, mesh: Mesh, axis_name: str, *, layout: str = "
 
 
 def unshard_sequence[Tree](x: Tree, mesh: Mesh, axis_name: str, *, layout: str = "zigzag", axis: int = 1) -> Tree:
-    """The inverse of shard_sequence: tokens in sequence order, still sharded. Same arguments and errors."""
+    """Returns x with its tokens in sequence order again, still sharded over the mesh axis: shard_sequence's inverse.
+
+    x has the tokens in the order of the layout. Arguments, shapes and errors are the same as in shard_sequence.
+    """
     axis, order = plain(axis), lambda length: np.argsort(_order(mesh, axis_name, layout, length))
     return jax.tree.map(lambda x: _placed(x, order(_tokens(x, axis)), mesh, axis_name, axis), x)
 
 
 def _tokens(x: Any, axis: int) -> int:
+    """The length of x along `axis`. Raises shard_sequence's errors for x and axis."""
     if not hasattr(x, "ndim") or not hasattr(x, "shape"):
         raise TypeError(f"x: got {type(x).__name__}, want an array or a tree of arrays")
     if isinstance(x, np.ndarray) and x.size and np.issubdtype(x.dtype, np.integer):
@@ -68,7 +72,11 @@ def _order(mesh: Mesh, axis_name: str, layout: str, length: int) -> np.ndarray:
 
 
 def order_of(devices: int, layout: str, length: int) -> np.ndarray:
-    """The tokens of device 0, then of device 1, and so on. length: all tokens. Raises the errors of shard_sequence."""
+    """int [length]: the positions of the tokens of device 0, then of device 1, and so on.
+
+    length: the tokens of the whole sequence. Raises ValueError for an unknown layout, or if the devices do not divide
+    the tokens.
+    """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}, want one of {', '.join(map(repr, LAYOUTS))}")
     multiple = devices * (2 if layout == "zigzag" else 1)
@@ -82,6 +90,7 @@ def order_of(devices: int, layout: str, length: int) -> np.ndarray:
 
 
 def _placed(x: Any, order: np.ndarray, mesh: Mesh, axis_name: str, axis: int) -> Any:
+    """x with its tokens in this order along `axis`, sharded over the mesh axis. Its other axes keep their sharding."""
     known: Any = x
     while hasattr(known, "primal"):  # an array under differentiation
         known = known.primal
@@ -100,7 +109,7 @@ def _placed(x: Any, order: np.ndarray, mesh: Mesh, axis_name: str, axis: int) ->
 
 
 def _spec_on(mesh: Mesh, x: Any) -> list[Any]:
-    """The entries of an array's PartitionSpec on the mesh; all None if the array is not on this mesh."""
+    """For each axis of x, the mesh axis or axes that shard it, or None; all None if x is not on this mesh."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     spec: Any = ()
     if isinstance(sharding, NamedSharding) and sharding.mesh.shape == mesh.shape:
@@ -111,14 +120,14 @@ def _spec_on(mesh: Mesh, x: Any) -> list[Any]:
 
 
 def _without(axis_name: str, names: Any) -> Any:
-    """An entry of a PartitionSpec without an axis name, which a spec may contain only once."""
+    """An entry of a PartitionSpec (a name, a tuple of names, or None) without this axis name; None if none is left."""
     if isinstance(names, tuple):
         return tuple(name for name in names if name != axis_name) or None
     return None if names == axis_name else names
 
 
 def _taken(x: Any, order: np.ndarray, axis: int) -> Any:
-    """jnp.take along an axis that may be sharded on Explicit axes. The result keeps the sharding."""
+    """jnp.take(x, order, axis), also if x is sharded on Explicit mesh axes. The result has x's sharding then."""
     sharding = jax.typeof(x).sharding
     if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
         return jax.numpy.take(x, order, axis=axis)

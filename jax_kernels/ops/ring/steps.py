@@ -34,8 +34,9 @@ __all__ = [
 
 
 class Pair(NamedTuple):
-    """Keys and values, or their gradients, [B, T, Hkv, D] each; as one array [2, B, T, Hkv, D] if the shapes are equal.
+    """Keys and values, or their gradients, [B, T, Hkv, D] each, that devices send together.
 
+    arrays: (key, value), or one array [2, B, T, Hkv, D] with both, which `of` makes if the shapes are equal.
     XLA hides only one collective at a time behind a kernel, so that one array is better than two. A kernel reads its
     half of the array in place. The halves have an axis of their own: if they were halves of the batch axis, devices
     that shard the batch would have to exchange them.
@@ -45,6 +46,7 @@ class Pair(NamedTuple):
 
     @classmethod
     def of(cls, key: jax.Array, value: jax.Array) -> "Pair":
+        """The Pair of key and value: copied into one array if their shapes are equal, else two arrays."""
         if key.shape != value.shape:
             return cls((key, value))
         if _has_auto_axis():
@@ -62,23 +64,27 @@ class Pair(NamedTuple):
 
 
 def _has_auto_axis() -> bool:
-    """Whether the shard_map around the call leaves an axis of its mesh to XLA's partitioner."""
+    """Whether XLA's partitioner may shard arrays: the mesh of the current trace has an Auto axis of several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     return any(kind == AxisType.Auto and size > 1 for kind, size in kinds)
 
 
 class Visitors(NamedTuple):
-    """The arrays that travel round the ring. segment_ids: [B, T], or None."""
+    """One device's keys, values and segment ids, which travel round the ring to the other devices.
+
+    segment_ids: int32 [B, T], or None.
+    """
 
     pair: Pair
     segment_ids: Any
 
 
 class Rows(NamedTuple):
-    """The values that a backward reads for each query. lse, delta: [B, H, T], from row_terms. dout: like out.
+    """The values that a backward reads for each query.
 
-    excess: like lse: the exact log-sum-exp minus lse, for a call with a bias or a score_mod.
+    lse, delta: the row terms, float32 [B, H, T]. dout: the cotangent of out, [B, T, H, Dv]. excess: [B, H, T] with a
+    bias or a score_mod, the exact log-sum-exp minus lse; else None.
     """
 
     lse: Any
@@ -88,25 +94,31 @@ class Rows(NamedTuple):
 
 
 def weight(lse: jax.Array, total: jax.Array) -> jax.Array:
-    """exp(lse - total) as [B, T, H, 1]; 0 where there is no key."""
+    """exp(lse - total) as [B, T, H, 1], from lse and total [B, H, T]; 0 where lse is -inf."""
     found = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse - jnp.where(jnp.isneginf(total), 0, total)))
     return found.swapaxes(1, 2)[..., None]
 
 
 def log_sum(one: jax.Array, other: jax.Array) -> jax.Array:
-    """jnp.logaddexp, but with derivative 0 where both arguments are -inf."""
+    """log(exp(one) + exp(other)), elementwise; unlike jnp.logaddexp with derivative 0 where both are -inf."""
     is_dead = jnp.isneginf(jnp.maximum(one, other))
     return jnp.where(is_dead, -jnp.inf, jnp.logaddexp(*(jnp.where(is_dead, 0, x) for x in (one, other))))
 
 
 def merged(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
-    """Merges two (out, lse) of the same queries and different keys."""
+    """(out, lse) over the keys of both arguments, each an (out, lse) of the same queries over different keys.
+
+    out: [B, T, H, Dv]. lse: [B, H, T].
+    """
     lse = log_sum(one[1], other[1])
     return one[0] * weight(one[1], lse) + other[0] * weight(other[1], lse), lse
 
 
 def merged_exactly(one: Any, other: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Merges two (out, lse, excess). An lse of far scores has no digits left for its log; excess holds the rest."""
+    """(out, lse, excess) over the keys of both arguments, each an (out, lse, excess) of the same queries.
+
+    With scores far from 0, float32 loses digits of the log-sum-exp. lse + excess is exact.
+    """
     highest = jnp.maximum(one[1], other[1])
     is_dead = jnp.isneginf(highest)
     highest = jnp.where(is_dead, 0, highest)
@@ -120,7 +132,11 @@ def merged_exactly(one: Any, other: Any) -> tuple[jax.Array, jax.Array, jax.Arra
 
 
 def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionInputs:
-    """The inputs of a step with the norms of its keys, which are read in place from the pair's one array."""
+    """The inputs of a step with key_norms, the largest squared norm of a key of each head [B, Hkv].
+
+    The norms are read from the pair's one array. The inputs are returned unchanged if the pair has two arrays, with a
+    mask, with another implementation than "mosaic_gpu", and if XLA may partition the call.
+    """
     if planned.implementation != "mosaic_gpu" or len(pair.arrays) == 2 or is_partitioned() or inputs.mask is not None:
         return inputs
     (array,) = pair.arrays
@@ -129,9 +145,10 @@ def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionIn
 
 
 def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: bool) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) over the keys of a planned call and of `total`, which is an (out, lse) of the same queries, or None.
+    """Runs a planned call and merges its (out, lse) with `total`, the (out, lse) of the same queries over other keys.
 
-    lse and out are float32, except that out may have query's dtype if is_last is True.
+    total: None if there are no other keys. Returns (out [B, T, H, Dv], lse [B, H, T]), both float32, except that out
+    may have query's dtype if is_last is True.
     """
     if planned.implementation != "mosaic_gpu":
         planned = dataclasses.replace(planned, out_dtype="float32")
@@ -154,9 +171,9 @@ def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: 
 def gradients_onto(
     planned: Any, inputs: AttentionInputs, rows: Rows, dquery: jax.Array, scale: float
 ) -> tuple[jax.Array, Pair]:
-    """(query's gradient divided by the scale and added to dquery, gradients of key and value), all float32.
+    """The gradients of one planned call: (dquery + query's gradient / scale, Pair of the gradients of key and value).
 
-    planned: with the option float32_gradients.
+    All are float32. dquery: float32 [B, T, H, D]. planned: must have the option float32_gradients.
     """
     if _goes_on(planned):
         found = attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, dquery)
@@ -166,9 +183,10 @@ def gradients_onto(
 
 
 def _goes_on(planned: Any) -> bool:
-    """Whether the backward's kernel adds query's gradient to the gradient of the earlier steps.
+    """Whether the backward's kernel itself adds query's gradient to the array `dquery` of the earlier steps.
 
-    If XLA partitions the call, such a kernel would have whole arrays on each device.
+    It does with "mosaic_gpu", if the call is not deterministic. If XLA may partition the call, it does not: such a
+    kernel would get whole arrays on each device.
     """
     is_alone = not planned.options.deterministic and not is_partitioned()
     return planned.implementation == "mosaic_gpu" and is_alone
@@ -176,10 +194,12 @@ def _goes_on(planned: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """Step `number` of a ring on the device `index`, a traced number.
+    """One step of a ring: the attention of a device's queries to the keys of the device that is `number` before it.
 
-    query: [B, T, H, D]. The following are None if absent. q_ids: [B, T]. mask, score_mod: of the whole sequence. bias:
-    [B or 1, H or 1, T or 1, S or 1], columns for all keys in sequence order. options: of flash_attention, by name.
+    index: this device's index along the mesh axis, a traced number. query: [B, T, H, D], of this device. q_ids: [B, T],
+    the queries' segment ids. mask, score_mod: of the whole sequence. bias: [B or 1, H or 1, T or 1, S or 1], rows for
+    this device's queries, columns for all S keys in sequence order. Each is None if absent. options: of
+    flash_attention, by name.
     """
 
     layout: Layout
@@ -194,14 +214,18 @@ class Step:
 
     @property
     def has_far_scores(self) -> bool:
-        """Whether results are (out, lse, excess) and gradients come from `all_gradients`."""
+        """Whether the step has a score_mod or a bias, whose scores may be far from 0.
+
+        `forward` then returns (out, lse, excess), and gradients come from `all_gradients`.
+        """
         return self.score_mod is not None or self.bias is not None
 
     def forward(self, visitors: Visitors, total: Any, *, is_last: bool) -> tuple[jax.Array, ...]:
-        """(out, lse) over the keys of this step and of the earlier steps. total: (out, lse) of these, or None.
+        """(out, lse) over the keys of this step and of the earlier steps.
 
-        lse and out are float32, except that out may have query's dtype if is_last is True. With a bias or a score_mod,
-        total and the result are (out, lse, excess).
+        visitors: the keys and values of this step. total: (out, lse) of the earlier steps; None in the first step. With
+        a bias or a score_mod, total and the result are (out, lse, excess). All are float32, except that out may have
+        query's dtype if is_last is True.
         """
         if self.has_far_scores:
             planned, inputs = self._general_call(visitors)
@@ -220,9 +244,11 @@ class Step:
     def gradients(
         self, visitors: Visitors, rows: Rows, dquery: jax.Array, heads: HeadView | None = None
     ) -> tuple[jax.Array, Pair]:
-        """(query's gradient divided by the scale and added to dquery, gradients of key and value), all float32.
+        """The gradients of this step: (dquery + query's gradient / scale, Pair of the gradients of key and value).
 
-        heads: a range of key heads, computed with all their query heads. Only ranges from `in_parts` are allowed.
+        All are float32. rows: the row terms over the keys of all steps. dquery: float32 [B, T, H, D], the sum of the
+        earlier steps. heads: a range of key heads from `in_parts`; only these heads and their query heads are computed,
+        and the Pair has only these heads. None: all heads.
         """
         scale = self.options["scale"]
         whole = self._whole_call(visitors)
@@ -241,13 +267,19 @@ class Step:
         return gradients_onto(planned, inputs, Rows(lse, delta, rows.dout), dquery, scale)
 
     def all_gradients(self, visitors: Visitors, rows: Rows) -> AttentionGradients:
-        """The gradients of this step only, with a bias or a score_mod. Query, key and value have float32 gradients."""
+        """The gradients of this step only, for a step with a bias or a score_mod, whose gradients are included.
+
+        The gradients of query, key and value are float32. rows: the row terms over the keys of all steps.
+        """
         planned, inputs = self._general_call(visitors)
         planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
         return attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, excess=rows.excess)
 
     def planned(self, visitors: Visitors) -> Any:
-        """The planned call of the step's forward; of one batch of its pairs of chunks if the step has several calls."""
+        """The AttentionCall of the step's forward, for `explain`.
+
+        A step that is several pairs of chunks has one call with the pairs as its batch.
+        """
         if self.has_far_scores:
             return self._general_call(visitors)[0]
         whole = self._whole_call(visitors)
@@ -257,9 +289,10 @@ class Step:
         return planned
 
     def in_parts(self, visitors: Visitors, share: float) -> list[HeadView]:
-        """The key heads in two parts, if `gradients` can compute them separately; else an empty list.
+        """Two ranges of key heads, which together are all key heads, for two calls of `gradients`.
 
-        share: the fraction of the heads in the first part, rounded to whole heads.
+        Empty if `gradients` cannot compute some heads only. share: the fraction of the heads in the first range,
+        rounded to whole heads.
         """
         if self.mask is not None and self.mask.heads > 1:  # the mask's lists are for all heads
             return []
@@ -270,7 +303,10 @@ class Step:
         return [_some_heads(0, first), _some_heads(first, kv_heads - first)]
 
     def _whole_call(self, visitors: Visitors) -> tuple[Any, Any] | None:
-        """(planned call of all queries and keys, its arrays); None if the step needs more than one call."""
+        """(AttentionCall, AttentionInputs) of the one call of all this device's queries with all visiting keys.
+
+        None if one call cannot express the limits of this step: it then is several pairs of chunks.
+        """
         if self.mask is not None:
             return self._general_call(visitors)
         whole = self.layout.whole(self.number, self.index)
@@ -287,7 +323,10 @@ class Step:
         return planned, inputs._replace(reach=jnp.broadcast_to(reach, (self.query.shape[0], 2)))
 
     def _general_call(self, visitors: Visitors) -> tuple[Any, Any]:
-        """(planned call of all queries and keys, its arrays), under any mask, score_mod and bias."""
+        """(AttentionCall, AttentionInputs) of one call of all this device's queries with all visiting keys.
+
+        It may have a mask, a score_mod and a bias. Limits that a call has no argument for become a part of the mask.
+        """
         whole, mask, given = self.layout.whole(self.number, self.index), None, {}
         if self.mask is not None or whole is None or whole.reach is not None:
             whole, mask = Whole(), self.layout.placed(self.mask, self.number, self.index)
@@ -299,6 +338,7 @@ class Step:
         return self._prepared(self.query, visitors, self.q_ids, whole, mask=mask, **given)
 
     def _prepared(self, query: Any, visitors: Visitors, q_ids: Any, whole: Whole, **given: Any) -> tuple[Any, Any]:
+        """(AttentionCall, AttentionInputs) of a call with the limits of `whole`. given: mask, score_mod and bias."""
         ids = visitors.segment_ids
         return prepare(
             query=query,
@@ -314,7 +354,10 @@ class Step:
         )
 
     def _pairs(self, visitors: Visitors) -> tuple[list[Chunks], Any, Any]:
-        """(the step's pairs of chunks, the planned call that batches them, its arrays)."""
+        """(the step's pairs of chunks, the AttentionCall that has them as its batch, its AttentionInputs).
+
+        The batch axis has the batch entries of the first pair, then of the second pair, and so on.
+        """
         layout, pairs = self.layout, self.layout.pairs(self.number, self.index)
         join = lambda x, field: None if x is None else _joined(layout, pairs, field, x)
         whole, batch = Whole(), self.query.shape[0]
@@ -329,7 +372,7 @@ class Step:
         return pairs, *self._prepared(join(self.query, "query"), of_keys, join(self.q_ids, "query"), whole)
 
     def _forward_of_pairs(self, visitors: Visitors) -> tuple[jax.Array, jax.Array]:
-        """The float32 (out, lse) of this step only."""
+        """The float32 (out, lse) of this step only, by a call over pairs of chunks."""
         layout = self.layout
         pairs, planned, inputs = self._pairs(visitors)
         out, lse, *_ = attention_forward(dataclasses.replace(planned, out_dtype="float32"), inputs)
@@ -346,7 +389,7 @@ class Step:
         return jnp.concatenate([x[0] for x in of_chunk], 1), jnp.concatenate([x[1] for x in of_chunk], 2)
 
     def _gradients_of_pairs(self, visitors: Visitors, rows: Rows) -> tuple[Any, ...]:
-        """The float32 gradients of query, key and value of this step only."""
+        """The float32 gradients (query, key, value) of this step only, by a call over pairs of chunks."""
         layout = self.layout
         pairs, planned, inputs = self._pairs(visitors)
         planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
@@ -368,7 +411,9 @@ def _some_heads(first: int, count: int) -> HeadView:
 
 
 def _of_reach(blocks: Any, chunk: int, heads: int) -> Any:
-    """The block spec of the Hopper kernels for a step under a reach. heads: query heads times batch entries.
+    """The Hopper kernels' blocks for a step whose call has a reach: queries before a row see no key.
+
+    blocks: from the block specs. chunk: the tokens of a chunk. heads: query heads times batch entries.
 
     A chunk is divided into whole blocks: three warpgroups take 192 queries, two take 128. One of a device's two chunks
     of queries may see no key. Enough heads run together that the blocks of the other chunk fill the SMs about twice.
@@ -385,7 +430,7 @@ def _of_reach(blocks: Any, chunk: int, heads: int) -> Any:
 
 
 def _chosen(layout: Layout, x: Any, chunk: Any, axis: int = 1) -> Any:
-    """A chunk of an array's tokens. chunk: an int, or a traced number of 0 or 1."""
+    """One chunk of a device's array x, along its axis of tokens. chunk: its index, an int or traced, 0 or 1."""
     if layout.chunks == 1:
         return x
     chunks = jnp.split(x, layout.chunks, axis)
@@ -393,12 +438,19 @@ def _chosen(layout: Layout, x: Any, chunk: Any, axis: int = 1) -> Any:
 
 
 def _joined(layout: Layout, pairs: list[Chunks], field: str, x: jax.Array, axis: int = 1) -> jax.Array:
-    """The chunks that the pairs name in `field`, joined along the batch."""
+    """The chunk of x for each pair, joined along the batch. field: "query" or "key": whose chunk of the pair.
+
+    axis: the axis of x's tokens.
+    """
     return jnp.concatenate([_chosen(layout, x, getattr(pair, field), axis) for pair in pairs])
 
 
 def _of_chunks(layout: Layout, places: list[Any], x: jax.Array) -> jax.Array:
-    """Sums the pairs' results x [pairs * B, chunk, ...] by chunk: [B, T, ...]. places: the chunk of each pair."""
+    """[B, T, ...]: for each chunk of a device the sum of the results of its pairs.
+
+    x: [pairs * B, tokens of a chunk, ...], a result of each pair. `places`: the index of each pair's chunk, an int or
+    traced.
+    """
     sums: list[Any] = [jnp.float32(0)] * layout.chunks
     for at, part in zip(places, jnp.split(x, len(places)), strict=True):
         for chunk in range(layout.chunks):

@@ -21,7 +21,10 @@ RESIDUALS = "ring_attention_out", "ring_attention_lse"  # names for policies of 
 
 
 def run(call: RingCall, arrays: RingArrays):
-    """(out, lse), differentiable."""
+    """(out, lse) of a device's queries by the strategy "ring" or "halo", differentiable.
+
+    out: [B, T, H, Dv] in query's dtype. lse: [B, H, T] float32.
+    """
     return _plain(call, arrays) if call.by_xla else _by_kernels(call, arrays)
 
 
@@ -30,7 +33,11 @@ def _results(call, arrays):
 
 
 def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, Any, Any]:
-    """(out, lse, excess, halos), over all keys and the sinks. excess: as in Rows. halos: from halo.forward."""
+    """(out, lse, excess, halos) of a device's queries, over all keys that they see and the sinks.
+
+    excess: the exact log-sum-exp minus lse, [B, H, T]; None without bias and score_mod. halos: the keys that arrived
+    from other devices, for the backward of strategy "halo"; None with "ring".
+    """
     halos: Any = None
     more: Any = ()
     if call.strategy == "halo":
@@ -43,7 +50,7 @@ def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, 
 
 
 def _of_steps(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, ...]:
-    """(out, lse), or (out, lse, excess)."""
+    """(out, lse) after all steps of a ring, with the sinks; with a bias or a score_mod (out, lse, excess)."""
     numbers: list[int] = call.steps
     total: Any = None
     visitors: Any = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
@@ -80,7 +87,10 @@ def _vjp_backward(call: RingCall, residuals: Any, cotangents: Any):
 
 
 def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array):
-    """Returns out and lse, which are run's results, with their gradients. Takes neither a bias nor a score_mod."""
+    """Returns (out, lse), which an earlier `run` of the same arguments gave, without computing them again.
+
+    Their gradients with respect to `arrays` are the gradients of `run`. The call has neither a bias nor a score_mod.
+    """
     if call.by_xla:
         return _plain_with_results(call, arrays, out, lse)
     return _with_results(call, in_reverse_mode(arrays, REVERSE_MODE), out, lse)
@@ -120,9 +130,10 @@ def gradients(
     excess: Any = None,
     halos: Any = None,
 ) -> RingArrays:
-    """The gradients of the arrays, from the results and their cotangents (dlse may be None).
+    """The gradients of the arrays, each in its array's dtype; None for absent arrays.
 
-    excess: as in Rows. halos: from halo.forward, or None if not kept.
+    out, lse: the results of `run`; dout, dlse: their cotangents, dlse may be None. excess: the exact log-sum-exp minus
+    lse, with a bias or a score_mod. halos: from halo.forward; None if not kept: then devices exchange them again.
     """
     terms = row_terms(out, lse, dout, dlse)
     rows, dmod, dbias = Rows(lse=terms[0], delta=terms[1], dout=dout, excess=excess), None, None
@@ -154,7 +165,7 @@ _plain = in_both_modes(_results, _vjp_forward, _vjp_backward)
 
 
 def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of query (divided by the scale), key and value, all float32.
+    """The gradients of query (divided by the scale), key and value, all float32, by a ring without bias and score_mod.
 
     The gradients of keys and values follow the keys and values round the ring, one step behind, and return to their
     device at the end. XLA hides one collective at a time behind a kernel. So a step computes some heads while the next
@@ -206,7 +217,10 @@ def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Arra
 
 
 def _all_gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[Any, ...]:
-    """_gradients plus the gradients of score_mod and bias, for a call with either. A step is one call of all heads."""
+    """The gradients (query divided by the scale, key, value, score_mod, bias) by a ring with a bias or a score_mod.
+
+    The first three are float32. The last two are None if the call lacks the argument. A step is one call of all heads.
+    """
     mod, bias = arrays.score_mod, arrays.bias
     # The barrier is as in _gradients.
     (query, key, value, ids), rows = lax.optimization_barrier((arrays[:4], rows))
@@ -252,5 +266,5 @@ def _all_gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[Any,
 
 
 def _joined(parts: list[Pair]) -> Pair:
-    """The gradients of all heads, from parts with some of the heads."""
+    """The gradients of all key heads, from one Pair for each range of heads, in order."""
     return jax.tree.map(lambda *of_heads: jnp.concatenate(of_heads, axis=-2), *parts) if len(parts) > 1 else parts[0]

@@ -10,11 +10,11 @@ __all__ = ["on_axis"]
 
 
 def on_axis[Result](axis_name: str, plan: Callable[..., Result], arguments: dict[str, Any]) -> Result:
-    """plan(**arguments), called while a function is traced inside a jax.shard_map over a mesh axis.
+    """The result of plan(**arguments), called inside a jax.shard_map over a mesh axis. Nothing is computed.
 
-    This is the shard_map around the call. Outside of one, it is a shard_map of the mesh of jax.set_mesh or
-    jax.sharding.use_abstract_mesh. In both cases the arguments are one device's. They may have jax.ShapeDtypeStructs.
-    plan returns no array.
+    If a shard_map with this axis is around the call, it is used. Else one is traced, over the mesh of jax.set_mesh or
+    jax.sharding.use_abstract_mesh. In both cases the arguments are one device's. jax.ShapeDtypeStructs among them
+    become traced arrays. plan must not return arrays.
 
     Raises:
       TypeError: axis_name is no str. ValueError: neither a shard_map nor a mesh has this axis.

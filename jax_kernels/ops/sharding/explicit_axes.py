@@ -37,9 +37,10 @@ _NO_FORWARD_MODE = (
 def with_explicit_axes[Function: Callable[..., Any]](
     results: Callable[[dict[str, Any]], Any],
 ) -> Callable[[Function], Function]:
-    """A decorator of an op. results(arguments by name): the PartitionSpec of each of its results, as a tree's prefix.
+    """A decorator that lets an op take arrays on Explicit mesh axes: the op then runs on Auto axes.
 
-    results may raise for arrays whose sharding the op does not support.
+    results(arguments by name): the PartitionSpecs of the op's results, a tree or a prefix of one. It may raise for
+    arrays whose sharding the op does not support. Calls without an array on Explicit axes are not changed.
     """
 
     def decorate(function: Function) -> Function:
@@ -70,9 +71,11 @@ def with_explicit_axes[Function: Callable[..., Any]](
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """The arrays that a backward keeps: the leaves of jax.vjp's function, on Explicit axes.
+    """The residuals of a custom_vjp: the backward function that jax.vjp returned, flattened.
 
-    structure: of this function. moving: the indices of the differentiated arrays; specs: their PartitionSpecs.
+    leaves: its arrays, on Explicit axes. structure: its tree structure. moving: the indices, among the arrays that the
+    op takes, of the arrays that are differentiated. specs: the PartitionSpecs of these arrays, and so of their
+    gradients.
     """
 
     leaves: list[Any]
@@ -82,14 +85,14 @@ class _Kept:
 
 
 def _beside_manual_axes(function: Callable[[list[Any]], Any], arrays: list[Any], specs: Callable[[Any], Any]) -> Any:
-    """function(arrays) on Auto axes, in a jax.shard_map that has both Manual and Explicit axes.
+    """function(arrays), computed on Auto axes, inside a jax.shard_map that has both Manual and Explicit axes.
+
+    specs(results): the PartitionSpecs of the results, a tree or a prefix of one. Reverse mode works, once.
 
     In such a shard_map JAX cannot transpose auto_axes: the arrays that a derivative keeps go from one shard_map to
     another, which mistakes arrays on Auto axes for arrays on Explicit axes. Here a custom_vjp keeps them on Explicit
     axes. Its forward is not a custom_vjp itself, because a policy of jax.checkpoint would find no names in one. So
     there are no second derivatives.
-
-    specs(results): their PartitionSpecs, as a tree's prefix.
     """
 
     @jax.custom_vjp
@@ -140,10 +143,11 @@ def _beside_manual_axes(function: Callable[[list[Any]], Any], arrays: list[Any],
 
 
 def _nearest(x: Any, known: list[tuple[Any, PartitionSpec]]) -> PartitionSpec:
-    """The PartitionSpec for an array that a backward keeps: of a known array of its shape, else from leading axes.
+    """A guess of the PartitionSpec of x, an array that a backward keeps.
 
-    Without a known array of its shape, it is sharded like the leading axes that it shares with the first known array.
-    Any result is correct, but if XLA has sharded the array in another way, devices exchange it.
+    known: (array, its PartitionSpec) of the op's arguments and results. If one of them has x's shape, its spec is
+    returned. Else x is sharded like the leading axes in which it agrees with the first known array. A wrong guess only
+    costs time: devices then exchange the array.
     """
     for of, spec in known:
         if of.shape == x.shape:
@@ -161,7 +165,7 @@ def _nearest(x: Any, known: list[tuple[Any, PartitionSpec]]) -> PartitionSpec:
 
 
 def _replaced(items: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
-    """The items, with `others` at the indices `places`."""
+    """A list of the items, with the items at the indices `places` replaced by `others`."""
     replaced = list(items)
     for i, x in zip(places, others, strict=True):
         replaced[i] = x
@@ -173,14 +177,14 @@ def _is_zero(x: Any) -> bool:
 
 
 def _zeros(aval: Any) -> Any:
-    """The zeros for a symbolic zero cotangent. The cotangent of integers has dtype float0."""
+    """An array of zeros in the shape and dtype of `aval`, a symbolic zero cotangent. Integers have dtype float0."""
     if aval.dtype == jax.dtypes.float0:
         return np.zeros(aval.shape, aval.dtype)
     return as_varying(jnp.zeros(aval.shape, aval.dtype), aval.manual_axis_type.varying)
 
 
 def _spec(x: Any) -> tuple[Any, ...]:
-    """The mesh axes that shard each axis of an array; None for an array without Explicit axes."""
+    """For each axis of x, the mesh axis or axes that shard it, or None. All None for an x without Explicit axes."""
     if isinstance(x, QuantizedArray) and x.layout is None:
         return _spec(x.values)
     if not isinstance(x, jax.Array) or explicit_mesh(x) is None:
@@ -190,9 +194,10 @@ def _spec(x: Any) -> tuple[Any, ...]:
 
 
 def as_attention(arguments: dict[str, Any]) -> Any:
-    """The specs of an attention's out, and of its lse if the call returns it: query's batch and heads.
+    """The PartitionSpec of an attention's out; (of out, of lse) if the arguments have return_lse=True.
 
-    Raises ValueError if the devices shard tokens.
+    Both are sharded like query's batch and heads. arguments: of the op, by name. Raises ValueError if query's or key's
+    tokens are sharded.
     """
     (batch, tokens, heads, _), of_key = (_spec(arguments[name]) for name in ("query", "key"))
     for name, axes in (("query", tokens), ("key", of_key[1])):
@@ -207,7 +212,10 @@ def as_attention(arguments: dict[str, Any]) -> Any:
 
 
 def as_rows(arguments: dict[str, Any]) -> Any:
-    """The specs of a normalisation's results: x's spec without the last axis."""
+    """The PartitionSpec of a normalisation's results: sharded like x, except along the last axis.
+
+    arguments: of the op, by name.
+    """
     rows = _spec(arguments["x"])[:-1]
     out: Any = PartitionSpec(*rows, None)
     if arguments.get("quantize") is not None:
@@ -216,7 +224,10 @@ def as_rows(arguments: dict[str, Any]) -> Any:
 
 
 def as_product(arguments: dict[str, Any]) -> Any:
-    """The spec of a matmul's result: x's rows, and w's columns unless they use a mesh axis of the rows."""
+    """The PartitionSpec of a matmul's result [..., N]: x's leading axes, then w's axis of columns.
+
+    The columns are not sharded if their mesh axis also shards x's rows. arguments: of the op, by name.
+    """
     rows = _spec(arguments["x"])[:-1]
     name = next(name for name in ("w", "w_down", "w_gate") if name in arguments)
     of_w = _spec(arguments[name])

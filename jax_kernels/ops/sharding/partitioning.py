@@ -35,13 +35,18 @@ _INSIDE_PARTITIONED = contextvars.ContextVar("inside_partitioned", default=False
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """An axis of an array. group: the ratio of its length to the length of the axes of this name without a group."""
+    """The name of an array's axis. The devices shard axes of one name together.
+
+    group: the ratio of the axis' length to the length of the axes of this name with group=1. For grouped query heads it
+    is the number of query heads per key head.
+    """
 
     name: str
     group: int = 1
 
     @property
     def factor(self) -> Any:
+        """The axis in a rule of the Shardy partitioner: its name, or (name, group) as a compound factor."""
         return self.name if self.group == 1 else CompoundFactor(self.name, f"{self.name}_group")
 
 
@@ -50,10 +55,10 @@ ArrayAxes = tuple[Axis | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ByIndex:
-    """A function whose shard depends on the shard's index along an axis.
+    """A function that runs another program for each shard of an axis.
 
-    name: of the axis. key(index, count): hashable, for shard `index` of `count`; shards of equal keys are one program.
-    run(key, *args): computes the shard.
+    name: the axis' name. key(index, count): a hashable value for shard `index` of `count` shards; shards with equal
+    keys run one program. run(key, *args): computes a shard's results from the shard's arrays.
     """
 
     name: str
@@ -63,12 +68,13 @@ class ByIndex:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shares:
-    """The axes of a function's arrays. An axis that is None is never sharded.
+    """The axes along which devices may shard a function's arrays. An axis that is None is never sharded.
 
-    arguments: of each leaf of the arguments, in order. results(tree): of each leaf of the function's results.
-    lengths: of the axes by name; the devices have to divide them. Axes of other names are not sharded.
-    warning: for a user whose first array is sharded along an axis that is None; "" for no warning.
-    by_index: for an axis whose shards are computed by different programs.
+    arguments: the axes of each leaf of the arguments, in order. results(results of the function): the axes of each leaf
+    of the results. lengths: the length of the axes of each name. An axis is sharded only if the number of devices
+    divides this length; names that are missing here are not sharded. warning: the text of a warning if the first array
+    is sharded along an axis that is None; "" for no warning. by_index: None, or a ByIndex for an axis whose shards need
+    different programs.
     """
 
     arguments: Sequence[ArrayAxes]
@@ -78,9 +84,11 @@ class Shares:
     by_index: ByIndex | None = None
 
     def is_shared(self, axis: Axis | None) -> bool:
+        """Whether devices may shard the axis: it has a name with a length above 1."""
         return axis is not None and self.lengths.get(axis.name, 1) > 1
 
     def rule(self, results: Sequence[ArrayAxes]) -> SdyShardingRule:
+        """The rule for the Shardy partitioner. results: the axes of each leaf of the results."""
         count = iter(range(10_000))
         factor = lambda axis: axis.factor if self.is_shared(axis) else f"own{next(count)}"
         mapping = lambda axes: ArrayMapping(*map(factor, axes))
@@ -89,7 +97,11 @@ class Shares:
         return SdyShardingRule(tuple(map(mapping, self.arguments)), tuple(map(mapping, results)), **groups)
 
     def spread(self, shardings: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-        """The mesh axes that shard the axes of each name. The first sharded array with a name decides."""
+        """The mesh axes over which the axes of each name are to be sharded, by name; unsharded names are missing.
+
+        shardings: the NamedSharding that XLA chose for each leaf of the arguments. The first array that is sharded
+        along an axis of a name decides, if the devices divide the axis. May give the user the text `warning`.
+        """
         found: dict[str, tuple[str, ...]] = {}
         for place, (sharding, axes) in enumerate(zip(shardings, self.arguments, strict=True)):
             for axis, mesh_axes in zip(axes, _mesh_axes(sharding, len(axes)), strict=True):
@@ -105,12 +117,15 @@ class Shares:
 
 
 def _mesh_axes(sharding: Any, count: int) -> Iterator[tuple[str, ...]]:
+    """For each of an array's `count` axes, the mesh axes that shard it; () if none does."""
     spec = (*sharding.spec, *[None] * (count - len(sharding.spec)))
     return (() if x is None else x if isinstance(x, tuple) else (x,) for x in spec)
 
 
 def _inside_shard_map(context: AbstractMesh, shapes: Sequence[Any]) -> tuple[Mesh, list[NamedSharding]]:
-    """The mesh of a shard_map, and the shardings along the one mesh axis that XLA partitions.
+    """(the concrete mesh of a shard_map, the sharding of each array along the one mesh axis that XLA partitions).
+
+    context: the abstract mesh inside the shard_map. shapes: the arrays' shapes and shardings, as XLA gives them.
 
     Inside a shard_map, XLA partitions only over the devices along this axis, and JAX does not name it. Sums are over
     axes of the whole mesh, for which only the mesh's shape matters: the order of the devices has no effect.
@@ -125,16 +140,17 @@ def _inside_shard_map(context: AbstractMesh, shapes: Sequence[Any]) -> tuple[Mes
 
 
 def _shared_axes(mesh: AbstractMesh) -> list[str]:
-    """The mesh axes over which XLA shards arrays."""
+    """The names of the mesh axes over which XLA's partitioner may shard arrays: Auto axes of several devices."""
     every = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return [name for name, size, kind in every if kind == AxisType.Auto and size > 1]
 
 
 def is_partitioned() -> bool:
-    """Whether XLA may partition a kernel that is traced now.
+    """Whether XLA may partition a kernel that is traced now, so that the kernel needs a rule for its sharding.
 
-    There are several devices, and all axes of the mesh are Auto. Or a shard_map leaves exactly one Auto axis to XLA:
-    with several, XLA would not tell the kernel's rule which axis is which.
+    It may if there are several devices, and all axes of the mesh are Auto, or a shard_map leaves exactly one Auto axis
+    to XLA. With several Auto axes in a shard_map, XLA would not tell the kernel's rule which axis is which. False while
+    a kernel is traced for a device's shard.
     """
     if jax.device_count() == 1 or _INSIDE_PARTITIONED.get():
         return False
@@ -146,6 +162,7 @@ def is_partitioned() -> bool:
 
 @contextlib.contextmanager
 def _inside_partitioned() -> Iterator[None]:
+    """A context in which is_partitioned() is False, so that kernels traced in it get no rules of their own."""
     token = _INSIDE_PARTITIONED.set(True)
     try:
         yield
@@ -156,11 +173,12 @@ def _inside_partitioned() -> Iterator[None]:
 def partitioned(
     function: Callable[..., Any], shares: Shares, key: Hashable = None, *, has_rules: bool = False
 ) -> Callable[..., Any]:
-    """The function of arrays, with a rule that shards its work over the devices of a mesh under jit.
+    """Returns `function` with a rule by which XLA shards its work over the devices of a mesh under jit.
 
-    key: identifies the function. Functions of one key are lowered once for arrays of the same shapes; a function
-    without a key is lowered only for its own calls. has_rules: kernels in the function have rules of their own, which
-    are left out of a device's program.
+    The returned function takes the same arrays and returns the same results. key: identifies the function. Functions
+    with equal keys are lowered once for arrays of equal shapes; a function without a key is lowered only for its own
+    calls. has_rules: kernels inside `function` have rules of their own. They are traced without these rules, since the
+    rule here decides for the whole function.
     """
     is_compiled = not dispatch.interpreting()
 
@@ -217,7 +235,7 @@ def partitioned(
 
 
 def _partitioned_whole(function: Callable[..., Any], shares: Shares, key: Hashable, args: tuple[Any, ...]) -> Any:
-    """partitioned, for a function whose kernels have rules of their own. The rules are left out.
+    """The results of partitioned(function, ...)(*args) with has_rules=True: kernels are traced without their own rules.
 
     The function may have constants, such as tables. They become arguments, since custom_partitioning takes none.
     """
@@ -251,9 +269,10 @@ def _partitioned_whole(function: Callable[..., Any], shares: Shares, key: Hashab
 def _switched(
     by_index: ByIndex, over: tuple[str, ...], count: int, lowered: Callable[..., Callable[..., Any]]
 ) -> Callable[..., Any]:
-    """The function of a device's leaves that computes the device's shard, by its index along the mesh axes `over`.
+    """A function from a device's leaves to its results. It runs the program of the device's shard, by lax.switch.
 
-    lowered(function of a shard, its key): the function as each device runs it.
+    The shard's index is the device's index along the mesh axes `over`, which have `count` devices together.
+    lowered(function of a shard, key of the shard): returns the function as a device runs it.
     """
     keys = [by_index.key(index, count) for index in range(count)]
     several = list(dict.fromkeys(keys))
@@ -269,7 +288,10 @@ def _switched(
 
 
 def _summed(function: Callable[..., Any], over: Sequence[tuple[str, ...]], *leaves: Any) -> tuple[Any, ...]:
-    """The function's results on a device, each summed in float32 over its mesh axes in `over`, and rounded once."""
+    """The results of function(*leaves) on a device, each summed over devices in float32 and rounded once.
+
+    over: for each result, the mesh axes over which it is summed; () for a result without a sum.
+    """
 
     def total(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         if not axes:
@@ -284,9 +306,10 @@ def _summed(function: Callable[..., Any], over: Sequence[tuple[str, ...]], *leav
 
 
 def _lowered_anew(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function in a form that partition may return: JAX lowers a kernel's refs only inside custom_partitioning.
+    """Returns the function wrapped in custom_partitioning, with the same leaves and results.
 
-    The function's constants, which custom_partitioning does not take, become arguments.
+    A partition rule may return only such a function if it holds kernels: JAX lowers a kernel's refs only inside
+    custom_partitioning. The function's constants, which custom_partitioning does not take, become arguments.
     """
 
     def run(*leaves: Any) -> Any:
@@ -303,19 +326,22 @@ def _lowered_anew(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _programs_of(key: Hashable, tree: Any) -> dict[Any, Any]:
-    """The programs of all functions with one key, by the target and shapes for which they were lowered."""
+    """A dict that is the same object for equal keys: the lowered programs by target and shapes, for _lowered_once.
+
+    tree: the structure of the function's arguments.
+    """
     return {}
 
 
 def _lowered_once(function: Callable[..., Any], target: tuple[str, int], programs: dict[Any, Any], *leaves: Any) -> Any:
-    """The function's results, from a program that is lowered once for all calls on arrays of the same shapes.
+    """The results of function(*leaves), from a program that is lowered once for all calls on arrays of the same shapes.
 
     XLA asks for a device's shard of every call separately: for each kernel of a model, in each block. Mosaic numbers
     the kernels that JAX lowers. So each answer would have kernels of its own, and XLA would compile all of them.
 
-    target: (platform, number of devices in the mesh). Under jax.set_mesh, a program is for this number of devices. JAX
-    would then also put scalars on the mesh. A device's program has no use for this, and XLA has no call for it. So
-    scalars get an axis.
+    programs: the dict in which lowered programs are kept. target: (platform, number of devices in the mesh). Under
+    jax.set_mesh, a program is for this number of devices. JAX would then also put scalars on the mesh. A device's
+    program has no use for this, and XLA has no call for it. So scalars get an axis.
     """
     platform, _ = target
     device = jax.sharding.get_abstract_mesh().abstract_device
