@@ -27,7 +27,7 @@ LOWEST_NATURAL = float(jnp.finfo(jnp.float32).min)
 NEAR = 2.0**13
 
 
-def is_far(lse):
+def is_large(lse):
     """Whether each lse, in natural units, is so large (above 2**13) that its rounding matters: bool, in lse's shape.
 
     Example: a bias of -1e9 masks all keys of a query.
@@ -116,17 +116,17 @@ def _tree(combine, parts):
     return parts[0]
 
 
-def room(dtype) -> float:
+def headroom(dtype) -> float:
     """The largest rise, in base 2, of scores above the maximum of a row's first block for which bounded_step is valid.
 
-    dtype: of P in the matmul with V. bfloat16 has the exponents for a maximum this far above the scores: see lifted().
+    dtype: of P in the matmul with V. bfloat16 has the exponents for a maximum this far above the scores: see rescaled_to_bound().
     float16 has not: there exp2(score - maximum) is at most 2**room. P and its sums can hold it, because float16 values
     are below 2**16.
     """
     return 60.0 if dtype == jnp.bfloat16 else 15.0
 
 
-def lifted(p, row_max, row_sum, largest):
+def rescaled_to_bound(p, row_max, row_sum, largest):
     """(P, row_max, row_sum) of a row's first block, changed to a maximum that no score of the row exceeds.
 
     largest: an upper bound of the row's scores in base 2, at most room() above row_max. P is then at most 1, as with a

@@ -3,7 +3,7 @@
 A bias of -1e9 or of finfo.min for all keys of a query gives an lse close to the bias. Times log2(e), lse is rounded by
 more than the scores differ, or it overflows. Here scores stay in natural units, and lse is subtracted exactly.
 
-Such queries ("far rows": softmax.is_far of their lse is True) are rare. One launch looks for them, and ends at once in
+Such queries ("large rows": softmax.is_large of their lse is True) are rare. One launch looks for them, and ends at once in
 a call without far rows. It has few programs. Each program owns several tiles of keys, then several tiles of queries.
 Every tile is visited with the predicate: optimisations for this launch alone would not pay.
 """
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32
 
 from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
-from jax_kernels.pallas.attention.softmax import is_far
+from jax_kernels.pallas.attention.softmax import is_large
 from jax_kernels.pallas.attention.triton.bias_gradient import Pairs, Tile, gradient_of_tiles, is_kept
 from jax_kernels.pallas.attention.triton.common import (
     Queries,
@@ -62,12 +62,12 @@ def far_rows(
 ) -> AttentionGradients:
     """The gradients with the contributions of far rows added: of query, key, value and, if present, bias.
 
-    Far rows are queries whose lse is so large, above 2**13, that its rounding matters (softmax.is_far). inputs may have
+    Large rows are queries whose lse is so large, above 2**13, that its rounding matters (softmax.is_large). inputs may have
     a mask. gradients: without far rows, from the Hopper backward. lse, delta, dout, excess: of all queries; lse and
     excess are the forward's. config: the block spec row.
     """
     bias = inputs.bias
-    far = is_far(lse)
+    far = is_large(lse)
     lse = jnp.where(far, lse, jnp.inf)
     of_heads = far.reshape(len(lse), inputs.key.shape[2], -1).any(axis=-1).astype(jnp.int32)
     inputs = inputs._replace(bias=aligned(bias), sinks=None)

@@ -27,7 +27,7 @@ from jax_kernels.pallas.attention.sm90.features import bias as bias_sm90
 from jax_kernels.pallas.attention.sm90.features import block_lists, tail_block
 from jax_kernels.pallas.attention.sm90.features import score_mod as score_mod_sm90
 from jax_kernels.pallas.attention.sm90.features.segments import segments_of
-from jax_kernels.pallas.attention.softmax import LOG2E, is_far
+from jax_kernels.pallas.attention.softmax import LOG2E, is_large
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
 from jax_kernels.pallas.kernel_types import Ref, needed
 from jax_kernels.pallas.mosaic.smem_tiles import pad_for_tma
@@ -103,7 +103,7 @@ def attention_backward(
     out, dlse: instead of delta, if makes_rows returns True. lse is then the forward's, and a pass computes delta. dlse,
     the cotangent of lse, may be None.
 
-    With a bias, queries with a large lse (softmax.is_far) pass no gradient here to query, key, value or a bias per key.
+    With a bias, queries with a large lse (softmax.is_large) pass no gradient here to query, key, value or a bias per key.
     triton/large_lse_rows.py adds their gradients.
 
     dquery: float32, with query's shape, or with only the heads that the call uses. query's gradient / options.scale is
@@ -238,7 +238,7 @@ def _rows(
     length of Rows' arrays is a multiple of it.
     """
     lse, delta, dout = given.lse, given.delta, given.dout
-    far = is_far(lse)
+    far = is_large(lse)
     if natural:
         # P comes out exp(excess) times too large. It reaches the gradients only as a factor of dout and delta.
         factor = jnp.where(far, jnp.exp(-needed(given.excess)), 1.0)

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.sm90.features.bias import Stage
-from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, PingPong, Ring, WorkTile
+from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, KvPipeline, PingPong, WorkTile
 from jax_kernels.pallas.kernel_types import AccumulatorRef, Index
 from jax_kernels.pallas.mosaic.tile_scheduler import Fetched
 
@@ -92,7 +92,7 @@ class ComputeWarpgroup[Tile](abc.ABC):
 
     kv_loop: KvLoop
     pingpong: PingPong
-    ring: Ring
+    ring: KvPipeline
     fetched: Fetched
     w: int
     bias: Stage | None = None

@@ -32,7 +32,7 @@ from jax_kernels.pallas.attention.sm90.forward.compute import (
     TileSums,
     with_accumulators,
 )
-from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, PingPong, Ring, WorkTile, run_warpgroups
+from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, KvPipeline, PingPong, WorkTile, run_warpgroups
 from jax_kernels.pallas.block_specs.specs import AttentionForwardFp8Sm90
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
 from jax_kernels.pallas.mosaic import interpreter, registers
@@ -132,7 +132,7 @@ class Scratch:
     k_smem: Ref
     v_smem: Ref
     q_ready: Barrier
-    ring: Ring
+    ring: KvPipeline
     fetched: Fetched
 
     @classmethod
@@ -146,7 +146,7 @@ class Scratch:
             k_smem=tile_smem(stages, block_kv, head_dim),
             v_smem=tile_smem(stages, v_head_dim, block_kv),
             q_ready=barrier_ref(num_barriers=compute_wgs),
-            ring=Ring.scratch(stages, compute_wgs),
+            ring=KvPipeline.scratch(stages, compute_wgs),
             fetched=scheduler.scratch(compute_wgs + 1),
         )
 

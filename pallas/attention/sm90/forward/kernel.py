@@ -273,10 +273,10 @@ class Compute(ComputeWarpgroup[QueryTile]):
         p, row_max, row_sum, _ = plan.softmax_step(s, *softmax.start(64, natural=plan.natural))
         if self.has_bounds:
             # Whether no later score of the warp's rows can be far above the maximum of the first block.
-            is_bounded = all_of_warp(needed(tile.score_bound) - row_max <= softmax.room(dtype))
+            is_bounded = all_of_warp(needed(tile.score_bound) - row_max <= softmax.headroom(dtype))
             tile = dataclasses.replace(tile, is_bounded=is_bounded)
             if dtype == jnp.bfloat16:
-                lifted = functools.partial(softmax.lifted, largest=tile.score_bound)
+                lifted = functools.partial(softmax.rescaled_to_bound, largest=tile.score_bound)
                 p, row_max, row_sum = lax.cond(is_bounded, lifted, lambda *state: state, p, row_max, row_sum)
         return tile, LoopState(p=p.astype(dtype), row_max=row_max, row_sum=row_sum, slot=slot)
 

@@ -239,7 +239,7 @@ def _bounds(
     the call's score_mod or None. no_later_keys: queries attend to no key with a greater index. measures_q: largest is
     for queries of norm 1. key_norms: [B, Hkv] float32, the largest squared norm of a key; None: computed here.
     """
-    cap, room = options.softcap, softmax.room(query.dtype)
+    cap, room = options.softcap, softmax.headroom(query.dtype)
 
     @functools.cache
     def scores():

@@ -53,7 +53,7 @@ class WorkTile:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ring:
+class KvPipeline:
     """The barriers of a ring of slots in shared memory. Each slot has room for a block of keys and for a block of
     values.
 
@@ -66,7 +66,7 @@ class Ring:
     v_free: Barrier
 
     @classmethod
-    def scratch(cls, stages: int, readers: int, k_copies: int = 1, v_copies: int = 1) -> "Ring":
+    def scratch(cls, stages: int, readers: int, k_copies: int = 1, v_copies: int = 1) -> "KvPipeline":
         """The scratch specifications of a ring, for pl.run_scoped.
 
         stages: the number of slots. readers: the number of compute warpgroups. k_copies, v_copies: the copies of one

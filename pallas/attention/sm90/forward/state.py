@@ -18,7 +18,7 @@ from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall
 from jax_kernels.pallas.attention.sm90.features.score_mod import Mod
 from jax_kernels.pallas.attention.sm90.features.segments import Segments
 from jax_kernels.pallas.attention.sm90.features.tail_block import CleanEnd
-from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, Ring
+from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, KvPipeline
 from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
 from jax_kernels.pallas.mosaic.scratch import barrier_ref, smem_ref
@@ -256,7 +256,7 @@ class Scratch:
     q_ids: Ref | None
     kv_ids: Ref | None
     q_ready: Barrier
-    ring: Ring
+    ring: KvPipeline
     bias: Stage | None
     fetched: Fetched
 
@@ -279,7 +279,9 @@ class Scratch:
             q_ids=smem_ref((plan.q_tiles, 64), jnp.int32) if has_segments else None,
             kv_ids=smem_ref((stages, block_kv), jnp.int32) if has_segments else None,
             q_ready=barrier_ref(num_arrivals=qk_tiles.copies(64) + has_segments, num_barriers=compute_wgs),
-            ring=Ring.scratch(stages, compute_wgs, qk_tiles.copies(block_kv) + has_segments, v_tiles.copies(block_kv)),
+            ring=KvPipeline.scratch(
+                stages, compute_wgs, qk_tiles.copies(block_kv) + has_segments, v_tiles.copies(block_kv)
+            ),
             bias=bias.stage(config.block_q, block_kv, block_kv, compute_wgs),
             fetched=plan.scheduler.scratch(compute_wgs + 1),
         )

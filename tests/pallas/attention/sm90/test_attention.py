@@ -229,8 +229,8 @@ def test_interpreted(names):
 
 def test_softmax_room_fits_the_dtype():
     """softmax.room in P's dtype: float16 reaches at most 2**room; bfloat16 at least 2**-room of values of 1e-19."""
-    assert 2 ** softmax.room(jnp.float16) < float(jnp.finfo(jnp.float16).max)
-    assert 2 ** -softmax.room(jnp.bfloat16) * 1e-19 > float(jnp.finfo(jnp.float32).tiny)
+    assert 2 ** softmax.headroom(jnp.float16) < float(jnp.finfo(jnp.float16).max)
+    assert 2 ** -softmax.headroom(jnp.bfloat16) * 1e-19 > float(jnp.finfo(jnp.float32).tiny)
 
 
 def test_deterministic_backward_has_no_atomic_adds():
