@@ -76,10 +76,11 @@ class AttentionGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadView:
-    """The heads of a call in its array: head h is array head first + h // part + h // run * skip.
+    """The heads of a call in an array that has more, or merged, heads: head h of the call is array head of_array(h).
 
-    count: the number of heads of the call. run, skip: after every `run` heads, `skip` array heads are skipped. part:
-    the number of successive heads that lie in one array head; they may belong to several runs.
+    of_array(h) is first + h // part + h // run * skip. count: the number of heads of the call. first: the array head of
+    head 0. run, skip: after every `run` heads of the call, `skip` array heads are skipped. part: the number of
+    successive heads that lie in one array head; they may belong to several runs.
     """
 
     count: int
@@ -89,6 +90,7 @@ class HeadView:
     part: int = 1
 
     def of_array(self, head: int) -> int:
+        """The index, in the array, of the array head that holds head `head` of the call."""
         return self.first + head // self.part + head // self.run * self.skip
 
 
@@ -127,5 +129,5 @@ class AttentionOptions:
 
 
 def first_position(inputs: AttentionInputs, options: AttentionOptions) -> int | Int32[Array, " B"]:
-    """The position of query 0: an int, or [B] int32."""
+    """The position of query 0: options.q_offset, an int, unless inputs.q_offset has it, [B] int32."""
     return cast(int, options.q_offset) if inputs.q_offset is None else inputs.q_offset

@@ -18,13 +18,16 @@ from jax_kernels.tracing.promotion import under_defaults
 
 
 def static(**kwargs: Any) -> Any:
-    """A field of a mask that is structure, not an array."""
+    """A dataclass field of a mask that is part of the pytree's structure. kwargs: as for dataclasses.field."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(static,))
 def node[T](kind: type[T]) -> type[T]:
-    """Makes a class of masks: a frozen dataclass and pytree. It checks no fields, as JAX makes objects of it too."""
+    """A class decorator: the class becomes a frozen dataclass and a pytree, whose leaves are the fields not `static`.
+
+    The constructor checks no fields, since JAX also makes objects with placeholders in them.
+    """
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind))
 
 
@@ -44,38 +47,45 @@ class Mask:
 
     @property
     def batch(self) -> int:
-        """The number of batch entries with masks of their own; 1 if all have the same mask."""
+        """The number of batch entries with their own mask; 1 if all have the same mask."""
         return 1
 
     @property
     def heads(self) -> int:
-        """The number of heads with masks of their own; 1 if all have the same mask."""
+        """The number of query heads with their own mask; 1 if all have the same mask."""
         return 1
 
     @property
     def unprepared(self) -> "Mask":
-        """The mask without the lists of a PreparedMask."""
+        """The mask without block lists: a PreparedMask's own mask, else this mask itself."""
         return self
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether blocks are judged by evaluating their pairs, not by arithmetic on blocks."""
+        """Whether the live blocks are found by evaluating all pairs, not by arithmetic on blocks."""
         return False
 
     @property
     def is_valid(self) -> Any:
-        """A traced bool: False if the mask was made from floats other than 0 and 1. None if no value is in doubt."""
+        """A traced bool: False if a traced float array with values other than 0 and 1 was given as a mask. None
+        otherwise.
+
+        Known arrays are checked when the mask is made, so that there is nothing left to check.
+        """
         return None
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:
         """Raises ValueError if an array of the mask does not fit a call of these lengths."""
 
     def terms(self, negated: bool) -> Terms:
-        """The mask, or its complement, as a sum of products of literals, for arithmetic on blocks."""
+        """The mask, or if `negated` its complement, as a sum of products of literals, for arithmetic on blocks.
+
+        A pair is kept if all literals of at least one of the inner tuples keep it.
+        """
         raise NotImplementedError
 
     def block_counts(self, grid: Grid) -> jax.Array:
-        """The number of pairs that each block keeps: int32 [B or 1, H or 1, rows, columns]."""
+        """The number of pairs that each block of the grid keeps: int32 [B or 1, H or 1, rows, columns]."""
         return counts(self, grid)
 
     def elements(self, b: Any, h: Any, q_index: Any, k_index: Any, *, q_offset: Any = 0) -> jax.Array:
@@ -192,9 +202,14 @@ class Mask:
         plot_blocks(path, alive[b, h], full[b, h], title=repr(self), block=checks.block_pair("block", block))
 
     def _status(self, q_length, kv_length, block, q_offset):
+        """(live, full), whether each block keeps some pair, and all: bool [B or 1, H or 1, rows, columns] each."""
         return block_status(self, **self._call(q_length, kv_length, checks.block_pair("block", block), q_offset))
 
     def _call(self, q_length, kv_length, blocks, q_offset) -> dict[str, Any]:
+        """The checked arguments of a call, as keyword arguments for the functions of block_lists.py.
+
+        blocks: (queries, keys) of a block. Raises ValueError if the mask does not fit the call.
+        """
         lengths = checks.lengths(q_length, kv_length)
         blocks = tuple(checks.integer(name, x, 1) for name, x in zip(("block_q", "block_kv"), blocks, strict=True))
         self.check_lengths(*lengths)
@@ -239,6 +254,10 @@ class Mask:
 
 
 def _joined(kind: Any, *masks: Any) -> Any:
+    """The And or Or (`kind`) of two masks, without their block lists. Raises TypeError if the second is no Mask.
+
+    Parts that are of the same kind are merged, so that a & b & c is one And of three masks.
+    """
     operation = "&" if kind is And else "|"
     if not isinstance(masks[1], Mask):
         got = f"{type(masks[1]).__name__} and a Mask"
@@ -251,7 +270,7 @@ def _joined(kind: Any, *masks: Any) -> Any:
 
 
 def all_valid(*masks: Mask) -> Any:
-    """The is_valid of a mask that is made of other masks."""
+    """Whether all masks are valid: the conjunction of their is_valid, a traced bool, or None if all are None."""
     found = [x for x in (mask.is_valid for mask in masks) if x is not None]
     return functools.reduce(operator.and_, found) if found else None
 
