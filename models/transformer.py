@@ -33,7 +33,7 @@ __all__ = ["Block", "Transformer", "flat_parameters"]
 
 
 class Block(nnx.Module):
-    """A block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A block of a decoder: x + attention(norm(x)), then x + mlp(norm(x)), with an RMSNorm before each."""
 
     def __init__(self, config: TransformerConfig, *, rules: ShardingRules | None = None, rngs: nnx.Rngs) -> None:
         rules = ShardingRules() if rules is None else rules
@@ -55,6 +55,7 @@ class Block(nnx.Module):
         )
 
     def _attention(self, config: Any, rules: ShardingRules, rngs: nnx.Rngs) -> MultiHeadAttention:
+        """The attention module for this config; subclasses return another one."""
         return MultiHeadAttention(
             config.model_dim,
             config.num_heads,
@@ -78,6 +79,11 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: KVCache | None = None, documents: Packed | None = None
     ) -> tuple[jax.Array, KVCache | None]:
+        """(x after the block, the new cache or None). x: [B, T, model_dim].
+
+        cache: the keys and values of earlier tokens. documents: the ids and positions of packed documents, without a
+        cache.
+        """
         if cache is None:
             of_documents = {} if documents is None else documents._asdict()
             attended = self.attention(self.attention_norm(x), **of_documents)
@@ -90,7 +96,7 @@ class Block(nnx.Module):
         return self.mlp(normed, residual=x), cache
 
     def _mlp_over_devices(self, normed: jax.Array, x: jax.Array) -> jax.Array:
-        """x + mlp(normed), where each device has its own tokens.
+        """x + mlp(normed), both [B, T, model_dim], in a shard_map in which each device has its own tokens.
 
         The rules' axis "mlp" may shard mlp_dim, over which down_proj sums. A kernel with a residual does not support
         that, so the devices add their partial sums in float32, and then x.
@@ -120,9 +126,10 @@ class Block(nnx.Module):
 def _run_block(
     state: Any, x: jax.Array, documents: Packed | None, *, graphdef: Any, remat: bool | str, target: Any
 ) -> jax.Array:
-    """A block without a cache. It is traced and lowered once for all blocks of a model.
+    """x after one block without a cache. It is traced and lowered once for all blocks of a model that are alike.
 
-    target: (the device, whether kernels are interpreted), on which the plans depend in addition to the arrays.
+    state, graphdef: the block, as nnx.split returns it. remat: as in TransformerConfig. target: (the device, whether
+    kernels are interpreted), part of jit's key, since the plans depend on it.
     """
     block = lambda state, x, documents: nnx.merge(graphdef, state)(x, documents=documents)[0]
     return recomputed(block, remat)(state, x, documents)
@@ -131,7 +138,7 @@ def _run_block(
 def _stacked(states: Any, dtype: Any) -> Any:
     """The states of all blocks as one state, whose arrays have a first axis for the blocks.
 
-    Parameter matrices are rounded to the computation's dtype here, as their matmuls would round them. Stacking then
+    Parameter matrices are rounded to dtype here, the computation's, as their matmuls would round them. Stacking then
     costs no extra pass over memory.
     """
 
@@ -272,11 +279,13 @@ class Transformer(nnx.Module):
         return self._logits(x), cache
 
     def _check_embeddings(self, embeddings: Any) -> None:
+        """Raises ValueError unless embeddings are floats [B, T, model_dim]."""
         shape, dtype, width = np.shape(embeddings), jnp.result_type(embeddings), self.config.model_dim
         if len(shape) != 3 or shape[2] != width or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"embeddings: got {dtype} {shape}, want floats [batch, length, {width}]")
 
     def _called_under_auto_axes(self, tokens: Any, embeddings: Any, segment_ids: Any, cache: Any) -> Any:
+        """The results of a call, run with the Explicit axes of the mesh of jax.set_mesh turned into Auto axes."""
         given = tokens if embeddings is None else embeddings
         logits = self._spec("batch", "tokens" if cache is None else None, "vocab", of=given)
         placed = jax.tree.map(lambda x: getattr(jax.typeof(x).sharding, "spec", P()), cache)
@@ -288,7 +297,10 @@ class Transformer(nnx.Module):
         return under_auto_axes(call, self, (tokens, embeddings, segment_ids, cache), results)
 
     def _spec(self, *names: str | None, of: Any) -> P:
-        """The PartitionSpec of an array whose first two axes are the first two of `of`, tokens or embeddings."""
+        """The PartitionSpec, by the rules, of an array whose axes have these names: up to (batch, tokens, vocabulary).
+
+        of: an array with the same batch and length on its first two axes.
+        """
         lengths = (*of.shape[:2], self.config.vocab_size)
         return self.rules.spec(names, lengths, jax.sharding.get_abstract_mesh())
 
@@ -374,10 +386,11 @@ class Transformer(nnx.Module):
         return generate(self, tokens, lengths, max_new_tokens, temperature, top_k, eos_id, key)
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
-        """The model's interface for generate: ((logits, cache) after prompts [B, P] of these lengths, advance).
+        """((logits, cache) after the prompts, advance): a model's interface for `generate`.
 
-        advance(token [B], index of the token after the prompts, cache before it) returns (logits, cache) after the
-        token. Logits are float32 [B, vocab_size]. more: the largest number of tokens after the prompts.
+        tokens: int32 [B, P], the prompts, lengths: int32 [B]. more: the largest number of tokens after the prompts.
+        advance(token [B], index of the token after the prompt, from 0, cache before it) returns (logits, cache) after
+        the token. Logits are float32 [B, vocab_size].
         """
         batch, length = tokens.shape
         room = -(-(length + more) // 8) * 8  # decode_attention's Hopper kernel copies caches of other lengths
@@ -392,7 +405,7 @@ class Transformer(nnx.Module):
         return (self._logits(last)[:, 0], cache), advance
 
     def _extended(self, tokens: Any, embeddings: Any, cache: Any) -> tuple[jax.Array, tuple[KVCache, ...]]:
-        """(the final norm's result [B, T, model_dim], the new cache)."""
+        """(the final norm's result for the new tokens [B, T, model_dim], the new cache), from tokens or embeddings."""
         x = self.embed_tokens(tokens) if embeddings is None else embeddings
         x = x.astype(self.config.dtype)
         filled = []
@@ -404,9 +417,11 @@ class Transformer(nnx.Module):
     def _hidden(
         self, tokens: Any, embeddings: Any, segment_ids: Any = None, targets: Any = None
     ) -> tuple[jax.Array, Any]:
-        """(the final norm's result [B, T, model_dim], the token index at each of its positions or None if in order).
+        """(the final norm's result [B, T, model_dim], order), for whole sequences without a cache.
 
-        targets: a loss's targets, which mark padding.
+        order: int32 [T], the index in the sequence of the token at each position of the result, as sharded layouts need
+        it; None if the result is in the order of the sequence. targets: a loss's targets, which mark padding. Exactly
+        one of tokens and embeddings is given.
         """
         length = (tokens if embeddings is None else embeddings).shape[1]
         order = self.layers[0].attention.token_order(length, "tokens")
@@ -448,6 +463,10 @@ class Transformer(nnx.Module):
         return self.final_norm(x), order
 
     def _pipelined(self, block: Any, states: Any, x: jax.Array, documents: Packed | None, axis: str) -> jax.Array:
+        """x after all blocks, with the blocks in stages along the mesh axis `axis`.
+
+        block: the function of one block. states: of all blocks, stacked along the first axis.
+        """
         mesh = jax.sharding.get_abstract_mesh()
         tokens = self.rules.mesh_axes("tokens", x.shape[1], mesh)
         return pipelined(
@@ -462,16 +481,20 @@ class Transformer(nnx.Module):
         )
 
     def _constrained(self, x: jax.Array) -> jax.Array:
+        """x [B, T, model_dim], sharded by the rules over the mesh of jax.set_mesh."""
         return self.rules.constrain(x, "batch", "tokens", None)
 
     def _logits(self, x: jax.Array) -> jax.Array:
+        """The head's logits, float32 [B, T, vocab_size], from the final norm's result."""
         if not self.config.tie_embeddings and isinstance(self.head, QuantizedLinear):
             return matmul(x, self.head.kernel, out_dtype=jnp.float32, implementation=self.head.implementation)
         kernel = self.embed[...].T if self.config.tie_embeddings else self._head_kernel(x.dtype)
         return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
 
     def _head_kernel(self, dtype: Any) -> jax.Array:
-        """The head's matrix; a low-bit matrix is dequantised to dtype."""
+        """The head's matrix [model_dim, vocab_size]. A low-bit matrix is dequantised to dtype; others keep their
+        dtype.
+        """
         is_quantized = isinstance(self.head, QuantizedLinear)
         return dequantize(self.head.kernel, dtype) if is_quantized else self.head.kernel[...]
 

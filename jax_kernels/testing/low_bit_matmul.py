@@ -46,7 +46,10 @@ LARGE: dict[str, SizesAndOptions] = {
 
 
 def why_not(case: tuple[str, SizesAndOptions], implementation: str) -> str | None:
-    """The reason why this implementation cannot run a case, as in HOPPER, on this machine; None if it can."""
+    """The reason why this implementation cannot run a case on this machine; None if it can.
+
+    case: (kind of weights, a key of KINDS; ((M, K, N), the options of the call)).
+    """
     kind, ((m, k, n), given) = case
     axis = -1 if given.get("transpose_w", False) else -2
     w = jax.eval_shape(lambda w: quantize(w, axis=axis, **KINDS[kind]), jnp.zeros((n, k) if axis == -1 else (k, n)))
@@ -63,7 +66,10 @@ def why_not(case: tuple[str, SizesAndOptions], implementation: str) -> str | Non
 
 
 def errors(kind: Options, case: SizesAndOptions, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of each result, and its bound."""
+    """(largest error, bound) of each result by name, for a call by this implementation.
+
+    kind: the options of quantize, a value of KINDS. case: ((M, K, N), the options of the call), a value of CASES.
+    """
     (m, k, n), given = case
     given = dict(given)
     dtype, bias, is_gated = given.pop("dtype", "bfloat16"), given.pop("bias", None), given.pop("is_gated", False)
@@ -129,6 +135,9 @@ HOPPER: dict[str, tuple[str, SizesAndOptions]] = {
 
 
 def errors_by(case: tuple[str, SizesAndOptions], implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of each result of a case, as in HOPPER, and its bound."""
+    """(largest error, bound) of each result by name, for a call by this implementation.
+
+    case: (kind of weights, a key of KINDS; ((M, K, N), the options of the call)).
+    """
     kind, options = case
     return errors(KINDS[kind], options, implementation)

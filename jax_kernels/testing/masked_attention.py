@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class KvHeadsCase(AttentionCase):
-    """A case whose mask has one entry for each key head: it is equal for the query heads of a key head."""
+    """An AttentionCase whose mask has one entry for each key head: the query heads of a key head have equal masks."""
 
     def _mask(self) -> Any:
         of_keys = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -67,7 +67,9 @@ class DilatedAttention(nnx.Module):
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, *, segment_ids: jax.Array | None = None
     ) -> jax.Array:
-        """Attention of query [B, T, H, D] to key and value [B, T, Hkv, D]: [B, T, H, D]. segment_ids: int32 [B, T]."""
+        """Attention of query [B, T, H, D] to key and value [B, T, Hkv, D]: returns [B, T, H, D]. segment_ids: int32 [B,
+        T].
+        """
         return dilated_attention(
             query,
             key,
@@ -217,6 +219,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
     def _dilated_ring(
         self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None = None
     ) -> jax.Array:
+        """sequence_parallel_dilated_attention with the module's pattern, for one device's tokens inside shard_map."""
         of = self.attention
         assert self.sequence_axis is not None
         return sequence_parallel_dilated_attention(
@@ -243,6 +246,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
 
 
 def _check_magneto(prefix: str, layer_norm: Any, gamma: Any) -> None:
+    """Raises TypeError or ValueError for a wrong layer_norm or gamma. prefix: comes before its name in an error."""
     if not isinstance(layer_norm, bool):
         raise TypeError(f"{prefix}layer_norm={layer_norm!r} must be a bool")
     if gamma is None:
@@ -291,7 +295,7 @@ class LongNetConfig(TransformerConfig):
 
 
 class LongNetBlock(Block):
-    """A block of Transformer with dilated attention."""
+    """A Block whose attention is MultiHeadDilatedAttention."""
 
     def _attention(self, config: Any, rules: ShardingRules, rngs: nnx.Rngs) -> MultiHeadAttention:
         return MultiHeadDilatedAttention(
@@ -341,7 +345,11 @@ class LongNet(Transformer):
     config_type = LongNetConfig
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
-        """Transformer.next_logits, with the tokens so far as the cache. Causal attention ignores padding at the end."""
+        """((logits, tokens) after the prompts, advance), as Transformer.next_logits, but for a model without a cache.
+
+        The tokens so far are kept instead of a cache, and the model runs on all of them for each new token. Causal
+        attention ignores padding at the end.
+        """
         devices, length = sequence_devices(self.config.sequence_axis), _in_whole_segments(self.config, tokens, more)
         whole = -(-length // devices) * devices
         tokens = jnp.pad(tokens, ((0, 0), (0, whole - tokens.shape[1])))
@@ -360,10 +368,11 @@ class LongNet(Transformer):
 
 
 def _in_whole_segments(config: Any, tokens: jax.Array, more: int) -> int:
-    """The length to which prompts and new tokens are padded, so that more padding has no effect.
+    """The length to which prompts and new tokens are padded, so that further padding has no effect on their logits.
 
-    Without order="hilbert" they need no padding. With it, no segment that contains such a token may be cut, because the
-    Hilbert curve over fewer tokens differs.
+    tokens: the prompts [B, P]. more: the largest number of new tokens. Without order="hilbert" they need no padding: P
+    + more. With it, no segment of a branch with a rate above 1 may be cut, because the Hilbert curve over fewer tokens
+    differs.
 
     Raises ValueError for a segment longer than prompts and new tokens together: they cannot fill it.
     """
