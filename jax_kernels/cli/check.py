@@ -93,7 +93,7 @@ class Suite:
     error: str
 
     def chosen(self, quick: tuple[str, ...] | None, has_gpu: bool) -> dict[str, Any]:
-        """The cases by name: the cases named in `quick`, or all cases for this machine."""
+        """The cases to run, by name: the cases named in `quick`, or for None all, on a GPU with gpu_cases."""
         if quick is None:
             return self.cases | (self.gpu_cases if has_gpu else {})
         return {name: self.cases[name] for name in quick}
@@ -160,6 +160,7 @@ def _matmul_suite(is_gated: bool) -> Suite:
 
 
 def _mlp_suite() -> Suite:
+    """The Suite of mlp."""
     tiles = {f"tiles_{name}": case for name, case in mlp.HOPPER.items()}
     return Suite(
         implementations=tuple(MATMUL_IMPLEMENTATIONS),
@@ -232,6 +233,7 @@ def _low_bit_suite() -> Suite:
 
 
 def _fp8_norm_suite() -> Suite:
+    """The Suite of layer_norm and rms_norm with an 8-bit output."""
     module = testing_normalization
     return Suite(
         implementations=tuple(NORM_IMPLEMENTATIONS),

@@ -77,7 +77,10 @@ class Option:
         return self.flag or f"--{argument.replace('_', '-')}"
 
     def parameter(self, argument: str, default: Any) -> inspect.Parameter:
-        """The option as a parameter of a typer command. default: inspect.Parameter.empty for a required option."""
+        """The option as a keyword parameter of a typer command, for the op's argument `argument`.
+
+        default: inspect.Parameter.empty for a required option.
+        """
         given: dict[str, Any] = {} if self.minimum is None else {"min": self.minimum}
         names = [] if self.type == bool | None else [self.name(argument)]  # typer adds --no-... without a name
         kind = self.type | None if default is None and self.type is not bool else self.type

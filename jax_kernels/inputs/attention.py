@@ -61,9 +61,11 @@ class AttentionResult(NamedTuple):
 
 
 class AttentionGradients(NamedTuple):
-    """The gradients of AttentionInputs, each with its array's shape and dtype. None for an array without gradient.
+    """The gradients of the arrays of AttentionInputs, in the arrays' shapes and dtypes. None for an array without
+    gradient.
 
-    score_mod: a ScoreMod of the gradients of its arrays.
+    With AttentionOptions.float32_gradients, the gradients of query, key and value are float32. score_mod: a ScoreMod
+    whose arrays are the gradients of the score_mod's arrays.
     """
 
     query: Float[Array, "B T H D"]

@@ -72,7 +72,7 @@ class MatmulResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulOptions:
-    """The static half of a call: hashable, so that it can key a jit cache.
+    """The static half of a matmul's call: hashable, so that it can key a jit cache.
 
     out = activation(x @ w + bias) * (x @ w_up) + residual, in float32 from the matmuls on; without w_up there is no
     second factor. With x_up, x_up @ w_up is added to x @ w instead.
@@ -80,10 +80,11 @@ class MatmulOptions:
     With inputs.preactivation z and g = x @ w: out = g * derivative(z) * up, the result's up = g * activation(z), and
     activated = activation(z) * up; without inputs.up, up is 1.
 
-    activation: an elementwise function in jnp, or None. derivative: the activation's, with inputs.preactivation.
-    precision: of float32 matmuls, "fp32" or "tf32"; otherwise None. scaling: the layout of the scales of 8-bit
-    operands, see MatmulInputs; otherwise None. low_bit: the layout of low-bit weights, which are [N, K], with
-    transpose_w; otherwise None.
+    out_dtype: of the results. activation: an elementwise function in jnp, or None. derivative: the activation's, with
+    inputs.preactivation. precision: of float32 matmuls, "fp32" or "tf32"; otherwise None. saves_preactivation: whether
+    the result has preactivation and, for a gated unit, up. scaling: the layout of the scales of 8-bit operands, see
+    MatmulInputs; otherwise None. low_bit: the layout of low-bit weights, which are [N, K], with transpose_w; otherwise
+    None.
     """
 
     out_dtype: str

@@ -60,7 +60,7 @@ def named_block_sparse(name: str, blocks: Any, block_size: Any) -> "BlockSparse"
 
 
 def dense(array: jax.Array) -> Mask:
-    """A mask with a value for each pair.
+    """A mask given by an array with a bool for each pair of a query and a key.
 
     array: bool, [T or 1, S or 1], [H or 1, ...] or [B or 1, H or 1, T or 1, S or 1]. Row i belongs to query i, whatever
     its position. Zeros and ones in float32, bfloat16 or float16, as Flax makes them, are accepted. Other floats raise
@@ -168,12 +168,16 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def _within(index: Any, size: int) -> Any:
-    """The index into an axis of this size; 0 if the axis is broadcast."""
+    """The index into an axis of this size: 0 if the size is 1, i.e. if the axis is broadcast, else `index`."""
     return 0 if size == 1 else index
 
 
 @node
 class Segments(Mask):
+    """A mask in which a query attends to the keys that have its id, unless the id is below 0.
+
+    q_ids, kv_ids: int32 [B or 1, T] and [B or 1, S].
+    """
     q_ids: Any
     kv_ids: Any
 
@@ -406,6 +410,11 @@ class Dense(DenseMask):
 
 @node
 class Function(Mask):
+    """A mask of an elementwise predicate function(b, h, q, k, *arrays) -> bool.
+
+    arrays: the arrays that the function looks up. batch_entries, head_count: the number of batch entries and of query
+    heads that it distinguishes, 1 for none.
+    """
     arrays: tuple[Any, ...]
     function: Callable[..., Any] = static()
     batch_entries: int = static()

@@ -120,7 +120,7 @@ _MOST_TERMS = 64
 
 
 def band(low: int | None, high: int | None) -> Literal:
-    """The literal low <= key - position <= high; None is no limit."""
+    """The literal low <= key - position <= high, for the key's index and the query's position; None is no limit."""
 
     def interval(grid: Grid) -> tuple[Any, Any]:
         start = 0 if low is None else grid.positions + low

@@ -158,7 +158,7 @@ class Mask:
     def packed_partial(
         self, q_length: int, kv_length: int, block_q: int, block_kv: int, by: str = "query", *, q_offset: Any = 0
     ) -> PackedBlocks:
-        """The pairs of the partial blocks of block_lists(...), with the same arguments, as PackedBlocks.
+        """The pairs of the partial blocks that block_lists finds for the same arguments, one bit for each pair.
 
         There is an entry for each partial block, and one more. Under a trace the number of partial blocks is not known,
         and there is an entry for each block that could be partial. These are a few for each block of queries and keys,
@@ -276,6 +276,7 @@ def all_valid(*masks: Mask) -> Any:
 
 
 class _Composite(Mask):
+    """A base class of masks that are made of other masks, `parts`."""
     @property
     def parts(self) -> tuple[Mask, ...]:
         raise NotImplementedError
@@ -302,15 +303,18 @@ class _Composite(Mask):
 
 
 def _sum(masks, negated):
+    """The terms of the union of masks, or with negated=True of the union of their complements."""
     return tuple(conjunction for mask in masks for conjunction in mask.terms(negated))
 
 
 def _product(masks, negated):
+    """The terms of the intersection of masks, or with negated=True of the intersection of their complements."""
     return product([mask.terms(negated) for mask in masks])
 
 
 @node
 class And(_Composite):
+    """The intersection of masks: keeps the pairs that all of them keep."""
     masks: tuple[Mask, ...]
     _binds = 1
 
@@ -334,6 +338,7 @@ class And(_Composite):
 
 @node
 class Or(_Composite):
+    """The union of masks: keeps the pairs that at least one of them keeps."""
     masks: tuple[Mask, ...]
     _binds = 0
 
@@ -357,6 +362,7 @@ class Or(_Composite):
 
 @node
 class Not(_Composite):
+    """The complement of a mask: keeps the pairs that it drops."""
     mask: Mask
     _binds = 2
 

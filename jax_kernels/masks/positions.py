@@ -151,6 +151,7 @@ def _one_row(grid: Grid) -> int:
 
 @node
 class Prefix(_Numbered):
+    """A mask that keeps the keys j < n. limit, limits: n, see _Numbered."""
     limit: int | None = static()
     limits: Any
 
@@ -170,6 +171,9 @@ class Prefix(_Numbered):
 
 @node
 class GlobalTokens(_Numbered):
+    """A mask that keeps the pairs of a query at a position p < n, or of a key j < n. limit, limits: n, see
+    _Numbered.
+    """
     limit: int | None = static()
     limits: Any
 
@@ -190,6 +194,7 @@ class GlobalTokens(_Numbered):
 
 @node
 class Dilated(Mask):
+    """A mask that keeps the pairs whose distance, p - j, is a multiple of `rate`."""
     rate: int = static()
 
     def terms(self, negated):

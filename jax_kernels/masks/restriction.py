@@ -254,7 +254,7 @@ def _local(mask: Mask, place: _Place) -> Mask:
 
 @node
 class _Any(Mask):
-    """A mask that block arithmetic cannot judge: every block may be live, in the complement too."""
+    """A mask that block arithmetic cannot judge: every block may be live, in the mask and in its complement."""
 
     def terms(self, negated):
         return ((Literal(cells=lambda grid: jnp.ones((1, 1, grid.rows, grid.columns), bool)),),)

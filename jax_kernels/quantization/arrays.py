@@ -35,16 +35,16 @@ _NO_DERIVATIVE_OF_VALUES = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedArray:
-    """An array as values * scale.
+    """An array in few bits: its values are `values` * `scale`, with each scale repeated for the values that share it.
 
-    values: float8_e4m3fn or float8_e5m2. scale: float32, with a shape set by scaling. "tensor": a scale for the array,
-    []. "row": a scale for all values along `axis` (-1, the last, or -2), values' shape without that axis. "block": a
-    scale for 128 x 128 values of the last two axes, [..., ceil(rows / 128), ceil(columns / 128)].
+    values: float8_e4m3fn or float8_e5m2. scale: float32, with a shape set by scaling. "tensor": one scale for the
+    array, []. "row": a scale for all values along `axis` (-1, the last, or -2), values' shape without that axis.
+    "block": a scale for 128 x 128 values of the last two axes, [..., ceil(rows / 128), ceil(columns / 128)].
 
-    Low-bit weights have a layout. `length` is K, the array's size along `axis`. K is always the last axis of `values`:
-    int8 [..., N, K padded], float8_e4m3fn likewise (mxfp8), or uint8 [..., N, K padded / 2] (int4, mxfp4), see
-    low_bit.LowBit. Their scaling is "group", scale [..., K padded / group, N], or "row", scale [..., N]; the scale is
-    float32, bfloat16 or float8_e8m0fnu (MX). `shape` is the shape of the array, not of `values`.
+    Low-bit weights have a layout, a LowBit. `length` is K, the array's size along `axis`. K is always the last axis of
+    `values`: int8 [..., N, K padded], float8_e4m3fn likewise (mxfp8), or uint8 [..., N, K padded / 2] (int4, mxfp4).
+    Their scaling is "group", scale [..., K padded / group, N], or "row", scale [..., N]; the scale is float32, bfloat16
+    or float8_e8m0fnu (MX). `shape` is the shape of the array, not of `values`.
     """
 
     values: Num[Array, "..."]

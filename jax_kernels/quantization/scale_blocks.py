@@ -21,7 +21,7 @@ Lengths = Sequence[int]
 def boxes(outer: Lengths) -> tuple[int, ...]:
     """The outer axes with the last ones merged, as few as possible, so that 128 consecutive rows form a box.
 
-    [3, 5, 7] becomes [105]; [4, 128] stays.
+    [4, 128] stays, with blocks of 1 x 128; [3, 100] becomes [300], because 128 rows of it form no box.
     """
     axes = list(outer) or [1]
     while len(axes) > 1 and _sizes(axes) is None:

@@ -116,7 +116,10 @@ def _modify(inputs: AttentionInputs, rows):
 
 
 def attention(inputs: AttentionInputs, options: AttentionOptions):
-    """The textbook form. Returns (out [B, T, H, Dv], lse [B, H, T]) in the inputs' precision, at least float32."""
+    """(out [B, T, H, Dv], lse [B, H, T]) by the textbook form, in the inputs' precision, at least float32.
+
+    A query without keys has an out of 0 and an lse of -inf.
+    """
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
     query, key, value = (x.astype(dtype) for x in without_ignored(inputs)[:3])
     key, value = (jnp.repeat(x, group_of(query, key), axis=2) for x in (key, value))
@@ -206,17 +209,20 @@ def _in_chunks(inputs: AttentionInputs, options: AttentionOptions):
 
 
 def group_of(query, key) -> int:
-    """The number of query heads that share a key head. An array without heads has groups of any size."""
+    """The number of query heads that share a key head, from arrays [B, length, heads, D].
+
+    If key has no heads, it is the number of query heads.
+    """
     return query.shape[2] // max(key.shape[2], 1)
 
 
 def _grouped(x, kv_heads):
-    """[B, T, H, D] -> [B, T, kv heads, queries per kv head, D]."""
+    """x with its query heads grouped by key head: [B, T, H, D] -> [B, T, kv heads, queries per kv head, D]."""
     return x.reshape(*x.shape[:2], kv_heads, _parts(x.shape[2], kv_heads), x.shape[-1])
 
 
 def _grouped_scores(x, kv_heads):
-    """[B, H, T, S] -> [B, kv heads, queries per kv head, T, S]."""
+    """x with its query heads grouped by key head: [B, H, T, S] -> [B, kv heads, queries per kv head, T, S]."""
     return x.reshape(x.shape[0], kv_heads, _parts(x.shape[1], kv_heads), *x.shape[2:])
 
 

@@ -186,7 +186,7 @@ class Operands:
 
 
 def _tile(windows: jax.Array, block: int) -> jax.Array:
-    """Tiles [..., block, block] of windows [..., 2 * block]: entry (i, j) is window entry i - j + block - 1.
+    """Tiles [..., block, block] from windows [..., 2 * block]: entry (i, j) is the window's entry i - j + block - 1.
 
     Each row is the reversed window, shifted by one entry from the row before. So the derivative sums along diagonals.
     """

@@ -43,7 +43,7 @@ class _Sum(NamedTuple):
 
     @property
     def wraps(self) -> bool:
-        """Whether int32 may wrap around, so that the value differs from the sum of unbounded integers."""
+        """Whether q * query + k * key + rest may exceed int32, so that int32 arithmetic wraps around."""
         once = all(x in (0, 1, WRAP - 1) for x in (self.q, self.k))
         return not once or self.constant is None or self.constant >= SMALL
 
@@ -104,7 +104,7 @@ def _inline(program: Jaxpr, known: dict[Any, Any], found: list[JaxprEqn], arrays
 
 
 def has_constants(program: Any) -> bool:
-    """Whether a program, or a program that it calls, closes over arrays."""
+    """Whether a jaxpr, or a jaxpr that it calls, closes over arrays."""
     return any(True for _ in constants_of(program))
 
 

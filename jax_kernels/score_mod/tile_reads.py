@@ -87,7 +87,7 @@ class TileMod:
 
 
 def why_not(mod: ScoreMod, *, mosaic: bool = False) -> str | None:
-    """The reason why `split` refuses a score_mod; None if it does not."""
+    """The reason in words why `split` cannot split a score_mod with this `mosaic`; None if it can."""
     try:
         split(mod, mosaic=mosaic)
     except NotImplementedError as error:

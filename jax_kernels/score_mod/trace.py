@@ -52,7 +52,7 @@ class ScoreMod:
     def __call__(self, scores: Any, q_idx: Any) -> jax.Array:
         """The new scores, in the shape and dtype of `scores`, [B, H, T, S].
 
-        q_idx: int32 [T], the index of each row's query. Key j, head h and batch entry b have their index in the array.
+        q_idx: int32 [T], the index of each query. The other indices of a score are its indices in the array.
         """
         function = lambda score, *indices: evaluated(self.program, (*self.arrays, score, *indices))
         axes = [jnp.arange(n, dtype=jnp.int32) for n in scores.shape]

@@ -151,7 +151,10 @@ def why_not(case: DecodeCase, implementation: str) -> str | None:
 
 
 def _in_pages(x, numbers, page_size):
-    """[B, S, heads, D] -> [pages + 2, page_size, heads, D]: page i is at numbers[i]; two more pages are NaN."""
+    """A cache x [B, S, heads, D] as pages [pages + 2, page_size, heads, D]; two further pages are NaN.
+
+    numbers: the index of each page in the result, in the order of the sequences.
+    """
     pages = np.full((len(numbers) + 2, page_size, *x.shape[2:]), np.nan, np.float32)
     pages[numbers] = x.reshape(-1, page_size, *x.shape[2:])
     return pages

@@ -111,7 +111,9 @@ def errors(kind: Options, case: SizesAndOptions, implementation: str | None) -> 
     eps = 2**-10 if given.get("precision") == "tf32" else float(jnp.finfo(dtype).eps)
 
     def bound(name):
-        """For the kernel's out, one rounding; for other results, roundings of weights, cotangents, preactivations."""
+        """The bound of the result `name`: for the kernel's out one rounding, else roundings of weights and
+        cotangents.
+        """
         is_exact = name == "out" and implementation != "xla" and dtype != "float32"
         factor = 0.6 * float(jnp.finfo(got[name].dtype).eps) if is_exact else 6 * eps
         return (factor + 1e-5) * max(1.0, np.abs(want[name]).max())

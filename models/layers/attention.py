@@ -444,7 +444,11 @@ def _parameter_dtypes() -> tuple[str, ...]:
 
 
 def as_mask(mask: jax.Array | masks.Mask, q_length: int, kv_length: int) -> masks.Mask:
-    """A call's mask as a Mask. Raises TypeError or ValueError, naming `mask`, for an array of wrong dtype or shape."""
+    """A call's mask, an array or a Mask, as a Mask. Raises TypeError or ValueError for an array of wrong dtype or
+    shape.
+
+    q_length, kv_length: of the call, to which the array must broadcast.
+    """
     if isinstance(mask, masks.Mask):
         return mask
     dense = named_dense("mask", mask)

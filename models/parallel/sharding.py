@@ -134,7 +134,7 @@ class ShardingRules:
 
 
 def _auto_mesh() -> Any:
-    """The mesh of jax.set_mesh. None without a mesh, or if an axis of the mesh is not Auto."""
+    """The mesh of jax.set_mesh; None without a mesh, or if any of its axes is Explicit or Manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types) else mesh
 
@@ -236,7 +236,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
 
 
 def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules | None = None) -> Any:
-    """The NamedSharding of each array of a tree, by the array's name in the tree.
+    """A tree like `state` with the NamedSharding of each array, chosen by the array's name in the tree.
 
     Args:
       state: an nnx.State, a module, or any tree of arrays or jax.ShapeDtypeStructs whose names end like the parameters'
@@ -255,7 +255,7 @@ def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules | None = None) 
 
 
 def shard_model(model: nnx.Module, mesh: Mesh, rules: ShardingRules | None = None) -> None:
-    """Shards the parameters of a model over a mesh, in the model itself."""
+    """Shards the parameters of a model over a mesh, in the model itself. rules: None for ShardingRules()."""
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model: got {type(model).__name__}, want an nnx.Module")
     state = nnx.state(model)
@@ -263,7 +263,7 @@ def shard_model(model: nnx.Module, mesh: Mesh, rules: ShardingRules | None = Non
 
 
 def shard_batch(batch: Any, mesh: Mesh, rules: ShardingRules | None = None) -> Any:
-    """Shards a tree of arrays [batch, tokens, ...] over a mesh. The order of the tokens does not change.
+    """The arrays [batch, tokens, ...] of a tree, sharded over a mesh. The order of the tokens does not change.
 
     With several processes, each process passes the whole batch, and its devices take their shards.
 

@@ -33,7 +33,7 @@ __all__ = [
 
 
 class NotWritten(OSError):
-    """A checkpoint cannot be written, such as on a full disk. The text names the newest whole checkpoint."""
+    """Raised if a checkpoint cannot be written, such as on a full disk. The text names the newest whole checkpoint."""
 
 
 def file_in_the_way(folder: Path) -> Path | None:
@@ -249,7 +249,7 @@ def _without_tracebacks_of_other_reads() -> Iterator[None]:
 
 
 class _OtherOptimizer(ValueError):
-    """The state of a checkpoint belongs to another optimizer than the trainer's."""
+    """Raised if the optimizer's state in a checkpoint has other arrays than the trainer's optimizer."""
 
 
 def _other_optimizer(step: int, more: str = "") -> _OtherOptimizer:

@@ -70,7 +70,10 @@ class FolderLock:
             self._lock = None
 
     def _taken(self) -> dict[str, Any]:
-        """Takes the lock in process 0. Returns {} on success, else {"in_use": ..., "text": the error}."""
+        """Takes the lock in process 0. Returns {} on success, else {"in_use": bool, "text": the error's text}.
+
+        in_use: whether another run has the lock; otherwise the folder cannot be written.
+        """
         import filelock
 
         # Any thread may release the lock, because the garbage collector runs in all threads.

@@ -356,7 +356,7 @@ class Trainer:
                 raise
 
     def _give_up(self) -> None:
-        """Releases the folder's lock, once no checkpoint is being written."""
+        """Waits until no checkpoint is being written, and releases the folder's lock."""
         if self._lock is not None and self._lock.is_held:
             with contextlib.suppress(Exception):
                 self._checkpoints.wait_until_finished()

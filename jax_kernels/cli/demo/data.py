@@ -108,7 +108,7 @@ def read_corpus(path: Path | None, seq_len: int) -> Corpus:
 
 
 def _files(root: Path) -> list[Path]:
-    """All files below root that are not hidden, in the order of their relative paths on any system."""
+    """The paths of all files below root that are not hidden, sorted by their relative paths."""
     files = ((file.relative_to(root), file) for file in root.rglob("*") if file.is_file())
     return [file for relative, file in sorted(files) if not any(part.startswith(".") for part in relative.parts)]
 

@@ -53,7 +53,9 @@ def make_model(config: TransformerConfig, rngs: nnx.Rngs) -> Transformer:
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """AdamW with clipped gradients; weight decay on matrices only."""
+    """AdamW with clipped gradients, and weight decay on matrices only. The learning rate warms up, then follows a
+    cosine.
+    """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=settings.learning_rate,
@@ -189,7 +191,7 @@ class Checkpoints:
         return self._manager.restore(self.latest, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
 
     def load_state(self, trainer: Trainer) -> None:
-        """Gives the trainer the state and the step of the newest checkpoint."""
+        """Sets the trainer's state and step from the newest checkpoint. Raises FileNotFoundError without one."""
         step = self.latest
         if step is None:
             raise FileNotFoundError(f"no checkpoint in {self._manager.directory}")
