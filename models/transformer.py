@@ -209,14 +209,14 @@ class Transformer(nnx.Module):
             )
 
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> tuple[KVCache, ...]:
-        """An empty cache for each block, for `batch` sequences of up to `max_length` tokens.
+        """A tuple with an empty KVCache for each block, for `batch` sequences of up to `max_length` tokens.
 
         dtype: default config.dtype. KVCache.with_length sets a length for each sequence.
         """
         return tuple(layer.attention.init_cache(batch, max_length, dtype) for layer in self.layers)
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
-        """Embeddings [B, T, model_dim], in param_dtype, of integer tokens [B, T].
+        """The embeddings of integer tokens [B, T]: [B, T, model_dim], in param_dtype.
 
         Raises ValueError for another shape or dtype, and for known ids outside the vocabulary. Traced ids outside it
         give NaN.
@@ -239,7 +239,8 @@ class Transformer(nnx.Module):
         segment_ids: jax.Array | None = None,
         cache: tuple[KVCache, ...] | None = None,
     ) -> jax.Array | tuple[jax.Array, tuple[KVCache, ...]]:
-        """Logits of the next token at every position.
+        """The logits of the next token at every position: float32 [B, T, vocab_size]; with a cache (logits, the new
+        cache).
 
         Args:
           tokens: integers [B, T], from 0 to vocab_size - 1. With a cache these are the next T tokens. Padding (where
@@ -305,15 +306,16 @@ class Transformer(nnx.Module):
         return self.rules.spec(names, lengths, jax.sharding.get_abstract_mesh())
 
     def losses(self, tokens: jax.Array, targets: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
-        """The cross-entropy of each target under the logits of its token. The logits are never all in memory.
+        """The loss of each token, float32 [B, T]: the cross-entropy of its target under its logits, in nats.
 
-        Equivalent to linear_cross_entropy of the logits of a call: float32 [B, T], in nats.
+        Equivalent to linear_cross_entropy of the logits of a call, but the logits are never all in memory.
 
         Args:
           tokens, targets: integers [B, T], from 0 to vocab_size - 1. A target below 0 has a loss of 0 and no gradient.
             A token is padding if it and its target are below 0, or if its segment id is below 0. Without segment_ids
             later tokens attend to padding, as to token 0, so put padding at the end of a row.
-          segment_ids: as in a call. All targets count here; next_token_loss ignores targets in another document.
+          segment_ids: integers [B, T], the ids of packed documents, or None. A token attends only within its document.
+            All targets count here; next_token_loss ignores targets in another document.
 
         Raises:
           ValueError: a shape or dtype is wrong, an id is outside the vocabulary (a traced one gives a loss of NaN), or
@@ -349,7 +351,7 @@ class Transformer(nnx.Module):
         lengths: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Draws tokens after prompts, in one compiled loop.
+        """The tokens that the model draws after prompts, int32 [B, max_new_tokens], in one compiled loop.
 
         Args:
           tokens: integers [B, P], the prompts. Shorter prompts are padded at the end, with any ids, and need `lengths`.
@@ -358,7 +360,7 @@ class Transformer(nnx.Module):
           temperature: divides the logits; 0 always takes the likeliest token. A traced value below 0 counts as 0.
           top_k: draw among the top_k likeliest tokens, and tokens tied with the last of them; None for all tokens.
           eos_id: a prompt is done once it has drawn this token. The loop ends when all prompts are done.
-          lengths: integers [B], from 1 to P; None for P.
+          lengths: integers [B], from 1 to P, the tokens of each prompt; None for P.
           key: a jax.random.key; required unless the temperature is known to be 0.
 
         Returns:

@@ -178,6 +178,7 @@ class Segments(Mask):
 
     q_ids, kv_ids: int32 [B or 1, T] and [B or 1, S].
     """
+
     q_ids: Any
     kv_ids: Any
 
@@ -415,6 +416,7 @@ class Function(Mask):
     arrays: the arrays that the function looks up. batch_entries, head_count: the number of batch entries and of query
     heads that it distinguishes, 1 for none.
     """
+
     arrays: tuple[Any, ...]
     function: Callable[..., Any] = static()
     batch_entries: int = static()

@@ -299,9 +299,9 @@ def _conjunction_width(literals: Conjunction, grid: Grid, by: str) -> int:
 
 
 def touched(size: int, block: int, step: int, start: int | None) -> int:
-    """The most blocks of `block` members that an interval of `size` members touches, wherever it may start.
+    """The most blocks of length `block` that an interval of length `size` touches.
 
-    It starts at `start` plus any multiple of `step`, which divides block; at any multiple of 1 if start is None.
+    It starts at `start` plus any multiple of `step`, which divides block; anywhere if start is None.
     """
     into_block = block - 1 if start is None else block - step + start % step
     return (into_block + size - 1) // block + 1

@@ -277,6 +277,7 @@ def all_valid(*masks: Mask) -> Any:
 
 class _Composite(Mask):
     """A base class of masks that are made of other masks, `parts`."""
+
     @property
     def parts(self) -> tuple[Mask, ...]:
         raise NotImplementedError
@@ -315,6 +316,7 @@ def _product(masks, negated):
 @node
 class And(_Composite):
     """The intersection of masks: keeps the pairs that all of them keep."""
+
     masks: tuple[Mask, ...]
     _binds = 1
 
@@ -339,6 +341,7 @@ class And(_Composite):
 @node
 class Or(_Composite):
     """The union of masks: keeps the pairs that at least one of them keeps."""
+
     masks: tuple[Mask, ...]
     _binds = 0
 
@@ -363,6 +366,7 @@ class Or(_Composite):
 @node
 class Not(_Composite):
     """The complement of a mask: keeps the pairs that it drops."""
+
     mask: Mask
     _binds = 2
 

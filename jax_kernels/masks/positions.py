@@ -152,6 +152,7 @@ def _one_row(grid: Grid) -> int:
 @node
 class Prefix(_Numbered):
     """A mask that keeps the keys j < n. limit, limits: n, see _Numbered."""
+
     limit: int | None = static()
     limits: Any
 
@@ -174,6 +175,7 @@ class GlobalTokens(_Numbered):
     """A mask that keeps the pairs of a query at a position p < n, or of a key j < n. limit, limits: n, see
     _Numbered.
     """
+
     limit: int | None = static()
     limits: Any
 
@@ -195,6 +197,7 @@ class GlobalTokens(_Numbered):
 @node
 class Dilated(Mask):
     """A mask that keeps the pairs whose distance, p - j, is a multiple of `rate`."""
+
     rate: int = static()
 
     def terms(self, negated):

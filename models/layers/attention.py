@@ -213,9 +213,9 @@ class MultiHeadAttention(nnx.Module):
 
     @plain_arguments
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
-        """An empty cache for `batch` sequences of up to `max_length` tokens.
+        """An empty KVCache for `batch` sequences of up to `max_length` tokens.
 
-        dtype: a floating dtype; default the module's.
+        dtype: of keys and values, a floating dtype; default the module's.
 
         Raises ValueError or TypeError, naming the argument that is wrong.
         """

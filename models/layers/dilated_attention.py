@@ -28,8 +28,13 @@ class DilatedAttention(nnx.Module):
     """dilated_attention with a fixed pattern, as a module without parameters.
 
     Args:
-      segment_lengths, dilation_rates: of each branch.
-      is_causal, heads, combine, layout, order, stop_gradient_weights, implementation: as in dilated_attention.
+      segment_lengths, dilation_rates: of each branch, in which every rate-th token of a segment takes part.
+      is_causal: whether a token attends only to itself and to earlier tokens.
+      heads: "all" gives each branch all heads, "groups" a group of the heads. combine: the weights of the branches,
+        "lse" by their softmax sums, "mean" equal. layout: "overlap" has all branches on the whole sequence, "partition"
+        has one segment of each branch after the other. order: None, or "hilbert" for the tokens of a segment along a
+        Hilbert curve. stop_gradient_weights: whether the weights of the branches pass no gradient. implementation: by
+        name, None for the fastest. Details are in dilated_attention.
 
     Raises:
       ValueError, TypeError: as dilated_attention, for its pattern.
@@ -191,12 +196,13 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
     def __call__(  # type: ignore[override]
         self, x: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
-        """Attends within x.
+        """The attention of x to itself: [B, T, model_dim] in the module's dtype.
 
         Args:
           x: [B, T, model_dim].
-          segment_ids: int32 [B, T]: packed sequences, as in dilated_attention. The pattern uses the indices in x.
-          positions: as in MultiHeadAttention.
+          segment_ids: int32 [B, T]: the ids of packed sequences. A token attends only to tokens with its id. The dilated
+            pattern goes by the indices in x.
+          positions: integers [T] or [B, T], for the rotary embedding only; None for the tokens' indices.
 
         Returns:
           [B, T, model_dim] in dtype.

@@ -32,7 +32,8 @@ def linear_cross_entropy(
     chunk: int = CHUNK,
     rules: ShardingRules | None = None,
 ) -> jax.Array:
-    """The cross-entropy of each token under the logits x @ w. The logits are never all in memory.
+    """The cross-entropy of each token under the logits x @ w: float32 [...], in nats. The logits are never all in
+    memory.
 
     Equivalent to the following JAX code, in float32 from the matmul on::
 
