@@ -59,7 +59,7 @@ class Implementation:
     """One way to run an op.
 
     supports(request) returns None, or the reason why the request cannot be served, forward and backward alike.
-    config(request) returns (the blocks, their source in words); None for an implementation without blocks.
+    config(request) returns (blocks, their source in words); blocks is None if the implementation has none.
     forward and backward have the op's own signatures; a None backward means that JAX differentiates forward itself.
     """
 
@@ -270,7 +270,9 @@ def _reason(
 
 
 def _symbolic(request: Request) -> str | None:
-    """The text "field: got the symbolic size ..." for the first such field; None if all sizes are known."""
+    """The text "field: got the symbolic size ..." for the first field of a request with a symbolic size; None without
+    one.
+    """
     for name, x in vars(request).items():
         size = _symbolic_size(x)
         if size is not None:
@@ -279,7 +281,7 @@ def _symbolic(request: Request) -> str | None:
 
 
 def _empty(request: Request) -> str | None:
-    """The text "field is 0" for the first size of 0; None if all axes have entries."""
+    """The text "field is 0" for the first length of an axis that is 0; None if all axes have entries."""
     for name in request.SIZES:
         size = getattr(request, name)
         if isinstance(size, int) and size == 0:  # a symbolic size is no int, and at least 1

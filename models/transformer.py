@@ -173,7 +173,7 @@ class Transformer(nnx.Module):
     @ embed.T when tied. The residual stream is in config.dtype. RMSNorm is x / sqrt(mean(x²) + norm_eps) * scale.
 
     Args:
-      config: the shape.
+      config: the sizes, dtypes, implementations and sharding of the model.
       rules: the mesh axes that shard each array; None for ShardingRules().
       rngs: initialises the parameters, from its stream `params`. Embeddings are normal with variance 1 / model_dim,
         kernels LeCun normal.

@@ -78,11 +78,13 @@ class AttentionGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadView:
-    """The heads of a call in an array that has more, or merged, heads: head h of the call is array head of_array(h).
+    """The heads of a call in an array that has more heads, or several of the call's heads in one.
 
-    of_array(h) is first + h // part + h // run * skip. count: the number of heads of the call. first: the array head of
-    head 0. run, skip: after every `run` heads of the call, `skip` array heads are skipped. part: the number of
-    successive heads that lie in one array head; they may belong to several runs.
+    Head h of the call is in array head of_array(h) = first + h // part + h // run * skip.
+
+    count: the number of heads of the call. first: the array head of head 0. run, skip: after every `run` heads of the
+    call, `skip` array heads are skipped. part: the number of successive heads that lie in one array head; they may
+    belong to several runs.
     """
 
     count: int

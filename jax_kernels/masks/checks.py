@@ -29,6 +29,9 @@ def integer(name: str, x: Any, least: int, want: str | None = None) -> int:
 
 
 def lengths(q_length: Any, kv_length: Any) -> tuple[int, int]:
+    """(q_length, kv_length) as ints. Raises TypeError or ValueError unless they are ints known when tracing, 0 or
+    more.
+    """
     return integer("q_length", q_length, 0), integer("kv_length", kv_length, 0)
 
 
@@ -44,7 +47,8 @@ def block_pair(name: str, block: Any) -> tuple[int, int]:
 
 
 def is_array(name: str, x: Any, want: str) -> None:
-    """Raises TypeError unless x is an array of JAX or NumPy.
+    """Raises TypeError unless x is an array of JAX or NumPy. name, want: the argument and the wanted array, for the
+    error.
 
     Call it before a check of x's dtype: for an array of another library, that check would say "got float32, want
     float32".
@@ -215,7 +219,7 @@ def is_empty_lookup(error: BaseException | None) -> bool:
 
 
 def array_text(x: Any) -> str:
-    """The dtype and shape of an array, for a repr. A leaf that JAX replaced by another object keeps its repr."""
+    """The dtype and shape of an array, as in "int32[2, 5]", for a repr. A leaf that is no array gives its own repr."""
     if not hasattr(x, "dtype"):
         return repr(x)
     return f"{x.dtype}[{', '.join(map(str, x.shape))}]"

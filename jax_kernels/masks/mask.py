@@ -93,8 +93,8 @@ class Mask:
 
         b, h, q_index, k_index: int32 that broadcast with each other: batch entry, query head, index of the query
         and of the key, all in range. q_offset: int32 that broadcasts with them, the position of query 0. The code is
-        traceable jnp code. It gathers from the mask's arrays; masks of positions, such as causal(), need only
-        arithmetic. In a kernel, use a mask whose leaves the kernel can index.
+        traceable jnp code. Masks of arrays look up the arrays' entries; masks of positions, such as causal(), need only
+        arithmetic. A kernel can call this only for a mask whose arrays the kernel can index.
         """
         raise NotImplementedError
 
@@ -102,7 +102,8 @@ class Mask:
     def rows(self, q_index: jax.Array | np.ndarray, kv_length: int, *, q_offset: Any = 0) -> jax.Array:
         """The mask of some queries and all keys: bool [B or 1, H or 1, len(q_index), kv_length].
 
-        q_index: int32 [n], in range. q_offset: an int, a scalar or [B or 1] int32.
+        q_index: int32 [n], the queries' indices, in range. q_offset: the position of query 0, an int, a scalar or [B or
+        1] int32.
         """
         _, offset = checks.offset(q_offset)
         batch = checks.joint("q_offset", [self.batch, offset.shape[0]], "batch entries")
@@ -115,7 +116,10 @@ class Mask:
 
     @under_defaults
     def to_dense(self, q_length: int, kv_length: int, *, q_offset: Any = 0) -> jax.Array:
-        """The mask as an array: bool [B or 1, H or 1, q_length, kv_length], True where a query may attend."""
+        """The mask as an array: bool [B or 1, H or 1, q_length, kv_length], True where a query may attend.
+
+        q_offset: the position of query 0, an int, or int32, a scalar or [B].
+        """
         q_length, kv_length = checks.lengths(q_length, kv_length)
         self.check_lengths(q_length, kv_length)
         offsets = checks.offset(q_offset)[1].shape[0]
@@ -171,9 +175,10 @@ class Mask:
 
     @under_defaults
     def density(self, q_length: int, kv_length: int, block: int | tuple[int, int], *, q_offset: Any = 0) -> jax.Array:
-        """The fraction of blocks that are live, float32, over batch and heads; 0 if there is no block.
+        """The fraction of blocks that are live, a float32 scalar, over batch and heads; 0 if there is no block.
 
-        block: an int, or (queries, keys).
+        block: the size of a block, an int or (queries, keys). q_offset: the position of query 0, an int, or int32, a
+        scalar or [B].
         """
         alive, _ = self._status(q_length, kv_length, block, q_offset)
         return jnp.mean(alive, dtype=jnp.float32) if alive.size else jnp.zeros((), jnp.float32)
@@ -189,7 +194,12 @@ class Mask:
         b: int = 0,
         h: int = 0,
     ) -> None:
-        """Writes a picture of the dead, partial and full blocks of one batch entry and head. Needs matplotlib."""
+        """Writes a picture of the dead, partial and full blocks of one batch entry and head to `path`. Needs
+        matplotlib.
+
+        block: the size of a block, an int or (queries, keys). q_offset: the position of query 0. b, h: the indices of
+        the batch entry and of the query head. The suffix of `path` sets the format, as in matplotlib.
+        """
         from jax_kernels.masks.plots import plot_blocks
 
         if 0 in checks.lengths(q_length, kv_length):

@@ -100,7 +100,7 @@ def split(mod: ScoreMod, *, mosaic: bool = False) -> TileMod:
 
     mosaic: split for the kernels of "mosaic_gpu". They read from memory the values that depend only on b and h, and the
     values that depend on one more index (q, k or the difference q - k) and are not cheap to compute. False: for
-    "triton", whose kernels compute all values except look-ups.
+    "triton", whose kernels compute all values that need no look-up.
     """
     program = flat(mod.program)
     arrays, (score, *indices) = program.invars[:-5], program.invars[-5:]

@@ -101,9 +101,10 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
       model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, dtype, param_dtype, precision, scaling,
         projection_implementation, rngs: as in MultiHeadAttention.
       segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights,
-        implementation: as in dilated_attention.
-      sequence_axis, rules: as in MultiHeadAttention, with sequence_parallel_dilated_attention. The tokens keep their
-        order: each device has a contiguous shard.
+        implementation: the pattern of the branches, as in DilatedAttention.
+      sequence_axis: a mesh axis that shards the tokens, if the mesh of jax.set_mesh or of a jax.shard_map around the
+        call has it. The attention is then sequence_parallel_dilated_attention. The tokens keep their order: each device
+        has a contiguous shard. rules: the mesh axes that shard the batch; None for ShardingRules().
       layer_norm: whether there is a LayerNorm over all heads before out_proj; layer_norm_eps: its epsilon.
       gamma: None for LeCun normal kernels. A number for MAGNETO's Xavier normal kernels; gamma multiplies the kernels
         of v_proj and out_proj. MAGNETO uses sqrt(log(2 * layers)) for a decoder.
@@ -200,8 +201,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
 
         Args:
           x: [B, T, model_dim].
-          segment_ids: int32 [B, T]: the ids of packed sequences. A token attends only to tokens with its id. The dilated
-            pattern goes by the indices in x.
+          segment_ids: int32 [B, T]: the ids of packed sequences. A token attends only to tokens with its id. The
+            pattern of the branches goes by the indices in x.
           positions: integers [T] or [B, T], for the rotary embedding only; None for the tokens' indices.
 
         Returns:
@@ -267,9 +268,10 @@ def _check_magneto(prefix: str, layer_norm: Any, gamma: Any) -> None:
 class LongNetConfig(TransformerConfig):
     """The shape of a LongNet: a TransformerConfig, and the pattern of its dilated attention.
 
-    segment_lengths, dilation_rates, heads, combine, layout, order: as in dilated_attention.
-    layer_norm, gamma: as in MultiHeadDilatedAttention.
-    sequence_strategy: "auto". sequence_layout: "contiguous", or None for the same.
+    segment_lengths, dilation_rates, heads, combine, layout, order: the branches, as in DilatedAttention. layer_norm:
+    whether there is a LayerNorm before each out_proj. gamma: a factor of the kernels of v_proj and out_proj, whose
+    initialisation is then Xavier normal; None for LeCun normal kernels. sequence_strategy: "auto". sequence_layout:
+    "contiguous", or None for the same.
 
     A bad field raises ValueError or TypeError, which names it.
     """

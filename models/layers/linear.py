@@ -23,10 +23,10 @@ class Linear(nnx.Linear):
     caller's dot_general, preferred_element_type or out_sharding run as in nnx, without activation, residual and "fp8".
 
     Args:
-      activation: as in matmul.
+      activation: the name of a function, such as "silu", or an elementwise jnp function; None for none.
       precision: with float32, "fp32" or "tf32"; with any dtype, "fp8" for 8-bit matmuls, or "bf16" or "fp16", to which
         x and the kernel are rounded; or any precision of nnx.Linear, which runs as in nnx.
-      scaling: with "fp8", as in matmul.
+      scaling: with "fp8", the values that share a scale: "tensor", "row" or "block", as in matmul; None for "tensor".
       fp8_scaling: with "fp8", the source of the scales of x and the kernel. "dynamic": their own largest magnitudes.
         "delayed": the largest magnitudes of previous calls, which the module keeps in x_history and kernel_history,
         AmaxHistories. Larger values are then clipped to the largest e4m3 value. The first call uses its own scales.
@@ -160,8 +160,9 @@ class GatedMLP(nnx.Module):
     in_features].
 
     Args:
-      activation, precision, scaling, implementation: as in gated_matmul. fp8_scaling, amax_history_length: as in
-        Linear. gate_proj and up_proj have the same x: gate_proj's history of x is used, and copied to up_proj.
+      activation: the name of a function, such as "silu", or an elementwise jnp function.
+      precision, scaling, fp8_scaling, amax_history_length, implementation: as in Linear, of all three matmuls. With
+        fp8_scaling="delayed", gate_proj's history of x is used for up_proj too, and copied to it: both have the same x.
       options: of nnx.Linear, such as dtype, param_dtype, kernel_init and rngs, except use_bias, dot_general and
         preferred_element_type.
 

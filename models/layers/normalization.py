@@ -61,7 +61,9 @@ class LayerNorm(nnx.LayerNorm):
 class RMSNorm(nnx.RMSNorm):
     """nnx.RMSNorm by jax_kernels.rms_norm, which can first add a residual to x.
 
-    It differs from nnx.RMSNorm as LayerNorm does from nnx.LayerNorm.
+    It has nnx.RMSNorm's arguments, parameters and results, with two differences: a float32 scale is used in float32,
+    and the fast variance is never used. Calls that the kernels do not support run as in nnx: with a mask, with axes
+    other than the last, or with statistics over devices.
 
     Args:
       scale_offset: added to scale, as in rms_norm; without a scale_init, scale starts at 1 - scale_offset.
