@@ -112,7 +112,7 @@ def compile_kernels(lowered: jax.stages.Lowered, *, device: jax.Device | None = 
 
 
 def _compile_all(kernels: Sequence["_Kernel | Exception"], where: jax.sharding.Sharding) -> None:
-    """Compiles kernels in parallel, and warns of kernels that cannot be compiled."""
+    """Compiles kernels in parallel for the devices of `where`. Warns (RuntimeWarning) if some cannot be compiled."""
     attempt = lambda kernel: kernel if isinstance(kernel, Exception) else kernel.compile(where)
     with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
         failed = [error for error in pool.map(attempt, kernels) if error is not None]
@@ -126,7 +126,7 @@ def _compile_all(kernels: Sequence["_Kernel | Exception"], where: jax.sharding.S
 
 @contextlib.contextmanager
 def paused_collections() -> Iterator[None]:
-    """Pauses Python's garbage collector, in all threads.
+    """A context manager that pauses Python's garbage collector in all threads.
 
     Tracing and lowering a decoder's step makes millions of objects. The collector takes a tenth of this time and finds
     almost no object to free. It collects the garbage after the pause.
@@ -142,7 +142,7 @@ def paused_collections() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kernel:
-    """A kernel's call. attributes: of the call, including its Mosaic module."""
+    """A call of a Mosaic kernel in a program. attributes: of the call, including its Mosaic module, by name."""
 
     attributes: dict[str, bytes | bool]
     arguments: list[jax.ShapeDtypeStruct]
@@ -150,7 +150,7 @@ class _Kernel:
 
     @classmethod
     def of(cls, call: Any) -> "_Kernel | Exception":
-        """The kernel of a call in a program, or the error if the call cannot be read."""
+        """The kernel of a custom call in a program, or the exception if the call cannot be read."""
         try:
             return cls(
                 attributes={entry.name: _plain(entry.attr) for entry in call.attributes[_CONFIG]},
@@ -161,7 +161,9 @@ class _Kernel:
             return error
 
     def compile(self, where: jax.sharding.Sharding) -> Exception | None:
-        """Compiles a program that has only the kernel. Returns the error that this raised, or None."""
+        """Compiles a program that has only this kernel, which fills Mosaic's cache. Returns an exception if one was
+        raised.
+        """
         placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x in self.arguments]
         run = jax.ffi.ffi_call(_CALL, self.results)
         try:
@@ -172,7 +174,10 @@ class _Kernel:
 
 
 def _kernels_of(operation: Any) -> list[_Kernel | Exception]:
-    """The distinct kernels that a program calls. Threads can compile them without the program."""
+    """The distinct kernels that an MLIR operation and its regions call, or an exception for each that cannot be read.
+
+    Threads can compile them without the program.
+    """
     found: dict[bytes, Any] = {}
     for call in _custom_calls(operation):
         if call.attributes["call_target_name"].value == _CALL and _CONFIG in call.attributes:
@@ -182,6 +187,7 @@ def _kernels_of(operation: Any) -> list[_Kernel | Exception]:
 
 
 def _custom_calls(operation: Any) -> Iterator[Any]:
+    """Yields all stablehlo.custom_call operations inside an MLIR operation, at any depth."""
     for region in operation.regions:
         for block in region:
             for inner in block:
@@ -192,7 +198,7 @@ def _custom_calls(operation: Any) -> Iterator[Any]:
 
 
 def _plain(attribute: Any) -> bytes | bool:
-    """The value of an attribute of a kernel's call. Raises TypeError if it is neither text nor a bool."""
+    """The value of an MLIR attribute of a kernel's call. Raises TypeError if it is neither text nor a bool."""
     if isinstance(attribute, ir.StringAttr):
         return attribute.value_bytes
     if isinstance(attribute, ir.BoolAttr):
@@ -201,6 +207,6 @@ def _plain(attribute: Any) -> bytes | bool:
 
 
 def _array(kind: Any) -> jax.ShapeDtypeStruct:
-    """The ShapeDtypeStruct of an array type in a program."""
+    """The ShapeDtypeStruct of an MLIR tensor type."""
     kind = ir.RankedTensorType(kind)
     return jax.ShapeDtypeStruct(tuple(kind.shape), _DTYPES[str(kind.element_type)])

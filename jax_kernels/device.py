@@ -18,7 +18,7 @@ KIB = 1 << 10
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A compute capability's architecture, and the most shared memory that one block may ask for, in bytes."""
+    """The architecture of a compute capability. shared_memory_per_block: the most bytes that one CTA may ask for."""
 
     name: str
     shared_memory_per_block: int
@@ -48,7 +48,8 @@ ARCHITECTURES = {
 class _Gpu:
     """A GPU by its data sheet.
 
-    name: as the driver gives it. memory: bytes. bandwidth: bytes per second. also: other names.
+    name: as the driver gives it. core_count: SMs. memory: bytes. bandwidth: of the memory, bytes per second. also:
+    other names that device_info accepts.
     """
 
     name: str
@@ -163,7 +164,7 @@ class DeviceInfo:
 
     @property
     def total_memory_gb(self) -> float | None:
-        """The memory in units of 10**9 bytes."""
+        """The memory in units of 10**9 bytes; None for a CPU."""
         return None if self.total_memory_bytes is None else self.total_memory_bytes / GB
 
 
@@ -178,6 +179,10 @@ def _describe(
     bandwidth: int | None,
     shared_memory: int | None = None,
 ) -> DeviceInfo:
+    """The DeviceInfo of an NVIDIA GPU. memory, bandwidth: bytes and bytes per second, or None if unknown. cores: SMs.
+
+    shared_memory: bytes that one CTA may ask for; None takes the architecture's.
+    """
     known = ARCHITECTURES[max((c for c in ARCHITECTURES if c <= capability), default=min(ARCHITECTURES))]
     implementations, _ = block_specs.attention_order(capability)
     bf16 = capability >= (8, 0)
@@ -205,6 +210,7 @@ def device_names() -> tuple[str, ...]:
 
 
 def _named(name: str) -> DeviceInfo:
+    """The DeviceInfo of "cpu" or of a GPU by its name. Raises ValueError for an unknown name."""
     if name.strip().lower() == "cpu":
         return CPU
     gpu = _find(name)
@@ -216,6 +222,10 @@ def _named(name: str) -> DeviceInfo:
 
 
 def _real(device: Any) -> DeviceInfo:
+    """The DeviceInfo of a jax.Device. Raises TypeError if it is something else.
+
+    A device that is neither a CPU nor NVIDIA's is described as a CPU with its own name, since only "xla" serves it.
+    """
     if not hasattr(device, "platform"):
         raise TypeError(f"device: got {type(device).__name__}, want a jax.Device, a name or None")
     if device.platform == "cpu":
@@ -242,7 +252,7 @@ def _default_device() -> Any:
 
 
 def device_info(device: "str | jax.Device | DeviceInfo | None" = None) -> DeviceInfo:
-    """Describes a device.
+    """The DeviceInfo of a device, which need not be present.
 
     device: a `jax.Device`; None for JAX's default device; or a name, to plan without the GPU. The name may be the
     driver's ("NVIDIA A100-SXM4-80GB") or a short one of device_names ("a100", "4090", "cpu"). A machine without a GPU

@@ -42,9 +42,10 @@ _TARGET: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("jax
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A call of an op without its arrays. Ops derive their own request classes from it.
+    """A call of an op without its arrays: the op's name and the device. Ops derive their own request classes from it.
 
-    SIZES: the fields that are lengths of axes. If one of these lengths is 0, a kernel has nothing to compute.
+    SIZES: the names of the fields that are lengths of axes. If one of these lengths is 0, a kernel has nothing to
+    compute.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = ()
@@ -58,8 +59,8 @@ class Implementation:
     """One way to run an op.
 
     supports(request) returns None, or the reason why the request cannot be served, forward and backward alike.
-    config(request) returns the blocks and their source in words; see Plan.source.
-    forward and backward are the op's own; a None backward means that JAX differentiates forward itself.
+    config(request) returns (blocks, their source in words); blocks is None if the implementation has none.
+    forward and backward have the op's own signatures; a None backward means that JAX differentiates forward itself.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Implementation:
 
 
 def without_blocks(request: Request) -> tuple[None, str]:
-    """The config of an implementation that has no blocks of this library, such as "xla"."""
+    """(None, "no block spec"): the config of an implementation that has no blocks of this library, such as "xla"."""
     return None, "no block spec"
 
 
@@ -113,15 +114,18 @@ class Plan:
         return "\n".join(lines + self.lines_of_others())
 
     def lines_of_others(self) -> list[str]:
-        """Lines of text about the other implementations."""
+        """A line of text for each other implementation, with the reason against it."""
         return [f"  not {name}: {reason}" for name, reason in self.why_not.items()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The part of a Plan that a call needs, and the facts from which plan_of makes the rest.
+    """The implementation that a call runs, its blocks, and the facts from which plan_of makes a Plan.
 
-    order, order_source: as Order gives them, also with names that the op lacks. why: "" if the order decided.
+    config: the blocks, or None. source: the source of the blocks, in words. order: the names of implementations in the
+    order in which they are tried, also names that the op lacks. order_source: where this order was measured, in words.
+    why: the reason in words, "" if the order decided. passed_over: (name, reason) of each implementation that was tried
+    in vain.
     """
 
     implementation: str
@@ -136,10 +140,11 @@ class Choice:
 def choose(
     request: Request, table: Mapping[str, Implementation], order: Order, implementation: str | None = None
 ) -> Choice:
-    """The named implementation, or the first of order(request) in the table that can serve the request.
+    """The Choice for a request: the named implementation, or the first of order(request) that can serve the request.
 
-    "xla" serves a request with a symbolic size, under jax.export. It also serves a request with an axis of length 0,
-    even if the caller names another implementation that takes such calls: a kernel cannot be launched without a block.
+    table: the op's implementations by name. "xla" serves a request with a symbolic size, under jax.export. It also
+    serves a request with an axis of length 0, even if the caller names another implementation that takes such calls: a
+    kernel cannot be launched without a block.
 
     Raises ValueError for an unknown name, and NotImplementedError, with every reason, if no implementation can serve.
     """
@@ -174,6 +179,11 @@ def _named(
     symbolic: str | None,
     empty: str | None,
 ) -> Choice:
+    """The Choice of the implementation that the caller named.
+
+    symbolic, empty: the texts that _symbolic and _empty return for the request. Raises ValueError for an unknown name,
+    NotImplementedError if the implementation cannot serve the request.
+    """
     if implementation not in table:
         known = ", ".join(repr(name) for name in table)
         hint = did_you_mean(implementation, table)
@@ -191,7 +201,12 @@ def _named(
 def plan_of(
     request: Request, table: Mapping[str, Implementation], order: Order, implementation: str | None = None
 ) -> Plan:
-    """The Plan of `choose`, which a call does not need: with every reason in words. Raises the errors of `choose`."""
+    """The Plan for a request: the choice of `choose`, with the reason for it and against each other implementation in
+    words.
+
+    table: the op's implementations by name. order(request): the names in the order in which they are tried. Raises the
+    errors of `choose`.
+    """
     choice = choose(request, table, order, implementation)
     passed_over, tried = choice.passed_over, tuple(name for name in choice.order if name in table)
     if implementation is None:
@@ -223,6 +238,7 @@ def _why(
     tried: Sequence[str],
     passed_over: Sequence[tuple[str, str]],
 ) -> str:
+    """The reason for a choice in words. tried: the names in the order. passed_over: (name, reason) of the others."""
     device = request.device
     if choice.implementation == tried[-1] and all(reason != _left_out(request) for _, reason in passed_over):
         why = f"no other implementation serves this on {device.name}"
@@ -237,9 +253,10 @@ def _why(
 def _reason(
     implementation: Implementation, request: Request, symbolic: str | None, empty: str | None = None
 ) -> str | None:
-    """Why an implementation cannot serve a request, None where it can. symbolic, empty: as the functions give them.
+    """Why an implementation cannot serve a request, in words; None if it can.
 
-    empty: left out for an implementation that the caller named.
+    symbolic: a text that names a symbolic size, or None. empty: a text that names an axis of length 0, or None; left
+    out for an implementation that the caller named, which serves such a call by "xla".
     """
     if implementation.name == "xla":
         return implementation.supports(request)
@@ -253,7 +270,9 @@ def _reason(
 
 
 def _symbolic(request: Request) -> str | None:
-    """The text "field: got the symbolic size ..." for the first such field; None if all sizes are known."""
+    """The text "field: got the symbolic size ..." for the first field of a request with a symbolic size; None without
+    one.
+    """
     for name, x in vars(request).items():
         size = _symbolic_size(x)
         if size is not None:
@@ -262,7 +281,7 @@ def _symbolic(request: Request) -> str | None:
 
 
 def _empty(request: Request) -> str | None:
-    """The text "field is 0" for the first size of 0; None if all axes have entries."""
+    """The text "field is 0" for the first length of an axis that is 0; None if all axes have entries."""
     for name in request.SIZES:
         size = getattr(request, name)
         if isinstance(size, int) and size == 0:  # a symbolic size is no int, and at least 1
@@ -271,6 +290,7 @@ def _empty(request: Request) -> str | None:
 
 
 def _symbolic_size(x: Any) -> Any:
+    """The first symbolic size of jax.export in x or in the tuples within it; None without one."""
     if isinstance(x, tuple):
         return next((size for size in map(_symbolic_size, x) if size is not None), None)
     return x if export.is_symbolic_dim(x) else None
@@ -305,9 +325,9 @@ def _explain(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def device_to_explain(op: Callable[..., Any], device: "DeviceInfo | jax.Device | str") -> DeviceInfo:
-    """The DeviceInfo of explain's `device`.
+    """The DeviceInfo of explain's argument `device`.
 
-    Raises TypeError if op has a parameter of this name, which explain's own would hide from it; ValueError for an
+    Raises TypeError if op itself has a parameter `device`, which explain's own would hide from it; ValueError for an
     unknown name, and if op is planned for another device.
     """
     info = device_info(device)
@@ -334,7 +354,10 @@ def interpreting() -> bool:
 
 
 class _Target:
-    """The context of on_device. It is no generator: the bridge enters it in each call, and a generator takes longer."""
+    """The context manager that on_device returns: calls inside it are planned for one device.
+
+    It is no generator: the bridge enters it in each call, and a generator takes longer.
+    """
 
     __slots__ = ("_info", "_token")
 
@@ -350,12 +373,15 @@ class _Target:
 
 
 def on_device(device: "DeviceInfo | jax.Device | str") -> contextlib.AbstractContextManager[DeviceInfo]:
-    """Plan for this device inside the block, whatever the machine has: for ahead-of-time compiles and the bridge."""
+    """A context manager: calls inside it are planned for this device, whatever devices the machine has.
+
+    It is for ahead-of-time compiles and the bridge. It yields the DeviceInfo.
+    """
     return _Target(device if isinstance(device, DeviceInfo) else device_info(device))
 
 
 def target_device(*arrays: Any) -> DeviceInfo:
-    """The device of a call: on_device's device, else the device of the first concrete array, else JAX's default.
+    """The device for which a call is planned: on_device's, else the first concrete array's, else JAX's default device.
 
     For traced arrays, JAX knows a device if they are on a mesh, or if jax.set_mesh or a shard_map has a mesh: a mesh
     of CPU devices is a CPU, even on a machine with a GPU.

@@ -8,9 +8,10 @@ __all__ = ["write_whole"]
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Writes a temporary file in the same folder, then renames it. A symbolic link stays, and its target is replaced.
+    """Writes a file so that readers see the old content or all of the new: it writes a temporary file, then renames it.
 
-    A device or a pipe is written to directly. Raises OSError, and leaves no temporary file.
+    The temporary file is in the same folder. A symbolic link stays, and its target is replaced. A device or a pipe is
+    written to directly. Raises OSError, and leaves no temporary file.
     """
     data = data.encode() if isinstance(data, str) else data
     path = Path(os.path.realpath(path))

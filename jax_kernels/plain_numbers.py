@@ -32,7 +32,10 @@ SEQUENCES = frozenset(("axis", "block_size", "dilation_rates", "segment_lengths"
 
 
 def plain(x: Any) -> Any:
-    """The int, float or bool that x holds; x itself if it is no known number. Entries of tuples and lists likewise."""
+    """The Python int, float or bool that x holds; x itself if it holds no number that is known when tracing.
+
+    Entries of tuples and lists are converted likewise.
+    """
     kind = type(x)
     if kind in PLAIN:
         return x
@@ -48,7 +51,10 @@ def plain(x: Any) -> Any:
 
 
 def plain_of(name: str, x: Any) -> Any:
-    """The value of an option, from `plain`. For names in SEQUENCES, an array with one axis becomes a tuple."""
+    """The value of the option `name` as Python's numbers, if it is a NumPy scalar or a known array without axes.
+
+    For options that take several numbers (SEQUENCES), a known array with one axis becomes a tuple.
+    """
     is_array = isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer)
     if name in SEQUENCES and is_array and x.ndim == 1:
         return tuple(map(plain, np.asarray(x)))
@@ -56,13 +62,16 @@ def plain_of(name: str, x: Any) -> Any:
 
 
 def plain_options(names: tuple[str, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The options with plain values for these names; the dict itself if all values are plain already."""
+    """The options, with the values of these names as Python's numbers; the dict itself if nothing changes."""
     changed = {name: plain_of(name, options[name]) for name in names if type(options.get(name)) not in PLAIN}
     return options | changed if changed else options
 
 
 def with_plain_numbers[Function: Callable[..., Any]](*names: str) -> Callable[[Function], Function]:
-    """A decorator: the keyword arguments of these names reach the function, and its plan, as Python's numbers."""
+    """Returns a decorator: the keyword arguments of these names reach the function as Python's numbers.
+
+    `explain` converts them likewise. NumPy scalars and known arrays without axes are converted.
+    """
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
@@ -76,7 +85,11 @@ def with_plain_numbers[Function: Callable[..., Any]](*names: str) -> Callable[[F
 
 
 def plain_arguments[Function: Callable[..., Any]](function: Function) -> Function:
-    """A decorator for a function that takes no arrays without axes: plain_of converts all its arguments."""
+    """A decorator: all arguments that are NumPy scalars or known arrays without axes reach the function as Python's
+    numbers.
+
+    It is for functions that take no arrays without axes. Arguments named in SEQUENCES may be arrays with one axis.
+    """
     positions = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

@@ -113,7 +113,10 @@ class TransformerConfig:
 def check_heads(
     prefix: str, model_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
-    """(num_kv_heads, head_dim) with their defaults. Raises ValueError or TypeError, naming `prefix` + the argument."""
+    """(num_kv_heads, head_dim), with defaults for None. Raises ValueError or TypeError for heads that do not fit.
+
+    prefix: comes before the argument's name in an error.
+    """
     positive(f"{prefix}num_heads", num_heads)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     positive(f"{prefix}num_kv_heads", kv_heads)
@@ -130,14 +133,20 @@ def check_heads(
 
 
 def check_precision(prefix: str, precision: object, scaling: object) -> None:
-    """Raises ValueError, naming `prefix` + the argument, unless the precision is "fp8" or None."""
+    """Raises ValueError unless precision is "fp8" or None, and scaling fits it.
+
+    prefix: comes before the argument's name in an error.
+    """
     if precision not in (None, "fp8"):
         raise ValueError(f"{prefix}precision={precision!r} must be 'fp8' or None")
     check_scaling(prefix, precision, scaling)
 
 
 def check_scaling(prefix: str, precision: object, scaling: object) -> None:
-    """Raises ValueError, naming `prefix` + the argument, for an unknown scaling, or one without precision="fp8"."""
+    """Raises ValueError unless scaling is None, or a known name with precision="fp8".
+
+    prefix: comes before the argument's name in an error.
+    """
     if scaling is None:
         return
     if scaling not in quantization.SCALINGS:
@@ -147,7 +156,10 @@ def check_scaling(prefix: str, precision: object, scaling: object) -> None:
 
 
 def check_sequence(prefix: str, axis: object, strategy: object, layout: object) -> None:
-    """Raises TypeError or ValueError, naming `prefix` + the argument, for a wrong sequence_* argument."""
+    """Raises TypeError or ValueError for a wrong sequence_axis, sequence_strategy or sequence_layout.
+
+    prefix: comes before the argument's name in an error.
+    """
     if axis is not None and not isinstance(axis, str):
         raise TypeError(f"{prefix}sequence_axis={axis!r} must be the name of a mesh axis, or None")
     if strategy not in STRATEGIES:
@@ -157,6 +169,7 @@ def check_sequence(prefix: str, axis: object, strategy: object, layout: object) 
 
 
 def positive(name: str, value: object) -> None:
+    """Raises TypeError unless value is an int, ValueError unless it is 1 or more. name: for the error."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be an int")
@@ -165,13 +178,15 @@ def positive(name: str, value: object) -> None:
 
 
 def check_kind(name: str, x: object, kinds: Any, want: str) -> None:
-    """Raises TypeError, with the argument's name, unless x has one of these types."""
+    """Raises TypeError unless x is an instance of `kinds`. name, want: the argument and the wanted value, for the
+    error.
+    """
     if not isinstance(x, kinds):
         raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
 
 
 def check_size(name: str, x: object) -> None:
-    """Raises TypeError or ValueError, with the argument's name, unless x is an int of 0 or more."""
+    """Raises TypeError unless x is an int, ValueError unless it is 0 or more. name: for the error."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         raise TypeError(f"{name}: got {x!r}, want an int")
     if x < 0:
@@ -179,7 +194,9 @@ def check_size(name: str, x: object) -> None:
 
 
 def positive_number(name: str, value: object) -> int | float:
-    """The value as a Python number. Raises TypeError or ValueError, with its name, unless it is positive and finite."""
+    """The value as a Python number. Raises TypeError if it is no number, ValueError unless it is positive and
+    finite.
+    """
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}={value!r} must be a number")
@@ -189,7 +206,7 @@ def positive_number(name: str, value: object) -> int | float:
 
 
 def dtype_name(name: str, dtype: Any, wanted: tuple[str, ...] = DTYPES) -> str:
-    """The name of a dtype. Raises ValueError, with the argument's name, unless it is one of `wanted`."""
+    """The name of a dtype, such as "bfloat16". Raises ValueError unless it is one of `wanted`. name: for the error."""
     try:
         found = str(dtype) if dtype is None else jnp.dtype(dtype).name  # NumPy would turn None into float64
     except TypeError:

@@ -21,10 +21,12 @@ SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 def check_generation(
     tokens: Any, lengths: Any, max_new_tokens: Any, temperature: Any, top_k: Any, eos_id: Any, key: Any, vocabulary: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens, lengths [B]) of a call of generate. Raises ValueError or TypeError, naming the argument.
+    """(tokens int32 [B, P], lengths int32 [B]), the checked arrays of a call of Transformer.generate.
 
-    Tokens past a prompt's length become 0. Traced ids outside the vocabulary become `vocabulary`, whose embedding is
-    NaN.
+    Tokens past a prompt's length become 0. Traced ids outside the vocabulary become `vocabulary`, the number of token
+    ids, whose embedding is NaN. lengths of None become P.
+
+    Raises ValueError or TypeError, naming the argument, for any wrong argument of generate.
     """
     tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)  # NumPy ids may exceed int32
     if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -64,7 +66,10 @@ def check_generation(
 
 
 def _checked_ids(tokens: Any, lengths: jax.Array, vocabulary: int) -> jax.Array:
-    """The tokens that check_generation returns, int32."""
+    """tokens [B, P] as int32, with 0 past each prompt's length and `vocabulary` for traced ids outside the vocabulary.
+
+    Raises ValueError for known ids outside the vocabulary.
+    """
     past = np if token_ids.is_known(lengths) else jnp
     ends = -(past.arange(tokens.shape[1]) >= past.asarray(lengths)[:, None]).astype(np.int32)  # -1 past a prompt's end
     tokens = token_ids.checked_tokens(tokens, vocabulary, segment_ids=ends, hint="; lengths mark the ends of prompts")
@@ -72,7 +77,7 @@ def _checked_ids(tokens: Any, lengths: jax.Array, vocabulary: int) -> jax.Array:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether this is a key of jax.random.key or jax.random.PRNGKey."""
+    """Whether `key` is one key from jax.random.key or jax.random.PRNGKey."""
     if not isinstance(key, jax.Array | np.ndarray):
         return False
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -93,7 +98,7 @@ def generate(
     model: Any, tokens: jax.Array, lengths: jax.Array, max_new_tokens: int, temperature: Any, top_k: int | None,
     eos_id: int | None, key: Any,
 ) -> jax.Array:  # fmt: skip
-    """Transformer.generate, with checked arguments."""
+    """The new tokens, int32 [B, max_new_tokens], as Transformer.generate returns them, from checked arguments."""
     graphdef, state = nnx.split(model)
     is_greedy = not isinstance(temperature, jax.core.Tracer) and _is_greedy(temperature)
     return _generate(
@@ -118,6 +123,10 @@ def _generate(
     state: Any, tokens: jax.Array, lengths: jax.Array, temperature: jax.Array, key: jax.Array, *, graphdef: Any,
     max_new_tokens: int, is_greedy: bool, top_k: int | None, eos_id: int | None, target: Any,
 ) -> jax.Array:  # fmt: skip
+    """The loop of generate, jitted: int32 [B, max_new_tokens], with -1 or eos_id after the end of a sequence.
+
+    target: (the device, whether kernels are interpreted), part of jit's key, since the kernels depend on it.
+    """
     model = nnx.merge(graphdef, state)
     batch = tokens.shape[0]
     begin, advance = model.next_logits(tokens, lengths, max_new_tokens)

@@ -33,7 +33,7 @@ __all__ = ["Block", "Transformer", "flat_parameters"]
 
 
 class Block(nnx.Module):
-    """A block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A block of a decoder: x + attention(norm(x)), then x + mlp(norm(x)), with an RMSNorm before each."""
 
     def __init__(self, config: TransformerConfig, *, rules: ShardingRules | None = None, rngs: nnx.Rngs) -> None:
         rules = ShardingRules() if rules is None else rules
@@ -55,6 +55,7 @@ class Block(nnx.Module):
         )
 
     def _attention(self, config: Any, rules: ShardingRules, rngs: nnx.Rngs) -> MultiHeadAttention:
+        """The attention module for this config; subclasses return another one."""
         return MultiHeadAttention(
             config.model_dim,
             config.num_heads,
@@ -78,6 +79,11 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, cache: KVCache | None = None, documents: Packed | None = None
     ) -> tuple[jax.Array, KVCache | None]:
+        """(x after the block, the new cache or None). x: [B, T, model_dim].
+
+        cache: the keys and values of earlier tokens. documents: the ids and positions of packed documents, without a
+        cache.
+        """
         if cache is None:
             of_documents = {} if documents is None else documents._asdict()
             attended = self.attention(self.attention_norm(x), **of_documents)
@@ -90,7 +96,7 @@ class Block(nnx.Module):
         return self.mlp(normed, residual=x), cache
 
     def _mlp_over_devices(self, normed: jax.Array, x: jax.Array) -> jax.Array:
-        """x + mlp(normed), where each device has its own tokens.
+        """x + mlp(normed), both [B, T, model_dim], in a shard_map in which each device has its own tokens.
 
         The rules' axis "mlp" may shard mlp_dim, over which down_proj sums. A kernel with a residual does not support
         that, so the devices add their partial sums in float32, and then x.
@@ -120,9 +126,10 @@ class Block(nnx.Module):
 def _run_block(
     state: Any, x: jax.Array, documents: Packed | None, *, graphdef: Any, remat: bool | str, target: Any
 ) -> jax.Array:
-    """A block without a cache. It is traced and lowered once for all blocks of a model.
+    """x after one block without a cache. It is traced and lowered once for all blocks of a model that are alike.
 
-    target: (the device, whether kernels are interpreted), on which the plans depend in addition to the arrays.
+    state, graphdef: the block, as nnx.split returns it. remat: as in TransformerConfig. target: (the device, whether
+    kernels are interpreted), part of jit's key, since the plans depend on it.
     """
     block = lambda state, x, documents: nnx.merge(graphdef, state)(x, documents=documents)[0]
     return recomputed(block, remat)(state, x, documents)
@@ -131,7 +138,7 @@ def _run_block(
 def _stacked(states: Any, dtype: Any) -> Any:
     """The states of all blocks as one state, whose arrays have a first axis for the blocks.
 
-    Parameter matrices are rounded to the computation's dtype here, as their matmuls would round them. Stacking then
+    Parameter matrices are rounded to dtype here, the computation's, as their matmuls would round them. Stacking then
     costs no extra pass over memory.
     """
 
@@ -166,7 +173,7 @@ class Transformer(nnx.Module):
     @ embed.T when tied. The residual stream is in config.dtype. RMSNorm is x / sqrt(mean(x²) + norm_eps) * scale.
 
     Args:
-      config: the shape.
+      config: the sizes, dtypes, implementations and sharding of the model.
       rules: the mesh axes that shard each array; None for ShardingRules().
       rngs: initialises the parameters, from its stream `params`. Embeddings are normal with variance 1 / model_dim,
         kernels LeCun normal.
@@ -202,14 +209,14 @@ class Transformer(nnx.Module):
             )
 
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> tuple[KVCache, ...]:
-        """An empty cache for each block, for `batch` sequences of up to `max_length` tokens.
+        """A tuple with an empty KVCache for each block, for `batch` sequences of up to `max_length` tokens.
 
         dtype: default config.dtype. KVCache.with_length sets a length for each sequence.
         """
         return tuple(layer.attention.init_cache(batch, max_length, dtype) for layer in self.layers)
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
-        """Embeddings [B, T, model_dim], in param_dtype, of integer tokens [B, T].
+        """The embeddings of integer tokens [B, T]: [B, T, model_dim], in param_dtype.
 
         Raises ValueError for another shape or dtype, and for known ids outside the vocabulary. Traced ids outside it
         give NaN.
@@ -232,7 +239,8 @@ class Transformer(nnx.Module):
         segment_ids: jax.Array | None = None,
         cache: tuple[KVCache, ...] | None = None,
     ) -> jax.Array | tuple[jax.Array, tuple[KVCache, ...]]:
-        """Logits of the next token at every position.
+        """The logits of the next token at every position: float32 [B, T, vocab_size]; with a cache (logits, the new
+        cache).
 
         Args:
           tokens: integers [B, T], from 0 to vocab_size - 1. With a cache these are the next T tokens. Padding (where
@@ -272,11 +280,13 @@ class Transformer(nnx.Module):
         return self._logits(x), cache
 
     def _check_embeddings(self, embeddings: Any) -> None:
+        """Raises ValueError unless embeddings are floats [B, T, model_dim]."""
         shape, dtype, width = np.shape(embeddings), jnp.result_type(embeddings), self.config.model_dim
         if len(shape) != 3 or shape[2] != width or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"embeddings: got {dtype} {shape}, want floats [batch, length, {width}]")
 
     def _called_under_auto_axes(self, tokens: Any, embeddings: Any, segment_ids: Any, cache: Any) -> Any:
+        """The results of a call, run with the Explicit axes of the mesh of jax.set_mesh turned into Auto axes."""
         given = tokens if embeddings is None else embeddings
         logits = self._spec("batch", "tokens" if cache is None else None, "vocab", of=given)
         placed = jax.tree.map(lambda x: getattr(jax.typeof(x).sharding, "spec", P()), cache)
@@ -288,20 +298,24 @@ class Transformer(nnx.Module):
         return under_auto_axes(call, self, (tokens, embeddings, segment_ids, cache), results)
 
     def _spec(self, *names: str | None, of: Any) -> P:
-        """The PartitionSpec of an array whose first two axes are the first two of `of`, tokens or embeddings."""
+        """The PartitionSpec, by the rules, of an array whose axes have these names: up to (batch, tokens, vocabulary).
+
+        of: an array with the same batch and length on its first two axes.
+        """
         lengths = (*of.shape[:2], self.config.vocab_size)
         return self.rules.spec(names, lengths, jax.sharding.get_abstract_mesh())
 
     def losses(self, tokens: jax.Array, targets: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
-        """The cross-entropy of each target under the logits of its token. The logits are never all in memory.
+        """The loss of each token, float32 [B, T]: the cross-entropy of its target under its logits, in nats.
 
-        Equivalent to linear_cross_entropy of the logits of a call: float32 [B, T], in nats.
+        Equivalent to linear_cross_entropy of the logits of a call, but the logits are never all in memory.
 
         Args:
           tokens, targets: integers [B, T], from 0 to vocab_size - 1. A target below 0 has a loss of 0 and no gradient.
             A token is padding if it and its target are below 0, or if its segment id is below 0. Without segment_ids
             later tokens attend to padding, as to token 0, so put padding at the end of a row.
-          segment_ids: as in a call. All targets count here; next_token_loss ignores targets in another document.
+          segment_ids: integers [B, T], the ids of packed documents, or None. A token attends only within its document.
+            All targets count here; next_token_loss ignores targets in another document.
 
         Raises:
           ValueError: a shape or dtype is wrong, an id is outside the vocabulary (a traced one gives a loss of NaN), or
@@ -337,7 +351,7 @@ class Transformer(nnx.Module):
         lengths: jax.Array | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Draws tokens after prompts, in one compiled loop.
+        """The tokens that the model draws after prompts, int32 [B, max_new_tokens], in one compiled loop.
 
         Args:
           tokens: integers [B, P], the prompts. Shorter prompts are padded at the end, with any ids, and need `lengths`.
@@ -346,7 +360,7 @@ class Transformer(nnx.Module):
           temperature: divides the logits; 0 always takes the likeliest token. A traced value below 0 counts as 0.
           top_k: draw among the top_k likeliest tokens, and tokens tied with the last of them; None for all tokens.
           eos_id: a prompt is done once it has drawn this token. The loop ends when all prompts are done.
-          lengths: integers [B], from 1 to P; None for P.
+          lengths: integers [B], from 1 to P, the tokens of each prompt; None for P.
           key: a jax.random.key; required unless the temperature is known to be 0.
 
         Returns:
@@ -374,10 +388,11 @@ class Transformer(nnx.Module):
         return generate(self, tokens, lengths, max_new_tokens, temperature, top_k, eos_id, key)
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
-        """The model's interface for generate: ((logits, cache) after prompts [B, P] of these lengths, advance).
+        """((logits, cache) after the prompts, advance): a model's interface for `generate`.
 
-        advance(token [B], index of the token after the prompts, cache before it) returns (logits, cache) after the
-        token. Logits are float32 [B, vocab_size]. more: the largest number of tokens after the prompts.
+        tokens: int32 [B, P], the prompts, lengths: int32 [B]. more: the largest number of tokens after the prompts.
+        advance(token [B], index of the token after the prompt, from 0, cache before it) returns (logits, cache) after
+        the token. Logits are float32 [B, vocab_size].
         """
         batch, length = tokens.shape
         room = -(-(length + more) // 8) * 8  # decode_attention's Hopper kernel copies caches of other lengths
@@ -392,7 +407,7 @@ class Transformer(nnx.Module):
         return (self._logits(last)[:, 0], cache), advance
 
     def _extended(self, tokens: Any, embeddings: Any, cache: Any) -> tuple[jax.Array, tuple[KVCache, ...]]:
-        """(the final norm's result [B, T, model_dim], the new cache)."""
+        """(the final norm's result for the new tokens [B, T, model_dim], the new cache), from tokens or embeddings."""
         x = self.embed_tokens(tokens) if embeddings is None else embeddings
         x = x.astype(self.config.dtype)
         filled = []
@@ -404,9 +419,11 @@ class Transformer(nnx.Module):
     def _hidden(
         self, tokens: Any, embeddings: Any, segment_ids: Any = None, targets: Any = None
     ) -> tuple[jax.Array, Any]:
-        """(the final norm's result [B, T, model_dim], the token index at each of its positions or None if in order).
+        """(the final norm's result [B, T, model_dim], order), for whole sequences without a cache.
 
-        targets: a loss's targets, which mark padding.
+        order: int32 [T], the index in the sequence of the token at each position of the result, as sharded layouts need
+        it; None if the result is in the order of the sequence. targets: a loss's targets, which mark padding. Exactly
+        one of tokens and embeddings is given.
         """
         length = (tokens if embeddings is None else embeddings).shape[1]
         order = self.layers[0].attention.token_order(length, "tokens")
@@ -448,6 +465,10 @@ class Transformer(nnx.Module):
         return self.final_norm(x), order
 
     def _pipelined(self, block: Any, states: Any, x: jax.Array, documents: Packed | None, axis: str) -> jax.Array:
+        """x after all blocks, with the blocks in stages along the mesh axis `axis`.
+
+        block: the function of one block. states: of all blocks, stacked along the first axis.
+        """
         mesh = jax.sharding.get_abstract_mesh()
         tokens = self.rules.mesh_axes("tokens", x.shape[1], mesh)
         return pipelined(
@@ -462,16 +483,20 @@ class Transformer(nnx.Module):
         )
 
     def _constrained(self, x: jax.Array) -> jax.Array:
+        """x [B, T, model_dim], sharded by the rules over the mesh of jax.set_mesh."""
         return self.rules.constrain(x, "batch", "tokens", None)
 
     def _logits(self, x: jax.Array) -> jax.Array:
+        """The head's logits, float32 [B, T, vocab_size], from the final norm's result."""
         if not self.config.tie_embeddings and isinstance(self.head, QuantizedLinear):
             return matmul(x, self.head.kernel, out_dtype=jnp.float32, implementation=self.head.implementation)
         kernel = self.embed[...].T if self.config.tie_embeddings else self._head_kernel(x.dtype)
         return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
 
     def _head_kernel(self, dtype: Any) -> jax.Array:
-        """The head's matrix; a low-bit matrix is dequantised to dtype."""
+        """The head's matrix [model_dim, vocab_size]. A low-bit matrix is dequantised to dtype; others keep their
+        dtype.
+        """
         is_quantized = isinstance(self.head, QuantizedLinear)
         return dequantize(self.head.kernel, dtype) if is_quantized else self.head.kernel[...]
 

@@ -25,11 +25,11 @@ EXTRAS = {
 
 
 class UserError(Exception):
-    """An error of the user's input. It is shown as one line, and the exit code is 2."""
+    """An error of the user's input. The command prints it as one line, and exits with 2."""
 
 
 class WriteError(Exception):
-    """A file that cannot be written, such as on a full disk. It is shown as one line, and the exit code is 1."""
+    """A file cannot be written, as on a full disk. The command prints this as one line, and exits with 1."""
 
 
 # The commands whose modules import the ops, which takes a second, with the first line of their help.
@@ -97,7 +97,10 @@ def _fail(message: str, code: int = 2) -> NoReturn:
 
 
 def _given(parameter: Any, arguments: list[str]) -> str | None:
-    """The command line's value of an option that typer refuses; typer's own errors may lack the value."""
+    """The value that the command line gives to an option that typer refuses; None if it cannot be found.
+
+    parameter: typer's parameter of the option, or None. typer's own errors may lack the value.
+    """
     for option in getattr(parameter, "opts", ()):
         for name, value in zip(arguments, [*arguments[1:], None], strict=True):
             if name == option:

@@ -75,11 +75,12 @@ Errors = dict[str, tuple[float, float]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Suite:
-    """The cases of an op by name. probe: a case that every implementation serves if it can run at all.
+    """The cases of an op, and the functions that run and judge them.
 
-    gpu_cases: cases only for a GPU. why_not(case, implementation): None if it can run here, else the reason. run(case,
-    implementation): the results by name. judge(case, results): the error and the bound of each result. error: the
-    name of this kind of error.
+    implementations: the names of all implementations. cases: by name. gpu_cases: further cases, only for a GPU. probe:
+    a case that every implementation serves if it can run here at all. why_not(case, implementation): None if it can run
+    here, else the reason. run(case, implementation): the results by name. judge(case, results): (error, bound) of each
+    result, by name. error: the name of this kind of error, for a table.
     """
 
     implementations: tuple[str, ...]
@@ -92,7 +93,7 @@ class Suite:
     error: str
 
     def chosen(self, quick: tuple[str, ...] | None, has_gpu: bool) -> dict[str, Any]:
-        """The cases by name: the cases named in `quick`, or all cases for this machine."""
+        """The cases to run, by name: the cases named in `quick`, or for None all, on a GPU with gpu_cases."""
         if quick is None:
             return self.cases | (self.gpu_cases if has_gpu else {})
         return {name: self.cases[name] for name in quick}
@@ -110,7 +111,11 @@ def _attention_suite(
     reason: Any = why_not,
     judge: Any = errors_of_attention,
 ) -> Suite:
-    """The suite of an op that has flash_attention's cases. op(case): a function with flash_attention's arguments."""
+    """The Suite of an op whose cases are flash_attention's AttentionCases.
+
+    op(case): returns the op as a function with the arguments of flash_attention. reason, judge: Suite's why_not and
+    judge.
+    """
     return Suite(
         implementations=tuple(IMPLEMENTATIONS),
         cases=cases,
@@ -124,6 +129,7 @@ def _attention_suite(
 
 
 def _dilated_suite(run: Any, reason: Any) -> Suite:
+    """The Suite of dilated_attention, or of its sharded form. run, reason: Suite's run and why_not."""
     return Suite(
         implementations=tuple(name for name in IMPLEMENTATIONS if name != "cudnn"),
         cases=dilated_attention.CASES,
@@ -137,6 +143,7 @@ def _dilated_suite(run: Any, reason: Any) -> Suite:
 
 
 def _matmul_suite(is_gated: bool) -> Suite:
+    """The Suite of matmul or gated_matmul."""
     tiles = {f"tiles_{name}": case for name, case in testing_matmul.HOPPER.items()}
     cases = testing_matmul.CASES | testing_matmul.TRITON | tiles
     these = lambda cases: {name: case for name, case in cases.items() if case.is_gated == is_gated}
@@ -153,6 +160,7 @@ def _matmul_suite(is_gated: bool) -> Suite:
 
 
 def _mlp_suite() -> Suite:
+    """The Suite of mlp."""
     tiles = {f"tiles_{name}": case for name, case in mlp.HOPPER.items()}
     return Suite(
         implementations=tuple(MATMUL_IMPLEMENTATIONS),
@@ -167,6 +175,7 @@ def _mlp_suite() -> Suite:
 
 
 def _norm_suite(op: str) -> Suite:
+    """The Suite of layer_norm or rms_norm (`op`)."""
     these = lambda cases: {name: case for name, case in cases.items() if case.op == op}
     cases = these(testing_normalization.CASES)
     return Suite(
@@ -190,7 +199,11 @@ def _suite_of_errors(
     names: Any = MATMUL_IMPLEMENTATIONS,
     error: str = "largest error",
 ) -> Suite:
-    """The suite of a module whose errors_by gives a case's errors and bounds. names: of the implementations."""
+    """The Suite of a test module with the functions why_not(case, implementation) and errors_by(case, implementation).
+
+    errors_by runs a case and returns (error, bound) of each result. names: of the implementations. error: the kind of
+    error.
+    """
     return Suite(
         implementations=tuple(names),
         cases=cases,
@@ -204,7 +217,9 @@ def _suite_of_errors(
 
 
 def _forward_suite(module: Any, names: Any) -> Suite:
-    """The suite of an attention without gradients."""
+    """The Suite of an attention op without gradients. module: has CASES and LONG (for a GPU). names: of the
+    implementations.
+    """
     probe, error = next(iter(module.CASES.values())), "root mean square error"
     return _suite_of_errors(module, module.CASES, module.LONG, probe, names=names, error=error)
 
@@ -218,6 +233,7 @@ def _low_bit_suite() -> Suite:
 
 
 def _fp8_norm_suite() -> Suite:
+    """The Suite of layer_norm and rms_norm with an 8-bit output."""
     module = testing_normalization
     return Suite(
         implementations=tuple(NORM_IMPLEMENTATIONS),
@@ -280,9 +296,10 @@ SUITES = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One case by one implementation.
+    """The result of one case by one implementation.
 
-    errors, bounds: of each result, by name. skipped: the reason for not running it. raised: the exception, if any.
+    errors, bounds: of each result array, by name. skipped: the reason for not running it, or None. raised: the text of
+    the exception, or None.
     """
 
     op: str
@@ -299,6 +316,7 @@ class Result:
 
 
 def run_case(op: str, name: str, case: Any, implementation: str) -> Result:
+    """The Result of one case of an op by one implementation. An exception becomes a Result too."""
     suite, result = SUITES[op], functools.partial(Result, op, implementation, name)
     reason = suite.why_not(case, implementation)
     if reason is not None:
@@ -312,6 +330,7 @@ def run_case(op: str, name: str, case: Any, implementation: str) -> Result:
 
 
 def _ops(asked: list[str] | None) -> list[str]:
+    """The names of the ops to check: `asked`, or all. Raises UserError for an unknown name."""
     for name in asked or ():
         if name not in SUITES:
             raise UserError(f"--op: got {name!r}, want one of {', '.join(SUITES)}{did_you_mean(name, SUITES)}")
@@ -319,7 +338,11 @@ def _ops(asked: list[str] | None) -> list[str]:
 
 
 def _implementations(asked: list[str] | None, ops: list[str]) -> dict[str, list[str]]:
-    """The implementations to check, by op: the requested implementations, or all that can run here."""
+    """The names of the implementations to check, by op: the ones that can run here, and among these only `asked` if
+    given.
+
+    Raises UserError for a name that no op has, or that cannot run here.
+    """
     reasons = {
         op: {name: SUITES[op].why_not(SUITES[op].probe, name) for name in SUITES[op].implementations} for op in ops
     }
@@ -337,6 +360,7 @@ def _implementations(asked: list[str] | None, ops: list[str]) -> dict[str, list[
 
 
 def _show(console: Console, op: str, results: list[Result]) -> None:
+    """Prints a table of an op's results, and the exceptions."""
     names = list(dict.fromkeys(name for result in results for name in result.errors))
     if op == "flash_attention":  # in the order of AttentionResults, whichever results the first case has
         names = [name for name in AttentionResults._fields if name in names]

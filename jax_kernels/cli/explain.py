@@ -42,7 +42,7 @@ _HELP = {
 
 
 def _command(op: str) -> Callable[..., None]:
-    """The command of an op."""
+    """The typer command `jax-kernels explain OP`, a function whose signature has the op's options."""
     arguments = options.arguments_of(op)
     parameters = options.sizes_of(op)
     for name, x in arguments.items():
@@ -76,7 +76,10 @@ _DEFAULT_HELP = "for these shapes: implementation, blocks, and the implementatio
 
 
 def _show_plan(op: str, device: str | None, as_json: bool, arguments: dict[str, Any]) -> None:
-    """Prints the plan of a call on the device. Raises UserError for a call that has none."""
+    """Prints the plan of a call on the device, as text or JSON. Raises UserError if the op refuses the call.
+
+    device: a name, None for this machine's. arguments: of the op, by name.
+    """
     try:
         with dispatch.on_device(find_device(device)):
             plan = dispatch.explain(OPS[op].function, **arguments)
@@ -86,7 +89,7 @@ def _show_plan(op: str, device: str | None, as_json: bool, arguments: dict[str, 
 
 
 def _with_option(op: str, text: str) -> str:
-    """An op's error, with the option from which its argument came."""
+    """The text of an op's error, with the command's option instead of the op's argument as its first word."""
     name = re.match(r"\w+(?=[:,=])", text)
     if name is None:
         return text
@@ -107,7 +110,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 class OpGroup(TyperGroup):
-    """The ops as commands. Options without an op belong to `attention`."""
+    """The typer group whose commands are the ops. Without an op, the options belong to `attention`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         is_option = bool(args) and args[0].startswith("-") and args[0] != "--help"

@@ -36,7 +36,11 @@ E4M3 = "float8_e4m3fn"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """The call to explain, while its arguments are made. values: of the options by argument. arrays: made already."""
+    """A call to explain, while its arguments are made.
+
+    op: its name. values: of the command's options, by the name of the op's argument. arrays: the shapes and dtypes of
+    the arrays that the op cannot do without, by argument.
+    """
 
     op: str
     values: dict[str, Any]
@@ -44,7 +48,7 @@ class Call:
 
     @property
     def first(self) -> jax.ShapeDtypeStruct:
-        """The op's first array."""
+        """The shape and dtype of the op's first array."""
         return next(iter(self.arrays.values()))
 
 
@@ -54,10 +58,11 @@ def _as_it_is(call: Call, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """An argument of an op, or a size of its arrays, as an option.
+    """A command line option for an argument of an op, or for a size of its arrays.
 
-    type: of the option's value, bool for a flag. flag: its name, if it is not the argument's. minimum: of a number.
-    value: makes the op's argument. is_array: a flag whose argument is an array.
+    type: of the option's value, bool for a flag. flag: the option's name, if it is not made from the argument's.
+    minimum: of a number. value(call, text): makes the op's argument from the option's value. is_array: whether the
+    option is a flag whose argument is an array.
     """
 
     help: str
@@ -68,11 +73,14 @@ class Option:
     is_array: bool = False
 
     def name(self, argument: str) -> str:
-        """The option's name for an argument."""
+        """The option's name on the command line, such as "--kv-lengths", for the op's argument."""
         return self.flag or f"--{argument.replace('_', '-')}"
 
     def parameter(self, argument: str, default: Any) -> inspect.Parameter:
-        """The option as a parameter of a typer command. default: inspect.Parameter.empty for a required option."""
+        """The option as a keyword parameter of a typer command, for the op's argument `argument`.
+
+        default: inspect.Parameter.empty for a required option.
+        """
         given: dict[str, Any] = {} if self.minimum is None else {"min": self.minimum}
         names = [] if self.type == bool | None else [self.name(argument)]  # typer adds --no-... without a name
         kind = self.type | None if default is None and self.type is not bool else self.type
@@ -85,7 +93,9 @@ class Option:
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
-    """The numbers of "1,4096,16,128". Raises UserError unless all are whole numbers above 0."""
+    """The numbers of a text such as "1,4096,16,128". Raises UserError, naming the option, unless all are ints above
+    0.
+    """
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise UserError(f"{option}: got {text!r}, want whole numbers above 0 with commas, as in 1,4096,16,128")
@@ -93,6 +103,7 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def _window_sides(call: Call, text: str | None) -> int | tuple[int, ...] | None:
+    """The window from "512,0" or "512": (left, right), or one int for both sides; None for None. Raises UserError."""
     if text is None:
         return None
     try:
@@ -103,34 +114,43 @@ def _window_sides(call: Call, text: str | None) -> int | tuple[int, ...] | None:
 
 
 def _of_shape(option: str, dtype: str | None = None) -> Callable[[Call, str | None], Any]:
-    """Makes an array of the shape that an option holds. dtype: None for the first array's."""
+    """Returns an Option's `value` that makes an array (shape and dtype only) of the shape that the option's text holds.
+
+    dtype: of the array; None for the dtype of the op's first array.
+    """
     return lambda call, text: None if text is None else spec(numbers(option, text), dtype or call.first.dtype.name)
 
 
 def _numbers_of(option: str) -> Callable[[Call, str], tuple[int, ...]]:
+    """Returns an Option's `value` that makes a tuple of ints from a text with commas."""
     return lambda call, text: numbers(option, text)
 
 
 def _if_given(array: Callable[[Call], Any]) -> Callable[[Call, bool], Any]:
+    """Returns an Option's `value` for a flag: array(call) if the flag is given, else None."""
     return lambda call, is_given: array(call) if is_given else None
 
 
 def _segment_ids(call: Call) -> Any:
-    """The ids of one array of tokens, or of queries and keys."""
+    """The argument segment_ids: int32 [B, T], or a pair for queries and keys for ops that take a pair."""
     query, key = (spec(call.arrays[name].shape[:2], "int32") for name in ("query", "key"))
     return query if "axis_name" in arguments_of(call.op) or call.op == "dilated_attention" else (query, key)
 
 
 def _vector(of: Callable[[Call], int]) -> Callable[[Call, bool], Any]:
+    """Returns an Option's `value` for a flag whose argument is a vector of length of(call), in the first array's
+    dtype.
+    """
     return _if_given(lambda call: spec((of(call),), call.first.dtype.name))
 
 
 def _columns(call: Call) -> int:
-    """The columns of a product's result."""
+    """The columns of the result: --columns for a matmul, else x's last axis."""
     return call.values["columns"] if "columns" in call.values else call.first.shape[-1]
 
 
 def _block_size(call: Call, text: str | None) -> tuple[int, int] | None:
+    """(queries, keys) of a block from "128,64" or "128"; None for None. Raises UserError."""
     if text is None:
         return None
     sizes = numbers("--block-size", text)
@@ -141,7 +161,7 @@ def _block_size(call: Call, text: str | None) -> tuple[int, int] | None:
 
 
 def block_mask(call: Call) -> np.ndarray:
-    """The argument of block_sparse_attention for the call's arrays: every block is kept."""
+    """The argument block_mask of block_sparse_attention for the call's shapes: bool [rows, columns], all True."""
     sizes = _block_size(call, call.values["block_size"]) or (128, 128)
     # A shape without a length is the op's to refuse.
     blocks = lambda x, size: math.ceil(x.shape[1] / size) if x.ndim > 1 else 1
@@ -154,6 +174,7 @@ def _flag(help: str, array: Callable[[Call], Any]) -> Option:
 
 
 def _of_query(axes: slice, dtype: str) -> Callable[[Call], Any]:
+    """A function of a call that makes an array with these axes of query's shape, such as slice(1) for [B]."""
     return lambda call: spec(call.arrays["query"].shape[axes], dtype)
 
 
@@ -271,14 +292,14 @@ SIZES: dict[str, Option] = {
 
 
 def option_of(op: str, argument: str) -> Option | None:
-    """The option for an argument of an op, or None."""
+    """The Option for an argument of an op; None if the command line has no option for it."""
     if f"{op}.{argument}" in NOT_OPTIONS:
         return None
     return OPTIONS.get(f"{op}.{argument}") or OPTIONS.get(argument)
 
 
 def arguments_of(op: str) -> dict[str, inspect.Parameter]:
-    """The arguments of an op by name. An op's **arguments are flash_attention's."""
+    """The parameters of an op's function, by name. **arguments are replaced by flash_attention's parameters."""
     found = dict(inspect.signature(OPS[op].function).parameters)
     rest = [name for name, x in found.items() if x.kind is x.VAR_KEYWORD]
     for name in rest:
@@ -291,7 +312,7 @@ def arguments_of(op: str) -> dict[str, inspect.Parameter]:
 
 
 def sizes_of(op: str) -> dict[str, inspect.Parameter]:
-    """The options for the sizes of an op's arrays, as parameters."""
+    """The command line's parameters for the sizes of an op's arrays (--shape, --dtype, ...), by name."""
     arguments, required = arguments_of(op), inspect.Parameter.empty
     found: list[tuple[str, str, Any]]
     if "query" in arguments:
@@ -310,7 +331,10 @@ def sizes_of(op: str) -> dict[str, inspect.Parameter]:
 
 
 def arrays_of(op: str, values: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays that an op cannot do without, by argument. values: of the options. Raises UserError."""
+    """The shapes and dtypes of the arrays that an op cannot do without, by argument.
+
+    values: of the options, by name. Raises UserError for a shape or dtype that cannot be read.
+    """
     dtype = _dtype(values["dtype"]) if "dtype" in values else E4M3
     shape = numbers("--shape", values["shape"])
     arguments = arguments_of(op)
@@ -330,7 +354,7 @@ def arrays_of(op: str, values: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct
 
 
 def _dtype(name: str) -> str:
-    """JAX's name of a dtype. Raises UserError."""
+    """JAX's name of a dtype, from this or from "bf16", "fp16" or "fp32". Raises UserError for another name."""
     found = DTYPES.get(name, name)
     if found not in (*DTYPES.values(), E4M3):
         names = [*DTYPES.values(), *DTYPES]

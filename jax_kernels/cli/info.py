@@ -22,7 +22,7 @@ _CANNOT_SERVE = re.compile(r"^implementation='\w+' cannot serve this \w+: ")
 
 
 def find_device(name: str | None) -> DeviceInfo:
-    """The named device, or this machine's. Raises UserError."""
+    """The DeviceInfo of the named device, or of this machine's for None. Raises UserError for an unknown name."""
     try:
         return device_info(name)
     except ValueError as error:
@@ -30,7 +30,9 @@ def find_device(name: str | None) -> DeviceInfo:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of Python and of PACKAGES, None for a package that is not installed. Nothing is imported."""
+    """The versions of Python and of PACKAGES, by name; None for a package that is not installed. Nothing is
+    imported.
+    """
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -41,7 +43,9 @@ def versions() -> dict[str, str | None]:
 
 
 def abilities(device: DeviceInfo) -> dict[str, dict[str, str | None]]:
-    """The implementations by op: None if an implementation can run a typical call on the device, else the reason."""
+    """For each op, its implementations by name: None if one can run a typical call on the device, else the reason in
+    words.
+    """
     sixteen_bits = "bfloat16" if device.supports_bf16 else "float16"
     found: dict[str, dict[str, str | None]] = {}
     for name, op in OPS.items():
@@ -58,6 +62,7 @@ def abilities(device: DeviceInfo) -> dict[str, dict[str, str | None]]:
 
 
 def _device_rows(device: DeviceInfo) -> dict[str, str]:
+    """The lines of text about a device, as (name, value) pairs in a dict."""
     rows = {"device": device.name, "architecture": device.architecture}
     if device.compute_capability is not None:
         rows["compute capability"] = "{}.{}".format(*device.compute_capability)

@@ -32,12 +32,12 @@ EVERY = ("mosaic_gpu", "triton", "cudnn", "xla")
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """A public op, and a typical call, by which `info` judges its implementations.
+    """A public op, and a typical call, by which `jax-kernels info` judges its implementations.
 
-    function: the op, for jax_kernels.explain. implementations: the names that the op knows.
-    q_length: the queries of the call; LENGTH keys, 8 heads of 128. shapes: of the arrays of an op that is no attention.
-    dtype: None for 16 bits, as the device has them.
-    arguments: the other arguments of the call. devices: over which the sequence is sharded; None for a whole sequence.
+    function: the op, for jax_kernels.explain. implementations: the names that the op knows. q_length: the queries of a
+    typical attention call, which has LENGTH keys and 8 heads of 128. shapes: of the arrays of an op that is no
+    attention. dtype: of the arrays; None for the 16-bit dtype that the device supports. arguments: the other arguments
+    of the call. devices: over which the sequence is sharded; None for a whole sequence.
     """
 
     function: Callable[..., Any]
@@ -49,7 +49,10 @@ class Op:
     devices: int | None = None
 
     def plan(self, sixteen_bits: str, implementation: str) -> dispatch.Plan:
-        """The plan of the typical call by this implementation. Raises NotImplementedError if it cannot serve."""
+        """The Plan of the typical call by this implementation. Raises NotImplementedError if it cannot serve the call.
+
+        sixteen_bits: the name of the dtype of arrays whose `dtype` is None.
+        """
         shapes = [(1, length, 8, 128) for length in (self.q_length, LENGTH, LENGTH)]
         given = (spec(shape, self.dtype or sixteen_bits) for shape in self.shapes or shapes)
         with on_devices(self.devices):
@@ -57,14 +60,14 @@ class Op:
 
 
 def on_devices(count: int | None) -> contextlib.AbstractContextManager[Any]:
-    """Plans inside the block see a mesh with this number of devices along AXIS. None: no mesh."""
+    """A context manager: plans inside it see a mesh with this number of devices along AXIS; no mesh for None."""
     if count is None:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(AbstractMesh((count,), (AXIS,), (AxisType.Auto,)))
 
 
 def spec(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-    """An array's shape and dtype, without its values."""
+    """The ShapeDtypeStruct of an array of this shape and dtype."""
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 

@@ -23,7 +23,10 @@ CHOICES = {
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """The axes of "data=2,sequence=2". Raises typer.BadParameter."""
+    """The number of devices along each axis, from "data=2,sequence=2": {"data": 2, "sequence": 2}.
+
+    Raises typer.BadParameter for another form, an unknown axis, or a number other than -1 that is below 1.
+    """
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")
@@ -41,7 +44,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def check_choice(option: str, value: str) -> None:
-    """Raises typer.BadParameter unless an option has one of its values."""
+    """Raises typer.BadParameter unless `value` is one of the option's values in CHOICES."""
     if value not in CHOICES[option]:
         *others, last = CHOICES[option]
         want = f"want {', '.join(others)} or {last}{did_you_mean(value, CHOICES[option])}"

@@ -12,9 +12,9 @@ __all__ = ["check_agreement"]
 
 
 def check_agreement(given: Mapping[str, Any]) -> None:
-    """Raises ValueError, on each process, for arguments that differ between processes.
+    """Raises ValueError, on each process, if an argument differs between the processes of jax.distributed.
 
-    given: JSON values by the names of their options, the same names on each process.
+    given: this process's JSON values by the names of their options; each process has the same names.
     """
     if jax.process_count() > 1:
         told = disagreements([json.loads(text) for text in gathered(json.dumps(given))])
@@ -23,7 +23,10 @@ def check_agreement(given: Mapping[str, Any]) -> None:
 
 
 def disagreements(given: list[dict[str, Any]]) -> list[str]:
-    """An error for each argument that is not the same in all processes. given: the arguments of each process."""
+    """The text of an error for each argument that is not the same in all processes.
+
+    given: the arguments of each process, in the order of the processes.
+    """
     told = []
     for name, wanted in given[0].items():
         other = next((i for i, own in enumerate(given) if own[name] != wanted), None)

@@ -29,12 +29,12 @@ MESSAGE_SECONDS = 5.0
 
 
 def as_user_error(error: Exception) -> Exception:
-    """The library's error as an error of the user's input: its message, with the option for the argument."""
+    """The library's error as a UserError: its message, with the command's option instead of the library's argument."""
     return UserError(in_options(str(error)))
 
 
 def in_options(text: str) -> str:
-    """An error's text, with the command's options instead of the library's arguments."""
+    """The text of a library's error, with the command's options instead of the library's arguments."""
     text = re.sub(r"\b(TransformerConfig|LongNetConfig)\.", "", text)
     name = re.match(r"\w+(?=: )", text)
     if name is not None and name[0] in _ARGUMENTS:
@@ -45,7 +45,11 @@ def in_options(text: str) -> str:
 
 
 def optimizer_of(settings: dict[str, Any]) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, a warm-up and a cosine; weight decay on matrices only."""
+    """AdamW with clipped gradients, and weight decay on matrices only. The learning rate warms up, then follows a
+    cosine.
+
+    settings: the command's; only steps and learning_rate (the peak) are read.
+    """
     steps, peak = settings["steps"], settings["learning_rate"]
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -63,10 +67,15 @@ def run(
     axes: dict[str, int], text: Path | None, out: Path, *, attention: str, settings: dict[str, Any],
     model: dict[str, Any], processes: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Trains. Raises ValueError, TypeError or FileNotFoundError for errors of the user's input.
+    """Runs `jax-kernels train`: starts the processes, trains, and writes the checkpoints and train.json.
 
-    Ends the process with the status STOPPED if SIGTERM ended the run, and with 1 if a loss or a parameter is not
-    finite. Raises NotWritten if `out` cannot be written.
+    axes: the devices along each mesh axis. text: a file or folder, None for Python's standard library. out: the folder
+    to write. attention: "dense" or "dilated". settings: of the training. model: fields of TransformerConfig. processes:
+    arguments of initialize_distributed.
+
+    Raises ValueError, TypeError or FileNotFoundError for errors of the user's input, NotWritten if `out` cannot be
+    written. Ends the process with the status STOPPED if SIGTERM ended the run, and with 1 if a loss or a parameter is
+    not finite.
     """
     initialize_distributed(**processes)
     options = {_OPTIONS.get(name, name): value for name, value in (settings | model).items()}
@@ -117,7 +126,10 @@ def run(
 
 
 def losses_before(trainer: Trainer, kept: dict[str, Any]) -> list[float]:
-    """Restores the newest checkpoint, if any, and returns its losses. Raises ValueError if it is of another run."""
+    """The losses of the steps so far, one for each step, from the newest checkpoint, which is restored; [] without one.
+
+    kept: the settings of this run. Raises ValueError if the checkpoint is of a run with other settings.
+    """
     if trainer.latest is None:
         return []
     before = trainer.restore()
@@ -129,7 +141,7 @@ def losses_before(trainer: Trainer, kept: dict[str, Any]) -> list[float]:
 
 
 def has_record(path: Path, losses: list[float]) -> bool:
-    """Whether a train.json is whole, and of a run with these losses."""
+    """Whether the train.json at `path` can be read and has these losses."""
     try:
         return json.loads(path.read_text())["losses"] == losses
     except (OSError, ValueError, KeyError, TypeError):
@@ -137,7 +149,7 @@ def has_record(path: Path, losses: list[float]) -> bool:
 
 
 def write_record(path: Path, record: dict[str, Any], trainer: Trainer) -> None:
-    """Writes train.json. Raises NotWritten."""
+    """Writes `record` as JSON to `path`, train.json. Raises NotWritten, which names the newest checkpoint."""
     try:
         write_whole(path, json.dumps(record, indent=1))
     except OSError as error:
@@ -146,9 +158,9 @@ def write_record(path: Path, record: dict[str, Any], trainer: Trainer) -> None:
 
 
 def batches_of(text: Path | None, settings: dict[str, Any], mesh: Mesh) -> tuple[TokenBatches, str]:
-    """The batches of a text, and its digest.
+    """(the batches of a text, the SHA-256 of the text). text: None is Python's standard library.
 
-    Raises ValueError or FileNotFoundError, on each process, if a process cannot read the text or has another text.
+    Raises ValueError or FileNotFoundError, on each process, if one process cannot read the text or has another text.
     """
     options: dict[str, Any] = {"seed": settings["seed"], "mesh": mesh}
     failure: Exception | None = None
@@ -194,7 +206,12 @@ def train(
     trainer: Trainer, batches: TokenBatches, losses: list[float], kept: dict[str, Any], say: Any,
     asked: Callable[[int], bool],
 ) -> bool:  # fmt: skip
-    """Runs the remaining steps, with messages. Returns whether all ran: asked(step) ends the run after a save."""
+    """Runs the remaining steps, with messages, and saves. Returns True if all steps ran, False if `asked` ended the
+    run.
+
+    losses: the losses so far, to which each step's is added. kept: the settings, for the checkpoint. say: prints a
+    message. asked(step): whether to end after this step, once it is saved.
+    """
     steps, tokens = kept["steps"], kept["batch_size"] * kept["seq_len"]
     last, since = time.monotonic(), trainer.step
     while trainer.step < steps:
@@ -218,13 +235,15 @@ def train(
 
 
 def check_finite(trainer: Trainer, loss: float, gradient_norm: float) -> None:
-    """Ends the process with the status 1 if a step's loss or gradient is not finite: its parameters are lost."""
+    """Ends the process with the status 1 if a step's loss or gradient norm is not finite: its parameters are lost."""
     if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
         end_unsaved(trainer, f"a loss of {loss} and a gradient norm of {gradient_norm}, want finite values")
 
 
 def check_parameters(trainer: Trainer, batch: Any) -> None:
-    """Ends the process with the status 1, without a save, unless a step's parameters and their loss are finite."""
+    """Ends the process with the status 1, without a checkpoint, unless the parameters and their loss on `batch` are
+    finite.
+    """
     try:
         trainer.check_finite()
     except FloatingPointError:
@@ -235,6 +254,7 @@ def check_parameters(trainer: Trainer, batch: Any) -> None:
 
 
 def end_unsaved(trainer: Trainer, got: str) -> NoReturn:
+    """Ends the process with the status 1 and a message with `got`, the bad value, and the newest checkpoint."""
     newest = (
         "there is no checkpoint" if trainer.latest is None else f"the newest checkpoint is of step {trainer.latest}"
     )
@@ -242,7 +262,7 @@ def end_unsaved(trainer: Trainer, got: str) -> NoReturn:
 
 
 def standard_library_files() -> list[Path]:
-    """The .py source of Python's standard library, without its tests, in the order of the paths."""
+    """The paths of the .py files of Python's standard library, without its tests, sorted."""
     root = standard_library()
     skip = {"site-packages", "test", "tests", "idle_test"}
     found = (path.relative_to(root) for path in root.rglob("*.py"))
@@ -250,7 +270,7 @@ def standard_library_files() -> list[Path]:
 
 
 def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises ValueError if the run was begun with other settings, except save_every."""
+    """Raises ValueError if a checkpoint's settings, `before`, differ from this run's, `now`, except in save_every."""
     told = [f"{name} {x}" for name, x in before.items() if name != "save_every" and now.get(name) != x]
     if told:
         raise ValueError(f"--out: the checkpoint there was trained with {', '.join(told)}; give another folder")

@@ -61,9 +61,11 @@ class AttentionResult(NamedTuple):
 
 
 class AttentionGradients(NamedTuple):
-    """The gradients of AttentionInputs, each with its array's shape and dtype. None for an array without gradient.
+    """The gradients of the arrays of AttentionInputs, in the arrays' shapes and dtypes. None for an array without
+    gradient.
 
-    score_mod: a ScoreMod of the gradients of its arrays.
+    With AttentionOptions.float32_gradients, the gradients of query, key and value are float32. score_mod: a ScoreMod
+    whose arrays are the gradients of the score_mod's arrays.
     """
 
     query: Float[Array, "B T H D"]
@@ -76,10 +78,13 @@ class AttentionGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadView:
-    """The heads of a call in its array: head h is array head first + h // part + h // run * skip.
+    """The heads of a call in an array that has more heads, or several of the call's heads in one.
 
-    count: the number of heads of the call. run, skip: after every `run` heads, `skip` array heads are skipped. part:
-    the number of successive heads that lie in one array head; they may belong to several runs.
+    Head h of the call is in array head of_array(h) = first + h // part + h // run * skip.
+
+    count: the number of heads of the call. first: the array head of head 0. run, skip: after every `run` heads of the
+    call, `skip` array heads are skipped. part: the number of successive heads that lie in one array head; they may
+    belong to several runs.
     """
 
     count: int
@@ -89,6 +94,7 @@ class HeadView:
     part: int = 1
 
     def of_array(self, head: int) -> int:
+        """The index, in the array, of the array head that holds head `head` of the call."""
         return self.first + head // self.part + head // self.run * self.skip
 
 
@@ -127,5 +133,5 @@ class AttentionOptions:
 
 
 def first_position(inputs: AttentionInputs, options: AttentionOptions) -> int | Int32[Array, " B"]:
-    """The position of query 0: an int, or [B] int32."""
+    """The position of query 0: options.q_offset, an int, unless inputs.q_offset has it, [B] int32."""
     return cast(int, options.q_offset) if inputs.q_offset is None else inputs.q_offset

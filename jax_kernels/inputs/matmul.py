@@ -72,7 +72,7 @@ class MatmulResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulOptions:
-    """The static half of a call: hashable, so that it can key a jit cache.
+    """The static half of a matmul's call: hashable, so that it can key a jit cache.
 
     out = activation(x @ w + bias) * (x @ w_up) + residual, in float32 from the matmuls on; without w_up there is no
     second factor. With x_up, x_up @ w_up is added to x @ w instead.
@@ -80,10 +80,11 @@ class MatmulOptions:
     With inputs.preactivation z and g = x @ w: out = g * derivative(z) * up, the result's up = g * activation(z), and
     activated = activation(z) * up; without inputs.up, up is 1.
 
-    activation: an elementwise function in jnp, or None. derivative: the activation's, with inputs.preactivation.
-    precision: of float32 matmuls, "fp32" or "tf32"; otherwise None. scaling: the layout of the scales of 8-bit
-    operands, see MatmulInputs; otherwise None. low_bit: the layout of low-bit weights, which are [N, K], with
-    transpose_w; otherwise None.
+    out_dtype: of the results. activation: an elementwise function in jnp, or None. derivative: the activation's, with
+    inputs.preactivation. precision: of float32 matmuls, "fp32" or "tf32"; otherwise None. saves_preactivation: whether
+    the result has preactivation and, for a gated unit, up. scaling: the layout of the scales of 8-bit operands, see
+    MatmulInputs; otherwise None. low_bit: the layout of low-bit weights, which are [N, K], with transpose_w; otherwise
+    None.
     """
 
     out_dtype: str
@@ -97,23 +98,25 @@ class MatmulOptions:
     low_bit: LowBit | None = None
 
     def axes(self, inputs: MatmulInputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The lengths of x's M axes and of x's K axes."""
+        """(lengths of x's M axes, lengths of x's K axes)."""
         shape, count = inputs.x.shape, inputs.w.ndim - 1
         if self.transpose_x:
             return shape[count:], shape[:count]
         return shape[: len(shape) - count], shape[len(shape) - count :]
 
     def sizes(self, inputs: MatmulInputs) -> tuple[int, int, int]:
-        """(M, N, K)."""
+        """(M, N, K), with M and K as products of their axes' lengths."""
         rows, depth = self.axes(inputs)
         return math.prod(rows), inputs.w.shape[0 if self.transpose_w else -1], math.prod(depth)
 
     def gradients(
         self, g: Float32[Array, "..."], z: Float32[Array, "..."], load_up: Callable[[], Array] | None
     ) -> Iterator[tuple[str, Float32[Array, "..."]]]:
-        """The fields of a derivative's MatmulResult, from the cotangent g of activation(z) * up: all in float32.
+        """Yields (field of MatmulResult, value): the derivative of activation(z) * up, all in float32.
 
-        load_up: loads up when it is needed; None if there is no up.
+        g: the cotangent of activation(z) * up. z: the saved preactivation. load_up: a function that loads up when it is
+        needed; None if there is no up. It yields "up" (with load_up only, the cotangent of up), "out" (the cotangent of
+        z) and "activated" (activation(z) * up).
         """
         assert self.derivative is not None
         z = in_range(z, self.out_dtype)
@@ -127,10 +130,10 @@ class MatmulOptions:
 
 
 def in_range(z: Float32[Array, "..."], dtype: DTypeLike) -> Float32[Array, "..."]:
-    """A float32 sum that was saved in this dtype: float16's infinities become its largest values.
+    """z, a float32 sum that was saved in `dtype`, with float16's infinities replaced by its largest values.
 
-    The sums were finite before they were saved. At an infinity, silu's derivative, for example, is NaN, and NaN times 0
-    is NaN.
+    Other dtypes are unchanged. The sums were finite before they were saved. At an infinity, silu's derivative, for
+    example, is NaN, and NaN times 0 is NaN.
     """
     if jnp.dtype(dtype) != jnp.float16:
         return z
@@ -139,10 +142,11 @@ def in_range(z: Float32[Array, "..."], dtype: DTypeLike) -> Float32[Array, "..."
 
 
 def scale_factors(x_scale: Array, w_scale: Array) -> tuple[Array, Array]:
-    """(first, second): sums * first * second is sums * x_scale * w_scale if the result is in float32's range.
+    """(first, second), float32: a kernel computes sums * first * second for sums * x_scale * w_scale, without overflow.
 
-    The product of two scales may leave this range even if the result does not. Then the scales multiply in turn: sums
-    of 8-bit products have magnitudes from 2**-18 to 2**40, so that no step leaves the range before the result does.
+    x_scale, w_scale: positive float32 scales of one shape or scalars. The product of two scales may leave float32's
+    range even if the result does not. Then the scales multiply in turn: sums of 8-bit products have magnitudes from
+    2**-18 to 2**40, so that no step leaves the range before the result does.
     """
     both = x_scale * w_scale
     is_normal = (both >= _TINY) & (both < float("inf"))
@@ -150,7 +154,7 @@ def scale_factors(x_scale: Array, w_scale: Array) -> tuple[Array, Array]:
 
 
 def scale_shares(scale: Array) -> tuple[Array, Array]:
-    """(first, last), two factors of a row's scale: the result is sums * first * other_scale * last.
+    """(first, last), float32 factors of a row's scale: a kernel computes sums * first * other_scale * last.
 
     first is between 2**-60 and 2**60, so that no step leaves float32's range before the result does.
     """

@@ -30,6 +30,7 @@ def segments(q_ids: jax.Array, kv_ids: jax.Array | None = None) -> Mask:
 
 
 def _ids(q_ids: Any, kv_ids: Any) -> tuple[jax.Array, jax.Array]:
+    """(q_ids, kv_ids) as int32 [B or 1, T] and [B or 1, S]. kv_ids of None gives q_ids twice."""
     want = "an int32 array [length] or [batch, length]"
     given = {"q_ids": q_ids} | ({} if kv_ids is None else {"kv_ids": kv_ids})
     for name, x in given.items():
@@ -44,22 +45,22 @@ def _ids(q_ids: Any, kv_ids: Any) -> tuple[jax.Array, jax.Array]:
 def block_sparse(blocks: jax.Array, block_size: int | tuple[int, int]) -> Mask:
     """Keeps or drops each cell of block_size queries by block_size keys.
 
-    blocks: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns] (or zeros and ones, as
-    `dense` takes them), rows = ceil(T / block_size) and columns = ceil(S / block_size) of the call. block_size: an int,
-    or (queries, keys). Row 0 starts at query 0, whatever its position.
+    blocks: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns], True to keep the cell;
+    zeros and ones in float32, bfloat16 or float16 too. rows = ceil(T / block_size) and columns = ceil(S / block_size)
+    of the call. block_size: an int, or (queries, keys). Row 0 starts at query 0, whatever its position.
     """
     return named_block_sparse("blocks", blocks, block_size)
 
 
 def named_block_sparse(name: str, blocks: Any, block_size: Any) -> "BlockSparse":
-    """block_sparse, with errors that call the array `name`."""
+    """The block_sparse mask of `blocks`; errors call this array `name`."""
     blocks, is_mask = checks.boolean(name, blocks)
     blocks = checks.four_axes(name, blocks, "[batch, heads, rows, columns]")
     return BlockSparse(blocks, *checks.block_pair("block_size", block_size), is_mask=is_mask)
 
 
 def dense(array: jax.Array) -> Mask:
-    """A mask with a value for each pair.
+    """A mask given by an array with a bool for each pair of a query and a key.
 
     array: bool, [T or 1, S or 1], [H or 1, ...] or [B or 1, H or 1, T or 1, S or 1]. Row i belongs to query i, whatever
     its position. Zeros and ones in float32, bfloat16 or float16, as Flax makes them, are accepted. Other floats raise
@@ -69,7 +70,7 @@ def dense(array: jax.Array) -> Mask:
 
 
 def named_dense(name: str, array: Any) -> "Dense":
-    """dense, with errors that call the array `name`."""
+    """The dense mask of `array`; errors call it `name`."""
     array, is_mask = checks.boolean(name, array)
     array = checks.four_axes(name, array, "[batch, heads, queries, keys]")
     return Dense(array, is_mask)
@@ -105,7 +106,11 @@ _WANT = "want an elementwise predicate of b, h, q and k in jnp code: bool, in th
 
 
 def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | None, heads: int | None) -> None:
-    """Raises unless the function gives the same values for arrays of indices as for each index, for a few indices."""
+    """Raises TypeError or ValueError unless the function is an elementwise predicate of (b, h, q, k, *arrays).
+
+    It is traced, and if its arrays are known it is evaluated for a few indices: arrays of indices and single indices
+    must give the same values. batch, heads: None if the function may not use b, or h.
+    """
     sizes = (*(1 if size is None else min(size, 2) for size in (batch, heads)), 3, 4)
     axes = np.ix_(*(np.arange(size, dtype=np.int32) for size in sizes))
     known = not any(isinstance(x, jax.core.Tracer) for x in arrays)
@@ -143,7 +148,10 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
 
 
 def reads(program: Any, index: int) -> bool:
-    """Whether a program uses an argument. A jitted function in the program may have an argument and not use it."""
+    """Whether a jaxpr uses its argument number `index`.
+
+    A jitted function in the program that only has the argument as an unused parameter does not count.
+    """
     argument = program.invars[index]
     if any(x is argument for x in program.outvars):
         return True
@@ -160,12 +168,17 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def _within(index: Any, size: int) -> Any:
-    """The index into an axis of this size; 0 if the axis is broadcast."""
+    """The index into an axis of this size: 0 if the size is 1, i.e. if the axis is broadcast, else `index`."""
     return 0 if size == 1 else index
 
 
 @node
 class Segments(Mask):
+    """A mask in which a query attends to the keys that have its id, unless the id is below 0.
+
+    q_ids, kv_ids: int32 [B or 1, T] and [B or 1, S].
+    """
+
     q_ids: Any
     kv_ids: Any
 
@@ -193,7 +206,11 @@ class Segments(Mask):
         return ((Literal(interval=before),), (Literal(interval=after),))
 
     def _runs(self, grid: Grid):
-        """For each query, the keys with its id: (start, end, whether all keys between have it), each [B or 1, T]."""
+        """(start, end, is_run) for each query, each [B or 1, T]: the first and last + 1 of the keys with the query's
+        id.
+
+        is_run: bool, whether all keys from start to end - 1 have the id. A query without such keys has start = end = 0.
+        """
         q_ids, kv_ids = (jnp.broadcast_to(x, (self.batch, x.shape[1])) for x in (self.q_ids, self.kv_ids))
 
         def runs(q_ids, kv_ids):
@@ -217,7 +234,7 @@ class Segments(Mask):
 
 
 class _Array(Mask):
-    """A mask of one array with leading axes of batch and heads."""
+    """A base class of masks with one array whose leading axes are batch and heads."""
 
     @property
     def _array(self) -> Any:
@@ -234,7 +251,12 @@ class _Array(Mask):
 
 @node
 class BlockSparse(_Array):
-    """A mask of cells. most_blocks: the most live cells of a row, if known. is_mask: as in Dense."""
+    """A mask that keeps or drops whole cells of block_q queries by block_kv keys.
+
+    blocks: bool [B or 1, H or 1, rows, columns], True for the cells to keep. most_blocks: an upper bound on the kept
+    cells in a row of cells, if known. is_mask: if `blocks` was made from traced floats, a traced bool, whether all
+    floats are 0 or 1; otherwise None.
+    """
 
     blocks: Any
     block_q: int = static()
@@ -265,14 +287,19 @@ class BlockSparse(_Array):
         return ((Literal(cells=alive, cell_width=self._width, varies=self._varies),),)
 
     def _in_cells(self, grid: Grid) -> bool:
-        """Whether each block lies in one cell."""
+        """Whether the grid's blocks are so small and aligned that each one lies in a single cell."""
         return self.block_q % grid.block_q == 0 and self.block_kv % grid.block_kv == 0
 
     def _varies(self, grid: Grid) -> int:
+        """The most blocks of a batch entry and head that may be partial: none if each block lies in one cell."""
         return 0 if self._in_cells(grid) else grid.rows * grid.columns
 
     def _counts(self, grid: Grid):
-        """(live cells, all cells) that each block of the grid touches. Blocks of several cells need a table of sums."""
+        """(live cells, all cells) that each block of the grid touches.
+
+        The live cells are int32 [B or 1, H or 1, rows, columns]; all cells are an int or int32 [rows, columns]. If
+        blocks span several cells, the counts are differences of two-dimensional running sums.
+        """
         if self._in_cells(grid):
             cells = jnp.repeat(self.blocks, self.block_q // grid.block_q, axis=2)[:, :, : grid.rows]
             cells = jnp.repeat(cells, self.block_kv // grid.block_kv, axis=3)[..., : grid.columns]
@@ -288,6 +315,7 @@ class BlockSparse(_Array):
         return count, (bottom - top)[:, None] * (right - left)
 
     def _width(self, grid: Grid, by: str) -> int:
+        """The most live blocks that a list can have. by: "query" or "key", the side of the lists."""
         if self.most_blocks is None or by == "key":
             return grid.columns if by == "query" else grid.rows
         # The cells that a block of queries touches, and the blocks of keys that a cell touches.
@@ -310,12 +338,13 @@ class BlockSparse(_Array):
 
 
 def with_batch(keep: jax.Array, offset: jax.Array) -> jax.Array:
+    """Broadcasts a mask [B or 1, ...] to the batch of offset [B or 1]. Raises ValueError if the batches differ."""
     batch = checks.joint("q_offset", [keep.shape[0], offset.shape[0]], "batch entries")
     return jnp.broadcast_to(keep, (batch, *keep.shape[1:]))
 
 
 class DenseMask(_Array):
-    """A mask with a value for each pair: its array is bool [B or 1, H or 1, T or 1, S or 1]."""
+    """A base class of masks whose `array` gives a value for each pair: bool [B or 1, H or 1, T or 1, S or 1]."""
 
     array: Any
 
@@ -333,7 +362,10 @@ class DenseMask(_Array):
 
 @node
 class Dense(DenseMask):
-    """A mask of one array. is_mask: for traced floats, a traced bool: whether all are 0 or 1. Otherwise None."""
+    """A mask of one bool array [B or 1, H or 1, T or 1, S or 1], True where a query may attend.
+
+    is_mask: if the array was made from traced floats, a traced bool, whether all floats are 0 or 1; otherwise None.
+    """
 
     array: Any
     is_mask: Any = None
@@ -351,7 +383,9 @@ class Dense(DenseMask):
             )
 
     def block_counts(self, grid):
-        """Counts the pairs of each block in one pass over the array."""
+        """The number of pairs that each block keeps, int32 [B or 1, H or 1, rows or 1, columns or 1], in one pass over
+        the array.
+        """
         sums = array_sums(self.array, grid.block_q, grid.block_kv)
         (q_first, q_last), (k_first, k_last) = grid.edges(0), grid.edges(1)
         # An axis of length 1 holds for every query, or key.
@@ -377,6 +411,12 @@ class Dense(DenseMask):
 
 @node
 class Function(Mask):
+    """A mask of an elementwise predicate function(b, h, q, k, *arrays) -> bool.
+
+    arrays: the arrays that the function looks up. batch_entries, head_count: the number of batch entries and of query
+    heads that it distinguishes, 1 for none.
+    """
+
     arrays: tuple[Any, ...]
     function: Callable[..., Any] = static()
     batch_entries: int = static()

@@ -29,9 +29,10 @@ from jax_kernels.masks.running_sums import running_sums
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The blocks of a call.
+    """The division of a call's queries and keys into blocks: `rows` blocks of queries by `columns` blocks of keys.
 
-    offset: [B or 1] int32, the position of query 0. static_offset: its value, if known. results: the cache of `once`.
+    q_length, kv_length: of the call. block_q, block_kv: of a block. offset: [B or 1] int32, the position of query 0.
+    static_offset: its value if known when tracing, else None. results: the cache of `once`.
     """
 
     q_length: int
@@ -56,11 +57,13 @@ class Grid:
 
     @property
     def positions(self) -> jax.Array:
-        """The positions of the queries: [B or 1, T]."""
+        """The positions of the queries, offset + index: int32 [B or 1, T]."""
         return self.offset[:, None] + jnp.arange(self.q_length, dtype=jnp.int32)
 
     def edges(self, axis: int) -> tuple[jax.Array, jax.Array]:
-        """The first and the last index in each block of queries (axis 0) or keys (axis 1)."""
+        """(first, last) index in each block of queries (axis 0) or keys (axis 1), inclusive: int32 [rows] or [columns]
+        each.
+        """
         count, block, length = (
             (self.rows, self.block_q, self.q_length),
             (self.columns, self.block_kv, self.kv_length),
@@ -69,13 +72,13 @@ class Grid:
         return first, jnp.minimum(first + (block - 1), length - 1)
 
     def once(self, function: Callable[["Grid"], Any]) -> Any:
-        """function(grid), computed at the first call only: a program without repeated code compiles faster."""
+        """Returns function(grid), computed at the first call only: a program without repeated code compiles faster."""
         if function not in self.results:
             self.results[function] = function(self)
         return self.results[function]
 
     def area(self) -> jax.Array:
-        """The number of pairs in each block: [rows, columns]."""
+        """The number of pairs in each block: int32 [rows, columns]. Blocks at the end may be smaller."""
         (q_first, q_last), (k_first, k_last) = self.edges(0), self.edges(1)
         return (q_last - q_first + 1)[:, None] * (k_last - k_first + 1)
 
@@ -84,16 +87,17 @@ class Grid:
 class Literal:
     """A predicate of a query and a key, in at least one of three forms that block arithmetic uses.
 
-    interval(grid): the keys that each query keeps, as [start, end), int32 broadcastable to [B or 1, T].
-    distance(d): whether a query keeps the key d positions before it; a Band has this form too.
-    cells(grid): whether each block is live, [B or 1, H or 1, rows, columns].
+    interval(grid): (start, end) of the keys that each query keeps, end exclusive, int32 broadcastable to [B or 1, T].
+    distance(d): bool, whether a query keeps the key d positions before it, for int32 d; a Band has this form too.
+    cells(grid): bool [B or 1, H or 1, rows, columns], whether each block is live.
 
-    The next fields bound the length of lists. low, high: low <= key - position <= high. keys, queries: [start, end) of
-    key indices and of query positions. rate: at most one of `rate` successive distances is kept. cell_width(grid, by):
-    the most blocks that the cells leave in a list.
+    The other fields are bounds, used for the lengths of block lists. low, high: low <= key - position <= high, None for
+    no limit. keys, queries: (start, end) of the key indices and of the query positions that it can keep, end exclusive.
+    rate: at most one of `rate` successive distances is kept. cell_width(grid, by): the most live blocks that the cells
+    leave in a list for each block of queries (by="query") or of keys (by="key").
 
-    varies(grid): the most blocks of a batch entry and head in which the literal keeps some pairs and drops others; None
-    if there is no bound.
+    varies(grid): an upper bound on the blocks of a batch entry and head in which the literal keeps some pairs and drops
+    others; None if there is no bound.
     """
 
     interval: Callable[[Grid], tuple[Any, Any]] | None = None
@@ -116,7 +120,7 @@ _MOST_TERMS = 64
 
 
 def band(low: int | None, high: int | None) -> Literal:
-    """The literal low <= key - position <= high; None is no limit."""
+    """The literal low <= key - position <= high, for the key's index and the query's position; None is no limit."""
 
     def interval(grid: Grid) -> tuple[Any, Any]:
         start = 0 if low is None else grid.positions + low
@@ -139,7 +143,11 @@ def band(low: int | None, high: int | None) -> Literal:
 
 
 def product(factors: list[Terms]) -> Terms:
-    """The terms of an intersection, from the terms of its parts."""
+    """The terms of an intersection of masks. factors: the terms (sums of products of literals) of each mask.
+
+    If multiplying out gives more than _MOST_TERMS terms, each mask becomes one literal, which is live in the mask's
+    live blocks.
+    """
     if math.prod(map(len, factors)) <= _MOST_TERMS:
         return functools.reduce(lambda a, b: tuple(x + y for x in a for y in b), factors)
     # Each part becomes one literal: a block is live if all parts are live there.
@@ -150,7 +158,7 @@ def product(factors: list[Terms]) -> Terms:
 
 
 def live(terms: Terms, grid: Grid) -> jax.Array:
-    """Whether each block holds a kept pair: bool [B or 1, H or 1, rows, columns]."""
+    """Whether each block may hold a kept pair: bool [B or 1, H or 1, rows, columns]. False is certain."""
     is_interval = lambda literals: all(x.interval is not None for x in literals)
     intervals = [literals for literals in terms if is_interval(literals)]
     parts = [_live_mixed(literals, grid) for literals in terms if not is_interval(literals)]
@@ -162,6 +170,9 @@ def live(terms: Terms, grid: Grid) -> jax.Array:
 
 
 def _live_mixed(literals: Conjunction, grid: Grid) -> jax.Array:
+    """`live` for one conjunction with a literal that is no interval: each kind of literal is judged, and the results
+    joined.
+    """
     parts = [literal.cells(grid) for literal in literals if literal.cells is not None]
     intervals = tuple(literal for literal in literals if literal.interval is not None)
     if intervals:
@@ -172,17 +183,22 @@ def _live_mixed(literals: Conjunction, grid: Grid) -> jax.Array:
 
 
 def interval_of(literals: Conjunction, grid: Grid) -> tuple[jax.Array, jax.Array]:
-    """The keys [start, end) that all literals with an interval keep for each query, broadcastable to [B or 1, T]."""
+    """(start, end) of the keys that all literals with an interval keep for each query, end exclusive.
+
+    int32, broadcastable to [B or 1, T]. Literals without an interval are ignored. The interval is empty if start >=
+    end.
+    """
     intervals = [x.interval(grid) for x in literals if x.interval is not None]
     start = functools.reduce(jnp.maximum, (start for start, _ in intervals), jnp.int32(0))
     return start, functools.reduce(jnp.minimum, (end for _, end in intervals), jnp.int32(grid.kv_length))
 
 
 def _live_by_interval(terms: list[Conjunction], grid: Grid) -> jax.Array:
-    """`live` for conjunctions of intervals, in one pass over the queries, not over queries times blocks.
+    """Whether each block holds a pair that some conjunction keeps: bool [B or 1, 1, rows, columns]. All literals are
+    intervals.
 
-    For each row of blocks, it counts +1 at the first block of keys of each interval and -1 after the last. The running
-    sum is the number of queries that reach each block of keys.
+    One pass over the queries, not over queries times blocks: for each row of blocks, it counts +1 at the first block of
+    keys of each interval and -1 after the last. The running sum is the number of queries that reach each block of keys.
     """
     starts, ends = zip(*(interval_of(literals, grid) for literals in terms), strict=True)
     shape = jnp.broadcast_shapes(*(x.shape for x in (*starts, *ends)), (1, grid.q_length))
@@ -202,7 +218,11 @@ def _live_by_interval(terms: list[Conjunction], grid: Grid) -> jax.Array:
 
 
 def _live_by_distance(predicates: list[Callable[[Any], Any]], grid: Grid) -> jax.Array:
-    """`live` for predicates of the distance. In a block, i - j takes all values between two corners' values."""
+    """Whether each block holds a pair whose distance satisfies all predicates: bool [B or 1, 1, rows, columns].
+
+    predicates: each maps an int32 array of distances (position of the query minus the key) to bool. A block holds all
+    distances between its two extreme corners, so running sums over the distances suffice.
+    """
     differences = jnp.arange(grid.q_length + grid.kv_length - 1, dtype=jnp.int32) - (grid.kv_length - 1)
     distances = grid.offset[:, None] + differences
     keep = functools.reduce(operator.and_, [predicate(distances) for predicate in predicates])
@@ -214,13 +234,19 @@ def _live_by_distance(predicates: list[Callable[[Any], Any]], grid: Grid) -> jax
 
 
 def width(terms: Terms, grid: Grid, by: str) -> int:
-    """The most live blocks that one list can have, at least 1."""
+    """An upper bound on the live blocks of one list, at least 1. by="query": lists of key blocks; by="key": of query
+    blocks.
+    """
     most = grid.columns if by == "query" else grid.rows
     return max(1, min(most, sum(_conjunction_width(literals, grid, by) for literals in terms)))
 
 
 def most_partial(terms: Terms, grid: Grid) -> int:
-    """The most partial blocks of a batch entry and head: blocks in its lists in which a literal varies."""
+    """An upper bound on the partial blocks of one batch entry and head.
+
+    It sums, over all literals, the blocks in which the literal keeps some pairs and drops others, and the blocks that
+    reach past the last key. It is at most the total length of the block lists.
+    """
     literals = {id(literal): literal for conjunction in terms for literal in conjunction}.values()
     blocks = min(grid.rows * width(terms, grid, "query"), grid.columns * width(terms, grid, "key"))
     past_end = grid.rows if grid.kv_length % grid.block_kv else 0
@@ -228,11 +254,15 @@ def most_partial(terms: Terms, grid: Grid) -> int:
 
 
 def _given(numbers: Iterable[int | None]) -> list[int]:
+    """The numbers that are not None."""
     return [x for x in numbers if x is not None]
 
 
 def _conjunction_width(literals: Conjunction, grid: Grid, by: str) -> int:
-    """The most blocks of a conjunction in a list. `along` is the lists' side, `across` the side of their entries."""
+    """An upper bound on the live blocks of a conjunction in one list. by: "query" or "key", the side of the lists.
+
+    In the code, `along` is the side of the lists and `across` the side of their entries.
+    """
     sides = [(grid.q_length, grid.block_q), (grid.kv_length, grid.block_kv)]
     low = max(_given(x.low for x in literals), default=None)
     high = min(_given(x.high for x in literals), default=None)
@@ -269,6 +299,9 @@ def _conjunction_width(literals: Conjunction, grid: Grid, by: str) -> int:
 
 
 def touched(size: int, block: int, step: int, start: int | None) -> int:
-    """The most blocks that an interval of this size touches. It starts at `start` plus any number of steps."""
+    """The most blocks of length `block` that an interval of length `size` touches.
+
+    It starts at `start` plus any multiple of `step`, which divides block; anywhere if start is None.
+    """
     into_block = block - 1 if start is None else block - step + start % step
     return (into_block + size - 1) // block + 1

@@ -19,12 +19,12 @@ _BITS_CHUNK = 1 << 26
 
 
 class BlockLists(NamedTuple):
-    """For every block of one side (queries or keys), the live blocks of the other side.
+    """For every block of one side (queries or keys), the indices of the live blocks of the other side.
 
     indices: int32 [B or 1, H or 1, blocks, width]. A list has its full blocks, in which every pair is kept, then its
-    partial blocks, in which a kernel evaluates the predicate, then zeros. Full and partial blocks are in ascending
+    partial blocks, in which a kernel evaluates the mask, then zeros. Full and partial blocks are in ascending
     order. A softmax that starts with a full block has a finite maximum in each row.
-    full_count, partial_count: int32 [B or 1, H or 1, blocks], the number of full and of partial blocks.
+    full_count, partial_count: int32 [B or 1, H or 1, blocks], the number of full and of partial blocks of each list.
     """
 
     indices: Any
@@ -35,10 +35,13 @@ class BlockLists(NamedTuple):
 class PackedBlocks(NamedTuple):
     """The partial blocks of a mask, one bit for each pair.
 
-    words: uint32 [entries, ceil(block_kv / 32), block_q] for lists by query, [entries, ceil(block_q / 32), block_kv] by
-    key. Bit j % 32 of word j // 32 is member j of the other side. Bits beyond the last key and query are 0. The last
-    entry belongs to no block and is 0. Entries are in the order of (batch, head, query block, key block).
-    entries: int32, shaped as BlockLists.indices: the entry of a partial block, -1 for every other block.
+    words: uint32 [entries, ceil(block_kv / 32), block_q] for lists by query, [entries, ceil(block_q / 32), block_kv]
+    for lists by key: an entry is the bits of one partial block. By query, bit j % 32 of word [j // 32, i] tells whether
+    query i of the block keeps key j of the block; by key, i is the key and j the query. Bits beyond the last key and
+    query are 0. The last entry belongs to no block and is 0. Entries are in the order of (batch, head, query block, key
+    block).
+
+    entries: int32, shaped as BlockLists.indices: the index into `words` of a partial block, -1 for every other block.
     """
 
     words: Any
@@ -46,7 +49,7 @@ class PackedBlocks(NamedTuple):
 
 
 def counts(mask: Any, grid: Grid) -> jax.Array:
-    """Evaluates all pairs and counts the kept pairs of each block: int32 [B or 1, H or 1, rows, columns]."""
+    """The number of pairs that each block keeps, by evaluating all pairs: int32 [B or 1, H or 1, rows, columns]."""
     size = mask.batch * mask.heads * grid.block_q * grid.kv_length
     rows = max(1, min(grid.rows, _CHUNK // size))
     chunks = -(-grid.rows // rows)
@@ -64,7 +67,7 @@ def counts(mask: Any, grid: Grid) -> jax.Array:
 
 
 def block_sums(keep: jax.Array, block_q: int, block_kv: int) -> jax.Array:
-    """Counts the pairs in each block of bool [B, H, T, S]: int32 [B, H, ceil(T / block_q), ceil(S / block_kv)]."""
+    """The number of True in each block of bool [B, H, T, S]: int32 [B, H, ceil(T / block_q), ceil(S / block_kv)]."""
     *leading, q_length, kv_length = keep.shape
     pads = ((0, 0), (0, 0), (0, -q_length % block_q), (0, -kv_length % block_kv))
     keep = jnp.pad(keep, pads) if any(map(any, pads)) else keep
@@ -76,19 +79,23 @@ _array_sums: list[Callable[[jax.Array, int, int], jax.Array]] = [block_sums]
 
 
 def count_arrays_by(sums: Callable[[jax.Array, int, int], jax.Array]) -> None:
-    """Makes array_sums call this function. Masks import no kernels: the counting kernel is set from outside."""
+    """Makes array_sums call this function, which has the signature of block_sums.
+
+    Masks import no kernels, so the op that has a counting kernel sets it here.
+    """
     _array_sums[:] = [sums]
 
 
 def array_sums(array: jax.Array, block_q: int, block_kv: int) -> jax.Array:
-    """block_sums of an array in memory. A kernel may compute it."""
+    """The number of True in each block of bool [B, H, T, S], as block_sums returns it, by a kernel if one was set."""
     return _array_sums[0](array, block_q, block_kv)
 
 
 def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
-    """(live, full): whether each block is live, and whether it is full, bool [B or 1, H or 1, rows, columns].
+    """(live, full): whether each block keeps some pair, and all its pairs: bool [B or 1, H or 1, rows, columns] each.
 
-    A block that reaches past the last key is not full.
+    A block that reaches past the last key is not full. Where block arithmetic is not exact, a dead block may be called
+    live, and a full one not full.
     """
     if 0 in (shape := _shape_of(mask, grid)):  # an array of the mask may have no entry to look up
         return jnp.zeros(shape, bool), jnp.zeros(shape, bool)
@@ -103,13 +110,16 @@ def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
 
 
 def _shape_of(mask: Any, grid: Grid) -> tuple[int, int, int, int]:
-    """[B or 1, H or 1, rows, columns]."""
+    """The shape of the mask's array of blocks: (B or 1, H or 1, rows, columns)."""
     offsets = grid.offset.shape[0]
     return (mask.batch if offsets == 1 else offsets), mask.heads, grid.rows, grid.columns
 
 
 def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
-    """Makes lists of at most `most` entries along the last axis."""
+    """The block lists of bool arrays [..., lists, blocks], cut to `most` entries along the last axis.
+
+    alive, full: whether each block is live, and full. If a list has more than `most` live blocks, the rest is lost.
+    """
     count = alive.shape[-1]
     kind = jnp.where(full, 0, jnp.where(alive, 1, 2)).astype(jnp.int32)
     order = lax.sort(kind * count + jnp.arange(count, dtype=jnp.int32), dimension=alive.ndim - 1)[..., :most]
@@ -119,7 +129,11 @@ def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
 
 
 def sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
-    """[B, H, rows, columns] with the side of the lists first. joined: the number of heads that a list by key joins."""
+    """The array [B, H, rows, columns] with the axis of the lists before the axis of their entries.
+
+    by="query": x itself. by="key": [B, H / joined, joined * rows, columns] with the last two axes swapped, so that
+    a list of a block of keys has the query blocks of `joined` heads, head after head. x with one head is repeated.
+    """
     if by == "query":
         return x
     batch, heads, rows, columns = x.shape
@@ -131,6 +145,11 @@ def sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("lengths", "blocks", "static_offset", "by"))
 def block_lists(mask: Any, offset: Any, *, lengths, blocks, static_offset, by) -> BlockLists:
+    """The block lists of a mask, with one list for each block of queries (by="query") or of keys (by="key").
+
+    offset: int32 [B or 1], the position of query 0. static_offset: its value if known when tracing, else None. lengths:
+    (queries, keys) of the call. blocks: (queries, keys) of a block.
+    """
     grid = Grid.of(lengths, blocks, offset, static_offset)
     alive, full = status(mask, grid)
     return compress(sided(alive, by), sided(full, by), width(mask.terms(False), grid, by))
@@ -138,10 +157,20 @@ def block_lists(mask: Any, offset: Any, *, lengths, blocks, static_offset, by) -
 
 @functools.partial(jax.jit, static_argnames=("lengths", "blocks", "static_offset"))
 def block_status(mask: Any, offset: Any, *, lengths, blocks, static_offset) -> tuple[jax.Array, jax.Array]:
+    """(live, full): whether each block keeps some pair, and all its pairs: bool [B or 1, H or 1, rows, columns] each.
+
+    offset: int32 [B or 1], the position of query 0. static_offset: its value if known when tracing, else None. lengths:
+    (queries, keys) of the call. blocks: (queries, keys) of a block.
+    """
     return status(mask, Grid.of(lengths, blocks, offset, static_offset))
 
 
 def packed_partial(mask: Any, offset: Any, *, by, **statics) -> PackedBlocks:
+    """The bits of a mask's partial blocks, in as many entries as there are partial blocks, and one more.
+
+    Under a trace there are as many entries as the mask's structure allows. statics: lengths, blocks and static_offset,
+    as for block_status.
+    """
     alive, full = block_status(mask, offset, **statics)
     most = None if isinstance(alive, jax.core.Tracer) else int((alive & ~full).sum())
     return packed_lists(mask, offset, **statics, by=by, most=most)[1]
@@ -151,9 +180,12 @@ def packed_partial(mask: Any, offset: Any, *, by, **statics) -> PackedBlocks:
 def packed_lists(
     mask: Any, offset: Any, *, lengths, blocks, static_offset, by, joined: int = 1, most: int | None = None
 ) -> tuple[BlockLists, PackedBlocks]:
-    """The lists, and the bits of their partial blocks. most: the most partial blocks; None for the structure's bound.
+    """The block lists, and the bits of their partial blocks.
 
-    joined: the number of heads that a list by key joins. Its indices count the query blocks of these heads, head after
+    offset: int32 [B or 1], the position of query 0. static_offset: its value if known when tracing, else None. lengths:
+    (queries, keys) of the call. blocks: (queries, keys) of a block. by: "query" or "key", the side of the lists. most:
+    an upper bound on the partial blocks of all batch entries and heads, for the size of the bits; None takes the bound
+    from the mask's structure. joined: with by="key", the number of heads whose query blocks one list has, head after
     head.
     """
     grid = Grid.of(lengths, blocks, offset, static_offset)
@@ -177,9 +209,12 @@ def packed_lists(
 def packed_status(
     mask: Any, offset: Any, *, lengths, blocks, static_offset
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(live, full, entry, words) of all blocks.
+    """(live, full, entry, words) of all blocks, without lists.
 
-    live, full: as in status. entry: the index into words of each partial block. words: as in PackedBlocks by query.
+    live, full: whether each block keeps some pair, and all its pairs: bool [B or 1, H or 1, rows, columns]. entry:
+    int32 of the same shape, the index into words of each partial block; arbitrary for other blocks. words: uint32
+    [entries, ceil(block_kv / 32), block_q], whose bit j % 32 of word [j // 32, i] is the pair of query i and key j. The
+    other arguments are as for block_status.
     """
     grid = Grid.of(lengths, blocks, offset, static_offset)
     alive, full = status(mask, grid)
@@ -188,7 +223,11 @@ def packed_status(
 
 
 def _packed(mask: Any, grid: Grid, partial: jax.Array, by: str, most: int) -> tuple[jax.Array, jax.Array]:
-    """(numbers, words): the index of each partial block among the partial blocks, in order, and their bits."""
+    """(numbers, words): each partial block's index among the partial blocks, and the bits of these blocks.
+
+    numbers: int32, shaped as `partial`, which is bool [B, H, rows, columns]; arbitrary for blocks that are not partial.
+    words: uint32 [most + 1, words, rows]; see PackedBlocks. most: an upper bound on the number of partial blocks.
+    """
     numbers = running_sums(partial.reshape(-1)).reshape(partial.shape) - 1
     words = functools.partial(_words, mask, grid, partial.shape, by)
     if most == 0 or partial.size == 0:
@@ -203,9 +242,10 @@ def _packed(mask: Any, grid: Grid, partial: jax.Array, by: str, most: int) -> tu
 
 
 def _words(mask: Any, grid: Grid, shape: tuple[int, ...], by: str, place: jax.Array) -> jax.Array:
-    """The bits of the block at index `place` among all blocks: uint32 [words, rows], zeros past the last block.
+    """The bits of the block at the flat index `place` among all blocks: uint32 [words, rows]; 0 past the last block.
 
-    shape: [B, H, rows, columns] of all blocks.
+    shape: [B, H, rows, columns] of all blocks. by="query": a row is a query and its bits are keys; by="key": the
+    reverse.
     """
     b, h, row, column = jnp.unravel_index(jnp.minimum(place, math.prod(shape) - 1), shape)
     rows, others = (grid.block_q, grid.block_kv) if by == "query" else (grid.block_kv, grid.block_q)

@@ -149,6 +149,7 @@ def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int,
 
 
 def _scores(name: str, x: Any) -> jax.Array:
+    """x as float scores [B or 1, H or 1, rows or 1, columns], without a gradient. Raises if it is anything else."""
     x = checks.four_axes(name, checks.floats(name, x, "an array"), "[batch, heads, rows, columns]")
     return lax.stop_gradient(x)
 

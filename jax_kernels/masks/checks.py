@@ -15,7 +15,10 @@ def is_int(x: Any) -> bool:
 
 
 def integer(name: str, x: Any, least: int, want: str | None = None) -> int:
-    """Checks that x is an int that is known when tracing, at least `least`, and returns it."""
+    """x as an int. Raises TypeError unless it is an int known when tracing, ValueError unless least <= x < 2**30.
+
+    name: the argument's name, for errors. want: a description of the wanted value, for errors.
+    """
     want = want or f"an int of at least {least} that is known when tracing"
     x = plain(x)
     if not is_int(x):
@@ -26,11 +29,16 @@ def integer(name: str, x: Any, least: int, want: str | None = None) -> int:
 
 
 def lengths(q_length: Any, kv_length: Any) -> tuple[int, int]:
+    """(q_length, kv_length) as ints. Raises TypeError or ValueError unless they are ints known when tracing, 0 or
+    more.
+    """
     return integer("q_length", q_length, 0), integer("kv_length", kv_length, 0)
 
 
 def block_pair(name: str, block: Any) -> tuple[int, int]:
-    """The (query, key) sizes of a block, from an int for both sizes or a pair."""
+    """The (query, key) sizes of a block, from an int for both sizes or a pair. Raises ValueError or TypeError
+    otherwise.
+    """
     block = plain_of("block_size", block)
     pair = block if isinstance(block, tuple | list) else (block, block)
     if len(pair) != 2:
@@ -39,7 +47,8 @@ def block_pair(name: str, block: Any) -> tuple[int, int]:
 
 
 def is_array(name: str, x: Any, want: str) -> None:
-    """Raises TypeError unless x is an array of JAX or NumPy.
+    """Raises TypeError unless x is an array of JAX or NumPy. name, want: the argument and the wanted array, for the
+    error.
 
     Call it before a check of x's dtype: for an array of another library, that check would say "got float32, want
     float32".
@@ -49,7 +58,10 @@ def is_array(name: str, x: Any, want: str) -> None:
 
 
 def array(name: str, x: Any, want: str) -> jax.Array:
-    """x as a jax.Array. Raises ValueError if JAX's dtype does not hold the values."""
+    """x as a jax.Array. Raises TypeError if x is no array, ValueError if JAX's dtype does not hold its values.
+
+    JAX turns 64-bit NumPy arrays into 32 bits. want: a description of the wanted array, for errors.
+    """
     is_array(name, x, want)
     if isinstance(x, jax.Array):
         return x
@@ -66,9 +78,11 @@ INT32 = (-(1 << 31), (1 << 31) - 1)
 
 
 def int32(name: str, x: Any, want: str, *, within: tuple[int, int] = INT32) -> jax.Array:
-    """An integer array as int32. Raises ValueError for known values that int32 does not hold.
+    """An integer array as int32. Raises TypeError for other dtypes, ValueError for known values that int32 does not
+    hold.
 
-    within: (least, most), to which arrays are clamped: values outside have the same effect as the nearest limit.
+    want: a description of the wanted array, for errors. within: (least, most), both inclusive, to which values are
+    clamped, because the caller treats values beyond a limit like the limit.
     """
     is_array(name, x, want)
     if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -94,8 +108,9 @@ def _is_wide(dtype: Any) -> bool:
 def ids(names: Sequence[str], arrays: Sequence[Any], want: str, *, axis_name: Any = None) -> list[jax.Array]:
     """Integer arrays [length] or [B or 1, length] as int32. Equal ids stay equal, and different ids stay different.
 
-    Traced integers of a dtype that int32 does not hold become ranks among the ids of all arrays; ids below 0 become -1.
-    Known integers are converted. axis_name: a mesh axis of shard_map over which rows are sharded.
+    names: the arrays' names, for errors. Traced integers of a dtype that int32 does not hold are replaced by their
+    ranks among the ids of all arrays, and ids below 0 by -1. All other integers keep their values. axis_name: the mesh
+    axis of shard_map over which rows are sharded, so that the ranks agree on all devices; None outside of shard_map.
 
     Raises TypeError for an array of another dtype, ValueError for known values that int32 does not hold. The message
     names the array.
@@ -125,10 +140,10 @@ MASK_FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.fl
 
 
 def boolean(name: str, x: Any) -> tuple[jax.Array, jax.Array | None]:
-    """(the mask as bool, whether x is a mask). x: bool, or floats that are all 0 or 1.
+    """(x as bool, is_mask): is_mask is a traced bool, whether all floats are 0 or 1, or None if nothing is in doubt.
 
-    Known floats are checked, and the second result is None. Traced floats become True where they equal 1, and the
-    second result is a traced bool.
+    x: bool, or float32, bfloat16 or float16 whose values are all 0 or 1. Known floats are checked here (ValueError),
+    and is_mask is None. Traced floats become True where they equal 1.
     """
     is_array(name, x, "a bool array")
     is_boolean(name, x)
@@ -145,13 +160,14 @@ def boolean(name: str, x: Any) -> tuple[jax.Array, jax.Array | None]:
 
 
 def is_boolean(name: str, x: Any) -> None:
-    """Raises TypeError unless x has a dtype that `boolean` takes."""
+    """Raises TypeError unless x has dtype bool, float32, bfloat16 or float16."""
     if x.dtype != bool and x.dtype not in MASK_FLOATS:
         want = "want bool (True = attend), or float32, bfloat16 or float16 of 0 and 1"
         raise TypeError(f"{name}: got dtype {x.dtype}, {want}")
 
 
 def floats(name: str, x: Any, want: str) -> jax.Array:
+    """x as a jax.Array of bfloat16, float16 or float32. Raises TypeError for other dtypes, and if x is no array."""
     is_array(name, x, want)
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise TypeError(f"{name}: got dtype {x.dtype}, want {want}, bfloat16, float16 or float32")
@@ -159,14 +175,21 @@ def floats(name: str, x: Any, want: str) -> jax.Array:
 
 
 def four_axes(name: str, x: jax.Array, axes: str) -> jax.Array:
-    """x with leading axes of length 1, up to four. axes: their names, for the error."""
+    """x with leading axes of length 1 added, up to four axes. Raises ValueError for fewer than two axes or more than
+    four.
+
+    axes: the names of the four axes, for the error.
+    """
     if not 2 <= x.ndim <= 4:
         raise ValueError(f"{name}: got shape {x.shape}, want {axes}, with or without the first two axes")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
 def offset(q_offset: Any) -> tuple[int | None, jax.Array]:
-    """Checks q_offset: (its value if known when tracing, its value as int32 [B or 1])."""
+    """(q_offset as an int if known when tracing, else None; q_offset as int32 [B or 1]).
+
+    Raises TypeError or ValueError unless q_offset is an int, or an integer array, a scalar or [B].
+    """
     want = "an int, or an int32 array, a scalar or [batch]"
     if is_int(q_offset):
         if not -FARTHEST < q_offset < FARTHEST:
@@ -179,7 +202,10 @@ def offset(q_offset: Any) -> tuple[int | None, jax.Array]:
 
 
 def joint(name: str, sizes: list[int], what: str) -> int:
-    """The common size of all `sizes` other than 1, or 1."""
+    """The common size of all `sizes` other than 1; 1 if all are 1. Raises ValueError if two of them differ.
+
+    For the error, `name` is the argument's name and the last parameter the noun that is counted.
+    """
     different = sorted({size for size in sizes if size != 1})
     if len(different) > 1:
         raise ValueError(f"{name}: got {different[0]} and {different[1]} {what}, want one number of them, or 1")
@@ -193,7 +219,7 @@ def is_empty_lookup(error: BaseException | None) -> bool:
 
 
 def array_text(x: Any) -> str:
-    """The dtype and shape of an array, for a repr. A leaf that JAX replaced by another object keeps its repr."""
+    """The dtype and shape of an array, as in "int32[2, 5]", for a repr. A leaf that is no array gives its own repr."""
     if not hasattr(x, "dtype"):
         return repr(x)
     return f"{x.dtype}[{', '.join(map(str, x.shape))}]"

@@ -31,11 +31,13 @@ __all__ = [
 
 
 class Limits(NamedTuple):
-    """The limits on the keys of a call. A query attends to a key if every part keeps the key.
+    """The limits on the keys of a call. A query attends to a key if every field keeps the key.
 
-    mask: a bool array with four axes, or a Mask without lists, or None. is_causal: keep no later key. window: (left,
-    right), -1 for no limit, right 0 if is_causal; None for no window. segment_ids: a pair of [B, length], or None.
-    kv_lengths: [B], or None. lists: the block lists of a PreparedMask, for all these parts together, or None.
+    mask: a bool array with four axes [B or 1, H or 1, T or 1, S or 1], or a Mask without block lists, or None.
+    is_causal: keep no key after the query. window: (left, right) distances, both inclusive, -1 for no limit on a side,
+    right 0 if is_causal; None for no window. segment_ids: (ids of queries [B, T], ids of keys [B, S]), or None.
+    kv_lengths: [B] int32, the number of keys that count in each batch entry, or None. lists: the block lists of a
+    PreparedMask, which hold all these limits together, or None.
     """
 
     mask: Any = None
@@ -47,11 +49,13 @@ class Limits(NamedTuple):
 
 
 def joined(given: Limits, batch: int) -> Limits:
-    """The limits of a call in their simplest form. given: the caller's limits, whose mask may be any Mask.
+    """The limits of a call in their simplest form. given: the caller's limits, whose mask may be any Mask. batch: B.
 
-    Causal, sliding_window, segments, prefix and dense masks joined by `&` become the other parts, so that kernels that
-    take no Mask can serve the call. At most one dense mask and one segments mask may be joined, and no segments mask if
-    segment_ids are given. Any other Mask stays whole. Lists are dropped if segment_ids or kv_lengths are given.
+    Causal, sliding_window, segments, prefix and dense masks joined by `&` move into the fields is_causal, window,
+    segment_ids, kv_lengths and mask (as an array), so that kernels that take no Mask can serve the call. At most one
+    dense mask and one segments mask may be joined, and no segments mask if segment_ids are given. Any other Mask stays
+    whole in `mask`. A PreparedMask's lists are dropped if segment_ids or kv_lengths are given, since they were made
+    without these.
     """
     if not isinstance(given.mask, Mask):
         return given
@@ -84,14 +88,16 @@ def joined(given: Limits, batch: int) -> Limits:
 
 
 def joined_band(mask: Mask, left: int | None, right: int | None) -> Mask:
-    """The mask within a window; None is no limit on a side."""
+    """The mask within a window of `left` keys before the query and `right` after it; None is no limit on a side."""
     return mask if left is None and right is None else mask & sliding_window(left, right)
 
 
 def without_band(mask: Mask, left: int | None, right: int | None) -> tuple[Mask | None, int | None, int | None]:
-    """(the mask without its window parts, left, right). The window parts narrow the sides; None is no limit.
+    """(the mask without its causal and sliding_window parts, left, right): the parts become limits of the window.
 
-    The mask is None if no other part is left.
+    Only parts joined by `&` whose window includes the query's own position are moved. left, right: the window that
+    applies in addition, inclusive distances before and after the query; the result is its intersection with the parts.
+    None is no limit on a side. The returned mask is None if no other part is left.
     """
     rest: list[Mask] = []
     for part in _parts(mask.unprepared):
@@ -104,21 +110,26 @@ def without_band(mask: Mask, left: int | None, right: int | None) -> tuple[Mask 
 
 
 def dense_part(mask: Mask) -> DenseMask | None:
-    """The dense part, whose array `joined` makes the call's mask; None if there is no dense part."""
+    """The first dense mask among the parts joined by `&`; None without one. `joined` returns its array as `mask`."""
     return next((part for part in _parts(mask) if isinstance(part, DenseMask)), None)
 
 
 def _parts(mask: Mask) -> tuple[Mask, ...]:
+    """The masks that `&` joins in this mask, or the mask alone."""
     return mask.masks if isinstance(mask, And) else (mask,)
 
 
 def _tighter(side: int, other: int) -> int:
-    """The smaller of two limits; -1 is no limit."""
+    """The smaller of two limits of a window's side; -1 is no limit."""
     return max(side, other) if -1 in (side, other) else min(side, other)
 
 
 def _shorter(lengths: Any, prefix: Prefix, batch: int) -> Any:
-    """[B] int32. lengths may be a ShapeDtypeStruct if the caller needs only a plan."""
+    """The number of keys that count in each batch entry under both limits: [B] int32.
+
+    lengths: [B], or None for no limit. prefix: a mask of the first n keys. If lengths is a ShapeDtypeStruct, as for a
+    plan without arrays, it is returned unchanged.
+    """
     limits = jnp.broadcast_to(prefix.per_batch[:, 0], (batch,))
     if lengths is None or isinstance(lengths, jax.ShapeDtypeStruct):
         return limits if lengths is None else lengths
@@ -126,9 +137,9 @@ def _shorter(lengths: Any, prefix: Prefix, batch: int) -> Any:
 
 
 def whole_mask(inputs: Any, options: Any) -> Mask:
-    """The limits of a call as one Mask.
+    """All limits of a call as one Mask: mask, is_causal, window, segment ids and kv_lengths, joined by `&`.
 
-    inputs: AttentionInputs. options: AttentionOptions.
+    inputs: AttentionInputs. options: AttentionOptions. A call without limits gives a mask that keeps every pair.
     """
     mask = inputs.mask
     if not isinstance(mask, Mask):
@@ -145,17 +156,20 @@ def whole_mask(inputs: Any, options: Any) -> Mask:
 
 
 def without_limits(inputs: Any, options: Any) -> tuple[Any, Any]:
-    """(inputs, options) without limits, for a kernel whose block lists hold all limits."""
+    """(inputs, options) without limits, q_offset and lists, for a kernel whose block lists hold all limits.
+
+    inputs: AttentionInputs. options: AttentionOptions.
+    """
     arrays = ("mask", "q_segment_ids", "kv_segment_ids", "kv_lengths", "q_offset", "lists")
     options = dataclasses.replace(options, is_causal=False, window=None, q_offset=0)
     return inputs._replace(**dict.fromkeys(arrays)), options
 
 
 def key_lengths(inputs: Any) -> jax.Array | None:
-    """The number of valid keys of each batch entry, [B] int32; None if the call does not limit it.
+    """The number of valid keys of each batch entry, [B] int32 from 0 to S; None if the call does not limit it.
 
-    inputs: AttentionInputs. The limits are its kv_lengths and the prefix masks joined by `&` in its mask. Keys past
-    the number may hold anything.
+    inputs: AttentionInputs. The number is the smallest of kv_lengths, S, and the limits of the prefix masks joined by
+    `&` in its mask. Keys and values at this index and later may hold anything, NaN too.
     """
     batch, kv_length = inputs.key.shape[:2]
     limits = [] if inputs.kv_lengths is None else [inputs.kv_lengths]

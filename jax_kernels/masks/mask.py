@@ -18,13 +18,16 @@ from jax_kernels.tracing.promotion import under_defaults
 
 
 def static(**kwargs: Any) -> Any:
-    """A field of a mask that is structure, not an array."""
+    """A dataclass field of a mask that is part of the pytree's structure. kwargs: as for dataclasses.field."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(static,))
 def node[T](kind: type[T]) -> type[T]:
-    """Makes a class of masks: a frozen dataclass and pytree. It checks no fields, as JAX makes objects of it too."""
+    """A class decorator: the class becomes a frozen dataclass and a pytree, whose leaves are the fields not `static`.
+
+    The constructor checks no fields, since JAX also makes objects with placeholders in them.
+    """
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind))
 
 
@@ -44,38 +47,45 @@ class Mask:
 
     @property
     def batch(self) -> int:
-        """The number of batch entries with masks of their own; 1 if all have the same mask."""
+        """The number of batch entries with their own mask; 1 if all have the same mask."""
         return 1
 
     @property
     def heads(self) -> int:
-        """The number of heads with masks of their own; 1 if all have the same mask."""
+        """The number of query heads with their own mask; 1 if all have the same mask."""
         return 1
 
     @property
     def unprepared(self) -> "Mask":
-        """The mask without the lists of a PreparedMask."""
+        """The mask without block lists: a PreparedMask's own mask, else this mask itself."""
         return self
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether blocks are judged by evaluating their pairs, not by arithmetic on blocks."""
+        """Whether the live blocks are found by evaluating all pairs, not by arithmetic on blocks."""
         return False
 
     @property
     def is_valid(self) -> Any:
-        """A traced bool: False if the mask was made from floats other than 0 and 1. None if no value is in doubt."""
+        """A traced bool: False if a traced float array with values other than 0 and 1 was given as a mask. None
+        otherwise.
+
+        Known arrays are checked when the mask is made, so that there is nothing left to check.
+        """
         return None
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:
         """Raises ValueError if an array of the mask does not fit a call of these lengths."""
 
     def terms(self, negated: bool) -> Terms:
-        """The mask, or its complement, as a sum of products of literals, for arithmetic on blocks."""
+        """The mask, or if `negated` its complement, as a sum of products of literals, for arithmetic on blocks.
+
+        A pair is kept if all literals of at least one of the inner tuples keep it.
+        """
         raise NotImplementedError
 
     def block_counts(self, grid: Grid) -> jax.Array:
-        """The number of pairs that each block keeps: int32 [B or 1, H or 1, rows, columns]."""
+        """The number of pairs that each block of the grid keeps: int32 [B or 1, H or 1, rows, columns]."""
         return counts(self, grid)
 
     def elements(self, b: Any, h: Any, q_index: Any, k_index: Any, *, q_offset: Any = 0) -> jax.Array:
@@ -83,8 +93,8 @@ class Mask:
 
         b, h, q_index, k_index: int32 that broadcast with each other: batch entry, query head, index of the query
         and of the key, all in range. q_offset: int32 that broadcasts with them, the position of query 0. The code is
-        traceable jnp code. It gathers from the mask's arrays; masks of positions, such as causal(), need only
-        arithmetic. In a kernel, use a mask whose leaves the kernel can index.
+        traceable jnp code. Masks of arrays look up the arrays' entries; masks of positions, such as causal(), need only
+        arithmetic. A kernel can call this only for a mask whose arrays the kernel can index.
         """
         raise NotImplementedError
 
@@ -92,7 +102,8 @@ class Mask:
     def rows(self, q_index: jax.Array | np.ndarray, kv_length: int, *, q_offset: Any = 0) -> jax.Array:
         """The mask of some queries and all keys: bool [B or 1, H or 1, len(q_index), kv_length].
 
-        q_index: int32 [n], in range. q_offset: an int, a scalar or [B or 1] int32.
+        q_index: int32 [n], the queries' indices, in range. q_offset: the position of query 0, an int, a scalar or [B or
+        1] int32.
         """
         _, offset = checks.offset(q_offset)
         batch = checks.joint("q_offset", [self.batch, offset.shape[0]], "batch entries")
@@ -105,7 +116,10 @@ class Mask:
 
     @under_defaults
     def to_dense(self, q_length: int, kv_length: int, *, q_offset: Any = 0) -> jax.Array:
-        """The mask as an array: bool [B or 1, H or 1, q_length, kv_length], True where a query may attend."""
+        """The mask as an array: bool [B or 1, H or 1, q_length, kv_length], True where a query may attend.
+
+        q_offset: the position of query 0, an int, or int32, a scalar or [B].
+        """
         q_length, kv_length = checks.lengths(q_length, kv_length)
         self.check_lengths(q_length, kv_length)
         offsets = checks.offset(q_offset)[1].shape[0]
@@ -148,7 +162,7 @@ class Mask:
     def packed_partial(
         self, q_length: int, kv_length: int, block_q: int, block_kv: int, by: str = "query", *, q_offset: Any = 0
     ) -> PackedBlocks:
-        """The pairs of the partial blocks of block_lists(...), with the same arguments, as PackedBlocks.
+        """The pairs of the partial blocks that block_lists finds for the same arguments, one bit for each pair.
 
         There is an entry for each partial block, and one more. Under a trace the number of partial blocks is not known,
         and there is an entry for each block that could be partial. These are a few for each block of queries and keys,
@@ -161,9 +175,10 @@ class Mask:
 
     @under_defaults
     def density(self, q_length: int, kv_length: int, block: int | tuple[int, int], *, q_offset: Any = 0) -> jax.Array:
-        """The fraction of blocks that are live, float32, over batch and heads; 0 if there is no block.
+        """The fraction of blocks that are live, a float32 scalar, over batch and heads; 0 if there is no block.
 
-        block: an int, or (queries, keys).
+        block: the size of a block, an int or (queries, keys). q_offset: the position of query 0, an int, or int32, a
+        scalar or [B].
         """
         alive, _ = self._status(q_length, kv_length, block, q_offset)
         return jnp.mean(alive, dtype=jnp.float32) if alive.size else jnp.zeros((), jnp.float32)
@@ -179,7 +194,12 @@ class Mask:
         b: int = 0,
         h: int = 0,
     ) -> None:
-        """Writes a picture of the dead, partial and full blocks of one batch entry and head. Needs matplotlib."""
+        """Writes a picture of the dead, partial and full blocks of one batch entry and head to `path`. Needs
+        matplotlib.
+
+        block: the size of a block, an int or (queries, keys). q_offset: the position of query 0. b, h: the indices of
+        the batch entry and of the query head. The suffix of `path` sets the format, as in matplotlib.
+        """
         from jax_kernels.masks.plots import plot_blocks
 
         if 0 in checks.lengths(q_length, kv_length):
@@ -192,9 +212,14 @@ class Mask:
         plot_blocks(path, alive[b, h], full[b, h], title=repr(self), block=checks.block_pair("block", block))
 
     def _status(self, q_length, kv_length, block, q_offset):
+        """(live, full), whether each block keeps some pair, and all: bool [B or 1, H or 1, rows, columns] each."""
         return block_status(self, **self._call(q_length, kv_length, checks.block_pair("block", block), q_offset))
 
     def _call(self, q_length, kv_length, blocks, q_offset) -> dict[str, Any]:
+        """The checked arguments of a call, as keyword arguments for the functions of block_lists.py.
+
+        blocks: (queries, keys) of a block. Raises ValueError if the mask does not fit the call.
+        """
         lengths = checks.lengths(q_length, kv_length)
         blocks = tuple(checks.integer(name, x, 1) for name, x in zip(("block_q", "block_kv"), blocks, strict=True))
         self.check_lengths(*lengths)
@@ -239,6 +264,10 @@ class Mask:
 
 
 def _joined(kind: Any, *masks: Any) -> Any:
+    """The And or Or (`kind`) of two masks, without their block lists. Raises TypeError if the second is no Mask.
+
+    Parts that are of the same kind are merged, so that a & b & c is one And of three masks.
+    """
     operation = "&" if kind is And else "|"
     if not isinstance(masks[1], Mask):
         got = f"{type(masks[1]).__name__} and a Mask"
@@ -251,12 +280,14 @@ def _joined(kind: Any, *masks: Any) -> Any:
 
 
 def all_valid(*masks: Mask) -> Any:
-    """The is_valid of a mask that is made of other masks."""
+    """Whether all masks are valid: the conjunction of their is_valid, a traced bool, or None if all are None."""
     found = [x for x in (mask.is_valid for mask in masks) if x is not None]
     return functools.reduce(operator.and_, found) if found else None
 
 
 class _Composite(Mask):
+    """A base class of masks that are made of other masks, `parts`."""
+
     @property
     def parts(self) -> tuple[Mask, ...]:
         raise NotImplementedError
@@ -283,15 +314,19 @@ class _Composite(Mask):
 
 
 def _sum(masks, negated):
+    """The terms of the union of masks, or with negated=True of the union of their complements."""
     return tuple(conjunction for mask in masks for conjunction in mask.terms(negated))
 
 
 def _product(masks, negated):
+    """The terms of the intersection of masks, or with negated=True of the intersection of their complements."""
     return product([mask.terms(negated) for mask in masks])
 
 
 @node
 class And(_Composite):
+    """The intersection of masks: keeps the pairs that all of them keep."""
+
     masks: tuple[Mask, ...]
     _binds = 1
 
@@ -315,6 +350,8 @@ class And(_Composite):
 
 @node
 class Or(_Composite):
+    """The union of masks: keeps the pairs that at least one of them keeps."""
+
     masks: tuple[Mask, ...]
     _binds = 0
 
@@ -338,6 +375,8 @@ class Or(_Composite):
 
 @node
 class Not(_Composite):
+    """The complement of a mask: keeps the pairs that it drops."""
+
     mask: Mask
     _binds = 2
 

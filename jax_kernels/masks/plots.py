@@ -12,7 +12,11 @@ _KINDS = {"dead": "#f4f4f2", "partial": "#f2a541", "full": "#2b6cb0"}
 
 
 def plot_blocks(path: str | os.PathLike[str], alive, full, *, title: str, block: tuple[int, int]) -> None:
-    """Writes a picture of the blocks. alive, full: bool [rows, columns]. Without pyplot it needs no display."""
+    """Writes a picture of a mask's dead, partial and full blocks to `path`, with the share of each kind in its legend.
+
+    alive, full: bool [blocks of queries, blocks of keys], whether each block keeps some pair, and all pairs. block:
+    (queries, keys) of a block, for the labels. It does without pyplot, so it needs no display.
+    """
     alive, full = np.asarray(alive), np.asarray(full)
     kinds = alive.astype(np.int8) + full
     figure = Figure(figsize=(6, 6.6), layout="constrained")

@@ -21,7 +21,7 @@ def causal() -> Mask:
 
 
 def sliding_window(left: int | None, right: int | None) -> Mask:
-    """Keeps the keys from `left` before the query to `right` after it.
+    """Keeps the keys from `left` positions before the query to `right` after it, both inclusive.
 
     These are the keys j with p - left <= j <= p + right, where p = q_offset + i, as jax.nn's local_window_size and
     flash-attn's window_size count. None or -1 is no limit on that side: (w, 0) is causal, (None, None) keeps all.
@@ -33,6 +33,7 @@ def sliding_window(left: int | None, right: int | None) -> Mask:
 
 
 def _side(name: str, side: Any) -> int | None:
+    """The limit of a window's side as an int, or None for no limit (None or -1). Raises for other values."""
     want, side = "an int from 0 to 2**29, or None or -1 for no limit", plain(side)
     if side is not None and not checks.is_int(side):
         raise TypeError(f"{name}: got {side!r}, want {want}")
@@ -72,6 +73,10 @@ def dilated(rate: int) -> Mask:
 
 
 def _number(name: str, n: Any) -> tuple[int | None, jax.Array | None]:
+    """(n, None) for an int n that is known when tracing; (None, int32 [B or 1]) for an array n of shape [] or [B].
+
+    Raises TypeError or ValueError for other values; `name` names the argument.
+    """
     if checks.is_int(n):
         return checks.integer(name, n, 0), None
     want = "an int, or an int32 array, a scalar or [batch]"
@@ -83,7 +88,7 @@ def _number(name: str, n: Any) -> tuple[int | None, jax.Array | None]:
 
 @node
 class Band(Mask):
-    """A mask of low <= key - position <= high; None is no limit."""
+    """A mask of low <= j - p <= high for the key j and the query's position p; None is no limit on that side."""
 
     low: int | None = static()
     high: int | None = static()
@@ -107,9 +112,10 @@ class Band(Mask):
 
 
 class _Numbered(Mask):
-    """A mask with a number of tokens.
+    """A base class of masks of the first n tokens.
 
-    limit: the number, if known when tracing. limits: otherwise a number for each batch entry, int32 [B or 1].
+    limit: n, if it is known when tracing, else None. limits: otherwise n for each batch entry, int32 [B or 1], else
+    None.
     """
 
     limit: int | None
@@ -121,7 +127,7 @@ class _Numbered(Mask):
 
     @property
     def per_batch(self) -> jax.Array:
-        """The number as an array [B or 1, 1]."""
+        """The number of tokens, n, as an int32 array [B or 1, 1]."""
         return jnp.asarray(self.limit if self.limits is None else self.limits, jnp.int32).reshape(-1, 1)
 
     def _at(self, b: Any) -> Any:
@@ -134,15 +140,19 @@ class _Numbered(Mask):
 
 
 def _one_column(grid: Grid) -> int:
+    """The most partial blocks of a mask whose limit crosses one block of each row of blocks."""
     return grid.rows
 
 
 def _one_row(grid: Grid) -> int:
+    """The most partial blocks of a mask whose limit crosses one block of each column of blocks."""
     return grid.columns
 
 
 @node
 class Prefix(_Numbered):
+    """A mask that keeps the keys j < n. limit, limits: n, see _Numbered."""
+
     limit: int | None = static()
     limits: Any
 
@@ -162,6 +172,10 @@ class Prefix(_Numbered):
 
 @node
 class GlobalTokens(_Numbered):
+    """A mask that keeps the pairs of a query at a position p < n, or of a key j < n. limit, limits: n, see
+    _Numbered.
+    """
+
     limit: int | None = static()
     limits: Any
 
@@ -182,6 +196,8 @@ class GlobalTokens(_Numbered):
 
 @node
 class Dilated(Mask):
+    """A mask that keeps the pairs whose distance, p - j, is a multiple of `rate`."""
+
     rate: int = static()
 
     def terms(self, negated):

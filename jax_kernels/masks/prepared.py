@@ -9,8 +9,9 @@ from jax_kernels.masks.mask import Mask, node
 class PreparedMask(Mask):
     """A mask with block lists, from jax_kernels.prepare_mask. It is valid wherever a Mask is.
 
-    mask: the mask that was prepared. lists: pytrees that each know the calls that they serve. The lists of any other
-    call are made from the mask. `&`, `|` and `~` compose the mask, without the lists.
+    mask: the mask that was prepared. lists: pytrees of block lists; each one knows for which lengths, heads, options
+    and block sizes it was made. An op that finds no fitting list makes its own from the mask. `&`, `|` and `~` compose
+    the mask, without the lists.
     """
 
     mask: Mask

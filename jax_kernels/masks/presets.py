@@ -16,19 +16,27 @@ from jax_kernels.spelling import did_you_mean
 
 
 def prefix_lm(n: Any) -> Mask:
-    """Causal attention; the first n tokens also attend to each other. Raffel et al. (2019), arXiv:1910.10683."""
+    """Causal attention in which all queries also attend to the first n keys. n: int or int32 [B].
+
+    Raffel et al. (2019), arXiv:1910.10683.
+    """
     return causal() | prefix(n)
 
 
 def global_local(n: Any, left: int, right: int | None = None) -> Mask:
-    """A window (right None: as wide as left) and n global tokens."""
+    """A window and n global tokens, which attend to all tokens and to which all tokens attend.
+
+    left, right: the tokens of the window before and after the query; right None is as wide as left. n: int or int32
+    [B].
+    """
     return global_tokens(n) | sliding_window(left, left if right is None else right)
 
 
 def longformer(window: int, n: Any = 0, rate: int = 1) -> Mask:
-    """A window of window // 2 tokens on each side, and n global tokens.
+    """A window of window // 2 tokens on each side of the query, and the first n tokens as global tokens.
 
-    rate: the window reaches rate times as far, and takes every rate-th token. Beltagy et al. (2020), arXiv:2004.05150.
+    rate: with a rate above 1, the window has as many tokens, but only every rate-th one, so it reaches rate times as
+    far. window is at least 2. Beltagy et al. (2020), arXiv:2004.05150.
     """
     side = checks.integer("window", window, 2) // 2 * checks.integer("rate", rate, 1)
     local = sliding_window(side, side)
@@ -45,10 +53,12 @@ def bigbird(
     heads: int = 1,
     seed: int = 0,
 ) -> Mask:
-    """Window, global and random blocks: window_blocks around the diagonal, the first global_blocks, and random blocks.
+    """A block_sparse mask of window, global and random blocks of block_size queries by block_size keys.
 
-    Each row of blocks of each head has random_blocks other blocks, drawn by NumPy from the seed, or fewer if fewer
-    are left. Zaheer et al. (2020), arXiv:2007.14062.
+    window_blocks: blocks of keys around the diagonal for each block of queries. global_blocks: the first blocks of
+    queries keep all keys, and all queries keep the first blocks of keys. random_blocks: further blocks of keys for each
+    block of queries of each head, drawn by NumPy from the seed, or fewer if fewer are left. heads: the number of heads
+    with patterns of their own; 1 gives all heads the same. Zaheer et al. (2020), arXiv:2007.14062.
     """
     q_length, kv_length = checks.lengths(q_length, kv_length)
     block_size, heads = checks.integer("block_size", block_size, 1), checks.integer("heads", heads, 1)
@@ -65,7 +75,7 @@ def bigbird(
 
 
 def strided(stride: int) -> Mask:
-    """Causal attention to the last `stride` tokens and every stride-th token before.
+    """Causal attention to the query, the `stride` tokens before it, and every stride-th token before these.
 
     Child et al. (2019), arXiv:1904.10509.
     """
@@ -74,7 +84,10 @@ def strided(stride: int) -> Mask:
 
 
 def attention_sinks(left: int, n: Any = 4) -> Mask:
-    """Causal attention to the last tokens and the first n. Xiao et al., "StreamingLLM" (2023), arXiv:2309.17453."""
+    """Causal attention to the query, the `left` tokens before it, and the first n tokens. n: int or int32 [B].
+
+    Xiao et al., "StreamingLLM" (2023), arXiv:2309.17453.
+    """
     return causal() & (sliding_window(left, 0) | prefix(n))
 
 
@@ -98,7 +111,7 @@ def preset(name: str, **options: Any) -> Mask:
     "causal"(), "sliding_window"(left, right), "dilated"(rate), "block_sparse"(blocks, block_size),
     "global_local"(n, left, right), "prefix_lm"(n), "attention_sinks"(left, n), "strided"(stride),
     "longformer"(window, n, rate), "bigbird"(q_length, kv_length, block_size, window_blocks, global_blocks,
-    random_blocks, heads, seed).
+    random_blocks, heads, seed). Raises ValueError for another name, TypeError for options that the function lacks.
     """
     names = ", ".join(map(repr, PRESETS))
     if not isinstance(name, str):

@@ -1,4 +1,4 @@
-"""Masks of the keys that rank highest. They hold values for each key and each query, not for each pair."""
+"""The mask that top_k makes of one score per key. It holds values of each key and of each query, not of each pair."""
 
 from typing import Any
 
@@ -12,9 +12,10 @@ from jax_kernels.masks.mask import node
 
 @node
 class Ranked(DenseMask):
-    """Keeps for each query the keys from start to end whose rank is at most the query's last rank.
+    """Keeps for each query the keys j with start <= j < end whose rank is at most the query's `last`.
 
-    rank: int32 [B, H, S], of each key. last: int32 [B, H, T]. start, end: int32 [B, T].
+    rank: int32 [B or 1, H or 1, S], the rank of each key among all keys, from 0 (largest score) to S - 1. last: int32
+    [B or 1, H or 1, T], the largest rank that each query keeps; -1 for none. start, end: int32 [B or 1, T].
     """
 
     rank: Any
@@ -32,7 +33,7 @@ class Ranked(DenseMask):
 
     @property
     def array(self):
-        """The mask pair by pair: bool [B, H, T, S]."""
+        """The mask pair by pair: bool [B or 1, H or 1, T, S]. A ShapeDtypeStruct if a field is one."""
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self)):
             return jax.eval_shape(_array, self)
         return _array(self)
@@ -59,7 +60,11 @@ class Ranked(DenseMask):
 
 
 def is_kept(key: Any, rank: Any, last: Any, start: Any, end: Any) -> Any:
-    """Whether a query with this last rank and interval keeps a key of this rank."""
+    """Whether each pair is kept: bool, in the joint shape of the arguments, which broadcast with each other.
+
+    key, rank: the index of the key, and its rank. last, start, end: of the query, as in the fields of Ranked: it keeps
+    the keys from start to end - 1 whose rank is at most last.
+    """
     return (rank <= last) & (start <= key) & (key < end)
 
 

@@ -1,4 +1,4 @@
-"""The mask of a whole sequence, seen by a call that has only some of its queries and keys."""
+"""Masks of a whole sequence, for a call with only some of its queries and keys, or only some of its heads."""
 
 import dataclasses
 import itertools
@@ -26,12 +26,14 @@ _MOST_TOKENS = 1 << 30
 
 @node
 class Placed(_Composite):
-    """Pair (i, j) of a call is pair (position of query i, position of key j) of `mask`.
+    """A whole sequence's mask for a call with some of its queries and keys: indices are mapped to positions first.
 
-    The queries form pieces of equal length, and so do the keys. Neighbours in a piece are `stride` positions apart.
-    mask: of the whole sequence. q_firsts, k_firsts: int32 [pieces], the position of each piece's first member. They may
-    be traced; with a stride of 1 they are multiples of the piece's length. lengths: (queries, keys) of the call.
-    shift: every difference q_firsts[i] - k_firsts[j] is shift plus a multiple of stride.
+    Pair (i, j) of the call is kept if `mask` keeps (position of query i, position of key j). The call's queries form
+    pieces of equal length, one after the other, and so do its keys. Neighbours in a piece are `stride` positions apart.
+
+    mask: of the whole sequence. q_firsts, k_firsts: int32 [pieces], the position of each piece's first query, or key.
+    They may be traced; with a stride of 1 they are multiples of the piece's length. lengths: (queries, keys) of the
+    call. shift: every difference q_firsts[i] - k_firsts[j] is shift plus a multiple of stride.
 
     Blocks are judged by arithmetic if the blocks of `mask` are. A block that spans two pieces may be called partial
     although it is dead or full.
@@ -70,13 +72,19 @@ class Placed(_Composite):
         return f"placed({self.mask!r})"
 
     def _firsts(self, side: int) -> Any:
+        """The position of each piece's first token: int32 [pieces]. side: 0 for queries, 1 for keys."""
         return self.k_firsts if side else self.q_firsts
 
     def _size(self, side: int) -> int:
+        """The number of tokens of a piece. side: 0 for queries, 1 for keys."""
         return self.lengths[side] // self._firsts(side).shape[0]
 
     def _blocks(self, grid: Grid, side: int) -> list[tuple[int, int, Any, int]]:
-        """For each piece: (first block, end block, position of the first block's first member, members in blocks)."""
+        """The blocks that hold tokens of each piece, as a tuple for each piece. side: 0 for queries, 1 for keys.
+
+        A tuple has: the first block, the block after the last, the position of the first block's first token
+        (extrapolated if this token belongs to the piece before), and the number of tokens in these blocks.
+        """
         firsts, size = self._firsts(side), self._size(side)
         block, length = (grid.block_kv, grid.kv_length) if side else (grid.block_q, grid.q_length)
         found = []
@@ -88,6 +96,9 @@ class Placed(_Composite):
         return found
 
     def _tiles(self, grid: Grid) -> "Iterator[_Tile]":
+        """A _Tile for each pair of a piece of queries and a piece of keys. Tiles overlap in blocks that hold two
+        pieces.
+        """
         for q, k in itertools.product(self._blocks(grid, 0), self._blocks(grid, 1)):
             (row, last_row, q_first, q_length), (column, last_column, k_first, k_length) = q, k
             at = lax.div(q_first - k_first - self.shift, jnp.int32(self.stride))
@@ -108,6 +119,10 @@ class Placed(_Composite):
             )
 
     def _live(self, grid: Grid, negated: bool) -> jax.Array:
+        """Whether each block of the call may hold a kept pair: bool [B or 1, H or 1, rows, columns].
+
+        negated: judge the mask's complement.
+        """
         whole = jnp.zeros((self.batch, self.heads, grid.rows, grid.columns), bool)
         for tile in self._tiles(grid):
             found = live(tile.mask.terms(negated), tile.grid)
@@ -115,7 +130,11 @@ class Placed(_Composite):
         return whole
 
     def _width(self, grid: Grid, by: str, negated: bool) -> int:
-        """The most live blocks of a list. The list of a piece has blocks from all pieces of the other side."""
+        """The most live blocks that one block list can have: summed over the pieces of the other side.
+
+        by: "query" for a list of each block of queries, "key" for one of each block of keys. negated: of the
+        complement.
+        """
         widths: dict[tuple[int, int], int] = {}
         for tile in self._tiles(grid):
             along = tile.rows if by == "query" else tile.columns
@@ -126,7 +145,7 @@ class Placed(_Composite):
         return max(*widths.values(), *joint, 1)
 
     def _partial(self, grid: Grid) -> int:
-        """The most partial blocks, including each block that spans two pieces."""
+        """The most partial blocks of a batch entry and head, including each block that spans two pieces."""
         most = sum(most_partial(tile.mask.terms(False), tile.grid) for tile in self._tiles(grid))
         if self._size(0) % grid.block_q:
             most += (self._firsts(0).shape[0] - 1) * grid.columns
@@ -136,7 +155,11 @@ class Placed(_Composite):
 
 
 def place_of(index: Any, firsts: Any, size: int, stride: int) -> Any:
-    """The position of member `index`. firsts: of each piece, which has `size` members, `stride` positions apart."""
+    """The position in the whole sequence of the token with index `index` in the call; int32, shaped like index.
+
+    firsts: int32 [pieces], the position of each piece's first token. size: the tokens of a piece. stride: the distance
+    of neighbours in a piece.
+    """
     place = firsts[0] + stride * index
     for piece in range(1, len(firsts)):
         place = jnp.where(index < piece * size, place, firsts[piece] + stride * (index - piece * size))
@@ -145,7 +168,10 @@ def place_of(index: Any, firsts: Any, size: int, stride: int) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tile:
-    """A piece of queries and a piece of keys: their blocks, and the mask and the grid restricted to them."""
+    """The blocks where a piece of queries meets a piece of keys, with the mask and the grid restricted to these blocks.
+
+    rows, columns: (first, end) of the blocks of queries and of keys in the call's grid; end is exclusive.
+    """
 
     rows: tuple[int, int]
     columns: tuple[int, int]
@@ -155,10 +181,11 @@ class _Tile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Query i has position q_first + stride * i, and key j has position k_first + stride * j.
+    """The map from indices in a _Tile to positions: query i is at q_first + stride * i, key j at k_first + stride * j.
 
-    at: the offset of query 0 among the keys: q_first - k_first is stride * at + shift. units: if stride is 1 and a
-    grid's blocks divide the units, q_first and k_first are multiples of the units.
+    at: the offset of query 0 among the keys, in steps of stride: q_first - k_first is stride * at + shift. lengths:
+    (queries, keys) of the tile. units: (tokens of a piece of queries, of a piece of keys). If stride is 1 and the
+    blocks' sizes divide the units, q_first and k_first are multiples of the units.
     """
 
     stride: int
@@ -170,11 +197,17 @@ class _Place:
     units: tuple[int, int]
 
     def count(self, limits: Any, first: Any) -> Any:
-        """The number of members before each position in `limits`; member 0 has position `first`."""
+        """The number of tokens of the tile before each position in `limits`. first: the position of its first token.
+
+        The number may be negative or exceed the tile, as `first` and the stride alone decide it.
+        """
         return -((first - jnp.clip(limits, 0, _MOST_TOKENS)) // self.stride)
 
     def ids(self, ids: Any, side: int) -> Any:
-        """The members' ids. Positions outside the sequence get arbitrary ids."""
+        """The segment ids of the tile's tokens: int32 [B or 1, length]. side: 0 for queries, 1 for keys.
+
+        ids: of the whole sequence. Tokens whose position is outside of the sequence get arbitrary ids.
+        """
         first, length = (self.q_first, self.k_first)[side], self.lengths[side]
         places = first + self.stride * jnp.arange(length, dtype=jnp.int32)
         return ids[:, jnp.clip(places, 0, ids.shape[1] - 1)]
@@ -184,12 +217,16 @@ _LEAVES = Band | Prefix | GlobalTokens | Dilated | Segments | BlockSparse | Dens
 
 
 def _is_known(mask: Mask) -> bool:
+    """Whether _local can restrict the mask: it consists of classes in _LEAVES, joined by `&`, `|` and `~`."""
     mask = mask.unprepared
     return all(map(_is_known, mask.parts)) if isinstance(mask, And | Or | Not) else isinstance(mask, _LEAVES)
 
 
 def _local(mask: Mask, place: _Place) -> Mask:
-    """The mask restricted to a piece, for block arithmetic only. Pairwise-only masks count as keeping everything."""
+    """The mask restricted to a _Tile's indices, for block arithmetic only.
+
+    Dense, ranked and function masks, which keep or drop single pairs, become _Any: every block may be live.
+    """
     mask = mask.unprepared
     if isinstance(mask, And | Or):
         return type(mask)(tuple(_local(part, place) for part in mask.masks))
@@ -217,7 +254,7 @@ def _local(mask: Mask, place: _Place) -> Mask:
 
 @node
 class _Any(Mask):
-    """A mask that block arithmetic cannot judge: every block may be live, in the complement too."""
+    """A mask that block arithmetic cannot judge: every block may be live, in the mask and in its complement."""
 
     def terms(self, negated):
         return ((Literal(cells=lambda grid: jnp.ones((1, 1, grid.rows, grid.columns), bool)),),)
@@ -225,7 +262,7 @@ class _Any(Mask):
 
 @node
 class _FirstQueries(_Numbered):
-    """Keeps all keys for the queries before a position."""
+    """Keeps all keys for the queries before a position: `limit` if known when tracing, else `limits` int32 [B or 1]."""
 
     limit: int | None = static()
     limits: Any
@@ -240,7 +277,10 @@ class _FirstQueries(_Numbered):
 
 @node
 class _Apart(Mask):
-    """Keeps distances d where stride * d + shift is a multiple of rate."""
+    """Keeps the pairs for which stride * d + shift is a multiple of rate, where d is the query's index minus the key's.
+
+    It is Dilated(rate) for tokens that are `stride` positions apart. The query's index includes the grid's offset.
+    """
 
     rate: int = static()
     stride: int = static()
@@ -255,7 +295,13 @@ class _Apart(Mask):
 
 @node
 class _Cells(Mask):
-    """The cells of a whole sequence's BlockSparse. sizes: (queries, keys) of a cell. units: as in _Place."""
+    """A whole sequence's BlockSparse, restricted to a _Tile's tokens.
+
+    blocks: bool [B or 1, H or 1, rows, columns], the cells of the whole sequence. q_first, k_first: the position of the
+    tile's first query and key. sizes: (queries, keys) of a cell. most_blocks: the most live cells of a row of cells, if
+    known. stride: the distance of neighbouring tokens. units: (queries, keys) of a piece; with a stride of 1, q_first
+    and k_first are multiples of them.
+    """
 
     blocks: Any
     q_first: Any
@@ -280,7 +326,7 @@ class _Cells(Mask):
         return ((Literal(cells=alive, cell_width=self._width, varies=self._varies),),)
 
     def _in_cells(self, grid: Grid) -> bool:
-        """Whether each block lies in one cell."""
+        """Whether the grid's blocks are so small and aligned that each one lies in a single cell."""
         blocks = grid.block_q, grid.block_kv
         if self.stride == 1:
             return not any(
@@ -290,16 +336,22 @@ class _Cells(Mask):
         return not any(size % span for size, span in zip(self.sizes, spans, strict=True))
 
     def _varies(self, grid: Grid) -> int:
+        """The most blocks of a batch entry and head that may be partial: none if each block lies in one cell."""
         return 0 if self._in_cells(grid) else grid.rows * grid.columns
 
     def _width(self, grid: Grid, by: str) -> int:
+        """The most live blocks that a list can have. by: "query" or "key", the side of the lists."""
         most = grid.columns if by == "query" else grid.rows
         if self.most_blocks is None or by == "key" or not self._in_cells(grid):
             return most
         return min(most, self.most_blocks * (self.sizes[1] // self.stride // grid.block_kv))
 
     def _counts(self, grid: Grid) -> tuple[jax.Array, jax.Array]:
-        """(live cells, all cells) from the first to the last member of each block, without cells past the last."""
+        """(live cells, all cells) between the first and the last token of each block.
+
+        The live cells are int32 [B or 1, H or 1, rows, columns], all cells int32 [rows, columns]. Cells past the end of
+        `blocks` do not count.
+        """
         sums = running_sums(running_sums(self.blocks.swapaxes(2, 3)).swapaxes(2, 3))
         sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0), (1, 0)))
         sides = []
@@ -314,9 +366,10 @@ class _Cells(Mask):
 
 
 def of_heads(mask: Mask, first: Any, count: int) -> Mask:
-    """The mask of `count` heads from head `first` on; `first` may be traced.
+    """The mask of the `count` query heads from head `first` on, with its per-head arrays sliced; `first` may be traced.
 
-    Raises NotImplementedError for a mask of an unknown class that differs between heads.
+    A mask that is the same for all heads is returned as it is. Raises NotImplementedError for a mask of an unknown
+    class that differs between heads.
     """
     mask = mask.unprepared
     if mask.heads == 1:
@@ -340,7 +393,10 @@ def of_heads(mask: Mask, first: Any, count: int) -> Mask:
 
 @dataclasses.dataclass(frozen=True)
 class _OfHeads:
-    """A function for from_function. Its first array is the index of its first head."""
+    """A predicate for from_function that adds an offset to the head's index before it calls `function`.
+
+    The offset, the index of the first head, is the first of the mask's arrays.
+    """
 
     function: Any
 
@@ -349,7 +405,11 @@ class _OfHeads:
 
 
 def keeps_none(mask: Mask, queries: range, keys: range) -> bool:
-    """Whether structure and known cells show that no query at positions `queries` keeps a key at positions `keys`."""
+    """Whether it is certain without evaluating pairs that no query at `queries` keeps a key at `keys`.
+
+    queries, keys: positions in the whole sequence. False may also mean that it is not known. The limits of windows,
+    prefixes, global tokens and dilation count, and cells that are known when tracing.
+    """
     mask = mask.unprepared
     if isinstance(mask, Or):
         return all(keeps_none(part, queries, keys) for part in mask.masks)
@@ -362,7 +422,9 @@ def keeps_none(mask: Mask, queries: range, keys: range) -> bool:
 
 
 def _keeps_none(literals: Any, queries: range, keys: range) -> bool:
-    """Whether the known limits of a conjunction leave no pair."""
+    """Whether the limits of a conjunction (low, high, keys, queries and rate of its literals) leave no pair of
+    positions.
+    """
     queries = _within(queries, [x.queries for x in literals])
     keys = _within(keys, [x.keys for x in literals])
     if not queries or not keys:
@@ -378,7 +440,7 @@ def _keeps_none(literals: Any, queries: range, keys: range) -> bool:
 
 
 def _within(places: range, limits: list[tuple[int | None, int | None]]) -> range:
-    """The positions within the limits."""
+    """The positions in `places` that all limits keep. limits: [start, end) each; None is no limit."""
     low = max([places.start, *(start for start, _ in limits if start is not None)])
     end = min([places.stop, *(stop for _, stop in limits if stop is not None)])
     return range(low + (places.start - low) % places.step, end, places.step)

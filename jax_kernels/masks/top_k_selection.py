@@ -39,9 +39,9 @@ def largest(x: jax.Array, k: int) -> jax.Array:
 
 
 def _by_search(x: jax.Array, k: int, length_bits: int) -> jax.Array:
-    """`largest` by a search, for rows without NaNs. It needs no sort and no running sum.
+    """Marks the k largest values of each row, as `largest` does, by a search over bits: bool, shaped like x.
 
-    length_bits: the bits of a row's length.
+    x has no NaN. It needs no sort and no running sum. length_bits: the bits of a row's length.
     """
     bits, order = 8 * x.dtype.itemsize, _in_order(x)
     least = _most_with(lambda least: (order >= least).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= k, x, bits)
@@ -56,9 +56,10 @@ def _by_search(x: jax.Array, k: int, length_bits: int) -> jax.Array:
 
 
 def _most_with(holds: Any, x: jax.Array, bits: int) -> jax.Array:
-    """For each row, the largest number below 2**bits for which holds(number) is true: uint32 [..., 1].
+    """For each row, the largest integer n below 2**bits for which holds(n) is true: uint32 [..., 1].
 
-    holds: takes a number for each row. It is true for 0. If it is false for a number, it is false for larger numbers.
+    holds: a function of uint32 [..., 1], a candidate for each row, that returns bool [..., 1]. It is true for 0, and
+    once it is false for a number, it is false for all larger numbers. x: gives the shape [..., n] of the rows.
     """
     number = jnp.zeros((*x.shape[:-1], 1), jnp.uint32)
     for low in reversed(range(0, bits, SEARCH_BITS)):
@@ -71,7 +72,7 @@ def _most_with(holds: Any, x: jax.Array, bits: int) -> jax.Array:
 
 
 def _in_order(x: jax.Array) -> jax.Array:
-    """Maps x, which has no NaN, to uint32 numbers of the same order."""
+    """Maps floats to uint32 numbers of the same order, shaped like x. x has no NaN; -0.0 counts as 0.0."""
     bits = 8 * x.dtype.itemsize
     raw = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.dtype(f"uint{bits}"))  # -0.0 counts as 0.0
     top = jnp.asarray(1 << (bits - 1), raw.dtype)
@@ -79,9 +80,10 @@ def _in_order(x: jax.Array) -> jax.Array:
 
 
 def key_intervals(mask: Mask, q_length: int, kv_length: int, q_offset: Any) -> tuple[jax.Array, jax.Array] | None:
-    """The interval [start, end) of keys that each query keeps, each int32 [B or 1, q_length].
+    """(start, end) of the keys that each query keeps, end exclusive, each int32 [B or 1, q_length].
 
-    None if the keys may not form an interval, or if kv_length is a symbolic size of jax.export.
+    None if the mask is not made of causal, sliding_window and prefix masks joined by `&`, since the keys may then not
+    form an interval, or if kv_length is a symbolic size of jax.export. q_offset: the position of query 0.
     """
     if not isinstance(kv_length, int):
         return None
@@ -98,11 +100,14 @@ def key_intervals(mask: Mask, q_length: int, kv_length: int, q_offset: Any) -> t
 
 
 def largest_between(x: jax.Array, k: int, start: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
-    """Finds the k largest keys of each query's interval, as `largest` does: (rank, last, start, end) of a Ranked mask.
+    """The fields (rank, last, start, end) of the Ranked mask of the k largest keys in each query's interval.
 
-    x: [B or 1, H or 1, S]. start, end: int32 [B or 1, T], in range. The keys are sorted once. For each BUCKET of ranks,
-    the keys before an interval's two ends are counted. These counts give the bucket of a query's k-th key; a search
-    within the bucket gives the key.
+    x: [B or 1, H or 1, S], the keys' scores; among equal scores the first keys are kept, -inf and NaN never. start,
+    end: int32 [B or 1, T], the interval of keys, end exclusive, from 0 to S.
+
+    The keys are sorted once, not for each query. For each bucket of BUCKET successive ranks, the keys of the bucket
+    before an interval's two ends are counted. These counts give the bucket of a query's k-th key; a search within the
+    bucket gives the key.
     """
     is_one = x.shape[0] == 1 and start.shape[0] == 1
     own = lambda array: 0 if is_one or array.shape[0] != 1 else None
@@ -111,7 +116,7 @@ def largest_between(x: jax.Array, k: int, start: jax.Array, end: jax.Array) -> t
 
 
 def _between(k: int, x: jax.Array, start: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
-    """largest_between for one batch entry: x [H, S], start and end [T]."""
+    """(rank, last, start, end) as in largest_between, for one batch entry: x is [H, S], start and end are [T]."""
     heads, length = x.shape
     x = jnp.where(jnp.isnan(x), -jnp.inf, x)
     index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
@@ -134,7 +139,10 @@ def _between(k: int, x: jax.Array, start: jax.Array, end: jax.Array) -> tuple[ja
 
 
 def _sums(x: jax.Array) -> jax.Array:
-    """Running counts of True along axis n of x [..., n, m], float32, by matmuls with triangles of BUCKET rows."""
+    """Inclusive running counts of True along axis n of bool [..., n, m]: float32 of the same shape.
+
+    The sums are matmuls with triangles of BUCKET rows, which run on tensor cores.
+    """
     n = x.shape[-2]
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -n % BUCKET), (0, 0)])
     # Tensor cores take zeros and ones in bfloat16; the float32 sums are exact.
@@ -147,7 +155,10 @@ def _sums(x: jax.Array) -> jax.Array:
 
 
 def _counts_up_to(x: jax.Array) -> jax.Array:
-    """Running counts of True in x, bool [..., BUCKET], as the set bits of words: int32 [..., BUCKET]."""
+    """Inclusive running counts of True along the last axis of bool [..., BUCKET]: int32 of the same shape.
+
+    Bits are packed into words, and the set bits of each word up to the entry are counted.
+    """
     words = x.reshape(*x.shape[:-1], -1, WORD).astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32)
     words = lax.optimization_barrier(words.sum(axis=-1, dtype=jnp.uint32))  # made once, not for each bit of a BUCKET
     place, first = np.arange(BUCKET)[:, None], np.arange(0, BUCKET, WORD)

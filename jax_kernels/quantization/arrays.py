@@ -35,16 +35,16 @@ _NO_DERIVATIVE_OF_VALUES = (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedArray:
-    """An array as values * scale.
+    """An array in few bits: its values are `values` * `scale`, with each scale repeated for the values that share it.
 
-    values: float8_e4m3fn or float8_e5m2. scale: float32, with a shape set by scaling. "tensor": a scale for the array,
-    []. "row": a scale for all values along `axis` (-1, the last, or -2), values' shape without that axis. "block": a
-    scale for 128 x 128 values of the last two axes, [..., ceil(rows / 128), ceil(columns / 128)].
+    values: float8_e4m3fn or float8_e5m2. scale: float32, with a shape set by scaling. "tensor": one scale for the
+    array, []. "row": a scale for all values along `axis` (-1, the last, or -2), values' shape without that axis.
+    "block": a scale for 128 x 128 values of the last two axes, [..., ceil(rows / 128), ceil(columns / 128)].
 
-    Low-bit weights have a layout. `length` is K, the array's size along `axis`. K is always the last axis of `values`:
-    int8 [..., N, K padded], float8_e4m3fn likewise (mxfp8), or uint8 [..., N, K padded / 2] (int4, mxfp4), see
-    low_bit.LowBit. Their scaling is "group", scale [..., K padded / group, N], or "row", scale [..., N]; the scale is
-    float32, bfloat16 or float8_e8m0fnu (MX). `shape` is the shape of the array, not of `values`.
+    Low-bit weights have a layout, a LowBit. `length` is K, the array's size along `axis`. K is always the last axis of
+    `values`: int8 [..., N, K padded], float8_e4m3fn likewise (mxfp8), or uint8 [..., N, K padded / 2] (int4, mxfp4).
+    Their scaling is "group", scale [..., K padded / group, N], or "row", scale [..., N]; the scale is float32, bfloat16
+    or float8_e8m0fnu (MX). `shape` is the shape of the array, not of `values`.
     """
 
     values: Num[Array, "..."]
@@ -68,7 +68,7 @@ class QuantizedArray:
 
     @property
     def dtype(self) -> Any:
-        """The values' dtype."""
+        """The dtype of `values`."""
         return self.values.dtype
 
 
@@ -148,9 +148,9 @@ def quantize(
 
 
 def quantize_columns(x: jax.Array, format: str) -> QuantizedArray:
-    """The transpose [N, ...] of x [..., N] with one scale for each column of x, [N].
+    """x's transpose [N, ...] in 8 bits, with one scale for each column of x [..., N].
 
-    x [M, N] gives quantize(x.T, format, scaling="row").
+    x [M, N] gives quantize(x.T, format, scaling="row"): values [N, M], scale float32 [N].
     """
     axes = tuple(range(1, x.ndim))
     found = _rounded(jnp.moveaxis(_checked(x), -1, 0), None, format=format, scaling="row", axis=axes)
@@ -158,7 +158,12 @@ def quantize_columns(x: jax.Array, format: str) -> QuantizedArray:
 
 
 def quantize_blocks(x: jax.Array, format: str, sizes: Sequence[int], scale: Any = None) -> QuantizedArray:
-    """x with one scale for each block of `sizes` values along its axes; scale as in quantize."""
+    """x in 8 bits, with one scale for each block of `sizes` values along its axes: a QuantizedArray with
+    scaling="block".
+
+    sizes: the length of a block along each axis of x. scale: known positive float32 scales, one for each block, or None
+    to find them. format: "e4m3" or "e5m2".
+    """
     dtype, x, is_given = jnp.dtype(FORMATS[format]), _checked(x).astype(jnp.float32), scale is not None
     if not is_given:
         scale = _scale_of(scale_blocks.largest(x, sizes, _largest_along), dtype)
@@ -167,7 +172,10 @@ def quantize_blocks(x: jax.Array, format: str, sizes: Sequence[int], scale: Any 
 
 
 def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: Any) -> QuantizedArray:
-    """x in 8 bits, with the given scale, or with scales from x's largest values."""
+    """x in 8 bits as a QuantizedArray, with the given scale, or if scale is None with scales from x's largest values.
+
+    axis: for scaling="row", the axis, or a tuple of axes, along which values share a scale.
+    """
     dtype, x, is_given = jnp.dtype(FORMATS[format]), x.astype(jnp.float32), scale is not None
     if not is_given:
         scale = quantization_scale(x, dtype, scaling, axis)
@@ -176,7 +184,10 @@ def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: Any) 
 
 
 def _values(x: jax.Array, spread: jax.Array, dtype: Any, is_given: bool) -> jax.Array:
-    """x in 8 bits over the scales: the caller's, or scales from x's largest values.
+    """x divided by its scales, rounded to the 8-bit `dtype`.
+
+    spread: the scales, in a shape that broadcasts to x's. is_given: the scales are the caller's, so values beyond their
+    range saturate; otherwise they come from x, and a scale that is not finite makes its values NaN.
 
     It multiplies by the reciprocal, as a compiled division by a scalar does; an exact division rounds otherwise.
     """
@@ -187,7 +198,7 @@ def _values(x: jax.Array, spread: jax.Array, dtype: Any, is_given: bool) -> jax.
 
 
 def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype: Any) -> LowBit:
-    """The layout of low-bit weights. Raises ValueError."""
+    """The LowBit of low-bit weights, from quantize's arguments. Raises ValueError if they do not fit the format."""
     is_mx = LowBit(format=format, group=None).is_mx
     scalings = ("group",) if is_mx else ("group", "row")
     if scaling not in (None, *scalings):
@@ -209,7 +220,7 @@ def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype:
 
 
 def _dtype(dtype: Any) -> Any:
-    """The dtype; None if `dtype` is no dtype."""
+    """`dtype` as a numpy dtype; None if it is no dtype."""
     try:
         return jnp.dtype(dtype)
     except TypeError:
@@ -217,7 +228,7 @@ def _dtype(dtype: Any) -> Any:
 
 
 def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> QuantizedArray:
-    """Low-bit weights. axis: the axis of K."""
+    """x as low-bit weights, a QuantizedArray. axis: x's K axis, which a matmul sums over, -1 or -2."""
     x = x.astype(jnp.float32) if axis == -1 else jnp.swapaxes(x, -1, -2).astype(jnp.float32)
     *outer, columns, depth = x.shape
     group = layout.padded(depth) if layout.group is None else layout.group
@@ -253,7 +264,11 @@ def dequantize(x: QuantizedArray, dtype: DTypeLike = jnp.float32) -> Float[Array
 
 
 def _on_auto_axes(function: Callable[..., Any], given: Any, specs_of: Callable[..., Any]) -> Any:
-    """function(given), on Auto axes if the first array has Explicit axes. specs_of(its spec, results): their specs."""
+    """function(given), with the mesh's Explicit axes turned into Auto axes if the first array is on such axes.
+
+    given: a pytree of arrays. specs_of(spec, results): the PartitionSpecs of the results, where spec is a list with the
+    first array's sharding of each axis, and results are ShapeDtypeStructs.
+    """
     first, *_ = jax.tree.leaves(given)
     mesh = explicit_mesh(first)
     if mesh is None:
@@ -267,10 +282,11 @@ def _on_auto_axes(function: Callable[..., Any], given: Any, specs_of: Callable[.
 
 
 def _specs_of_rounded(spec: list[Any], x: QuantizedArray) -> Any:
-    """PartitionSpecs of a QuantizedArray whose array has `spec`; scales shard like their values.
+    """A QuantizedArray of PartitionSpecs for x, whose unrounded array has the sharding `spec`, a list with an entry per
+    axis.
 
-    In low-bit weights the axis that a matmul sums over is not sharded. The scales of blocks are not sharded along the
-    last two axes, because the number of devices need not divide the number of blocks.
+    Scales shard like their values. In low-bit weights the axis that a matmul sums over is not sharded. The scales of
+    blocks are not sharded along the last two axes, because the number of devices need not divide the number of blocks.
     """
     if x.layout is not None:
         *outer, first, last = spec
@@ -284,7 +300,7 @@ def _specs_of_rounded(spec: list[Any], x: QuantizedArray) -> Any:
 
 
 def _in_order(x: QuantizedArray, spec: list[Any]) -> PartitionSpec:
-    """PartitionSpec of the array whose values have `spec`."""
+    """The PartitionSpec of x's dequantized array. spec: the sharding of x.values, a list with an entry per axis."""
     if x.layout is None:
         return PartitionSpec(*spec)
     *outer, columns, _ = spec
@@ -292,7 +308,7 @@ def _in_order(x: QuantizedArray, spec: list[Any]) -> PartitionSpec:
 
 
 def _wide(x: QuantizedArray, dtype: Any) -> jax.Array:
-    """values * scale."""
+    """values * scale, computed in float32 and rounded to dtype, in the array's own order of axes."""
     if x.layout is not None:
         found = formats.dequantized(x.values, x.scale, x.layout, x.length or 0).astype(dtype)
         return found if x.axis == -1 else jnp.swapaxes(found, -1, -2)
@@ -300,20 +316,24 @@ def _wide(x: QuantizedArray, dtype: Any) -> jax.Array:
 
 
 def _check_float(dtype: Any) -> None:
-    """Raises TypeError."""
+    """Raises TypeError unless `dtype` is a float dtype."""
     found = _dtype(dtype)
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"dtype: got {dtype}, want a float dtype")
 
 
 def check_scaling(scaling: Any) -> None:
-    """Raises ValueError."""
+    """Raises ValueError unless scaling is "tensor", "row" or "block"."""
     if scaling not in SCALINGS:
         raise ValueError(f"scaling: got {scaling!r}, want 'tensor', 'row' or 'block'")
 
 
 def scale_shape(shape: tuple[int, ...], scaling: str, axis: int = -1) -> tuple[int, ...]:
-    """The shape of the scales of an array."""
+    """The shape of the scales of an 8-bit array of this shape: [] for "tensor", without `axis` for "row", blocks for
+    "block".
+
+    Blocks have 128 x 128 values of the last two axes.
+    """
     if scaling == "tensor":
         return ()
     if scaling == "row":
@@ -323,7 +343,11 @@ def scale_shape(shape: tuple[int, ...], scaling: str, axis: int = -1) -> tuple[i
 
 
 def checked_scale(name: str, scale: Any, shape: tuple[int, ...]) -> jax.Array:
-    """The scale, float32 of this shape, as an array if it is a number. Raises TypeError or ValueError."""
+    """The scale as a float32 array of this shape; a positive Python or NumPy number becomes an array.
+
+    Raises TypeError for another dtype, ValueError for another shape or a number that is not positive. name: the
+    argument's name, for errors.
+    """
     if getattr(scale, "dtype", None) != jnp.float32:
         scale = plain(scale)
     if isinstance(scale, int | float) and not isinstance(scale, bool):
@@ -338,7 +362,8 @@ def checked_scale(name: str, scale: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def quantization_scale(x: jax.Array, dtype: Any, scaling: str, axis: Any) -> jax.Array:
-    """The scales with which x's largest values become the largest of `dtype`.
+    """The float32 scales that map x's largest magnitudes to the largest value of `dtype`, in the shape that scaling
+    gives.
 
     axis: for scaling="row", the axis, or a tuple of axes, along which values share a scale.
     """
@@ -346,7 +371,7 @@ def quantization_scale(x: jax.Array, dtype: Any, scaling: str, axis: Any) -> jax
 
 
 def _largest(x: jax.Array, scaling: str, axis: Any) -> jax.Array:
-    """The largest magnitudes of the values that share a scale."""
+    """The largest magnitude among the values that share a scale, for each scale: float32 in the scales' shape."""
     if scaling == "tensor":
         return _largest_along(x, None)
     if scaling == "row":
@@ -355,7 +380,7 @@ def _largest(x: jax.Array, scaling: str, axis: Any) -> jax.Array:
 
 
 def _largest_along(x: jax.Array, axis: Any, keepdims: bool = False) -> jax.Array:
-    """The largest magnitudes of float32 along axes. They are NaN if a value is NaN, and 0 without values.
+    """The largest magnitude along axes (None: all): float32; NaN if a value is NaN, and 0 without values.
 
     XLA's maximum drops a NaN on CPUs, but not on GPUs.
     """
@@ -365,7 +390,7 @@ def _largest_along(x: jax.Array, axis: Any, keepdims: bool = False) -> jax.Array
 
 
 def _spread(scale: jax.Array, scaling: str, axis: Any, shape: tuple[int, ...]) -> jax.Array:
-    """The scales, in a shape that broadcasts to the array's."""
+    """The scales in a shape that broadcasts to `shape`, the array's."""
     if scaling == "tensor":
         return scale
     if scaling == "row":
@@ -374,24 +399,27 @@ def _spread(scale: jax.Array, scaling: str, axis: Any, shape: tuple[int, ...]) -
 
 
 def _block_sizes(shape: Sequence[int]) -> list[int]:
-    """The block sizes along all axes: blocks cover the last two axes."""
+    """The length of a block of 128 x 128 values along each axis: 1 for all axes except the last two."""
     return [*[1] * (len(shape) - 2), BLOCK, BLOCK]
 
 
 def _scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
-    """The scale of values up to `largest`. It is a normal number, so that its reciprocal is finite."""
+    """The scales that map magnitudes up to `largest` to the largest value of dtype; 1 for a magnitude of 0.
+
+    Each scale is a normal number, so that its reciprocal is finite.
+    """
     tiny, top = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(dtype).max)
     return jnp.where(largest == 0, 1, jnp.maximum(largest / top, tiny))
 
 
 def _saturated(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in this dtype; finite values beyond the dtype's largest value become the largest."""
+    """x in this dtype. Finite values beyond the dtype's range become its largest value, with their sign."""
     top = float(jnp.finfo(dtype).max)
     return jnp.where(jnp.isfinite(x), jnp.clip(x, -top, top), x).astype(dtype)
 
 
 def _checked(x: Any) -> jax.Array:
-    """x as an array that must not be differentiated. Raises TypeError."""
+    """x as a jax.Array; differentiating it raises NotImplementedError. Raises TypeError unless x is a float array."""
     if isinstance(x, QuantizedArray) or not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, want a float array")
     return without_derivative(jnp.asarray(x), _NO_DERIVATIVE)
@@ -444,7 +472,7 @@ def _kept(values: jax.Array) -> jax.Array:
 
 
 def _axes(axis: Any) -> tuple[int, ...]:
-    """The axes from an int of any kind, or from a sequence of ints."""
+    """The axes as a tuple of ints, from an int of any kind, or from a sequence of ints. Raises TypeError otherwise."""
     axis = plain_of("axis", axis)
     try:
         return (operator.index(axis),) if hasattr(axis, "__index__") else tuple(operator.index(x) for x in axis)

@@ -19,9 +19,10 @@ LARGEST_EXPONENT = {"mxfp8": 8, "mxfp4": 2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LowBit:
-    """The format of a matrix of weights, and its layout.
+    """The format of a matrix of low-bit weights, and its layout in memory.
 
-    group: the number of values along the inner dimension K that share a scale; None if a whole column shares a scale.
+    format: "int8", "int4", "mxfp8" or "mxfp4". group: the number of values along the inner dimension K that share a
+    scale; None if a whole column shares a scale.
 
     The inner dimension is last, and is padded with zeros to a multiple of `unit`. Two 4-bit values share a byte: the
     first half of each unit is in the low bits of the bytes, the second half in the high bits. So a kernel separates the
@@ -41,7 +42,9 @@ class LowBit:
 
     @property
     def unit(self) -> int:
-        """The number of values of the inner dimension in a unit: at most 128, with a scale for each half or for all."""
+        """The number of values along K that are packed together, at most 128. A unit has one scale, or one for each
+        half.
+        """
         most = 128 if self.group is None else self.group * (2 if self.is_packed else 1)
         return min(128, most)
 
@@ -51,19 +54,19 @@ class LowBit:
 
     @property
     def scales_of_unit(self) -> int:
-        """The number of scales of a unit for each column; 0 if the column has one scale for all units."""
+        """The number of group scales within one unit of a column: 1 or more; 0 if the whole column has one scale."""
         return 0 if self.group is None else max(1, self.unit // self.group)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the stored values."""
+        """The dtype of the stored values: int8, float8_e4m3fn, or uint8 for two 4-bit values in a byte."""
         return {"int8": jnp.int8, "mxfp8": jnp.float8_e4m3fn}.get(self.format, jnp.uint8)
 
     def padded(self, depth: int) -> int:
         return -(-depth // self.unit) * self.unit
 
     def bytes_of(self, depth: int) -> int:
-        """The bytes of a column."""
+        """The bytes that a column of `depth` values takes, with its padding."""
         return self.padded(depth) // (2 if self.is_packed else 1)
 
     def scale_shape(self, depth: int, columns: int) -> tuple[int, ...]:
@@ -71,7 +74,10 @@ class LowBit:
 
 
 def encode(x: jax.Array, layout: LowBit) -> jax.Array:
-    """The stored values of scaled float32 values [..., K], rounded and saturated. K must be padded already."""
+    """The stored values of x, float32 [..., K] divided by its scales: rounded, saturated, and two to a byte for 4 bits.
+
+    K must be a multiple of the layout's unit. The result is [..., K], or [..., K / 2] for 4 bits.
+    """
     top = FORMATS[layout.format]
     if layout.format == "mxfp8":
         return jnp.where(jnp.isnan(x), x, jnp.clip(x, -top, top)).astype(jnp.float8_e4m3fn)
@@ -85,7 +91,7 @@ def encode(x: jax.Array, layout: LowBit) -> jax.Array:
 
 
 def _e2m1(x: jax.Array) -> jax.Array:
-    """The codes of values up to 6, rounded to nearest, ties to even."""
+    """The 4-bit e2m1 codes, uint8, of float32 values from -6 to 6, rounded to nearest, ties to even."""
     size = jnp.abs(x)
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     size = jnp.round(size / step) * step
@@ -94,7 +100,10 @@ def _e2m1(x: jax.Array) -> jax.Array:
 
 
 def numbers(stored: jax.Array, layout: LowBit) -> list[jax.Array]:
-    """The float32 values of stored values [..., unit_bytes]: one array, or the two halves of a unit."""
+    """The float32 values, without scales, of stored values [..., unit_bytes] of one unit.
+
+    A list of one array for 8 bits; for 4 bits of two arrays, the first and the second half of the unit.
+    """
     if not layout.is_packed:
         return [stored.astype(jnp.float32)]
     codes = [stored & 15, stored >> 4]
@@ -102,20 +111,25 @@ def numbers(stored: jax.Array, layout: LowBit) -> list[jax.Array]:
 
 
 def _of_e2m1(code: jax.Array) -> jax.Array:
+    """The float32 values of 4-bit e2m1 codes, the inverse of _e2m1."""
     size = (code & 7).astype(jnp.float32)
     size = jnp.where(size < 4, size / 2, jnp.where(size < 6, size - 2, 2 * size - 8))
     return jnp.where(code < 8, size, -size)
 
 
 def decode(stored: jax.Array, layout: LowBit) -> jax.Array:
-    """The float32 values [..., K padded] of stored values."""
+    """The float32 values, without scales, of stored values: [..., K], K including its padding."""
     count = stored.shape[-1] // layout.unit_bytes
     units = stored.reshape(*stored.shape[:-1], count, layout.unit_bytes)
     return jnp.concatenate(numbers(units, layout), -1).reshape(*stored.shape[:-1], count * layout.unit)
 
 
 def decode_scale(scale: jax.Array) -> jax.Array:
-    """Scales in float32. Powers of two are decoded from their bits: 0 is 2**-127, 255 is NaN."""
+    """Scales of any stored dtype in float32. float8_e8m0fnu, also as its bits in uint8, is 2 ** (code - 127); 255 is
+    NaN.
+
+    It is decoded from its bits: code 0 is 2**-127.
+    """
     if scale.dtype == jnp.float8_e8m0fnu:
         scale = lax.bitcast_convert_type(scale, jnp.uint8)
     if scale.dtype != jnp.uint8:
@@ -126,10 +140,11 @@ def decode_scale(scale: jax.Array) -> jax.Array:
 
 
 def scale_of(largest: jax.Array, layout: LowBit, dtype: Any) -> jax.Array:
-    """The scales of values up to `largest`; NaN where `largest` is not finite.
+    """The stored scales of values of magnitude up to `largest` (float32); NaN where `largest` is not finite.
 
-    MX: 2 ** (floor(log2(largest)) - the exponent of the format's largest power of two), as in the OCP's specification,
-    section 6.3, and at least 2**-126. Integers: normal numbers, rounded to dtype.
+    MX: float8_e8m0fnu, 2 ** (floor(log2(largest)) - the exponent of the format's largest power of two), as in the OCP's
+    specification, section 6.3, and at least 2**-126. Integers: `dtype`, with normal numbers that map `largest` to the
+    format's largest value. The scale of zeros is 1.
     """
     if layout.is_mx:
         exponent = (lax.bitcast_convert_type(largest, jnp.uint32) >> 23).astype(jnp.int32)
@@ -142,7 +157,9 @@ def scale_of(largest: jax.Array, layout: LowBit, dtype: Any) -> jax.Array:
 
 
 def dequantized(stored: jax.Array, scale: jax.Array, layout: LowBit, depth: int) -> jax.Array:
-    """The float32 weights [..., N, K]."""
+    """The float32 weights [..., N, K], from stored values [..., N, bytes] and their scales. depth: K without
+    padding.
+    """
     values, scale = decode(stored, layout), decode_scale(scale)
     if layout.group is None:
         return values[..., :depth] * scale[..., None]

@@ -1,7 +1,8 @@
-"""The blocks of 128 x 128 values that have one scale, in arrays of any number of axes.
+"""Blocks of 128 x 128 values that share a scale, in arrays of any number of axes.
 
-Rows are counted through all outer axes of an array, as if these were one axis. A block of rows is then a box of `sizes`
-values along the outer axes. So an array keeps its axes, and the devices of a mesh may shard each axis.
+The outer axes of an array (all rows' axes) are counted as if they were one axis of rows. 128 consecutive rows are then
+a box of some size along each outer axis, where the sizes of axes allow it. So an array keeps its axes, and the devices
+of a mesh may shard each axis.
 """
 
 import math
@@ -18,7 +19,10 @@ Lengths = Sequence[int]
 
 
 def boxes(outer: Lengths) -> tuple[int, ...]:
-    """The outer axes, the last of them merged until each block of rows is a box."""
+    """The outer axes with the last ones merged, as few as possible, so that 128 consecutive rows form a box.
+
+    [4, 128] stays, with blocks of 1 x 128; [3, 100] becomes [300], because 128 rows of it form no box.
+    """
     axes = list(outer) or [1]
     while len(axes) > 1 and _sizes(axes) is None:
         axes[-2:] = [axes[-2] * axes[-1]]
@@ -26,14 +30,14 @@ def boxes(outer: Lengths) -> tuple[int, ...]:
 
 
 def sizes_of(axes: Lengths) -> tuple[int, ...]:
-    """The sizes of a block of rows along the axes that boxes() gives."""
+    """The size of a block of 128 rows along each of these axes. They must be axes that `boxes` returns."""
     sizes = _sizes(axes)
     assert sizes is not None
     return sizes
 
 
 def _sizes(axes: Lengths) -> tuple[int, ...] | None:
-    """sizes_of; None if a block is no box."""
+    """The size of a block of 128 rows along each axis; None if 128 consecutive rows form no box."""
     is_known = all(isinstance(n, int) for n in axes)
     if is_known and 0 < math.prod(axes) <= BLOCK:
         return tuple(axes)
@@ -52,12 +56,16 @@ def _sizes(axes: Lengths) -> tuple[int, ...] | None:
 
 
 def counts(shape: Lengths, sizes: Lengths) -> tuple[int, ...]:
-    """The numbers of blocks along each axis."""
+    """The number of blocks of these sizes along each axis of an array of this shape."""
     return tuple(-(-n // size) for n, size in zip(shape, sizes, strict=True))
 
 
 def largest(x: Any, sizes: Lengths, largest_along: Callable[[Any, Any], Any]) -> Any:
-    """The largest magnitude of each block of x. largest_along(x, axes): the largest along axes."""
+    """The largest magnitude of each block of x, one value for each block along each axis.
+
+    sizes: of a block along each axis. largest_along(x, axes): the function that finds the largest magnitudes along
+    axes.
+    """
     sizes = [min(size, n) if isinstance(n, int) and n else size for n, size in zip(x.shape, sizes, strict=True)]
     split = counts(x.shape, sizes)
     ends = [(0, count * size - n) for n, size, count in zip(x.shape, sizes, split, strict=True)]
@@ -66,7 +74,9 @@ def largest(x: Any, sizes: Lengths, largest_along: Callable[[Any, Any], Any]) ->
 
 
 def spread(scale: Any, sizes: Lengths, shape: Lengths) -> Any:
-    """The scales of blocks in a shape that broadcasts to the array's."""
+    """The scales of blocks repeated for the values of each block, in a shape that broadcasts to `shape`, the
+    array's.
+    """
     for axis, size in enumerate(sizes):
         if size != 1 and scale.shape[axis] != 1:
             scale = jnp.repeat(scale, size, axis=axis)

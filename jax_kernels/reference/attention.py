@@ -18,9 +18,9 @@ CHUNK_BYTES = 1 << 28
 
 
 def live(inputs: AttentionInputs, options: AttentionOptions, rows=None):
-    """Whether each query may attend to each key: bool, broadcastable to [B, H, T, S].
+    """Whether each query may attend to each key, by all limits of the call: bool, broadcastable to [B, H, T, S].
 
-    rows: the indices of the queries, [T] int32, by default all indices. A bias of -inf is ignored.
+    rows: int32 [T], the indices of the queries, by default all. A bias of -inf is no limit here.
     """
     rows = jnp.arange(inputs.query.shape[1], dtype=jnp.int32) if rows is None else rows
     offset = first_position(inputs, options)
@@ -46,7 +46,11 @@ def live(inputs: AttentionInputs, options: AttentionOptions, rows=None):
 
 
 def without_ignored(inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs with zeros for the keys and values past kv_lengths, because a NaN there times 0 is NaN."""
+    """The inputs with zeros for the keys and values that no query may attend to because they are past the sequence's
+    end.
+
+    The end is the smallest of kv_lengths and of prefix masks. A NaN past it, times a probability of 0, would be NaN.
+    """
     lengths = key_lengths(inputs)
     if lengths is None:
         return inputs
@@ -56,7 +60,7 @@ def without_ignored(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def rounded(x):
-    """The product x, rounded: XLA cannot fuse it with a sum into one multiply-add.
+    """x, the result of a multiplication, rounded: XLA cannot fuse it with a sum into one multiply-add.
 
     In a fused `x - highest`, x is not rounded, but `highest` is the maximum of rounded products. If x is large and is
     the maximum, the difference is then far from 0.
@@ -65,7 +69,11 @@ def rounded(x):
 
 
 def scores_of(products, bias, options: AttentionOptions, modify=None):
-    """The scores [B, H, T, S], from query @ key^T. modify: a score_mod's function of all scores, or None."""
+    """The scores [B, H, T, S], from products = query @ key^T: scaled, then soft-capped, modified, and with the bias
+    added.
+
+    bias: broadcastable to the scores, or None. modify: a function from all scores to new scores (a score_mod), or None.
+    """
     scores = rounded(products * options.scale)
     if options.softcap is not None:
         scores = rounded(options.softcap * jnp.tanh(scores / options.softcap))
@@ -78,8 +86,9 @@ def scores_of(products, bias, options: AttentionOptions, modify=None):
 def below_highest(products, keep, inputs: AttentionInputs, options: AttentionOptions, rows):
     """(each score minus the highest of its row, [B, H, T, S]; the highest score of each row, [B, H, T, 1]).
 
-    The first is -inf for a pair that is masked out, the second for a row that keeps no pair. The highest score has no
-    gradient: results do not depend on it.
+    products: query @ key^T. keep: bool, broadcastable to it, the pairs that the masks keep. rows: int32 [T], the
+    queries' indices, for a score_mod. The first result is -inf for a pair that is masked out, the second for a row that
+    keeps no pair. The highest score has no gradient: results do not depend on it.
     """
     is_plain = options.softcap is None and inputs.bias is None and inputs.score_mod is None
     if is_plain and options.scale >= jnp.finfo(products.dtype).tiny:  # a scale of 0 or below changes the order
@@ -102,12 +111,15 @@ def _finite(highest):
 
 
 def _modify(inputs: AttentionInputs, rows):
-    """The score_mod for the queries with these indices [T], or None."""
+    """The score_mod as a function of scores [B, H, T, S] for the queries with indices rows [T], or None without one."""
     return None if inputs.score_mod is None else lambda scores: inputs.score_mod(scores, rows)
 
 
 def attention(inputs: AttentionInputs, options: AttentionOptions):
-    """The textbook form. Returns (out [B, T, H, Dv], lse [B, H, T]) in the inputs' precision, at least float32."""
+    """(out [B, T, H, Dv], lse [B, H, T]) by the textbook form, in the inputs' precision, at least float32.
+
+    A query without keys has an out of 0 and an lse of -inf.
+    """
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
     query, key, value = (x.astype(dtype) for x in without_ignored(inputs)[:3])
     key, value = (jnp.repeat(x, group_of(query, key), axis=2) for x in (key, value))
@@ -123,9 +135,11 @@ def attention(inputs: AttentionInputs, options: AttentionOptions):
 
 
 def _weights(scores, highest, sinks):
-    """(the softmax's numerators, the logarithm of their common divisor, the sinks' numerators).
+    """(numerators of the softmax, [B, H, T, S]; logarithm of their common divisor; numerators of the sinks, [B, H, T,
+    1]).
 
-    scores, highest: the results of below_highest. sinks: [B or 1, H], or None.
+    scores: each score minus its row's highest; highest: these, [B, H, T, 1]. sinks: [B or 1, H], or None; without them
+    the third is 0. The numerators are exp(score - divisor's logarithm), so that they are at most 1.
     """
     if sinks is None:
         return jnp.exp(scores), _finite(highest), jnp.zeros_like(highest)
@@ -135,9 +149,10 @@ def _weights(scores, highest, sinks):
 
 
 def _chunk_length(query, key):
-    """The number of queries in a chunk: the largest multiple of 16 within CHUNK_BYTES, or the whole length if it fits.
+    """The number of queries in a chunk: the largest multiple of 16 whose scores fit CHUNK_BYTES, at least 16.
 
-    A symbolic length of jax.export has no known divisors: one chunk has all queries.
+    It is the whole length if that fits. A symbolic length of jax.export has no known divisors: one chunk has all
+    queries.
     """
     if not isinstance(query.shape[1], int):
         return query.shape[1]
@@ -150,12 +165,12 @@ def _chunk_length(query, key):
 
 
 def _parts(length, part):
-    """The number of parts of a length, for reshape; -1 for symbolic sizes, so that reshape finds the number."""
+    """length // part, for reshape; -1 for symbolic sizes, so that reshape finds the number."""
     return length // max(part, 1) if isinstance(length, int) and isinstance(part, int) else -1
 
 
 def _split(x, chunk, axis=1, fill=0):
-    """[..., T, ...] -> [chunks, ..., chunk, ...], padded at the end."""
+    """Splits an axis into chunks: [..., T, ...] -> [chunks, ..., chunk, ...], padded at the end with `fill`."""
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, -x.shape[axis] % chunk)
     x = jnp.pad(x, pad, constant_values=fill)
@@ -164,7 +179,7 @@ def _split(x, chunk, axis=1, fill=0):
 
 
 def _join(x, length, axis=1):
-    """The inverse of _split."""
+    """Joins the chunks of _split: [chunks, ..., chunk, ...] -> [..., length, ...], without the padding."""
     x = jnp.moveaxis(x, 0, axis)
     x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     return lax.slice_in_dim(x, 0, length, axis=axis)
@@ -175,7 +190,11 @@ _QUERY_AXES = {"query": 1, "mask": 2, "bias": 2, "q_segment_ids": 1}
 
 
 def _in_chunks(inputs: AttentionInputs, options: AttentionOptions):
-    """(chunk length, arrays with a leading axis of chunks, function of a chunk's arrays: its inputs and indices)."""
+    """(chunk, split, inputs_of): the inputs cut into chunks of `chunk` queries, for lax.map or lax.scan.
+
+    split: a dict of arrays with a leading axis of chunks: "rows", the queries' indices, and the inputs that have an
+    axis of queries. inputs_of: maps one chunk's dict to (its AttentionInputs, its queries' indices).
+    """
     chunk = _chunk_length(inputs.query, inputs.key)
     split = {"rows": _split(jnp.arange(inputs.query.shape[1], dtype=jnp.int32), chunk, axis=0)}
     for name, axis in _QUERY_AXES.items():
@@ -190,26 +209,30 @@ def _in_chunks(inputs: AttentionInputs, options: AttentionOptions):
 
 
 def group_of(query, key) -> int:
-    """The number of query heads that share a key head. An array without heads has groups of any size."""
+    """The number of query heads that share a key head, from arrays [B, length, heads, D].
+
+    If key has no heads, it is the number of query heads.
+    """
     return query.shape[2] // max(key.shape[2], 1)
 
 
 def _grouped(x, kv_heads):
-    """[B, T, H, D] -> [B, T, kv heads, queries per kv head, D]."""
+    """x with its query heads grouped by key head: [B, T, H, D] -> [B, T, kv heads, queries per kv head, D]."""
     return x.reshape(*x.shape[:2], kv_heads, _parts(x.shape[2], kv_heads), x.shape[-1])
 
 
 def _grouped_scores(x, kv_heads):
-    """[B, H, T, S] -> [B, kv heads, queries per kv head, T, S]."""
+    """x with its query heads grouped by key head: [B, H, T, S] -> [B, kv heads, queries per kv head, T, S]."""
     return x.reshape(x.shape[0], kv_heads, _parts(x.shape[1], kv_heads), *x.shape[2:])
 
 
 def _precision(options):
+    """The precision of float32 matmuls: "tf32" is JAX's default on a GPU, all else is full float32."""
     return lax.Precision.DEFAULT if options.precision == "tf32" else lax.Precision.HIGHEST
 
 
 def query_key_products(inputs, options):
-    """query @ key^T, float32 [B, H, T, S]."""
+    """query @ key^T of each head, without the scale: float32 [B, H, T, S]."""
     q = _grouped(inputs.query, inputs.key.shape[2])
     s = jnp.einsum(
         "bqkgd,bskd->bkgqs", q, inputs.key, precision=_precision(options), preferred_element_type=jnp.float32
@@ -218,7 +241,10 @@ def query_key_products(inputs, options):
 
 
 def _masked_scores(inputs, options, rows):
-    """(scores and highest as in below_highest, products), for the queries with the indices `rows`, [T]."""
+    """(scores minus the row's highest, the highest, query @ key^T), for the queries with indices rows [T].
+
+    Shapes: [B, H, T, S], [B, H, T, 1], [B, H, T, S]. The first is -inf for pairs that are masked out.
+    """
     products = query_key_products(inputs, options)
     return *below_highest(products, live(inputs, options, rows), inputs, options, rows), products
 
@@ -226,7 +252,8 @@ def _masked_scores(inputs, options, rows):
 def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
     """Returns (out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), with a bias or score_mod also excess.
 
-    excess, shaped like lse, is the exact log-sum-exp minus lse: next to scores of -1e9, float32 loses the log.
+    excess, shaped like lse, is the exact log-sum-exp minus lse: next to scores of -1e9, float32 loses the log. A query
+    without keys has an out of 0 and an lse of -inf.
     """
     kv_heads, inputs = inputs.key.shape[2], without_ignored(inputs)
     _, split, inputs_of = _in_chunks(inputs, options)
@@ -253,10 +280,11 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
 
 
 def row_terms(out, lse, dout, dlse):
-    """The values of every query that a backward needs: (lse, delta), float32 [B, H, T]. dlse may be None.
+    """(lse, delta), float32 [B, H, T]: the values of every query that a backward needs.
 
-    dS = P * (dP - delta), where delta = sum(out * dout) - dlse. A query without keys has an lse of +inf here:
-    exp(score - inf) is 0, and so are its contributions to all gradients.
+    out, dout: [B, T, H, Dv]. lse: [B, H, T]. dlse: the cotangent of lse, or None. dS = P * (dP - delta), where
+    delta = sum(out * dout) - dlse. A query without keys has an lse of +inf here: exp(score - inf) is 0, and so are its
+    contributions to all gradients.
     """
     dead = jnp.isneginf(lse)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
@@ -265,9 +293,11 @@ def row_terms(out, lse, dout, dlse):
 
 
 def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None) -> AttentionGradients:
-    """All gradients except dsinks, in the inputs' dtypes or float32. All sums are in float32.
+    """All gradients except dsinks, in the inputs' dtypes, or float32 with options.float32_gradients; sums are in
+    float32.
 
-    lse, delta: from row_terms. excess: from the forward, with a bias or score_mod.
+    lse, delta: float32 [B, H, T], as row_terms returns them. dout: [B, T, H, Dv]. excess: the exact log-sum-exp minus
+    lse, [B, H, T], which the forward returns with a bias or a score_mod; None for 0.
     """
     excess = jnp.zeros_like(lse) if excess is None else excess
     inputs = without_ignored(inputs)

@@ -9,9 +9,10 @@ from jax_kernels.reference import attention
 
 
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factors):
-    """(out [B, T, H, Dv] bfloat16, lse [B, H, T] float32).
+    """(out [B, T, H, Dv] bfloat16, lse [B, H, T] float32) of 8-bit query, key and value.
 
-    The arguments are as in jax_kernels.pallas.attention.forward_fp8.
+    factors: float32 [B, H, 2]: a head's factor of query @ key^T, from the scales of query and key, and its factor of
+    the result, from the scale of value.
     """
     query, key, value = (x.astype(jnp.float32) for x in inputs[:3])
     of_scores, of_out = (factors[..., i][:, None, :, None] for i in range(2))

@@ -7,9 +7,14 @@ from jax_kernels.reference import attention
 
 
 def attention_decode(query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left):
-    """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32).
+    """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32) of the last T tokens of each sequence.
 
-    The arguments are as in the kernels: see jax_kernels.pallas.attention.decode_contract. scale may be any number here.
+    query: [B, T, H, D]. key: [B, S, Hkv, D], value: [B, S, Hkv, Dv]; or, with block_tables, int32 [B, pages of a
+    sequence], [pages, page_size, Hkv, D or Dv]. kv_lengths: int32 [B], the keys of each sequence, including its T new
+    ones. sinks: [B, H] float32, or None. mask, bias: bool and float [n, H or 1, T or 1, S], or None; each of the n
+    entries serves B / n consecutive sequences. The scores are query @ key^T * scale, then softcap * tanh(scores /
+    softcap) unless softcap is None, then + bias; scale may be any number. left: the keys before the query that it may
+    attend to; -1 for all.
     """
     batch = query.shape[0]
     if block_tables is not None:

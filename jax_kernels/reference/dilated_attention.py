@@ -25,7 +25,10 @@ def classes(
     layout: str = "overlap",
     order: str | None = None,
 ) -> list[np.ndarray]:
-    """For each branch, ids int32 [H, T]: a head's tokens with the same id attend to each other; -1 takes no part."""
+    """For each branch, ids int32 [H, T]: a head's tokens with the same id attend to each other; -1 takes no part.
+
+    The arguments are as in jax_kernels.dilated_attention: a branch is a pair of a segment length and a dilation rate.
+    """
     branches = list(zip(segment_lengths, dilation_rates, strict=True))
     largest = max([1, *dilation_rates])
     every_head = np.ones((num_heads, 1), np.int32)
@@ -52,7 +55,11 @@ def classes(
 
 
 def _ranks(size: int, order: str | None) -> np.ndarray:
-    """The rank of each token of a segment in the order that is dilated."""
+    """The rank of each token of a segment along the curve: int [size]. Tokens with equal rank modulo the rate form a
+    class.
+
+    order: None for the order of the sequence, else the order of a Hilbert curve.
+    """
     return np.arange(size) if order is None else invert_order(hilbert_order(size))
 
 
@@ -68,7 +75,12 @@ def dilated_attention(
     scale: float | None = None,
     **pattern,
 ):
-    """(out [B, T, H, Dv], lse [B, H, T]). pattern: the keyword arguments of classes."""
+    """(out [B, T, H, Dv], lse [B, H, T]), in the precision of the inputs, at least float32.
+
+    query, key: [B, T, H, D]. value: [B, T, H, Dv]. segment_ids: int32 [B, T], or None. combine: "lse" weights the
+    branches by their softmax sums, "mean" equally. pattern: segment_lengths, dilation_rates, heads, layout and order of
+    `classes`.
+    """
     num_heads = query.shape[2]
     options = AttentionOptions(query.shape[-1] ** -0.5 if scale is None else scale, is_causal=is_causal)
     outs, lses = [], []

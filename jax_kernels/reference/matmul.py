@@ -17,7 +17,7 @@ PRECISIONS = {None: None, "fp32": lax.Precision.HIGHEST, "tf32": lax.DotAlgorith
 
 
 def matmul(inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
-    """See MatmulOptions for the equation. Products are summed in float32."""
+    """The MatmulResult of a call, by the equations in MatmulOptions' docstring. Products are summed in float32."""
     product = _product(inputs.x, inputs.w, inputs.x_scale, inputs.w_scale, options)
     if inputs.x_up is not None:
         product = product + _product(inputs.x_up, inputs.w_up, None, None, options)
@@ -41,7 +41,10 @@ def matmul(inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
 
 
 def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions) -> Any:
-    """x @ w in float32, with the scales of 8-bit operands, which have their inner dimension last."""
+    """x @ w in float32. The scales of 8-bit operands and of low-bit weights multiply it.
+
+    x_scale, w_scale: in the shapes that options.scaling sets, see MatmulInputs; None without scales.
+    """
     if options.low_bit is not None:
         w = formats.dequantized(w, w_scale, options.low_bit, x.shape[-1])
         if x.dtype == jnp.bfloat16:
@@ -66,7 +69,8 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
 
 
 def _raised(x_scale: Any, w_scale: Any) -> tuple[Any, Any, list[Any]]:
-    """The scales of blocks times powers of two, and the inverse powers.
+    """(x_scale, w_scale, inverse powers): the scales of blocks times powers of two, and two float32 scalars that undo
+    these.
 
     The powers raise the product of the largest scales to about 1 if it is smaller. Otherwise the terms of a sum would
     leave float32's range before the sum does.
@@ -85,19 +89,24 @@ def _raised(x_scale: Any, w_scale: Any) -> tuple[Any, Any, list[Any]]:
 
 
 def _in_turn(product: Any, *factors: Any) -> Any:
-    """The product times each factor, in this order. The barrier keeps XLA from changing the order."""
+    """product * factor for each factor, in this order. The barrier keeps XLA from changing the order."""
     for factor in factors:
         product = lax.optimization_barrier(product) * factor
     return product
 
 
 def of_blocks(values: Any, scale: Any, count: int) -> Any:
-    """values * scale in float32. A scale covers 128 rows, along the first `count` axes, x 128 along the other axes."""
+    """values * scale in float32, for scales of blocks of 128 x 128 values.
+
+    The first `count` axes of values are counted as one axis of rows, the other axes as one axis of columns. scale:
+    float32, one for each block, see scale_blocks.py for its axes.
+    """
     sizes = scale_blocks.sizes_of(values.shape[:count]) + scale_blocks.sizes_of(values.shape[count:])
     return values.astype(jnp.float32) * scale_blocks.spread(scale, sizes, values.shape)
 
 
 def _sums(x: Any, w: Any, options: MatmulOptions) -> Any:
+    """The matmul x @ w in float32, over the axes and in the precision that the options give."""
     count = w.ndim - 1  # the axes that are summed over
     of_x = range(count) if options.transpose_x else range(x.ndim - count, x.ndim)
     of_w = range(1, w.ndim) if options.transpose_w else range(count)

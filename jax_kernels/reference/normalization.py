@@ -12,7 +12,7 @@ __all__ = ["norm_backward", "norm_forward"]
 
 
 def norm_forward(inputs: NormInputs, options: NormOptions) -> NormResult:
-    """See NormOptions for the equations. Everything is computed in float32."""
+    """The NormResult of a call, by the equations in NormOptions' docstring. Everything is computed in float32."""
     total = None if inputs.residual is None else _rounded_sum(inputs.x, inputs.residual)
     x = (inputs.x if total is None else total).astype(jnp.float32)
     mean = x.mean(axis=-1) if options.is_centred else None
@@ -32,7 +32,11 @@ def norm_forward(inputs: NormInputs, options: NormOptions) -> NormResult:
 def norm_backward(
     inputs: NormInputs, options: NormOptions, result: NormResult, dout: Any, dtotal: Any = None
 ) -> NormGradients:
-    """The gradients, from the result of the forward and the cotangents of out and total (dtotal may be None)."""
+    """The gradients of x, scale and bias, in their dtypes.
+
+    result: of the forward. dout: the cotangent of out, shaped like x. dtotal: the cotangent of total (x + residual), or
+    None.
+    """
     x = (inputs.x if result.total is None else result.total).astype(jnp.float32)
     assert result.inverse is not None
     dout = dout.astype(jnp.float32)
@@ -53,10 +57,13 @@ def norm_backward(
 
 
 def _rounded_sum(x: Any, y: Any) -> Any:
-    """x + y in their dtype. Without reduce_precision, XLA drops the rounding to 16 bits and goes on in float32."""
+    """x + y, rounded to x's dtype. Without reduce_precision, XLA drops the rounding to 16 bits and goes on in
+    float32.
+    """
     total, info = x.astype(jnp.float32) + y.astype(jnp.float32), jnp.finfo(x.dtype)
     return jax.lax.reduce_precision(total, info.nexp, info.nmant).astype(x.dtype)
 
 
 def _weight(inputs: NormInputs, options: NormOptions) -> Any:
+    """The factor of each column, scale + scale_offset, in float32; None without a scale."""
     return None if inputs.scale is None else inputs.scale.astype(jnp.float32) + options.scale_offset

@@ -29,9 +29,10 @@ BLOCK = 128
 
 
 def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None) -> ScoreMod:
-    """A ScoreMod whose arrays are the gradients of the score_mod's arrays, summed in float32 over the chunks.
+    """A ScoreMod whose arrays are the gradients of the score_mod's arrays, summed in float32 over the live blocks.
 
-    lse, delta: from reference.row_terms. excess: from the forward.
+    lse, delta: float32 [B, H, T], the log-sum-exp of each query, and sum(out * dout) - dlse, as reference.row_terms
+    returns them. dout: [B, T, H, Dv]. excess: the exact log-sum-exp minus lse, [B, H, T], from the forward; None for 0.
     """
     excess = jnp.zeros_like(lse) if excess is None else excess
     inputs = reference.without_ignored(inputs)
@@ -65,6 +66,11 @@ def _batch_and_heads(inputs: AttentionInputs) -> tuple[int, int]:
 
 
 def _reader(mod: ScoreMod, shape: tuple[int, int], lengths: tuple[int, int], block: int) -> Arrays | Operands:
+    """The object that reads the score_mod's arrays for some blocks, and sums their gradients.
+
+    Operands if a value of the score_mod depends on q - k and it can be split into reads and a program, else Arrays.
+    shape: (batch entries, heads). lengths: (queries, keys). block: the queries, and the keys, of a block.
+    """
     try:
         parts = split(mod, mosaic=True)
     except NotImplementedError:
@@ -75,7 +81,11 @@ def _reader(mod: ScoreMod, shape: tuple[int, int], lengths: tuple[int, int], blo
 
 
 def _blocks_at(place, mask: Mask, offset, shape: tuple[int, ...], lengths, blocks) -> Blocks:
-    """The blocks at the indices `place` among all blocks, an array of this shape. Indices past the end keep no pair."""
+    """The Blocks with the flat indices `place`, int32 [chunk], in an array of blocks of this shape.
+
+    shape: (B or 1, H or 1, rows, columns). lengths: (queries, keys) of the call. blocks: (queries, keys) of a block.
+    offset: int32 [B or 1], the position of query 0. Indices past the last block give blocks that keep no pair.
+    """
     b, h, row, column = jnp.unravel_index(jnp.minimum(place, math.prod(shape) - 1), shape)
     q, k = (at[:, None] * size + jnp.arange(size) for at, size in zip((row, column), blocks, strict=True))
     keep = (place < math.prod(shape))[:, None, None] & (q < lengths[0])[:, :, None] & (k < lengths[1])[:, None]
@@ -90,9 +100,10 @@ def _blocks_at(place, mask: Mask, offset, shape: tuple[int, ...], lengths, block
 def _of_chunk(
     found: Blocks, reader: Arrays | Operands, inputs: AttentionInputs, options: AttentionOptions, rows, dout
 ) -> tuple[Any, ...]:
-    """The gradients of reader.given(found), from these blocks. Scores: [chunk, batch, heads, block_q, block_kv].
+    """The gradients of the values that `reader` reads for these blocks, shaped as reader.given(found).
 
-    rows: lse, delta and excess, [B, H, T] each.
+    rows: (lse, delta, excess), float32 [B, H, T] each. dout: [B, T, H, Dv]. Inside, scores are [chunk, batch, heads,
+    block_q, block_kv].
     """
     heads = inputs.query.shape[2]
     of_query, of_key = (functools.partial(_rows, found, heads=heads, index=index) for index in (found.q, found.k))
@@ -114,7 +125,11 @@ def _of_chunk(
 
 
 def _rows(found: Blocks, x: jax.Array, *, heads: int, index: jax.Array) -> jax.Array:
-    """x [B, T, heads or key heads, D] at the blocks' queries or keys (index): [chunk, batch, block, heads, D]."""
+    """The rows of x that the blocks need: [chunk, batch, block, heads, D].
+
+    x: [B, length, heads or key heads, D]. index: found.q if x has queries, found.k if it has keys: int32 [chunk,
+    block]. batch and heads are 1 where a block has one batch entry or head. heads: the number of query heads.
+    """
     every = slice(None)
     entry = every if found.b is None else found.b[:, None]
     head = every if found.h is None else (found.h // (heads // x.shape[2]))[:, None]
@@ -124,7 +139,10 @@ def _rows(found: Blocks, x: jax.Array, *, heads: int, index: jax.Array) -> jax.A
 
 
 def _products(x: jax.Array, y: jax.Array, options: AttentionOptions) -> jax.Array:
-    """x @ y^T, float32 [chunk, batch, heads, block_q, block_kv], from results of _rows."""
+    """x @ y^T for each block, float32 [chunk, batch, heads, block_q, block_kv].
+
+    x, y: rows of queries and of keys, [chunk, batch, block, heads, D], as _rows returns them.
+    """
     # query_key_products takes blocks as batch entries.
     query, key = (rows.reshape(-1, *rows.shape[2:]) for rows in (x, y))
     given = AttentionInputs(query, key, value=None)  # type: ignore[arg-type]

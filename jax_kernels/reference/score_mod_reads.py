@@ -1,7 +1,9 @@
-"""The reads of a score_mod, for the gradients of its arrays by blocks: `Operands` if it reads by q - k, else `Arrays`.
+"""The reads of a score_mod, block by block, for the gradients of its arrays: `Operands` if it reads by q - k, else
+`Arrays`.
 
 Both classes have
-  given(found): the values with respect to which some blocks are differentiated, in the form of `moving`;
+  given(found): the values with respect to which some blocks (`found`) are differentiated, a tuple with None for
+    integer arrays;
   modified(given, found, scores): the score_mod on scores [chunk, batch, heads, block_q, block_kv], float32;
   zeros(): the initial sums of the gradients;
   added(sums, gradients, found): the sums plus the gradients of these blocks;
@@ -22,10 +24,13 @@ __all__ = ["Arrays", "Blocks", "Operands", "at", "mapped"]
 
 
 class Blocks(NamedTuple):
-    """A chunk of blocks. A block has one batch entry if the mask differs between entries, else all; heads likewise.
+    """A chunk of blocks of pairs, given by the indices of their queries and keys.
 
-    b, h: int32 [chunk], the batch entries and query heads, or None for all. q, k: int32 [chunk, block], indices in
-    range. keep: bool [chunk, block_q, block_kv], False for pairs out of range.
+    A block has one batch entry if the mask differs between entries, else all of them; heads likewise.
+
+    b, h: int32 [chunk], the batch entry and the query head of each block, or None if each block has all. q, k: int32
+    [chunk, block], indices of queries and keys, clamped to the last. keep: bool [chunk, block_q, block_kv], whether the
+    mask keeps each pair; False for pairs past the last query or key.
     """
 
     b: Any
@@ -37,7 +42,7 @@ class Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """The arrays of a score_mod, read by its own program."""
+    """The arrays of a score_mod, read by its own program. shape: (batch entries, heads)."""
 
     mod: ScoreMod
     shape: tuple[int, int]  # batch entries and heads
@@ -61,11 +66,14 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """The operands that kernels read. An operand of the difference q - k is read as windows: a block's diagonals.
+    """The operands of a score_mod: arrays of values looked up beforehand. An operand of q - k is read in windows.
 
-    The gradients of windows are sums along the diagonals: added pair by pair, all pairs would update the same few
-    values. Windows of the same diagonal of blocks are summed by a matmul, not in order of arrival. operands: of parts
-    and the mod's arrays, made once for all blocks. lengths: of queries and keys. block: queries, and keys, of a block.
+    A window holds the differences of one block, 2 * block values for its diagonals. The gradients of windows are sums
+    along the diagonals: added pair by pair, all pairs would update the same few values. Windows of the same diagonal of
+    blocks are summed by a matmul, whose order is fixed.
+
+    parts: the score_mod split into reads and a program. operands: the values that the reads give, made once for all
+    blocks. shape: (batch entries, heads). lengths: (queries, keys). block: the queries, and the keys, of a block.
     """
 
     mod: ScoreMod
@@ -77,10 +85,12 @@ class Operands:
 
     @property
     def are_windows(self) -> list[bool]:
+        """For each operand, whether it depends on q - k."""
         return ["d" in axes for _, axes in self.parts.reads]
 
     @property
     def columns(self) -> int:
+        """The number of blocks of keys."""
         return -(-self.lengths[1] // self.block)
 
     @property
@@ -90,11 +100,11 @@ class Operands:
 
     @property
     def before(self) -> int:
-        """The number of differences in the first window that are below the smallest real difference."""
+        """The number of unused values at the start of the first window, for differences below 1 - S."""
         return self.columns * self.block - self.lengths[1]
 
     def at(self, found: Blocks) -> list[jax.Array]:
-        """The operands. Operands of differences are windows [chunk, B or 1, H or 1, 2 * block]."""
+        """The operands for some blocks. An operand of q - k becomes windows [chunk, B or 1, H or 1, 2 * block]."""
         operands = zip(self.operands, self.are_windows, strict=True)
         return [self._windows(x, found) if is_window else x for x, is_window in operands]
 
@@ -133,11 +143,15 @@ class Operands:
         return ScoreMod(jax.vjp(of_arrays, moving(self.mod.arrays))[1](read)[0], self.mod.program)
 
     def _place(self, found: Blocks) -> jax.Array:
-        """The diagonal of each of these blocks, which is the index of its window: [chunk]."""
+        """The diagonal of blocks on which each of these blocks lies, from 0: int32 [chunk]. It is the index of its
+        window.
+        """
         return found.q[:, 0] // self.block - found.k[:, 0] // self.block + self.columns - 1
 
     def _windows(self, x: jax.Array, found: Blocks) -> jax.Array:
-        """The windows of a vector [B or 1, H or 1, T + S - 1]."""
+        """The windows of some blocks, [chunk, B or 1, H or 1, 2 * block], from an operand x [B or 1, H or 1, T + S -
+        1].
+        """
         count = (self.places + 1) * self.block
         x = jnp.pad(x, ((0, 0), (0, 0), (self.before, count - self.before - x.shape[2])))
         x = jnp.moveaxis(x.reshape(*x.shape[:2], -1, self.block), 2, 0)
@@ -149,7 +163,11 @@ class Operands:
         return x
 
     def _summed(self, dx: jax.Array, found: Blocks, shape: tuple[int, int]) -> jax.Array:
-        """The sums of windows' gradients for each diagonal: [places, *shape, 2 * block]. shape: (B or 1, H or 1)."""
+        """The gradients of windows, summed over the blocks of each diagonal: float32 [diagonals, *shape, 2 * block].
+
+        dx: [chunk, batch, heads, 2 * block], the gradients of some blocks' windows. shape: (B or 1, H or 1) of the
+        operand.
+        """
         for axis, own, count in zip((1, 2), (found.b, found.h), shape, strict=True):
             if own is not None and count > 1:
                 dx = dx * jnp.expand_dims(own[:, None] == jnp.arange(count), (3, 3 - axis))
@@ -157,7 +175,10 @@ class Operands:
         return jnp.einsum("cp,cbhd->pbhd", of_place.astype(jnp.float32), dx, precision=lax.Precision.HIGHEST)
 
     def _vector(self, windows: jax.Array) -> jax.Array:
-        """The vector [B or 1, H or 1, T + S - 1], from windows that overlap by half."""
+        """The gradient of an operand of q - k, [B or 1, H or 1, T + S - 1], from the summed gradients of its windows.
+
+        windows: [diagonals, B or 1, H or 1, 2 * block]; the second half of each overlaps the first half of the next.
+        """
         half = lambda part, pads: jnp.pad(windows[..., part], (pads, (0, 0), (0, 0), (0, 0)))
         x = half(slice(self.block), (0, 1)) + half(slice(self.block, None), (1, 0))
         x = jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)
@@ -165,7 +186,7 @@ class Operands:
 
 
 def _tile(windows: jax.Array, block: int) -> jax.Array:
-    """Tiles [..., block, block] of windows [..., 2 * block]: entry (i, j) is window entry i - j + block - 1.
+    """Tiles [..., block, block] from windows [..., 2 * block]: entry (i, j) is the window's entry i - j + block - 1.
 
     Each row is the reversed window, shifted by one entry from the row before. So the derivative sums along diagonals.
     """
@@ -175,10 +196,13 @@ def _tile(windows: jax.Array, block: int) -> jax.Array:
 
 
 def mapped(function: Any, found: Blocks, shape: tuple[int, int], scores: jax.Array, tiles: Any = ()) -> jax.Array:
-    """function(score, tiles, b, h, q, k), of scalars, over scores [chunk, batch, heads, block_q, block_kv].
+    """function(score, tiles, b, h, q, k), of scalars, mapped over the pairs of some blocks: shaped as scores.
+
+    scores: [chunk, batch, heads, block_q, block_kv]. shape: (batch entries, heads) of the call. tiles: a pytree of
+    arrays of scores' shape.
 
     The function is mapped one axis at a time. So a value that it looks up by some indices has only their axes, and the
-    gradient is summed over the other axes before it goes into an array. tiles: arrays of scores' shape.
+    gradient is summed over the other axes before it goes into an array.
     """
     of_all = [jnp.arange(size, dtype=jnp.int32) for size in shape]
     b, h = (every if own is None else own[:, None] for own, every in zip((found.b, found.h), of_all, strict=True))
@@ -189,5 +213,7 @@ def mapped(function: Any, found: Blocks, shape: tuple[int, int], scores: jax.Arr
 
 
 def at(array: jax.Array, score: jax.Array, *index: jax.Array) -> jax.Array:
-    """An entry of an array. Axes of length 1 are broadcast."""
+    """The entry of `array` at these indices, one for each axis; an axis of length 1 has its only entry. score is not
+    used.
+    """
     return array[tuple(0 if size == 1 else at for size, at in zip(array.shape, index, strict=True))]

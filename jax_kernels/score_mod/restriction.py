@@ -12,9 +12,11 @@ __all__ = ["placed"]
 
 
 def placed(mod: ScoreMod, places: Callable[..., tuple[Any, Any, Any]], numbers: tuple[Any, ...]) -> ScoreMod:
-    """The score_mod of a call. Its arrays are the arrays of `mod`, then the numbers, int32 scalars.
+    """The score_mod of a call with only some of a whole sequence's queries, keys and heads.
 
-    places: maps the call's (h, q, k, *numbers) to the (h, q, k) of the whole sequence.
+    mod: the score_mod of the whole sequence. The second argument maps the call's indices (h, q, k, *numbers) to the (h,
+    q, k) of the whole sequence. numbers: int32 scalars, which may be traced; the result's arrays are the arrays of
+    `mod`, then these.
     """
     count = len(mod.arrays)
     given = *mod.arrays, *numbers

@@ -1,4 +1,6 @@
-"""A score_mod in two parts: reads of arrays, before a kernel, and a program for a tile of scores, in the kernel."""
+"""Splits a score_mod in two: reads of arrays, done before a kernel, and a program for a tile of scores, in the
+kernel.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -33,25 +35,28 @@ CHEAP_OF_PAIRS = MOSAIC_CHEAP | {"and", "not", "or", "select_n", "sign", "square
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileMod:
-    """The two parts of a score_mod.
+    """A score_mod in two parts: reads of its arrays into operands, and a program that needs only scores and operands.
 
-    reads: for each operand, a program of (*arrays, b, h, q, k) that returns a scalar, and the letters of "bhqkd" on
-    which the scalar depends. "d" is the difference q - k, for a scalar that depends on q and k only as q - k.
+    reads: for each operand, (program, axes). The program is a jaxpr of (*arrays, b, h, q, k) that returns a scalar. The
+    axes are the letters of "bhqkd" on which the scalar depends; "d" is the difference q - k, for a scalar that depends
+    on q and k only as q - k.
 
-    program: of (score, b, h, q, k, *operands).
+    program: a jaxpr of the scalars (score, b, h, q, k, *operands) that returns the new score.
     """
 
     reads: tuple[tuple[Any, frozenset[str]], ...]
     program: Any
 
     def operands(self, arrays: tuple[Any, ...], shape: tuple[int, int, int, int]) -> list[jax.Array]:
-        """The operands for scores of this shape: [B or 1, H or 1, T or 1, S or 1] each, float32 or int32.
+        """The operands for scores of shape (B, H, T, S): float32 or int32 [B or 1, H or 1, T or 1, S or 1] each.
 
-        An operand of "d" is [B or 1, H or 1, T + S - 1], for the differences from 1 - S on.
+        An operand that depends on q - k is [B or 1, H or 1, T + S - 1]; its entries are for the differences 1 - S to T
+        - 1. arrays: the score_mod's arrays.
         """
         return [self._operand(arrays, shape, *read) for read in self.reads]
 
     def _operand(self, arrays, shape, program, axes):
+        """One operand of `operands`, from its program and its axes."""
         function: Any = lambda *indices: evaluated(program, (*arrays, *indices))
         sizes = (n if name in axes else 1 for name, n in zip("bhqk", shape, strict=True))
         indices = [jnp.arange(n, dtype=jnp.int32) for n in sizes]
@@ -64,19 +69,25 @@ class TileMod:
         return whole.astype(jnp.float32 if jnp.issubdtype(whole.dtype, jnp.inexact) else jnp.int32)
 
     def __call__(self, scores: Any, b: Any, h: Any, q: Any, k: Any, operands: Any) -> jax.Array:
-        """A tile of scores, float32. b, h: int32 scalars. q, k, int32, and operands: shaped as scores."""
+        """The new scores of a tile, float32 [rows, columns].
+
+        scores: float32 [rows, columns]. b, h: int32 scalars. q, k: int32, the indices of query and key, shaped as
+        scores. operands: the tile's entries of each operand, shaped as scores.
+        """
         function = lambda score, q, k, *operands: self.of_pair(score, b, h, q, k, operands)
         return jax.vmap(jax.vmap(function))(scores, q, k, *operands)
 
     def of_pair(self, score: Any, b: Any, h: Any, q: Any, k: Any, operands: Any) -> jax.Array:
-        """The new score of a pair. All arguments are scalars."""
+        """The new score of one pair, a float32 scalar. All arguments are scalars, and operands a sequence of
+        scalars.
+        """
         of_dtype = lambda x, dtype: x != 0 if dtype == jnp.dtype(bool) else x.astype(dtype)
         given = [of_dtype(x, of.aval.dtype) for x, of in zip(operands, self.program.invars[5:], strict=True)]
         return jaxpr_as_fun(ClosedJaxpr(self.program, []))(score, b, h, q, k, *given)[0]
 
 
 def why_not(mod: ScoreMod, *, mosaic: bool = False) -> str | None:
-    """The reason why `split` refuses a score_mod; None if it does not."""
+    """The reason in words why `split` cannot split a score_mod with this `mosaic`; None if it can."""
     try:
         split(mod, mosaic=mosaic)
     except NotImplementedError as error:
@@ -85,10 +96,11 @@ def why_not(mod: ScoreMod, *, mosaic: bool = False) -> str | None:
 
 
 def split(mod: ScoreMod, *, mosaic: bool = False) -> TileMod:
-    """The two parts. Raises NotImplementedError if a score_mod cannot be split.
+    """The TileMod of a score_mod. Raises NotImplementedError, with the reason, if the score_mod cannot be split.
 
-    mosaic: for kernels that read values, rather than compute them, if the values depend only on b and h, or if they
-    depend on one more index (q, k or the difference q - k) and are not cheap.
+    mosaic: split for the kernels of "mosaic_gpu". They read from memory the values that depend only on b and h, and the
+    values that depend on one more index (q, k or the difference q - k) and are not cheap to compute. False: for
+    "triton", whose kernels compute all values that need no look-up.
     """
     program = flat(mod.program)
     arrays, (score, *indices) = program.invars[:-5], program.invars[-5:]
@@ -131,6 +143,7 @@ def split(mod: ScoreMod, *, mosaic: bool = False) -> TileMod:
 
 
 def _is_cheap_of_pairs(equation: Any) -> bool:
+    """Whether a kernel of "mosaic_gpu" computes the equation for each pair faster than it reads its result."""
     kind = str(equation.primitive)
     if kind == "div":
         is_float = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
@@ -139,11 +152,14 @@ def _is_cheap_of_pairs(equation: Any) -> bool:
 
 
 def _variables(atoms: Any) -> list[Any]:
+    """The atoms that are variables, not literals."""
     return [x for x in atoms if not isinstance(x, Literal)]
 
 
 def primitives(equations: Any) -> Iterator[str]:
-    """The names of the primitives of a program and of the programs that it calls."""
+    """Yields the names of the primitives in a program's equations and in the programs that they call, with
+    repetitions.
+    """
     for equation in equations:
         yield str(equation.primitive)
         for program in called(equation):
@@ -151,7 +167,9 @@ def primitives(equations: Any) -> Iterator[str]:
 
 
 def _leading_to(variables: Any, equations: Any, known: set[Any]) -> list[Any]:
-    """The equations that compute these variables from the known variables."""
+    """The equations that compute `variables` from the `known` variables and the program's inputs, in the program's
+    order.
+    """
     needed, found = set(_variables(variables)) - known, []
     for equation in reversed(equations):
         if any(x in needed for x in equation.outvars):

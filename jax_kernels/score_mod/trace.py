@@ -25,30 +25,35 @@ _EXPLICIT = (
 
 
 def moving(arrays: Any, wanted: bool = True) -> tuple[Any, ...]:
-    """The arrays, with None for integers, which have no gradient, or None for all arrays unless `wanted`.
+    """The arrays, with None in the position of each integer array, which has no gradient.
 
-    None is no leaf, so the gradient has None for the same arrays.
+    With wanted=False, all entries are None. None is no leaf of a pytree, so a gradient has None in the same positions.
     """
     return tuple(x if wanted and jnp.issubdtype(x.dtype, jnp.inexact) else None for x in arrays)
 
 
 def with_moving(arrays: Any, given: Any) -> tuple[Any, ...]:
-    """The arrays, replaced by the entries of `given` that are not None. given: in the form of `moving`."""
+    """The arrays, with each one replaced by the entry of `given` at its position, unless this entry is None."""
     return tuple(x if moved is None else moved for x, moved in zip(arrays, given, strict=True))
 
 
 @node
 class ScoreMod:
-    """A pytree with the arrays as leaves. To jit, another trace of the same function is another program.
+    """A traced score_mod: a function of the scores, as a jaxpr and the arrays that it closes over.
 
-    program: a jaxpr of (*arrays, score, b, h, q_idx, kv_idx).
+    arrays: the leaves of this pytree. program: a jaxpr of (*arrays, score, b, h, q_idx, kv_idx), all scalars but the
+    arrays, that returns the new score. jit compiles again for another trace of the same function, since jaxprs are
+    compared by identity.
     """
 
     arrays: tuple[Any, ...]
     program: Any = static()
 
     def __call__(self, scores: Any, q_idx: Any) -> jax.Array:
-        """The new scores, in the shape and dtype of scores [B, H, T, S] of queries q_idx [T], all in range."""
+        """The new scores, in the shape and dtype of `scores`, [B, H, T, S].
+
+        q_idx: int32 [T], the index of each query. The other indices of a score are its indices in the array.
+        """
         function = lambda score, *indices: evaluated(self.program, (*self.arrays, score, *indices))
         axes = [jnp.arange(n, dtype=jnp.int32) for n in scores.shape]
         axes[2] = q_idx
@@ -57,23 +62,31 @@ class ScoreMod:
         return function(scores.astype(jnp.float32), *axes).astype(scores.dtype)
 
     def gradients(self, scores: Any, q_idx: Any, dout: Any, *, of_arrays: bool) -> tuple[Any, tuple[Any, ...]]:
-        """The gradients (of the scores, of each array or None), from the cotangent of __call__'s result."""
+        """(gradient of the scores, tuple of the gradient of each array), from `dout`, the cotangent of the new scores.
+
+        scores, q_idx: as in a call of the ScoreMod. The gradient of an integer array is None; of_arrays=False makes all
+        of the tuple None.
+        """
         function = lambda scores, given: ScoreMod(with_moving(self.arrays, given), self.program)(scores, q_idx)
         return jax.vjp(function, scores, moving(self.arrays, of_arrays))[1](dout)
 
     def zeros(self, *, of_arrays: bool) -> tuple[Any, ...]:
-        """float32 zeros, the initial sums of the arrays' gradients."""
+        """float32 zeros in the arrays' shapes, to which gradients are added; None for integer arrays, or for all of
+        them.
+
+        of_arrays: False if no array's gradient is wanted.
+        """
         return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), moving(self.arrays, of_arrays))
 
     def with_gradients(self, sums: tuple[Any, ...]) -> "ScoreMod":
-        """A ScoreMod with the gradients as arrays, in the arrays' dtypes."""
+        """A ScoreMod whose arrays are these gradients in the arrays' dtypes, None where a sum is None."""
         dtypes = (x.dtype for x in self.arrays)
         arrays = tuple(None if x is None else x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True))
         return ScoreMod(arrays, self.program)
 
 
 def evaluated(program: Any, arguments: tuple[Any, ...]) -> Any:
-    """The first result of a program.
+    """The first result of a jaxpr without constants, for these arguments.
 
     Inside a jax.shard_map that checks varying axes, all operands of an equation must vary along the same axes. A
     program that was traced for scalars does not ensure this. There its equations run one by one, on operands made to
@@ -103,7 +116,11 @@ def evaluated(program: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def trace(function: Any) -> ScoreMod:
-    """The ScoreMod of a function of scalars. Raises TypeError or ValueError for anything else."""
+    """The ScoreMod of a function score_mod(score, b, h, q_idx, kv_idx) of scalars.
+
+    Raises TypeError if it is no function, or does not map a float32 and four int32 scalars to float32; ValueError if
+    its result is no scalar.
+    """
     if not callable(function):
         raise TypeError(f"score_mod: got {type(function).__name__}, {_WANT}")
     scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype)

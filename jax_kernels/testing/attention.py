@@ -51,7 +51,7 @@ class _AttentionResults(NamedTuple):
 class AttentionResults(_AttentionResults):
     """out [B, T, H, Dv], lse [B, H, T] and the gradients, shaped like query, key, value, bias and sinks.
 
-    A result that a call does not return is None, and is left out of _asdict().
+    A result that a call does not return is None, and is left out of _asdict(), which maps names to results.
     """
 
     __slots__ = ()
@@ -72,7 +72,10 @@ def _shapes(case: AttentionCase) -> tuple[tuple[int, ...], ...]:
 
 
 def attention_inputs(case: AttentionCase, seed: int = 0) -> tuple[jax.Array, ...]:
-    """query, key, value and dout in the case's dtype, and dlse float32: normal random values."""
+    """(query, key, value, dout, dlse) for a case: normal random values, in the case's dtype; dlse is float32.
+
+    dout, dlse: the cotangents of out [B, T, H, Dv] and lse [B, H, T].
+    """
     random = np.random.default_rng(seed)
     query, key, value, dout, dlse = (random.standard_normal(shape, np.float32) for shape in _shapes(case))
     if case.garbage:
@@ -102,11 +105,14 @@ def why_not(case: AttentionCase, implementation: str) -> str | None:
 
 
 def _gives_lse(implementation: str | None) -> bool:
+    """Whether an implementation (None: the default) returns lse; only "cudnn" does not."""
     return implementation != "cudnn"
 
 
 def _call(case: AttentionCase, query, key, value, bias, sinks) -> tuple[AttentionInputs, AttentionOptions]:
-    """The case as arguments of the reference."""
+    """The case as arguments of jax_kernels.reference.attention. bias, sinks: arrays or None; the others as in the
+    case.
+    """
     arguments = case.arguments
     q_ids, kv_ids = arguments["segment_ids"] or (None, None)
     inputs = AttentionInputs(
@@ -133,13 +139,17 @@ def _call(case: AttentionCase, query, key, value, bias, sinks) -> tuple[Attentio
 
 
 def _results(case: AttentionCase, forward, primals: dict[str, Any], cotangents) -> AttentionResults:
-    """The results of forward(primals), and their gradients. primals: the arrays of case.differentiated, by name."""
+    """The results of forward(primals) = (out, lse), and the gradients of primals for the cotangents (dout, dlse).
+
+    primals: the arrays with a gradient, by name.
+    """
     (out, lse), vjp = jax.vjp(forward, primals)
     gradients = vjp(cotangents)[0]
     return AttentionResults(out, lse, *(gradients.get(name) for name in ("query", "key", "value", "bias", "sinks")))
 
 
 def _primals(case: AttentionCase, query, key, value) -> dict[str, Any]:
+    """The arrays with a gradient by name: query, key and value, and the case's bias and sinks."""
     extra = {name: case.arguments[name] for name in case.differentiated[3:]}
     return {"query": query, "key": key, "value": value} | extra
 
@@ -154,7 +164,7 @@ def _float64(case, primals, cotangents):
 
 
 def attention_float64(case: AttentionCase, query, key, value, dout, dlse=None) -> AttentionResults:
-    """The right answer, in numpy float64: the reference on the CPU. dlse None is zeros."""
+    """The right answer, AttentionResults in NumPy float64, by the reference on the CPU. dlse None is zeros."""
     key, value = without_garbage(case, key, value)
     primals = {name: np.asarray(x).astype(np.float64) for name, x in _primals(case, query, key, value).items()}
     dlse = np.zeros(_shapes(case)[-1]) if dlse is None else dlse
@@ -164,7 +174,7 @@ def attention_float64(case: AttentionCase, query, key, value, dout, dlse=None) -
 
 
 def _rounded(x, dtype):
-    """x, and its cotangent, rounded to dtype. Without the barrier, XLA may leave out a pair of casts."""
+    """x rounded to dtype and back, and its cotangent too. Without the barrier, XLA may leave out a pair of casts."""
     return jax.lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
 
 
@@ -178,6 +188,7 @@ _rounded_gradient.defvjp(lambda x, dtype: (x, None), lambda dtype, _, dx: (_roun
 
 @functools.partial(jax.jit, static_argnums=0)
 def _plain(case, primals, cotangents):
+    """plain_attention for the arrays with a gradient (primals, by name) and cotangents (dout, dlse), jitted."""
     dtype = primals["query"].dtype
     group = case.heads // case.kv_heads
     precision = jax.lax.Precision.DEFAULT if case.precision == "tf32" else jax.lax.Precision.HIGHEST
@@ -205,10 +216,11 @@ def _plain(case, primals, cotangents):
 
 
 def plain_attention(case: AttentionCase, query, key, value, dout, dlse=None) -> AttentionResults:
-    """The plain evaluation in the inputs' dtype, the yardstick of error: whole score matrices, JAX's gradient.
+    """The AttentionResults of a plain evaluation in the inputs' dtype, whose error is the yardstick for other results.
 
-    Matmuls accumulate in float32 and softmax is in float32. Operands of matmuls, and the gradient of the probabilities,
-    are rounded to the inputs' dtype, as in PyTorch's own attention.
+    It has whole score matrices and JAX's gradient. Matmuls accumulate in float32 and softmax is in float32. Operands of
+    matmuls, and the gradient of the probabilities, are rounded to the inputs' dtype, as in PyTorch's own attention.
+    dlse None is zeros.
     """
     dlse = jnp.zeros(_shapes(case)[-1]) if dlse is None else dlse
     key, value = without_garbage(case, key, value)
@@ -222,10 +234,10 @@ def run_attention(
     op: Callable[..., Any] = flash_attention,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """flash_attention and its gradients in one jit: the available entries of AttentionResults, by name.
+    """The results and gradients of flash_attention by name ("out", "lse", "dq", ...), from one jitted call.
 
-    arrays: from attention_inputs. op: a function with the arguments and results of flash_attention. kwargs go to
-    it. "cudnn" gives no lse: there, lse is left out and dlse counts as zero.
+    arrays: (query, key, value, dout, dlse), from attention_inputs. op: another function with the arguments and results
+    of flash_attention. kwargs go to it. "cudnn" gives no lse: there, lse is left out and dlse counts as zero.
     """
     with_lse = _gives_lse(implementation)
 
@@ -244,7 +256,10 @@ def run_attention(
 
 
 def errors_of_attention(case: AttentionCase, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(error, bound) of each result that run_attention gave for attention_inputs(case)."""
+    """(error, bound) of each result by name. got: from run_attention for the case and attention_inputs(case).
+
+    The error is rms_error against float64.
+    """
     arrays, bounds = attention_inputs(case), tolerance(case)
     want = attention_float64(case, *(arrays if "lse" in got else arrays[:-1]))
     return {name: (rms_error(x, getattr(want, name)), bounds[name]) for name, x in got.items()}
@@ -276,7 +291,7 @@ def largest_error(got: Any, want: Any, floor: float | None = None) -> float:
 
 @functools.cache
 def tolerance(case: AttentionCase, seed: int = 0) -> dict[str, float]:
-    """The largest rms_error that each of AttentionResults may have on attention_inputs(case, seed).
+    """The largest rms_error that each result may have, by name, for the arrays attention_inputs(case, seed).
 
     16-bit: 1.1 times the error of plain_attention. lse and exact float32: 2e-6, about ten roundings of
     float32, or twice the plain error, because tiles add in another order. tf32: 2e-3. It rounds every operand to
@@ -287,7 +302,10 @@ def tolerance(case: AttentionCase, seed: int = 0) -> dict[str, float]:
 
 
 def tolerance_of(case: AttentionCase, arrays, want: AttentionResults) -> dict[str, float]:
-    """tolerance(case) for these arrays. want: the right answer."""
+    """The largest rms_error that each result may have, by name, for these arrays, as `tolerance` explains.
+
+    arrays: (query, key, value, dout, dlse). want: the right answer.
+    """
     plain = plain_attention(case, *arrays)
     bounds = {}
     for name, right in want._asdict().items():

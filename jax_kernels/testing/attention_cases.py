@@ -18,17 +18,17 @@ class AttentionCase:
     """One attention call, without its arrays.
 
     q_offset: an int, or an int per batch entry. kv_lengths: None, or an int per batch entry. precision: "fp32" or
-    "tf32" for float32, else None. magnitude: the standard deviation of the query; key has 1, and
-    value value_magnitude.
-    window, softcap: as in flash_attention. sinks: whether the call has sinks. segments: None; "packed", segments in
-    sequence with padding at the end; or "mixed", ids in any order. bias: None, or the axes of a bias, from "bhts"; its
-    other axes have length 1. bias_dtype: "" for dtype. bias_masks: some entries, and some whole rows, are -inf.
-    bias_low: added to the bias where a key comes after its query, as in causal masks by -1e30.
-    mask: None, or the axes of a bool mask, as for bias. With "t", some queries have no key. With "t" and "s", the first
-    third of the queries drops the second half of the keys, and the last third keeps all keys of the first half.
-    pattern: None, or the name of a Mask in PATTERNS, instead of mask.
-    bias_whole: replaces the bias of the first quarter of the queries, and masks these queries whole.
-    garbage: keys and values past kv_lengths are NaNs and infinities. no_sink: the sink of the first head is -inf.
+    "tf32" for float32, else None. magnitude: the standard deviation of the query; the key's is 1, and the value's is
+    value_magnitude. window, softcap: as in flash_attention. sinks: whether the call has sinks. segments: None;
+    "packed", segments in sequence with padding at the end; or "mixed", ids in any order. bias: None, or the axes of a
+    bias, from "bhts" (batch, heads, queries, keys); its other axes have length 1. bias_dtype: "" for dtype. bias_masks:
+    some entries of the bias, and some whole rows, are -inf. bias_low: added to the bias where a key comes after its
+    query, as in causal masks by -1e30. mask: None, or the axes of a bool mask, as for bias. With "t", some queries have
+    no key. With "t" and "s", the first third of the queries drops the second half of the keys, and the last third keeps
+    all keys of the first half. pattern: None, or the name of a Mask in PATTERNS, instead of mask. bias_whole: unless it
+    is 0, it replaces the bias of the first quarter of the queries; a value such as the lowest float masks these queries
+    whole. garbage: keys and values past kv_lengths are NaNs and infinities. no_sink: the sink of the first head is
+    -inf.
     """
 
     name: str
@@ -65,13 +65,17 @@ class AttentionCase:
 
     @property
     def differentiated(self) -> tuple[str, ...]:
-        """The arguments that have a gradient, in the order of AttentionResults."""
+        """The names of flash_attention's arguments that have a gradient in this case, in the order of
+        AttentionResults.
+        """
         extra = {"bias": self.bias is not None, "sinks": self.sinks}
         return ("query", "key", "value", *(name for name, given in extra.items() if given))
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of flash_attention for this case."""
+        """The keyword arguments of flash_attention for this case, except query, key and value. Arrays are random but
+        fixed.
+        """
         return {
             "is_causal": self.is_causal,
             "q_offset": self.q_offset if isinstance(self.q_offset, int) else np.asarray(self.q_offset, np.int32),
@@ -99,6 +103,7 @@ class AttentionCase:
         return np.random.default_rng([purpose, self.batch, self.q_length, self.kv_length])
 
     def _bias(self) -> Any:
+        """The bias, [B or 1, H or 1, T or 1, S or 1], or None. Its values are random but fixed."""
         if self.bias is None:
             return None
         random = self._random(2)
@@ -113,6 +118,9 @@ class AttentionCase:
         return jnp.asarray(bias, self.bias_dtype or self.dtype)
 
     def _mask(self) -> Any:
+        """The mask: a Mask for a pattern, else bool [B or 1, H or 1, T or 1, S or 1], or None. Its values are random
+        but fixed.
+        """
         if self.pattern is not None:
             return PATTERNS[self.pattern](self)
         if self.mask is None:
@@ -126,11 +134,12 @@ class AttentionCase:
         return mask
 
     def _shape(self, axes: str) -> list[int]:
-        """The lengths of "bhts", with 1 for an axis that is not in `axes`."""
+        """The shape of an array on these axes, from "bhts": [B or 1, H or 1, T or 1, S or 1]."""
         sizes = {"b": self.batch, "h": self.heads, "t": self.q_length, "s": self.kv_length}
         return [size if axis in axes else 1 for axis, size in sizes.items()]
 
     def _segment_ids(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of the queries and of the keys, int32 [B, T] and [B, S]."""
         lengths, random = (self.q_length, self.kv_length), self._random(3)
         if self.segments == "mixed":
             q_ids, kv_ids = (random.integers(-1, 3, (self.batch, length), np.int32) for length in lengths)
@@ -142,7 +151,10 @@ class AttentionCase:
 
 
 def _cells(case: AttentionCase, size: int) -> masks.Mask:
-    """Random cells of each batch entry and head. Entry 0's first key head has none in the first row and last column."""
+    """A block_sparse mask of random cells of size x size for each batch entry and head.
+
+    For the query heads of batch entry 0's first key head, the first row and the last column of cells are dropped.
+    """
     shape = (case.batch, case.heads, -(-case.q_length // size), -(-case.kv_length // size))
     cells = case._random(5).random(shape) < 0.4
     cells[0, : case.heads // case.kv_heads, 0] = False

@@ -17,10 +17,11 @@ __all__ = ["CASES", "LONG", "DecodeCase", "arrays_of", "definition", "errors", "
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCase:
-    """One call. kv_length: the cache's capacity for a sequence. page_size: None for a contiguous cache.
+    """One call of decode_attention, without its arrays.
 
-    mask, bias: their axes of [B, H, T, S] that are not of size 1, as in "BS". A mask removes all keys of query 0, head
-    0 of sequence 0.
+    kv_length: the cache's capacity for a sequence. page_size: None for a contiguous cache. mask, bias: their axes of
+    [B, H, T, S] that are not of size 1, as in "BS"; "" for none. A mask removes all keys of query 0, head 0 of sequence
+    0.
     """
 
     name: str
@@ -45,12 +46,13 @@ class DecodeCase:
         return self.name
 
     def shape_of(self, axes: str) -> tuple[int, ...]:
-        """The shape of a mask or bias with these axes."""
+        """The shape of a mask or bias with these axes, from "BHTS"; other axes have length 1."""
         sizes = {"B": self.batch, "H": self.heads, "T": self.q_length, "S": self.kv_length}
         return tuple(size if axis in axes else 1 for axis, size in sizes.items())
 
     @property
     def lengths(self) -> list[int]:
+        """The number of keys of each sequence, from 0 to kv_length."""
         lengths = (self.kv_length,) * self.batch if self.kv_lengths is None else self.kv_lengths
         return [min(max(length, 0), self.kv_length) for length in lengths]
 
@@ -102,7 +104,10 @@ LONG = {case.name: case for case in _LONG}
 
 
 def arrays_of(case: DecodeCase, seed: int = 0) -> dict[str, Any]:
-    """The arrays of a call. Cache entries past a length are NaN; table entries past a length are no page."""
+    """The arrays of a call by argument, with "q", "k" and "v" for query, key and value.
+
+    Cache entries past a length are NaN; block_tables entries past a length point at no page.
+    """
     random = np.random.default_rng(seed)
     normal: Any = lambda *shape: random.standard_normal(shape, np.float32)
     query = normal(case.batch, case.q_length, case.heads, case.head_dim)
@@ -135,7 +140,7 @@ def arrays_of(case: DecodeCase, seed: int = 0) -> dict[str, Any]:
 
 
 def why_not(case: DecodeCase, implementation: str) -> str | None:
-    """The reason why this implementation cannot run a case here, or None."""
+    """The reason why this implementation cannot run a case on this machine; None if it can."""
     specs = jax.eval_shape(lambda: arrays_of(case))
     options = {"window": case.window, "softcap": case.softcap, "scale": case.scale, "implementation": implementation}
     try:
@@ -146,13 +151,19 @@ def why_not(case: DecodeCase, implementation: str) -> str | None:
 
 
 def _in_pages(x, numbers, page_size):
-    """[B, S, heads, D] -> [pages + 2, page_size, heads, D]: page i is at numbers[i]; two more pages are NaN."""
+    """A cache x [B, S, heads, D] as pages [pages + 2, page_size, heads, D]; two further pages are NaN.
+
+    numbers: the index of each page in the result, in the order of the sequences.
+    """
     pages = np.full((len(numbers) + 2, page_size, *x.shape[2:]), np.nan, np.float32)
     pages[numbers] = x.reshape(-1, page_size, *x.shape[2:])
     return pages
 
 
 def _contiguous(case: DecodeCase, x, tables) -> np.ndarray:
+    """A key or value cache as float64 [B, S, heads, D], with its pages in order if `tables`, the block tables, are
+    given.
+    """
     x = np.asarray(x).astype(np.float64)
     if tables is None:
         return x
@@ -160,7 +171,7 @@ def _contiguous(case: DecodeCase, x, tables) -> np.ndarray:
 
 
 def run(case: DecodeCase, arrays: dict[str, Any], implementation: str | None):
-    """(out, lse) of decode_attention, jitted."""
+    """(out [B, T, H, Dv], lse [B, H, T]) of decode_attention, jitted. arrays: from arrays_of."""
 
     # Compiling dominates a small case. Unoptimised code compiles in half the time.
     on_cpu = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
@@ -174,7 +185,10 @@ def run(case: DecodeCase, arrays: dict[str, Any], implementation: str | None):
 
 
 def definition(case: DecodeCase, arrays: dict[str, Any], rounded: bool = False):
-    """(out, lse) in float64. rounded: round the weights and out to the case's dtype, as a plain evaluation does."""
+    """(out [B, T, H, Dv], lse [B, H, T]), computed in float64 by NumPy loops. arrays: from arrays_of.
+
+    rounded: round the weights and out to the case's dtype, as a plain evaluation does.
+    """
     tables = None if "block_tables" not in arrays else np.asarray(arrays["block_tables"])
     query = np.asarray(arrays["q"]).astype(np.float64)
     key, value = (_contiguous(case, arrays[name], tables) for name in "kv")
@@ -206,7 +220,10 @@ def definition(case: DecodeCase, arrays: dict[str, Any], rounded: bool = False):
 
 
 def errors(case: DecodeCase, arrays: dict[str, Any], got) -> dict[str, tuple[float, float]]:
-    """(error, bound) of out and lse. out: 1.1 times the error of a plain evaluation."""
+    """(error, bound) of out and lse by name. got: (out, lse). The error is rms_error against float64.
+
+    The bound of out is 1.1 times the error of a plain evaluation in the case's dtype; 2e-6 for float32 and for lse.
+    """
     want, plain = definition(case, arrays), definition(case, arrays, rounded=True)
     if case.dtype == "float32":
         bound = 2e-6
@@ -217,6 +234,6 @@ def errors(case: DecodeCase, arrays: dict[str, Any], got) -> dict[str, tuple[flo
 
 
 def errors_by(case: DecodeCase, implementation: str) -> dict[str, tuple[float, float]]:
-    """Runs a call and returns its `errors`."""
+    """(error, bound) of out and lse by name, for a call by this implementation."""
     arrays = arrays_of(case)
     return errors(case, arrays, run(case, arrays, implementation))

@@ -29,7 +29,10 @@ BOUNDS = {"float32": (2e-6, 2e-6, 4e-6), "float16": (4e-4, 1e-5, 8e-4), "bfloat1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DilatedCase:
-    """A call. The fields from segment_lengths on are arguments of dilated_attention. packed: with segment_ids."""
+    """A call of dilated_attention, without its arrays.
+
+    The fields from segment_lengths on are its arguments. packed: whether it has segment_ids.
+    """
 
     batch: int = 2
     length: int = 48
@@ -50,24 +53,24 @@ class DilatedCase:
 
     @property
     def pattern(self) -> dict[str, Any]:
-        """The arguments of dilated_attention that are fields of this case."""
+        """The keyword arguments of dilated_attention that are fields of this case, by name."""
         names = "segment_lengths", "dilation_rates", "is_causal", "heads", "combine", "layout", "order"
         return {name: getattr(self, name) for name in (*names, "stop_gradient_weights")}
 
     def ids(self) -> Any:
-        """segment_ids: three packed sequences and some padding, or None."""
+        """segment_ids, int32 [B, T], of three packed sequences and some padding; None without `packed`."""
         if not self.packed:
             return None
         ids = np.sort(np.random.default_rng(1).integers(0, 3, (self.batch, self.length)), axis=1)
         return np.where(np.arange(self.length) % 13 == 7, -1, ids).astype(np.int32)
 
     def shapes(self, length: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes of query, key and value of so long a sequence."""
+        """The shapes of query, key and value for a sequence of this length."""
         sizes = (self.num_heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.v_head_dim)
         return tuple((self.batch, length, *size) for size in sizes)
 
     def arrays(self) -> tuple[jax.Array, ...]:
-        """query, key, value and dout in the case's dtype, and dlse float32: normal random numbers."""
+        """(query, key, value, dout, dlse): normal random values, in the case's dtype; dlse is float32."""
         random = np.random.default_rng(0)
         shapes = *self.shapes(self.length), (self.batch, self.length, self.num_heads, self.v_head_dim)
         tensors = (jnp.asarray(random.standard_normal(shape, np.float32), self.dtype) for shape in shapes)
@@ -75,7 +78,10 @@ class DilatedCase:
 
 
 def _results(attend: Callable[..., Any], arrays: tuple[Any, ...]) -> dict[str, Any]:
-    """The results of attend(query, key, value), and their gradients, by name."""
+    """The results of attend(query, key, value) = (out, lse), and the gradients dq, dk and dv, by name.
+
+    arrays: (query, key, value, dout, dlse).
+    """
     query, key, value, dout, dlse = arrays
     (out, lse), vjp = jax.vjp(attend, query, key, value)
     dq, dk, dv = vjp((dout, jnp.where(jnp.isneginf(lse), 0, dlse)))
@@ -83,14 +89,18 @@ def _results(attend: Callable[..., Any], arrays: tuple[Any, ...]) -> dict[str, A
 
 
 def run(case: DilatedCase, implementation: str | None) -> dict[str, Any]:
-    """The results of dilated_attention by name."""
+    """The results of dilated_attention and its gradients by name: out, lse, dq, dk, dv."""
     statics = case.pattern | {"return_lse": True, "implementation": implementation}
     attend = functools.partial(dilated_attention, segment_ids=case.ids(), **statics)
     return jax.jit(functools.partial(_results, attend))(case.arrays())
 
 
 def run_sharded(case: DilatedCase, implementation: str | None) -> dict[str, Any]:
-    """The results of sequence_parallel_dilated_attention by name, on the devices of this machine."""
+    """The results of sequence_parallel_dilated_attention by name (out, lse, dq, dk, dv), on the devices of this
+    machine.
+
+    The arrays are whole and in the order of the sequence.
+    """
     statics = case.pattern | {"return_lse": True, "implementation": implementation, "axis_name": AXIS}
     tokens, ids = PartitionSpec(None, AXIS), case.ids()
 
@@ -110,6 +120,7 @@ def run_sharded(case: DilatedCase, implementation: str | None) -> dict[str, Any]
 
 @functools.cache
 def _float64(case: DilatedCase) -> dict[str, np.ndarray]:
+    """The right results by name (out, lse, dq, dk, dv), in NumPy float64."""
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         arrays = tuple(jnp.asarray(np.asarray(x).astype(np.float64)) for x in case.arrays())
         attend = functools.partial(reference.dilated_attention, segment_ids=case.ids(), **case.pattern)
@@ -118,7 +129,7 @@ def _float64(case: DilatedCase) -> dict[str, np.ndarray]:
 
 
 def errors_of(case: DilatedCase, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(error, bound) of each result by name."""
+    """(error, bound) of each result by name. got: from `run` or run_sharded. The error is rms_error against float64."""
     of_out, of_lse, of_gradients = BOUNDS[case.dtype]
     bounds, want = {"out": of_out, "lse": of_lse}, _float64(case)
     names = "out", "lse", "dq", "dk", "dv"
@@ -126,12 +137,14 @@ def errors_of(case: DilatedCase, got: dict[str, Any]) -> dict[str, tuple[float, 
 
 
 def why_not(case: DilatedCase, implementation: str) -> str | None:
-    """The reason why this implementation of dilated_attention cannot run a case here, or None."""
+    """The reason why this implementation of dilated_attention cannot run a case on this machine; None if it can."""
     return _why_not(dilated_attention, case, case.length, implementation=implementation)
 
 
 def why_not_sharded(case: DilatedCase, implementation: str) -> str | None:
-    """The reason why sequence_parallel_dilated_attention cannot run a case by this implementation here, or None."""
+    """The reason why this implementation of sequence_parallel_dilated_attention cannot run a case here; None if it
+    can.
+    """
     mesh = mesh_of(case.length)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         length, op = case.length // mesh.size, sequence_parallel_dilated_attention
@@ -139,6 +152,9 @@ def why_not_sharded(case: DilatedCase, implementation: str) -> str | None:
 
 
 def _why_not(op: Callable[..., Any], case: DilatedCase, length: int, **arguments: Any) -> str | None:
+    """The reason why `op` cannot run the case for arrays of this length; None if it can. arguments: further ones of
+    op.
+    """
     query, key, value = (jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype)) for shape in case.shapes(length))
     ids = jax.ShapeDtypeStruct((case.batch, length), jnp.int32) if case.packed else None
     try:

@@ -20,7 +20,11 @@ E4M3 = jnp.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Case:
-    """One call. rising: the norm of the last visited keys, relative to the first visited keys."""
+    """One call of flash_attention_fp8, without its arrays.
+
+    rising: the factor of the first keys' magnitude; it falls to 1 for the last keys. A kernel visits the last keys
+    first.
+    """
 
     name: str
     batch: int = 1
@@ -70,7 +74,7 @@ LONG = {
 
 
 def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:
-    """The arrays of a call. Keys and values past a length are NaN."""
+    """The arrays of a call by argument. Keys and values past a length are NaN."""
     random = np.random.default_rng(seed)
     arrays: dict[str, Any] = {}
     for name, length, heads, columns in (
@@ -95,7 +99,7 @@ def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:
 
 
 def run(case: Fp8Case, arrays: dict[str, Any], implementation: str | None):
-    """(out, lse) of flash_attention_fp8, jitted."""
+    """(out [B, T, H, Dv], lse [B, H, T]) of flash_attention_fp8, jitted. arrays: from arrays_of."""
     options: Any = {"is_causal": case.is_causal, "scale": case.scale, "return_lse": True}
     options["implementation"] = implementation
     if isinstance(case.q_offset, int):
@@ -106,7 +110,7 @@ def run(case: Fp8Case, arrays: dict[str, Any], implementation: str | None):
 
 
 def why_not(case: Fp8Case, implementation: str) -> str | None:
-    """The reason why this implementation cannot run a case here, or None."""
+    """The reason why this implementation cannot run a case on this machine; None if it can."""
     of = lambda length, heads, columns: jax.ShapeDtypeStruct((case.batch, length, heads, columns), E4M3)
     query = of(case.q_length, case.heads, case.head_dim)
     key = of(case.kv_length, case.kv_heads, case.head_dim)
@@ -119,9 +123,10 @@ def why_not(case: Fp8Case, implementation: str) -> str | None:
 
 
 def definition(case: Fp8Case, arrays: dict[str, Any], rounded: bool = False, score_bits: int | None = None):
-    """(out, lse) in float64. rounded: round P, with 256 at the row's maximum, to e4m3, as plain 8-bit code.
+    """(out [B, T, H, Dv], lse [B, H, T]), computed in NumPy float64 from the 8-bit arrays. arrays: from arrays_of.
 
-    score_bits: cut scores to this number of bits, relative to the largest score of their row.
+    rounded: round P, with 256 at the row's maximum, to e4m3, as plain 8-bit code does. score_bits: cut scores to this
+    number of bits, relative to the largest score of their row; None does not.
     """
     names = ("query", "key", "value", "q_scale", "k_scale", "v_scale")
     query, key, value, q_scale, k_scale, v_scale = (np.asarray(arrays[name]).astype(np.float64) for name in names)
@@ -155,12 +160,12 @@ def definition(case: Fp8Case, arrays: dict[str, Any], rounded: bool = False, sco
 
 
 def errors(case: Fp8Case, arrays: dict[str, Any], got, implementation: str) -> dict[str, tuple[float, float]]:
-    """(error, bound) of out and lse.
+    """(error, bound) of out and lse by name. got: (out, lse). The error is rms_error against float64.
 
-    out by "xla": the rounding to bfloat16, at most 2**-9. out by the kernel: this rounding plus 1.2 times the error of
-    a plain 8-bit evaluation, which rounds P relative to other maxima. On a GPU, tensor cores add 8-bit products with
-    about 14 bits. There the factor is 1.5, for a plain evaluation with 14-bit scores, every 32 keys of P V add 2**-14,
-    and lse has 2**-12.
+    Bound of out by "xla": the rounding to bfloat16, at most 2**-9. Bound by the kernel: this rounding plus 1.2 times
+    the error of a plain 8-bit evaluation, which rounds P relative to other maxima. On a GPU, tensor cores add 8-bit
+    products with about 14 bits. There the factor is 1.5, for a plain evaluation with 14-bit scores, every 32 keys of P
+    V add 2**-14, and lse has 2**-12.
     """
     on_gpu = implementation != "xla" and jax.default_backend() == "gpu"
     want = definition(case, arrays)
@@ -175,6 +180,6 @@ def errors(case: Fp8Case, arrays: dict[str, Any], got, implementation: str) -> d
 
 
 def errors_by(case: Fp8Case, implementation: str) -> dict[str, tuple[float, float]]:
-    """Runs a call and returns its `errors`."""
+    """(error, bound) of out and lse by name, for a call by this implementation."""
     arrays = arrays_of(case)
     return errors(case, arrays, run(case, arrays, implementation), implementation)

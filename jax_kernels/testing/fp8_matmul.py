@@ -19,9 +19,9 @@ __all__ = ["CASES", "GPU", "HOPPER", "Case", "errors_by", "gated_errors", "why_n
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call with precision="fp8", without an activation.
+    """A call of matmul with precision="fp8", without an activation and without its arrays.
 
-    shape: the axes of x's rows, then K. columns: N. magnitudes: of x and w.
+    shape: the axes of x's rows, then K. columns: N. magnitudes: the standard deviations of x and w.
     """
 
     shape: tuple[int, ...]
@@ -36,12 +36,12 @@ class Case:
 
     @property
     def statics(self) -> dict[str, Any]:
-        """The arguments of matmul that are no arrays."""
+        """The arguments of matmul that are no arrays, by name, except implementation."""
         names = ("scaling", "transpose_w", "out_dtype")
         return {name: getattr(self, name) for name in names} | {"precision": "fp8"}
 
     def arrays(self) -> tuple[dict[str, jax.Array], jax.Array]:
-        """x, w, bias and residual by name, and the cotangent of out."""
+        """(x, w, bias and residual by name, if the call has them; the cotangent of out): normal random values."""
         random = np.random.default_rng(0)
         normal = lambda *shape, dtype=self.dtype: jnp.asarray(random.standard_normal(shape), dtype)
         depth, shape = self.shape[-1], (*self.shape[:-1], self.columns)
@@ -55,7 +55,7 @@ class Case:
         return found, normal(*shape, dtype=self.out_dtype)
 
     def run(self, implementation: str | None = None) -> dict[str, jax.Array]:
-        """The results by name."""
+        """The results by name: "out" and the gradients, as in "dx"."""
         arrays, dout = self.arrays()
         statics = self.statics | {"implementation": implementation}
 
@@ -68,7 +68,9 @@ class Case:
         return {"out": out} | {f"d{name}": x for name, x in gradients.items()}
 
     def definition(self) -> dict[str, np.ndarray]:
-        """The results of `run`, in float64."""
+        """The right results in NumPy float64, with the names that `run` gives: matmuls of the operands rounded to 8
+        bits.
+        """
         arrays, dout = self.arrays()
         x, dout = (y.reshape(-1, y.shape[-1]) for y in (arrays["x"], dout))
         w = arrays["w"].T if self.transpose_w else arrays["w"]
@@ -102,7 +104,7 @@ def _wide(x) -> np.ndarray:
 
 
 def _rounded(x, format: str, scaling: str) -> np.ndarray:
-    """x after rounding to 8 bits. The matmul sums over its last axis."""
+    """x rounded to 8 bits and back, in float64. format: "e4m3" or "e5m2". The matmul sums over x's last axis."""
     # Compiled, as the op is: a compiled division may round otherwise, and move a value to the other side of a tie.
     quantized = jax.jit(lambda x: quantize(x, format, scaling=scaling))(x)
     largest = quantized.scale.max(initial=0)  # a separate factor: float32 lacks the smallest products of small scales
@@ -110,7 +112,10 @@ def _rounded(x, format: str, scaling: str) -> np.ndarray:
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of each result, and its bound: the error of float32 sums and one rounding."""
+    """(largest error, bound) of each result by name, for a call by this implementation.
+
+    The bound is the error of float32 sums and one rounding.
+    """
     got, want = case.run(implementation), case.definition()
     if sorted(got) != sorted(want):
         raise ValueError(f"got: results {sorted(got)}, want {sorted(want)}")
@@ -157,7 +162,10 @@ GPU = {f"many_{scaling}": Case((1024, 1024), 1536, scaling) for scaling in ("ten
 
 
 def gated_errors(scaling: str, transpose_w: bool, implementation: str | None, size: int = 32) -> dict[str, float]:
-    """The relative errors (2-norm) of an 8-bit gated unit against a float32 gated unit, by result."""
+    """The relative error (2-norm) of each result of an 8-bit gated_matmul against a float32 one, by name.
+
+    size: scales the shapes: x is [6 * size, 3 * size], and the weights have 4 * size columns.
+    """
     random = np.random.default_rng(1)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
     depth, columns = 3 * size, 4 * size

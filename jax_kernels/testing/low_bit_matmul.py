@@ -46,7 +46,10 @@ LARGE: dict[str, SizesAndOptions] = {
 
 
 def why_not(case: tuple[str, SizesAndOptions], implementation: str) -> str | None:
-    """The reason why this implementation cannot run a case, as in HOPPER, on this machine; None if it can."""
+    """The reason why this implementation cannot run a case on this machine; None if it can.
+
+    case: (kind of weights, a key of KINDS; ((M, K, N), the options of the call)).
+    """
     kind, ((m, k, n), given) = case
     axis = -1 if given.get("transpose_w", False) else -2
     w = jax.eval_shape(lambda w: quantize(w, axis=axis, **KINDS[kind]), jnp.zeros((n, k) if axis == -1 else (k, n)))
@@ -63,7 +66,10 @@ def why_not(case: tuple[str, SizesAndOptions], implementation: str) -> str | Non
 
 
 def errors(kind: Options, case: SizesAndOptions, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of each result, and its bound."""
+    """(largest error, bound) of each result by name, for a call by this implementation.
+
+    kind: the options of quantize, a value of KINDS. case: ((M, K, N), the options of the call), a value of CASES.
+    """
     (m, k, n), given = case
     given = dict(given)
     dtype, bias, is_gated = given.pop("dtype", "bfloat16"), given.pop("bias", None), given.pop("is_gated", False)
@@ -105,7 +111,9 @@ def errors(kind: Options, case: SizesAndOptions, implementation: str | None) -> 
     eps = 2**-10 if given.get("precision") == "tf32" else float(jnp.finfo(dtype).eps)
 
     def bound(name):
-        """For the kernel's out, one rounding; for other results, roundings of weights, cotangents, preactivations."""
+        """The bound of the result `name`: for the kernel's out one rounding, else roundings of weights and
+        cotangents.
+        """
         is_exact = name == "out" and implementation != "xla" and dtype != "float32"
         factor = 0.6 * float(jnp.finfo(got[name].dtype).eps) if is_exact else 6 * eps
         return (factor + 1e-5) * max(1.0, np.abs(want[name]).max())
@@ -129,6 +137,9 @@ HOPPER: dict[str, tuple[str, SizesAndOptions]] = {
 
 
 def errors_by(case: tuple[str, SizesAndOptions], implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of each result of a case, as in HOPPER, and its bound."""
+    """(largest error, bound) of each result by name, for a call by this implementation.
+
+    case: (kind of weights, a key of KINDS; ((M, K, N), the options of the call)).
+    """
     kind, options = case
     return errors(KINDS[kind], options, implementation)

@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class KvHeadsCase(AttentionCase):
-    """A case whose mask has one entry for each key head: it is equal for the query heads of a key head."""
+    """An AttentionCase whose mask has one entry for each key head: the query heads of a key head have equal masks."""
 
     def _mask(self) -> Any:
         of_keys = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -36,7 +36,9 @@ class KvHeadsCase(AttentionCase):
 
 
 def block_sparse(case: AttentionCase) -> Any:
-    """Returns block_sparse_attention as a function with the arguments of flash_attention."""
+    """Returns block_sparse_attention as a function with the arguments of flash_attention, so that it can run its
+    cases.
+    """
 
     def attend(query: Any, key: Any, value: Any, *, mask: Any, **arguments: Any) -> Any:
         if isinstance(mask, BlockSparse):  # the array form
@@ -49,7 +51,10 @@ def block_sparse(case: AttentionCase) -> Any:
 
 
 def dynamic_mask(case: AttentionCase) -> Any:
-    """Returns dynamic_mask_attention as a function with the arguments of flash_attention."""
+    """Returns dynamic_mask_attention as a function with the arguments of flash_attention, so that it can run its cases.
+
+    A mask with one entry for each key head (KvHeadsCase) is passed with num_kv_heads heads.
+    """
     step = case.heads // case.kv_heads if isinstance(case, KvHeadsCase) else 1
 
     def attend(query: Any, key: Any, value: Any, *, mask: Any, **arguments: Any) -> Any:

@@ -19,7 +19,10 @@ __all__ = ["CASES", "GPU", "HOPPER", "TRITON", "Case", "errors_by", "errors_of",
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call. shape: the axes of x's rows, then K. columns: N. is_gated: whether the op is gated_matmul."""
+    """A call of matmul, or of gated_matmul if is_gated, without its arrays.
+
+    shape: the axes of x's rows, then K. columns: N. bias: its dtype, None for none. out_dtype: None for dtype.
+    """
 
     shape: tuple[int, ...]
     columns: int
@@ -38,12 +41,15 @@ class Case:
 
     @property
     def statics(self) -> dict[str, Any]:
-        """The arguments of the op that are no arrays."""
+        """The arguments of the op that are no arrays, by name, except implementation."""
         return {name: getattr(self, name) for name in ("activation", "out_dtype", "precision", "transpose_w")}
 
     @property
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """x, w, bias, residual and w_up by name, if the call has them, and dout, the cotangent of out."""
+        """The shapes and dtypes of the call's arrays by name, and of dout, the cotangent of out.
+
+        w is w_gate for gated_matmul.
+        """
         depth, out = self.shape[-1], ((*self.shape[:-1], self.columns), self.out_dtype or self.dtype)
         w = ((self.columns, depth) if self.transpose_w else (depth, self.columns)), self.dtype
         found: dict[str, Any] = {"x": (self.shape, self.dtype), "w": w}
@@ -57,7 +63,7 @@ class Case:
         return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in found.items()}
 
     def arrays(self) -> tuple[dict[str, jax.Array], jax.Array]:
-        """The arrays of the call by name, and the cotangent of out: normal random values, w over sqrt(K)."""
+        """(the arrays of the call by name, the cotangent of out): normal random values, weights divided by sqrt(K)."""
         random = np.random.default_rng(0)
         found = {}
         for name, of_type in self.types.items():
@@ -66,13 +72,17 @@ class Case:
         return found, found.pop("dout")
 
     def call(self, given: dict[str, Any], implementation: str | None, op: Any) -> Any:
-        """op(x, w, ...) or op(x, w_gate, w_up, ...)."""
+        """op(x, w, ...), or for gated_matmul op(x, w_gate, w_up, ...), with the case's options. given: the arrays by
+        name.
+        """
         rest = {name: y for name, y in given.items() if name not in ("x", "w")}
         weights = [given["w"], rest.pop("w_up")] if self.is_gated else [given["w"]]
         return op(given["x"], *weights, **rest, **self.statics, implementation=implementation)
 
     def run(self, implementation: str | None = None) -> dict[str, jax.Array]:
-        """The results by name. primal: the out of a call that is not differentiated."""
+        """The results by name: "out", "primal" (out of a call that is not differentiated) and the gradients, as in
+        "dx".
+        """
         arrays, dout = self.arrays()
 
         @jax.jit
@@ -85,7 +95,7 @@ class Case:
         return {"out": out, "primal": primal} | {f"d{name}": x for name, x in gradients.items()}
 
     def definition(self) -> dict[str, np.ndarray]:
-        """The results of `run`, in float64."""
+        """The right results in NumPy float64, with the names that `run` gives."""
         arrays, dout = self.arrays()
         with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
             wide = {name: jnp.asarray(np.asarray(x).astype(np.float64)) for name, x in arrays.items()}
@@ -114,12 +124,12 @@ def why_not(case: Case, implementation: str) -> str | None:
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of each result, and its bound."""
+    """(largest error, bound) of each result by name, for a call by this implementation."""
     return errors_of(case, case.run(implementation))
 
 
 def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """errors_by, from the results of `run`."""
+    """(largest error, bound) of each result by name. got: from Case.run."""
     want = case.definition()
     if sorted(got) != sorted(want):
         raise ValueError(f"got: results {sorted(got)}, want {sorted(want)}")
@@ -130,7 +140,10 @@ def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]
 
 
 def _bound(case: Case, name: str, dtype, right: np.ndarray) -> float:
-    """Error bound: one rounding of the result plus the roundings of the summands (magnitude 1)."""
+    """The largest error that a result may have: one rounding of it, plus the roundings of the summands (magnitude 1).
+
+    name, dtype: of the result. right: the right answer.
+    """
     of_inputs, scale = float(jnp.finfo(case.dtype).eps), np.abs(right).max(initial=0)
     precision = 2**-9 if case.precision == "tf32" else 2**-22  # operands are truncated to tf32, not rounded
     rows = math.prod(case.shape[:-1])

@@ -17,7 +17,10 @@ __all__ = ["CASES", "GPU", "HOPPER", "TRITON", "Case", "errors_by", "errors_of",
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call. shape: the axes of x's rows, then K; hidden: H; columns: N."""
+    """A call of mlp, without its arrays. shape: the axes of x's rows, then K; hidden: H; columns: N.
+
+    w_up (and w_gate, if is_gated) is [K, H] and w_down [H, N]; with transpose_w, [H, K] and [N, H].
+    """
 
     shape: tuple[int, ...]
     hidden: int
@@ -32,7 +35,7 @@ class Case:
 
     @property
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays of the call by name, and dout, the cotangent of out."""
+        """The shapes and dtypes of the call's arrays by name, and of dout, the cotangent of out."""
         depth, out = self.shape[-1], (*self.shape[:-1], self.columns)
         weight = lambda *shape: (shape[::-1] if self.transpose_w else shape, self.dtype)
         found: dict[str, Any] = {"x": (self.shape, self.dtype), "w_up": weight(depth, self.hidden)}
@@ -49,7 +52,9 @@ class Case:
         return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in found.items()}
 
     def arrays(self) -> tuple[dict[str, jax.Array], jax.Array]:
-        """The arrays of the call by name, and the cotangent of out: normal random values, weights over sqrt(K or H)."""
+        """(the arrays of the call by name, the cotangent of out): normal random values, weights divided by sqrt(K) or
+        sqrt(H).
+        """
         random = np.random.default_rng(0)
         found = {}
         for name, of_type in self.types.items():
@@ -59,12 +64,15 @@ class Case:
         return found, found.pop("dout")
 
     def call(self, given: dict[str, Any], implementation: str | None, op: Any = mlp) -> Any:
+        """op(x, w_up, w_down, ...) for the case's options. given: the arrays by name."""
         statics = {name: getattr(self, name) for name in ("activation", "transpose_w", "precision")}
         rest = {name: y for name, y in given.items() if name not in ("x", "w_up", "w_down")}
         return op(given["x"], given["w_up"], given["w_down"], **rest, **statics, implementation=implementation)
 
     def run(self, implementation: str | None = None) -> dict[str, jax.Array]:
-        """The results by name. primal: the out of a call that is not differentiated."""
+        """The results by name: "out", "primal" (out of a call that is not differentiated) and the gradients, as in
+        "dx".
+        """
         arrays, dout = self.arrays()
 
         @jax.jit
@@ -76,7 +84,7 @@ class Case:
         return {"out": out, "primal": primal} | {f"d{name}": x for name, x in gradients.items()}
 
     def definition(self) -> dict[str, np.ndarray]:
-        """The results of `run`, in float64."""
+        """The right results in NumPy float64, with the names that `run` gives."""
         arrays, dout = self.arrays()
         with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
             wide = {name: jnp.asarray(np.asarray(x).astype(np.float64)) for name, x in arrays.items()}
@@ -105,12 +113,15 @@ def why_not(case: Case, implementation: str) -> str | None:
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The relative error of each result in the 2-norm, and its bound: four roundings, or the error of tf32."""
+    """(relative error in the 2-norm, bound) of each result by name, for a call by this implementation."""
     return errors_of(case, case.run(implementation))
 
 
 def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """errors_by, from the results of `run`."""
+    """(relative error in the 2-norm, bound) of each result by name. got: from Case.run.
+
+    The bound is four roundings of the dtype, or the error of tf32.
+    """
     want = case.definition()
     if sorted(got) != sorted(want):
         raise ValueError(f"got: results {sorted(got)}, want {sorted(want)}")

@@ -30,8 +30,9 @@ OPS: dict[str, Callable[..., Any]] = {"layer_norm": layer_norm, "rms_norm": rms_
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call. weights: the dtype of scale and bias.
+    """A call of layer_norm or rms_norm (op), without its arrays. shape: x's.
 
+    weights: the dtype of scale and bias; None for neither.
     centre: the mean of x, whose standard deviation is 1. drift: the rise of x from a row's start to its end.
     """
 
@@ -47,12 +48,12 @@ class Case:
     drift: float = 0.0
 
     def of_rows(self, count: int) -> "Case":
-        """The case with `count` rows."""
+        """The case with `count` rows of the same width."""
         return dataclasses.replace(self, shape=(count, *self.shape[-1:]))
 
     @property
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """x, residual, scale and bias by name, if the call has them."""
+        """The shapes and dtypes of x, residual, scale and bias by name, if the call has them."""
         found: dict[str, Any] = {"x": (self.shape, self.dtype)}
         if self.has_residual:
             found["residual"] = found["x"]
@@ -64,11 +65,14 @@ class Case:
 
     @property
     def statics(self) -> dict[str, Any]:
-        """The arguments of the op that are no arrays."""
+        """The arguments of the op that are no arrays, by name, except implementation."""
         return {"eps": self.eps, "scale_offset": self.scale_offset}
 
     def arrays(self) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
-        """The arrays of the call by name, and the cotangents of out and total: normal random values."""
+        """(the arrays of the call by name, the cotangent of out, the cotangent of total): normal random values.
+
+        total is x + residual, which the op returns with a residual.
+        """
         random = np.random.default_rng(0)
         normal = lambda shape, dtype, centre=0.0: jnp.asarray(random.standard_normal(shape) + centre, dtype)
         centres: dict[str, Any] = {"scale": 1.0, "bias": 0.0}
@@ -77,7 +81,7 @@ class Case:
         return arrays, normal(self.shape, self.dtype), normal(self.shape, self.dtype)
 
     def run(self, implementation: str | None = None) -> dict[str, jax.Array]:
-        """The results by name."""
+        """The results by name: "out", with a residual "total" (x + residual), and the gradients, as in "dx"."""
         given, dout, dtotal = self.arrays()
         op = functools.partial(OPS[self.op], **self.statics, implementation=implementation)
 
@@ -92,7 +96,9 @@ class Case:
         return found | {f"d{name}": x for name, x in gradients.items()}
 
     def definition(self) -> dict[str, np.ndarray]:
-        """The results of `run`, in float64. x + residual is rounded to x's dtype first."""
+        """The right results in NumPy float64, with the names that `run` gives. x + residual is rounded to x's dtype
+        first.
+        """
         arrays, dout, dtotal = self.arrays()
         wide: Any = lambda x: None if x is None else np.asarray(x).astype(np.float64)
         total = arrays["x"] + arrays["residual"] if self.has_residual else arrays["x"]
@@ -126,7 +132,7 @@ def why_not(case: Case, implementation: str) -> str | None:
 
 
 def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """The largest relative error of each result of `run`, with a floor for values near 0, and its bound."""
+    """(largest relative error, bound) of each result by name, with a floor for values near 0. got: from Case.run."""
     want = case.definition()
     if sorted(got) != sorted(want):
         raise ValueError(f"got: results {sorted(got)}, want {sorted(want)}")
@@ -143,12 +149,12 @@ def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """errors_of for the results of an implementation."""
+    """(largest relative error, bound) of each result by name, for a call by this implementation."""
     return errors_of(case, case.run(implementation))
 
 
 def quantized_why_not(case: Case, implementation: str) -> str | None:
-    """why_not, for an 8-bit output."""
+    """The reason why this implementation cannot run a case with an 8-bit output on this machine; None if it can."""
     try:
         explain(OPS[case.op], **case.types, **case.statics, quantize="e4m3", implementation=implementation)
     except NotImplementedError as error:
@@ -157,7 +163,10 @@ def quantized_why_not(case: Case, implementation: str) -> str | None:
 
 
 def quantized_errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
-    """The largest error of an 8-bit output in steps of e4m3, and its bound: half a step, and the sums' error."""
+    """{"out": (largest error in steps of e4m3, bound)} of an 8-bit output by this implementation.
+
+    The bound is half a step, and the error of the sums.
+    """
     arrays, *_ = case.arrays()
     options = case.statics | {"quantize": "e4m3", "implementation": implementation}
     got = jax.jit(lambda arrays: OPS[case.op](**arrays, **options))(arrays)

@@ -26,21 +26,29 @@ TOKENS, ROWS = PartitionSpec(None, AXIS), PartitionSpec(None, None, AXIS)
 
 @dataclasses.dataclass(frozen=True)
 class RingCase(AttentionCase):
-    """A call of as many queries as keys. layout, strategy: as in ring_attention."""
+    """An AttentionCase with as many queries as keys, for ring_attention. layout, strategy: arguments of
+    ring_attention.
+    """
 
     layout: str = "zigzag"
     strategy: str = "auto"
 
 
 def mesh_of(tokens: int) -> Mesh:
-    """A mesh of the most devices of this machine that can each take an even number of the tokens."""
+    """A mesh, with the axis AXIS, of as many of this machine's devices as can each take an even number of the
+    tokens.
+    """
     devices = jax.devices()
     count = next(n for n in range(len(devices), 0, -1) if tokens % (2 * n) == 0 or n == 1)
     return Mesh(np.array(devices[:count]), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def ring(case: RingCase) -> Any:
-    """Returns ring_attention of whole arrays in sequence order, with the arguments and results of flash_attention."""
+    """Returns ring_attention as a function of whole arrays, with the arguments and results of flash_attention.
+
+    The arrays are in the order of the sequence. The function arranges them for the layout, and runs over mesh_of's
+    devices.
+    """
     mesh = mesh_of(case.q_length)
     devices = mesh.size
     layout = Layout(name=case.layout, devices=devices, length=case.q_length // devices, left=None, right=None)
@@ -72,7 +80,10 @@ def ring(case: RingCase) -> Any:
 
 
 def errors_of(case: RingCase, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    """(error, bound) of each result. With "all_gather", each device rounds its gradients of all keys and values."""
+    """(error, bound) of each result by name. got: from run_attention with `ring`.
+
+    With "all_gather" the bounds of dk and dv are doubled: each device rounds its gradients of all keys and values.
+    """
     found = errors_of_attention(case, got)
     if case.strategy == "all_gather":
         found |= {name: (error, 2 * bound) for name, (error, bound) in found.items() if name in ("dk", "dv")}
@@ -80,7 +91,7 @@ def errors_of(case: RingCase, got: dict[str, Any]) -> dict[str, tuple[float, flo
 
 
 def why_not(case: RingCase, implementation: str) -> str | None:
-    """The reason why this implementation cannot run a case here, or None."""
+    """The reason why this implementation cannot run a case on this machine; None if it can."""
     mesh, arguments = mesh_of(case.q_length), case.arguments
     local = case.q_length // mesh.size
     of = lambda heads, columns: jax.ShapeDtypeStruct((case.batch, local, heads, columns), jnp.dtype(case.dtype))

@@ -32,7 +32,10 @@ NO_SECOND = "second derivatives: kernels have none; implementation='xla' has the
 
 
 def without_derivative[Tree](tree: Tree, told: str) -> Tree:
-    """Returns the tree. Differentiating its arrays raises NotImplementedError(told). Other leaves are unchanged."""
+    """Returns the tree. Differentiating its arrays, in either mode, raises NotImplementedError with this message.
+
+    Leaves that are no arrays are unchanged.
+    """
     leaves, structure = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
     for place, array in zip(places, _same(told)(*(leaves[place] for place in places)), strict=True):
@@ -54,7 +57,7 @@ def _same(told: str) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def no_forward_mode(op: str) -> str:
-    """The error message of an op's kernels, for in_reverse_mode."""
+    """The message of an error that forward mode raises for an op whose kernels have reverse mode only."""
     return (
         f"{op}: its kernels have a derivative only in reverse mode; implementation='xla' has forward mode (jax.jvp, "
         "jax.linearize, jax.jacfwd, jax.hessian) and second derivatives"
@@ -64,7 +67,7 @@ def no_forward_mode(op: str) -> str:
 def in_reverse_mode[Tree](tree: Tree, message: str) -> Tree:
     """Returns the tree. Computing tangents of its arrays, in forward mode, raises NotImplementedError(message).
 
-    Reverse mode only transposes the tangents.
+    Reverse mode works, as it only transposes the tangents. Apply it to an op's arguments or results.
     """
     is_moving = lambda x: isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
     # Array by array, so that an array that is not differentiated still has no tangent afterwards.
@@ -111,12 +114,15 @@ def in_both_modes(
     plain: Callable[..., Any] | None = None,
     symbolic_zeros: bool = False,
 ) -> Callable[..., Any]:
-    """function(call, *arguments) with forward and backward as its reverse mode, in the form of jax.custom_vjp.
+    """Returns `function` with derivatives in both modes: a function(call, *arguments) that JAX may differentiate.
 
-    All other derivatives are JAX's derivatives of plain(call, *arguments), or of `function` if plain is None. For
-    second derivatives, JAX must be able to differentiate forward and backward too.
+    Reverse mode uses forward and backward, in the form of jax.custom_vjp: forward(call, *arguments) returns (results,
+    residuals), and backward(call, residuals, cotangents) the cotangents of the arguments. All other derivatives are
+    JAX's derivatives of plain(call, *arguments), or of `function` if plain is None. For second derivatives, JAX must be
+    able to differentiate forward and backward too.
 
-    call: static and hashable. arguments: trees of arrays.
+    call: static and hashable. arguments: trees of arrays. symbolic_zeros: forward gets custom_vjp's CustomVJPPrimal
+    objects, and backward SymbolicZero objects for cotangents of 0.
     """
     rules = _Rules(forward=forward, backward=backward, plain=plain or function, symbolic_zeros=symbolic_zeros)
     wrapped = jax.custom_jvp(function, nondiff_argnums=(0,))
@@ -126,13 +132,13 @@ def in_both_modes(
 
 
 def _of_jax[Tree](tree: Tree) -> Tree:
-    """The tree with NumPy arrays as JAX arrays: a derivative rule must not return NumPy arrays."""
+    """The tree with NumPy arrays and scalars as JAX arrays: a derivative rule must not return NumPy arrays."""
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x, tree)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """The functions of in_both_modes."""
+    """The functions that in_both_modes was given; plain is `function` if the caller gave None."""
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -141,9 +147,10 @@ class _Rules:
 
 
 def _pushed(rules: _Rules, call: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """The results, and their tangents as one linear equation, which forward mode computes and reverse mode transposes.
+    """(results, tangents of the results): the rule that in_both_modes gives jax.custom_jvp.
 
-    primals, tangents: of the arguments, as JAX passes them to a custom_jvp with symbolic zeros.
+    The tangents are one linear equation, which forward mode computes and reverse mode transposes. primals, tangents: of
+    the arguments, as JAX passes them to a custom_jvp with symbolic zeros.
     """
     leaves, arguments = jax.tree.flatten(_of_jax(primals))
     directions = jax.tree.leaves(tangents, is_leaf=_is_zero)
@@ -174,10 +181,14 @@ def _is_zero(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Linear:
-    """The tangents of a call's results as a linear function of its arguments' tangents.
+    """The linear function from the tangents of a call's arguments to the tangents of its results.
 
-    Its operands are the arrays that `forward` kept for `backward`, the leaves of the arguments, and the
-    tangents of the leaves that are `moving`. arguments, kept, results: structures of trees. avals: of the results.
+    Its operands are the residuals, i.e. the arrays that `forward` kept for `backward`, then the leaves of the
+    arguments, then the tangents of the leaves that have one.
+
+    rules, call: as in_both_modes got them. arguments, kept, results: the tree structures of the arguments, the
+    residuals and the results. moving: the indices of the arguments' leaves whose tangents are not 0. avals: of the
+    results' leaves.
     """
 
     rules: _Rules
@@ -190,16 +201,20 @@ class _Linear:
 
     @property
     def known(self) -> int:
+        """The number of operands that are not tangents: the residuals and the arguments' leaves."""
         return self.kept.num_leaves + self.arguments.num_leaves
 
     def push(self, *operands: Any) -> list[Any]:
-        """The tangents of the results."""
+        """The tangents of the results' leaves, by forward mode through `plain`."""
         leaves, directions = list(operands[self.kept.num_leaves : self.known]), operands[self.known :]
         plain = lambda *given: jax.tree.leaves(self.rules.plain(self.call, *jax.tree.unflatten(self.arguments, given)))
         return _pushed_through(plain, leaves, self.moving, directions)[1]
 
     def pull(self, known: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """The cotangents of the moving leaves; None for 0. cotangents: of the results; may be symbolic zeros."""
+        """The cotangents of the moving leaves, by `backward`; None for 0.
+
+        known: the operands that are not tangents. cotangents: of the results' leaves; they may be symbolic zeros.
+        """
         if not self.rules.symbolic_zeros:
             cotangents = [ad.zeros_like_aval(x.aval) if _is_zero(x) else x for x in cotangents]
         kept = jax.tree.unflatten(self.kept, known[: self.kept.num_leaves])
@@ -217,7 +232,9 @@ class _Linear:
 def _pushed_through(
     function: Callable[..., list[Any]], leaves: list[Any], moving: Sequence[int], directions: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """function(*leaves), and its tangents for these directions of the leaves that are `moving`."""
+    """(function(*leaves), its tangents) by jax.jvp. directions: the tangents of the leaves with the indices
+    `moving`.
+    """
 
     def of_moving(*moved: Any) -> list[Any]:
         given = list(leaves)
@@ -229,9 +246,10 @@ def _pushed_through(
 
 
 def with_plain_derivative(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """function(call, *arguments), differentiated as JAX differentiates plain(call, *arguments), which equals it.
+    """Returns function(call, *arguments), whose derivatives are JAX's derivatives of plain(call, *arguments).
 
-    Use it for functions that JAX differentiates only in part, such as jax.custom_batching.custom_vmap.
+    Both must compute the same values. Use it for functions that JAX differentiates only in part, such as
+    jax.custom_batching.custom_vmap.
     """
     wrapped = jax.custom_jvp(function, nondiff_argnums=(0,))
 
@@ -255,13 +273,17 @@ def with_plain_derivative(function: Callable[..., Any], plain: Callable[..., Any
 
 
 def _moving(directions: Sequence[Any]) -> tuple[int, ...]:
-    """The indices of the tangents that are not 0."""
+    """The indices of the tangents that are not 0: neither symbolic zeros nor float0."""
     return tuple(i for i, x in enumerate(directions) if not _is_zero(x) and x.dtype != jax.dtypes.float0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Mapped:
-    """A linear equation under vmap. axes: of its known operands; all other operands have the mapped axis in front."""
+    """A linear function (_Linear or _Mapped) under vmap, with the same methods.
+
+    size: the length of the mapped axis. axes: the mapped axis of each operand that is no tangent, None if it has none.
+    All tangents and results have the mapped axis in front.
+    """
 
     linear: Any
     size: int

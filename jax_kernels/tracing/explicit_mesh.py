@@ -10,15 +10,16 @@ __all__ = ["explicit_mesh", "on_auto_axes", "with_auto_axes"]
 
 
 def explicit_mesh(x: Any) -> Any:
-    """The mesh of an array, if the mesh has Explicit axes; otherwise None."""
+    """The abstract mesh of an array if one of its axes is Explicit; otherwise None."""
     mesh = jax.typeof(x).sharding.mesh
     return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
 def with_auto_axes(function: Callable[..., Any], arrays: Any, mesh: Any, specs: Any) -> Any:
-    """function(arrays) on Auto axes, differentiable, for a mesh without Manual axes.
+    """function(arrays), run with the mesh's Explicit axes turned into Auto axes. JAX can differentiate it.
 
-    specs: the PartitionSpecs of its results, as a tree's prefix.
+    mesh: has Explicit axes and no Manual ones. specs: a PartitionSpec for the results, or a tree of them that is a
+    prefix of the results' tree.
     """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
@@ -29,9 +30,10 @@ def with_auto_axes(function: Callable[..., Any], arrays: Any, mesh: Any, specs: 
 
 
 def on_auto_axes(function: Callable[..., Any], arrays: Any, specs: Callable[[Any], Any]) -> Any:
-    """function(arrays) on Auto axes, in a jax.shard_map: there JAX cannot transpose auto_axes.
+    """function(arrays), run with Explicit axes turned into Auto axes, inside a jax.shard_map.
 
-    specs(results): their PartitionSpecs, as a tree's prefix.
+    JAX cannot transpose auto_axes there, so the arrays are resharded before and after. specs: a function from the
+    results to their PartitionSpecs, one or a tree that is a prefix of the results' tree.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -10,7 +10,7 @@ __all__ = ["under_defaults"]
 
 
 def under_defaults[Function: Callable[..., Any]](function: Function) -> Function:
-    """A decorator: the function is traced under JAX's default promotion, whatever its caller has set.
+    """A decorator: the function is traced with JAX's default dtype and rank promotion, whatever its caller has set.
 
     jax_numpy_rank_promotion="raise" is for the caller's code. Both halves of a custom_vjp need the decorator, because
     JAX traces them separately.

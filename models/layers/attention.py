@@ -67,11 +67,11 @@ class KVCache:
 
     @property
     def lengths(self) -> jax.Array:
-        """[B] int32: the length of each sequence, for decode_attention's kv_lengths."""
+        """The length of each sequence, int32 [B], for decode_attention's kv_lengths."""
         return jnp.broadcast_to(self.length, self.key.shape[:1])
 
     def with_length(self, length: Any) -> "KVCache":
-        """The same keys and values with another length. length: an integer, or integers [B].
+        """The cache with the same keys and values and another length, an integer or integers [B].
 
         Raises ValueError or TypeError for another shape or dtype, and ValueError for a known length that is below 0 or
         above max_length.
@@ -213,9 +213,9 @@ class MultiHeadAttention(nnx.Module):
 
     @plain_arguments
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
-        """An empty cache for `batch` sequences of up to `max_length` tokens.
+        """An empty KVCache for `batch` sequences of up to `max_length` tokens.
 
-        dtype: a floating dtype; default the module's.
+        dtype: of keys and values, a floating dtype; default the module's.
 
         Raises ValueError or TypeError, naming the argument that is wrong.
         """
@@ -317,12 +317,19 @@ class MultiHeadAttention(nnx.Module):
         return out, cache
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, **arguments: Any) -> jax.Array:
-        """flash_attention: [B, T, num_heads, head_dim]. arguments: segment_ids, or q_offset and kv_lengths."""
+        """The attention's result by flash_attention: [B, T, num_heads, head_dim].
+
+        query: [B, T, num_heads, head_dim]. key, value: [B, S, num_kv_heads, head_dim]. arguments: further arguments of
+        flash_attention: segment_ids, or q_offset and kv_lengths with a cache.
+        """
         arguments |= {"is_causal": self.is_causal, "implementation": self.implementation}
         return flash_attention(query, key, value, mask=mask, **arguments)
 
     def _decodes(self, query: jax.Array, mask: Any) -> bool:
-        """Whether decode_attention runs instead of flash_attention. Both compute the same result."""
+        """Whether a call with a cache uses decode_attention, which computes the same as flash_attention and is faster.
+
+        That is for few causal queries, without a masks.Mask, if the module's implementation is None or "xla".
+        """
         is_free = self.implementation in (None, "xla")
         return (
             self.is_causal
@@ -334,7 +341,9 @@ class MultiHeadAttention(nnx.Module):
     def _attend_over_devices(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segment_ids: jax.Array | None = None
     ) -> jax.Array:
-        """Like _attend, with sharded tokens."""
+        """The attention's result [B, T, num_heads, head_dim] by ring_attention, for tokens sharded along
+        sequence_axis.
+        """
         assert self.sequence_axis is not None
         length = whole_length(self.sequence_axis, query.shape[1])
         mask = None if mask is None else as_mask(mask, length, length).unprepared
@@ -349,7 +358,9 @@ class MultiHeadAttention(nnx.Module):
         segment_ids: jax.Array | None = None,
         mask: masks.Mask | None = None,
     ) -> jax.Array:
-        """Attention of a device's tokens, inside shard_map."""
+        """ring_attention with the module's options, for one device's tokens inside shard_map: [B, T, num_heads,
+        head_dim].
+        """
         assert self.sequence_axis is not None
         return ring_attention(
             query,
@@ -366,11 +377,18 @@ class MultiHeadAttention(nnx.Module):
 
     @property
     def shares_tokens(self) -> bool:
-        """Whether the mesh of jax.set_mesh shards the tokens of whole arrays, outside any shard_map."""
+        """Whether calls outside of shard_map shard the tokens: the mesh of jax.set_mesh has several devices along
+        sequence_axis.
+        """
         return shares_sequence(self.sequence_axis)
 
     def token_order(self, length: int, what: str = "x") -> Any:
-        """The token index at each position of x, int32 [length], if the tokens are sharded; else None."""
+        """The index in the sequence of the token at each position of x, int32 [length]; None if the tokens are not
+        sharded.
+
+        length: the length of x. Inside shard_map, x and the result are one device's shard. An error names the last
+        parameter.
+        """
         if self.sequence_axis is None or sequence_devices(self.sequence_axis) == 1:
             return None
         return token_order(self.sequence_axis, self.sequence_layout, length, what)
@@ -380,7 +398,9 @@ class MultiHeadAttention(nnx.Module):
             raise ValueError(f"x: got shape {x.shape}, want [batch, length, {self.model_dim}]")
 
     def _check_cache(self, cache: KVCache, x: jax.Array) -> None:
-        """Raises unless the cache has the shapes of this module and x's batch, and room for x."""
+        """Raises ValueError or TypeError unless the cache has this module's shapes, x's batch, and room for x's
+        tokens.
+        """
         batch, length, _ = x.shape
         want = (batch, cache.max_length, self.num_kv_heads, self.head_dim)
         if cache.key.shape != want or cache.value.shape != want:
@@ -393,10 +413,10 @@ class MultiHeadAttention(nnx.Module):
     def _heads(
         self, x: jax.Array, start: int | jax.Array, positions: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """query [B, T, num_heads, head_dim], key and value [B, T, num_kv_heads, head_dim].
+        """(query [B, T, num_heads, head_dim], key, value [B, T, num_kv_heads, head_dim] each), projected and rotated.
 
         start: the position of the first token, a scalar or [B]. It is 0 if the tokens may be sharded.
-        positions: of all tokens, as in a call, instead of start.
+        positions: integers [T] or [B, T], the position of each token for the rotation, instead of start; or None.
         """
         self._check_input(x)
         batch, length = x.shape[:2]
@@ -415,6 +435,7 @@ class MultiHeadAttention(nnx.Module):
         return query, key, value
 
     def _project(self, out: jax.Array) -> jax.Array:
+        """The module's output [B, T, model_dim]: out_proj of the attention's result [B, T, num_heads, head_dim]."""
         return checkpoint_name(self.out_proj(out.reshape(*out.shape[:2], self.num_heads * self.head_dim)), PROJECTION)
 
 
@@ -423,7 +444,11 @@ def _parameter_dtypes() -> tuple[str, ...]:
 
 
 def as_mask(mask: jax.Array | masks.Mask, q_length: int, kv_length: int) -> masks.Mask:
-    """A call's mask as a Mask. Raises TypeError or ValueError, naming `mask`, for an array of wrong dtype or shape."""
+    """A call's mask, an array or a Mask, as a Mask. Raises TypeError or ValueError for an array of wrong dtype or
+    shape.
+
+    q_length, kv_length: of the call, to which the array must broadcast.
+    """
     if isinstance(mask, masks.Mask):
         return mask
     dense = named_dense("mask", mask)
@@ -441,7 +466,10 @@ def _check_positions(positions: jax.Array, batch: int, length: int) -> None:
 
 
 def _check_length(cache: KVCache, *, new_tokens: int) -> None:
-    """Raises unless the length is an integer or integers [B], and leaves room for the new tokens if it is known."""
+    """Raises TypeError or ValueError unless the cache's length is an integer or integers [B] from 0 to max_length.
+
+    A known length must leave room for new_tokens more; a traced length is not checked.
+    """
     batch, *_ = cache.key.shape
     if not jnp.issubdtype(cache.length.dtype, jnp.integer):
         raise TypeError(f"cache: got a length of dtype {cache.length.dtype}, want int32")
@@ -470,7 +498,7 @@ def _is_free_or_array(mask: Any, batch: int) -> bool:
 
 
 def _append(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:
-    """The cache with new keys and values [B, T, num_kv_heads, head_dim] appended to each sequence."""
+    """The cache with new keys and values [B, T, num_kv_heads, head_dim] written after each sequence's tokens."""
 
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         new = new.astype(old.dtype)

@@ -100,9 +100,10 @@ def attention_fn(
 
 
 def _joined_mask(mask: Any, batch: tuple[int, ...], scores: tuple[int, int, int]) -> Any:
-    """The mask, broadcastable to [batch..., H, T, S], with its batch axes joined to one axis.
+    """The mask as [B, H or 1, T or 1, S or 1], with all batch axes joined to one axis of length B or 1.
 
-    scores: (H, T, S).
+    mask: broadcastable to [batch..., H, T, S]; ValueError otherwise. batch: the lengths of the batch axes. scores: (H,
+    T, S).
     """
     want = (*batch, *scores)
     shape = (1,) * (len(want) - mask.ndim) + tuple(mask.shape)

@@ -23,13 +23,15 @@ class AmaxHistory(nnx.Variable):
 
 
 def empty_history(length: int | None) -> AmaxHistory:
+    """An AmaxHistory of zeros. length: the number of calls that it holds; None for 16."""
     return AmaxHistory(jnp.zeros(LENGTH if length is None else length, jnp.float32))
 
 
 def delayed_scale(history: AmaxHistory, x: jax.Array) -> jax.Array:
-    """The scale [] for rounding x to e4m3, from previous calls. Adds x's largest magnitude to the history.
+    """The float32 scale [] with which x is rounded to e4m3, from the largest magnitude in the history.
 
-    If no magnitude in the history is above 0, this is x's own scale.
+    It then adds x's largest finite magnitude to the history, in place. If the history has no magnitude above 0, the
+    scale comes from x itself.
     """
     x = lax.stop_gradient(x)
     newest = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(initial=0).astype(jnp.float32)
@@ -40,7 +42,10 @@ def delayed_scale(history: AmaxHistory, x: jax.Array) -> jax.Array:
 
 
 def check_fp8_scaling(fp8_scaling: Any, length: Any, precision: Any, scaling: Any) -> None:
-    """Raises ValueError or TypeError, naming the argument."""
+    """Raises ValueError or TypeError, naming the argument, unless fp8_scaling fits the other options.
+
+    length: the argument amax_history_length.
+    """
     if fp8_scaling not in ("dynamic", "delayed"):
         raise ValueError(f"fp8_scaling={fp8_scaling!r} must be 'dynamic' or 'delayed'")
     if fp8_scaling == "dynamic":

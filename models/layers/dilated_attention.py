@@ -28,8 +28,13 @@ class DilatedAttention(nnx.Module):
     """dilated_attention with a fixed pattern, as a module without parameters.
 
     Args:
-      segment_lengths, dilation_rates: of each branch.
-      is_causal, heads, combine, layout, order, stop_gradient_weights, implementation: as in dilated_attention.
+      segment_lengths, dilation_rates: of each branch, in which every rate-th token of a segment takes part.
+      is_causal: whether a token attends only to itself and to earlier tokens.
+      heads: "all" gives each branch all heads, "groups" a group of the heads. combine: the weights of the branches,
+        "lse" by their softmax sums, "mean" equal. layout: "overlap" has all branches on the whole sequence, "partition"
+        has one segment of each branch after the other. order: None, or "hilbert" for the tokens of a segment along a
+        Hilbert curve. stop_gradient_weights: whether the weights of the branches pass no gradient. implementation: by
+        name, None for the fastest. Details are in dilated_attention.
 
     Raises:
       ValueError, TypeError: as dilated_attention, for its pattern.
@@ -67,7 +72,9 @@ class DilatedAttention(nnx.Module):
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, *, segment_ids: jax.Array | None = None
     ) -> jax.Array:
-        """Attention of query [B, T, H, D] to key and value [B, T, Hkv, D]: [B, T, H, D]. segment_ids: int32 [B, T]."""
+        """Attention of query [B, T, H, D] to key and value [B, T, Hkv, D]: returns [B, T, H, D]. segment_ids: int32 [B,
+        T].
+        """
         return dilated_attention(
             query,
             key,
@@ -94,9 +101,10 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
       model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, dtype, param_dtype, precision, scaling,
         projection_implementation, rngs: as in MultiHeadAttention.
       segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights,
-        implementation: as in dilated_attention.
-      sequence_axis, rules: as in MultiHeadAttention, with sequence_parallel_dilated_attention. The tokens keep their
-        order: each device has a contiguous shard.
+        implementation: the pattern of the branches, as in DilatedAttention.
+      sequence_axis: a mesh axis that shards the tokens, if the mesh of jax.set_mesh or of a jax.shard_map around the
+        call has it. The attention is then sequence_parallel_dilated_attention. The tokens keep their order: each device
+        has a contiguous shard. rules: the mesh axes that shard the batch; None for ShardingRules().
       layer_norm: whether there is a LayerNorm over all heads before out_proj; layer_norm_eps: its epsilon.
       gamma: None for LeCun normal kernels. A number for MAGNETO's Xavier normal kernels; gamma multiplies the kernels
         of v_proj and out_proj. MAGNETO uses sqrt(log(2 * layers)) for a decoder.
@@ -189,12 +197,13 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
     def __call__(  # type: ignore[override]
         self, x: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
-        """Attends within x.
+        """The attention of x to itself: [B, T, model_dim] in the module's dtype.
 
         Args:
           x: [B, T, model_dim].
-          segment_ids: int32 [B, T]: packed sequences, as in dilated_attention. The pattern uses the indices in x.
-          positions: as in MultiHeadAttention.
+          segment_ids: int32 [B, T]: the ids of packed sequences. A token attends only to tokens with its id. The
+            pattern of the branches goes by the indices in x.
+          positions: integers [T] or [B, T], for the rotary embedding only; None for the tokens' indices.
 
         Returns:
           [B, T, model_dim] in dtype.
@@ -217,6 +226,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
     def _dilated_ring(
         self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None = None
     ) -> jax.Array:
+        """sequence_parallel_dilated_attention with the module's pattern, for one device's tokens inside shard_map."""
         of = self.attention
         assert self.sequence_axis is not None
         return sequence_parallel_dilated_attention(
@@ -243,6 +253,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
 
 
 def _check_magneto(prefix: str, layer_norm: Any, gamma: Any) -> None:
+    """Raises TypeError or ValueError for a wrong layer_norm or gamma. prefix: comes before its name in an error."""
     if not isinstance(layer_norm, bool):
         raise TypeError(f"{prefix}layer_norm={layer_norm!r} must be a bool")
     if gamma is None:
@@ -257,9 +268,10 @@ def _check_magneto(prefix: str, layer_norm: Any, gamma: Any) -> None:
 class LongNetConfig(TransformerConfig):
     """The shape of a LongNet: a TransformerConfig, and the pattern of its dilated attention.
 
-    segment_lengths, dilation_rates, heads, combine, layout, order: as in dilated_attention.
-    layer_norm, gamma: as in MultiHeadDilatedAttention.
-    sequence_strategy: "auto". sequence_layout: "contiguous", or None for the same.
+    segment_lengths, dilation_rates, heads, combine, layout, order: the branches, as in DilatedAttention. layer_norm:
+    whether there is a LayerNorm before each out_proj. gamma: a factor of the kernels of v_proj and out_proj, whose
+    initialisation is then Xavier normal; None for LeCun normal kernels. sequence_strategy: "auto". sequence_layout:
+    "contiguous", or None for the same.
 
     A bad field raises ValueError or TypeError, which names it.
     """
@@ -291,7 +303,7 @@ class LongNetConfig(TransformerConfig):
 
 
 class LongNetBlock(Block):
-    """A block of Transformer with dilated attention."""
+    """A Block whose attention is MultiHeadDilatedAttention."""
 
     def _attention(self, config: Any, rules: ShardingRules, rngs: nnx.Rngs) -> MultiHeadAttention:
         return MultiHeadDilatedAttention(
@@ -341,7 +353,11 @@ class LongNet(Transformer):
     config_type = LongNetConfig
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
-        """Transformer.next_logits, with the tokens so far as the cache. Causal attention ignores padding at the end."""
+        """((logits, tokens) after the prompts, advance), as Transformer.next_logits, but for a model without a cache.
+
+        The tokens so far are kept instead of a cache, and the model runs on all of them for each new token. Causal
+        attention ignores padding at the end.
+        """
         devices, length = sequence_devices(self.config.sequence_axis), _in_whole_segments(self.config, tokens, more)
         whole = -(-length // devices) * devices
         tokens = jnp.pad(tokens, ((0, 0), (0, whole - tokens.shape[1])))
@@ -360,10 +376,11 @@ class LongNet(Transformer):
 
 
 def _in_whole_segments(config: Any, tokens: jax.Array, more: int) -> int:
-    """The length to which prompts and new tokens are padded, so that more padding has no effect.
+    """The length to which prompts and new tokens are padded, so that further padding has no effect on their logits.
 
-    Without order="hilbert" they need no padding. With it, no segment that contains such a token may be cut, because the
-    Hilbert curve over fewer tokens differs.
+    tokens: the prompts [B, P]. more: the largest number of new tokens. Without order="hilbert" they need no padding: P
+    + more. With it, no segment of a branch with a rate above 1 may be cut, because the Hilbert curve over fewer tokens
+    differs.
 
     Raises ValueError for a segment longer than prompts and new tokens together: they cannot fill it.
     """

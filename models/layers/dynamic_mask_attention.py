@@ -67,6 +67,12 @@ class DynamicMaskAttention(MultiHeadAttention):
         )
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, **arguments: Any) -> jax.Array:
+        """The attention's result [B, T, num_heads, head_dim], to the keys of largest bias among all keys that the masks
+        allow.
+
+        query: [B, T, num_heads, head_dim]. key, value: [B, S, num_kv_heads, head_dim]. arguments: segment_ids, or
+        q_offset and kv_lengths with a cache.
+        """
         batch, kv_length = value.shape[:2]
         for name, length in (("x", query.shape[1]), ("cache", kv_length)):
             if jax.export.is_symbolic_dim(length):
@@ -103,7 +109,10 @@ class DynamicMaskAttention(MultiHeadAttention):
         )
 
     def _among(self, mask: masks.Mask | None, kv_lengths: jax.Array | None) -> masks.Mask:
-        """The mask of the keys that compete for a query's attention."""
+        """The Mask of the keys that compete for each query's attention: causal, within kv_lengths, and within `mask`.
+
+        mask: the call's Mask, with num_kv_heads heads or one head, or None. kv_lengths: int32 [B], or None.
+        """
         among = masks.causal() if self.is_causal else masks.sliding_window(None, None)
         if kv_lengths is not None:
             among = among & masks.prefix(kv_lengths)

@@ -23,10 +23,10 @@ class Linear(nnx.Linear):
     caller's dot_general, preferred_element_type or out_sharding run as in nnx, without activation, residual and "fp8".
 
     Args:
-      activation: as in matmul.
+      activation: the name of a function, such as "silu", or an elementwise jnp function; None for none.
       precision: with float32, "fp32" or "tf32"; with any dtype, "fp8" for 8-bit matmuls, or "bf16" or "fp16", to which
         x and the kernel are rounded; or any precision of nnx.Linear, which runs as in nnx.
-      scaling: with "fp8", as in matmul.
+      scaling: with "fp8", the values that share a scale: "tensor", "row" or "block", as in matmul; None for "tensor".
       fp8_scaling: with "fp8", the source of the scales of x and the kernel. "dynamic": their own largest magnitudes.
         "delayed": the largest magnitudes of previous calls, which the module keeps in x_history and kernel_history,
         AmaxHistories. Larger values are then clipped to the largest e4m3 value. The first call uses its own scales.
@@ -77,7 +77,9 @@ class Linear(nnx.Linear):
         self.implementation = implementation
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None) -> jax.Array:
-        """inputs: [..., in_features]. residual: [..., out_features], added last.
+        """activation(inputs @ kernel + bias) + residual: [..., out_features].
+
+        inputs: [..., in_features]. residual: [..., out_features], or None.
 
         The result has the dtype of the computation. If the module has no dtype, this is promoted with residual's dtype.
         """
@@ -118,7 +120,11 @@ class Linear(nnx.Linear):
 
 
 def _residual(module: nnx.Linear, residual: Any, dtype: Any) -> Any:
-    """The residual, in the dtype of its sum with a result of `dtype`. Raises TypeError unless it is an array."""
+    """The residual in the dtype of the sum of it and a result of `dtype`; None for None. Raises TypeError if it is no
+    array.
+
+    The dtype is `dtype` if the module has one of its own, else the promoted dtype.
+    """
     if residual is None:
         return None
     residual = checked_array("residual", residual)
@@ -127,7 +133,7 @@ def _residual(module: nnx.Linear, residual: Any, dtype: Any) -> Any:
 
 
 def _promoted(module: nnx.Linear, x: jax.Array, *others: Any) -> Any:
-    """x and the others in the dtype of the module's computation. Raises TypeError if that dtype has 8 bits."""
+    """(x, *others), all in the dtype of the module's computation. Raises TypeError if this dtype has 8 bits."""
     x, *others = module.promote_dtype((x, *others), dtype=module.dtype)
     if x.dtype.itemsize == 1:
         raise TypeError(f"dtype: got {x.dtype} for the computation, want 16 or 32 bits, also with precision='fp8'")
@@ -135,7 +141,7 @@ def _promoted(module: nnx.Linear, x: jax.Array, *others: Any) -> Any:
 
 
 def _check_options(options: dict[str, Any], precision: Any) -> None:
-    """Raises ValueError for options that a GatedMLP would ignore."""
+    """Raises ValueError for options of nnx.Linear, or a precision, that a GatedMLP does not support."""
     if options.get("use_bias"):
         raise ValueError("use_bias: got True, want False: a GatedMLP has no biases")
     for name in ("dot_general", "preferred_element_type"):
@@ -154,8 +160,9 @@ class GatedMLP(nnx.Module):
     in_features].
 
     Args:
-      activation, precision, scaling, implementation: as in gated_matmul. fp8_scaling, amax_history_length: as in
-        Linear. gate_proj and up_proj have the same x: gate_proj's history of x is used, and copied to up_proj.
+      activation: the name of a function, such as "silu", or an elementwise jnp function.
+      precision, scaling, fp8_scaling, amax_history_length, implementation: as in Linear, of all three matmuls. With
+        fp8_scaling="delayed", gate_proj's history of x is used for up_proj too, and copied to it: both have the same x.
       options: of nnx.Linear, such as dtype, param_dtype, kernel_init and rngs, except use_bias, dot_general and
         preferred_element_type.
 
@@ -192,7 +199,11 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
-        """x: [..., in_features]. residual: like x, added last. The result has the dtype as in Linear."""
+        """down_proj(activation(gate_proj(x)) * up_proj(x)) + residual: [..., in_features].
+
+        x: [..., in_features]. residual: like x, or None. The result has the dtype of the computation. If the module has
+        no dtype, this is promoted with residual's dtype.
+        """
         of = self.gate_proj
         weights = self.gate_proj.kernel[...], self.up_proj.kernel[...]
         x, gate, up = _promoted(of, x, *weights)

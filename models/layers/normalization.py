@@ -40,7 +40,10 @@ class LayerNorm(nnx.LayerNorm):
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
-        """x: [..., num_features]. Returns the result like x; with a residual, (the result, x + residual)."""
+        """The normalised x [..., num_features]; with a residual, (the normalised x + residual, x + residual).
+
+        mask: as in nnx.LayerNorm, which then computes the result. residual: like x, or None.
+        """
         if not _is_served(self, mask, residual):
             return super().__call__(x, mask=mask)
         x, residual, scale, bias = _promoted(self, x, residual, self.scale, self.bias)
@@ -58,7 +61,9 @@ class LayerNorm(nnx.LayerNorm):
 class RMSNorm(nnx.RMSNorm):
     """nnx.RMSNorm by jax_kernels.rms_norm, which can first add a residual to x.
 
-    It differs from nnx.RMSNorm as LayerNorm does from nnx.LayerNorm.
+    It has nnx.RMSNorm's arguments, parameters and results, with two differences: a float32 scale is used in float32,
+    and the fast variance is never used. Calls that the kernels do not support run as in nnx: with a mask, with axes
+    other than the last, or with statistics over devices.
 
     Args:
       scale_offset: added to scale, as in rms_norm; without a scale_init, scale starts at 1 - scale_offset.
@@ -78,7 +83,10 @@ class RMSNorm(nnx.RMSNorm):
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, mask: jax.Array | None = None, *, residual: jax.Array | None = None) -> Any:
-        """x: [..., num_features]. Returns the result like x; with a residual, (the result, x + residual)."""
+        """The normalised x [..., num_features]; with a residual, (the normalised x + residual, x + residual).
+
+        mask: as in nnx.RMSNorm, which then computes the result. residual: like x, or None.
+        """
         if not _is_served(self, mask, residual):
             return super().__call__(x, mask=mask)
         x, residual, scale, _ = _promoted(self, x, residual, self.scale, None)
@@ -93,7 +101,7 @@ class RMSNorm(nnx.RMSNorm):
 
 
 def _check_options(num_features: Any, scale_offset: Any, implementation: Any) -> None:
-    """Raises TypeError or ValueError, naming the argument."""
+    """Raises TypeError or ValueError for an argument of wrong type or a num_features below 0; the error names it."""
     check_size("num_features", num_features)
     if isinstance(scale_offset, bool) or not isinstance(scale_offset, int | float | np.number):
         raise TypeError(f"scale_offset: got {scale_offset!r}, want a number")
@@ -101,12 +109,17 @@ def _check_options(num_features: Any, scale_offset: Any, implementation: Any) ->
 
 
 def _with_scale_init(options: dict[str, Any], scale_offset: float) -> dict[str, Any]:
-    """nnx's options, with an initialisation for which scale + scale_offset is 1."""
+    """nnx's options; with a scale_offset, also an initialisation of scale to 1 - scale_offset, unless the caller gave
+    one.
+    """
     return {"scale_init": initializers.constant(1.0 - scale_offset)} | options if scale_offset else options
 
 
 def _is_served(module: Any, mask: Any, residual: Any) -> bool:
-    """Whether the op computes this call. Raises ValueError for a residual or a scale_offset that nnx cannot add."""
+    """Whether this library's op computes the call; if not, nnx does. Raises ValueError if nnx cannot.
+
+    nnx cannot add a residual or a scale_offset.
+    """
     axes = (module.reduction_axes, module.feature_axes)
     is_plain = all(axis in (-1, (-1,), [-1]) for axis in axes) and module.axis_name is None
     if is_plain and mask is None:
@@ -119,7 +132,9 @@ def _is_served(module: Any, mask: Any, residual: Any) -> bool:
 
 
 def _promoted(module: Any, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, ...]:
-    """The arrays in nnx's dtype of the computation; float32 parameters are unchanged."""
+    """(x, residual, scale, bias) in the dtype that nnx computes in; None stays None, float32 parameters stay
+    float32.
+    """
     weights = [None if y is None else y[...] for y in (scale, bias)]
     arrays = [None if y is None else jnp.asarray(y) for y in (x, residual)]
     x, residual, *_ = module.promote_dtype((*arrays, *weights), dtype=module.dtype)

@@ -95,7 +95,8 @@ class QuantizedLinear(nnx.Module):
         group_size: int | None = None,
         scale_dtype: Any = None,
     ) -> "QuantizedLinear":
-        """The module with the quantized weights of a Linear or an nnx.Linear, and with its bias and other options.
+        """A QuantizedLinear with the quantized weights of a Linear or an nnx.Linear, and with its bias and other
+        options.
 
         Args:
           linear: a models.Linear or an nnx.Linear. The bias is shared.
@@ -135,7 +136,7 @@ class QuantizedLinear(nnx.Module):
         )
 
     def promoted(self, x: jax.Array) -> jax.Array:
-        """x in the dtype of the computation. Raises TypeError if that dtype has 8 bits."""
+        """x in the dtype of the computation. Raises TypeError if that dtype has 8 bits. x: [..., in_features]."""
         bias = None if self.bias is None else self.bias[...]
         x, *_ = self.promote_dtype((jnp.asarray(x), jnp.zeros((), self.param_dtype), bias), dtype=self.dtype)
         if x.dtype.itemsize == 1:
@@ -143,7 +144,10 @@ class QuantizedLinear(nnx.Module):
         return x
 
     def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
-        """x: [..., in_features]. residual: [..., out_features], added last."""
+        """activation(x @ dequantize(kernel) + bias) + residual: [..., out_features], in the dtype of the computation.
+
+        x: [..., in_features]. residual: [..., out_features], or None.
+        """
         x = self.promoted(x)
         bias = None if self.bias is None else self.bias[...]
         if bias is not None and bias.dtype != jnp.float32:
@@ -195,7 +199,7 @@ class QuantizedGatedMLP(nnx.Module):
 
     @classmethod
     def from_mlp(cls, mlp: GatedMLP, format: str = "int4", *, quantize_down: bool = True, **options: Any) -> Any:
-        """The module with the quantized weights of a GatedMLP.
+        """A QuantizedGatedMLP with the quantized weights of a GatedMLP.
 
         Args:
           format, options: as in QuantizedLinear.from_linear.
@@ -211,7 +215,10 @@ class QuantizedGatedMLP(nnx.Module):
         return cls(of(mlp.gate_proj), of(mlp.up_proj), down, activation=mlp.activation)
 
     def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
-        """x: [..., in_features]. residual: like the result, added last."""
+        """down_proj(activation(gate_proj(x)) * up_proj(x)) + residual: [..., in_features].
+
+        x: [..., in_features]. residual: like the result, or None.
+        """
         of = self.gate_proj
         hidden = ops.gated_matmul(
             of.promoted(x),
@@ -286,7 +293,11 @@ def quantize_weights(
 
 
 class _Skipped:
-    """The modules that skip names. Raises TypeError or ValueError."""
+    """The modules that quantize_weights leaves unchanged, by the names in its argument `skip`.
+
+    names: the argument skip, None for "head". paths: the paths of all modules of the model. Raises TypeError or
+    ValueError for names that are no strings or match no module.
+    """
 
     def __init__(self, names: Sequence[str] | None, paths: Sequence[tuple[str, ...]]) -> None:
         if isinstance(names, str) or not (names is None or all(isinstance(name, str) for name in names)):
@@ -297,20 +308,27 @@ class _Skipped:
                 raise ValueError(f"skip: got {'.'.join(name)!r}, want names of modules of the model")
 
     def has(self, path: tuple[str, ...]) -> bool:
+        """Whether the module at this path, or a module that contains it, is named."""
         return any(_is_part(name, path) for name in self.names)
 
 
 def _is_part(name: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    """Whether the parts of a dotted name appear one after the other in a path."""
     return any(path[i : i + len(name)] == name for i in range(len(path) - len(name) + 1))
 
 
 def _of_linear(path: tuple[str, ...], linear: Any, kept: _Skipped, options: dict[str, Any]) -> Callable[[], Any]:
+    """A function that makes the QuantizedLinear for a Linear. Raises TypeError or ValueError if it has no such form."""
     _check_linear(".".join(path), linear)
     return lambda: QuantizedLinear.from_linear(linear, **options)
 
 
 def _of_mlp(path: tuple[str, ...], mlp: GatedMLP, kept: _Skipped, options: dict[str, Any]) -> Callable[[], Any] | None:
-    """A function that makes the replacement of a GatedMLP; None if skip names all its projections."""
+    """A function that makes the QuantizedGatedMLP for a GatedMLP; None if skip names all its projections.
+
+    path: of the GatedMLP in the model. kept: the modules that skip names. Raises ValueError if skip names gate_proj or
+    up_proj alone.
+    """
     gate, up, down = (not kept.has((*path, name)) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (gate or up or down):
         return None
@@ -324,7 +342,11 @@ def _of_mlp(path: tuple[str, ...], mlp: GatedMLP, kept: _Skipped, options: dict[
 def _modules(
     node: nnx.Module, path: tuple[str, ...], seen: set[int]
 ) -> Iterator[tuple[tuple[str, ...], Any, str, Any]]:
-    """(path, parent, attribute name in the parent, module) of all modules in a module; shared modules repeat."""
+    """Yields (path, parent, attribute name in the parent, module) for all modules inside `node`, at any depth.
+
+    A shared module is yielded once for each parent, its contents once. path: of `node`. seen: the ids of visited
+    modules.
+    """
     seen.add(id(node))
     for name, child in list(vars(node).items()):
         if isinstance(child, nnx.Module):
@@ -334,7 +356,10 @@ def _modules(
 
 
 def _check_all_found(model: nnx.Module, found: Sequence[Any]) -> None:
-    """Raises ValueError if the model has a Linear in a container that is not a module."""
+    """Raises ValueError if a Linear or GatedMLP of the model is missing in `found`, as in a plain list or dict.
+
+    found: the entries that _modules yields for the model.
+    """
     known = {id(module) for *_, module in found}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.Linear | GatedMLP) and id(module) not in known:
@@ -342,6 +367,9 @@ def _check_all_found(model: nnx.Module, found: Sequence[Any]) -> None:
 
 
 def _check_linear(name: str, linear: Any) -> None:
+    """Raises TypeError or ValueError unless a module is a Linear whose options low-bit matmuls support. name: for the
+    error.
+    """
     if type(linear) not in (Linear, nnx.Linear):
         raise TypeError(f"{name}: got {type(linear).__name__}, want a models.Linear or an nnx.Linear")
     _check_precision(f"{name}.precision", linear.precision)

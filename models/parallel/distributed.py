@@ -31,10 +31,10 @@ def initialize_distributed(
     timeout: int = 300,
     collective_timeout: int = 600,
 ) -> bool:
-    """jax.distributed.initialize, with time limits. Call it before any other code touches a device.
+    """Starts jax.distributed, with time limits, and returns whether there are several processes.
 
-    Without arguments the values come from the scheduler's environment: Slurm, Open MPI or Kubernetes. Without arguments
-    and without such a scheduler, the process runs alone.
+    Call it before any other code touches a device. Without arguments the values come from the scheduler's environment:
+    Slurm, Open MPI or Kubernetes. Without arguments and without such a scheduler, the process runs alone.
 
     Args:
       coordinator: "host:port" of process 0.
@@ -89,7 +89,10 @@ def initialize_distributed(
 
 
 def gathered(text: str) -> list[str]:
-    """The text of each process. All processes call this. Runs two small collectives over all devices of any mesh."""
+    """The texts of all processes, by process index. Each process passes its own text.
+
+    All processes must call this. It runs two small collectives over all devices, whatever the mesh.
+    """
     data = np.frombuffer(text.encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.int32(len(data)))
     padded = np.zeros(lengths.max(), np.uint8)

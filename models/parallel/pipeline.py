@@ -25,16 +25,17 @@ def pipelined(
     tokens: str | None = None,
     beside: Any = None,
 ) -> jax.Array:
-    """Runs the blocks one after the other. Each device along a mesh axis runs its blocks on parts of the batch.
+    """The result x of L blocks, run one after the other in stages. Each device along a mesh axis runs its own blocks.
 
     Equivalent to the following JAX code, on the mesh of jax.set_mesh::
 
         for i in range(L):
             x = block(tree.map(lambda p: p[i], params), x)
 
-    A device has L / stages neighbouring blocks. In tick t, stage s works on part t - s of the batch. Each stage is idle
-    in stages - 1 of the microbatches + stages - 1 ticks. The backward, which JAX derives, runs the same schedule in
-    reverse. The gradients of params are summed over the devices that shard the batch or the tokens.
+    A device has L / stages neighbouring blocks. The batch is cut into microbatches. In tick t, stage s works on
+    microbatch t - s. Each stage is idle in stages - 1 of the microbatches + stages - 1 ticks. The backward, which JAX
+    derives, runs the same schedule in reverse. The gradients of params are summed over the devices that shard the batch
+    or the tokens.
 
     Args:
       block: block(params of one block, x) -> x of the same shape and dtype; inside jax.shard_map, over all mesh axes.

@@ -70,7 +70,10 @@ class ShardingRules:
     )
 
     def mesh_axes(self, name: str | None, length: int, mesh: Any, taken: Sequence[str] = ()) -> tuple[str, ...]:
-        """The mesh axes that shard an array axis of this name and length. mesh: a Mesh or an AbstractMesh.
+        """The mesh axes that shard an array axis of this name and length; empty if it is replicated.
+
+        name: of an array axis in the table `axes`; None for an axis that is never sharded. mesh: a Mesh or an
+        AbstractMesh. taken: mesh axes that other axes of the array use.
 
         Raises ValueError for a name that the table lacks.
         """
@@ -87,9 +90,10 @@ class ShardingRules:
         return tuple(found)
 
     def spec(self, names: Sequence[Any], shape: Sequence[int], mesh: Any) -> PartitionSpec:
-        """The PartitionSpec, on a mesh, of an array whose axes have these names. The last axes need no name.
+        """The PartitionSpec, on a mesh, of an array of this shape whose axes have these names. The last axes need no
+        name.
 
-        A name may also be a tuple of mesh axes, or UNCONSTRAINED.
+        A name may also be None (not sharded), a tuple of mesh axes, or UNCONSTRAINED (XLA chooses).
         """
         found: list[Any] = []
         for name, length in zip(names, shape, strict=False):
@@ -100,17 +104,19 @@ class ShardingRules:
         return PartitionSpec(*map(of, found))
 
     def parameter_spec(self, name: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
-        """The PartitionSpec, on a mesh, of the parameter with this dotted name."""
+        """The PartitionSpec, on a mesh, of the parameter with this dotted name and shape; replicated if no rule
+        matches.
+        """
         for pattern, names in self.parameters:
             if len(names) == len(shape) and re.search(rf"(^|\.)({pattern})$", name):
                 return self.spec(names, shape, mesh)
         return PartitionSpec()
 
     def constrain(self, x: jax.Array, *names: Any) -> jax.Array:
-        """Shards x by the names of its axes over the mesh of jax.set_mesh.
+        """x, sharded by the names of its axes over the mesh of jax.set_mesh.
 
-        x is unchanged without a mesh, inside shard_map, and outside of jit if x does not have a NamedSharding. names:
-        as in spec.
+        x is unchanged without a mesh, on a mesh with an axis that is not Auto, inside shard_map, and outside of jit if
+        x does not have a NamedSharding. names: one for each of the first axes, as in spec.
         """
         mesh = _auto_mesh()
         if mesh is None or not (isinstance(x, jax.core.Tracer) or isinstance(x.sharding, NamedSharding)):
@@ -118,16 +124,17 @@ class ShardingRules:
         return lax.with_sharding_constraint(x, self.spec(names, x.shape, mesh))
 
     def devices(self, name: str, length: int) -> dict[str, int]:
-        """The axes of the mesh of jax.set_mesh that shard an array axis of this name and length, with their sizes.
+        """The axes of the mesh of jax.set_mesh that shard an array axis of this name and length, by name, with their
+        sizes.
 
-        Empty if constrain changes nothing.
+        Empty where `constrain` would change nothing.
         """
         mesh = _auto_mesh()
         return {} if mesh is None else {axis: mesh.shape[axis] for axis in self.mesh_axes(name, length, mesh)}
 
 
 def _auto_mesh() -> Any:
-    """The mesh of jax.set_mesh. None without a mesh, or if an axis of the mesh is not Auto."""
+    """The mesh of jax.set_mesh; None without a mesh, or if any of its axes is Explicit or Manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types) else mesh
 
@@ -160,7 +167,7 @@ def check_mesh(
 
 
 def check_kinds(mesh: Any, rules: Any) -> None:
-    """Raises TypeError unless mesh is a mesh and rules are ShardingRules or None."""
+    """Raises TypeError unless mesh is a Mesh or an AbstractMesh, and rules are ShardingRules or None."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh: got {mesh!r}, want a jax.sharding.Mesh, as make_mesh gives it")
     if not isinstance(rules, ShardingRules | None):
@@ -168,16 +175,16 @@ def check_kinds(mesh: Any, rules: Any) -> None:
 
 
 def has_explicit_axes(mesh: Any = None) -> bool:
-    """Whether a mesh has Explicit axes, the default of jax.make_mesh. mesh: None for the mesh of jax.set_mesh."""
+    """Whether a mesh has Explicit axes, the default of jax.make_mesh. mesh: None is the mesh of jax.set_mesh."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
 def under_auto_axes(function: Callable[..., Any], model: Any, arrays: Any, results: Any) -> Any:
-    """Calls function(model, *arrays) on a mesh with Explicit axes. Inside the function these axes are Auto.
+    """function(model, *arrays), run with the Explicit axes of the mesh of jax.set_mesh turned into Auto axes.
 
-    arrays: trees of arrays, the function's arguments. results: the PartitionSpecs of the function's results; only the
-    Explicit axes of the mesh of jax.set_mesh count.
+    arrays: trees of arrays, the function's arguments. results: the PartitionSpecs of the function's results; only
+    Explicit axes in them count.
     """
     mesh = jax.sharding.get_abstract_mesh()
     explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
@@ -229,7 +236,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
 
 
 def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules | None = None) -> Any:
-    """The NamedSharding of each array of a tree, by the array's name in the tree.
+    """A tree like `state` with the NamedSharding of each array, chosen by the array's name in the tree.
 
     Args:
       state: an nnx.State, a module, or any tree of arrays or jax.ShapeDtypeStructs whose names end like the parameters'
@@ -248,7 +255,7 @@ def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules | None = None) 
 
 
 def shard_model(model: nnx.Module, mesh: Mesh, rules: ShardingRules | None = None) -> None:
-    """Shards the parameters of a model over a mesh, in the model itself."""
+    """Shards the parameters of a model over a mesh, in the model itself. rules: None for ShardingRules()."""
     if not isinstance(model, nnx.Module):
         raise TypeError(f"model: got {type(model).__name__}, want an nnx.Module")
     state = nnx.state(model)
@@ -256,7 +263,7 @@ def shard_model(model: nnx.Module, mesh: Mesh, rules: ShardingRules | None = Non
 
 
 def shard_batch(batch: Any, mesh: Mesh, rules: ShardingRules | None = None) -> Any:
-    """Shards a tree of arrays [batch, tokens, ...] over a mesh. The order of the tokens does not change.
+    """The arrays [batch, tokens, ...] of a tree, sharded over a mesh. The order of the tokens does not change.
 
     With several processes, each process passes the whole batch, and its devices take their shards.
 
@@ -267,7 +274,9 @@ def shard_batch(batch: Any, mesh: Mesh, rules: ShardingRules | None = None) -> A
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """Puts a tree of arrays on devices by its shardings. With several processes, each passes the same whole arrays."""
+    """The tree of arrays on devices, by its tree of shardings. With several processes, each passes the same whole
+    arrays.
+    """
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
 
@@ -295,7 +304,10 @@ def batch_sharding(shape: Sequence[int], mesh: Mesh, rules: ShardingRules | None
 
 
 def _kind(axis: str | None) -> AxisType | None:
-    """The type of an axis of the mesh of jax.set_mesh. None if the mesh lacks the axis or has one device along it."""
+    """The type (Auto, Explicit, Manual) of an axis of the mesh of jax.set_mesh, or of the shard_map around the call.
+
+    None if there is no such axis or only one device along it.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if axis is None or mesh.empty or mesh.shape.get(axis, 1) == 1:
         return None
@@ -303,22 +315,33 @@ def _kind(axis: str | None) -> AxisType | None:
 
 
 def sequence_devices(axis: str | None) -> int:
-    """The number of token shards: the size of `axis` in the mesh of jax.set_mesh or of a shard_map, else 1."""
+    """The number of devices that shard the tokens: the size of `axis` in the mesh of jax.set_mesh or of a shard_map,
+    else 1.
+    """
     return 1 if _kind(axis) is None else jax.sharding.get_abstract_mesh().shape[axis]
 
 
 def shares_sequence(axis: str | None) -> bool:
-    """Whether `axis` of the mesh of jax.set_mesh is an Auto axis, which shards the tokens of whole arrays."""
+    """Whether `axis` is an Auto axis of the mesh of jax.set_mesh, along which calls shard the tokens of whole
+    arrays.
+    """
     return _kind(axis) == AxisType.Auto
 
 
 def whole_length(axis: str | None, length: int) -> int:
-    """The length of the whole sequence, for an array of `length` tokens. Inside shard_map the array is one shard."""
+    """The length of the whole sequence, from the `length` of an array's tokens.
+
+    Inside a shard_map over `axis` the array is one device's shard; elsewhere it has the whole sequence already.
+    """
     return length * sequence_devices(axis) if _kind(axis) == AxisType.Manual else length
 
 
 def token_order(axis: str, layout: str, length: int, what: str = "x") -> Any:
-    """The token index at each position of a layout: int32 [length]. Inside shard_map only this device's positions.
+    """The index in the sequence of the token at each position of an array in this layout: int32 [length].
+
+    length: of the array's tokens. Outside of shard_map these are the whole sequence's. Inside, the array is one
+    device's shard, and so is the result. For zigzag on 2 devices, 8 tokens have [0, 1, 6, 7, 2, 3, 4, 5], and device 0
+    has [0, 1, 6, 7].
 
     Raises ValueError, naming the argument `what`, for a length that the layout does not divide.
     """
@@ -348,11 +371,14 @@ def share_sequence(
     heads_alike: bool = True,
     mask: Mask | None = None,
 ) -> jax.Array:
-    """Calls an attention in shard_map on arrays [B, T, heads, head_dim]: each device calls it on its shards.
+    """The result [B, T, heads, head_dim] of an attention that each device computes for its shards, in shard_map.
 
-    The batch and the tokens are sharded. The heads are sharded only with heads_alike and if the mask has one head.
+    attention: a function of (query, key, value) and, if given, segment_ids, and `mask` by name. query, key, value:
+    whole arrays [B, T, heads, head_dim]; inside a shard_map over `axis`, shards, for which the attention is called
+    directly. The batch and the tokens are sharded, by `rules` and along `axis`. The heads are sharded only with
+    heads_alike, which says that heads do not depend on their index, and if the mask has one head.
 
-    segment_ids: [B, T], the attention's fourth argument. mask: of the whole sequence, the attention's argument `mask`.
+    segment_ids: [B, T]. mask: of the whole sequence.
 
     Raises NotImplementedError on a mesh with Explicit axes, and for a mask with several batch entries if the batch is
     sharded.

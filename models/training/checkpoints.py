@@ -33,11 +33,13 @@ __all__ = [
 
 
 class NotWritten(OSError):
-    """A checkpoint cannot be written, such as on a full disk. The text names the newest whole checkpoint."""
+    """Raised if a checkpoint cannot be written, such as on a full disk. The text names the newest whole checkpoint."""
 
 
 def file_in_the_way(folder: Path) -> Path | None:
-    """The file at the path of a folder or of one of its parents; None if there is none."""
+    """The file at the path of a folder or of one of its parents, for which the folder cannot be made; None if there is
+    none.
+    """
     found = next((path for path in (folder, *folder.parents) if path.exists()), None)
     return None if found is None or found.is_dir() else found
 
@@ -71,15 +73,19 @@ def manager(folder: Path, keep: int) -> Any:
 
 
 def _raised_again(record: logging.LogRecord) -> bool:
-    """A log filter: hides the traceback of an orbax thread, because the caller gets the same error."""
+    """A log filter for the absl logger: False, which hides the record, for the traceback of an orbax thread.
+
+    The caller gets the same error.
+    """
     return "run() raised an exception" not in record.getMessage()
 
 
 @contextlib.contextmanager
 def writing(checkpoints: Any, step: int | None = None) -> Iterator[None]:
-    """Raises NotWritten, which names the newest whole checkpoint, if orbax fails to write a checkpoint in this context.
+    """A context manager for writing a checkpoint: if orbax fails in it, it raises NotWritten.
 
-    The files of the partial checkpoint are removed. step: of the checkpoint; None for one whose writing began before.
+    The error names the newest whole checkpoint, and the files of the partial checkpoint are removed. checkpoints: an
+    orbax CheckpointManager. step: of the checkpoint; None for one whose writing began before.
     """
     logging.getLogger("absl").addFilter(_raised_again)
     try:
@@ -97,7 +103,7 @@ def writing(checkpoints: Any, step: int | None = None) -> Iterator[None]:
 
 
 def newest(checkpoints: Any) -> str:
-    """A phrase that names the newest whole checkpoint on the disk."""
+    """A phrase for an error: "the newest checkpoint is of step 5", or "there is no earlier checkpoint"."""
     with contextlib.suppress(OSError):
         checkpoints.reload()
     step = checkpoints.latest_step()
@@ -105,7 +111,7 @@ def newest(checkpoints: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The reason why a file could not be written: the operating system's text if there is one."""
+    """The reason in words why a file could not be written: the operating system's text if there is one."""
     found = re.search(r"os_error_code='?(\d+)", str(error))
     if found:
         return os.strerror(int(found[1]))
@@ -115,9 +121,10 @@ def reason(error: BaseException) -> str:
 
 
 def nonfinite(params: Any, mesh: Mesh) -> list[str]:
-    """The names of a tree's arrays on a mesh that have a value which is not finite or whose square is not finite.
+    """The names of a tree's arrays that have a value which is not finite or whose square is not finite in float32.
 
-    A norm squares its input. With such parameters a loss can be finite while its gradient is not.
+    The sum of the squares counts too. A norm squares its input. With such parameters a loss can be finite while its
+    gradient is not.
     """
     with jax.set_mesh(mesh):
         found = {name: _is_finite(x) for name, x in _by_name(params).items()}
@@ -130,7 +137,10 @@ def _is_finite(x: jax.Array) -> jax.Array:
 
 
 def digests(state: Any, mesh: Mesh) -> dict[str, int]:
-    """A checksum of each array's bits and their positions, by the array's name in the tree. Independent of the mesh."""
+    """A 32-bit checksum of each array's bits and their positions, by the array's name in the tree.
+
+    It does not depend on the mesh over which the arrays are sharded.
+    """
     with jax.set_mesh(mesh):
         found = {name: _digest(x) for name, x in _by_name(state).items()}
     return {name: int(x) for name, x in jax.device_get(found).items()}
@@ -138,7 +148,9 @@ def digests(state: Any, mesh: Mesh) -> dict[str, int]:
 
 @jax.jit
 def _digest(x: jax.Array) -> jax.Array:
-    """A checksum, as a sum over the elements: it does not depend on their order or sharding."""
+    """A checksum of an array's bits and their positions: uint32 []. It is a sum over elements, so sharding has no
+    effect.
+    """
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits >= 8:
         kind = {8: jnp.uint8, 16: jnp.uint16}.get(jnp.finfo(x.dtype).bits, jnp.uint32)
         x = lax.bitcast_convert_type(x, kind)  # 64 bits become two words
@@ -153,14 +165,16 @@ def _digest(x: jax.Array) -> jax.Array:
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their dotted paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
 
 
 def read_run(checkpoints: Any, step: int) -> dict[str, Any]:
-    """A checkpoint's item `run`: {"config": ..., "run": ..., "digests": ...}. Early checkpoints have no digests.
+    """The `run` item of a checkpoint: {"config": the model's fields, "run": the caller's values, "digests": by array
+    name}.
 
-    Raises ValueError if the item cannot be read or was not written by save.
+    Early checkpoints have no digests. Raises ValueError if the item cannot be read or was not written by Trainer.save.
     """
     import orbax.checkpoint as ocp
 
@@ -176,9 +190,9 @@ def read_run(checkpoints: Any, step: int) -> dict[str, Any]:
 
 
 def read_state(checkpoints: Any, step: int, like: Any, mesh: Mesh, wanted: Mapping[str, int] | None) -> Any:
-    """A checkpoint's state on a mesh, with the shardings of the arrays of `like`.
+    """The state of a checkpoint, with the shapes and shardings of the arrays of the tree `like`, which are on `mesh`.
 
-    wanted: the digests of the saved state; None for a checkpoint without digests.
+    wanted: the digests of the saved state, by array name; None for a checkpoint without digests.
 
     Raises ValueError if the state cannot be read, differs from the saved state, or belongs to another optimizer.
     """
@@ -199,7 +213,9 @@ def read_state(checkpoints: Any, step: int, like: Any, mesh: Mesh, wanted: Mappi
 
 
 def _read_or_told(checkpoints: Any, step: int, like: Any) -> tuple[Any, str]:
-    """(the state of read_state, "") or (None, the reason why it cannot be read)."""
+    """(the state, "") or (None, the reason in words why it cannot be read). Raises _OtherOptimizer for another
+    optimizer.
+    """
     import orbax.checkpoint as ocp
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
@@ -218,7 +234,10 @@ def _read_or_told(checkpoints: Any, step: int, like: Any) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _without_tracebacks_of_other_reads() -> Iterator[None]:
-    """Keeps Python from printing the errors of other reads that orbax started together with a failed read."""
+    """A context manager that hides the errors of other reads that orbax started together with a failed read.
+
+    Python would print them, since they are raised in threads.
+    """
     hook, logger, nothing = sys.unraisablehook, logging.getLogger("asyncio"), lambda _: False
     sys.unraisablehook = lambda _: None
     logger.addFilter(nothing)
@@ -230,10 +249,11 @@ def _without_tracebacks_of_other_reads() -> Iterator[None]:
 
 
 class _OtherOptimizer(ValueError):
-    """The state of a checkpoint belongs to another optimizer than the trainer's."""
+    """Raised if the optimizer's state in a checkpoint has other arrays than the trainer's optimizer."""
 
 
 def _other_optimizer(step: int, more: str = "") -> _OtherOptimizer:
+    """The error for a checkpoint of another optimizer. more: a clause about the difference."""
     return _OtherOptimizer(
         f"optimizer: got one whose state differs from the state in the checkpoint of step {step}{more}, want the "
         "optimizer that the checkpoint was trained with"
@@ -241,7 +261,10 @@ def _other_optimizer(step: int, more: str = "") -> _OtherOptimizer:
 
 
 def _check_alike(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises _OtherOptimizer if saved moments have another shape or dtype than wanted; orbax would cast them."""
+    """Raises _OtherOptimizer if an optimizer array in a checkpoint has another shape or dtype than the trainer's.
+
+    saved, wanted: arrays or their metadata, by name, of the checkpoint and of the trainer. Orbax would cast them.
+    """
     kind = lambda x: f"{jnp.dtype(x.dtype).name} {tuple(x.shape)}"
     for name, x in wanted.items():
         if name.startswith("optimizer.") and name in saved and kind(saved[name]) != kind(x):
@@ -249,12 +272,13 @@ def _check_alike(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any])
 
 
 def _in_words(error: BaseException) -> str:
-    """The first line of an error's cause, or of the error: orbax adds pages of text."""
+    """The first line, up to 200 characters, of an error's cause, or of the error: orbax adds pages of text."""
     lines = (str(error.__cause__ or error) or type(error).__name__).splitlines()
     return lines[0] if len(lines[0]) < 200 else f"{lines[0][:200]} ..."
 
 
 def _raise_unreadable(checkpoints: Any, step: int, why: str) -> NoReturn:
+    """Raises ValueError for a checkpoint that cannot be read. It names an older checkpoint, if there is one."""
     older = [x for x in checkpoints.all_steps() if x < step]
     way = f"; restore(step={max(older)}) takes an older one" if older else ""
     raise ValueError(f"folder: the checkpoint of step {step} in {checkpoints.directory} cannot be read ({why}){way}")

@@ -16,9 +16,10 @@ __all__ = ["TokenBatches", "read_documents", "read_text"]
 
 
 def read_documents(paths: str | Path | Iterable[str | Path]) -> tuple[np.ndarray, np.ndarray]:
-    """(the bytes of read_text, the index of each file's first byte): uint8 [bytes], int64 [files].
+    """(the bytes of text files, the index of each file's first byte): uint8 [bytes], int64 [files].
 
-    Pass the second array to TokenBatches as `documents`. paths, errors: as in read_text.
+    Pass the second array to TokenBatches as `documents`, so that each file is a document. paths, errors: as in
+    read_text.
     """
     files = _files(paths)
     sizes = [file.stat().st_size for file in files]
@@ -41,6 +42,10 @@ def read_text(paths: str | Path | Iterable[str | Path]) -> np.ndarray:
 
 
 def _files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """The files at the paths that have bytes, in order; a folder's files that are not hidden are sorted by name.
+
+    Raises TypeError, FileNotFoundError, or ValueError if there are none.
+    """
     files: list[Path] = []
     if not isinstance(paths, str | Path | Iterable):
         raise TypeError(f"paths: got {type(paths).__name__}, want a file, a folder, or several of these")
@@ -60,6 +65,7 @@ def _files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
 
 
 def _text(files: list[Path]) -> np.ndarray:
+    """The bytes of the files, one after the other: uint8 [bytes]. A single file is memory-mapped."""
     if len(files) == 1:
         return np.memmap(files[0], np.uint8, mode="r")
     return np.concatenate([np.fromfile(file, np.uint8) for file in files])
@@ -158,11 +164,17 @@ class TokenBatches:
         return tuple(part(field) for field in range(2 if self.documents is None else 3))
 
     def _rows(self, step: int, numbers: Sequence[int]) -> np.ndarray:
-        """Rows of a batch, by their indices in it: int32 [n, 2 or 3, seq_len] of tokens, targets, segment_ids."""
+        """Rows of a step's batch: int32 [n, 2, seq_len] (tokens, targets), or [n, 3, seq_len] with segment_ids.
+
+        numbers: the indices of the n rows in the batch.
+        """
         starts = [self._order[step * self.batch_size + number] * self.seq_len for number in numbers]
         return np.stack([self._window(start) for start in starts])
 
     def _window(self, start: int) -> np.ndarray:
+        """The window that begins at token `start`: int32 [2, seq_len] (tokens, targets), or [3, seq_len] with
+        segment_ids.
+        """
         read = np.asarray(self.tokens[start : start + self.seq_len + 1])
         tokens = read.astype(np.int32)
         if (tokens != read).any():
@@ -176,7 +188,7 @@ class TokenBatches:
 
     @property
     def sha256(self) -> str:
-        """The digest of tokens and documents, to check that a resumed run has the same text."""
+        """The SHA-256 of tokens and documents, as hex digits, to check that a resumed run has the same text."""
         digest = hashlib.sha256()
         for start in range(0, len(self.tokens), 1 << 24):
             digest.update(np.ascontiguousarray(self.tokens[start : start + (1 << 24)]))
@@ -186,7 +198,7 @@ class TokenBatches:
 
 
 def _checked_documents(documents: np.ndarray, length: int) -> np.ndarray:
-    """documents as int64. Raises ValueError unless they ascend from 0 within `length` tokens."""
+    """The documents as int64. Raises ValueError unless they are integers that ascend from 0 and stay below `length`."""
     if documents.ndim != 1 or not np.issubdtype(documents.dtype, np.integer):
         raise ValueError(f"documents: got {documents.dtype} {documents.shape}, want integers [documents]")
     if not len(documents) or documents[0] != 0 or documents[-1] >= length or (np.diff(documents) <= 0).any():

@@ -25,7 +25,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 class FolderInUse(ValueError):
-    """Another run writes the folder."""
+    """Raised if another run has the lock of a folder, and so the right to write it."""
 
 
 class FolderLock:
@@ -51,7 +51,9 @@ class FolderLock:
             self.is_held = True
 
     def check_free(self) -> None:
-        """Raises the errors of take. Keeps no lock, and makes no folder. All processes call this."""
+        """Raises FolderInUse or NotWritten if `take` would. Keeps no lock, and makes no folder. All processes call
+        this.
+        """
         failure: dict[str, Any] = {}
         if jax.process_index() == 0 and self.folder.is_dir():
             failure = self._taken()
@@ -68,7 +70,10 @@ class FolderLock:
             self._lock = None
 
     def _taken(self) -> dict[str, Any]:
-        """Takes the lock in process 0. Returns {} on success, else {"in_use": ..., "text": the error}."""
+        """Takes the lock in process 0. Returns {} on success, else {"in_use": bool, "text": the error's text}.
+
+        in_use: whether another run has the lock; otherwise the folder cannot be written.
+        """
         import filelock
 
         # Any thread may release the lock, because the garbage collector runs in all threads.
@@ -100,7 +105,7 @@ class FolderLock:
         return {}
 
     def _holder(self) -> str:
-        """The end of an error: it names the process that has the lock."""
+        """The end of an error's sentence, which names the process that has the lock and says how to go on."""
         try:
             found = json.loads((self.folder / _HOLDER).read_text())
             pid, host, since = (found[name] for name in ("pid", "host", "since"))
@@ -114,7 +119,10 @@ class FolderLock:
 
 
 def _raise_for_all(failure: dict[str, Any]) -> None:
-    """Raises the error of process 0 on each process. failure: from _taken in process 0, {} in other processes."""
+    """Raises FolderInUse or NotWritten in each process if process 0 did not get the lock.
+
+    failure: in process 0 the result of FolderLock._taken, {} in other processes.
+    """
     if jax.process_count() > 1:
         failure = json.loads(gathered(json.dumps(failure))[0])
     if failure:
@@ -122,5 +130,6 @@ def _raise_for_all(failure: dict[str, Any]) -> None:
 
 
 def _this_process() -> dict[str, Any]:
+    """The content of .lock.json: the process id, the host, and the time."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return {"pid": os.getpid(), "host": platform.node(), "since": now}

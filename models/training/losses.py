@@ -32,7 +32,8 @@ def linear_cross_entropy(
     chunk: int = CHUNK,
     rules: ShardingRules | None = None,
 ) -> jax.Array:
-    """The cross-entropy of each token under the logits x @ w. The logits are never all in memory.
+    """The cross-entropy of each token under the logits x @ w: float32 [...], in nats. The logits are never all in
+    memory.
 
     Equivalent to the following JAX code, in float32 from the matmul on::
 
@@ -87,10 +88,11 @@ def linear_cross_entropy(
 
 
 def _chunks(count: int, x: jax.Array, rows: jax.Array, rules: ShardingRules) -> tuple[jax.Array, jax.Array]:
-    """The rows of each chunk [count, V / count, D] in x's dtype, and their token ids [count, V / count].
+    """(rows, ids): the chunks of the vocabulary, rows [count, V / count, D] in x's dtype and their token ids [count, V
+    / count].
 
-    A chunk takes every count-th row, so that each vocabulary shard has an equal part of each chunk. Ids past the
-    vocabulary mark padding.
+    rows: [V, D], one row for each token id. A chunk takes every count-th row, so that each vocabulary shard has an
+    equal part of each chunk. V is rounded up to a multiple of count; ids of V or more mark the padding.
     """
     vocabulary, depth = rows.shape
     rows = jnp.pad(rows.astype(x.dtype), ((0, -vocabulary % count), (0, 0)))
@@ -100,7 +102,11 @@ def _chunks(count: int, x: jax.Array, rows: jax.Array, rules: ShardingRules) -> 
 
 
 def _logits(x: jax.Array, rows: jax.Array, ids: jax.Array, vocabulary: int, rules: ShardingRules) -> jax.Array:
-    """The logits of a chunk: float32 [..., V / count]. The logits of padding are -inf."""
+    """The logits of one chunk of the vocabulary: float32 [..., V / count], -inf for padding.
+
+    x: [..., D]. rows: [V / count, D], the chunk's rows. ids: [V / count], their token ids; ids of `vocabulary` or more
+    are padding.
+    """
     logits = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=jnp.float32)
     names = ("batch", "tokens") if x.ndim == 3 else (None,) * (x.ndim - 1)
     # The caller may shard an axis of x that the rules do not shard: its sharding is kept.
@@ -112,11 +118,12 @@ def _logits(x: jax.Array, rows: jax.Array, ids: jax.Array, vocabulary: int, rule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Devices:
-    """The mesh axes over which the gradient of w is summed after the loop over chunks, and their sizes.
+    """The mesh axes over which the gradient of w is summed after the loop over chunks, not within it.
 
-    These axes shard the batch or the tokens of x [B, T, D], and come before any axis that also shards the width of w.
-    Along an axis that shards the width each device needs only its part of the sum, so each chunk's sum is sent at once,
-    in parallel with the matmuls of the next chunk. There are no such axes if x does not have three axes.
+    batch, tokens: the axes that shard the batch and the tokens of x [B, T, D], if they come before any axis that also
+    shards the width of w. sizes: the number of devices along `batch`, and along `tokens`. Along an axis that shards the
+    width, each device needs only its part of the sum, so each chunk's sum is sent at once, in parallel with the matmuls
+    of the next chunk. There are no such axes if x does not have three axes.
     """
 
     batch: tuple[str, ...] = ()
@@ -125,6 +132,7 @@ class _Devices:
 
     @classmethod
     def of(cls, x: jax.Array, rules: ShardingRules) -> "_Devices":
+        """The _Devices for x [..., D] on the mesh of jax.set_mesh."""
         if x.ndim != 3:
             return cls()
         of_width = rules.devices("embed", x.shape[2])
@@ -135,24 +143,30 @@ class _Devices:
 
     @property
     def count(self) -> int:
+        """The number of partial sums: devices that shard the batch times devices that shard the tokens."""
         return self.sizes[0] * self.sizes[1]
 
     def sums(self, dlogits: jax.Array, x: jax.Array) -> jax.Array:
-        """Sums over each device's tokens, float32 [batch devices, token devices, V, D]."""
+        """dlogits^T @ x, summed over each device's own tokens: float32 [batch devices, token devices, V, D].
+
+        dlogits: [..., V] of a chunk's V. x: [..., D].
+        """
         if self.count == 1:
             outer = tuple(range(x.ndim - 1))
             return jnp.tensordot(dlogits, x, (outer, outer), preferred_element_type=jnp.float32)[None, None]
         return jnp.einsum("abcdv,abcdz->acvz", self._parts(dlogits), self._parts(x), preferred_element_type=jnp.float32)
 
     def _parts(self, x: jax.Array) -> jax.Array:
-        """x [B, T, ...] with its batch and tokens split by device: [devices, B, devices, T, ...]."""
+        """x [B, T, n] with its batch and tokens split by device: [batch devices, B / these, token devices, T / these,
+        n].
+        """
         (of_batch, of_tokens), (batch, tokens, _) = self.sizes, x.shape
         return x.reshape(of_batch, batch // of_batch, of_tokens, tokens // of_tokens, x.shape[-1])
 
 
 @under_defaults
 def _forward(how: tuple[int, ShardingRules], x: jax.Array, rows: jax.Array, targets: jax.Array) -> Any:
-    """(losses, residuals of the backward). how: (number of chunks, rules)."""
+    """(losses float32 [...], residuals of the backward). how: (number of chunks, rules). rows: [V, D]."""
     count, rules = how
 
     def one(carry: Any, of_chunk: Any) -> Any:
@@ -173,6 +187,10 @@ def _forward(how: tuple[int, ShardingRules], x: jax.Array, rows: jax.Array, targ
 
 @under_defaults
 def _backward(how: tuple[int, ShardingRules], residuals: Any, cotangent: jax.Array) -> Any:
+    """The gradients of (x, rows, targets): [..., D] in x's dtype, [V, D] in rows' dtype, and None.
+
+    how: (number of chunks, rules). residuals: from _forward. cotangent: of the losses, [...].
+    """
     count, rules = how
     x, rows, targets, lse = residuals
     cotangent = jnp.where(targets >= 0, cotangent, 0)

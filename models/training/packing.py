@@ -13,9 +13,9 @@ __all__ = ["Packed", "document_positions", "document_starts", "packed", "within_
 
 
 class Packed(NamedTuple):
-    """The arrays that a block needs in addition to x for packed documents, int32 [B, T] in the order of x's tokens.
+    """The document ids and positions of packed tokens, int32 [B, T] each, in the order of x's tokens.
 
-    positions: of each token within its document; None for its index in the sequence.
+    positions: each token's position within its document; None if the position is the index in the sequence.
     """
 
     segment_ids: jax.Array
@@ -23,10 +23,10 @@ class Packed(NamedTuple):
 
 
 def packed(segment_ids: Any, tokens: Any, *, is_whole: bool = True) -> Packed:
-    """Checks the document ids of tokens [B, T], and adds positions that restart in each document.
+    """The Packed of document ids for tokens [B, T], with positions that restart in each document. Checks the ids.
 
-    is_whole: whether the ids are of whole rows. A shard's ids get no positions here and keep their dtype: the op
-    compares the ids of shards.
+    is_whole: whether the ids are of whole rows. False for one device's shard: its positions are None and its ids keep
+    their dtype, since the op compares the ids of all shards.
 
     Raises ValueError for another shape or known values beyond int32, TypeError for another dtype.
     """
@@ -54,9 +54,10 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def within_documents(targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Next-token targets [B, T], with -1 where the next token is in another document or the id is below 0.
+    """The targets [B, T], with -1 where the next token is in another document or the token's id is below 0.
 
-    The last target does not change, because the document of its token is not known.
+    targets: the next token of each token. segment_ids: integers [B, T], the document of each token. The last target of
+    a row does not change, because the document of its token is not known.
     """
     if jnp.ndim(targets) != 2 or jnp.shape(segment_ids) != jnp.shape(targets):
         shapes = f"{jnp.shape(targets)} and {jnp.shape(segment_ids)}"

@@ -16,11 +16,12 @@ STOPPED = 128 + signal.SIGTERM
 
 @contextlib.contextmanager
 def stop_asked() -> Iterator[Callable[[int], bool]]:
-    """A function to call with a step's number after the step: whether SIGTERM asks the run to end after this step.
+    """A context manager that gives a function asked(step): whether SIGTERM asks the run to end after this step.
 
-    With several processes, the process that gets SIGTERM notifies the others, and all end after the same step; the
-    handler is jax.distributed's. In a single process this context installs the handler, if it runs in the main thread
-    and the caller neither handles nor ignores SIGTERM.
+    Call it after each step, with the step's number. With several processes, the process that gets SIGTERM notifies the
+    others, and all end after the same step; the handler is jax.distributed's. In a single process this context installs
+    the handler, if it runs in the main thread and the caller neither handles nor ignores SIGTERM; otherwise asked is
+    always False.
     """
     if jax.process_count() > 1:
         yield multihost_utils.reached_preemption_sync_point

@@ -23,7 +23,10 @@ REMAT: dict[str, tuple[str, ...]] = {
 
 
 def recomputed(function: Callable[..., Any], remat: bool | str) -> Callable[..., Any]:
-    """The function; its backward rematerialises all values that the policy does not save. remat: as in the config."""
+    """The function, whose backward rematerialises all values that the policy does not save.
+
+    remat: the policy: False to save all, True to save none, or a name in REMAT, whose values are saved.
+    """
     if remat is False:
         return function
     if remat is True:

@@ -14,7 +14,7 @@ PADDING = "; padding has segment_ids below 0, or in a loss targets below 0"
 def checked_tokens(
     tokens: Any, vocabulary: int, *, segment_ids: Any = None, targets: Any = None, hint: str = PADDING
 ) -> Any:
-    """The tokens as an array. Raises ValueError unless they are integers [batch, length] of the vocabulary.
+    """The tokens as an array. Raises ValueError unless they are integers [batch, length] from 0 to vocabulary - 1.
 
     The range is checked if the values are known: not for tracers, and not for arrays with shards on other processes.
     Padding may have any id: positions whose segment_ids are below 0, and ids below 0 whose targets are below 0. hint:
@@ -39,7 +39,7 @@ def checked_tokens(
 
 
 def check_targets(targets: Any, vocabulary: int) -> None:
-    """Raises ValueError for known targets outside the vocabulary. Targets below 0 do not count."""
+    """Raises ValueError if a known target is `vocabulary` or more. Targets below 0 do not count."""
     if is_known(targets) and 0 not in np.shape(targets):
         most = np.asarray(targets).max()
         if most >= vocabulary:
@@ -49,9 +49,10 @@ def check_targets(targets: Any, vocabulary: int) -> None:
 
 
 def usable_ids(ids: Any, vocabulary: int, *, segment_ids: Any = None, targets: Any = None) -> jax.Array:
-    """The ids as int32. Ids outside the vocabulary become `vocabulary`, whose embedding is NaN; padding becomes 0.
+    """The ids as int32, for an embedding lookup. Ids outside the vocabulary become `vocabulary`, whose embedding is
+    NaN.
 
-    segment_ids, targets: as in checked_tokens.
+    Padding becomes 0: ids whose segment_ids are below 0, and ids below 0 whose targets are below 0.
     """
     ids = _clipped(ids, vocabulary)
     if targets is not None:
@@ -62,17 +63,17 @@ def usable_ids(ids: Any, vocabulary: int, *, segment_ids: Any = None, targets: A
 
 
 def usable_targets(targets: Any, vocabulary: int) -> jax.Array:
-    """The targets as int32: -1 for a target that does not count, `vocabulary` for a target outside the vocabulary."""
+    """The targets as int32: -1 for targets below 0, `vocabulary` for targets of `vocabulary` or more."""
     return jnp.asarray(_clipped(targets, vocabulary))
 
 
 def is_known(x: Any) -> bool:
-    """Whether this process can read the values of an array."""
+    """Whether this process can read the values of an array: it is no tracer, and has no shard on another process."""
     return not isinstance(x, jax.core.Tracer) and (not isinstance(x, jax.Array) or x.is_fully_addressable)
 
 
 def _clipped(ids: Any, vocabulary: int) -> Any:
-    """Integers of any width as int32 from -1 to `vocabulary`."""
+    """Integers of any width as int32: -1 for values below 0, `vocabulary` for values of `vocabulary` or more."""
     numeric: Any = jnp if isinstance(ids, jax.Array) else np
     if ids.dtype.itemsize < 4:
         ids = ids.astype(np.int32)

@@ -39,10 +39,10 @@ Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def next_token_loss(model: Transformer, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the sum of model.losses over a batch, the number of targets that count).
+    """(the sum of the losses of a batch's targets, the number of targets that count), for Trainer's argument `loss`.
 
-    batch: (tokens, targets), or for packed documents (tokens, targets, segment_ids). A target in another document than
-    its token does not count.
+    batch: (tokens, targets), or for packed documents (tokens, targets, segment_ids), integers [B, T] each. A target
+    below 0, or in another document than its token, does not count. key is not used.
     """
     tokens, targets, *rest = batch
     if not rest:
@@ -133,16 +133,18 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The model with the state's parameters, which the next step donates."""
+        """The model with the state's current parameters. The next step donates these, so read it again after a step."""
         return nnx.merge(self.graphdef, self.state["params"])
 
     @functools.cached_property
     def _train(self) -> Any:
+        """The jitted step: _new_state, which donates the state."""
         shardings = jax.tree.map(lambda x: x.sharding, self.state)
         options = compiler_options(self.mesh, triton_products=False)
         return jax.jit(self._new_state, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
     def _new_state(self, state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """(the state after a step on this batch, {"loss": mean loss, "gradient_norm": of the mean's gradient})."""
         key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
         total, count, gradients = self._gradients(state["params"], batch, key)
         count = jnp.where(count > 0, count, 1)  # a batch without targets, such as all padding, has gradients of 0
@@ -158,7 +160,11 @@ class Trainer:
         return after, {"loss": total / count, "gradient_norm": jnp.sqrt(sum(squares))}
 
     def _gradients(self, params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-        """(the sum of the losses, their count, the sum's gradients)."""
+        """(the sum of the losses of a batch, the number of targets that count, the gradients of the sum with respect to
+        params).
+
+        The batch is cut into `accumulate` parts, which run one after the other.
+        """
 
         def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self.loss(nnx.merge(self.graphdef, params), batch, key)
@@ -209,12 +215,17 @@ class Trainer:
         return found
 
     def _checked_batch(self, batch: Any, name: str = "batch") -> Any:
+        """The batch. Raises TypeError or ValueError if next_token_loss is the loss and does not accept it. name: for
+        the error.
+        """
         if self.loss is next_token_loss:
             check_batch(batch, self.config.vocab_size, name)
         return batch
 
     def _on_auto_axes(self, batch: Any) -> Any:
-        """Moves arrays on a mesh with Explicit axes to this trainer's mesh; their shards stay on their devices."""
+        """The batch, with arrays on a mesh with Explicit axes moved to this trainer's mesh; their shards stay on their
+        devices.
+        """
 
         def moved(x: Any) -> Any:
             sharding = getattr(x, "sharding", None)
@@ -226,11 +237,14 @@ class Trainer:
 
     @functools.cached_property
     def _evaluate(self) -> Any:
+        """The jitted loss: a function of (params, batch) that returns (sum, count)."""
         loss = lambda params, batch: self.loss(nnx.merge(self.graphdef, params), batch, jax.random.key(0))
         return jax.jit(loss, compiler_options=compiler_options(self.mesh, triton_products=False))
 
     def evaluate(self, batch: Any) -> float:
-        """The mean loss on a batch, 0 if no target counts. Raises as train."""
+        """The mean loss on a batch, in nats for next_token_loss; 0 if no target counts. Raises the errors of
+        `train`.
+        """
         batch = self._on_auto_axes(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
             total, count = self._evaluate(self.state["params"], batch)
@@ -280,6 +294,7 @@ class Trainer:
             raise
 
     def _fit(self, batches: Any, steps: int, save_every: int | None, run: Any, on_step: Any) -> None:
+        """The loop of `fit`: steps, checkpoints, and SIGTERM. Its arguments are `fit`'s, checked."""
         begun = self.step
         with stop_asked() as asked:
             while self.step < steps:
@@ -299,7 +314,9 @@ class Trainer:
             self.check_finite()
 
     def check_finite(self) -> None:
-        """Raises FloatingPointError unless parameters and their squares are finite; it names the newest checkpoint."""
+        """Raises FloatingPointError unless all parameters and their squares are finite; it names the newest
+        checkpoint.
+        """
         names = checkpoints.nonfinite(self.state["params"], self.mesh)
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -325,7 +342,10 @@ class Trainer:
             self._checkpoints.reload()  # finds steps that another run wrote since the folder was read
 
     def _claim(self, *, and_this: bool) -> None:
-        """Takes the folder's lock. Raises ValueError if the folder has later checkpoints: see _check_newest."""
+        """Takes the folder's lock. Raises ValueError, without keeping the lock, if the folder has a later checkpoint.
+
+        and_this: whether a checkpoint of the state's own step counts too.
+        """
         self._check_newest(and_this=and_this)
         if self._lock is not None and not self._lock.is_held:
             self.lock_folder()
@@ -336,7 +356,7 @@ class Trainer:
                 raise
 
     def _give_up(self) -> None:
-        """Releases the folder's lock, once no checkpoint is being written."""
+        """Waits until no checkpoint is being written, and releases the folder's lock."""
         if self._lock is not None and self._lock.is_held:
             with contextlib.suppress(Exception):
                 self._checkpoints.wait_until_finished()
@@ -372,7 +392,9 @@ class Trainer:
         self._kept = self.step, of_run
 
     def _check_newest(self, *, and_this: bool = False) -> None:
-        """Raises ValueError if the folder has later checkpoints than the state. and_this: or one of the same step."""
+        """Raises ValueError if the folder has a checkpoint of a later step than the state; with and_this, also of the
+        same step.
+        """
         newest = self._checkpoints.latest_step()
         if newest is None or newest < self.step + (not and_this):
             return
@@ -426,7 +448,10 @@ class Trainer:
         return kept["run"]
 
     def _check_config(self, other: dict[str, Any]) -> None:
-        """Raises ValueError if a checkpoint's model has other parameters or another forward."""
+        """Raises ValueError if a checkpoint's config differs in fields that change the parameters or the forward.
+
+        other: the fields of the checkpoint's config, by name.
+        """
         free = {
             "dtype",
             "remat",
@@ -448,11 +473,12 @@ class Trainer:
 
     @property
     def latest(self) -> int | None:
-        """The step of the newest whole checkpoint, None if there is none."""
+        """The step of the newest whole checkpoint in the folder; None without a checkpoint or a folder."""
         return None if self._manager is None else self._manager.latest_step()
 
     @property
     def _checkpoints(self) -> Any:
+        """The orbax CheckpointManager. Raises ValueError if the trainer has no folder."""
         if self._manager is None:
             raise ValueError("folder: got None, want a folder for checkpoints")
         return self._manager

@@ -17,7 +17,11 @@ __all__ = ["as_json", "check_batch", "check_fit", "checked_arguments"]
 
 
 def check_batch(batch: Any, vocabulary: int, name: str) -> None:
-    """Raises TypeError or ValueError for a batch that next_token_loss does not accept."""
+    """Raises TypeError or ValueError unless a batch has the form that next_token_loss takes.
+
+    That is (tokens, targets) or (tokens, targets, segment_ids), integers [B, T]. The ids of NumPy arrays must be within
+    the vocabulary. vocabulary: the number of token ids. name: of the batch, for the error.
+    """
     want = "want (tokens, targets) or (tokens, targets, segment_ids), integers [batch, length]"
     if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
         got = f"{len(batch)} items" if isinstance(batch, tuple | list) else type(batch).__name__
@@ -36,7 +40,7 @@ def check_batch(batch: Any, vocabulary: int, name: str) -> None:
 
 
 def checked_arguments(config: Any, optimizer: Any, mesh: Any, rules: Any, seed: Any, loss: Any, folder: Any) -> int:
-    """The seed as an int. Raises TypeError or ValueError for a wrong argument of Trainer."""
+    """The seed as an int. Raises TypeError or ValueError if one of these arguments of Trainer is wrong."""
     wanted: tuple[tuple[str, Any, Any, str], ...] = (
         ("config", config, TransformerConfig, "a TransformerConfig or a LongNetConfig"),
         ("mesh", mesh, Mesh | None, "a jax.sharding.Mesh, as make_mesh gives it, or None"),
@@ -57,7 +61,7 @@ def checked_arguments(config: Any, optimizer: Any, mesh: Any, rules: Any, seed: 
 
 
 def check_fit(batches: Any, steps: Any, save_every: Any, on_step: Any) -> None:
-    """Raises TypeError or ValueError for a wrong argument of fit; the error names it."""
+    """Raises TypeError or ValueError if one of these arguments of Trainer.fit is wrong; the error names it."""
     if isinstance(steps, bool) or not isinstance(steps, int | np.integer):
         raise TypeError(f"steps: got {steps!r}, want an int: the total number of steps")
     if steps < 0:
@@ -73,7 +77,10 @@ def check_fit(batches: Any, steps: Any, save_every: Any, on_step: Any) -> None:
 
 
 def as_json(run: Any) -> dict[str, Any]:
-    """The `run` of save after a round trip through JSON. Raises TypeError if it is not a mapping of JSON values."""
+    """The dict that `run`, the argument of Trainer.save, is after a round trip through JSON; {} for None.
+
+    Raises TypeError if it is not a mapping of JSON values.
+    """
     try:
         return json.loads(json.dumps(dict(run or {})))
     except (TypeError, ValueError) as error:

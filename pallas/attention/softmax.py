@@ -119,9 +119,9 @@ def _tree(combine, parts):
 def headroom(dtype) -> float:
     """The largest rise, in base 2, of scores above the maximum of a row's first block for which bounded_step is valid.
 
-    dtype: of P in the matmul with V. bfloat16 has the exponents for a maximum this far above the scores: see rescaled_to_bound().
-    float16 has not: there exp2(score - maximum) is at most 2**room. P and its sums can hold it, because float16 values
-    are below 2**16.
+    dtype: of P in the matmul with V. bfloat16 has the exponents for a maximum this far above the scores: see
+    rescaled_to_bound(). float16 has not: there exp2(score - maximum) is at most 2**room. P and its sums can hold it,
+    because float16 values are below 2**16.
     """
     return 60.0 if dtype == jnp.bfloat16 else 15.0
 

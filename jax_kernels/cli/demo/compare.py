@@ -27,7 +27,9 @@ MAX_LENGTH = 256
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison. text: for the terminal. numbers: for run.json."""
+    """The result of a comparison with PyTorch. text: for the terminal. numbers: for run.json. passed: True if left
+    out.
+    """
 
     passed: bool
     text: str
@@ -35,8 +37,10 @@ class Comparison:
 
 
 def compare(trainer: Trainer, windows: np.ndarray) -> Comparison:
-    """Runs both modules in float32 on windows (uint8 [B, T + 1]) and compares their logits and input gradients.
+    """The Comparison of logits and input gradients of the Flax and the PyTorch module on the trained weights, in
+    float32.
 
+    windows: uint8 [B, T + 1], bytes and the bytes that follow them.
     The input gradient is the gradient of the mean loss with respect to the input's token embeddings. Both modules run
     on a GPU if JAX does and PyTorch can; otherwise both run on the CPU.
     """
@@ -74,6 +78,7 @@ def compare(trainer: Trainer, windows: np.ndarray) -> Comparison:
 
 
 def _flax(trainer, config, device, tokens, targets) -> tuple[np.ndarray, np.ndarray]:
+    """(logits, gradient of the mean loss with respect to the token embeddings) of the Flax model, as NumPy arrays."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, nnx.Rngs(0))))
     params, tokens, targets = jax.device_put((trainer.params, tokens, targets), device)
 
@@ -93,6 +98,9 @@ def _flax(trainer, config, device, tokens, targets) -> tuple[np.ndarray, np.ndar
 
 
 def _torch(parameters, config, on_gpu, tokens, targets) -> tuple[np.ndarray, np.ndarray]:
+    """(logits, gradient of the mean loss with respect to the token embeddings) of the PyTorch model, as NumPy
+    arrays.
+    """
     from jax_kernels.bridge import nn
 
     return nn.logits_and_input_gradients(config, parameters, tokens, targets, device="cuda" if on_gpu else "cpu")

@@ -16,15 +16,16 @@ HELD_OUT_EVERY = 10
 
 
 class CorpusError(ValueError):
-    """An error of a text that cannot be trained on; the message says why."""
+    """Raised for a text that cannot be trained on; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Bytes in blocks; windows never cross a block's end, so nothing held out is ever trained on.
+    """The bytes of a text in blocks, some of them held out. Windows do not cross blocks, so held-out bytes are not
+    trained on.
 
-    train, held_out: uint8 [blocks, block_length]; a window is seq_len + 1 bytes, inputs and targets.
-    source: the origin of the bytes. sha256: of all bytes.
+    train, held_out: uint8 [blocks, block_length]. A window is seq_len + 1 bytes: inputs, and targets shifted by one.
+    source: the path of the text. sha256: of all bytes.
     """
 
     train: np.ndarray
@@ -38,14 +39,18 @@ class Corpus:
         return self.train.size + self.held_out.size
 
     def batch(self, batch_size: int, seed: int, step: int) -> np.ndarray:
-        """The windows of one step, uint8 [batch_size, seq_len + 1]: a function of only (seed, step)."""
+        """The windows of one step, uint8 [batch_size, seq_len + 1]. They depend only on the seed and the step."""
         rng = np.random.default_rng((seed, step))
         block = rng.integers(len(self.train), size=batch_size)
         start = rng.integers(self.train.shape[1] - self.seq_len, size=batch_size)
         return self.train[block[:, None], start[:, None] + np.arange(self.seq_len + 1)]
 
     def held_out_batches(self, batch_size: int, limit: int) -> np.ndarray:
-        """Up to `limit` batches of windows, evenly spread over the held-out blocks: uint8 [n, b, seq_len + 1]."""
+        """Up to `limit` batches of windows, evenly spread over the held-out blocks: uint8 [batches, windows, seq_len +
+        1].
+
+        A batch has batch_size windows, or all held-out windows if these are fewer.
+        """
         windows = self.held_out.reshape(-1, self.seq_len + 1)
         size = min(batch_size, len(windows))
         count = min(limit, len(windows) // size)
@@ -54,11 +59,12 @@ class Corpus:
 
 
 def standard_library() -> Path:
+    """The folder of Python's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def read_corpus(path: Path | None, seq_len: int) -> Corpus:
-    """Reads a file, every text file of a folder, or by default the .py source of Python's standard library.
+    """The Corpus of a file, of every text file of a folder, or for None of the .py source of Python's standard library.
 
     Files are taken in the order of their paths, up to MAX_BYTES. Files with a NUL byte, which are no text, and hidden
     files are skipped. Raises CorpusError if there is too little text or nothing to read.
@@ -102,13 +108,13 @@ def read_corpus(path: Path | None, seq_len: int) -> Corpus:
 
 
 def _files(root: Path) -> list[Path]:
-    """All files below root that are not hidden, in the order of their relative paths on any system."""
+    """The paths of all files below root that are not hidden, sorted by their relative paths."""
     files = ((file.relative_to(root), file) for file in root.rglob("*") if file.is_file())
     return [file for relative, file in sorted(files) if not any(part.startswith(".") for part in relative.parts)]
 
 
 def unigram_entropy(data: np.ndarray) -> float:
-    """Entropy of the byte frequencies, in bits per byte: the least that a model without context can reach."""
+    """The entropy of the frequencies of bytes, in bits per byte: the least loss of a model without context."""
     counts = np.bincount(data.ravel(), minlength=256)
     frequencies = counts[counts > 0] / data.size
     return float(-(frequencies * np.log2(frequencies)).sum())

@@ -38,6 +38,9 @@ def introduce(
     plan: jax_kernels.Plan,
     unigram: float,
 ) -> None:
+    """Prints the device, the text, the model and the plan of its attention. unigram: the text's entropy, in bits per
+    byte.
+    """
     settings, model = trainer.settings, trainer.settings.model
     products = ", 8-bit matmuls in its blocks" if model.precision == "fp8" else ""
     console.print(
@@ -60,7 +63,10 @@ def print_sample(console: Console, prompt: bytes, sampled: bytes) -> None:
 
 
 def plot(path: Path, settings: Settings, history: dict[str, Any], unigram: float) -> None:
-    """Plots training and held-out bits per byte over the steps, with the unigram entropy as a line."""
+    """Writes a PNG to `path`: training and held-out bits per byte over the steps, and the unigram entropy as a line.
+
+    history: {"losses": nats per byte of each step, "held_out": [[step, bits per byte], ...]}.
+    """
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -88,7 +94,7 @@ def write_record(
     history: dict[str, Any],
     results: dict[str, Any],
 ) -> None:
-    """Writes run.json: the settings, device, versions and all results of the run."""
+    """Writes run.json to `path`: the settings, device, versions, losses and `results` of the run."""
     record = {
         **results,
         "steps": trainer.step,

@@ -30,7 +30,7 @@ PROMPT_BYTES, SAMPLE_BYTES = 48, 512
 
 
 class OptionError(ValueError):
-    """An error of an option's value; `message` says why."""
+    """Raised for a wrong value of the option `option`; `message` says why."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(f"{option}: {message}")
@@ -40,7 +40,7 @@ class OptionError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A device's settings for options that are left out."""
+    """The settings of a device for options that the user leaves out."""
 
     model: TransformerConfig
     seq_len: int
@@ -50,6 +50,7 @@ class Preset:
 
 
 def preset(device: jax_kernels.DeviceInfo) -> Preset:
+    """The Preset for a device: a small model for a CPU, a larger one for a GPU."""
     if device.compute_capability is None:
         # 0.9 million parameters: about a minute of steps on two cores.
         model = TransformerConfig(vocab_size=256, model_dim=128, num_layers=4, num_heads=4)
@@ -65,7 +66,11 @@ def preset(device: jax_kernels.DeviceInfo) -> Preset:
 def run(
     *, text: Path | None, steps: int | None, out: Path, resume: bool, mesh: dict[str, int] | None = None, **given: Any
 ) -> bool:
-    """Runs the whole command. Returns whether every check passed; raises OptionError for errors of the user's input."""
+    """Runs `jax-kernels demo`. Returns whether every check passed; raises OptionError for errors of the user's input.
+
+    given: further options by name, None if left out: seq_len, batch_size, decay_steps, seed, attention, implementation
+    and precision.
+    """
     console = Console(highlight=False)
     device = jax_kernels.device_info()
     defaults = preset(device)
@@ -105,7 +110,10 @@ def finish(
     console: Console, out: Path, device: jax_kernels.DeviceInfo, trainer: Trainer, corpus: Corpus,
     plan: jax_kernels.Plan, unigram: float, history: dict[str, Any], timing: dict[str, Any],
 ) -> bool:  # fmt: skip
-    """Runs the checks, samples, and writes the files. Returns whether every check passed. Raises NotWritten."""
+    """Runs the checks, samples, and writes the files after training. Returns whether every check passed.
+
+    unigram: the held-out text's entropy, in bits per byte. timing: from `train`. Raises NotWritten.
+    """
     settings = trainer.settings
     held_out = trainer.evaluate(corpus.held_out_batches(settings.batch_size, 16))
     learned = held_out < LEARNED * unigram
@@ -142,7 +150,7 @@ def finish(
 
 
 def check_finite(trainer: Trainer) -> None:
-    """Ends the process with the status 1 if a parameter is not finite. The state is then not saved."""
+    """Ends the process with the status 1 if a parameter is not finite, so that the state is not saved."""
     if names := nonfinite(trainer.params, trainer.mesh):
         sys.exit(
             f"jax-kernels: step {trainer.step}: got parameters that are not finite, such as {names[0]}, want finite "
@@ -151,6 +159,7 @@ def check_finite(trainer: Trainer) -> None:
 
 
 def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]) -> tuple[Settings, Corpus]:
+    """(settings, text) of a new run, from the options `given` and the device's defaults. Raises OptionError."""
     pick = lambda name, default: default if given[name] is None else given[name]
     seq_len = pick("seq_len", defaults.seq_len)
     corpus = corpus_of(text, seq_len)
@@ -168,7 +177,10 @@ def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]
 
 
 def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> TransformerConfig:
-    """The preset's model with the requested attention and precision."""
+    """The config of the model: the device's, with the attention, implementation and precision in `given`.
+
+    Raises OptionError for an unknown value.
+    """
     if given["precision"] not in (None, "fp8"):
         raise OptionError("--precision", f"got {given['precision']!r}, want fp8, or no --precision")
     config = dataclasses.replace(config, implementation=given["implementation"], precision=given["precision"])
@@ -186,7 +198,9 @@ def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> 
 def resumed(
     checkpoints: Checkpoints, folder: Path, steps: int | None, text: Path | None, given: dict[str, Any]
 ) -> tuple[Settings, Corpus, dict[str, Any]]:
-    """The checkpoint's settings, text and history; raises OptionError for any option that contradicts them."""
+    """(settings, text, history) of the checkpoint in `folder`. Raises OptionError for an option that contradicts
+    them.
+    """
     if checkpoints.latest is None:
         raise OptionError("--resume", f"there is no checkpoint in {folder}")
     if steps is not None and steps < checkpoints.latest:
@@ -228,6 +242,7 @@ def check_products(model: TransformerConfig, device: jax_kernels.DeviceInfo) -> 
 
 
 def attention_plan(settings: Settings) -> jax_kernels.Plan:
+    """The Plan of the model's attention on this device. Raises OptionError if the implementation cannot serve it."""
     model = settings.model
     heads = lambda count: jax.ShapeDtypeStruct(
         (settings.batch_size, settings.seq_len, count, model.head_dim), model.dtype
@@ -247,9 +262,11 @@ def attention_plan(settings: Settings) -> jax_kernels.Plan:
 def train(
     console: Console, trainer: Trainer, corpus: Corpus, steps: int, checkpoints: Checkpoints, history: dict[str, Any]
 ) -> dict[str, Any]:
-    """Trains to `steps`, adds to `history` (the losses, and [step, held-out bits per byte]) and saves.
+    """Trains until the state has had `steps` steps, and saves. Returns the timing, by name.
 
-    Returns the timing: compilation, evaluation and saving are not in the time of a step.
+    history: gets the new losses, and [step, held-out bits per byte] pairs. The timing is compile_seconds, step_seconds
+    and tokens_per_second, None if there was nothing to train. Compilation, evaluation and saving are not in the time of
+    a step.
     """
     settings = trainer.settings
     if trainer.step == steps:

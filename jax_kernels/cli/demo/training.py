@@ -25,10 +25,10 @@ __all__ = ["Checkpoints", "Settings", "Trainer", "bits_per_byte", "make_model", 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of a training run, except its length and the text itself. The checkpoint holds them.
+    """The settings of a training run, except its number of steps and the text itself. The checkpoint holds them.
 
     learning_rate: the peak. decay_steps: the rate warms up, then falls along a cosine until this step. So a run that
-    stops before can be resumed to the same end. text: the path given, or None; sha256: of the bytes read.
+    stops before can be resumed to the same end. text: the path that the user gave, or None; sha256: of the bytes read.
     """
 
     model: TransformerConfig
@@ -42,6 +42,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Settings":
+        """The Settings of a dict that dataclasses.asdict made and JSON kept."""
         model = fields["model"]
         config = LongNetConfig(**model) if "segment_lengths" in model else TransformerConfig(**model)
         return cls(**{**fields, "model": config})
@@ -52,7 +53,9 @@ def make_model(config: TransformerConfig, rngs: nnx.Rngs) -> Transformer:
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """AdamW with clipped gradients; weight decay on matrices only."""
+    """AdamW with clipped gradients, and weight decay on matrices only. The learning rate warms up, then follows a
+    cosine.
+    """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=settings.learning_rate,
@@ -72,7 +75,7 @@ def bits_per_byte(nats: Any) -> Any:
 
 
 class Trainer:
-    """The state of a run on the device, and the compiled functions on it.
+    """The state of a run on the devices of a mesh, and the compiled functions on it.
 
     state: {"params": nnx.State, "optimizer": the optax state}; every step consumes the state (donation) and makes a new
     state. step: the number of steps so far. mesh: the devices; None for one device.
@@ -96,11 +99,12 @@ class Trainer:
         self._loss = jax.jit(self._mean_loss)
 
     def _mean_loss(self, params: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
-        """The mean cross-entropy, in nats per byte, of bytes [B, T] and the bytes that follow them."""
+        """The mean cross-entropy, in nats per byte, of inputs [B, T]; targets [B, T] are the bytes that follow them."""
         return nnx.merge(self.graphdef, params).losses(inputs, targets).mean()
 
     @functools.cached_property
     def _train(self) -> Any:
+        """The compiled step: (state, inputs, targets) -> (new state, mean loss in nats per byte)."""
         places = jax.tree.map(lambda x: x.sharding, self.state)
         options = compiler_options(self.mesh, triton_products=False)
 
@@ -119,17 +123,19 @@ class Trainer:
             return lowered.compile()
 
     def compile(self) -> None:
-        """Compiles the step before the first step runs."""
+        """Compiles the step, if it is not compiled yet."""
         _ = self._train
 
     def train(self, windows: np.ndarray) -> jax.Array:
-        """One step. Returns its loss in nats per byte, on the device and perhaps not yet computed."""
+        """Runs one step on windows, uint8 [B, T + 1]. Returns its loss in nats per byte, on the device, perhaps not yet
+        computed.
+        """
         self.state, nats = self._train(self.state, *jax.device_put(_inputs_and_targets(windows), self._batch))
         self.step += 1
         return nats
 
     def evaluate(self, batches: np.ndarray) -> float:
-        """Bits per byte of batches [n, b, T + 1]."""
+        """The mean loss of batches of windows, uint8 [batches, B, T + 1], in bits per byte."""
         with jax.set_mesh(self.mesh):
             nats = [float(self._loss(self.state["params"], *_inputs_and_targets(batch))) for batch in batches]
         return float(np.mean(bits_per_byte(np.array(nats))))
@@ -140,15 +146,15 @@ class Trainer:
 
 
 def _inputs_and_targets(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The inputs and the targets of windows [B, T + 1]: each byte is predicted from the bytes before it."""
+    """(inputs, targets), int32 [B, T] each, of windows [B, T + 1]: each byte is predicted from the bytes before it."""
     windows = windows.astype(np.int32)
     return windows[:, :-1], windows[:, 1:]
 
 
 class Checkpoints:
-    """The newest checkpoint of a run in a folder: the trainer's state, and `run`, a JSON value, together.
+    """The newest checkpoint of a run in a folder. It holds the trainer's state and `run`, a JSON value.
 
-    replace: the first save replaces all checkpoints in the folder.
+    replace: whether the first save removes all checkpoints in the folder.
 
     Raises FolderInUse if another run writes the folder, NotWritten if it cannot be written. save raises NotWritten too.
     """
@@ -172,6 +178,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, trainer: Trainer, run: Any) -> None:
+        """Writes a checkpoint of the trainer's state and of `run`, and removes earlier checkpoints."""
         with writing(self._manager, trainer.step):
             if self._replace:
                 for step in self._manager.all_steps():
@@ -184,7 +191,7 @@ class Checkpoints:
         return self._manager.restore(self.latest, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
 
     def load_state(self, trainer: Trainer) -> None:
-        """Gives the trainer the state and the step of the newest checkpoint."""
+        """Sets the trainer's state and step from the newest checkpoint. Raises FileNotFoundError without one."""
         step = self.latest
         if step is None:
             raise FileNotFoundError(f"no checkpoint in {self._manager.directory}")
@@ -201,7 +208,8 @@ class Checkpoints:
 
 
 def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, temperature: float = 0.8) -> bytes:
-    """Draws `length` bytes one by one after the prompt (uint8 [P]), each from the cache of the bytes before it.
+    """Draws `length` bytes after the prompt (uint8 [P]), one by one, each from the model's logits after the earlier
+    bytes.
 
     Dilated attention has no cache: the model runs on the whole sequence again for each byte.
     """

@@ -3,9 +3,9 @@
 A bias of -1e9 or of finfo.min for all keys of a query gives an lse close to the bias. Times log2(e), lse is rounded by
 more than the scores differ, or it overflows. Here scores stay in natural units, and lse is subtracted exactly.
 
-Such queries ("large rows": softmax.is_large of their lse is True) are rare. One launch looks for them, and ends at once in
-a call without far rows. It has few programs. Each program owns several tiles of keys, then several tiles of queries.
-Every tile is visited with the predicate: optimisations for this launch alone would not pay.
+Such queries ("large rows": softmax.is_large of their lse is True) are rare. One launch looks for them, and ends at once
+in a call without large rows. It has few programs. Each program owns several tiles of keys, then several tiles of
+queries. Every tile is visited with the predicate: optimisations for this launch alone would not pay.
 """
 
 import dataclasses
@@ -60,11 +60,11 @@ def far_rows(
     core_count: int,
     interpret: bool,
 ) -> AttentionGradients:
-    """The gradients with the contributions of far rows added: of query, key, value and, if present, bias.
+    """The gradients with the contributions of large rows added: of query, key, value and, if present, bias.
 
-    Large rows are queries whose lse is so large, above 2**13, that its rounding matters (softmax.is_large). inputs may have
-    a mask. gradients: without far rows, from the Hopper backward. lse, delta, dout, excess: of all queries; lse and
-    excess are the forward's. config: the block spec row.
+    Large rows are queries whose lse is so large, above 2**13, that its rounding matters (softmax.is_large). inputs may
+    have a mask. gradients: without large rows, from the Hopper backward. lse, delta, dout, excess: of all queries; lse
+    and excess are the forward's. config: the block spec row.
     """
     bias = inputs.bias
     far = is_large(lse)
@@ -84,10 +84,10 @@ def far_rows(
 def _added(
     inputs, limiting, rows, pairs, far, gradients, call: TracedCall, config, programs: int
 ) -> AttentionGradients:
-    """The gradients, with far rows' gradients of query, key and value added in one launch.
+    """The gradients, with large rows' gradients of query, key and value added in one launch.
 
     limiting: the result of limiting_arrays. rows: (dout, lse, delta, excess), where lse is inf for rows that are not
-    far. far: int32 [B, Hkv], 1 for key heads with far rows. programs: the approximate number of programs.
+    far. far: int32 [B, Hkv], 1 for key heads with large rows. programs: the approximate number of programs.
     """
     (query, key, value), (bounds, q_ids, kv_ids), (dout, lse, delta, excess) = inputs[:3], limiting, rows
     # All queries of the query heads of a key head; without an axis of heads if the group has one head.
@@ -138,7 +138,7 @@ def _added(
 
 
 def _kernel(refs: Refs, *, call: TracedCall, splits: int):
-    """Runs one program: its tiles of keys, then its tiles of queries; nothing if the key head has no far rows."""
+    """Runs one program: its tiles of keys, then its tiles of queries; nothing if the key head has no large rows."""
     split, kv_head, batch_index = (pl.program_id(axis) for axis in range(3))
 
     def of_split(blocks: int, program: Any) -> None:
@@ -196,7 +196,7 @@ def _tile(
 
 
 def _key_program(refs: Refs, call: TracedCall, kv_index: Index, tile: Any) -> None:
-    """Adds the gradients of a block of keys and values from all far rows. tile: `_tile` without its first four
+    """Adds the gradients of a block of keys and values from all large rows. tile: `_tile` without its first four
     arguments.
     """
 
@@ -216,7 +216,7 @@ def _key_program(refs: Refs, call: TracedCall, kv_index: Index, tile: Any) -> No
 
 
 def _query_program(refs: Refs, call: TracedCall, index: Index, tile: Any) -> None:
-    """Adds dquery of the far rows of a block of queries, from all keys.
+    """Adds dquery of the large rows of a block of queries, from all keys.
 
     index: of the block among the blocks of all heads of the group. tile: `_tile` without its first four arguments.
     """

@@ -103,8 +103,8 @@ def attention_backward(
     out, dlse: instead of delta, if makes_rows returns True. lse is then the forward's, and a pass computes delta. dlse,
     the cotangent of lse, may be None.
 
-    With a bias, queries with a large lse (softmax.is_large) pass no gradient here to query, key, value or a bias per key.
-    triton/large_lse_rows.py adds their gradients.
+    With a bias, queries with a large lse (softmax.is_large) pass no gradient here to query, key, value or a bias per
+    key. triton/large_lse_rows.py adds their gradients.
 
     dquery: float32, with query's shape, or with only the heads that the call uses. query's gradient / options.scale is
     added to it, and the sum is returned instead of the gradient. dquery must be None if options.deterministic.
