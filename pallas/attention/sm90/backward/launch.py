@@ -246,7 +246,7 @@ def _rows(
         delta = needed(delta) * factor
     # exp2(score - inf) = 0: rows past the end pass no gradient, like rows without keys.
     pad = [(0, 0), (0, 0), (0, -inputs.query.shape[1] % block_q)]
-    # With a bias, far_rows adds the gradients of far rows.
+    # With a bias, large_lse_rows adds the gradients of large rows.
     lse = jnp.where(far, jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
     lse = jnp.pad(lse, pad, constant_values=jnp.inf)
     return dout, prepare_backward.Rows(lse=lse, delta=jnp.pad(needed(delta), pad), dquery=None)
