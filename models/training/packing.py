@@ -54,7 +54,7 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def within_documents(targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """The targets [B, T], with -1 where the next token is in another document or the token's id is below 0.
+    """The targets [B, T], with -1 where the next token is in another document or the token's segment id is below 0.
 
     targets: the next token of each token. segment_ids: integers [B, T], the document of each token. The last target of
     a row does not change, because the document of its token is not known.

@@ -62,7 +62,7 @@ class SplitTail:
         return self.whole + (self.tiles - self.whole) * self.parts
 
     def tile(self, cta: Index) -> Index:
-        """The index of the tile of CTA `cta`."""
+        """The index, among all tiles of the launch, of the tile of CTA `cta`."""
         if self.parts == 1:
             return cta
         return jnp.where(cta < self.whole, cta, self.whole + lax.div(cta - self.whole, jnp.int32(self.parts)))

@@ -75,7 +75,7 @@ class TileScheduler:
 
     @property
     def count(self) -> int:
-        """The number of tiles of all calls."""
+        """The number of tiles of the launch, over all attention calls that it runs."""
         return sum(shape.tiles for shape in self.shapes)
 
     @property

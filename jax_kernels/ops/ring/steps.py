@@ -134,8 +134,9 @@ def merged_exactly(one: Any, other: Any) -> tuple[jax.Array, jax.Array, jax.Arra
 def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionInputs:
     """The inputs of a step with key_norms, the largest squared norm of a key of each head [B, Hkv].
 
-    The norms are read from the pair's one array. The inputs are returned unchanged if the pair has two arrays, with a
-    mask, with another implementation than "mosaic_gpu", and if XLA may partition the call.
+    pair: the step's keys and values, joined in one array or as two arrays. The norms are computed from the joined
+    array. The inputs are returned unchanged if there are two arrays, with a mask, with another implementation than
+    "mosaic_gpu", and if XLA may partition the call.
     """
     if planned.implementation != "mosaic_gpu" or len(pair.arrays) == 2 or is_partitioned() or inputs.mask is not None:
         return inputs

@@ -235,7 +235,10 @@ def _query_program(refs: Refs, call: TracedCall, index: Index, tile: Any) -> Non
 
 
 def _add(out: Ref, so_far: Ref, x: jax.Array, start: Index, length: int, head_dim: int) -> None:
-    """Stores the sum of x and so_far in out. so_far: the same memory as out."""
+    """Adds x to the rows of out that begin at row `start`: out[start : start + len(x), :head_dim] += x.
+
+    so_far: a second ref to the memory of out. length: the number of rows of the array; rows past it are not stored.
+    """
     mask = head_mask(row_mask(start, len(x), length), len(x), head_dim)
     x = x + load(so_far, start, length, head_dim).astype(jnp.float32)
     plgpu.store(out, x.astype(out.dtype), mask=mask)

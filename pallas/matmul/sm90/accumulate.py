@@ -177,7 +177,7 @@ def promoted_sums(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> list
         return pl.run_scoped(run, plgpu.ACC((ROWS, traits.promoted)))
 
     def factor(i, part):
-        """x_scale * w_scale of the blocks of 128 x 128 values in step i, a float32 scalar."""
+        """x_scale * w_scale of step i, a float32 scalar: for this warpgroup's rows and the columns of `part`."""
         row, column = lax.div(tile.row + wg * ROWS, SCALE_BLOCK), lax.div(tile.column + part.first, SCALE_BLOCK)
         column = jnp.minimum(column, pl.cdiv(traits.n, SCALE_BLOCK) - 1)  # a part may lie past the last column
         row = jnp.minimum(row, pl.cdiv(traits.m, SCALE_BLOCK) - 1)  # and below the last row

@@ -87,7 +87,11 @@ class ListedBlocks(NamedTuple):
     full: Index
 
     def at(self, step: Index) -> jax.Array:
-        """The index of the block that a step visits, as the list has it."""
+        """The list's entry for a step: a block of keys, or in a list by key a block of queries.
+
+        With several query heads per key head, a list by key has (head within the group) * q_blocks + block;
+        query_place splits this number.
+        """
         return self._of_step(self.lists.indices, step)
 
     def query_place(self, step: Index, group: int, q_blocks: int) -> tuple[Index, Index, bool | jax.Array]:
@@ -109,7 +113,8 @@ class ListedBlocks(NamedTuple):
     def masked(self, scores: jax.Array, step: Index, row_start: Index, *, by_word: bool) -> jax.Array:
         """The scores of a partial block, with -inf where the mask drops the pair.
 
-        scores: the block's rows from row_start on, in the layout of wgmma's results. by_word: see mask_bits.kept. If
+        scores: the block's rows from row_start on, in the layout of wgmma's results. by_word: test the bits by inline
+        instructions on whole words, which takes half as many instructions and a few more registers. If
         the lists have the words of all blocks, this is only for a list by query: the steps of a list by key include
         query heads.
         """
