@@ -116,10 +116,10 @@ class Smem:
 class Inputs[A: jax.Array | Ref]:
     """The kernel's arrays, or their refs in device memory.
 
-    x: [m, k]; padded by one row of zeros if m is odd and values have 32 bits. weights: for each matmul, stored values
-    [n, bytes]. scales: for each matmul, [groups, n], or [n] if a column has one scale. rest: a MatmulInputs with only
-    bias and residual if the kernel runs the epilogue, else None. exchange: for the interpreter, if CTAs of a cluster
-    exchange sums: float32 [work tiles, matmuls, splits, columns, rows]; else None.
+    x: [m, k]; with one more row, of zeros, if m is odd and a chunk has 32 values. weights: for each matmul, stored
+    values [n, bytes]. scales: for each matmul, [groups, n], or [n] if a column has one scale. rest: a MatmulInputs with
+    only bias and residual if the kernel runs the epilogue, else None. exchange: for the interpreter, if CTAs of a
+    cluster exchange sums: float32 [work tiles, matmuls, splits, columns, rows]; else None.
     """
 
     x: A
