@@ -143,7 +143,7 @@ def test_same_function_hits_the_cache(monkeypatch):
     x, w, _ = tensors()
     call = lambda: bridge.matmul(x, w, activation=functional.mish)
     want = call()
-    monkeypatch.setattr(JaxOp, "serve", None)
+    monkeypatch.setattr(JaxOp, "run", None)
     torch.testing.assert_close(call(), want, rtol=0, atol=0)
 
 
