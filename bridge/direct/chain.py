@@ -81,7 +81,7 @@ class MosaicKernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fill:
-    """A step that fills device memory with a 32-bit value: with 0, if the size is no multiple of 4 bytes."""
+    """A step that fills device memory with copies of a 32-bit value. value: 0 if the size is no multiple of 4 bytes."""
 
     target: Place
     value: int

@@ -73,9 +73,11 @@ class _Device(AbstractDevice):
 def compile_chain(target: Target, function: JaxFunction, specs: Sequence[jax.ShapeDtypeStruct]) -> LaunchChain:
     """The launch chain of a JAX function, compiled for a GPU.
 
-    function: takes arrays, and returns a flat sequence of arrays. specs: the shape and dtype of each argument. Raises
-    NotDirectError if the program cannot be a chain of kernels, fills and copies. A function that calls none of this
-    library's kernels and contains an operation of _LIBRARIES raises before it is compiled.
+    function: takes arrays, and returns a flat sequence of arrays. specs: the shape and dtype of each argument.
+
+    Raises NotDirectError if the function cannot be lowered, or if its program is not only kernels, fills and copies. A
+    function without a Mosaic or Triton kernel raises before it is compiled if it has an operation that XLA passes to a
+    library or autotunes, such as a matmul, or a loop.
     """
     topology = topologies.get_topology_desc(platform="cuda", target_config=target.description, topology="1x1x1")
     replicated = NamedSharding(Mesh(np.array(topology.devices[:1]), ("device",)), PartitionSpec())

@@ -217,7 +217,11 @@ _NUMBERS = (4, 5, 8, 9)  # types whose values are varints; other types' values a
 
 
 class _Literals:
-    """The constants in a program's HLO module, which has their values even if the list of constants omits them."""
+    """The values of the constants in a program's HLO module, in the executable.
+
+    The executable also has a list of constants with their values, which is read first. It may have a name without the
+    value: then `value` finds the value by the name.
+    """
 
     def __init__(self, executable: Message) -> None:
         self._executable = executable

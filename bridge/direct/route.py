@@ -68,9 +68,10 @@ class Operands(Protocol):
 
 @dataclasses.dataclass(kw_only=True)
 class _Entry:
-    """The route of a function for one set of shapes. chain: None for the DLPack route. reason: the reason for it.
+    """The route of a function for one set of shapes. chain: None for the DLPack route. reason: why it has no chain.
 
-    reason is "" if there is a chain. used: the number of entries that had ever been made at this entry's last use.
+    reason is "" if there is a chain. used: the value of _State.newest at this entry's last use; the entry with the
+    smallest is dropped first.
     """
 
     chain: LoadedChain | None
@@ -136,8 +137,8 @@ def launch(
 ) -> list[torch.Tensor] | None:
     """Launches a jitted JAX function on tensors of one GPU by the direct route, and returns its results.
 
-    Returns None, and launches nothing, if the route is off, the function has no launch chain for these shapes, or the
-    Masks' arrays cannot be read.
+    Returns None, and launches nothing, if the route is off, the device is no CUDA GPU, the function has no launch chain
+    for these shapes, or the Masks' arrays cannot be read as tensors. Then the caller takes the DLPack route.
 
     function: takes the tuple of Masks unless operands is None, then an array or None for each entry of tensors; returns
     a flat sequence. operands: the call's Masks.
@@ -194,7 +195,7 @@ def clear() -> None:
 
 
 def count() -> int:
-    """The number of pairs of a function and a set of shapes that are known, with or without a chain."""
+    """The number of pairs of a function and a set of shapes for which the route, direct or DLPack, has been chosen."""
     return len(_STATE.entries)
 
 
@@ -213,8 +214,9 @@ def _make(
 ) -> _Entry | None:
     """Compiles and loads a function's chain, and stores the new entry, with the chain or the reason, under `key`.
 
-    masks: the signature of the call's Masks, or None. Returns None, and stores nothing, while a CUDA graph is being
-    captured.
+    key: of _State.entries. masks: the signature of the call's Masks; None if the function takes no Masks. Returns the
+    entry that is stored already, if there is one. Returns None, and stores nothing, while a CUDA graph is being
+    captured. Raises an error if JAX lacks the device.
     """
     device = next(x.device for x in tensors if x is not None)
     if dlpack.is_capturing(device):
@@ -329,7 +331,7 @@ def _target(device: torch.device) -> Target:
 
 
 def _norm(x, scale, dout):
-    """(RMS norm of x, dx, dscale). x, dout: bfloat16 [96, 512]. scale: bfloat16 [512].
+    """A self-test's function: (RMS norm of x, dx, dscale). x, dout: bfloat16 [96, 512]. scale: bfloat16 [512].
 
     Its program has Triton kernels, XLA kernels, and workspace between them.
     """
@@ -340,7 +342,7 @@ def _norm(x, scale, dout):
 
 
 def _product(x, w):
-    """(x @ w,), by a Mosaic kernel. x, w: bfloat16 [256, 256]."""
+    """A self-test's function: (x @ w,), by a Mosaic kernel. x, w: bfloat16 [256, 256]."""
     from jax_kernels.ops.matmul import matmul
 
     return (matmul.matmul(x, w, implementation="mosaic_gpu"),)

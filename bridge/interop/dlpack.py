@@ -82,7 +82,10 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raises TypeError, with the argument's `name`, if JAX lacks the dtype, or would narrow it to 32 bits."""
+    """Raises TypeError, with the argument's `name`, if JAX lacks the dtype, or would narrow it to 32 bits.
+
+    JAX narrows 64-bit numbers and complex128 unless jax_enable_x64 is set.
+    """
     short = str(dtype).removeprefix("torch.")
     if dtype not in _TO_JAX:
         raise TypeError(f"{name}: got dtype {dtype}, which JAX does not take; cast it first")
@@ -94,7 +97,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def jax_dtype(dtype: torch.dtype) -> jnp.dtype:
-    """The jnp.dtype of a PyTorch dtype. Raises KeyError for a dtype that check_dtype refuses in any case."""
+    """The jnp.dtype of a PyTorch dtype, also of 64-bit dtypes. Raises KeyError for a dtype that JAX lacks."""
     return _TO_JAX[dtype]
 
 
@@ -324,12 +327,15 @@ _PRIVATE = _private()
 
 
 def has_private() -> bool:
-    """Whether jaxlib's own DLPack functions are found."""
+    """Whether jaxlib's own DLPack functions are found. Without them, only JAX's public jax.dlpack can be used."""
     return _PRIVATE is not None
 
 
 def lender(device: torch.device) -> CapsuleFactory:
-    """A new CapsuleFactory for a device: it makes JAX arrays over tensors. Call it only if has_private() is True."""
+    """A new CapsuleFactory, which makes JAX arrays over PyTorch's tensors of this device, but keeps no tensor alive.
+
+    Call it only if has_private() is True.
+    """
     assert _PRIVATE is not None
     return CapsuleFactory(_PRIVATE.to_array, jax_device(device), _DLPACK_DEVICE[device.type])
 
@@ -347,7 +353,7 @@ def wait_for(array: jax.Array, device: torch.device) -> None:
 
 
 def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device, is_one_call: bool) -> list[jax.Array]:
-    """JAX arrays over the memory of tensors in the form of `readable`, none of them empty.
+    """JAX arrays over the memory of tensors, which must be results of `readable` and not empty.
 
     On a GPU, JAX uses the arrays after the work that is now queued on PyTorch's current stream. target: the JAX device
     of `device`. is_one_call: makes only JAX's use of the first array wait; enough if one call takes all arrays.

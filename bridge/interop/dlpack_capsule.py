@@ -51,9 +51,9 @@ def _functions() -> _Functions:
 
 
 class _TensorHeader(NamedTuple):
-    """The bytes of DLPack's struct DLManagedTensor for tensors of one shape and dtype, without the data's address.
+    """The bytes of DLPack's struct DLManagedTensor after the data's address, for one shape, dtype and device.
 
-    rest: the struct's bytes after this address. shape: the array of sizes to which the struct points; keep it alive.
+    rest: these bytes. shape: the array of sizes to which the struct points; keep it alive.
     """
 
     rest: bytes
@@ -61,9 +61,10 @@ class _TensorHeader(NamedTuple):
 
 
 def _form_of(tensor: torch.Tensor) -> _TensorHeader:
-    """The _TensorHeader of a contiguous tensor, with the device and dtype that PyTorch writes for DLPack.
+    """The header, without the data's address, for all contiguous tensors of this tensor's shape, dtype and device.
 
-    The struct's deleter is C's free; it frees only the struct, not the tensor.
+    It has the device and the dtype that PyTorch writes for DLPack. The struct's deleter is C's free: it frees the
+    struct, which the caller allocates by malloc, and not the tensor's memory.
     """
     functions = _functions()
     capsule = torch.utils.dlpack.to_dlpack(tensor.detach())

@@ -63,8 +63,9 @@ class _DonatingJit:
     """A JAX function, jitted so that it writes its results to the memory of given arrays.
 
     jitted(targets, *arguments): the jitted function, which overwrites the arrays in the list `targets` with its results
-    (they are donated). results: for each key of arguments that were seen, the shape, strides and dtype of each result;
-    None if JAX cannot write them in place.
+    (they are donated). results: by a call's key, the shape, strides and dtype of each result; None if JAX cannot write
+    the results of such a call in place. The key is all of a call but its values: shapes, dtypes, which arguments are
+    None, the Masks' structure, and jax_enable_x64.
     """
 
     def __init__(self, function: JaxFunction) -> None:
@@ -77,9 +78,9 @@ class _DonatingJit:
         self._function = function
 
     def forms(self, key: Hashable, arguments: FlatArguments) -> tuple[_Result, ...] | None:
-        """Finds, and stores under `key`, the shapes and dtypes of the results for new arguments.
+        """Finds the shapes, strides and dtypes of a call's results, and stores them in `results` under `key`.
 
-        None if JAX cannot write the results in place.
+        Returns None, and stores None, if JAX cannot write the results in place.
         """
         forms = self.results[key] = self._traced(arguments)
         drop_oldest(self.results, _MOST)
@@ -124,8 +125,11 @@ def _program(function: JaxFunction) -> _DonatingJit:
 def run(function: JaxFunction, arguments: FlatArguments, device: torch.device) -> list[torch.Tensor] | None:
     """Calls a jitted JAX function, which writes its results to new PyTorch tensors, and returns these tensors.
 
-    Returns None, without running the function, if JAX is known not to write the results of such a call in place. The
-    host does not wait for a GPU. device: the device of the tensors in `arguments`.
+    Returns None, without running the function, if that is not possible: jaxlib's own DLPack functions are not found,
+    there is no result, a tensor or a result is empty, PyTorch lacks a result's dtype, or an earlier call of the same
+    shapes and dtypes was not written in place. In such an earlier call itself, the tensors are copies of JAX's results.
+
+    The host does not wait for a GPU. device: the device of the tensors in `arguments`.
     """
     if not dlpack.has_private():
         return None
@@ -168,7 +172,8 @@ def _written(
 ) -> _Written:
     """Runs the jitted function on the current device, with new tensors for its results.
 
-    forms: the shapes and dtypes of the results. After an error it waits for the device before it raises the error.
+    forms: the shape, strides and dtype of each result. After an error it waits for the device before it raises the
+    error.
     """
     lender = _lender(device)
     read = [dlpack.readable(x) for x in arguments.tensors]

@@ -216,7 +216,8 @@ _BROADCAST = ("alibi_slopes", "bias", "mask", "block_mask", "q_offset")
 def _attention_roles(name: str, x: torch.Tensor) -> Roles:
     """The role of each axis of the attention argument `name`, whose value is x.
 
-    Raises ValueError for a wrong number of axes. Arguments in _BROADCAST may lack leading axes.
+    Leading axes may be missing in alibi_slopes, bias, mask, block_mask and q_offset, which broadcast. Raises ValueError
+    for any other wrong number of axes.
     """
     axes = _ROLES[name]
     if x.ndim > len(axes) or (x.ndim < len(axes) and name not in _BROADCAST):

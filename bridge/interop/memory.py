@@ -24,7 +24,8 @@ def leave_memory_to_torch() -> None:
     """Stops JAX from reserving most of a GPU's memory at its start, which would leave too little for PyTorch.
 
     Sets XLA_PYTHON_CLIENT_PREALLOCATE=false. Issues a RuntimeWarning if JAX's GPU backend has already started. Does
-    nothing if the user has set an environment variable in _SETTINGS.
+    nothing if an environment variable already sets JAX's preallocation, allocator or share of the memory, such as
+    XLA_PYTHON_CLIENT_MEM_FRACTION.
     """
     if any(setting in os.environ for setting in _SETTINGS):
         return

@@ -57,10 +57,10 @@ def plain_of(name: str, x: Any) -> Any:
 
 
 def plain_options(names: tuple[str, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are not Python numbers yet, by name, with Python numbers for PyTorch, NumPy and JAX scalars.
+    """The options whose values plain_of changes, by name, with the new values.
 
-    names: the options to look at. Options whose values stay the same are left out. Raises TypeError, naming the option,
-    for a tensor whose value is not known, or that requires a gradient.
+    So these are the options with PyTorch, NumPy or JAX scalars, which become Python numbers. names: the options to look
+    at. Raises TypeError, naming the option, for a tensor whose value is not known, or that requires a gradient.
     """
     found = {}
     for name in names:
@@ -71,9 +71,10 @@ def plain_options(names: tuple[str, ...], options: Mapping[str, Any]) -> dict[st
 
 
 def in_float32(x: Any) -> Any:
-    """A scale: a scalar tensor is cast to float32 and stays on its device; other scalars become Python numbers.
+    """The value x of an argument that is a scale, a number or a tensor.
 
-    All other values, such as tensors with axes, are returned unchanged.
+    A scalar tensor is cast to float32 and stays on its device, unless it is bool or complex. NumPy and JAX scalars
+    become Python numbers. All other values, such as tensors with axes, are returned unchanged.
     """
     if not isinstance(x, torch.Tensor):
         return plain_of("scale", x)

@@ -81,7 +81,9 @@ _GRAPH = _Graph()
 def is_forward_mode() -> bool:
     """Whether tensors may have tangents of forward-mode differentiation.
 
-    A graph of torch.compile enters torch.func.jvp without raising forward_ad's level, so the interpreters are read too.
+    True inside torch.autograd.forward_ad.dual_level, as_in_dual_level and torch.func.jvp. A torch.compile graph
+    enters torch.func.jvp without raising PyTorch's counter of forward_ad's levels, so torch.func's stack of active
+    transforms is searched too.
     """
     if forward_ad._current_level >= 0 or _GRAPH.is_in_dual_level:
         return True
@@ -263,7 +265,7 @@ def without_modes() -> Iterator[bool]:
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Check | None:
     """A function (*tensors) that returns whether a later call's tensors have the properties of these tensors.
 
-    It returns None if it cannot make this function.
+    It returns None if this version of PyTorch lacks the internal class for it, or if the class refuses the tensors.
 
     The function compares type, dtype, device, shape, strides and requires_grad of each tensor, which arguments are one
     tensor object, and PyTorch's state: autocast, torch.func's transforms, inference mode and dispatch modes.

@@ -191,12 +191,15 @@ def _seen_in_trees(args: Sequence[Any], kwargs: dict[str, Any], settings: Sequen
 class JaxOp:
     """A JAX function on PyTorch tensors, as from_jax returns it, for an op of the bridge that makes its own CallKeys.
 
-    The op calls `find` with the key of a call, and `serve` if there is no cached call.
+    The op calls `lookup` with the key of a call, and `run` if that returns None.
     """
 
     def __init__(self, function: Callable[..., Any], *, is_opaque: bool = False) -> None:
-        """is_opaque: the arguments are tensors and constants, and the results tensors. So torch.compile need not trace
-        into a call: each name that it sees adds to its checks before every call of a graph.
+        """Registers a function of jax.Arrays until the process ends.
+
+        is_opaque: makes a call one node of a torch.compile graph, which is not traced further: each name that a trace
+        sees adds to the checks before every call of the graph. Only for a function whose arguments are tensors and
+        constants, and whose results are tensors.
         """
         self._function = function
         self._name = name = register(function)
@@ -225,8 +228,9 @@ class JaxOp:
     def run(self, seen: CallKey | None, *args: Any, **kwargs: Any) -> Any:
         """The results of the function on args and kwargs: tensors, in the function's own containers.
 
-        seen: the key under which `find` finds later equal calls; None if the call must not be cached. The call is also
-        not cached if it reads other tensors than the key's, or runs under torch.func or another transform.
+        seen: the key under which `lookup` finds later equal calls; None if the call must not be cached. The call is
+        also not cached if it reads other tensors than the key's, has a Mask whose arrays may change, or runs under
+        torch.func or another transform.
         """
         if self._is_opaque and torch.compiler.is_compiling():
             return self._in_graph(*args, **kwargs)
@@ -278,7 +282,10 @@ def _config() -> tuple[bool, str | None]:
 def _known_call(
     request: ProgramKey, tensors: Sequence[torch.Tensor], operands: CallMasks | WeakCallMasks
 ) -> CachedCall:
-    """The cached call of a request. tensors: the call's tensors. operands: its Masks."""
+    """A new CachedCall for a request, which CallCache.record can store.
+
+    tensors: the tensors of the call that is now made. operands: its Masks.
+    """
     grad = torch.is_grad_enabled()
     program = program_for(request, tuple(grad and x.requires_grad for x in tensors))
     chain = execute.launcher_for(program.forward, tensors, operands)
@@ -332,7 +339,11 @@ def _with_masks(name: str, structure: Structure, tensors: list[torch.Tensor], ma
 
 @torch_internals.constant_in_graph
 def _recipe(name: str, structure: Structure) -> str:
-    """The name that describes a call without its tensors, for dynamic_shapes.find. A constant for torch.compile."""
+    """A name for a function with all of its arguments but tensors; dynamic_shapes.find returns them for this name.
+
+    name: the function's name in FUNCTIONS. structure: `flatten` of (args, kwargs). torch.compile makes the name a
+    constant of its graph.
+    """
     return dynamic_shapes.name_of(name, structure)
 
 
@@ -371,16 +382,19 @@ def _call_in_graph(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, .
 
 @torch_internals.node_in_graph
 def _call_of_duals(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As _call_in_graph, the flat results of a call as one node of a graph, but for tensors that may have tangents."""
+    """The flat results of a call that is one node of a graph, for tensors that may have tangents of forward mode.
+
+    recipe: the name from _recipe. In the node, is_forward_mode() is True, so the results have tangents.
+    """
     with torch_internals.as_in_dual_level():
         return _results_of(recipe, tensors)
 
 
 @torch_internals.node_in_graph
 def _op_of_duals(program: str, operands: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The flat results of a program as one node of a graph, for tensors that may have tangents.
+    """The flat results of a program as one node of a graph, for tensors that may have tangents of forward mode.
 
-    program: the program's name. operands: the name of the call's Masks, or "".
+    program: the program's name. operands: the name of the call's Masks, or "". In the node, is_forward_mode() is True.
     """
     with torch_internals.as_in_dual_level():
         return tuple(call_op(list(tensors), program, operands))

@@ -13,16 +13,16 @@ __all__ = ["CacheInfo", "cache_info", "clear_cache"]
 
 
 class CacheInfo(NamedTuple):
-    """The number of entries in each of the bridge's caches.
+    """The number of entries in some of the bridge's caches: of functions, programs, chains and calls.
 
     functions: JAX functions, given to from_jax or used by the bridge's own ops; all are kept. plans: programs, which
     are compiled forwards and backwards for one set of shapes, dtypes and constants; the 1,024 newest are kept. chains:
     pairs of a function and shapes for which the direct route has loaded a launch chain, or has found that there is
     none; the 512 last used are kept. known_calls: calls that later equal calls repeat without checks, up to 512 for
     each op. recipes: calls in torch.compile graphs for many sizes, if a constant is neither a number nor a text; the
-    1,024 last used are kept, and a graph whose recipe was dropped raises an error that says so. plan_recipes:
-    functions that make a dropped program again; the 1,024 newest are kept, and all whose program is in a graph.
-    tangents: functions that forward-mode differentiation made, kept with their programs.
+    1,024 last used are kept, and a graph whose recipe was dropped raises an error that says so. plan_recipes: functions
+    that make a dropped program again; the 1,024 newest are kept, and all whose program is in a graph. tangents:
+    functions that forward-mode differentiation made, kept with their programs.
     """
 
     functions: int
@@ -35,7 +35,7 @@ class CacheInfo(NamedTuple):
 
 
 def cache_info() -> CacheInfo:
-    """The number of entries in each of the bridge's caches."""
+    """The number of entries now in each of the caches that CacheInfo lists. The bridge has other caches too."""
     return CacheInfo(
         functions=len(programs.FUNCTIONS),
         plans=len(programs.PROGRAMS),

@@ -61,7 +61,11 @@ class _Result(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """The results of a call for all sizes, as a flat tuple. structure: of the function's results, for `unflatten`."""
+    """The dtypes and sizes of a call's results for all sizes of its tensors. It has no values.
+
+    results: one entry for each tensor among the results, in order. structure: of the function's results, for
+    `unflatten`.
+    """
 
     results: tuple[_Result, ...]
     structure: Structure
@@ -79,9 +83,10 @@ _PLAIN: dict[str, type] = {kind.__name__: kind for kind in (str, bool, int, type
 
 
 def _name_of(recipe: DynamicCall) -> str:
-    """The name by which `find` finds a recipe: the call as a text with spaces, if all constants are numbers and texts.
+    """The name of a recipe, from which `find` returns the recipe.
 
-    Otherwise the recipe is kept in this process, under a name without spaces.
+    If all constants are numbers and texts, the name contains the whole recipe, as a text with spaces. Otherwise the
+    recipe is kept in this process, under a name without spaces.
     """
     try:
         structure = json.dumps(recipe.structure, default=_type_name)
@@ -91,7 +96,10 @@ def _name_of(recipe: DynamicCall) -> str:
 
 
 def _type_name(x: Any) -> dict[str, str]:
-    """The form of the types str, bool, int and NoneType in a recipe's JSON. Raises TypeError for other objects."""
+    """Represents the types str, bool, int and NoneType in a recipe's JSON, as {"type": the type's name}.
+
+    Raises TypeError for other objects: then the recipe has no text.
+    """
     if not isinstance(x, type) or _PLAIN.get(x.__name__) is not x:
         raise TypeError
     return {"type": x.__name__}
@@ -204,9 +212,10 @@ class _Sizes(NamedTuple):
 
 
 def _results_of(name: str, tensors: Sequence[torch.Tensor]) -> _Results | None:
-    """The results of a recipe for tensors with symbolic sizes; None if their sizes cannot be expressed.
+    """The dtypes and sizes of the results of the recipe `name`, for tensors with symbolic sizes; nothing is computed.
 
-    It makes sizes constants of the graph if JAX accepts only one value for them.
+    None if the results' sizes cannot be expressed by the tensors' sizes. It makes sizes constants of the graph if the
+    results' sizes can be found only then, as when JAX accepts only one value for them.
     """
     described = _sizes_of(tensors)
     if described is None:
@@ -238,8 +247,9 @@ def _sizes_of(tensors: Sequence[torch.Tensor]) -> tuple[_Sizes, ...] | None:
 def _sizes_to_specialize(name: str, tensors: tuple[_Sizes, ...]) -> tuple[str, ...] | None:
     """The texts of the size expressions that must become constants, so that the results' sizes can be found.
 
-    () if none must. None if no choice works that leaves an expression symbolic. torch.compile(dynamic=True) gives a
-    tensor's last axis a symbol, though a parameter's equal size is a constant.
+    () if none must; None if no choice works that leaves an expression symbolic. It first tries the expressions that are
+    equal, in the trace, to a constant size: torch.compile(dynamic=True) gives a tensor's last axis a symbol, though a
+    parameter's axis of the same size is a constant. name: the recipe's.
     """
     hints = _hints(tensors)
     constants = {size for x in tensors for size in x.sizes if isinstance(size, int)}
@@ -296,12 +306,15 @@ def _trial(recipe: DynamicCall, tensors: Sequence[_Sizes], values: dict[str, int
 
 @functools.lru_cache(maxsize=1024)
 def _infer_sizes(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
-    """The results of a recipe, whose sizes it finds by tracing the call for a few choices of sizes; None if it fails.
+    """The dtypes and sizes of a recipe's results, by tracing the call for two or three choices of sizes.
 
-    A result's axis has the size of a tensor's axis if the two sizes are equal in two trials.
+    A result's axis has the size of a tensor's axis if the two sizes are equal in two trials. The first trial has the
+    sizes of the trace, the second multiplies each expression by its own factor. JAX may refuse the second trial's sizes
+    because some must be equal. Then expressions that are equal in the trace get the same factor. A third trial, with
+    small sizes, checks the result.
 
-    The second trial multiplies each expression by its own factor. JAX may refuse these sizes because some must be
-    equal. Then expressions that are equal in the trace get the same factor.
+    None if JAX refuses the second trial, if no axis matches, or if the third trial contradicts. Raises JAX's error if
+    JAX refuses the first trial.
     """
     recipe = find(name)
     hints = _hints(tensors)
@@ -369,8 +382,8 @@ def _signatures(tensors: Sequence[torch.Tensor]) -> list[TensorSpec]:
 def _program(tensors, recipe, sizes=""):
     """The JaxCall of a recipe's forward for tensors of any shapes.
 
-    recipe: the recipe's name. sizes: the results' sizes in the graph, as _Results.text; "" skips the check. Raises
-    RuntimeError if the results have other shapes than the graph assumes.
+    recipe: the recipe's name. sizes: the results' sizes that the graph assumes, as the JSON of _Results.text; "" skips
+    the check. Raises RuntimeError if the results have other shapes.
     """
     program = program_for(find(recipe).request(_signatures(tensors)), (False,) * len(tensors))
     if sizes:
@@ -387,9 +400,10 @@ def _program(tensors, recipe, sizes=""):
 
 @memoize
 def _backward(request: ProgramKey, wanted: int):
-    """A jitted function (masks, *tensors, *cotangents) that returns a tuple of gradients. It ignores `masks`.
+    """A jitted function (masks, *tensors, *cotangents) that returns the wanted gradients as a tuple, in order.
 
-    wanted: bit i is set if the gradient of tensor i is wanted. It recomputes the forward from the tensors.
+    wanted: bit i is set if the gradient of tensor i is wanted. It recomputes the forward from the tensors. masks:
+    always (), as a recipe has no Masks. A cotangent may be None.
     """
     outputs, _ = outputs_of(request)
     count = len(request.signatures)
@@ -433,7 +447,7 @@ def _fake_backward(tensors, cotangents, wanted, recipe):
 class AnyCall(torch.autograd.Function):
     """Runs a recipe's call so that autograd can differentiate it: apply(recipe's name, sizes, *tensors).
 
-    sizes: the results' sizes in the graph, as _Results.text. Returns a tuple of the results.
+    sizes: the results' sizes that the graph assumes, as the JSON of _Results.text. Returns a tuple of the results.
     """
 
     @staticmethod
@@ -463,7 +477,11 @@ class AnyCall(torch.autograd.Function):
 
 
 def _differentiate_backward(tensors, cotangents, wanted, recipe):
-    """The gradients, for tensors that require a gradient themselves. Differentiating the gradients raises."""
+    """The gradients of the wanted tensors, where a tensor or a cotangent itself requires a gradient.
+
+    Differentiating these gradients raises, as double backward is not supported. wanted: bit i is set if the gradient of
+    tensor i is wanted. recipe: the recipe's name.
+    """
     count = len(tensors)
 
     def again(*arrays):

@@ -113,9 +113,10 @@ _FORMULAS = {
 
 
 def define_formulas(*names: str) -> None:
-    """Registers the FLOP formulas of these operators with PyTorch. Call it only once for a name in a process.
+    """Registers the FLOP formulas of these operators with PyTorch, once torch.utils.flop_counter has been imported.
 
-    names: keys of _FORMULAS. The operators torch.ops.jax_kernels.<name> and <name>_direct must exist.
+    names: operators with a formula, such as "flash_attention"; for each, torch.ops.jax_kernels.<name> and <name>_direct
+    must exist by then. Call it only once for a name in a process.
     """
 
     def register() -> None:

@@ -74,7 +74,10 @@ class _OfMasks:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raises ValueError if a tensor of a mask's function has changed since the mask was made."""
+        """Raises ValueError if a tensor that a mask's function read has changed since the mask was made.
+
+        Only WeakCallMasks check: they serve later calls too. CallMasks were checked when they were made.
+        """
 
     @functools.cached_property
     def signature(self) -> MaskSignature:
@@ -177,7 +180,8 @@ class _Copy:
 class _MaskInfo:
     """The structure of a Mask and its arrays' shapes and dtypes, kept in _FACTS by the Mask's id while it is alive.
 
-    reference: a weak reference to the Mask; its callback drops the entry. copies: the arrays as PyTorch tensors.
+    reference: a weak reference to the Mask; its callback drops the entry. copies: the arrays as PyTorch
+    tensors, by GPU, made when a call first needs them there.
     """
 
     reference: weakref.ref[Mask]

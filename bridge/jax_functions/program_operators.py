@@ -20,7 +20,11 @@ __all__ = ["CachedFunction", "CallFunction", "CallWithTangents", "ProgramInfo", 
 
 
 def _program(tensors, program, operands=""):
-    """The JaxCall of a program's forward. Raises ValueError if a tensor's shape or dtype is not the program's."""
+    """The JaxCall of a program's forward. program: the program's name. operands: the name of the call's Masks, or "".
+
+    Raises ValueError if a tensor's shape or dtype is not the program's, or if a tensor that a mask's function read has
+    changed since the mask was made.
+    """
     planned = find_program(program)
     for x, want in zip(tensors, planned.request.signatures, strict=True):
         if x.shape != want.shape or x.dtype != want.dtype:  # only a graph without guards passes others
@@ -42,13 +46,16 @@ def _same(results):
 
 
 def _empty(program, infos):
-    """Empty tensors with the shapes and dtypes in `infos`, for a trace, whose graph then has the program's name."""
+    """Empty tensors on the program's device with the shapes and dtypes in `infos`, which are ResultSpecs.
+
+    For a trace: its graph will contain the program's name, so the program's recipe is kept until the process ends.
+    """
     pin_for_graph(program.name)
     return [torch.empty(info.shape, dtype=info.dtype, device=program.device) for info in infos]
 
 
 class CallFunction(torch.autograd.Function):
-    """Runs a program that has a gradient: apply(program, operands, *tensors), with the call's Masks as operands.
+    """Runs a program that has a gradient: apply(Program, CallMasks or WeakCallMasks, *tensors).
 
     Returns a tuple: the program's outputs, then its extra residuals. The residuals are results so that they depend on
     the inputs. A second derivative then gives them cotangents: the backward detects these, and raises RuntimeError.
@@ -91,10 +98,10 @@ def _residual_zeros(program):
 
 
 class CallWithTangents(torch.autograd.Function):
-    """Runs a program on tensors with tangents of forward-mode differentiation: apply(program, operands, *tensors).
+    """Runs a program on tensors with tangents of forward mode: apply(Program, CallMasks or WeakCallMasks, *tensors).
 
-    operands: the call's Masks. Returns a tuple: the program's outputs, with tangents, then its extra residuals. The
-    outputs also have a gradient, but under forward mode the backward raises NotImplementedError.
+    Returns a tuple: the program's outputs, with tangents, then its extra residuals. The outputs also have a gradient,
+    but under forward mode the backward raises NotImplementedError.
     """
 
     @staticmethod
@@ -185,8 +192,9 @@ def _known_backward(facts, tensors):
 def _differentiate(tensors, program, operands=""):
     """The operator's results for tensors that require a gradient, so that autograd can differentiate the outputs.
 
-    The graph has the name of a program without a gradient. This function runs a program of the same request that has
-    the gradients of the tensors that require one.
+    program: the name of a program, in a graph usually of one without a gradient. The forward that runs is of another
+    program, for the same request, that has the gradients of the tensors that require one. operands: the name of the
+    call's Masks, or "".
     """
     asked = find_program(program)
     own = build_program(asked.request, tuple(x.requires_grad for x in tensors))
@@ -209,7 +217,11 @@ def _push(tensors, program, operands=""):
 
 
 def _differentiate_backward(stored, cotangents, program, operands=""):
-    """The gradients, for tensors that require a gradient themselves. Differentiating the gradients raises."""
+    """The gradients of a program's inputs, where an argument of the backward itself requires a gradient.
+
+    Differentiating these gradients raises, as double backward is not supported. stored: the inputs, outputs and extra
+    residuals that the backward reads. program, operands: the names of the program and of the call's Masks.
+    """
     count = len(stored)
 
     def again(*tensors):

@@ -68,7 +68,7 @@ def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
 
 
 def _in_parallel(size: int, infos: tuple[ResultSpec, ...]) -> tuple[ResultSpec, ...]:
-    """The results with a new leading axis of this size."""
+    """The ResultSpecs of `size` calls that run at once, with a leading axis. infos: the ResultSpecs of one call."""
     return tuple(info._replace(shape=(size, *info.shape)) for info in infos)
 
 
@@ -93,7 +93,11 @@ def _call_rule(info, in_dims, tensors, program, operands=""):
 
 
 def _backward_rule(info, in_dims, stored, cotangents, program, operands=""):
-    """The vmap rule of the operator `call_backward`: (the gradients, 0), with the mapped axis first in each."""
+    """The vmap rule of the operator `call_backward`: (the gradients, 0), with the mapped axis first in each.
+
+    info, in_dims: as torch.library.register_vmap defines them. stored: the inputs, outputs and extra residuals that the
+    backward reads. program, operands: the names of the program and of the call's Masks.
+    """
     stored_dims, cotangent_dims, *_ = in_dims
     front, mapped = _in_front((*stored, *cotangents), (*stored_dims, *cotangent_dims))
     own = _mapped_backward(program, operator.index(info.batch_size), mapped)

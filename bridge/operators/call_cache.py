@@ -41,9 +41,10 @@ class CachedCall:
     forward (ctx, cached call, *tensors) runs the chain and returns the list as a tuple. facts: a value for this
     Function. backwards: the cached calls of the backward; None without a Function.
 
-    is_direct, has_grad: whether the direct route, and gradients, were on when the call was cached. CallCache.learn sets
-    the other fields. statics: the key without the tensors. check: a function (*tensors) that returns whether the call
-    is valid for these tensors. references: weak references to the Masks, which drop the cached call when a Mask dies.
+    is_direct, has_grad: whether the direct route, and gradients, were on when the call was cached. CallCache.record
+    sets the other fields. statics: the key without the tensors. check: a function (*tensors) that returns whether the
+    call is valid for these tensors. references: weak references to the Masks, which drop the cached call when a Mask
+    dies.
     """
 
     __slots__ = (
@@ -80,7 +81,7 @@ def _never(*tensors: torch.Tensor) -> bool:
 
 
 class CallCache:
-    """The cached calls of one op, at most _MOST. `find` checks the last found call first."""
+    """The cached calls of one op, at most 512; the oldest are dropped. `lookup` checks the last found call first."""
 
     __slots__ = ("__weakref__", "_calls", "_last", "_nothing")
 
@@ -119,7 +120,10 @@ class CallCache:
         return None if _is_transforming() and torch_internals.is_forward_mode() else call
 
     def _search(self, statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
-        """The call with this key among all cached calls, which `find` then checks first; None if there is none."""
+        """The valid call for these statics and tensors among all cached calls; None if there is none.
+
+        The next `lookup` checks the call that was found first.
+        """
         if not self._calls:
             return None
         call = self._calls.get(_key(statics, tensors))
@@ -135,13 +139,13 @@ class CallCache:
         make: Callable[[], CachedCall | None],
         masks: Sequence[Mask] = (),
     ) -> None:
-        """Caches a call, so that `find` returns it for equal statics and tensors with equal properties.
+        """Caches a call, so that `lookup` returns it for equal statics and tensors with equal properties.
 
         make: returns the call to cache, or None to cache nothing. Caches nothing under PyTorch's modes, or if a tensor
-        is strided, batched or on the meta device.
+        is not contiguous, is batched, is on the meta device, or is of a subclass other than torch.nn.Parameter.
 
         masks: the Masks whose ids are in the statics. The cached call is dropped when one of the Masks dies. So it
-        keeps no Mask alive, and no later Mask with the same id can match it. `find` does not return the call if a
+        keeps no Mask alive, and no later Mask with the same id can match it. `lookup` does not return the call if a
         tensor that a mask's function read has changed.
         """
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
@@ -213,7 +217,7 @@ def _autocast_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
 
 
 def _under_autocast(check: torch_internals.Check, tensors: Sequence[torch.Tensor]) -> torch_internals.Check:
-    """A check of a later call's tensors that fails if `check` does, or if autocast's dtype has changed since now.
+    """A check of a later call's tensors that fails if `check` does, or if autocast casts to another dtype than now.
 
     check: a function (*tensors) that fails if autocast has been turned on or off. tensors: the tensors of this call.
     """

@@ -89,7 +89,7 @@ def launcher_for(
     """A function (*tensors) that calls a jitted JAX function on tensors of the same properties, without checks.
 
     It takes the tensors that are not None, and returns the list of results. It launches the function's launch chain if
-    there is one, and otherwise takes the DLPack route.
+    there is one and the Masks' arrays can be read as tensors, and otherwise takes the DLPack route.
 
     function: takes the tuple of Masks unless operands is None, then an array or None for each entry of tensors.
     tensors: the tensors of a first call. operands: the call's Masks.
@@ -128,9 +128,10 @@ _MOST = 1024
 def _launched(
     function: JaxFunction, tensors: Sequence[torch.Tensor | None], given: list[torch.Tensor], operands: Operands | None
 ) -> list[torch.Tensor] | None:
-    """The results of a jitted function by the direct route, from a cached call if there is one; None if it fails.
+    """The results of a jitted function by the direct route, from a cached call if there is one.
 
-    It fails if the route is off, or if the function has no launch chain. given: the non-None entries of `tensors`, in
+    None if the direct route cannot run it: the route is off, the device is no CUDA GPU, the function has no launch
+    chain for these shapes, or the Masks' arrays cannot be read as tensors. given: the non-None entries of `tensors`, in
     order.
     """
     if operands is not None and operands.masks:

@@ -204,7 +204,8 @@ _DIRECT: dict[OpOverload, _Direct] = {}
 def _capturable(operator: OpOverload, arguments: Sequence[Argument]) -> OpOverload:
     """The operator to put into a graph that torch.compile traces: <name>_direct if the call has a launch chain.
 
-    Otherwise it is the operator itself, which a CUDA graph cannot capture.
+    Otherwise it is the operator itself, which a CUDA graph cannot capture. So it is, too, while torch.export traces,
+    under torch.func's transforms, and for tensors that are empty or have symbolic sizes.
 
     The search for the launch chain compiles the call's kernels.
     """
@@ -287,9 +288,10 @@ def loop_vmap(operator: Callable[[], OpOverload]) -> VmapRule:
 
 
 def below_autograd(operator: OpOverload, *arguments: Argument) -> Any:
-    """The operator's results, which have no gradient of this call: it skips the operator's "Autograd" implementation.
+    """Calls the operator without autograd, and returns its results, which require no gradient.
 
-    While torch.compile traces, the graph gets the operator's direct variant if the call has a launch chain.
+    It skips the operator's "Autograd" implementation. While torch.compile traces, the graph gets the operator's direct
+    variant if the call has a launch chain.
     """
     if torch._C._len_torch_dispatch_stack():
         operator = _capturable(operator, arguments)
@@ -298,10 +300,10 @@ def below_autograd(operator: OpOverload, *arguments: Argument) -> Any:
 
 
 def inside_function(operator: OpOverload, *arguments: Argument) -> Any:
-    """The operator's results, for a call in the forward of a torch.autograd.Function, where gradients are off.
+    """Calls the operator in the forward of a torch.autograd.Function, and returns its results.
 
-    They are off only for the Function's own level of torch.func. Under nested transforms, other levels can still
-    differentiate the operator.
+    The Function's own level of torch.func gets no gradient from this call, as its backward gives the gradient. Under
+    nested transforms, the other levels can still differentiate the call.
     """
     if not torch._C._are_functorch_transforms_active():
         return below_autograd(operator, *arguments)
@@ -310,7 +312,7 @@ def inside_function(operator: OpOverload, *arguments: Argument) -> Any:
 
 
 def call_in_backward(operator: OpOverload, *arguments: Argument) -> Any:
-    """The operator's results, for a call in the backward of a torch.autograd.Function.
+    """Calls the operator in the backward of a torch.autograd.Function, and returns its results.
 
     They can be differentiated only if gradients or forward mode are on, as by backward(create_graph=True).
     """

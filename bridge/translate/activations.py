@@ -42,7 +42,7 @@ def name_of(activation: str | Activation | None) -> str | None:
     new name. Functions that differ in identity only (same code, equal closures and defaults) have the same name. So do
     partials of one function with equal constants, and PyTorch's activation modules with equal settings.
 
-    Raises TypeError if the activation is no function, has no hash, or reads a tensor in addition to its argument.
+    Raises TypeError if the activation cannot be called, has no hash, or reads a tensor in addition to its argument.
     """
     if activation is None or isinstance(activation, str):
         return activation
@@ -87,8 +87,9 @@ def _key(function: Any) -> Hashable:
 def is_kept(activation: str | Activation | None) -> bool:
     """Whether a call with this activation may be cached by the activation's identity.
 
-    True for names, None, and the first function of its code that name_of got; False for later equal functions, as a
-    lambda that is made anew for each call. Always True in code that torch.compile traces.
+    True for names, None, and objects that are no plain Python functions. A plain function gives True if name_of stored
+    it, as the first of all equal functions. Others give False, such as a lambda that is made anew for each call, and
+    torch.nn.functional.relu, which has a name of this library. Always True in code that torch.compile traces.
     """
     return not isinstance(activation, types.FunctionType) or torch.compiler.is_compiling() or _is_first(activation)
 

@@ -152,8 +152,9 @@ def copied(function: Any, replace: Replace) -> Any:
     """A copy of the function that reads other values. A plain function is returned itself if no value differs.
 
     replace: function (value, path) that returns the new value, or the same value to keep it. It is called for each
-    tensor, number and other plain value that the function can read, with the path from the function to the value.
-    Tuples, lists, dicts and objects on the paths are copied too, so later changes of them do not reach the copy.
+    tensor, number and other plain value that the function can read, with the path from the function to the value, and
+    for values of other types, such as sets. Tuples, lists, dicts and objects on the paths are copied too, so later
+    changes of them do not reach the copy.
     """
     return _Copier(replace).of(function, (), ())
 
@@ -162,18 +163,23 @@ def copied(function: Any, replace: Replace) -> Any:
 class _Copier:
     """Makes one copy for `copied`.
 
-    replace: function (value, path) that returns the new value. found: finished and unfinished copies, by the id of the
-    original object.
+    replace: function (value, path) that returns the new value. found: by the id of the original, copies of functions
+    and objects, also unfinished ones, for values that contain themselves.
     """
 
     replace: Replace
     found: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def of(self, x: Any, path: Path, names: tuple[str, ...]) -> Any:
-        """The copy of a value. path: the path to it from the copied function.
+        """The value that the copied function reads instead of x. path: from the copied function to x.
 
-        names: the names of all attributes that the code which reads the value reads. If the value is an object, only
-        these attributes are copied.
+        It is replace(x, path) for a tensor, number or other plain value, and for a value of another type, such as a
+        set. For a function, method, partial, tuple, list or dict it is a copy in which such values are replaced, or a
+        function itself if none differs. An object that is read by its attributes becomes a Standin, with copies of some
+        attributes, which looks up the others in the object.
+
+        names: the names of all attributes that the code which reads x reads. If x is an object, only these attributes
+        are copied, and the attributes that the methods among them read.
         """
         kind = type(x)
         if isinstance(x, torch.Tensor | function_identity.Place | type) or kind in _PLAIN:
@@ -329,7 +335,8 @@ def _has_attributes(x: Any) -> bool:
     """Whether code reads an object by its attributes only, so that a Standin can replace it. Judged by its type.
 
     True for PyTorch's modules, dataclasses, and plain objects without operators; False for an object of PyTorch, JAX,
-    NumPy or the builtins, and for one with __eq__, __call__, __getitem__ or the like.
+    NumPy or the builtins, and for one with __eq__, __call__, __getitem__ or the like. Python's modules count by their
+    names: True, except for PyTorch, JAX, NumPy and a few of the standard library, such as math.
     """
     if isinstance(x, types.ModuleType):
         return x.__name__.split(".")[0] not in (*_LIBRARIES, *_STANDARD)

@@ -107,9 +107,11 @@ def _of_function(function: Function) -> tuple[str, list[Path]] | tuple[None, Non
 
 @torch_internals.constant_in_graph
 def apart_in_graph(function: Function) -> tuple[str, tuple[Path, ...]] | None:
-    """As split_tensors, for code that torch.compile traces: the result is a constant of the graph.
+    """(name, paths): separates a function from the tensors that it reads, in code that torch.compile traces.
 
-    (the template's name, the paths of the tensors that the function reads); None if it reads none.
+    name: the name of its template, for bind_tensors. paths: from the function to each tensor, for `read`. None if it
+    reads no tensor. The result is a constant of the graph. Raises TypeError, naming the tensor, for a dtype that JAX
+    lacks.
     """
     return split_tensors(function)
 

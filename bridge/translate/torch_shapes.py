@@ -85,7 +85,10 @@ def _checked(options: dict[str, _Option]) -> None:
 
 
 def _like(number: Operand) -> Callable[..., jax.Array]:
-    """The form of zeros_like (number=0), ones_like (number=1) or empty_like (number=0)."""
+    """The form of torch functions such as zeros_like (number=0): an array with x's shape, filled with `number`.
+
+    It has x's dtype if none is given. For empty_like the number is 0, for ones_like 1, for full_like any.
+    """
 
     def like(x: jax.Array, dtype: torch.dtype | None = None, **options: _Option) -> jax.Array:
         _checked(options)

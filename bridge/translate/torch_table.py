@@ -53,7 +53,10 @@ def unary(function: Form) -> Form:
 
 
 def binary(function: Form) -> Form:
-    """The form (x, y) of a torch function of two tensors: `function` with the parameter names of the table."""
+    """The form (x, y) of a torch function of two tensors. function: the same function of two arrays.
+
+    The form's parameters are named x and y, so that torch's arguments `input` and `other` can be passed by keyword.
+    """
     return lambda x, y: function(x, y)
 
 
@@ -150,7 +153,10 @@ def _threshold(x: jax.Array, threshold: float, value: float) -> jax.Array:
 
 
 def _below(x: jax.Array) -> jax.Array:
-    """min(x, 0), whose gradient at 0 is 1. Without it, exp(x) would overflow in the gradient for large x."""
+    """min(x, 0), for activations that use exp(x) or expm1(x) only where x <= 0. Its gradient at 0 is 1.
+
+    With x itself, exp would overflow for large x, and the activation's gradient there would be NaN.
+    """
     return jnp.where(x > 0, 0.0, x)
 
 

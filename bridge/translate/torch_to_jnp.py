@@ -241,7 +241,8 @@ for _own in _COMPARISONS:
 def _name_of(function: Callable[..., torch.Tensor]) -> str:
     """The name of a torch function, as torch_table lists it: "special_expit" is "expit", "__add__" is "add".
 
-    An operator of another library keeps its namespace, as in "mylib::sin".
+    An operator of another library keeps its namespace, as in "mylib::sin", unless it is known to be a torch function:
+    "approx::tanh" is "tanh".
     """
     name = getattr(function, "__name__", str(function))
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
