@@ -49,7 +49,10 @@ class GrowingLayer(DynamicLayer):
     def _extended(self, name: str, x: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Returns x [batch, heads, length, head_dim] followed by the tokens `new`, as the front of memory with room.
 
-        name: "keys" or "values". x is copied only if its memory has no room for the new tokens, or is read-only.
+        x is copied only if it is not the front of the memory that the layer keeps under `name`, or if this memory has
+        no room for the new tokens or is read-only. The new memory then has room for further tokens.
+
+        name: "keys" or "values". x: the old tokens; an empty tensor of another number of axes before the first token.
         """
         length = x.shape[2] if x.ndim == 4 else 0
         total = length + new.shape[2]

@@ -388,7 +388,10 @@ def _is_plain_window(local_size: int | None, config: "PreTrainedConfig | None") 
 
 
 def _is_full(attention_mask: torch.Tensor | None) -> bool:
-    """Whether a 2-D mask keeps every token. False for a mask under torch.compile, where its values are unknown."""
+    """Whether a padding mask [B, S] keeps every token; True for None. The host waits for a GPU's values.
+
+    False for a mask under torch.compile, where its values are unknown.
+    """
     return attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all()))
 
 

@@ -63,7 +63,11 @@ _NUMBERS = frozenset(
 
 
 def _number(name: str, x: Any) -> Any:
-    """Returns x as a Python number if the builders' argument `name` is structural, such as a window; else unchanged."""
+    """Returns x, a mask builder's argument; a scalar that determines the mask's structure becomes a Python number.
+
+    The structure, such as a window, is a constant of compiled programs. x may be a tensor, or a NumPy or JAX scalar.
+    Other arguments, such as segment ids, are data, and are returned unchanged. name: the argument's name.
+    """
     return _plain_of(name, x) if name in _NUMBERS else x
 
 
@@ -121,7 +125,10 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
 
 
 def _checked(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns the tensor, unwrapped, after checks of its device, layout and dtype. Raises TypeError or ValueError.
+    """Returns the tensor, detached, after checks of its device, layout and dtype. Raises TypeError or ValueError.
+
+    Wrappers of torch.func.grad and the like are removed. Raises NotImplementedError for a tensor that torch.func.vmap
+    maps.
 
     name: the builder's argument, for errors. device: the device that all tensors of the call must be on.
     """

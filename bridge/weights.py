@@ -216,7 +216,11 @@ def _check_config(config: Any) -> None:
 
 
 def _check_modules(source: torch.nn.Module) -> None:
-    """Raises ValueError, naming the module, if no Flax model has its kind or its parameters."""
+    """Raises ValueError, naming the module, if the module or one of its parts is of a kind that Flax models lack.
+
+    These are MultiheadAttention (torch.nn's and bridge.nn's), MultiheadDilatedAttention, RingDilatedAttention,
+    AdaptiveAttention, a norm over several axes, and an Embedding that is not called `embed`. Nothing else is checked.
+    """
     for name, module in source.named_modules():
         place = f"source.{name}" if name else "source"
         if isinstance(module, _ALONE):

@@ -219,8 +219,9 @@ def _attend(
 
     query: [B, T, num_heads, head_dim]. key, value: [B, T, num_kv_heads, head_dim]. bias: float32
     [B, num_kv_heads, 1, T], also added to the scores. given: bool arrays, broadcastable to [B, num_kv_heads, T, T], or
-    Masks of num_kv_heads heads or one head: only keys that all of them keep are candidates. arguments: options of
-    dynamic_mask_attention.
+    Masks of num_kv_heads heads or one head: only keys that all of them keep are candidates. keys_to_keep: the most keys
+    that a query attends to. is_causal: keys after a query are no candidates. arguments: further options of
+    jax_kernels.dynamic_mask_attention.
     """
     length, heads = query.shape[1:3]
     among = masks.causal() if is_causal else masks.sliding_window(None, None)

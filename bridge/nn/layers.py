@@ -52,10 +52,13 @@ class PlainLayerNorm(torch.nn.LayerNorm):
 
 
 def empty_attention(query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor) -> torch.Tensor | None:
-    """Returns the attention [B, T, H, D] of an empty batch or of no queries; None if there is attention to compute.
+    """Returns the empty attention [B, T, H, D] if B or T is 0; None if there is attention to compute.
 
-    query: [B, T, H, D]. key: [B, S, Hkv, D]. others: further tensors that need gradients. The gradients of query, key
-    and the others are zeros. The ops return the same, but JAX first compiles a program.
+    None also if query and key have different B: the op then raises its error. With this result a call need not run
+    the op, which would compile a program first. The result depends on all the given tensors, so that each gets a
+    gradient of zeros instead of None.
+
+    query: [B, T, H, D]. key: [B, S, Hkv, D]. others: further tensors that need gradients, such as value or a bias.
     """
     if 0 not in query.shape[:2] or query.shape[0] != key.shape[0]:
         return None

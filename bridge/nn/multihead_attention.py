@@ -212,7 +212,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return torch.cat([x, row], dim=axis)
 
     def _causal_mask(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Returns a bool mask [L, S], True where the key comes after the query, as attn_mask has it."""
+        """Returns the causal mask as an attn_mask: bool [L, S], True where a query may not attend.
+
+        That is where the key's index is larger than the query's. query, key: forward's arguments, read for L and S.
+        """
         axis = 1 if self.batch_first and query.ndim == 3 else 0
         mask = torch.ones(query.shape[axis], key.shape[axis], dtype=torch.bool, device=query.device)
         return mask.triu(1)
@@ -229,7 +232,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """Returns (a bool mask, True where a query may attend; a bias) for the tensors that _projected returns.
 
         Each is None, or broadcastable to these tensors' scores, with columns for the appended keys. The arguments are
-        forward's; batch is the number of batch entries. With is_causal, attn_mask is checked but not used.
+        forward's; batch is the number of batch entries. With is_causal, attn_mask is checked but not used, since it is
+        assumed to be the causal mask. The results do not contain the causal mask then: the caller passes is_causal to
+        flash_attention.
         """
         axis = 1 if self.batch_first and query.ndim == 3 else 0
         length, kv_length = query.shape[axis], key.shape[axis]

@@ -31,9 +31,10 @@ _FASTEST = ("auto", "sdpa", "flash", "flash_attn", "flash_attn_2", "flash_attn_3
 
 
 def _checked_backend(backend: str | None) -> str | None:
-    """Returns the implementation for the argument attention_backend; None for the fastest.
+    """Returns the implementation that attention_backend names; None if the op may choose it.
 
-    Raises TypeError for a value that is no string, ValueError for an unknown name.
+    None for None, and for other libraries' names of kernels, such as "auto" or "flash_attn". Raises TypeError for a
+    value that is neither a string nor None, ValueError for an unknown name.
     """
     if backend is None:
         return None
@@ -56,7 +57,10 @@ def _by_own_name() -> Iterator[None]:
 
 
 class _Timed(NamedTuple):
-    """The implementation that was fastest when it was timed with parameters of this device and dtype."""
+    """The result of benchmark_backends: the fastest implementation, and the device and dtype that were timed.
+
+    It is the module's implementation only while the module's parameters have this device and dtype.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -301,9 +305,9 @@ class MultiheadDilatedAttention(torch.nn.Module):
         return dilated_attention(query, key, value, implementation=self._implementation, **limits, **self.pattern)
 
     def _shape(self) -> tuple[int, int, int, int]:
-        """Returns the shape [1, length, num_heads, head_dim] of a query for planning and timing.
+        """Returns the shape (1, length, num_heads, head_dim) of the query with which the module is planned and timed.
 
-        It is one sequence over the longest segment, of at most 8192 tokens.
+        length: the longest of segment_lengths, but at most 8192.
         """
         length = min(max(self.pattern["segment_lengths"]), 8192)
         return 1, length, self.num_heads, self.embed_dim // self.num_heads
@@ -319,7 +323,11 @@ class MultiheadDilatedAttention(torch.nn.Module):
             return explain(ops.dilated_attention, x, x, x, implementation=implementation, **self.pattern)
 
     def _time_backends(self) -> dict[str, float]:
-        """Returns the milliseconds of forward and backward of each implementation that supports the module's calls."""
+        """Times the supported implementations now. Returns {name: milliseconds of forward and backward together}.
+
+        Each time is the shortest of three, after a first run that compiles. The tensors are random: one sequence over
+        the longest segment, of at most 8192 tokens.
+        """
         device = self.device
         wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         query, key, value, dout = torch.randn(4, *self._shape(), dtype=self.dtype, device=device)

@@ -99,13 +99,21 @@ class FlexAttention(torch.nn.Module):
         return self._compiled(_Shape(*_sizes_of(query, key)), query.device)
 
     def _registered(self) -> int:
-        """Registers the module under a new number, by which graphs of torch.compile look it up. Returns the number."""
+        """Registers the module under a new number. Returns the number.
+
+        torch.compile calls `_made` with constants only, so `_made` finds the module by this number. The registry does
+        not keep the module alive.
+        """
         number = next(_NUMBERS)
         _MODULES[number] = self
         return number
 
     def _in_graph(self, shape: "_Shape", device: torch.device) -> tuple[int, str]:
-        """Returns (the id of the Mask, the implementation) of calls of this shape in a graph. It keeps the Mask."""
+        """Returns (id() of the prepared Mask, the implementation's name) of calls of this shape in a graph.
+
+        A graph of torch.compile has only the id. So the module keeps this Mask alive, even after calls of more than 16
+        shapes.
+        """
         made = self._compiled(shape, device)
         mask = self._in_graphs.setdefault((shape, device), made.prepared_mask)
         return id(mask), made.plan.implementation
@@ -184,9 +192,11 @@ def _sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
 
 @torch_internals.constant_in_graph
 def _made(number: int, *facts: Any) -> tuple[int, str]:
-    """Returns (the id of the Mask, the implementation) of a FlexAttention's calls, which are constants of a graph.
+    """Returns (id() of the prepared Mask, the implementation's name) of a FlexAttention's calls of one shape.
 
-    number: the module's registered number. facts: the fields of _Shape, then the device.
+    torch.compile calls this function while it traces, and makes the results constants of its graph.
+
+    number: the number that _registered gave the module. facts: the fields of the call's _Shape, then the device.
     """
     *shape, device = facts
     return _MODULES[number]._in_graph(_Shape(*shape), device)

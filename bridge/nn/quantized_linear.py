@@ -136,7 +136,10 @@ class QuantizedLinear(torch.nn.Module):
 
     @property
     def scaling(self) -> None:
-        """None: this layer runs no 8-bit matmul, which the option `scaling` of bridge.matmul is for."""
+        """Always None. It is here for GatedMLP, which reads `scaling` of a bridge.nn.Linear or of this layer.
+
+        `scaling` is an option of 8-bit matmuls; this layer's matmuls have low-bit weights and 16-bit or 32-bit x.
+        """
         return None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -90,7 +90,11 @@ _DEFAULTS |= _PATTERN | {"layer_norm": False, "gamma": None}
 
 
 class FP8Linear(PlainLinear):
-    """PlainLinear with an 8-bit matmul. shape: a config with all defaults, as _shape returns it."""
+    """PlainLinear whose matmul has precision="fp8": each call rounds x and the weights to 8 bits.
+
+    The parameter keeps the dtype param_dtype, and gets a gradient. The result has x's dtype. shape: the model's config;
+    its fields param_dtype and scaling (the values that share a scale) are read.
+    """
 
     def __init__(self, in_features: int, out_features: int, shape: types.SimpleNamespace) -> None:
         super().__init__(in_features, out_features, shape.param_dtype)
@@ -101,9 +105,9 @@ class FP8Linear(PlainLinear):
 
 
 def _linear(in_features: int, out_features: int, shape: types.SimpleNamespace) -> PlainLinear:
-    """Returns a new linear layer of a block without bias. With precision "fp8" its matmul has 8 bits.
+    """Returns a new linear layer without bias: an FP8Linear if the config's precision is "fp8", else a PlainLinear.
 
-    shape: the model's config, as _shape returns it.
+    shape: the model's config; its fields precision, param_dtype and scaling are read.
     """
     if shape.precision == "fp8":
         return FP8Linear(in_features, out_features, shape)
@@ -158,7 +162,8 @@ class Attention(torch.nn.Module):
 class MLP(torch.nn.Module):
     """The gated MLP of a block: down_proj(silu(gate_proj(x)) * up_proj(x)), over [B, T, model_dim].
 
-    shape: the model's config with all defaults, as in Attention.
+    With precision "fp8" its matmuls round their inputs and weights to 8 bits. shape: the model's config; its
+    fields model_dim, mlp_dim, precision, scaling and param_dtype are read.
     """
 
     def __init__(self, shape: types.SimpleNamespace) -> None:
@@ -184,7 +189,8 @@ class MLP(torch.nn.Module):
 class Block(torch.nn.Module):
     """A block of a Transformer: adds attention(norm(x)) to x [B, T, model_dim], then mlp(norm(x)) to the sum.
 
-    shape: the model's config with all defaults, as in Attention.
+    The two norms are RMSNorms with their own weights. shape: the model's config: a namespace of the fields of
+    jax_kernels.models.TransformerConfig or LongNetConfig, with defaults for the missing ones and torch.dtypes.
     """
 
     def __init__(self, shape: types.SimpleNamespace) -> None:
@@ -301,7 +307,11 @@ class Transformer(torch.nn.Module):
 
 
 def _flax_name(name: str) -> str:
-    """Returns the Flax models' name of a parameter: "weight" becomes "scale" in a norm, "kernel" elsewhere."""
+    """Returns the Flax models' dotted name of a Transformer's parameter.
+
+    "embed.weight" becomes "embed". In other names the last part "weight" becomes "scale" in a norm and "kernel"
+    elsewhere, and "bias" stays.
+    """
     if name == "embed.weight":
         return "embed"
     if name.endswith(".bias"):

@@ -297,7 +297,11 @@ def _argument(name: str, w: Weights) -> torch.Tensor | Stored:
 
 
 def _without_gradient(scale: torch.Tensor | float | None) -> torch.Tensor | float | None:
-    """Returns a scale that gets no gradient: a detached tensor, a number in float32's precision, or None."""
+    """Returns a scale (x_scale, w_scale, ...) in the form that the JAX op takes, without a gradient.
+
+    A tensor is detached, and one without axes is cast to float32. Another library's number becomes a Python number.
+    None stays None.
+    """
     return in_float32(scale.detach() if isinstance(scale, torch.Tensor) else scale)
 
 

@@ -23,9 +23,12 @@ type Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def _as_arrays(norm: Callable[..., Any]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns a norm whose 8-bit output is arrays: (values, scale), or with a residual (values, scale, x + residual).
+    """Wraps a norm of JAX arrays with an 8-bit result, so that it returns a tuple of arrays.
 
-    norm: layer_norm or rms_norm of JAX arrays, called with `quantize`.
+    from_jax converts these arrays to tensors. The tuple is (values, scale), or with a residual (values, scale,
+    x + residual). The norm itself returns its 8-bit result as one QuantizedArray.
+
+    norm: jax_kernels.layer_norm or rms_norm; the caller passes `quantize`.
     """
 
     @functools.wraps(norm)

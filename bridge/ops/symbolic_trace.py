@@ -85,7 +85,11 @@ def _refusing(name: str) -> Callable[[], NoReturn]:
 
 
 def sdpa_of_script() -> Callable[..., torch.Tensor]:
-    """Returns the function that TorchScript compiles as scaled_dot_product_attention: PyTorch's. It warns once."""
+    """Returns the function that torch.jit.script compiles for bridge.scaled_dot_product_attention.
+
+    It calls PyTorch's scaled_dot_product_attention, since TorchScript cannot run JAX. The first call in a process warns
+    of this.
+    """
     fallback.warn("scaled_dot_product_attention", "torch.jit.script's programs cannot run JAX")
     return _pytorchs
 

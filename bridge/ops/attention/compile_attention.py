@@ -80,7 +80,10 @@ class CompiledAttention:
         return self._compiled.prepared_mask
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Raises ValueError or TypeError unless the tensors have the planned shapes (any batch) and dtype."""
+        """Raises ValueError or TypeError unless the tensors have the planned shapes, device and dtype.
+
+        The batch may be any. Under autocast its dtype counts, not the tensors'.
+        """
         for (name, spec), x in zip(self._compiled.specs.items(), (query, key, value), strict=True):
             check_tensor(name, x, query)
             if tuple(x.shape[1:]) != spec.shape[1:]:
@@ -109,7 +112,11 @@ class CompiledAttention:
 
 
 def _holds(check: torch_internals.Check, *tensors: torch.Tensor) -> bool:
-    """Whether the tensors pass the check; False if the check raises because they are no tensors."""
+    """Whether check(*tensors) is true; False if it raises because the arguments are no tensors.
+
+    check: a function of torch_internals.tensor_guard, which says whether tensors have the properties (dtype, device,
+    shape, strides, requires_grad) of the tensors of an earlier call.
+    """
     try:
         return check(*tensors)
     except (RuntimeError, TypeError, ValueError):  # arguments that are no tensors

@@ -210,7 +210,10 @@ _KNOWN = CallCache()
 
 
 def _kinds(window: Window) -> type | tuple[type, ...]:
-    """Returns the types of the two entries of a tuple `window`, or the type of another `window`."""
+    """Returns the type of `window`, or for a tuple the types of its entries, for the key of a cached call.
+
+    Without the types, window=True would find the cached call of window=1, although only the int is accepted.
+    """
     return tuple(map(type, window)) if isinstance(window, tuple) else type(window)
 
 
@@ -231,8 +234,9 @@ def _present(
 
 
 def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset):
-    """Returns (the call's tensors that are not None, the rest of its key) for a call with a Mask object or a score_mod.
+    """Returns (the call's tensors that are not None, a part of its key) for a call with a Mask object or a score_mod.
 
+    Both are for the key of a cached call, to which the caller adds the options and score_mod. Nothing is checked yet.
     The tensors are in the order query, key, value, bias, sinks, mask (if it is a tensor), segment ids (one or two),
     kv_lengths, q_offset. The second result is a tuple: for each of them whether it is given, the types of segment_ids
     and q_offset, and id(mask) for a Mask object, else None.
@@ -388,7 +392,11 @@ def _bucketed(tensors: Tensors, options: Options) -> KeyArrays | None:
 
 
 def _kept(options: Options) -> dict[str, Any]:
-    """Returns the options as keyword arguments of flash_attention, without q_offset and window."""
+    """Returns the options as keyword arguments for the call of flash_attention that a padded call becomes.
+
+    q_offset and window are not among them: q_offset is one of the padded KeyArrays, and the caller has `window` in its
+    original form.
+    """
     own = options._asdict()
     return {name: own[name] for name in own if name not in ("window_left", "window_right", "q_offset")}
 

@@ -70,9 +70,10 @@ class Tensors[Value](NamedTuple):
 
     @property
     def has_excess(self) -> bool:
-        """Whether the operator's result `rows` holds an excess with lse: only in a call with a bias.
+        """Whether the forward operator's result `rows` is [B, 2, H, T], of lse and its excess: in calls with a bias.
 
-        This must not depend on the call's plan.
+        Without a bias `rows` is lse [B, H, T]. The plan may not decide this: torch.compile asks for the result's shape
+        before there is a plan.
         """
         return self.bias is not None
 
@@ -117,7 +118,8 @@ class BackwardArguments(NamedTuple):
 class Arguments(NamedTuple):
     """The arguments of one of the three operators, by group.
 
-    backward: a BackwardArguments, or None in the two forward operators.
+    The operators are flash_attention (out and rows), flash_attention_inference (only out) and flash_attention_backward.
+    backward: a BackwardArguments for the last one, else None.
     """
 
     tensors: Tensors[torch.Tensor]
@@ -252,19 +254,31 @@ def _backward(device: torch.device, options: Options, wanted: int):
 
 
 def _forward_program(*arguments):
-    """Returns the JAX function and the tensors of a call of flash_attention. arguments: the operator's."""
+    """Returns the JaxCall, a jitted function and its arguments, of the operator flash_attention: out and rows.
+
+    The function's arguments are the fields of Tensors, None where the call lacks one. They may differ from the given
+    tensors: see length_buckets.canonicalized. arguments: the operator's tensors, then its options.
+    """
     call = length_buckets.canonicalized(split(arguments), ("bias", "mask", "key", "value"))
     return torch_operator.JaxCall(_forward(call.device, call.options), call.tensors)
 
 
 def _inference_program(*arguments):
-    """Returns the JAX function and the tensors of a call of flash_attention_inference. arguments: the operator's."""
+    """Returns the JaxCall, a jitted function and its arguments, of the operator flash_attention_inference: only out.
+
+    The function's arguments are the fields of Tensors, None where the call lacks one. They may differ from the given
+    tensors: see length_buckets.canonicalized. arguments: the operator's tensors, then its options.
+    """
     call = length_buckets.canonicalized(split(arguments), ("bias", "mask", "key", "value"))
     return torch_operator.JaxCall(_inference(call.device, call.options), call.tensors)
 
 
 def _backward_program(*arguments):
-    """Returns the JAX function and the tensors of a call of flash_attention_backward. arguments: the operator's."""
+    """Returns the JaxCall, a jitted function and its arguments, of the operator flash_attention_backward.
+
+    The function returns only the wanted gradients. Its arguments are the fields of Tensors, None where the call lacks
+    one, then out, rows, dout and drows. arguments: the operator's tensors, options, and fields of BackwardArguments.
+    """
     call = split(arguments)
     names = names_of(call.backward.wanted)
     call = length_buckets.canonicalized(call, [name for name in ("bias", "mask", "key", "value") if name not in names])
@@ -299,7 +313,8 @@ class _Spec(NamedTuple):
 def _check(device: torch.device, options: Options, *tensors: _Spec | None) -> None:
     """Raises the errors of jax_kernels.flash_attention for these shapes, dtypes and options. No kernel runs.
 
-    tensors: shape and dtype of each tensor, in the order of Tensors, or None.
+    device: the call is planned for this device; some errors depend on it. tensors: shape and
+    dtype of each tensor, in the order of Tensors, or None.
     """
     specs = [None if x is None else jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors]
 
@@ -338,9 +353,10 @@ def _fake_backward(*arguments):
 
 
 class Attention(torch.autograd.Function):
-    """The autograd function of the operators: attention with its gradient.
+    """The autograd function of flash_attention: operators compute its results and its gradients.
 
-    A separate `setup_context` would add 20 microseconds to each call.
+    The forward calls forward_op, the backward backward_op. It serves eager calls and the operators' "Autograd"
+    implementation. A separate `setup_context` would add 20 microseconds to each call.
     """
 
     @staticmethod

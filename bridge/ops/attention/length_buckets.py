@@ -46,12 +46,17 @@ class KeyArrays(NamedTuple):
 
 
 def pad_to_bucket(query: torch.Tensor, keys: KeyArrays, others: Hashable) -> KeyArrays | None:
-    """Returns the arguments with keys padded to a length bucket, or None if the call needs no padding.
+    """Returns the arguments with keys padded to a length bucket; None if the call is to run unpadded.
 
-    In the result kv_lengths and q_offset are tensors. None if there are more than 16 queries, if the call was made with
-    fewer than three numbers of keys so far, or if the arguments already have this form.
+    In the result, key and value, and a bias or mask with an axis of keys, have the bucket's length. kv_lengths and
+    q_offset are tensors; kv_lengths masks the padding.
 
-    query: [B, T, H, D]. others: the rest of the call's key: calls with equal keys count as one call.
+    None if there are more than 16 queries, if the call was made with fewer than three numbers of keys so far (this one
+    counts), or if the arguments have this form already: the number of keys is a length bucket, kv_lengths is given, and
+    q_offset is a tensor.
+
+    query: [B, T, H, D]. others: the call's other options. Calls that are equal in these, and in dtypes, device and
+    shapes but for the number of keys, count as one call.
     """
     key, value, bias, mask, kv_lengths, q_offset = keys
     length = key.shape[1]
@@ -117,7 +122,7 @@ _OFFSETS: dict[Hashable, set[int]] = {}
 
 
 def canonicalized(call: "Arguments", shrinking: Sequence[str]) -> "Arguments":
-    """Returns an operator's arguments in the form that its program reads, which fewer programs serve.
+    """Returns an operator's arguments, changed so that more calls share a program. The program reads the result.
 
     q_offset is a tensor if the call was made with more than three values of it. A bias or mask that was expanded along
     an axis has size 1 there. key and value have one head if both were expanded from one head.

@@ -36,8 +36,8 @@ class ScoreModOp:
     """Wraps an attention op of JAX arrays so that its score_mod may be written in torch operations.
 
     A score_mod that reads no tensors is passed as `score_mod`. Otherwise the caller passes two arguments instead:
-    `skeleton`, the registered name of the function without its tensors, and `read`, the arrays of the tensors that it
-    reads.
+    `skeleton`, the name under which score_mods.split_tensors registered its template (the function whose tensors are
+    replaced by arguments), and `read`, the arrays of the tensors that it reads.
     """
 
     def __init__(self, op: Callable[..., _Arrays]) -> None:
@@ -62,8 +62,9 @@ def _in_jnp(
 ) -> dict[str, Any]:
     """Returns an op's keyword arguments, with `score_mod` in jnp code and without `skeleton` and `read`.
 
-    skeleton, read: the registered name of a score_mod without its tensors, and the arrays of these tensors. Both
-    together replace score_mod.
+    score_mod: in torch operations or jnp code, or None. skeleton, read: replace a score_mod that reads tensors. They
+    are the name of its template, as score_mods.split_tensors returned it, and the arrays of these tensors. others: all
+    other keyword arguments, which are returned unchanged.
     """
     if skeleton is not None:
         return others | {"score_mod": score_mods.bind_tensors(skeleton, read)}
@@ -146,8 +147,8 @@ def attend_in_graph(
 ) -> Any:
     """Returns bridge.flash_attention's results for a call with a Mask, in code that torch.compile traces.
 
-    mask: the id of the Mask, which the caller keeps alive as long as the graph. arguments: bridge.flash_attention's
-    other keyword arguments except bias and sinks.
+    mask: the Mask's Python id(). The graph looks the Mask up by it, so the caller keeps the Mask alive as long as the
+    graph. arguments: bridge.flash_attention's other keyword arguments except bias and sinks.
     """
     (query, key, value, _), arguments = _prepared(query, key, value, None, None, arguments)
     call = _split_closure(None, arguments)

@@ -37,7 +37,9 @@ def decode_cache(
 ) -> torch.Tensor:
     """Returns the attention of one query per sequence to all keys of a cache: [B, 1, H, Dv]. Forward only.
 
-    If the cache has unused memory after each head's keys, it is read in place; otherwise it is copied and padded.
+    The cache is read in place if its memory has room for more keys after each head's keys. A contiguous cache is also
+    read in place if S is a length bucket, or if the same tensors were given before, as with a cache of fixed size.
+    Otherwise the keys and values are copied, with padding to a length bucket. So calls with a growing S share programs.
 
     Args:
       query: [B, H, 1, D]. key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
@@ -174,9 +176,11 @@ _attend = JaxOp(_decode, is_opaque=True)
 def view_with_capacity(x: torch.Tensor) -> torch.Tensor | None:
     """Returns keys or values together with the unused memory after each head's keys: [B, Hkv, room, D], not a copy.
 
+    room is the number of keys for which a head has memory; the keys after the first S have arbitrary values.
+
     x: the keys or values [B, Hkv, S, D]. If there is no unused memory, the result is x itself where S is a length
-    bucket or the same tensor was given before (a cache of fixed size). It is None otherwise, and for memory in another
-    order.
+    bucket or the same tensor was given before (a cache of fixed size), else None. It is also None unless the memory has
+    the order of a contiguous [B, Hkv, room, D] and ends within the tensor's storage.
     """
     shape, strides = x.shape, x.stride()
     batch, heads, length, width = shape
@@ -283,7 +287,9 @@ _MOST_PADDED = 4  # the layers of a model read the same mask
 def _padded(x: torch.Tensor, room: int) -> torch.Tensor:
     """Returns a mask or bias with four axes, whose last axis is padded to the cache's capacity `room`.
 
-    Broadcast axes keep size 1. The padding is False or 0. The result is kept for later calls with the same tensor.
+    Broadcast axes keep size 1. The padding is False or 0. The result is kept for later calls with the same tensor,
+    except for inference tensors and while a CUDA graph is captured. A contiguous tensor whose last axis has size `room`
+    is returned unchanged.
     """
     if x.shape[-1] == room and x.is_contiguous():
         return x

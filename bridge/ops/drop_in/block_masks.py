@@ -94,7 +94,8 @@ def mask_in_graph(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
 def _state_of(block_mask: "torchs.BlockMask") -> _State:
     """Returns the parts of a BlockMask that determine its Mask, except the values of tensors.
 
-    They are: the mask_mod, which of the four lists exist, the block size, and the numbers of queries and keys.
+    They are (the mask_mod; which of the lists kv_num_blocks, kv_indices, full_kv_num_blocks and full_kv_indices are not
+    None; the block size; the numbers of queries and keys).
     """
     is_there = tuple(getattr(block_mask, name) is not None for name in _LISTS)
     return block_mask.mask_mod, is_there, tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
@@ -135,9 +136,10 @@ def _of_lists(block_mask: "torchs.BlockMask", sizes: Sizes) -> Mask:
 
 
 def _of_function(mask_mod: _MaskMod, sizes: Sizes) -> Mask:
-    """Returns masks.from_function of a mask_mod.
+    """Returns the Mask of the pairs for which a BlockMask's mask_mod is True, without regard to its blocks.
 
     The Mask has an axis for batch, or heads, only if the mask_mod reads that index.
+    Raises TypeError if the mask_mod has no form in jnp.
     """
     made, read, _ = score_mods.mask_mod(mask_mod)
     sees_batch, sees_heads = score_mods.looks_at(made, read)

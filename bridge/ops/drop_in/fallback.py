@@ -86,7 +86,14 @@ def _attend(
     dropout_p: float,
     head_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (attention [B, H, T, Dv], weights [B, H, T, S]) without regard to autocast."""
+    """Returns (attention [B, H, T, Dv], weights [B, H, T, S]) of query [B, H, T, D], key and value.
+
+    The caller has applied autocast: it has cast the tensors, and turned autocast off.
+
+    key: [B, Hkv, S, D]. value: [B, Hkv, S, Dv]. mask: bool, True where a query may attend; bias: added to the scores.
+    Both are broadcastable to [B, H, T, S], or None. sinks: [H] or None. scale: None is 1 / sqrt(D). head_mask:
+    multiplies the weights after dropout; broadcastable to [B, H, T, S], or [H], or None.
+    """
     group = query.shape[1] // key.shape[1] if key.shape[1] else 1
     if group > 1:
         key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))

@@ -316,7 +316,10 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Probabilities:
-    """flash_attn_varlen_func with the keys and values in one tensor kv: [total_k, 2, Hkv, D]; kv[:, 0] has the keys."""
+    """flash_attn_varlen_func with the keys and values in one tensor kv: [total_k, 2, Hkv, D]; kv[:, 0] has the keys.
+
+    The other arguments and the result are as in flash_attn_varlen_func.
+    """
     _check_packed("kv", kv, 2, "[tokens, 2, heads, head_dim]")
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     k, v = kv.unbind(1)
@@ -366,7 +369,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Probabilities:
     """flash_attn_varlen_func with queries, keys and values in one tensor qkv: [total, 3, H, D], in this order.
 
-    cu_seqlens, max_seqlen: of queries and keys alike.
+    cu_seqlens, max_seqlen: of queries and keys alike: int32 [B + 1], the start of each sequence, then the end of the
+    last; and the length of the longest sequence. The other arguments and the result are as in flash_attn_varlen_func.
     """
     _check_packed("qkv", qkv, 3, "[tokens, 3, heads, head_dim]")
     rest = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
@@ -550,8 +554,10 @@ def attend_with_slopes(
 ) -> Outputs:
     """Returns flash_attention's out, or with with_lse (out, lse), with ALiBi.
 
-    slope * |query position - key position| is subtracted from the scores. slopes: float32 [H] or [B, H]. The other
-    arguments are as in attend.
+    slope * |query position - key position| is subtracted from the scores. The slopes get no gradient.
+
+    q: [B, T, H, D]; k, v: [B, S, Hkv, D]. slopes: float32 [H] or [B, H]. offset: position of query 0, an int or int32
+    [B]. options: flash_attention's other keyword arguments, with `deterministic`; the function changes this dict.
     """
     check_slopes(slopes, q)
     batch, heads = q.shape[0], q.shape[2]

@@ -251,7 +251,11 @@ class _Cache:
         return self.key[: self.batch], self.value[: self.batch]
 
     def without_padding(self, leftpad: torch.Tensor) -> "_Cache":
-        """Returns a copy of the cache without the first leftpad[b] keys of each sequence b."""
+        """Returns a copy of the cache in which key leftpad[b] of each sequence b has become key 0.
+
+        The copy has a row for each sequence, in order, and the same capacity. Its last leftpad[b] keys are no keys of
+        the sequence: the caller subtracts leftpad from the lengths. leftpad: int32 [batch].
+        """
         key, value = self.whole()
         index = leftpad.long()[:, None] + torch.arange(self.capacity, device=key.device)
         at = torch.arange(self.batch, device=key.device)[:, None], index.clamp(0, self.capacity - 1)
@@ -441,7 +445,9 @@ def _checked_rotary(
 ) -> _Rotary:
     """Returns the rotary embedding of a call after checks of its tensors. Raises ValueError.
 
-    cos, sin: the arguments rotary_cos and rotary_sin. count: the number of positions that are read, from lengths[b] on.
+    cos, sin: the arguments rotary_cos and rotary_sin, [positions, R / 2]. lengths: int32 [B], the keys of each sequence
+    before the call. count: the number of positions that are read for sequence b, from lengths[b] on. If the host may
+    read the lengths, cos and sin must have all these positions.
     """
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if x is None:

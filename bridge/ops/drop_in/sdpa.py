@@ -21,7 +21,11 @@ _CAUSAL_BIAS: Any = ()  # CausalBias, once its module is loaded: that imports to
 
 
 def _find_causal_bias() -> None:
-    """Sets _CAUSAL_BIAS to (CausalBias,), PyTorch's class, once its module has been imported."""
+    """Sets _CAUSAL_BIAS, the classes for isinstance, to (CausalBias,). It runs when CausalBias's module is imported.
+
+    Until then _CAUSAL_BIAS is (), since no mask can be a CausalBias. This module does not import that module, because
+    it imports torch._dynamo.
+    """
     global _CAUSAL_BIAS
     from torch.nn.attention.bias import CausalBias
 
@@ -107,9 +111,10 @@ def scaled_dot_product_attention(
 
 
 class _Inputs(NamedTuple):
-    """The tensors of a call with exactly 4 axes, [batch, heads, length, head_dim].
+    """The query, key and value of a call with exactly 4 axes, [batch, heads, length, head_dim], and its mask.
 
-    batch: the axes of the final result before its last two, with the heads if it has any.
+    mask: broadcastable to [batch, heads, queries, keys], with 2 to 4 axes, or None. batch: the axes of the final result
+    before its last two, with the heads if it has any.
     """
 
     query: torch.Tensor
@@ -203,9 +208,11 @@ def _check_lengths(bias: "CausalBias", query: torch.Tensor, key: torch.Tensor) -
 def _inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, enable_gqa: bool
 ) -> _Inputs:
-    """Returns the call with 4 axes: batch axes flattened and broadcast, heads as flash_attention takes them.
+    """Returns the call with 4 axes, [batch, heads, length, head_dim].
 
-    Raises ValueError for shapes that do not fit together.
+    The batch axes are broadcast, and flattened to one. query has the result's number of heads. key and value have one
+    number of heads, which may be a divisor; if their numbers differ, both get the result's number, by copies of heads.
+    Raises ValueError for shapes that do not fit together, and for a mask on another device.
     """
     if attn_mask is not None and attn_mask.device != query.device:
         raise ValueError(f"attn_mask: got a tensor on {attn_mask.device}, want query's device {query.device}")
@@ -272,10 +279,10 @@ def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _of_one_batch(mask: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
-    """Returns a mask [*batch, H, T, S] with its batch axes flattened to one axis.
+    """Returns a mask [..., H, T, S] with its batch axes broadcast to `batch`, then flattened to one axis.
 
-    A mask of up to 3 axes stays unchanged. batch: the call's batch axes. Raises ValueError if the mask does not
-    broadcast to them.
+    Batch axes of size 1 only are removed instead, and a mask of up to 3 axes stays unchanged: both broadcast anyway.
+    batch: the sizes of the call's batch axes. Raises ValueError if the mask does not broadcast to them.
     """
     if mask.ndim <= 3:
         return mask

@@ -28,7 +28,10 @@ def is_block_mask(x: Any) -> "TypeIs[BlockMask]":
 
 
 def option_names() -> set[str]:
-    """Returns the names that flex_attention's kernel_options may have: the keys of PyTorch's FlexKernelOptions."""
+    """Returns the names that flex_attention's kernel_options may have.
+
+    They are the keys of PyTorch's FlexKernelOptions (none in a PyTorch that lacks it) and FORCE_USE_FLEX_ATTENTION.
+    """
     load()
     kinds = getattr(module, "FlexKernelOptions", None)
     return {*getattr(kinds, "__annotations__", ()), "FORCE_USE_FLEX_ATTENTION"}

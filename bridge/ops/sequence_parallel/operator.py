@@ -36,7 +36,9 @@ class SequenceParallelOperator:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns this process's (out [B, T, H, Dv], lse [B, H, T]). All processes of the ring must make the call.
 
-        ring: the processes that hold the sequence. options: hashable values. Tensors are this process's shards.
+        ring: the processes that hold the sequence. options: further keyword arguments of attend and known, hashable
+        values. query, key, value, segment_ids and bias are this process's shards along T. sinks [H] is the same tensor
+        in all processes; its gradient covers only this process's queries.
         """
         call = _Call(self, ring, tuple(options.items()))
         return _Attend.apply(call, query, key, value, segment_ids, sinks, bias)
@@ -78,7 +80,8 @@ class _Attend(torch.autograd.Function):
 class _Gradients(torch.autograd.Function):
     """The autograd function of the backward: it returns the gradients, and its own derivative raises.
 
-    The gradients are of query, key and value, then of sinks, [1, H], and bias if they are given.
+    The gradients are of this process's query, key and value; then, if they are given, of sinks, as [1, H] from this
+    process's queries, and of its bias.
     """
 
     @staticmethod
@@ -98,10 +101,11 @@ _AXES = 1, 1, 1, 1, None, 2, 1, 2, 1, 2
 
 
 def _run(ring: ProcessMesh, program: JaxFunction, tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """Runs a program on this process's tensors. Returns this process's shards of the results.
+    """Runs a program on this process's tensors. Returns this process's shards of the results, without Nones.
 
-    tensors: query, key, value, segment_ids, sinks and bias, in the backward also out, lse, dout and dlse; each may be
-    None.
+    All processes of the ring must make the call. program: the jitted function of arrays over the ring's mesh, as
+    _forward or _backward returns it. tensors: query, key, value, segment_ids, sinks and bias, in the backward also out,
+    lse, dout and dlse. segment_ids, sinks, bias and dlse may be None.
     """
     device = tensors[0].device
     dlpack.refuse_capture(device)
@@ -118,9 +122,10 @@ def _run(ring: ProcessMesh, program: JaxFunction, tensors: Sequence[Any]) -> lis
 def _forward(
     op: SequenceParallelOperator, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Hashable], ...]
 ) -> JaxFunction:
-    """Returns the jitted function from (query, key, value, segment_ids, sinks, bias) to (out, lse).
+    """Returns the jitted function from (query, key, value, segment_ids, sinks, bias) to [out, lse].
 
-    All are arrays over the mesh.
+    All are arrays over the mesh, sharded along the queries' or keys' tokens (bias: along the queries); sinks is
+    replicated. options: the items of the op's keyword arguments.
     """
     return _shared(functools.partial(op.attend, **dict(options)), mesh, (1, 2))
 

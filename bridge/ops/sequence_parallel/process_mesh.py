@@ -71,9 +71,10 @@ def _free_address() -> str:
 
 
 class ProcessMesh(NamedTuple):
-    """The devices of a process group, one per process. mesh: a mesh with one axis, called AXIS.
+    """The devices of a process group, one per process.
 
-    rank: this process's index on the axis, which is its rank in the group.
+    mesh: the JAX mesh of these devices, in the order of the group's ranks. Its one axis has the name in this module's
+    constant AXIS. rank: this process's index on the axis, which is its rank in the group.
     """
 
     mesh: jax.sharding.Mesh
