@@ -245,7 +245,7 @@ def flash_attn_varlen_func(
     results = attend(*tensors, alibi_slopes, offset, options, return_attn_probs)
     out, lse = _pair(results, return_attn_probs)
     joined = rows.joined(out, q.shape[0])
-    return (joined, rows.joined(lse.mT, q.shape[0]).mT, None) if return_attn_probs else joined
+    return (joined, rows.joined(lse.mT, q.shape[0], -torch.inf).mT, None) if return_attn_probs else joined
 
 
 def _varlen_on_shards(tensors: dict[str, Any], options: dict[str, Any], with_lse: bool) -> Probabilities:
@@ -644,10 +644,10 @@ class _Places(NamedTuple):
         index = self.starts[:-1, None] + torch.arange(self.longest, device=x.device, dtype=torch.int32)
         return x[index.clamp(max=x.shape[0] - 1)]
 
-    def joined(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Returns the packed tokens [tokens, ...] of a batch [B, longest, ...]; 0 after the last sequence."""
+    def joined(self, x: torch.Tensor, tokens: int, fill: float = 0.0) -> torch.Tensor:
+        """Returns the packed tokens [tokens, ...] of a batch [B, longest, ...]; `fill` after the last sequence."""
         numbers = _numbers(self.starts, tokens)[0]
         positions = torch.arange(tokens, device=x.device, dtype=torch.int32) - self.starts[:-1][numbers.clamp(min=0)]
         found = x[numbers.clamp(min=0), positions.clamp(max=self.longest - 1)]
         is_there = (numbers >= 0).reshape(-1, *(1,) * (found.ndim - 1))
-        return torch.where(is_there, found, torch.zeros_like(found))
+        return torch.where(is_there, found, torch.full_like(found, fill))

@@ -122,6 +122,25 @@ def test_flash_attn_varlen_func(case, reference):
     same_gradients(out, want, inputs)
 
 
+@pytest.mark.parametrize("lengths", [(3, 5), (2, 7)], ids=["one length", "two lengths"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window_size": (2, 0)}, {"alibi_slopes": torch.ones(4)}], ids=str
+)
+def test_tokens_after_the_last_sequence(options, lengths):
+    """They have out 0, lse -inf and no gradient, whichever way the sequences are batched."""
+    query, key, value = (torch.randn(12, 4, 16, requires_grad=True) for _ in range(3))
+    starts, kv_starts = torch.tensor([0, 3, 8], dtype=torch.int32), torch.tensor([0, *np.cumsum(lengths)]).int()
+    out, lse, _ = bridge.flash_attn_varlen_func(
+        query, key, value, starts, kv_starts, 5, max(lengths), return_attn_probs=True, **options
+    )
+    assert (out[8:] == 0).all()
+    assert (lse[:, 8:] == -torch.inf).all()
+    assert lse[:, 1:8].isfinite().all()  # with two lengths and a causal mask, query 0 has no key
+    (out.square().sum() + lse[:, 1:8].sum()).backward()
+    assert (query.grad[8:] == 0).all()
+    assert (query.grad[:8] != 0).any()
+
+
 @pytest.mark.parametrize(
     "options",
     [{"causal": True}, {"causal": True, "alibi_slopes": SLOPES, "softcap": 1.5, "window_size": (3, 0)}],
