@@ -207,7 +207,7 @@ def checked_integers(name: str, x: Any, want: str, within: tuple[int, int] = mas
 
 
 def ranked_over(axis_name: Any, segment_ids: Any) -> Any:
-    """One device's segment ids [B, T] as int32, such that ids of different devices are equal if they were before.
+    """One device's segment ids [B, T] as int32, such that tokens of any two devices keep equal or unequal ids.
 
     axis_name: the mesh axis over which the tokens are sharded. Traced ids of a dtype that int32 does not hold become
     ranks among the ids of all devices, and -1 if below 0. Any argument that is not a traced integer array [B, T] is

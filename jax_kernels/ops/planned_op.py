@@ -168,8 +168,8 @@ def recorded_plans() -> Iterator[list[Plan]]:
 def jitted_in_eager_shard_map[Function: Callable[..., Any]](function: Function) -> Function:
     """A decorator that runs function(call, arrays) under jit if it is called in an untraced (eager) shard_map.
 
-    call is hashable. There JAX does not support a custom_vjp with symbolic zeros, and its error for forward mode has
-    another text. All other calls are not changed.
+    Without jit, JAX does not support a custom_vjp with symbolic zeros in such a shard_map, and its error for forward
+    mode has another text. All other calls are not changed. call: hashable, a static argument of the jit.
     """
     jitted = jax.jit(function, static_argnums=0)
 
@@ -210,9 +210,9 @@ def kernel(function: Callable[..., Any], direction: str = "forward", *, once: bo
     """Wraps a kernel's function: the result takes config=Blocks and passes on the blocks of one direction.
 
     function: takes (*args, config=the blocks of `direction`, core_count=..., ...). direction: the field of Blocks:
-    "forward", "backward" or "array_gradients". once: a program traces and lowers equal calls once. Otherwise the same
-    kernel would be compiled again under another name, because JAX numbers the kernels of a program. The function's
-    positional arguments are then (arrays, options, *arrays).
+    "forward", "backward" or "array_gradients". once: whether equal calls in a program are traced and lowered only once.
+    Otherwise each call would be compiled again under another name, because JAX numbers the kernels of a program. With
+    once=True, the positional arguments must be (arrays, options, *arrays), where options is hashable.
 
     Pallas has no derivative of such kernels: differentiating the result raises NotImplementedError with the reason.
     """
@@ -274,10 +274,10 @@ def batched(
 ) -> Callable[..., Any]:
     """A function from a call's arrays to the results of its implementation's forward. A vmap is merged into the batch.
 
-    An array that the call lacks is None. join(size, mapped, arrays): merges the arrays of `size` calls under a vmap
-    into the arrays of one call; mapped has, for each array, whether it has the mapped axis. By default the first axis
-    of each array is the batch. share: wraps a kernel's function so that devices shard its work; plain JAX code is not
-    wrapped.
+    The function takes the op's arrays in the op's order; an array that the call lacks is None. join(size, mapped,
+    arrays): merges the arrays of `size` calls under a vmap into the arrays of one call; mapped has, for each array,
+    whether it has the mapped axis, which is then the first. By default the first axis of each call's arrays is the
+    batch. share: wraps a kernel's function so that devices shard its work; the function of "xla" is not wrapped.
     """
     forward = op.implementations[call.implementation].forward
 

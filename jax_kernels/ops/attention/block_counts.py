@@ -13,7 +13,8 @@ from jax_kernels.pallas.attention.passes import block_counts as block_counts_pas
 def counts(keep: jax.Array, block_q: int, block_kv: int) -> jax.Array:
     """The number of True pairs in each block of a mask: int32 [B, H, ceil(T / block_q), ceil(S / block_kv)].
 
-    keep: bool [B, H, T, S]. A Triton kernel counts if the call is planned and compiled for a GPU that Triton supports.
+    keep: bool [B, H, T, S]. A Triton kernel counts if the call is planned on a GPU of compute capability 8.0 or more,
+    not interpreted, and compiled for CUDA, and if the kernel takes these sizes. Otherwise jnp code does.
     """
     capability = target_device().compute_capability
     has_triton = capability is not None and capability >= (8, 0) and not interpreting()

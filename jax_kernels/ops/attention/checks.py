@@ -25,10 +25,13 @@ def check(
     q_offset=0, score_mod=None, sinks=None, scale=None, softcap=None, return_lse=False, deterministic=None,
     precision=None, implementation=None, **unknown,
 ) -> tuple[AttentionRequest, AttentionInputs]:  # fmt: skip
-    """(request, arrays in the kernels' form) of a flash_attention call. Raises the errors that it documents.
+    """(request, checked arrays) of a flash_attention call. Raises the errors that flash_attention documents.
 
-    A Mask's parts that arguments can express, such as causal, become these arguments. Arrays may be
-    jax.ShapeDtypeStructs: then so are the returned arrays.
+    In the arrays, an array mask is bool with four axes, a bias has four axes, sinks are float32 [1, H], and ids,
+    lengths and an array q_offset are int32. All restrictions of the keys are combined: parts of a Mask that arguments
+    can express, such as causal, become the request's is_causal and window, or the arrays' segment ids and kv_lengths.
+    An int q_offset is in the request only. If no pair of a query and a key exists, arrays without an effect are None.
+    Arrays may be jax.ShapeDtypeStructs: then so are the returned arrays.
     """
     for name in unknown:
         raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")

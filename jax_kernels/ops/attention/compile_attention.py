@@ -46,7 +46,10 @@ class Speedup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """The sizes and the dtype of query, key and value of a CompiledAttention."""
+    """The sizes and the dtype of query, key and value for which a CompiledAttention is planned.
+
+    batch: the planned batch; calls may have another one. head_dim: of all three arrays.
+    """
 
     batch: int
     seq_len: int

@@ -233,8 +233,9 @@ class _Arrays(NamedTuple):
     """The arrays of a call, in the order in which kernels take them. block_tables and all later fields may be None.
 
     query: [B, T, H, D]. key, value: [B, S, Hkv, D], or pages [pages, page_size, Hkv, D]. kv_lengths: int32 [B].
-    block_tables: int32 [B, max_pages]. sinks: float32 [B, H]. mask (bool) and bias: [B or a divisor of B, H or 1,
-    T or 1, S].
+    block_tables: int32 [B, max_pages], the numbers of a sequence's pages. sinks: float32 [B, H], the caller's [H] for
+    each sequence. mask (bool) and bias: [B or a divisor of B, H or 1, T or 1, S], where S is the capacity of a
+    sequence, with pages max_pages * page_size. An entry of a divisor of B is for B / divisor consecutive sequences.
     """
 
     query: Any
@@ -381,7 +382,10 @@ def _tables(block_tables: Any, batch: int) -> Any:
 
 
 def _config(name: str):
-    """A function from a DecodeRequest to (Blocks, the source of their block spec row), for one implementation."""
+    """Returns the `config` of the implementation `name`: a function from a DecodeRequest to (Blocks, words).
+
+    The words tell where the block spec row comes from, for the plan.
+    """
 
     def config(request: DecodeRequest) -> tuple[Blocks, str]:
         head_dim = max(request.head_dim, request.v_head_dim)
@@ -417,7 +421,11 @@ def _supports_triton(request: DecodeRequest) -> str | None:
 
 
 def _of_options(forward):
-    """Wraps forward(*arrays, scale=, softcap=, left=, ...): the result takes one DecodeOptions, `options`, instead."""
+    """Wraps a kernel's forward, which takes the numbers of a call as keywords, so that it takes a DecodeOptions.
+
+    forward(*arrays, scale=, softcap=, left=, **rest) becomes run(*arrays, options=, **rest). arrays: the fields of
+    _Arrays.
+    """
 
     def run(*arrays, options: DecodeOptions, **rest):
         return forward(*arrays, scale=options.scale, softcap=options.softcap, left=options.left, **rest)

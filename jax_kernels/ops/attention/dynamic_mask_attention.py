@@ -148,7 +148,11 @@ def keys_of_largest_bias(
 
 
 def _plan(query: Any, key: Any, value: Any, mask: Any, bias: Any = None, **arguments: Any) -> dispatch.Plan:
-    """The Plan of a dynamic_mask_attention call: of its flash_attention, or of the call for one key head of several."""
+    """The Plan of the flash_attention calls that compute a dynamic_mask_attention.
+
+    There is one call of all heads. Or, if `_is_mapped` is True, there is one call for each key head under a vmap; the
+    Plan is then of one key head. The parameters are dynamic_mask_attention's. Raises the op's errors.
+    """
     mask, _ = with_validity("mask", mask)
     query, key, value, mask, bias = _checked(query, key, value, mask, bias)
     if _is_mapped(query, key, mask, bias):
@@ -229,9 +233,10 @@ def _repeated(x: Any, heads: int) -> Any:
 
 
 def _by_kv_head(x: Any, kv_heads: int, axis: int) -> tuple[Any, int | None]:
-    """(x with its axis of heads split into two, key heads and heads per key head; the index of the first of the two).
+    """Splits x's axis of heads for a vmap over key heads: (x with two axes of heads, the index to map).
 
-    The index is the axis to map by vmap. (x, None) if all key heads share x: None, a Mask, or one head.
+    The heads at index `axis` become the key heads, at this index, and the heads per key head, at the next. Returns (x,
+    None) if all key heads share x: it is None, a Mask, or has one head.
     """
     if x is None or isinstance(x, Mask) or x.shape[axis] == 1 < kv_heads:
         return x, None

@@ -207,7 +207,11 @@ def flash_attention(
 
 
 def _check(*, mask, **arguments):
-    """(request, arrays) of a call that is only planned. The arrays of a Mask may be jax.ShapeDtypeStructs."""
+    """(request, arrays) of a call that is only planned, not computed. Raises flash_attention's errors.
+
+    The arrays of a Mask may be jax.ShapeDtypeStructs. The call is then checked in a trace: only the returned request
+    may be used, since the returned arrays are its tracers.
+    """
 
     def checked(mask):
         mask, _ = with_validity("mask", mask)

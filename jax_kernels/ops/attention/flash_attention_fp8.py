@@ -303,9 +303,10 @@ def _supports_mosaic(request: Fp8Request) -> str | None:
 
 
 def _of_arrays(forward):
-    """Wraps a forward(AttentionInputs, options, factors, ...) as a function of the arrays of `_attention`.
+    """Wraps a forward, which takes AttentionInputs, so that it takes the arrays of `_attention` one by one.
 
-    These are query, key, value, factors, q_offset and kv_lengths; the last two may be None.
+    forward(inputs, options, factors, **rest) becomes run(query, key, value, factors, q_offset, kv_lengths, options=,
+    **rest). factors: [B, H, 2], from `_factors`. q_offset and kv_lengths may be None.
     """
 
     def run(query, key, value, factors, q_offset, kv_lengths, *, options, **rest):
@@ -346,7 +347,11 @@ def _attention(call: PlannedCall, arrays: tuple[Any, ...]):
 
 
 def _shared(function: Any) -> Any:
-    """Returns the kernel's function with its work sharded over devices under jit, along batch and heads."""
+    """Returns the kernel's function with its work sharded over devices under jit, along batch and heads.
+
+    function: takes query, key, value, factors [B, H, 2], q_offset and kv_lengths (the last two may be None), and
+    returns (out, lse). The result takes and returns the same.
+    """
 
     def run(*arrays: Any) -> Any:
         if not is_partitioned():

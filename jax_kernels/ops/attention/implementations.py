@@ -31,9 +31,10 @@ from jax_kernels.score_mod.trace import moving
 class AttentionRequest(Request):
     """A flash_attention call without its arrays.
 
-    is_causal, window, q_offset: in the normal form of AttentionOptions; q_offset is None if it is an array. mask_shape,
-    bias_shape: with four axes; None without an array. has_mask_object: the mask is a masks.Mask that its arguments
-    cannot express. has_lists: block lists give the keys of each query: from a prepared mask, or made from a Mask.
+    window: (left, right), each -1 for no limit; None if it adds no limit to is_causal. With is_causal, right is 0.
+    q_offset: the position of query 0; None if it is an array. mask_shape, bias_shape: with four axes; None without an
+    array. has_mask_object: the mask is a masks.Mask that the op's other arguments cannot express. has_lists: block
+    lists give the keys of each query. They come from a prepared mask, or are made from a Mask.
     """
 
     SIZES: ClassVar[tuple[str, ...]] = checks.SIZES
@@ -83,9 +84,11 @@ class AttentionRequest(Request):
 
     @property
     def dense_bits(self) -> int:
-        """The bits that a kernel reads for every pair of a query and a key: 32, 16, 1 or 0.
+        """The bits of a mask or a bias for each pair of a query and a key: a number that selects block specs.
 
-        1 is for a mask array without a bias, 0 for neither. Block specs are chosen by it.
+        32: a float32 bias with a row for each query. 1: no bias, and a mask array with a row for each query. 0: no
+        bias, and no mask array, or one that block lists replace. 16: all other calls, i.e. another bias, or a mask
+        array with one row for all queries.
         """
         if self.bias_tile_bits == 32:
             return 32
@@ -117,7 +120,10 @@ def _row(name: str, request: AttentionRequest):
 
 
 def _config(name: str):
-    """A function from an AttentionRequest to (Blocks, the source of their block spec row), for one implementation."""
+    """Returns the `config` of the implementation `name`: a function from an AttentionRequest to (Blocks, words).
+
+    The words tell where the block spec row comes from, for the plan.
+    """
 
     def config(request: AttentionRequest) -> tuple[Any, str]:
         row, source = _row(name, request)
@@ -308,8 +314,9 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
     """The AttentionGradients by the Hopper kernels, plus other kernels for the arrays whose gradients they lack.
 
     results: (lse, delta, dout): the row terms [B, H, T] and the cotangent of out. dquery: None, or float32 like query,
-    to which query's gradient / scale is added. excess: [B, H, T], from the forward with a bias or a score_mod. out,
-    dlse: the forward's out and the cotangent of lse. If `takes_results` is True, they are given, and delta is None.
+    to which query's gradient / scale is added. excess: [B, H, T], from the forward with a bias or a score_mod; else
+    None. out, dlse: the forward's out and the cotangent of lse, from which the kernels compute delta; delta is then
+    None. They are given only if `takes_results` is True. A dlse of None is zeros.
     """
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
     by_kernel = kernel(backward_sm90.attention_backward, "backward")
@@ -336,9 +343,11 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
 
 
 def prepared_lists(choice: Choice, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:
-    """The block lists that a PreparedMask carries, for the kernels of this choice: of the forward, then the backward.
+    """The block lists that a PreparedMask carries, for the kernels of this choice.
 
-    Empty without a mask, and for other implementations than "mosaic_gpu", which read no lists.
+    The first entry is for the forward, the second for the backward's gradients of key and value (with
+    deterministic=False also of query). With deterministic=True a third is for the gradient of query. Empty without a
+    mask, and for other implementations than "mosaic_gpu", which read no lists.
     """
     if choice.implementation != "mosaic_gpu" or inputs.mask is None:
         return ()

@@ -53,7 +53,11 @@ def shared_attention(function: Callable[..., Any], options: AttentionOptions) ->
 
 
 def _fields(inputs: AttentionInputs) -> dict[str, ArrayAxes]:
-    """The axes of each field of AttentionInputs, AttentionResult and AttentionGradients, by the field's name."""
+    """The axes of the fields of AttentionInputs, AttentionResult and AttentionGradients, by the field's name.
+
+    A gradient has the name and the axes of its input. Fields that are missing here, such as score_mod and lists, are
+    not sharded. The axes of a mask are an array's; a Mask's own arrays follow from them by `_of_mask`.
+    """
     batch, (heads, kv_heads) = Axis(BATCH), by_heads(inputs.query.shape[2], inputs.key.shape[2])
     of_query, of_key = (batch, None, heads, None), (batch, None, kv_heads, None)
     return {
@@ -128,10 +132,14 @@ def _parts(mask: Mask) -> list[Any]:
 
 
 def _of_mask(mask: Any, shape: tuple[int, ...], axes: ArrayAxes) -> ArrayAxes:
-    """The axes of an array of a mask: the batch first; then the heads, if the array has at least three axes.
+    """The axes along which devices shard one array that a Mask holds, of this shape.
 
-    mask: the mask that holds the array, or the array itself if it belongs to a composed mask; this one is not sharded.
-    axes: of a dense mask.
+    The first axis is the batch; the second is the heads, if the array has at least three axes. An axis is None if the
+    mask has one batch entry or one head. All are None for an array of a mask that is a function or with one value, and
+    for an array that belongs to a composed mask itself.
+
+    mask: the simple mask that holds the array; the array itself if it belongs to a composed mask. axes: of a dense
+    mask.
     """
     if not isinstance(mask, Mask) or isinstance(mask, Function) or math.prod(shape) == 1:
         return (None,) * len(shape)

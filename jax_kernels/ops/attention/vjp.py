@@ -277,10 +277,13 @@ def _forward(call, inputs):
 
 
 def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None, out=None, dlse=None):
-    """The AttentionGradients by the call's implementation.
+    """The AttentionGradients of all inputs except the sinks, by the call's implementation.
 
-    The parameters are as in attention_gradients, but delta may be None. out and dlse are then the forward's out and the
-    cotangent of lse. If the implementation cannot take them, because a vmap changed the shapes, delta is computed here.
+    lse, delta: the row terms, float32 [B, H, T]. dout: the cotangent of out. dquery: None, or float32 like query, only
+    for "mosaic_gpu": the returned gradient of query is then dquery + gradient / scale. excess: [B, H, T] with a bias or
+    a score_mod; else None. out, dlse: None, or the forward's out and the cotangent of lse (None is zeros). With out,
+    delta is None: the implementation computes it, or, if it cannot because a vmap changed the shapes, it is computed
+    here. Both lse and delta are None for "cudnn", which JAX differentiates.
     """
     if out is not None and not implementations.takes_results(
         call.implementation, inputs, call.options, out, call.config

@@ -84,14 +84,20 @@ class Piece:
 
     @property
     def boundaries(self) -> list[int]:
-        """The served query heads at which the class changes, between the two values of `heads`. Needs offsets."""
+        """Query heads, ascending: the first served head, each head with another class than the head before, the end.
+
+        The first and the last value are the two values of `heads`. Needs offsets.
+        """
         assert self.offsets is not None
         first, end = self.heads
         return [first, *(h for h in range(first + 1, end) if self.offsets[h] != self.offsets[h - 1]), end]
 
     @property
     def is_ordered(self) -> bool:
-        """Whether `table` gives the class of each token. Else token i of a segment has class i % rate."""
+        """Whether tokens must be permuted by `table` to sort them by class.
+
+        If not, token i of a segment has class i % rate: the tokens are sorted already.
+        """
         return self.deal is not None or (self.order is not None and self.rate > 1)
 
     @property
@@ -108,8 +114,9 @@ class Piece:
     def _dealt_out(self) -> tuple[np.ndarray, np.ndarray]:
         """The tables of all devices of a segment, for a piece with is_dealt_out.
 
-        int32 [devices, rows * rate], the device's token at each index of `arranged`, and int32 [devices, length], the
-        index of each token.
+        int32 [devices, rows * rate]: the token, counted within the device, at each index of `arranged`; the number of
+        the device's tokens at an index without a token. And int32 [devices, length]: the index of each token of the
+        device.
         """
         assert self.span is not None
         if self.deal is not None:
@@ -118,7 +125,11 @@ class Piece:
 
     @property
     def table(self) -> Table:
-        """The permutation of this device's tokens of a segment that sorts them by class. Needs is_ordered."""
+        """The permutation of this device's tokens of a segment that sorts them by class, as a Table.
+
+        tokens: the token at each index of the sorted order, which may have gaps (has_gaps). `places`: the index of each
+        token. Needs is_ordered.
+        """
         if self.is_dealt_out:
             assert self.span is not None
             return Table(*(self.span.mine(numbers) for numbers in self._dealt_out))
@@ -345,8 +356,9 @@ def _is_strided(piece: Piece, length: int, group: int) -> bool:
 def compact_rows(calls: Sequence[BranchCall], batch: int, num_heads: int, array_heads: int) -> Compact:
     """The map from tokens of an array [batch, T, array_heads, ...] to rows of the calls' compact arrays (one per call).
 
-    num_heads: the heads of query. array_heads: the heads of the array, as many as query or key has. If one head of key
-    belongs to several heads of an entry, the result has one Rows for each of them.
+    Kernels gather, merge and sum by it. It has one Rows for each piece, by call, and the tables of pieces with
+    is_ordered. If one head of key belongs to several heads of an entry, a piece has one Rows for each of them.
+    num_heads: the heads of query. array_heads: the heads of the array, as many as query or key has.
     """
     group, rows = num_heads // array_heads, []
     tables: dict[Any, Table] = {}
@@ -432,7 +444,10 @@ def gather_rows(x: jax.Array, call: BranchCall, num_heads: int) -> jax.Array:
 
 
 def _gathered(x: jax.Array, piece: Piece, group: int, call: BranchCall) -> jax.Array:
-    """gather_rows for one piece of the call. group: the number of query heads for each head of x."""
+    """The compact array of one piece of the call, [its entries, rows, heads of an entry, ...].
+
+    x: [B, T, heads, ...], all tokens. group: the number of query heads for each head of x. Rows without a token are 0.
+    """
     shared = 1 if group == 1 else call.heads // call.kv_heads
     x = _rows(x, piece)
     if piece.offsets is None:
@@ -446,7 +461,11 @@ def _gathered(x: jax.Array, piece: Piece, group: int, call: BranchCall) -> jax.A
 
 
 def _runs(picks: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
-    """(class, (first head, end)) of each run of neighbouring heads of one class, in order. picks: (class, head)."""
+    """Joins picked heads to slices: (class, (first head, end)) of each run of consecutive heads of one class.
+
+    picks: (class, head) of each head to gather, in order; head is its index in the gathered array. The runs keep this
+    order, and together have each pick once.
+    """
     runs: list[tuple[int, tuple[int, int]]] = []
     for phase, head in picks:
         if runs and runs[-1][0] == phase and runs[-1][1][1] == head:
@@ -494,9 +513,11 @@ def scatter(
 
 
 def _scattered(x: jax.Array, piece: Piece, batch: int, group: int, shared: int, fill: float) -> jax.Array:
-    """scatter for the entries of one piece.
+    """The tokens of one piece, [batch, its tokens, heads, ...], from the piece's compact array.
 
-    group: query heads per head of the result. shared: query heads per head of x.
+    x: [entries of the piece, rows, heads of an entry, ...]. group: query heads per head of the result. shared: query
+    heads per head of x; if it is less than group, the heads of x of one head of the result are added. fill: the value
+    of tokens that a head does not take.
     """
     folds = x.shape[0] // (batch * piece.segments)
     x = x.reshape(-1, folds, *x.shape[1:])

@@ -254,7 +254,8 @@ class DilatedPlan(dispatch.Plan):
 def plan_of_call(op: str, **arguments: Any) -> DilatedPlan:
     """The plan of a call of dilated_attention or sequence_parallel_dilated_attention. op: the name that the plan shows.
 
-    arguments: the op's arguments, and `shards` as in `prepare`. Raises the op's errors for bad input.
+    arguments: the op's arguments; and shards, the mesh axis over which the tokens are sharded, or None. With shards,
+    arrays have one device's tokens. Raises the op's errors for bad input.
     """
     checked = _check(**arguments)
     request, arguments = checked.request, checked.arguments
@@ -337,8 +338,9 @@ class _Pattern:
 class _Checked(NamedTuple):
     """A checked call of dilated_attention.
 
-    request, inputs: as for one flash_attention over all tokens. pattern: the branches. merge: fields of DilatedCall, by
-    name. arguments: the options of flash_attention, by name, equal for every attention of the call.
+    request, inputs: of one flash_attention over all tokens, without branches. pattern: the branches. merge: branches,
+    is_mean, is_alone, stop_gradient_weights and return_lse, the fields of DilatedCall that say how branches are merged,
+    by name. arguments: the options of flash_attention, by name, equal for every attention of the call.
     """
 
     request: AttentionRequest
@@ -505,8 +507,8 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
 class _Recipe:
     """The data from which a checked call is planned, for all heads or for one shard of the heads.
 
-    merge: (name, value) of fields of DilatedCall. arguments: (name, value) of options of flash_attention.
-    implementation: the implementation of all attentions; None to choose it by `arguments`.
+    merge: (name, value) of the fields of DilatedCall that say how branches are merged. arguments: (name, value) of
+    options of flash_attention. implementation: the implementation of all attentions; None to choose it by `arguments`.
     """
 
     pattern: _Pattern
@@ -538,10 +540,12 @@ class _Recipe:
 def _parts(
     views: BranchCall, planned: AttentionCall | dispatch.Plan, request: AttentionRequest
 ) -> tuple[tuple[BranchCall, ...], tuple[BranchCall, ...]]:
-    """The calls into which `views` is split: (for a call without gradients, for a call with gradients).
+    """The calls into which one attention is split: (for a call without gradients, for a call with gradients).
 
-    Without gradients, each piece that a kernel can read in place gets a strided call. With gradients, only pieces get
-    one for which this saves time. request: of the whole dilated_attention.
+    views: an attention of all pieces whose entries have one shape, none of them strided. planned: the planned call or
+    the Plan of it. Without gradients, each piece that a kernel can read in place gets a strided call. With gradients,
+    only pieces get one for which this saves time. request: of the whole dilated_attention, or of its shard of the
+    heads.
     """
     if not _reads_views(planned, request):
         return (views,), (views,)
@@ -556,7 +560,10 @@ def _reads_views(planned: AttentionCall | dispatch.Plan, request: AttentionReque
 
 
 def _of_views(planned: AttentionCall, views: BranchCall, request: AttentionRequest) -> AttentionCall:
-    """The planned call with the heads that a strided call takes of its views; unchanged for a call of gathered rows."""
+    """The planned call for `views`: if strided, the options query_heads and kv_heads select the heads of its view.
+
+    A call of gathered rows stays as it is. request: of the whole dilated_attention, or of its shard of the heads.
+    """
     if not views.is_strided:
         return planned
     of_query, of_key = (views.head_view(request.heads, heads) for heads in (request.heads, request.kv_heads))

@@ -33,9 +33,10 @@ def launches_of(call: BranchCall, request: AttentionRequest, block_q: int) -> tu
 
 
 def _joined(call: BranchCall, parts: Sequence[BranchCall], joined: Sequence[BranchCall]) -> tuple[BranchCall, ...]:
-    """The parts of `call`, but with the pieces of `joined` gathered into the one call of gathered pieces.
+    """Splits `call` such that the pieces of some strided calls are gathered after all.
 
-    joined: strided calls out of `parts`.
+    parts: the calls of split_strided(call, ...). joined: the strided calls among them that lose their own launch.
+    Returns the other strided calls, then one call of all gathered pieces, if there is any.
     """
     strided = [part for part in parts if part.is_strided and part not in joined]
     in_place = [piece for part in strided for piece in part.pieces]
@@ -62,7 +63,10 @@ def _gathered_bytes(call: BranchCall, request: AttentionRequest) -> int:
 
 
 def _flops(call: BranchCall, request: AttentionRequest, block_q: int) -> float:
-    """The floating point operations of a call's forward, in tiles of block_q queries."""
+    """The floating point operations of a call's forward, if tiles of block_q queries compute whole tiles.
+
+    Under a causal mask, a tile counts the mean fraction of the keys that it sees.
+    """
     q_blocks = -(-call.rows // block_q)
     tiles = _entries(call, request) * call.heads * q_blocks
     share = (q_blocks + 1) / (2 * q_blocks) if request.is_causal else 1  # mean fraction of the keys that a tile has

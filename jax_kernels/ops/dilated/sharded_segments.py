@@ -34,7 +34,7 @@ class Span:
 
     @property
     def moves(self) -> tuple[int | None, ...]:
-        """For each of `shifts`, the number of devices by which keys then travel on; None for the last shift."""
+        """For each of `shifts`, the number of devices by which keys travel on to the next shift; None for the last."""
         return *(later - shift for shift, later in itertools.pairwise(self.shifts)), None
 
     @property
@@ -73,7 +73,10 @@ class Deal:
 
     @property
     def rate(self) -> int:
-        """The distance between the stored indices of two tokens of a class."""
+        """The distance between the indices of neighbouring tokens of one class, in a device's sorted tokens.
+
+        It is the rate of the first run if is_by_class, else 1.
+        """
         return self.runs[0][2] if self.is_by_class else 1
 
     @property

@@ -155,7 +155,11 @@ def _axes(arrays: Any, of_heads: tuple[Axis, Axis | None], names: tuple[str, ...
 
 
 def _inputs(call: DilatedCall, views: BranchCall, query, key, value, ids) -> AttentionInputs:
-    """The arrays of one attention, from the arrays of dilated_attention. ids: int32 [B, T] or None."""
+    """The arrays of the attention `views`, from the arrays of dilated_attention.
+
+    query, key, value: [B, T, heads, D]. ids: int32 [B, T] or None. In the result the arrays are compact, or views if
+    the call is strided. Segment ids are included if the call takes them (views.is_masked).
+    """
     if views.is_masked:
         ids = dilated_views.gather_ids(ids, views, *query.shape[:2])
     query, key, value = _read(call, views, query.shape[2], query, key, value)
@@ -163,9 +167,10 @@ def _inputs(call: DilatedCall, views: BranchCall, query, key, value, ids) -> Att
 
 
 def _read(call: DilatedCall, views: BranchCall, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
-    """The arrays of one attention, from arrays [B, T, heads of query or key, D]: views, or compact arrays.
+    """The arrays of the attention `views`, one for each of `arrays`: the array, reshaped, or a compact array.
 
-    num_heads: the heads of query.
+    A strided call gets the array itself, as a view; for others the rows are gathered, by a kernel if call.by_kernels.
+    arrays: [B, T, heads of query or key, D]. num_heads: the heads of query.
     """
     if views.is_strided or not call.by_kernels:
         return [dilated_views.arrays_of(x, views, num_heads) for x in arrays]

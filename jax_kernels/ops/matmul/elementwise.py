@@ -93,7 +93,9 @@ def _joins(program: _Program, arguments: Sequence[str]) -> tuple[set[str], list[
     """(names of the primitives that are not elementwise in the program's argument, the kind of each result).
 
     Such a primitive combines several values of the argument, or treats values by their index in the array. arguments:
-    the kind of each argument. A kind is _ONE, _PLACED or _MOVING.
+    the kind of each of the program's arguments. A kind is _ONE (all values of the array are equal), _PLACED (its values
+    differ, but do not depend on the caller's argument) or _MOVING (each value depends on one value of the caller's
+    argument).
     """
     found: set[str] = set()
     constants = [_ONE if np.size(x) == 1 else _PLACED for x in program.constants]
@@ -110,7 +112,9 @@ def _joins(program: _Program, arguments: Sequence[str]) -> tuple[set[str], list[
 def _joins_of(program: _Program, equation: Any, given: list[str]) -> tuple[set[str], list[str]]:
     """(names of primitives that are not elementwise, the kind of each result), for one equation of the program.
 
-    given: the kinds of the equation's arguments.
+    given: the kinds of the equation's arguments: _ONE, _PLACED or _MOVING, as for `_joins`. An equation with an inner
+    program, such as a scan, gives the names that are found in it. Results of an equation with a _MOVING argument are
+    _MOVING. Callbacks and kernels, which JAX does not trace, are taken to be elementwise.
     """
     name, sizes = equation.primitive.name, [x.aval.size for x in equation.outvars]
     moving = [_MOVING] * len(sizes)
@@ -129,9 +133,12 @@ def _joins_of(program: _Program, equation: Any, given: list[str]) -> tuple[set[s
 
 
 def _arguments(equation: Any, code: Any, given: list[str]) -> list[str]:
-    """The kinds of the arguments of an inner program that an equation calls.
+    """The kinds of the arguments of an inner program that an equation calls, such as the body of a scan.
 
-    code: the inner program's Jaxpr. given: the kinds of the equation's arguments.
+    code: the inner program's Jaxpr. given: the kinds of the equation's arguments: _ONE, _PLACED or _MOVING, as for
+    `_joins`. A loop's body gets one value of a _PLACED array at a time, which is _ONE. A larger _ONE array is _MOVING
+    in a loop: it may be carried, and depend on the argument after a step. All kinds are _MOVING if the two lists of
+    arguments do not match.
     """
     name = equation.primitive.name
     if name == "cond":

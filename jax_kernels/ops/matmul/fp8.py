@@ -85,9 +85,12 @@ def checked_scales(
 ) -> dict[str, Any]:
     """{"x_scale", "w_scale", "scaling"}, checked, of an 8-bit matmul. Raises TypeError or ValueError.
 
-    scaling: "tensor", "row" or "block"; None derives it from the shapes of the scales. The returned scales are float32
-    in the shapes of MatmulInputs. For 8-bit arrays, None becomes 1. For arrays of 16 or 32 bits, which are still to be
-    quantised, None stays None, and a scale is from earlier steps.
+    scaling: "tensor", "row" or "block"; None derives it from the shapes of the scales. The returned scales are float32.
+    "tensor": []. "row": x's outer axes, and [N]. "block": [ceil(M / 128), ceil(K / 128)], with M the product of x's
+    outer axes, and [ceil(K / 128), ceil(N / 128)], transposed with transpose_w. One number is repeated to this shape.
+
+    A scale of None becomes 1 for 8-bit arrays. For arrays of 16 or 32 bits it stays None: they are quantised later by
+    their own values. If they have a scale, such as one from an earlier training step, they are quantised by it.
     """
     is_quantized = x.dtype in DTYPES
     if scaling is None:
@@ -127,8 +130,8 @@ def _scaling_of(x: Any, x_scale: Any, w_scale: Any) -> str:
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     """out [..., N] of a planned 8-bit matmul of x [..., K], differentiable unless x and w have 8 bits.
 
-    With scaling="block", 128 consecutive rows, counted through all outer axes of x, share scales. Outer axes are merged
-    until each such group of rows is a box of x.
+    With scaling="block", 128 consecutive rows, counted through all outer axes of x, share scales. The last outer axes
+    are merged for this, until each such group of rows is a rectangular part of x, i.e. a range along each axis.
     """
     if call.options.scaling != "block":
         return _planned(call, inputs)
@@ -168,7 +171,7 @@ def _run(call: PlannedCall, inputs: MatmulInputs, *, saves: bool) -> MatmulResul
 def _operand(x: Any, scale: Any, scaling: Any) -> QuantizedArray:
     """The operand x [..., K], whose last axis is summed, as a QuantizedArray. 8-bit arrays are not rounded again.
 
-    scale: of an 8-bit array, or from earlier steps; None computes it.
+    scale: the factor of an 8-bit array's values. For another array, the scale to quantise with; None computes it.
     """
     if x.dtype in DTYPES:
         return QuantizedArray(values=x, scale=scale, scaling=scaling)
@@ -184,7 +187,11 @@ def _summed_last(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
 
 @under_defaults
 def _forward(call, inputs):
-    """(out, residuals): the forward under differentiation. It keeps x's rounded transpose, not x itself."""
+    """(out, residuals): the forward under differentiation. Raises NotImplementedError if x has 8 bits.
+
+    residuals: (the inputs, with x, bias and residual replaced by a scalar of their dtype, and without x_scale; x's
+    transpose, quantised; the MatmulResult without out, for the derivative of the epilogue).
+    """
     if inputs.x.dtype in DTYPES:
         raise NotImplementedError(
             "matmul: arrays of 8 bits have no gradients, want 16- or 32-bit arrays with precision='fp8'"
@@ -220,10 +227,11 @@ def _backward(call, residuals, dout):
 def _product_gradients(
     call: PlannedCall, x_of_columns: QuantizedArray, w: Any, w_scale: Any, dz: Any, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """(dx = dz wᵀ in `dtype`, dw = xᵀ dz in w's dtype), by 8-bit matmuls.
+    """(dx = dz wᵀ in `dtype`, dw = xᵀ dz in w's shape and dtype), by 8-bit matmuls.
 
-    x_of_columns: x's transpose [K, ...], quantised for the sum over x's outer axes. w, w_scale: as the caller gave
-    them. dz: the cotangent of x @ w, [..., N].
+    x_of_columns: x's transpose [K, ...], quantised for the sum over x's outer axes. w, w_scale: the weights, [K, N] or
+    [N, K] with the call's transpose_w, and their scale, as the caller gave them. dz: the cotangent of x @ w, [..., N];
+    it is rounded to e5m2.
     """
     dz_of_rows, dz_of_columns = both_ways(call, dz, format="e5m2")
     dx = _product(call, dz_of_rows, _of_dx(w, w_scale, call.options), dtype)
@@ -232,9 +240,10 @@ def _product_gradients(
 
 
 def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
-    """The weights [K, N], quantised for dz wᵀ, a sum over N.
+    """The weights as [K, N], quantised for dz wᵀ, a sum over N.
 
-    scale: the caller's scale of w, or None. With scaling="row" it is not used: its values belong to columns of w.
+    w: [K, N], or [N, K] with options.transpose_w. scale: the caller's scale of w, or None to compute one. With
+    scaling="row" it is not used: its values belong to columns of w.
     """
     if options.scaling == "row":
         scale = None
@@ -274,8 +283,8 @@ def both_ways(
 def _of_rows(x: jax.Array, scale: Any, scaling: Any, format: str) -> QuantizedArray:
     """x [..., N] quantised, for a sum over N. With scaling="block", 128 rows x 128 columns share a scale.
 
-    The rows are counted through all outer axes, and 128 consecutive rows must be a box of them. scale: the scale of x;
-    None computes it.
+    The rows are counted through all outer axes. 128 consecutive rows must be a range along each of these axes, which
+    `run` sees to. format: "e4m3" or "e5m2". scale: the scale of x; None computes it.
     """
     if scaling != "block":
         return quantize(x, format, scaling=scaling, scale=scale)
@@ -298,7 +307,8 @@ def _of_columns(x: jax.Array, scale: Any, scaling: str | None, format: str) -> Q
 def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:
     """Whether one kernel can round x and its transpose together.
 
-    It can if the call runs by kernels, x is not empty, its values can be indexed, and block scales are not given.
+    It can if the call runs by kernels, x is not empty, its 8-bit values are not an array of 2 to 4 GiB, which Triton
+    cannot address, and no scale is given with scaling="block".
     """
     if call.implementation == "xla" or 0 in x.shape or (call.options.scaling == "block" and scale is not None):
         return False
@@ -363,7 +373,10 @@ _plain = in_both_modes(
 
 
 def _product(call: PlannedCall, x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> jax.Array:
-    """x @ wᵀ of two quantised arrays, by the call's implementation if it supports their shapes, else by XLA."""
+    """x @ wᵀ of two quantised arrays, x [..., K] and w [N, K], where K may be several axes. Returns [..., N].
+
+    It runs by the call's implementation if it supports the shapes, else by XLA. out_dtype: of the result.
+    """
     options = MatmulOptions(out_dtype=str(jnp.dtype(out_dtype)), transpose_w=True, scaling=call.options.scaling)
     inputs = MatmulInputs(x=x.values, w=w.values, x_scale=x.scale, w_scale=w.scale)
     request = request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x.values))

@@ -104,7 +104,12 @@ class _Scaled:
         return cls(dz=rounded[0], dup=None if dup is None else rounded[1], scale=scale, dtype=dtype)
 
     def back(self, of_out_dtype: Callable[..., jax.Array], **options: Any) -> jax.Array:
-        """The matmul's result times the scale, in x's dtype. of_out_dtype(**options, out_dtype=...): the matmul."""
+        """A gradient, computed by a matmul of the divided cotangents: the matmul's result times `scale`, in x's dtype.
+
+        of_out_dtype(**options): computes the matmul of dz or dup. With a scale it is also given out_dtype="float32",
+        since the result may leave the range of x's dtype until it is multiplied. Without one, its result is returned as
+        it is.
+        """
         if self.scale is None:
             return of_out_dtype(**options)
         return (of_out_dtype(out_dtype="float32", **options) * self.scale).astype(self.dtype)
@@ -155,8 +160,9 @@ def product(
 ) -> jax.Array:
     """x @ w + x_up @ w_up, a matmul of the backward; without x_up only x @ w.
 
-    transpose_x, transpose_w: the arrays are given transposed. out_dtype: None is x's dtype. It runs by the call's
-    implementation if it supports the shapes, else by XLA.
+    x: [..., K], or [K, ...] with transpose_x. w: [K, N], or [N, K] with transpose_w. K may be several axes. x_up, w_up:
+    like x and w. out_dtype: None is x's dtype. It runs by the call's implementation if it supports the shapes, else by
+    XLA.
     """
     options = MatmulOptions(
         out_dtype=out_dtype or str(x.dtype),
@@ -169,9 +175,10 @@ def product(
 
 
 def further(call: PlannedCall, inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
-    """The MatmulResult of a further matmul, with its own inputs and options, as part of a planned call.
+    """The MatmulResult of another matmul that a planned call needs, such as one of its backward.
 
-    It runs by the call's implementation if it supports the shapes, else by XLA.
+    call: gives only the implementation, which is used if it supports the shapes; else XLA is. inputs, options: of the
+    other matmul.
     """
     request = request_of(options, inputs.x.dtype, options.sizes(inputs), dispatch.target_device(inputs.x))
     serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
@@ -193,7 +200,11 @@ def _run(call: PlannedCall, inputs: MatmulInputs) -> MatmulResult:
 
 @functools.lru_cache(maxsize=MOST_CALLS)
 def _batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
-    """The function that `batched` returns for a kernel. Its work is sharded over devices under jit."""
+    """A kernel's function from MatmulInputs, whose M and K may be several axes, to a MatmulResult.
+
+    Under vmap, the mapped axis becomes an axis of M if all calls share w and bias; else the calls run one by one. The
+    work is sharded over devices under jit.
+    """
     run = functools.partial(_run, call)
     wrapped = jax.custom_batching.custom_vmap(
         shared_matmul(_of_any_sizes(call, by_rows(run, call.options)), call.options)
@@ -218,7 +229,12 @@ def _batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
 
 
 def _of_any_sizes(call: PlannedCall, function: Any) -> Any:
-    """Wraps a kernel's function: a device's shard runs by XLA if the implementation does not support its sizes."""
+    """Wraps a kernel's function, such that XLA computes a matmul whose sizes the implementation does not support.
+
+    The call is planned for whole arrays. Under jit on several devices, the wrapped function gets a device's shard,
+    whose sizes may be too small or unaligned for the kernel. Where XLA partitions nothing, the function is called as it
+    is.
+    """
 
     def run(inputs: MatmulInputs) -> MatmulResult:
         if not is_partitioned():

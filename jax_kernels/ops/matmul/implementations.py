@@ -118,7 +118,10 @@ def _low_bit_reason(request: MatmulRequest, layout: LowBit) -> str | None:
 
 
 def _sizes(request: MatmulRequest) -> list[int]:
-    """[bytes of a value of x, of w, of out], as a kernel takes them; low-bit weights count as bytes."""
+    """[bytes of a value of x, of w, of out], of the arrays that a kernel reads and writes.
+
+    8-bit operands have 1 byte, whatever their dtype before. Low-bit weights are arrays of bytes, so w has 1 too.
+    """
     if request.scaling is not None:
         return [1, 1, jnp.dtype(request.out_dtype).itemsize]
     if request.low_bit is not None:

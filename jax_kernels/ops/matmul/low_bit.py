@@ -105,8 +105,8 @@ def _backward(call, residuals, dout):
 def _dx(call: PlannedCall, inputs: MatmulInputs, w: Any, scale: Any, dz: Any, *, summed: bool) -> jax.Array:
     """dz wᵀ [..., K], the gradient of x, by a matmul with the dequantised weights.
 
-    w, scale: the stored values and their scales. dz: the float32 cotangent of x @ w. summed: the result is a summand,
-    and so float32; else it has x's dtype.
+    w, scale: the stored values and their scales. dz: the float32 cotangent of x @ w. summed: True returns float32, for
+    a gradient that is a sum of two such matmuls (of a gated unit); False returns x's dtype.
     """
     dtype = inputs.x.dtype
     wide = jnp.float32 if dtype == jnp.float16 else dtype  # float16 lacks the range of the scales

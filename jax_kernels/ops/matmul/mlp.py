@@ -31,10 +31,11 @@ MLP = PlannedOp("mlp", GATED.implementations, GATED.order)
 
 
 class MlpInputs(NamedTuple):
-    """The arrays of an mlp call. first: x and the weights and bias before the activation, as for matmul.
+    """The arrays of an mlp call.
 
-    first.w is w_gate and first.w_up is w_up; without a gate, first.w is w_up. down: w_down, [H, N], or [N, H] with
-    transpose_w. bias_down: [N]. residual: [..., N].
+    first: MatmulInputs of the matmuls before the activation. Its x is [..., K]; its bias is bias_up [H] or None. With a
+    gate, its w is w_gate and its w_up is w_up. Without one, its w is w_up and its w_up is None. down: w_down, [H, N],
+    or [N, H] with transpose_w. bias_down: [N]. residual: [..., N].
     """
 
     first: MatmulInputs
@@ -117,7 +118,8 @@ def check(
 ) -> tuple[MatmulRequest, MlpInputs, MatmulOptions]:  # fmt: skip
     """(request, arrays, options) of an mlp call. Raises the errors that mlp documents.
 
-    request and options are of the matmuls with w_up and w_gate, which are one gated matmul.
+    request and options are of the matmul before the activation: with w_gate a gated unit, else the matmul with w_up.
+    The options of the matmul with w_down follow from them.
     """
     checks.check_flags(transpose_w=transpose_w)
     if precision == "fp8":

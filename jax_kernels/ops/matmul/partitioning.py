@@ -21,7 +21,8 @@ def by_rows(
 ) -> Callable[[MatmulInputs], MatmulResult]:
     """Wraps a kernel's function, which takes matrices, so that it takes arrays whose M and K are several axes.
 
-    Inputs are reshaped to matrices, and the results [M, N] back to x's outer axes.
+    function: takes MatmulInputs of matrices. The wrapped function merges the axes of M, and of K, of all arrays, and
+    reshapes each array of the result from [M, N] to [*axes of M, N].
     """
 
     def run(inputs: MatmulInputs) -> MatmulResult:
@@ -110,9 +111,10 @@ def _axes(name: str, lengths: tuple[int, ...], scaling: str | None) -> tuple[Axi
 
 
 def _whole(axes: tuple[Axis, ...], lengths: tuple[int, ...]) -> dict[str, int]:
-    """The lengths of the axes by name, in blocks, or in values without block scales.
+    """The lengths of axes by name, for Shares: the numbers of parts that devices can divide among them.
 
-    Axes with a partial block are missing.
+    A part is a block of an axis with block scales, else a value. Axes with a partial block are missing, since devices
+    cannot shard them. axes, lengths: in the same order.
     """
     every = zip(axes, lengths, strict=True)
     return {axis.name: length // axis.group for axis, length in every if length % axis.group == 0}
@@ -125,7 +127,12 @@ def _axes_of(inputs: MatmulInputs, options: MatmulOptions) -> tuple[tuple[Axis, 
 
 
 def _fields(inputs: MatmulInputs, options: MatmulOptions) -> dict[str, ArrayAxes]:
-    """The axes of each field of MatmulInputs and MatmulResult, by the field's name; fields without axes are missing."""
+    """The axes of each field of MatmulInputs, by the field's name.
+
+    All arrays of a MatmulResult have the axes of "residual": the axes of M, then N. With low-bit weights, the axes of
+    w, w_up and their scales are None, so they are not sharded. With scaling="tensor", a scale has no axes, and its axes
+    here are not used (`_of`).
+    """
     rows, columns, depth = _axes_of(inputs, options)
     of_x: ArrayAxes = (*depth, *rows) if options.transpose_x else (*rows, *depth)
     of_w: ArrayAxes = (*columns, *depth) if options.transpose_w else (*depth, *columns)

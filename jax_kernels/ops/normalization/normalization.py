@@ -405,7 +405,12 @@ def _is_clustered(request: NormRequest) -> bool:
 
 
 def _mosaic_backward(*arrays: Any, config: Any, **statics: Any) -> NormGradients:
-    """The NormGradients by the kernel that the block spec names: Triton's for rows that do not fit on an SM."""
+    """The NormGradients by the kernel that the block spec names: Triton's for rows that do not fit on an SM.
+
+    arrays: NormInputs, NormOptions, the forward's NormResult, and the cotangents of its out and its total (or None), as
+    both kernels take them. config: the block spec of the backward, whose type decides. statics: the kernels' other
+    keywords.
+    """
     is_triton = isinstance(config, NormBackwardTriton)
     run = backward_triton.norm_backward if is_triton else backward_sm90.norm_backward
     return run(*arrays, config=config, **statics)
@@ -419,7 +424,8 @@ def _config(implementation: str, request: NormRequest) -> tuple[Blocks, str]:
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a kernel's function with a vmap that runs the calls one after the other.
 
-    Pallas has no vmap for Mosaic kernels.
+    Pallas has no vmap for Mosaic kernels. function: takes (NormInputs, NormOptions, *arrays, **statics), like the
+    result. options and statics are hashable, and only inputs and arrays may be mapped.
     """
 
     def run(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
@@ -468,7 +474,11 @@ def _of_rows(tree: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a kernel's function of arrays [rows, columns], so that it takes and returns arrays [..., columns]."""
+    """Wraps a kernel's function of arrays [rows, columns], so that it takes and returns arrays [..., columns].
+
+    function: takes (NormInputs, NormOptions, *arrays, **statics). The outer axes are all axes of the inputs' x but the
+    last; arrays and results have them too. scale and bias, and their gradients, are passed as they are.
+    """
 
     def run(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
         outer = inputs.x.shape[:-1]

@@ -190,9 +190,11 @@ def _own(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, Visitors]:
 
 
 def _prepared(call: RingCall, query: Any, q_ids: Any, of_keys: Visitors, offsets: Any, sinks: Any = None) -> Any:
-    """(AttentionCall, AttentionInputs) of some queries of each chunk.
+    """(AttentionCall, AttentionInputs) of some queries of each chunk, with some keys for each chunk.
 
-    offsets: int32 [chunks], the q_offset of each chunk; None is 0. sinks: float32 [H] or None.
+    All arrays have the chunks merged into the batch. query: [B * chunks, queries, H, D]. q_ids: the queries' segment
+    ids, or None. of_keys: the Visitors of the keys. offsets: int32 [chunks], the position of the first query minus the
+    position of the first key, for each chunk; None is 0. sinks: float32 [H] or None.
     """
     batch = query.shape[0] // call.layout.chunks
     return prepare(
@@ -209,7 +211,11 @@ def _prepared(call: RingCall, query: Any, q_ids: Any, of_keys: Visitors, offsets
 
 
 def _of_side(call: RingCall, side: Side, query: jax.Array, own: Visitors, halo: Visitors) -> tuple[Any, Any]:
-    """(AttentionCall, AttentionInputs) of the queries that see the halo of one side. own, halo: the keys of both."""
+    """(AttentionCall, AttentionInputs) of the queries that see the halo of one side, with the halo as keys.
+
+    query, own: all queries of this device and the Visitors of its own keys, whose ids are the queries' too. halo: the
+    Visitors of the halo. The chunks are merged into the batch.
+    """
     ids = own.segment_ids
     return _prepared(call, query[:, side.rows], None if ids is None else ids[:, side.rows], halo, side.offsets)
 
@@ -242,9 +248,9 @@ def planned_calls(call: RingCall, arrays: RingArrays) -> dict[str, Callable[[], 
 
 
 def forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, list[Visitors]]:
-    """(out [B, T, H, Dv], lse [B, H, T], halos) of a device's queries, over its own keys, the halos and the sinks.
+    """(out [B, T, H, Dv], lse float32 [B, H, T], halos) of a device's queries, over own keys, halos and sinks.
 
-    halos: the keys of each side that arrived, which `gradients` takes.
+    out is float32 or has query's dtype. halos: the Visitors of each side that arrived, which `gradients` takes.
     """
     sides, (query, own) = _sides(call), _own(call, arrays)
     halos = _halos(call, own)

@@ -67,7 +67,11 @@ class Exchange:
 
 # JAX's own derivative of a slice would add arrays of zeros.
 def _sent_to_heads(exchange: Exchange, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Exchange.to_heads by permutes, without its derivative."""
+    """Arrays of a device's tokens and all heads become all tokens, in sequence order, of this device's heads.
+
+    Each pair of devices exchanges its part by permutes. The arrays differ at most in the number of heads. It has no
+    derivative of its own; Exchange.to_heads adds one.
+    """
     devices, axis = exchange.layout.devices, exchange.heads
     sizes = [x.shape[axis] // devices for x in arrays]
 
@@ -82,7 +86,10 @@ def _sent_to_heads(exchange: Exchange, arrays: tuple[jax.Array, ...]) -> tuple[j
 
 
 def _sent_to_tokens(exchange: Exchange, x: jax.Array) -> jax.Array:
-    """Exchange.to_tokens by permutes, without its derivative."""
+    """The inverse of _sent_to_heads for one array: all heads of this device's tokens, by permutes.
+
+    The tokens are in the layout's order. It has no derivative of its own; Exchange.to_tokens adds one.
+    """
     layout, axis = exchange.layout, exchange.tokens
     if layout.name != "zigzag":
         x = layout.in_order(x, axis, back=True)

@@ -232,7 +232,11 @@ class Layout:
         return behind and (self.left is None or q[0] - k[1] <= self.left)
 
     def window(self, step: int) -> tuple[bool, tuple[int, int] | None]:
-        """(is_causal, window or None), the arguments of flash_attention for the calls of a step; -1 is no limit."""
+        """(is_causal, window or None), the arguments of flash_attention for the calls of a step; -1 is no limit.
+
+        They count positions. For "striped", they count rows instead, and hold with the q_offset of `pairs`, which may
+        be shifted to keep the limits from being below 0.
+        """
         left, right = self.left, self.right
         if self.name == "striped":
             left, right = self._of_stripes(step)
@@ -255,7 +259,10 @@ class Layout:
         return left, right
 
     def _shift(self, step: int) -> int:
-        """The number to add to all query rows of "striped", so that both limits of `window` are 0 or more."""
+        """The rows by which a step of "striped" shifts its queries: added to q_offset and left, subtracted from right.
+
+        In a step with a pair, the shifted limits are 0 or more, as flash_attention needs. 0 if they are so already.
+        """
         left, right = self._of_stripes(step)
         return -left if left is not None and left < 0 else min(0, right or 0)
 

@@ -101,7 +101,11 @@ def _prepared(arguments: dict[str, Any]) -> Any:
 
 
 def _plan(planned: Callable[..., Any], *arguments: Any) -> Plan:
-    """The Plan of the AttentionCall that planned(*arguments) returns. Its config is the call's own."""
+    """The Plan of one attention, from a function that prepares it.
+
+    planned(*arguments): makes the AttentionCall by PlannedOp.choose, which records the Plan. The returned Plan has the
+    call's own config, which may differ from the recorded one.
+    """
     with recorded_plans() as plans:
         call = planned(*arguments)
     return dataclasses.replace(plans[-1], config=call.config)

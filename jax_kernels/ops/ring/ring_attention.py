@@ -265,8 +265,8 @@ def prepare(
 ) -> tuple[RingCall, RingArrays]:
     """Checks and plans a call of ring_attention. Returns (call, arrays), the arguments of attention_of.
 
-    The parameters are ring_attention's. arguments: its others, which flash_attention's `check` takes. Raises its
-    errors. Must run inside the jax.shard_map.
+    The named parameters are ring_attention's. arguments: its other arguments, which flash_attention takes too, such as
+    segment_ids. Raises the errors that ring_attention documents. Must run inside the jax.shard_map.
     """
     devices = axis_size(axis_name)
     if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:  # e.g. a vmap's axis, along which no array varies

@@ -61,10 +61,12 @@ class RingCall:
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), tree)
 
     def sent(self, at: int, visitors: Any) -> list[Any]:
-        """The Visitors of later steps that arrive during step steps[at], in the order of their steps.
+        """Sends keys ahead: a list of the Visitors that arrive during step steps[at], in the order of their steps.
 
-        In the first step they belong to the next sends_ahead steps; later, to one further step. May be empty.
-        visitors: the keys, values and ids of step steps[at], which are sent on.
+        They are for later steps. During the first step, the keys for the next sends_ahead steps arrive; during another
+        step, the keys for one step, which is sends_ahead entries of `steps` later. Empty if no step is left to send
+        for. visitors: the keys, values and ids of step steps[at]; each device passes them on to the device that needs
+        them.
         """
         numbers = self.steps
         last = min(at + self.sends_ahead, len(numbers) - 1)

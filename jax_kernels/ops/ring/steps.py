@@ -412,7 +412,7 @@ def _some_heads(first: int, count: int) -> HeadView:
 
 
 def _of_reach(blocks: Any, chunk: int, heads: int) -> Any:
-    """The Hopper kernels' blocks for a step whose call has a reach: queries before a row see no key.
+    """The Hopper kernels' blocks for a step with a reach, in which a chunk of queries may see no key.
 
     blocks: from the block specs. chunk: the tokens of a chunk. heads: query heads times batch entries.
 

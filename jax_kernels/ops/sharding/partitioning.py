@@ -58,7 +58,7 @@ class ByIndex:
     """A function that runs another program for each shard of an axis.
 
     name: the axis' name. key(index, count): a hashable value for shard `index` of `count` shards; shards with equal
-    keys run one program. run(key, *args): computes a shard's results from the shard's arrays.
+    keys run one program. run(that value, *args): computes a shard's results from the shard's arrays.
     """
 
     name: str
@@ -326,8 +326,9 @@ def _lowered_anew(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _programs_of(key: Hashable, tree: Any) -> dict[Any, Any]:
-    """A dict that is the same object for equal keys: the lowered programs by target and shapes, for _lowered_once.
+    """A dict, empty at first, that is the same object in later calls with equal arguments: a cache for _lowered_once.
 
+    It maps (target, shapes of the arrays) to a lowered program. key: identifies the function, as for `partitioned`.
     tree: the structure of the function's arguments.
     """
     return {}
