@@ -18,7 +18,10 @@ KIB = 1 << 10
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """The architecture of a compute capability. shared_memory_per_block: the most bytes that one CTA may ask for."""
+    """The architecture of GPUs with one compute capability.
+
+    name: as in "Hopper". shared_memory_per_block: the most bytes of shared memory that one CTA may ask for.
+    """
 
     name: str
     shared_memory_per_block: int

@@ -197,9 +197,10 @@ class _Place:
     units: tuple[int, int]
 
     def count(self, limits: Any, first: Any) -> Any:
-        """The number of tokens of the tile before each position in `limits`. first: the position of its first token.
+        """The number of the tile's tokens before each position in `limits`: the index at which the position would be.
 
-        The number may be negative or exceed the tile, as `first` and the stride alone decide it.
+        limits: positions in the whole sequence. first: the position of the tile's first token, q_first or k_first. The
+        tile's length is not considered, so the number may be negative or exceed it.
         """
         return -((first - jnp.clip(limits, 0, _MOST_TOKENS)) // self.stride)
 

@@ -142,10 +142,11 @@ def _auto_mesh() -> Any:
 def check_mesh(
     mesh: Mesh, rules: ShardingRules, sequence_axis: str | None = None, num_layers: int | None = None
 ) -> None:
-    """Raises ValueError for a mesh with a process or an axis that a model with these rules would not use.
+    """Raises ValueError for a mesh on which a model with these rules would waste devices, or cannot be split.
 
-    sequence_axis, num_layers: of the model's config. The rules need not name sequence_axis. The number of pipeline
-    stages must divide num_layers.
+    That is: no device of some process is in the mesh; an axis of several devices is neither in the rules nor
+    sequence_axis, so that its devices would do the same work; or the number of pipeline stages does not divide
+    num_layers. sequence_axis, num_layers: of the model's config; None for no such axis or no check of the layers.
     """
     for axis in dict(rules.axes).get("stage", ()):
         stages = mesh.shape.get(axis, 1)

@@ -152,9 +152,10 @@ def _inputs_and_targets(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Checkpoints:
-    """The newest checkpoint of a run in a folder. It holds the trainer's state and `run`, a JSON value.
+    """Writes and reads the checkpoints of a run in a folder, which keeps only the newest one. It has the folder's lock.
 
-    replace: whether the first save removes all checkpoints in the folder.
+    A checkpoint holds the trainer's state and `run`, a JSON value. replace: whether the first save removes all
+    checkpoints that are in the folder, which is for a new run.
 
     Raises FolderInUse if another run writes the folder, NotWritten if it cannot be written. save raises NotWritten too.
     """
