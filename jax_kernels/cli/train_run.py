@@ -162,7 +162,10 @@ def write_record(path: Path, record: dict[str, Any], trainer: Trainer) -> None:
 
 
 def batches_of(text: Path | None, settings: dict[str, Any], mesh: Mesh) -> tuple[TokenBatches, str]:
-    """(the batches of a text, the SHA-256 of the text). text: None is Python's standard library.
+    """(the batches of a text, the SHA-256 of its tokens and documents).
+
+    text: a file or folder; None for Python's standard library. settings: of the command; only seed, seq_len, batch_size
+    and documents ("files" makes each file a document) are read. mesh: over which batches are sharded.
 
     Raises ValueError or FileNotFoundError, on each process, if one process cannot read the text or has another text.
     """

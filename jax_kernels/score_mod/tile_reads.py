@@ -91,7 +91,10 @@ class TileMod:
 
 
 def why_not(mod: ScoreMod, *, mosaic: bool = False) -> str | None:
-    """The reason in words why `split` cannot split a score_mod with this `mosaic`; None if it can."""
+    """The reason in words why `split` cannot split a score_mod into reads and a program; None if it can.
+
+    mosaic: whether it is split for the kernels of "mosaic_gpu", else for the kernels of "triton".
+    """
     try:
         split(mod, mosaic=mosaic)
     except NotImplementedError as error:

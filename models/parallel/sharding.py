@@ -116,7 +116,8 @@ class ShardingRules:
         """x, sharded by the names of its axes over the mesh of jax.set_mesh.
 
         x is unchanged without a mesh, on a mesh with an axis that is not Auto, inside shard_map, and outside of jit if
-        x does not have a NamedSharding. names: one for each of the first axes, as in spec.
+        x does not have a NamedSharding. names: one for each of the first axes, a key of the table `axes`, None (not
+        sharded), a tuple of mesh axes, or UNCONSTRAINED (XLA chooses).
         """
         mesh = _auto_mesh()
         if mesh is None or not (isinstance(x, jax.core.Tracer) or isinstance(x.sharding, NamedSharding)):

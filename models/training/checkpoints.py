@@ -73,9 +73,9 @@ def manager(folder: Path, keep: int) -> Any:
 
 
 def _raised_again(record: logging.LogRecord) -> bool:
-    """A log filter for the absl logger: False, which hides the record, for the traceback of an orbax thread.
+    """A filter for the absl logger: False, which hides a record, if the record has the traceback of an orbax thread.
 
-    The caller gets the same error.
+    It would be a repetition, since orbax raises the thread's error in the caller too.
     """
     return "run() raised an exception" not in record.getMessage()
 

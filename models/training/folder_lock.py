@@ -72,7 +72,7 @@ class FolderLock:
             self._lock = None
 
     def _taken(self) -> dict[str, Any]:
-        """Takes the lock, in process 0. Returns {} if the run may write, else {"in_use": bool, "text": an error's text}.
+        """Takes the lock, in process 0. Returns {} if the run may write, else {"in_use": bool, "text": the error}.
 
         {} means that this object has the lock, or that the file system has no locks: then a warning says so, and no
         lock is held. in_use: whether another run has the lock; otherwise the folder cannot be written.

@@ -119,8 +119,8 @@ def finish(
     """After training: evaluates, prints a sample, compares with PyTorch, and writes loss.png and run.json into `out`.
 
     Returns whether the held-out loss is low enough and PyTorch agrees. plan: of the model's attention, for run.json.
-    unigram: the entropy of the held-out text's frequencies of bytes, in bits per byte. history: the losses of all steps.
-    timing: the numbers that `train` returned, by name. Raises NotWritten if `out` cannot be written.
+    unigram: the entropy of the held-out text's frequencies of bytes, in bits per byte. history: the losses, for
+    run.json. timing: the numbers that `train` returned, by name. Raises NotWritten if `out` cannot be written.
     """
     settings = trainer.settings
     held_out = trainer.evaluate(corpus.held_out_batches(settings.batch_size, 16))
@@ -211,8 +211,11 @@ def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> 
 def resumed(
     checkpoints: Checkpoints, folder: Path, steps: int | None, text: Path | None, given: dict[str, Any]
 ) -> tuple[Settings, Corpus, dict[str, Any]]:
-    """(settings, text, history) of the checkpoint in `folder`. Raises OptionError for an option that contradicts
-    them.
+    """(settings, the Corpus of its text, history) of the checkpoint in `folder`, which `checkpoints` reads.
+
+    steps: in total, or None. text: where the text is now; None for the path in the settings. given: further options by
+    name, None if left out. Raises OptionError without a checkpoint, for steps before the checkpoint's, for another
+    text, and for an option that differs from the settings.
     """
     if checkpoints.latest is None:
         raise OptionError("--resume", f"there is no checkpoint in {folder}")

@@ -80,7 +80,8 @@ class Trainer:
     state: {"params": nnx.State, "optimizer": the optax state}; every step consumes the state (donation) and makes a new
     state. step: the number of steps so far. mesh: the devices; None for one device.
 
-    Raises ValueError if the number of devices does not divide a batch.
+    Raises ValueError if the number of devices that shard a batch does not divide it, or if an axis of the mesh has no
+    use for the model.
     """
 
     def __init__(self, settings: Settings, mesh: Mesh | None = None) -> None:
