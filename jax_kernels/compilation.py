@@ -112,7 +112,10 @@ def compile_kernels(lowered: jax.stages.Lowered, *, device: jax.Device | None = 
 
 
 def _compile_all(kernels: Sequence["_Kernel | Exception"], where: jax.sharding.Sharding) -> None:
-    """Compiles kernels in parallel for the devices of `where`. Warns (RuntimeWarning) if some cannot be compiled."""
+    """Compiles kernels in parallel for the devices of `where`. Warns (RuntimeWarning) if some cannot be compiled.
+
+    kernels: an exception among them is a kernel that could not be read, which counts as not compiled.
+    """
     attempt = lambda kernel: kernel if isinstance(kernel, Exception) else kernel.compile(where)
     with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
         failed = [error for error in pool.map(attempt, kernels) if error is not None]

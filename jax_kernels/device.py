@@ -18,7 +18,10 @@ KIB = 1 << 10
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """The architecture of a compute capability. shared_memory_per_block: the most bytes that one CTA may ask for."""
+    """The architecture of GPUs with one compute capability.
+
+    name: as in "Hopper". shared_memory_per_block: the most bytes of shared memory that one CTA may ask for.
+    """
 
     name: str
     shared_memory_per_block: int
@@ -144,9 +147,9 @@ class DeviceInfo:
     name: as the driver gives it. architecture: "Hopper", "Ada", ...; "CPU" without a GPU.
     compute_capability: (major, minor), None without a GPU. total_memory_bytes: from the data sheet; for a GPU that is
     not listed, the bytes that XLA may allocate; None for a CPU. core_count: the number of SMs, or 1 for a CPU.
-    shared_memory_per_block: bytes, the most that one block may have. memory_bandwidth: bytes per second from the data
-    sheet, None if unknown. optimal_dtype: the name of the dtype to train in. implementations: the attention
-    implementations that this device has, in the order in which they are tried.
+    shared_memory_per_block: the most bytes of shared memory that one CTA may ask for, 0 for a CPU. memory_bandwidth:
+    bytes per second from the data sheet, None if unknown. optimal_dtype: the name of the dtype to train in.
+    implementations: the attention implementations that this device has, in the order in which they are tried.
     """
 
     name: str
@@ -164,7 +167,7 @@ class DeviceInfo:
 
     @property
     def total_memory_gb(self) -> float | None:
-        """The memory in units of 10**9 bytes; None for a CPU."""
+        """The memory in units of 10**9 bytes; None for a CPU, and for a GPU of unknown memory."""
         return None if self.total_memory_bytes is None else self.total_memory_bytes / GB
 
 
@@ -224,7 +227,8 @@ def _named(name: str) -> DeviceInfo:
 def _real(device: Any) -> DeviceInfo:
     """The DeviceInfo of a jax.Device. Raises TypeError if it is something else.
 
-    A device that is neither a CPU nor NVIDIA's is described as a CPU with its own name, since only "xla" serves it.
+    A device that is neither a CPU nor NVIDIA's is described as a CPU, since only "xla" serves it, but with its own name
+    and with its platform as the architecture.
     """
     if not hasattr(device, "platform"):
         raise TypeError(f"device: got {type(device).__name__}, want a jax.Device, a name or None")

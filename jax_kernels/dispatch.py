@@ -60,7 +60,8 @@ class Implementation:
 
     supports(request) returns None, or the reason why the request cannot be served, forward and backward alike.
     config(request) returns (blocks, their source in words); blocks is None if the implementation has none.
-    forward and backward have the op's own signatures; a None backward means that JAX differentiates forward itself.
+    forward and backward have signatures that all implementations of one op share; a None backward means that JAX
+    differentiates forward itself. name: as the caller writes it in the argument `implementation`.
     """
 
     name: str
@@ -114,7 +115,7 @@ class Plan:
         return "\n".join(lines + self.lines_of_others())
 
     def lines_of_others(self) -> list[str]:
-        """A line of text for each other implementation, with the reason against it."""
+        """A line of text for each entry of why_not: an implementation that does not run, and the reason against it."""
         return [f"  not {name}: {reason}" for name, reason in self.why_not.items()]
 
 

@@ -53,7 +53,9 @@ def plain(x: Any) -> Any:
 def plain_of(name: str, x: Any) -> Any:
     """The value of the option `name` as Python's numbers, if it is a NumPy scalar or a known array without axes.
 
-    For options that take several numbers (SEQUENCES), a known array with one axis becomes a tuple.
+    All other values are returned unchanged, such as traced arrays. For options that take several numbers (the names in
+    SEQUENCES, such as "window"), a known array with one axis becomes a tuple. In tuples and lists, entries are
+    converted likewise.
     """
     is_array = isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer)
     if name in SEQUENCES and is_array and x.ndim == 1:
@@ -88,7 +90,8 @@ def plain_arguments[Function: Callable[..., Any]](function: Function) -> Functio
     """A decorator: all arguments that are NumPy scalars or known arrays without axes reach the function as Python's
     numbers.
 
-    It is for functions that take no arrays without axes. Arguments named in SEQUENCES may be arrays with one axis.
+    It is for functions whose own arrays all have axes. Arguments that take several numbers (the names in SEQUENCES,
+    such as "window") may be arrays with one axis, and become tuples.
     """
     positions = list(inspect.signature(function).parameters)
 

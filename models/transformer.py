@@ -300,7 +300,8 @@ class Transformer(nnx.Module):
     def _spec(self, *names: str | None, of: Any) -> P:
         """The PartitionSpec, by the rules, of an array whose axes have these names: up to (batch, tokens, vocabulary).
 
-        of: an array with the same batch and length on its first two axes.
+        of: an array whose first two axes are (batch, tokens). Its batch and length, and vocab_size, are the lengths of
+        the axes, on which it depends whether a mesh axis can shard them.
         """
         lengths = (*of.shape[:2], self.config.vocab_size)
         return self.rules.spec(names, lengths, jax.sharding.get_abstract_mesh())

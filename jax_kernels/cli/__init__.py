@@ -41,7 +41,10 @@ COMMANDS = {
 
 
 def _load(app: Any, name: str) -> None:
-    """Adds a command of COMMANDS."""
+    """Imports the module of a command and adds the command to the app. name: a key of COMMANDS, and the module's name.
+
+    "explain" is a group with a command for each op.
+    """
     import typer
 
     module = importlib.import_module(f"jax_kernels.cli.{name}")
@@ -55,7 +58,11 @@ def _load(app: Any, name: str) -> None:
 
 
 def _app(loaded: Collection[str] = tuple(COMMANDS)) -> Any:
-    """The app. loaded: the commands of COMMANDS that may run; the app has only the help of others."""
+    """The typer app with all commands.
+
+    loaded: the commands of COMMANDS whose modules are imported. Each other command of COMMANDS gets its line of help
+    and does nothing when it runs. The modules of demo and train are imported when these commands run.
+    """
     import typer
 
     app = typer.Typer(
@@ -72,7 +79,10 @@ def _app(loaded: Collection[str] = tuple(COMMANDS)) -> Any:
             app.command(name, help=text)(lambda: None)
 
     def later(name: str, text: str) -> None:
-        """Adds a command whose module loads only when the command runs, because it needs the flax extra."""
+        """Adds a command whose module is imported only when the command runs, because it needs the flax extra.
+
+        name: of the command, the module and its function. text: a line of help.
+        """
 
         @app.command(
             name,
@@ -97,9 +107,10 @@ def _fail(message: str, code: int = 2) -> NoReturn:
 
 
 def _given(parameter: Any, arguments: list[str]) -> str | None:
-    """The value that the command line gives to an option that typer refuses; None if it cannot be found.
+    """The value that the command line gives to an option that typer refuses; None if there is no value.
 
-    parameter: typer's parameter of the option, or None. typer's own errors may lack the value.
+    It is for the text of an error, since typer's own errors may lack the value. parameter: typer's object for the
+    option, or None. arguments: the words of the command line.
     """
     for option in getattr(parameter, "opts", ()):
         for name, value in zip(arguments, [*arguments[1:], None], strict=True):

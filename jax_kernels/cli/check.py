@@ -93,7 +93,10 @@ class Suite:
     error: str
 
     def chosen(self, quick: tuple[str, ...] | None, has_gpu: bool) -> dict[str, Any]:
-        """The cases to run, by name: the cases named in `quick`, or for None all, on a GPU with gpu_cases."""
+        """The cases to run, by name: the cases named in `quick`; with None all cases.
+
+        has_gpu: with None for `quick`, whether gpu_cases are added.
+        """
         if quick is None:
             return self.cases | (self.gpu_cases if has_gpu else {})
         return {name: self.cases[name] for name in quick}
@@ -129,7 +132,10 @@ def _attention_suite(
 
 
 def _dilated_suite(run: Any, reason: Any) -> Suite:
-    """The Suite of dilated_attention, or of its sharded form. run, reason: Suite's run and why_not."""
+    """The Suite of dilated_attention, or of sequence_parallel_dilated_attention: both have the same cases.
+
+    run, reason: the functions run and why_not of the Suite, which set the op.
+    """
     return Suite(
         implementations=tuple(name for name in IMPLEMENTATIONS if name != "cudnn"),
         cases=dilated_attention.CASES,
@@ -199,10 +205,11 @@ def _suite_of_errors(
     names: Any = MATMUL_IMPLEMENTATIONS,
     error: str = "largest error",
 ) -> Suite:
-    """The Suite of a test module with the functions why_not(case, implementation) and errors_by(case, implementation).
+    """The Suite of a module of jax_kernels.testing that has functions why_not and errors_by of (case, implementation).
 
-    errors_by runs a case and returns (error, bound) of each result. names: of the implementations. error: the kind of
-    error.
+    errors_by runs a case and returns (error, bound) of each result, by name. The Suite's run calls it, so judge returns
+    its argument. cases, gpu_cases: by name; gpu_cases run on a GPU only. probe: a case that every implementation serves
+    if it can run here at all. names: of the implementations. error: the name of this kind of error, for a table.
     """
     return Suite(
         implementations=tuple(names),
@@ -217,8 +224,10 @@ def _suite_of_errors(
 
 
 def _forward_suite(module: Any, names: Any) -> Suite:
-    """The Suite of an attention op without gradients. module: has CASES and LONG (for a GPU). names: of the
-    implementations.
+    """The Suite of an attention op without gradients. names: of the implementations.
+
+    module: of jax_kernels.testing, with the functions why_not and errors_by, the cases CASES, and the cases LONG, for a
+    GPU only. The first of CASES is the probe.
     """
     probe, error = next(iter(module.CASES.values())), "root mean square error"
     return _suite_of_errors(module, module.CASES, module.LONG, probe, names=names, error=error)

@@ -89,7 +89,11 @@ def _show_plan(op: str, device: str | None, as_json: bool, arguments: dict[str, 
 
 
 def _with_option(op: str, text: str) -> str:
-    """The text of an op's error, with the command's option instead of the op's argument as its first word."""
+    """The text of an op's error, with the command's option instead of the op's argument, with which the text begins.
+
+    For an array whose sizes are options, such as query with --shape, the option is put before the argument's name. The
+    text is unchanged if it does not begin with an argument's name, or if the command has no option for the argument.
+    """
     name = re.match(r"\w+(?=[:,=])", text)
     if name is None:
         return text

@@ -48,7 +48,7 @@ class Call:
 
     @property
     def first(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of the op's first array."""
+        """The shape and dtype of the first of `arrays`, such as query or x."""
         return next(iter(self.arrays.values()))
 
 
@@ -132,7 +132,11 @@ def _if_given(array: Callable[[Call], Any]) -> Callable[[Call, bool], Any]:
 
 
 def _segment_ids(call: Call) -> Any:
-    """The argument segment_ids: int32 [B, T], or a pair for queries and keys for ops that take a pair."""
+    """The argument segment_ids, as shapes and dtypes.
+
+    int32 [B, T] for dilated_attention and the ops over sharded sequences; for other ops the pair (int32 [B, T] of the
+    queries, int32 [B, S] of the keys).
+    """
     query, key = (spec(call.arrays[name].shape[:2], "int32") for name in ("query", "key"))
     return query if "axis_name" in arguments_of(call.op) or call.op == "dilated_attention" else (query, key)
 
@@ -145,7 +149,7 @@ def _vector(of: Callable[[Call], int]) -> Callable[[Call, bool], Any]:
 
 
 def _columns(call: Call) -> int:
-    """The columns of the result: --columns for a matmul, else x's last axis."""
+    """The columns of the op's result: the option --columns if the op has it, else the length of x's last axis."""
     return call.values["columns"] if "columns" in call.values else call.first.shape[-1]
 
 
@@ -174,7 +178,10 @@ def _flag(help: str, array: Callable[[Call], Any]) -> Option:
 
 
 def _of_query(axes: slice, dtype: str) -> Callable[[Call], Any]:
-    """A function of a call that makes an array with these axes of query's shape, such as slice(1) for [B]."""
+    """Returns a function that maps a Call to an array (shape and dtype only) of this dtype.
+
+    axes: the axes of query's shape that the array has, as a slice: slice(1) gives [B].
+    """
     return lambda call: spec(call.arrays["query"].shape[axes], dtype)
 
 
@@ -299,7 +306,11 @@ def option_of(op: str, argument: str) -> Option | None:
 
 
 def arguments_of(op: str) -> dict[str, inspect.Parameter]:
-    """The parameters of an op's function, by name. **arguments are replaced by flash_attention's parameters."""
+    """The parameters of an op's function, by name.
+
+    If the function takes **arguments, which it gives to flash_attention, they are replaced by flash_attention's
+    parameters. An op with the parameter block_mask has no mask.
+    """
     found = dict(inspect.signature(OPS[op].function).parameters)
     rest = [name for name, x in found.items() if x.kind is x.VAR_KEYWORD]
     for name in rest:

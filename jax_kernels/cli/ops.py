@@ -34,10 +34,11 @@ EVERY = ("mosaic_gpu", "triton", "cudnn", "xla")
 class Op:
     """A public op, and a typical call, by which `jax-kernels info` judges its implementations.
 
-    function: the op, for jax_kernels.explain. implementations: the names that the op knows. q_length: the queries of a
-    typical attention call, which has LENGTH keys and 8 heads of 128. shapes: of the arrays of an op that is no
-    attention. dtype: of the arrays; None for the 16-bit dtype that the device supports. arguments: the other arguments
-    of the call. devices: over which the sequence is sharded; None for a whole sequence.
+    function: the op. implementations: the names that the op knows. q_length: the number of queries of the typical call
+    of an attention op, which has one batch entry, LENGTH keys and 8 heads of head_dim 128. shapes: for an op that is
+    no attention, the shapes of its arrays; () for attention. dtype: of all arrays; None for the 16-bit dtype that the
+    device supports. arguments: the other arguments of the call, by name. devices: the number of devices over which the
+    sequence is sharded; None for a whole sequence.
     """
 
     function: Callable[..., Any]

@@ -34,7 +34,10 @@ def as_user_error(error: Exception) -> Exception:
 
 
 def in_options(text: str) -> str:
-    """The text of a library's error, with the command's options instead of the library's arguments."""
+    """The text of a library's error, with the command's options instead of the library's arguments.
+
+    An argument is replaced at the start of the text, and in each "argument=value" within it.
+    """
     text = re.sub(r"\b(TransformerConfig|LongNetConfig)\.", "", text)
     name = re.match(r"\w+(?=: )", text)
     if name is not None and name[0] in _ARGUMENTS:
@@ -126,9 +129,10 @@ def run(
 
 
 def losses_before(trainer: Trainer, kept: dict[str, Any]) -> list[float]:
-    """The losses of the steps so far, one for each step, from the newest checkpoint, which is restored; [] without one.
+    """Restores the trainer's newest checkpoint, and returns the losses of the steps before it, one for each step.
 
-    kept: the settings of this run. Raises ValueError if the checkpoint is of a run with other settings.
+    Without a checkpoint, it returns [] and the trainer is unchanged. kept: the settings of this run. Raises ValueError
+    if the checkpoint has no losses, or is of a run with other settings.
     """
     if trainer.latest is None:
         return []
@@ -158,7 +162,10 @@ def write_record(path: Path, record: dict[str, Any], trainer: Trainer) -> None:
 
 
 def batches_of(text: Path | None, settings: dict[str, Any], mesh: Mesh) -> tuple[TokenBatches, str]:
-    """(the batches of a text, the SHA-256 of the text). text: None is Python's standard library.
+    """(the batches of a text, the SHA-256 of its tokens and documents).
+
+    text: a file or folder; None for Python's standard library. settings: of the command; only seed, seq_len, batch_size
+    and documents ("files" makes each file a document) are read. mesh: over which batches are sharded.
 
     Raises ValueError or FileNotFoundError, on each process, if one process cannot read the text or has another text.
     """
@@ -235,7 +242,10 @@ def train(
 
 
 def check_finite(trainer: Trainer, loss: float, gradient_norm: float) -> None:
-    """Ends the process with the status 1 if a step's loss or gradient norm is not finite: its parameters are lost."""
+    """Ends the process with the status 1, without a checkpoint, if a step's loss or gradient norm is not finite.
+
+    The parameters after such a step are useless.
+    """
     if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
         end_unsaved(trainer, f"a loss of {loss} and a gradient norm of {gradient_norm}, want finite values")
 

@@ -105,7 +105,8 @@ class AttentionOptions:
     The scores are query @ key^T * scale, then softcap * tanh(scores / softcap) or score_mod, then + bias. Query i
     has position p = q_offset + i. Key j may be attended to if p >= j (is_causal), p - left <= j (window's left)
     and j <= p + right (window's right; -1 is no limit on that side). A window always adds a limit to is_causal: None
-    replaces (-1, -1), and with is_causal the right is 0 and the left is not -1.
+    replaces (-1, -1), and with is_causal the right is 0 and the left is not -1. q_offset: the position of query 0; None
+    if it is an array, AttentionInputs.q_offset.
     """
 
     scale: float

@@ -55,13 +55,14 @@ class MatmulInputs(NamedTuple):
 
 
 class MatmulResult(NamedTuple):
-    """The result of a kernel, [M, N]; M is several axes if x has several row axes.
+    """The results of a matmul's call, [M, N] each; M is several axes if x has several row axes.
 
     out: in the call's out_dtype. preactivation: x @ w + bias in the same dtype, None if it is not wanted. up:
-    x @ w_up, likewise, of a gated unit.
+    x @ w_up, likewise, of a gated unit. activated: None.
 
-    For the derivative of an earlier call: out and up are the cotangents of its preactivation and its up, and activated
-    is its result.
+    A call whose inputs have a preactivation computes the derivative of the earlier call that saved it. Then out is the
+    cotangent of the earlier preactivation, up the cotangent of the earlier up (None if there was none), and activated
+    the earlier activation(preactivation) * up, without residual.
     """
 
     out: Float[Array, "*M N"]
@@ -154,9 +155,10 @@ def scale_factors(x_scale: Array, w_scale: Array) -> tuple[Array, Array]:
 
 
 def scale_shares(scale: Array) -> tuple[Array, Array]:
-    """(first, last), float32 factors of a row's scale: a kernel computes sums * first * other_scale * last.
+    """(first, last), float32, shaped like `scale`, with first * last equal to scale.
 
-    first is between 2**-60 and 2**60, so that no step leaves float32's range before the result does.
+    A kernel computes sums * first * other_scale * last instead of sums * scale * other_scale. first is between 2**-60
+    and 2**60, so that no step leaves float32's range before the result does. scale: positive float32, one for each row.
     """
     first = jnp.minimum(jnp.maximum(scale, 1 / _SHARE), _SHARE)
     return first, jnp.where(scale > _SHARE, scale / _SHARE, jnp.where(scale < 1 / _SHARE, scale * _SHARE, 1.0))

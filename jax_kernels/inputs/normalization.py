@@ -38,7 +38,10 @@ class NormResult(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """The gradients of x (the same for residual), scale and bias. None for an array without gradient."""
+    """The gradients of x, scale and bias. None for an array without gradient.
+
+    x: the gradient of x + residual; x and residual have equal gradients.
+    """
 
     x: Float[Array, "*rows columns"]
     scale: Float[Array, " columns"] | None = None

@@ -234,7 +234,10 @@ class Segments(Mask):
 
 
 class _Array(Mask):
-    """A base class of masks with one array whose leading axes are batch and heads."""
+    """A base class of masks with one array, whose first two axes are [B or 1, H or 1].
+
+    Subclasses return the array from `_array`.
+    """
 
     @property
     def _array(self) -> Any:
@@ -338,7 +341,10 @@ class BlockSparse(_Array):
 
 
 def with_batch(keep: jax.Array, offset: jax.Array) -> jax.Array:
-    """Broadcasts a mask [B or 1, ...] to the batch of offset [B or 1]. Raises ValueError if the batches differ."""
+    """The array keep [B or 1, ...], broadcast along its first axis to the larger of its batch and offset's.
+
+    offset: [B or 1], the position of query 0. Raises ValueError if both batches exceed 1 and differ.
+    """
     batch = checks.joint("q_offset", [keep.shape[0], offset.shape[0]], "batch entries")
     return jnp.broadcast_to(keep, (batch, *keep.shape[1:]))
 

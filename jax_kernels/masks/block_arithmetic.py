@@ -32,7 +32,8 @@ class Grid:
     """The division of a call's queries and keys into blocks: `rows` blocks of queries by `columns` blocks of keys.
 
     q_length, kv_length: of the call. block_q, block_kv: of a block. offset: [B or 1] int32, the position of query 0.
-    static_offset: its value if known when tracing, else None. results: the cache of `once`.
+    static_offset: its value if known when tracing, else None. results: the values that the method once has computed, by
+    function.
     """
 
     q_length: int
@@ -170,8 +171,10 @@ def live(terms: Terms, grid: Grid) -> jax.Array:
 
 
 def _live_mixed(literals: Conjunction, grid: Grid) -> jax.Array:
-    """`live` for one conjunction with a literal that is no interval: each kind of literal is judged, and the results
-    joined.
+    """Whether each block may hold a pair that a conjunction keeps: bool [B or 1, H or 1, rows, columns].
+
+    It is for conjunctions with a literal that is no interval. A block is live if each of three kinds of literals,
+    judged apart, leaves it live: the cells, all intervals together, and the distances. False is certain.
     """
     parts = [literal.cells(grid) for literal in literals if literal.cells is not None]
     intervals = tuple(literal for literal in literals if literal.interval is not None)

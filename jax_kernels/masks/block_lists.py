@@ -168,8 +168,10 @@ def block_status(mask: Any, offset: Any, *, lengths, blocks, static_offset) -> t
 def packed_partial(mask: Any, offset: Any, *, by, **statics) -> PackedBlocks:
     """The bits of a mask's partial blocks, in as many entries as there are partial blocks, and one more.
 
-    Under a trace there are as many entries as the mask's structure allows. statics: lengths, blocks and static_offset,
-    as for block_status.
+    Under a trace, the entries are instead one more than the partial blocks that the mask's structure allows. offset:
+    int32 [B or 1], the position of query 0. by: "query" or "key", the side of the lists. statics: lengths (queries,
+    keys) of the call, blocks (queries, keys) of a block, and static_offset, the offset if known when tracing, else
+    None.
     """
     alive, full = block_status(mask, offset, **statics)
     most = None if isinstance(alive, jax.core.Tracer) else int((alive & ~full).sum())
@@ -213,8 +215,11 @@ def packed_status(
 
     live, full: whether each block keeps some pair, and all its pairs: bool [B or 1, H or 1, rows, columns]. entry:
     int32 of the same shape, the index into words of each partial block; arbitrary for other blocks. words: uint32
-    [entries, ceil(block_kv / 32), block_q], whose bit j % 32 of word [j // 32, i] is the pair of query i and key j. The
-    other arguments are as for block_status.
+    [entries, ceil(block_kv / 32), block_q]. In a block's entry, bit j % 32 of word [j // 32, i] tells whether query i
+    of the block keeps key j of the block.
+
+    offset: int32 [B or 1], the position of query 0. static_offset: its value if known when tracing, else None. lengths:
+    (queries, keys) of the call. blocks: (queries, keys) of a block.
     """
     grid = Grid.of(lengths, blocks, offset, static_offset)
     alive, full = status(mask, grid)
@@ -226,7 +231,9 @@ def _packed(mask: Any, grid: Grid, partial: jax.Array, by: str, most: int) -> tu
     """(numbers, words): each partial block's index among the partial blocks, and the bits of these blocks.
 
     numbers: int32, shaped as `partial`, which is bool [B, H, rows, columns]; arbitrary for blocks that are not partial.
-    words: uint32 [most + 1, words, rows]; see PackedBlocks. most: an upper bound on the number of partial blocks.
+    words: uint32 [most + 1, words, rows], the bits of one block per entry; the last entry is 0. With by="query" a row
+    is a query of the block and its bits are keys; with by="key" the reverse. most: an upper bound on the number of
+    partial blocks of all batch entries and heads.
     """
     numbers = running_sums(partial.reshape(-1)).reshape(partial.shape) - 1
     words = functools.partial(_words, mask, grid, partial.shape, by)

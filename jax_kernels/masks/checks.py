@@ -58,9 +58,10 @@ def is_array(name: str, x: Any, want: str) -> None:
 
 
 def array(name: str, x: Any, want: str) -> jax.Array:
-    """x as a jax.Array. Raises TypeError if x is no array, ValueError if JAX's dtype does not hold its values.
+    """x as a jax.Array. Raises TypeError if x is no array, ValueError if a value changes in the conversion.
 
-    JAX turns 64-bit NumPy arrays into 32 bits. want: a description of the wanted array, for errors.
+    JAX turns 64-bit NumPy arrays into 32 bits, unless jax_enable_x64 is set. name, want: the argument's name and a
+    description of the wanted array, for errors.
     """
     is_array(name, x, want)
     if isinstance(x, jax.Array):
@@ -140,10 +141,10 @@ MASK_FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.fl
 
 
 def boolean(name: str, x: Any) -> tuple[jax.Array, jax.Array | None]:
-    """(x as bool, is_mask): is_mask is a traced bool, whether all floats are 0 or 1, or None if nothing is in doubt.
+    """(x as bool, is_mask). is_mask: for traced floats a traced bool, whether all are 0 or 1; else None.
 
-    x: bool, or float32, bfloat16 or float16 whose values are all 0 or 1. Known floats are checked here (ValueError),
-    and is_mask is None. Traced floats become True where they equal 1.
+    x: bool, or float32, bfloat16 or float16 whose values are all 0 or 1. Known floats with other values raise
+    ValueError. Traced floats become True where they equal 1. Raises TypeError for other dtypes.
     """
     is_array(name, x, "a bool array")
     is_boolean(name, x)
@@ -204,7 +205,8 @@ def offset(q_offset: Any) -> tuple[int | None, jax.Array]:
 def joint(name: str, sizes: list[int], what: str) -> int:
     """The common size of all `sizes` other than 1; 1 if all are 1. Raises ValueError if two of them differ.
 
-    For the error, `name` is the argument's name and the last parameter the noun that is counted.
+    "Two of them" are two sizes other than 1. For the error, `name` is the argument's name, and the last parameter says
+    which things the sizes count, such as "batch entries".
     """
     different = sorted({size for size in sizes if size != 1})
     if len(different) > 1:

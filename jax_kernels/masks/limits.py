@@ -110,7 +110,10 @@ def without_band(mask: Mask, left: int | None, right: int | None) -> tuple[Mask 
 
 
 def dense_part(mask: Mask) -> DenseMask | None:
-    """The first dense mask among the parts joined by `&`; None without one. `joined` returns its array as `mask`."""
+    """The first DenseMask among the masks that `&` joins in this mask; None without one.
+
+    In the Limits that `joined` returns, the field mask is this one's array.
+    """
     return next((part for part in _parts(mask) if isinstance(part, DenseMask)), None)
 
 

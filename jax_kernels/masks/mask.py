@@ -264,7 +264,9 @@ class Mask:
 
 
 def _joined(kind: Any, *masks: Any) -> Any:
-    """The And or Or (`kind`) of two masks, without their block lists. Raises TypeError if the second is no Mask.
+    """The And or Or (`kind`) of two masks; block lists of PreparedMasks are dropped.
+
+    Raises TypeError if the second is no Mask, ValueError if their numbers of batch entries or heads differ.
 
     Parts that are of the same kind are merged, so that a & b & c is one And of three masks.
     """

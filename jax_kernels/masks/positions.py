@@ -140,18 +140,21 @@ class _Numbered(Mask):
 
 
 def _one_column(grid: Grid) -> int:
-    """The most partial blocks of a mask whose limit crosses one block of each row of blocks."""
+    """The most partial blocks of a mask that ends at one key: at most one in each row of blocks."""
     return grid.rows
 
 
 def _one_row(grid: Grid) -> int:
-    """The most partial blocks of a mask whose limit crosses one block of each column of blocks."""
+    """The most partial blocks of a mask that ends at one query: at most one in each column of blocks."""
     return grid.columns
 
 
 @node
 class Prefix(_Numbered):
-    """A mask that keeps the keys j < n. limit, limits: n, see _Numbered."""
+    """A mask that keeps the keys j < n for all queries.
+
+    limit: n as an int if it is known when tracing, else None. limits: None, or n as int32 [B or 1] if limit is None.
+    """
 
     limit: int | None = static()
     limits: Any
@@ -172,8 +175,9 @@ class Prefix(_Numbered):
 
 @node
 class GlobalTokens(_Numbered):
-    """A mask that keeps the pairs of a query at a position p < n, or of a key j < n. limit, limits: n, see
-    _Numbered.
+    """A mask that keeps the pairs of a query at a position p < n, and the pairs of a key j < n.
+
+    limit: n as an int if it is known when tracing, else None. limits: None, or n as int32 [B or 1] if limit is None.
     """
 
     limit: int | None = static()

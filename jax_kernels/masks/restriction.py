@@ -170,7 +170,8 @@ def place_of(index: Any, firsts: Any, size: int, stride: int) -> Any:
 class _Tile:
     """The blocks where a piece of queries meets a piece of keys, with the mask and the grid restricted to these blocks.
 
-    rows, columns: (first, end) of the blocks of queries and of keys in the call's grid; end is exclusive.
+    rows, columns: (first, end) of the blocks of queries and of keys in the call's grid; end is exclusive. mask: takes
+    indices that count from the tile's first query and first key. grid: of the tile's blocks alone.
     """
 
     rows: tuple[int, int]
@@ -197,9 +198,10 @@ class _Place:
     units: tuple[int, int]
 
     def count(self, limits: Any, first: Any) -> Any:
-        """The number of tokens of the tile before each position in `limits`. first: the position of its first token.
+        """The number of the tile's tokens before each position in `limits`: the position's index, rounded up.
 
-        The number may be negative or exceed the tile, as `first` and the stride alone decide it.
+        limits: positions in the whole sequence. first: the position of the tile's first token, q_first or k_first. The
+        tile's length is not considered, so the number may be negative or exceed it.
         """
         return -((first - jnp.clip(limits, 0, _MOST_TOKENS)) // self.stride)
 

@@ -116,7 +116,11 @@ def largest_between(x: jax.Array, k: int, start: jax.Array, end: jax.Array) -> t
 
 
 def _between(k: int, x: jax.Array, start: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
-    """(rank, last, start, end) as in largest_between, for one batch entry: x is [H, S], start and end are [T]."""
+    """The fields (rank, last, start, end) of a Ranked mask, for one batch entry, without its axis of batch.
+
+    It keeps the k largest keys from start to end - 1 of each query. x: [H, S], the keys' scores. start, end: int32 [T],
+    returned as they are. rank: int32 [H, S], last: int32 [H, T].
+    """
     heads, length = x.shape
     x = jnp.where(jnp.isnan(x), -jnp.inf, x)
     index = lax.broadcasted_iota(jnp.int32, x.shape, 1)

@@ -19,9 +19,11 @@ Lengths = Sequence[int]
 
 
 def boxes(outer: Lengths) -> tuple[int, ...]:
-    """The outer axes with the last ones merged, as few as possible, so that 128 consecutive rows form a box.
+    """The lengths `outer` of an array's row axes, with the last axes merged so that rows can be cut into blocks of 128.
 
-    [4, 128] stays, with blocks of 1 x 128; [3, 100] becomes [300], because 128 rows of it form no box.
+    A block of 128 consecutive rows must be a box: an equal range along each axis, such as 1 x 128 or 2 x 64. As few
+    axes as possible are merged. [4, 128] stays, with blocks of 1 x 128; [3, 100] becomes [300], because 128 rows of it
+    form no box. [] becomes [1].
     """
     axes = list(outer) or [1]
     while len(axes) > 1 and _sizes(axes) is None:
@@ -37,7 +39,10 @@ def sizes_of(axes: Lengths) -> tuple[int, ...]:
 
 
 def _sizes(axes: Lengths) -> tuple[int, ...] | None:
-    """The size of a block of 128 rows along each axis; None if 128 consecutive rows form no box."""
+    """The size of a block of 128 consecutive rows along each axis; all rows are one block if they are fewer.
+
+    None if 128 consecutive rows are no box, i.e. not a product of a range along each axis.
+    """
     is_known = all(isinstance(n, int) for n in axes)
     if is_known and 0 < math.prod(axes) <= BLOCK:
         return tuple(axes)

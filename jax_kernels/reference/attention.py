@@ -135,11 +135,13 @@ def attention(inputs: AttentionInputs, options: AttentionOptions):
 
 
 def _weights(scores, highest, sinks):
-    """(numerators of the softmax, [B, H, T, S]; logarithm of their common divisor; numerators of the sinks, [B, H, T,
-    1]).
+    """(weights [B, H, T, S], most [B, H, T, 1], sink weights [B, H, T, 1]): the terms of the softmax, not yet divided.
 
-    scores: each score minus its row's highest; highest: these, [B, H, T, 1]. sinks: [B or 1, H], or None; without them
-    the third is 0. The numerators are exp(score - divisor's logarithm), so that they are at most 1.
+    most: the highest logit of each row, sinks included; 0 for a row without any. weights: exp(score - most). sink
+    weights: exp(sink - most), 0 without sinks. So no term exceeds 1; their sum is the softmax's denominator.
+
+    scores: each score minus the highest score of its row. highest: this highest score, [B, H, T, 1], -inf for a row
+    that keeps no pair. sinks: [B or 1, H], or None.
     """
     if sinks is None:
         return jnp.exp(scores), _finite(highest), jnp.zeros_like(highest)

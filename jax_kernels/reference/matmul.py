@@ -99,7 +99,7 @@ def of_blocks(values: Any, scale: Any, count: int) -> Any:
     """values * scale in float32, for scales of blocks of 128 x 128 values.
 
     The first `count` axes of values are counted as one axis of rows, the other axes as one axis of columns. scale:
-    float32, one for each block, see scale_blocks.py for its axes.
+    float32, one for each block, with an axis for each axis of values: the number of blocks along it.
     """
     sizes = scale_blocks.sizes_of(values.shape[:count]) + scale_blocks.sizes_of(values.shape[count:])
     return values.astype(jnp.float32) * scale_blocks.spread(scale, sizes, values.shape)

@@ -42,7 +42,10 @@ class Blocks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """The arrays of a score_mod, read by its own program. shape: (batch entries, heads)."""
+    """The reader that calls the whole score_mod on the pairs of a block, so that its program looks up the arrays.
+
+    Gradients are summed in the arrays' own shapes. mod: the score_mod. shape: (batch entries, heads) of the call.
+    """
 
     mod: ScoreMod
     shape: tuple[int, int]  # batch entries and heads

@@ -61,7 +61,10 @@ class _Sum(NamedTuple):
 
 
 def flat(program: Jaxpr) -> Jaxpr:
-    """The same jaxpr with each inner jit replaced by its equations."""
+    """The same jaxpr with each inner jit replaced by its equations.
+
+    The inner jits may not close over arrays. `lifted` is for programs whose inner jits do.
+    """
     found: list[JaxprEqn] = []
     outs = _inline(program, {x: x for x in program.invars}, found, {})
     return program.replace(eqns=found, outvars=outs)

@@ -14,9 +14,9 @@ __all__ = ["placed"]
 def placed(mod: ScoreMod, places: Callable[..., tuple[Any, Any, Any]], numbers: tuple[Any, ...]) -> ScoreMod:
     """The score_mod of a call with only some of a whole sequence's queries, keys and heads.
 
-    mod: the score_mod of the whole sequence. The second argument maps the call's indices (h, q, k, *numbers) to the (h,
-    q, k) of the whole sequence. numbers: int32 scalars, which may be traced; the result's arrays are the arrays of
-    `mod`, then these.
+    mod: the score_mod of the whole sequence. places: a function of (h, q, k, *numbers), with the call's indices of a
+    head, query and key, that returns their indices (h, q, k) in the whole sequence. numbers: int32 scalars, which may
+    be traced; the result's arrays are the arrays of `mod`, then these. The batch entry's index does not change.
     """
     count = len(mod.arrays)
     given = *mod.arrays, *numbers

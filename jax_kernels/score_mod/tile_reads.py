@@ -56,7 +56,11 @@ class TileMod:
         return [self._operand(arrays, shape, *read) for read in self.reads]
 
     def _operand(self, arrays, shape, program, axes):
-        """One operand of `operands`, from its program and its axes."""
+        """One operand: float32 or int32 [B or 1, H or 1, T or 1, S or 1], or [B or 1, H or 1, T + S - 1] with axis "d".
+
+        arrays: the score_mod's arrays. shape: (B, H, T, S) of the scores. program: a jaxpr of (*arrays, b, h, q, k)
+        that returns a scalar. axes: the letters of "bhqkd" on which the scalar depends; "d" is q - k.
+        """
         function: Any = lambda *indices: evaluated(program, (*arrays, *indices))
         sizes = (n if name in axes else 1 for name, n in zip("bhqk", shape, strict=True))
         indices = [jnp.arange(n, dtype=jnp.int32) for n in sizes]
@@ -87,7 +91,10 @@ class TileMod:
 
 
 def why_not(mod: ScoreMod, *, mosaic: bool = False) -> str | None:
-    """The reason in words why `split` cannot split a score_mod with this `mosaic`; None if it can."""
+    """The reason in words why `split` cannot split a score_mod into reads and a program; None if it can.
+
+    mosaic: whether it is split for the kernels of "mosaic_gpu", else for the kernels of "triton".
+    """
     try:
         split(mod, mosaic=mosaic)
     except NotImplementedError as error:

@@ -19,9 +19,10 @@ __all__ = ["CASES", "LONG", "DecodeCase", "arrays_of", "definition", "errors", "
 class DecodeCase:
     """One call of decode_attention, without its arrays.
 
-    kv_length: the cache's capacity for a sequence. page_size: None for a contiguous cache. mask, bias: their axes of
-    [B, H, T, S] that are not of size 1, as in "BS"; "" for none. A mask removes all keys of query 0, head 0 of sequence
-    0.
+    kv_length: the cache's capacity for a sequence. kv_lengths: the number of keys in it, for each sequence; None fills
+    the cache. page_size: None for a contiguous cache. mask, bias: their axes of [B, H, T, S] that are not of size 1, as
+    in "BS"; "" for none. A mask removes all keys of query 0, head 0 of sequence 0. name: of the case. Other fields: the
+    sizes and the arguments of decode_attention.
     """
 
     name: str

@@ -162,10 +162,12 @@ def definition(case: Fp8Case, arrays: dict[str, Any], rounded: bool = False, sco
 def errors(case: Fp8Case, arrays: dict[str, Any], got, implementation: str) -> dict[str, tuple[float, float]]:
     """(error, bound) of out and lse by name. got: (out, lse). The error is rms_error against float64.
 
-    Bound of out by "xla": the rounding to bfloat16, at most 2**-9. Bound by the kernel: this rounding plus 1.2 times
-    the error of a plain 8-bit evaluation, which rounds P relative to other maxima. On a GPU, tensor cores add 8-bit
-    products with about 14 bits. There the factor is 1.5, for a plain evaluation with 14-bit scores, every 32 keys of P
-    V add 2**-14, and lse has 2**-12.
+    Bound of out by "xla": the rounding to bfloat16, at most 2**-9. Bound of out by a kernel: this rounding plus 1.2
+    times the error of a plain 8-bit evaluation, which rounds P relative to other maxima. Bound of lse: 2e-6.
+
+    For a kernel on a GPU, the bounds are larger, because tensor cores add 8-bit products with about 14 bits. There the
+    factor is 1.5 and the plain evaluation has 14-bit scores. Each 32 keys add 2**-14, for the sums of P V. The bound of
+    lse is 2**-12.
     """
     on_gpu = implementation != "xla" and jax.default_backend() == "gpu"
     want = definition(case, arrays)

@@ -48,7 +48,7 @@ LARGE: dict[str, SizesAndOptions] = {
 def why_not(case: tuple[str, SizesAndOptions], implementation: str) -> str | None:
     """The reason why this implementation cannot run a case on this machine; None if it can.
 
-    case: (kind of weights, a key of KINDS; ((M, K, N), the options of the call)).
+    case: (kind, (sizes, options)). kind: of the weights, a key of KINDS. sizes: (M, K, N). options: of the call.
     """
     kind, ((m, k, n), given) = case
     axis = -1 if given.get("transpose_w", False) else -2
@@ -139,7 +139,7 @@ HOPPER: dict[str, tuple[str, SizesAndOptions]] = {
 def errors_by(case: tuple[str, SizesAndOptions], implementation: str | None) -> dict[str, tuple[float, float]]:
     """(largest error, bound) of each result by name, for a call by this implementation.
 
-    case: (kind of weights, a key of KINDS; ((M, K, N), the options of the call)).
+    case: (kind, (sizes, options)). kind: of the weights, a key of KINDS. sizes: (M, K, N). options: of the call.
     """
     kind, options = case
     return errors(KINDS[kind], options, implementation)

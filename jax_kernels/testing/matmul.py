@@ -140,7 +140,9 @@ def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]
 
 
 def _bound(case: Case, name: str, dtype, right: np.ndarray) -> float:
-    """The largest error that a result may have: one rounding of it, plus the roundings of the summands (magnitude 1).
+    """The largest absolute error that a result may have.
+
+    It is one rounding of the largest result, plus the roundings of the summands, whose magnitude is about 1.
 
     name, dtype: of the result. right: the right answer.
     """

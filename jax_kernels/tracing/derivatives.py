@@ -138,7 +138,12 @@ def _of_jax[Tree](tree: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rules:
-    """The functions that in_both_modes was given; plain is `function` if the caller gave None."""
+    """The functions that in_both_modes was given, which compute an op and its derivatives.
+
+    plain: the function that JAX differentiates for all but first derivatives in reverse mode; in_both_modes's
+    `function` if the caller gave no plain. symbolic_zeros: whether forward and backward take custom_vjp's symbolic
+    zeros.
+    """
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
@@ -205,7 +210,11 @@ class _Linear:
         return self.kept.num_leaves + self.arguments.num_leaves
 
     def push(self, *operands: Any) -> list[Any]:
-        """The tangents of the results' leaves, by forward mode through `plain`."""
+        """The tangents of the results' leaves, by forward mode through `plain`.
+
+        operands: the residuals, the leaves of the arguments, and the tangents of the leaves with a tangent, in this
+        order.
+        """
         leaves, directions = list(operands[self.kept.num_leaves : self.known]), operands[self.known :]
         plain = lambda *given: jax.tree.leaves(self.rules.plain(self.call, *jax.tree.unflatten(self.arguments, given)))
         return _pushed_through(plain, leaves, self.moving, directions)[1]

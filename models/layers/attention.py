@@ -383,11 +383,10 @@ class MultiHeadAttention(nnx.Module):
         return shares_sequence(self.sequence_axis)
 
     def token_order(self, length: int, what: str = "x") -> Any:
-        """The index in the sequence of the token at each position of x, int32 [length]; None if the tokens are not
-        sharded.
+        """For each token of x, its index in the sequence: int32 [length]; None if the tokens are not sharded.
 
-        length: the length of x. Inside shard_map, x and the result are one device's shard. An error names the last
-        parameter.
+        length: the number of x's tokens. Inside shard_map, x and the result are one device's shard. what: the name of
+        x, for the ValueError that is raised if the layout does not divide the length.
         """
         if self.sequence_axis is None or sequence_devices(self.sequence_axis) == 1:
             return None

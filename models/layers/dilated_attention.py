@@ -353,10 +353,14 @@ class LongNet(Transformer):
     config_type = LongNetConfig
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
-        """((logits, tokens) after the prompts, advance), as Transformer.next_logits, but for a model without a cache.
+        """((logits, tokens) after the prompts, advance): the interface for `generate` of a model without a cache.
 
-        The tokens so far are kept instead of a cache, and the model runs on all of them for each new token. Causal
-        attention ignores padding at the end.
+        tokens: int32 [B, P], the prompts. lengths: int32 [B], their lengths. more: the largest number of tokens after
+        the prompts. advance(token [B], index of the token after the prompt, from 0, tokens so far) returns (logits of
+        the next token, tokens with the new one). Logits are float32 [B, vocab_size].
+
+        The tokens so far, padded at the end, replace a cache, and the model runs on all of them for each new token.
+        Causal attention ignores padding at the end.
         """
         devices, length = sequence_devices(self.config.sequence_axis), _in_whole_segments(self.config, tokens, more)
         whole = -(-length // devices) * devices

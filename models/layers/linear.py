@@ -81,7 +81,8 @@ class Linear(nnx.Linear):
 
         inputs: [..., in_features]. residual: [..., out_features], or None.
 
-        The result has the dtype of the computation. If the module has no dtype, this is promoted with residual's dtype.
+        The result has the dtype of the computation. If the module has no dtype of its own, the result has the promoted
+        dtype of the computation and residual.
         """
         is_plain = self.dot_general is lax.dot_general and self.preferred_element_type is None and out_sharding is None
         if not is_plain or self.precision not in (None, *ops.PRECISIONS):
@@ -120,10 +121,10 @@ class Linear(nnx.Linear):
 
 
 def _residual(module: nnx.Linear, residual: Any, dtype: Any) -> Any:
-    """The residual in the dtype of the sum of it and a result of `dtype`; None for None. Raises TypeError if it is no
-    array.
+    """The residual in the dtype of the module's result, of which it is a summand; None for None.
 
-    The dtype is `dtype` if the module has one of its own, else the promoted dtype.
+    dtype: of the computation. The result has this dtype if the module has a dtype of its own, else the promoted dtype
+    of it and the residual. Raises TypeError if the residual is no array.
     """
     if residual is None:
         return None
@@ -202,7 +203,7 @@ class GatedMLP(nnx.Module):
         """down_proj(activation(gate_proj(x)) * up_proj(x)) + residual: [..., in_features].
 
         x: [..., in_features]. residual: like x, or None. The result has the dtype of the computation. If the module has
-        no dtype, this is promoted with residual's dtype.
+        no dtype of its own, the result has the promoted dtype of the computation and residual.
         """
         of = self.gate_proj
         weights = self.gate_proj.kernel[...], self.up_proj.kernel[...]

@@ -308,7 +308,7 @@ class _Skipped:
                 raise ValueError(f"skip: got {'.'.join(name)!r}, want names of modules of the model")
 
     def has(self, path: tuple[str, ...]) -> bool:
-        """Whether the module at this path, or a module that contains it, is named."""
+        """Whether quantize_weights skips the module at this path: `skip` names it, or a module that contains it."""
         return any(_is_part(name, path) for name in self.names)
 
 
@@ -318,7 +318,11 @@ def _is_part(name: tuple[str, ...], path: tuple[str, ...]) -> bool:
 
 
 def _of_linear(path: tuple[str, ...], linear: Any, kept: _Skipped, options: dict[str, Any]) -> Callable[[], Any]:
-    """A function that makes the QuantizedLinear for a Linear. Raises TypeError or ValueError if it has no such form."""
+    """Returns a function that makes the QuantizedLinear for a Linear.
+
+    path: of the Linear in the model, for errors. kept: not used. options: of QuantizedLinear.from_linear. Raises
+    TypeError or ValueError, before anything is made, if low-bit weights do not support the module or its options.
+    """
     _check_linear(".".join(path), linear)
     return lambda: QuantizedLinear.from_linear(linear, **options)
 

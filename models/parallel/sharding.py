@@ -116,7 +116,8 @@ class ShardingRules:
         """x, sharded by the names of its axes over the mesh of jax.set_mesh.
 
         x is unchanged without a mesh, on a mesh with an axis that is not Auto, inside shard_map, and outside of jit if
-        x does not have a NamedSharding. names: one for each of the first axes, as in spec.
+        x does not have a NamedSharding. names: one for each of the first axes, a key of the table `axes`, None (not
+        sharded), a tuple of mesh axes, or UNCONSTRAINED (XLA chooses).
         """
         mesh = _auto_mesh()
         if mesh is None or not (isinstance(x, jax.core.Tracer) or isinstance(x.sharding, NamedSharding)):
@@ -142,10 +143,11 @@ def _auto_mesh() -> Any:
 def check_mesh(
     mesh: Mesh, rules: ShardingRules, sequence_axis: str | None = None, num_layers: int | None = None
 ) -> None:
-    """Raises ValueError for a mesh with a process or an axis that a model with these rules would not use.
+    """Raises ValueError for a mesh on which a model with these rules would waste devices, or cannot be split.
 
-    sequence_axis, num_layers: of the model's config. The rules need not name sequence_axis. The number of pipeline
-    stages must divide num_layers.
+    That is: no device of some process is in the mesh; an axis of several devices is neither in the rules nor
+    sequence_axis, so that its devices would do the same work; or the number of pipeline stages does not divide
+    num_layers. sequence_axis, num_layers: of the model's config; None for no such axis or no check of the layers.
     """
     for axis in dict(rules.axes).get("stage", ()):
         stages = mesh.shape.get(axis, 1)

@@ -73,19 +73,20 @@ def manager(folder: Path, keep: int) -> Any:
 
 
 def _raised_again(record: logging.LogRecord) -> bool:
-    """A log filter for the absl logger: False, which hides the record, for the traceback of an orbax thread.
+    """A filter for the absl logger: False, which hides a record, if the record has the traceback of an orbax thread.
 
-    The caller gets the same error.
+    It would be a repetition, since orbax raises the thread's error in the caller too.
     """
     return "run() raised an exception" not in record.getMessage()
 
 
 @contextlib.contextmanager
 def writing(checkpoints: Any, step: int | None = None) -> Iterator[None]:
-    """A context manager for writing a checkpoint: if orbax fails in it, it raises NotWritten.
+    """A context manager for writing a checkpoint: it turns errors inside it into NotWritten.
 
-    The error names the newest whole checkpoint, and the files of the partial checkpoint are removed. checkpoints: an
-    orbax CheckpointManager. step: of the checkpoint; None for one whose writing began before.
+    MemoryError and JaxRuntimeError are raised unchanged. NotWritten names the newest whole checkpoint, and the partly
+    written files of the failed checkpoint are removed. checkpoints: an orbax CheckpointManager. step: of the
+    checkpoint; None for one whose writing began earlier in the background.
     """
     logging.getLogger("absl").addFilter(_raised_again)
     try:
@@ -121,10 +122,10 @@ def reason(error: BaseException) -> str:
 
 
 def nonfinite(params: Any, mesh: Mesh) -> list[str]:
-    """The names of a tree's arrays that have a value which is not finite or whose square is not finite in float32.
+    """The names of a tree's arrays for which the sum of the squares of the values, in float32, is not finite.
 
-    The sum of the squares counts too. A norm squares its input. With such parameters a loss can be finite while its
-    gradient is not.
+    That is so for an array with a NaN or an infinity, and for an array whose values are too large. A norm squares its
+    input. With such parameters a loss can be finite while its gradient is not. mesh: of the arrays.
     """
     with jax.set_mesh(mesh):
         found = {name: _is_finite(x) for name, x in _by_name(params).items()}

@@ -80,7 +80,8 @@ class TokenBatches:
 
     Args:
       tokens: integers [n], for example from read_text, or a np.memmap of token ids.
-      seq_len: the number of tokens of a window. batch_size: the number of windows of a batch, over all devices.
+      seq_len: the number of tokens of a window that have a target, which is the next token. batch_size: the number of
+        windows of a batch, over all devices.
       seed: of the order.
       documents: the index of the first token of each document, integers [documents], ascending from 0, for example from
         read_documents or document_starts. A batch then also has segment_ids, and a target in another document is -1.

@@ -33,7 +33,8 @@ class FolderLock:
 
     The lock is an operating system lock on the file .lock in the folder. The operating system releases it when the
     process ends, even if it is killed. The file .lock.json names the holder. With several processes of jax.distributed,
-    process 0 holds the lock for all processes; all processes call take.
+    process 0 holds the lock for all processes; all processes call take. On a file system without locks there is only a
+    warning: there, take succeeds without a lock, and another run could write at the same time.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -42,9 +43,10 @@ class FolderLock:
         self._lock: Any = None
 
     def take(self) -> None:
-        """Takes the lock without waiting. Does nothing if this object has the lock.
+        """Takes the lock without waiting. Does nothing if this object has the lock. Makes the folder if it is missing.
 
-        Raises FolderInUse, which names the process that has the lock, or NotWritten if the folder cannot be written.
+        On a file system without locks it warns, and the object counts as holding the lock. Raises FolderInUse, which
+        names the process that has the lock, or NotWritten if the folder cannot be written.
         """
         if not self.is_held:
             _raise_for_all(self._taken() if jax.process_index() == 0 else {})
@@ -70,9 +72,10 @@ class FolderLock:
             self._lock = None
 
     def _taken(self) -> dict[str, Any]:
-        """Takes the lock in process 0. Returns {} on success, else {"in_use": bool, "text": the error's text}.
+        """Takes the lock, in process 0. Returns {} if the run may write, else {"in_use": bool, "text": the error}.
 
-        in_use: whether another run has the lock; otherwise the folder cannot be written.
+        {} means that this object has the lock, or that the file system has no locks: then a warning says so, and no
+        lock is held. in_use: whether another run has the lock; otherwise the folder cannot be written.
         """
         import filelock
 

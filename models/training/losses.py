@@ -149,7 +149,8 @@ class _Devices:
     def sums(self, dlogits: jax.Array, x: jax.Array) -> jax.Array:
         """dlogits^T @ x, summed over each device's own tokens: float32 [batch devices, token devices, V, D].
 
-        dlogits: [..., V] of a chunk's V. x: [..., D].
+        Here V is the number of vocabulary entries of one chunk. dlogits: [..., V], cotangents of the chunk's logits.
+        x: [..., D]. The sum over the first two axes is the gradient of the chunk's rows of w.
         """
         if self.count == 1:
             outer = tuple(range(x.ndim - 1))

@@ -160,10 +160,10 @@ class Trainer:
         return after, {"loss": total / count, "gradient_norm": jnp.sqrt(sum(squares))}
 
     def _gradients(self, params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-        """(the sum of the losses of a batch, the number of targets that count, the gradients of the sum with respect to
-        params).
+        """(total, count, the gradients of total with respect to params): total and count are the two results of `loss`.
 
-        The batch is cut into `accumulate` parts, which run one after the other.
+        For next_token_loss they are the sum of the losses and the number of targets that count. The batch is cut into
+        `accumulate` parts, which run one after the other, and all three are summed over the parts.
         """
 
         def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -215,8 +215,9 @@ class Trainer:
         return found
 
     def _checked_batch(self, batch: Any, name: str = "batch") -> Any:
-        """The batch. Raises TypeError or ValueError if next_token_loss is the loss and does not accept it. name: for
-        the error.
+        """The batch, unchanged. If the loss is next_token_loss, raises TypeError or ValueError for a wrong batch.
+
+        name: of the batch, for the error. With another loss nothing is checked.
         """
         if self.loss is next_token_loss:
             check_batch(batch, self.config.vocab_size, name)
@@ -330,7 +331,7 @@ class Trainer:
         """Takes the folder's lock, the right to write it. save and fit with save_every take it themselves.
 
         The trainer keeps the lock until `close` or until the process ends, even if it is killed. Reading needs no lock:
-        restore works while another run writes.
+        restore works while another run writes. On a file system without locks there is a warning and no lock.
 
         Raises ValueError, which names the process, its host and the time, if another run has the lock; OSError if the
         folder cannot be written.

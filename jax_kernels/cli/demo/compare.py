@@ -27,8 +27,10 @@ MAX_LENGTH = 256
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison with PyTorch. text: for the terminal. numbers: for run.json. passed: True if left
-    out.
+    """The result of a comparison with PyTorch. text: for the terminal. numbers: for run.json.
+
+    passed: whether all errors are within their bounds. It is True if there was no comparison, as without PyTorch;
+    numbers is then {"left_out": the reason}.
     """
 
     passed: bool

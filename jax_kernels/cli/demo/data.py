@@ -21,11 +21,11 @@ class CorpusError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """The bytes of a text in blocks, some of them held out. Windows do not cross blocks, so held-out bytes are not
-    trained on.
+    """The bytes of a text, cut into blocks of consecutive bytes: some for training, the others held out.
 
-    train, held_out: uint8 [blocks, block_length]. A window is seq_len + 1 bytes: inputs, and targets shifted by one.
-    source: the path of the text. sha256: of all bytes.
+    train, held_out: uint8 [blocks, block_length]. A window is seq_len + 1 consecutive bytes: inputs, and targets
+    shifted by one. Windows do not cross blocks, so no held-out byte is trained on. source: the path of the text.
+    sha256: of all bytes.
     """
 
     train: np.ndarray
@@ -39,7 +39,10 @@ class Corpus:
         return self.train.size + self.held_out.size
 
     def batch(self, batch_size: int, seed: int, step: int) -> np.ndarray:
-        """The windows of one step, uint8 [batch_size, seq_len + 1]. They depend only on the seed and the step."""
+        """The windows of one training step, uint8 [batch_size, seq_len + 1], drawn at random from the training blocks.
+
+        They depend only on the text, the batch size, the seed and the step.
+        """
         rng = np.random.default_rng((seed, step))
         block = rng.integers(len(self.train), size=batch_size)
         start = rng.integers(self.train.shape[1] - self.seq_len, size=batch_size)

@@ -94,7 +94,11 @@ def write_record(
     history: dict[str, Any],
     results: dict[str, Any],
 ) -> None:
-    """Writes run.json to `path`: the settings, device, versions, losses and `results` of the run."""
+    """Writes run.json to `path`: the settings, device, versions, losses and `results` of the run.
+
+    plan: of the model's attention. history: {"losses": nats per byte of each step, "held_out": [[step, bits per byte],
+    ...]}. results: further entries of the JSON, by name. Raises OSError if the file cannot be written.
+    """
     record = {
         **results,
         "steps": trainer.step,

@@ -40,7 +40,10 @@ class OptionError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """The settings of a device for options that the user leaves out."""
+    """The default values of the options, for one kind of device, and the learning rate, which has no option.
+
+    model: the config, to which --attention, --implementation and --precision are applied. learning_rate: the peak.
+    """
 
     model: TransformerConfig
     seq_len: int
@@ -68,8 +71,11 @@ def run(
 ) -> bool:
     """Runs `jax-kernels demo`. Returns whether every check passed; raises OptionError for errors of the user's input.
 
-    given: further options by name, None if left out: seq_len, batch_size, decay_steps, seed, attention, implementation
-    and precision.
+    text: a file or folder; None for Python's standard library, or with `resume` for the run's own text. steps: in
+    total, with the steps before; None for the device's default, or with `resume` for the end of the learning rate's
+    schedule. out: the folder to write. resume: whether to go on from the checkpoint in `out`. mesh: the number of
+    devices along each axis; None for one device. given: further options by name, None if left out: seq_len, batch_size,
+    decay_steps, seed, attention, implementation and precision.
     """
     console = Console(highlight=False)
     device = jax_kernels.device_info()
@@ -110,9 +116,11 @@ def finish(
     console: Console, out: Path, device: jax_kernels.DeviceInfo, trainer: Trainer, corpus: Corpus,
     plan: jax_kernels.Plan, unigram: float, history: dict[str, Any], timing: dict[str, Any],
 ) -> bool:  # fmt: skip
-    """Runs the checks, samples, and writes the files after training. Returns whether every check passed.
+    """After training: evaluates, prints a sample, compares with PyTorch, and writes loss.png and run.json into `out`.
 
-    unigram: the held-out text's entropy, in bits per byte. timing: from `train`. Raises NotWritten.
+    Returns whether the held-out loss is low enough and PyTorch agrees. plan: of the model's attention, for run.json.
+    unigram: the entropy of the held-out text's frequencies of bytes, in bits per byte. history: the losses, for
+    run.json. timing: the numbers that `train` returned, by name. Raises NotWritten if `out` cannot be written.
     """
     settings = trainer.settings
     held_out = trainer.evaluate(corpus.held_out_batches(settings.batch_size, 16))
@@ -159,7 +167,11 @@ def check_finite(trainer: Trainer) -> None:
 
 
 def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]) -> tuple[Settings, Corpus]:
-    """(settings, text) of a new run, from the options `given` and the device's defaults. Raises OptionError."""
+    """(settings, the Corpus of the text) of a new run, from the options `given` and the device's defaults.
+
+    text: a file or folder; None for Python's standard library. steps: in total. given: further options by name, None if
+    left out. Raises OptionError for a wrong option or a text that cannot be trained on.
+    """
     pick = lambda name, default: default if given[name] is None else given[name]
     seq_len = pick("seq_len", defaults.seq_len)
     corpus = corpus_of(text, seq_len)
@@ -177,9 +189,10 @@ def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]
 
 
 def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> TransformerConfig:
-    """The config of the model: the device's, with the attention, implementation and precision in `given`.
+    """The device's default `config`, changed by the options attention, implementation and precision in `given`.
 
-    Raises OptionError for an unknown value.
+    The result is a LongNetConfig if the attention is "dilated". Its segments then depend on seq_len. Raises OptionError
+    for an unknown attention or precision; the implementation is not checked.
     """
     if given["precision"] not in (None, "fp8"):
         raise OptionError("--precision", f"got {given['precision']!r}, want fp8, or no --precision")
@@ -198,8 +211,11 @@ def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> 
 def resumed(
     checkpoints: Checkpoints, folder: Path, steps: int | None, text: Path | None, given: dict[str, Any]
 ) -> tuple[Settings, Corpus, dict[str, Any]]:
-    """(settings, text, history) of the checkpoint in `folder`. Raises OptionError for an option that contradicts
-    them.
+    """(settings, the Corpus of its text, history) of the checkpoint in `folder`, which `checkpoints` reads.
+
+    steps: in total, or None. text: where the text is now; None for the path in the settings. given: further options by
+    name, None if left out. Raises OptionError without a checkpoint, for steps before the checkpoint's, for another
+    text, and for an option that differs from the settings.
     """
     if checkpoints.latest is None:
         raise OptionError("--resume", f"there is no checkpoint in {folder}")

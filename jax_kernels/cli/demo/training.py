@@ -80,7 +80,8 @@ class Trainer:
     state: {"params": nnx.State, "optimizer": the optax state}; every step consumes the state (donation) and makes a new
     state. step: the number of steps so far. mesh: the devices; None for one device.
 
-    Raises ValueError if the number of devices does not divide a batch.
+    Raises ValueError if the number of devices that shard a batch does not divide it, or if an axis of the mesh has no
+    use for the model.
     """
 
     def __init__(self, settings: Settings, mesh: Mesh | None = None) -> None:
@@ -152,9 +153,10 @@ def _inputs_and_targets(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Checkpoints:
-    """The newest checkpoint of a run in a folder. It holds the trainer's state and `run`, a JSON value.
+    """Writes and reads the checkpoints of a run in a folder, which keeps only the newest one. It has the folder's lock.
 
-    replace: whether the first save removes all checkpoints in the folder.
+    A checkpoint holds the trainer's state and `run`, a JSON value. replace: whether the first save removes all
+    checkpoints that are in the folder, which is for a new run.
 
     Raises FolderInUse if another run writes the folder, NotWritten if it cannot be written. save raises NotWritten too.
     """
