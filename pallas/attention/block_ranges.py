@@ -85,7 +85,10 @@ class Limits:
         return -1 if self.window is None else self.window[1]
 
     def key_limit(self, q_index: Index) -> Index:
-        """The end (exclusive) of the keys that query `q_index`, an index in the array, may attend to."""
+        """The end (exclusive) of the keys that query `q_index`, an index in the array, may attend to.
+
+        first_query is not applied: of_queries(...) applies it to a block of queries.
+        """
         if self.right < 0:
             return self.kv_length
         return _clip(self.q_offset + q_index + (self.right + 1), 0, self.kv_length)
@@ -319,7 +322,7 @@ def bounds_array(inputs: AttentionInputs, options: AttentionOptions) -> Int32[Ar
     """The limits of each batch entry that tracing does not know, as an int32 array for a kernel; None if it knows all.
 
     Columns: the position of query 0, and the number of keys that count, 0 ... S. With inputs.reach a third column: the
-    first query that has keys.
+    index of the first query that has keys. The array has all columns, even if tracing does not know one of them only.
     """
     q_offset, kv_lengths = first_position(inputs, options), inputs.kv_lengths
     batch, kv_length = inputs.key.shape[:2]
@@ -343,7 +346,8 @@ def limits(
 ) -> Limits:
     """The limits of the keys of batch entry batch_index, for use inside a kernel.
 
-    bounds_ref: the result of bounds_array in memory. If it is None, q_offset and kv_length hold for all batch entries.
+    bounds_ref: int32 [B, 2 or 3] in memory: for each batch entry q_offset, kv_length and first_query. If it is None,
+    the arguments q_offset and kv_length hold for all batch entries; otherwise they are not used.
     """
     if bounds_ref is None:
         return Limits(cast(int, q_offset), kv_length, is_causal, window)
@@ -390,7 +394,11 @@ def segment_ranges(
 
 
 def among(ranges_ref: Ref, batch_index: Index, block: Index) -> Among:
-    """The range of blocks that a block may attend to, from segment_ranges' result in memory."""
+    """The blocks of the other side (keys for a block of queries) that a block may attend to because of segments.
+
+    ranges_ref: int32 [B, blocks, 4] in memory, as segment_ranges returns it: first, end, full_first and full_end of
+    each block. block: the index of the block.
+    """
     return Among(*(ranges_ref[batch_index, block, i] for i in range(4)))
 
 

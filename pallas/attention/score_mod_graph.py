@@ -105,7 +105,10 @@ def _traced(jaxpr: Jaxpr, consts: Any, inputs: list[Node]) -> list[Node]:
 
 
 def reads_large(result: Node) -> bool:
-    """Whether the program has a finite constant of magnitude above 2**13, such as the -1e9 of a mask."""
+    """Whether the program has a finite float constant of magnitude above 2**13, such as the -1e9 of a mask.
+
+    result: the node of the program's result.
+    """
     seen, rest = set(), [result]
     while rest:
         node = rest.pop()

@@ -36,8 +36,10 @@ def is_large(lse):
 
 
 def start(rows: int, *, natural: bool = False):
-    """(row_max, row_sum) of rows that have met no key: the lowest maximum and zeros. natural: scores in natural
-    units.
+    """(row_max, row_sum) of `rows` rows that have met no key, in registers.
+
+    row_max: float32 [rows], a finite value that is not above any finite score. row_sum: float32 [rows,
+    PARTIAL_COLUMNS], zeros. natural: row_max is for scores in natural units, not in base 2.
     """
     lowest = jnp.full((rows,), LOWEST_NATURAL if natural else LOWEST, jnp.float32)
     row_max = plgpu.layout_cast(lowest, WGMMA.reduce(1))
@@ -47,8 +49,10 @@ def start(rows: int, *, natural: bool = False):
 def step(scores, row_max, row_sum, scale, largest: float = 0.0):
     """(P, new row_max, new row_sum, alpha) after a block of scores [rows, keys].
 
-    P = exp2(scores * scale * log2(e) - row_max), float32. alpha: [rows], the factor for the accumulator so far. Masked
-    scores are -inf. largest: log2 of the largest P; the maximum is lowered by it.
+    scores: before the factor `scale`; masked scores are -inf. P = exp2(scores * scale * log2(e) - new row_max),
+    float32. row_max: [rows], the maximum so far in base 2. row_sum: [rows, PARTIAL_COLUMNS], partial sums of P so far.
+    alpha: [rows], the factor for the caller's earlier sum of P @ value. largest: log2 of the largest P that may occur;
+    row_max is lower than the largest score by it.
     """
     factor = scale * LOG2E
     top = scores.max(axis=1) * factor
@@ -59,7 +63,11 @@ def step(scores, row_max, row_sum, scale, largest: float = 0.0):
 
 
 def natural_step(scores, row_max, row_sum):
-    """(P, new row_max, new row_sum, alpha) as `step` returns them, for scores and a maximum in natural units."""
+    """(P, new row_max, new row_sum, alpha) after a block of scores [rows, keys] in natural units; row_max is too.
+
+    P = exp(scores - new row_max), float32. Masked scores are -inf. row_sum: [rows, PARTIAL_COLUMNS], partial sums of P.
+    alpha: [rows], the factor for the caller's earlier sum of P @ value.
+    """
     new = jnp.maximum(row_max, scores.max(axis=1))
     alpha = jnp.exp2((row_max - new) * LOG2E)
     p = jnp.exp2((scores - lax.broadcast_in_dim(new, scores.shape, [0])) * LOG2E)
@@ -69,9 +77,12 @@ def natural_step(scores, row_max, row_sum):
 def lazy_step(scores, row_max, row_sum, scale, largest: float, limit: float, any_above):
     """(P, new row_max, new row_sum, alpha, rises), where the maximum is renewed only if P would rise above 2**limit.
 
-    rises: a bool scalar, whether the maximum was renewed; only then is alpha the factor for the accumulator. The other
-    arguments are as in `step`. any_above(values [rows, PARTIAL_COLUMNS], limits [rows]): whether any value is above its
-    row's limit, for all threads that branch together.
+    P = exp2(scores * scale * log2(e) - new row_max), float32. scores: [rows, keys], before the factor `scale`; masked
+    scores are -inf. row_max: [rows], in base 2. row_sum: [rows, PARTIAL_COLUMNS], partial sums of P. rises: a bool
+    scalar, whether the maximum was renewed. Only then is alpha, [rows], the factor for the caller's earlier sum of P @
+    value; otherwise alpha has no meaning. largest: log2 of the largest P just after the maximum is renewed.
+    any_above(values [rows, PARTIAL_COLUMNS], limits [rows]): whether any value is above its row's limit, one result for
+    all threads that branch together.
     """
     factor = scale * LOG2E
     tops = _tree(jnp.maximum, _parts(scores)) * factor
@@ -92,7 +103,8 @@ def lazy_step(scores, row_max, row_sum, scale, largest: float, limit: float, any
 def bounded_step(scores, row_max, row_sum, scale: float):
     """(P, new row_sum) under a fixed maximum row_max: no search for the maximum, and no rescaling.
 
-    Valid if no score is more than room() above the maximum.
+    P = exp2(scores * scale * log2(e) - row_max), float32. row_max: [rows], in base 2. row_sum: [rows, PARTIAL_COLUMNS],
+    partial sums of P. Valid if no score, in base 2, is more than `headroom` of P's dtype above row_max.
     """
     p = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(row_max, scores.shape, [0]))
     return p, row_sum + _row_sums(p)
@@ -117,11 +129,12 @@ def _tree(combine, parts):
 
 
 def headroom(dtype) -> float:
-    """The largest rise, in base 2, of scores above the maximum of a row's first block for which bounded_step is valid.
+    """The headroom: the largest distance, in base 2, of a row's bound above the maximum of its first block.
 
-    dtype: of P in the matmul with V. bfloat16 has the exponents for a maximum this far above the scores: see
-    rescaled_to_bound(). float16 has not: there exp2(score - maximum) is at most 2**room. P and its sums can hold it,
-    because float16 values are below 2**16.
+    The bound is a value that no score of the row exceeds. Up to this distance, bounded_step may be used for the row's
+    other blocks. dtype: of P in the matmul with V. With bfloat16 the row's maximum is raised to the bound, and P
+    becomes as small as 2**-headroom, which bfloat16 can hold. With float16 the maximum stays, and P becomes as large as
+    2**headroom. P and its sums can hold that, because float16 values are below 2**16.
     """
     return 60.0 if dtype == jnp.bfloat16 else 15.0
 
@@ -129,11 +142,12 @@ def headroom(dtype) -> float:
 def rescaled_to_bound(p, row_max, row_sum, largest):
     """(P, row_max, row_sum) of a row's first block, changed to a maximum that no score of the row exceeds.
 
-    largest: an upper bound of the row's scores in base 2, at most room() above row_max. P is then at most 1, as with a
-    running maximum: a P of up to 2**room would overflow with values above 2**47, which bfloat16 has. A row's largest P
-    is above 2**-room / 2, so that it does not underflow with values above 1e-19. The lift is a whole number, so that a
-    P of 1 becomes a power of two, which bfloat16 holds exactly: if one key has nearly all the weight of a row, the
-    rounding of its P would be the largest error.
+    p, row_max, row_sum: of the first block, under its own maximum. largest: an upper bound of the row's scores in base
+    2, at most the headroom (`headroom`) of P's dtype above row_max. P is then at most 1, as with a running maximum: a P
+    of up to 2**headroom would overflow with values above 2**47, which bfloat16 has. A row's largest P is above
+    2**-headroom / 2, so that it does not underflow with values above 1e-19. The maximum rises by a whole number, so
+    that a P of 1 becomes a power of two, which bfloat16 holds exactly: if one key has nearly all the weight of a row,
+    the rounding of its P would be the largest error.
     """
     distance = jnp.maximum(largest - row_max, 0.0)
     whole = distance.astype(jnp.int32).astype(jnp.float32)
@@ -159,9 +173,10 @@ def norms(parts):
 
 
 def with_sink(row_max, row_sum, sink, *, natural: bool = False):
-    """(new row_max, new row_sum, factor for the accumulator) after a sink logit joins the denominator.
+    """(new row_max, new row_sum, factor for the caller's earlier sum of P @ value) after a sink joins the denominator.
 
-    sink: a logit in natural units, per row. natural: row_max is in natural units, not in base 2.
+    sink: a logit in natural units, per row. row_sum: [rows, PARTIAL_COLUMNS], partial sums of P. natural: row_max is in
+    natural units, not in base 2.
     """
     sink = sink if natural else sink * LOG2E
     exp2 = lambda x: jnp.exp2(x * LOG2E if natural else x)

@@ -242,7 +242,12 @@ def _row(compute_capability: Capability, implementation: str, table: str, reques
 def _cached_row(
     specs: BlockSpecs, compute_capability: Capability, implementation: str | None, table: str, request: Hashable
 ) -> tuple[Any, str]:
-    """(the first row of a table of `specs` that applies to a call, its origin in words)."""
+    """(the first row of a table of `specs` that applies to a call, its origin in words).
+
+    compute_capability: of the call's device; None without a GPU. implementation: only rows of this one; None: of any.
+    table: a field's name in BlockSpecs. request: the facts of the call that the table's rows compare. Raises
+    LookupError if no row applies.
+    """
     row = first(getattr(specs, table), implementation, request)
     return row, _source("rows", _owner(specs, table, row), specs, compute_capability, row.measured_on)
 

@@ -474,15 +474,16 @@ class NormBackwardTriton:
 class NormSm90:
     """Blocks of a Hopper kernel of layer_norm or rms_norm, forward or backward.
 
-    row_warps: warps that work on one row, 1, 4, 8 or 16; the kernel picks another number if they do not divide the
-      columns.
+    row_warps: warps of a CTA that work on one row, 1, 4, 8 or 16. The kernel takes another number if a warp's part of
+      the row would not be whole lines of 128 columns, or would be too long for a warp's registers.
     warpgroups: the number of warpgroups of a CTA. Each has a ring of stages in shared memory, a block of rows in each.
-    stages: the largest number of stages; fewer if shared memory lacks room.
-    turns: blocks that a forward's warpgroup takes before its CTA ends and the SM starts another CTA. 0: one CTA per SM,
-      which takes blocks until none is left.
-    claims: with turns=0, warpgroups claim blocks one by one instead of having equal shares; needs three stages or more.
-    cluster: CTAs of a forward that work on one row. Each has an equal part of the row's columns, by row_warps warps,
-      and takes `turns` blocks.
+    stages: the largest number of stages; fewer if shared memory or the 32 barriers of an array, one per stage and
+      warpgroup, do not suffice.
+    turns: the most blocks of rows that a group of warpgroups (all that work on the same row) takes before its CTA ends
+      and the SM starts another CTA. 0: one CTA per SM, which takes blocks until none is left.
+    claims: with turns=0, groups claim blocks one by one instead of having equal shares; needs three stages or more.
+    cluster: the number of CTAs of a forward that work on one row; 1 for a backward. Each has an equal part of the row's
+      columns, by row_warps warps, and takes up to `turns` blocks. The kernel takes 1 if the columns do not allow it.
     """
 
     row_warps: int

@@ -61,7 +61,8 @@ def named_barrier(kind: str, index: int, threads: int) -> None:
     """Issues the PTX instruction bar.sync or bar.arrive on a hardware barrier.
 
     kind: "sync" also waits, "arrive" does not. index: of the barrier, 0 to 15. threads: the number of threads that
-    arrive, whose count completes the barrier. An mbarrier would be polled, which is slower.
+    complete the barrier when they have issued either instruction; a multiple of 32. An mbarrier would be polled, which
+    is slower.
     """
 
     @plgpu.inline_mgpu(arg_types=(), return_type=None)
@@ -114,8 +115,9 @@ def cluster_barrier() -> None:
 def count_up(counter_ref, out_ref, first: int = 0, *, release: bool = False) -> None:
     """Adds 1 to a counter, atomically, and writes first + the counter's old value to out_ref[0].
 
-    counter_ref: int32 [1] in device memory. One thread of the calling warpgroup adds. release: whether threads that
-    count later see the calling thread's earlier writes to device memory.
+    counter_ref: int32 [1] in device memory. out_ref: int32 [1] in shared memory. One thread of the calling warpgroup
+    adds and writes; the caller has to make the write visible to other threads. release: whether threads that count
+    later see the calling thread's earlier writes to device memory.
     """
     if interpreter.INTERPRETED:
         count = counter_ref[0]

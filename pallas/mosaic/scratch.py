@@ -16,10 +16,17 @@ __all__ = ["barrier_ref", "smem_ref"]
 
 
 def smem_ref(shape: Sequence[int], dtype: DTypeLike, *, transforms: Sequence[Any] = ()) -> Ref:
-    """A request for an array in shared memory, typed as its ref. transforms: tiling and swizzle of the array."""
+    """A request to pl.run_scoped for an array in shared memory. transforms: tiling and swizzle of the array.
+
+    Type checkers see the request as the Ref that the kernel receives for it.
+    """
     return cast(Ref, plgpu.SMEM(shape, dtype, transforms=transforms))
 
 
 def barrier_ref(*, num_arrivals: int = 1, num_barriers: int = 1) -> Barrier:
-    """A request for an array of barriers in shared memory. num_arrivals: the arrivals that complete a phase of each."""
+    """A request to pl.run_scoped for an array of barriers in shared memory.
+
+    num_arrivals: the arrivals that complete a phase of each barrier. Type checkers see the request as the Barrier that
+    the kernel receives for it.
+    """
     return cast(Barrier, plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers))

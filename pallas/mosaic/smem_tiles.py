@@ -20,8 +20,10 @@ from jax_kernels.pallas.mosaic.scratch import smem_ref
 class SmemTiles:
     """The layout in shared memory of 16-bit tiles [..., rows, columns], and the copies that load and store them.
 
-    The memory has shape [..., chunks, rows, width]: the columns are cut into chunks of `width`.
+    The memory has shape [..., chunks, rows, width]: the columns are cut into chunks of `width` neighbouring columns.
+    Without any_rows, one chunk has all columns.
 
+    columns: the number of columns of a tile.
     any_rows: whether the arrays in device memory may have a number of rows that is not a multiple of 8. If so, a chunk
       has 64 columns, and each copy takes one chunk.
     whole: with any_rows, whether all columns are one chunk, because a wgmma takes them all. If so, each copy takes

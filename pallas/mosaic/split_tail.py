@@ -37,7 +37,7 @@ class SplitTail:
 
     @classmethod
     def none(cls, tiles: int) -> "SplitTail":
-        """The assignment of one CTA to each tile. Its number of steps is not used."""
+        """The assignment of one CTA to each tile, without splits. Its methods about steps have no meaning."""
         return cls(tiles, 1, tiles, 1)
 
     @classmethod
@@ -79,10 +79,11 @@ class SplitTail:
         return jnp.where(cta < self.whole, self.steps, end - self.first(cta))
 
     def shared(self, *shape: int, warpgroups: int) -> dict[str, Any]:
-        """New arrays in device memory, zeros, with which the parts of a tile are added; None if no tile is split.
+        """New arrays in device memory, zeros, with which the parts of a tile are added: {"sums": ..., "arrived": ...}.
 
-        sums: float32 [split tiles, *shape], to which the parts add their results. arrived: int32
-        [split tiles, warpgroups], in which each warpgroup counts the parts that have added.
+        sums: float32 [split tiles, *shape], to which the parts add their results. arrived: int32 [split tiles,
+        warpgroups], in which each warpgroup counts the parts that have added. Both are None if no tile is split. shape:
+        of the result of one tile. warpgroups: the number of warpgroups of a CTA that add.
         """
         if self.parts == 1:
             return {"sums": None, "arrived": None}

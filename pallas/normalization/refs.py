@@ -10,7 +10,7 @@ __all__ = ["NormGradientRefs", "NormInputRefs", "NormResultRefs"]
 class NormInputRefs(Protocol):
     """The inputs of a norm in device memory, as refs; None for arrays that the call lacks.
 
-    The fields are like the arrays of NormInputs.
+    x, and residual, which is added to it: all rows. scale, bias: of each column. A kernel chooses how it shapes them.
     """
 
     x: Ref
@@ -22,7 +22,9 @@ class NormInputRefs(Protocol):
 class NormResultRefs(Protocol):
     """The results of a norm's forward in device memory, as refs; None for results that the call lacks.
 
-    The fields are like the arrays of NormResult.
+    out: the normalised rows. total: x + residual. mean, inverse, out_scale: a float32 value for each row: its mean, the
+    inverse of its standard deviation (rms_norm: of its root mean square), and the factor of an 8-bit out. A kernel
+    chooses how it shapes them.
     """
 
     out: Ref
@@ -33,7 +35,11 @@ class NormResultRefs(Protocol):
 
 
 class NormGradientRefs(Protocol):
-    """The gradients of a norm in device memory, as refs; scale and bias are None if the call lacks that weight."""
+    """The arrays that a norm's backward kernel writes, as refs in device memory.
+
+    x: the gradient of x. scale, bias: the sums of each CTA's or program's rows for the weight's gradient, which are
+    added up after the kernel; None if the call lacks that weight.
+    """
 
     x: Ref
     scale: Ref

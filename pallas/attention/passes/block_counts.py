@@ -19,7 +19,9 @@ LEAST_ROWS = 16
 def takes(shape: tuple[int, ...], block_q: int, block_kv: int) -> bool:
     """Whether this kernel can count a bool array of this shape [B, H, T, S]; if not, XLA has to.
 
-    It needs block sizes that give Triton tensors (powers of two), and an array that Triton can address.
+    It needs a block_kv that is a power of two and at most S, and a block_q with a large enough factor of two. A program
+    must have room for its rows of a block, and T at least as many rows. Triton must be able to address the array, and
+    CUDA's grid must have room for the programs.
     """
     batch, heads, q_length, kv_length = shape
     rows, columns = _tile(kv_length, block_q, block_kv)

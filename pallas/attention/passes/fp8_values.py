@@ -25,8 +25,9 @@ def transposed(
     """The values transposed and padded with zeros: [B, Hkv, Dv rounded up to 64, S rounded up to 128], in the same
     dtype.
 
-    In every 16 keys, the key at index i is key KEY_ORDER[i]. value: [B, S, Hkv, Dv], an 8-bit type. kv_lengths: values
-    of keys at or past this length become zeros; None: all S keys count.
+    The result also permutes the keys: index 16 * n + i of its last axis has key 16 * n + KEY_ORDER[i]. In this order a
+    thread has the values of P that it has to pass to the 8-bit matmul with the values. value: [B, S, Hkv, Dv], an 8-bit
+    type. kv_lengths: values of keys at or past this length become zeros; None: all S keys count.
     """
     batch, kv_length, kv_heads, head_dim = value.shape
     columns, rows = pl.cdiv(kv_length, BLOCK) * BLOCK, pl.cdiv(head_dim, 64) * 64
@@ -64,7 +65,12 @@ def transposed(
 
 
 def _by_xla(value: jax.Array, kv_lengths: jax.Array | None, rows: int, columns: int) -> jax.Array:
-    """The result of `transposed` with `rows` rows and `columns` keys, by XLA: for arrays that Triton cannot address."""
+    """Transposes, pads and permutes the values by XLA: for arrays that Triton cannot address.
+
+    value: [B, S, Hkv, Dv]. kv_lengths: values of keys at or past this length become zeros; None: all S keys count.
+    Returns [B, Hkv, rows, columns]: Dv padded to `rows`, S padded to `columns`. Index 16 * n + i of the last axis has
+    key 16 * n + KEY_ORDER[i].
+    """
     batch, kv_length, kv_heads, head_dim = value.shape
     if kv_lengths is not None:
         exists = jnp.arange(kv_length) < kv_lengths[:, None]

@@ -20,7 +20,11 @@ WARPS = 4
 
 
 def takes(pairs: int, columns: int) -> bool:
-    """Whether this kernel can pack a mask of `pairs` bools into blocks of `columns` columns; if not, XLA has to."""
+    """Whether this kernel can pack a bool mask for blocks of `columns` columns; if not, XLA has to.
+
+    It can if `columns` is a power of two, 8 or more, and if Triton can address the mask. pairs: the number of elements
+    of the whole array, over all batch entries and heads. columns: block_kv, or block_q of a transposed mask.
+    """
     return columns & (columns - 1) == 0 and columns % PART == 0 and reaches(pairs, itemsize=1)
 
 

@@ -22,9 +22,10 @@ from jax_kernels.pallas.varying import result_types
 
 
 class Shape(NamedTuple):
-    """The size of a program: the number of elements of its block of tokens, and its warps.
+    """The work of a Triton program: a block of neighbouring tokens (or of compact rows) of one head.
 
-    heads_first: neighbouring programs have neighbouring heads instead of neighbouring tokens.
+    elements: the number of tokens of the block times the padded head_dim. warps: of a program. heads_first: whether
+    neighbouring programs have neighbouring heads; otherwise they have neighbouring blocks of tokens.
     """
 
     elements: int
@@ -36,8 +37,9 @@ class Shape(NamedTuple):
         return self.elements // padded(head_dim)
 
     def axes(self, of_heads: Any, of_tokens: Any) -> tuple[Any, Any]:
-        """The arguments in the order of the grid's first two axes. They belong to the axis of heads and the axis of
-        tokens.
+        """Puts two values, one for heads and one for blocks of tokens, into the order of the grid's first two axes.
+
+        The reverse is the same function: two values in the grid's order give (of_heads, of_tokens).
         """
         return (of_heads, of_tokens) if self.heads_first else (of_tokens, of_heads)
 
@@ -70,13 +72,14 @@ class Rows(NamedTuple):
     compact arrays. The branch has entries base ... base + B * segments * folds - 1, which are an array [B * segments,
     folds, rows, in_entry, ...]: fold f has the compact heads f * in_entry ... (f + 1) * in_entry - 1.
 
-    Segment s has the tokens start + s * length ... start + (s + 1) * length - 1. Compact head c belongs to head h of
-    the array where first + c = part * h + nth. Row r of compact head c is token r * rate + offset + c // run of its
-    segment, or with a table the token that the table has in this slot.
+    Segment s has the tokens start + s * length ... start + (s + 1) * length - 1. `part` neighbouring compact heads
+    belong to one head of the array: compact head c to head (first + c) // part. `find` knows only the compact heads
+    where (first + c) % part is nth; so a branch has `part` maps. Slot r * rate + offset + c // run of a segment is row
+    r of compact head c. Without a table, slot i of a segment is its token i.
 
     classes: 0, or the number of the array's heads if the compact heads have all classes of a segment: compact head c is
-    then head c % classes of the array and class c // classes. table: index of the Table that gives the tokens of the
-    slots; -1 if slot i is token i.
+    then head c % classes of the array and class c // classes. table: the index, in the Compact's tables, of the Table
+    that gives the tokens of the slots; -1 without a table.
     """
 
     array: int
@@ -96,12 +99,11 @@ class Rows(NamedTuple):
     table: int = -1
 
     def find(self, tokens, head, batch_index, tables):
-        """The positions of tokens in the compact array: (bool, whether each token has a row; its entry; its row; its
-        head).
+        """(whether each token has a row, its entry, its row, its head within the entry): indices in the compact array.
 
-        tokens: int32 [block], indices along T. head, batch_index: scalars of the array. The returned head is counted
-        within the entry. tables: refs to each Table's slots, by token. Where a token has no row, the other results have
-        no meaning.
+        tokens: int32 [block], indices along T. head, batch_index: the tokens' head and batch entry in the array [B, T,
+        heads, ...]. tables: a ref to the `places` of each of the Compact's tables. The results are [block], except that
+        the head is a scalar without `classes`. Where a token has no row, its entry, row and head have no meaning.
         """
         from_start = tokens - self.start
         segment, place = lax.div(from_start, self.length), lax.rem(from_start, self.length)
@@ -156,7 +158,8 @@ def merge(
     """(out [B, T, H, D], lse [B, H, T]): the branches' results merged at every token.
 
     compact: the layout of outs and lses. like: shape and dtype of out. share: the constant weight of every branch's
-    out; None: the weights are the softmax of the branches' lses. A token in no branch gets out = 0 and lse = -inf.
+    out; None: the weights are the softmax of the branches' lses. With both, lse is their log-sum-exp. A token in no
+    branch gets out = 0 and lse = -inf.
     """
     batch, length, heads, head_dim = like.shape
     rows = compact.rows
@@ -305,7 +308,9 @@ def _lines(x: jax.Array) -> jax.Array:
 def _load(ref: Any, place: Any, exists: Any, head_dim: int) -> jax.Array:
     """The rows of a block's tokens in a compact array, zeros for absent tokens: float32 [block, padded head_dim].
 
-    ref: the compact array. The second argument is the result of Rows.find. exists: bool, the tokens within the array.
+    ref: the compact array, [entries, rows, heads * D]. `place`: the tuple that Rows.find returns: whether each token
+    has a row, and the token's entry, row and head. exists: bool [block], the tokens within the array. A token without a
+    row counts as absent.
     """
     taken, entry, row, head = place
     shape = (len(row), padded(head_dim))

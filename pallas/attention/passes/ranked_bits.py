@@ -31,9 +31,10 @@ def packed(
 ) -> Int32[Array, "B H blocks rows 8"]:
     """The mask words of a Ranked mask: int32 [B, H, blocks of columns, rows padded to whole blocks, PART].
 
-    PART is 8, and bit i of word j is column i * 8 + j of its block of columns; words past the end are zeros. rows,
-    columns: the block size. Rows are queries and columns keys; if transposed, the reverse. The caller has checked
-    `takes`.
+    A Ranked mask keeps, for each query, the keys of an interval whose rank by score is at most the query's limit. B and
+    H are its batch and heads, where 1 means that all share an entry. PART is 8, and bit i of word j is column i * 8 + j
+    of its block of columns; words past the end are zeros. rows, columns: the block size. Rows are queries and columns
+    keys; if transposed, the reverse. The caller has checked `takes`.
     """
     batch, heads, q_length, kv_length = mask.batch, mask.heads, mask.last.shape[2], mask.rank.shape[2]
     row_count, column_count = (kv_length, q_length) if transposed else (q_length, kv_length)

@@ -19,9 +19,9 @@ WARPS = 4
 
 
 def longest(x: Float[Array, "B T H D"], *, interpret: bool, entries: int | None = None) -> Float32[Array, "entries H"]:
-    """The largest squared norm of a row of x [B, T, heads, D], for each batch entry and head.
+    """The largest squared Euclidean norm, over T, of the vectors x[b, t, h]: float32 [entries, heads].
 
-    entries: returns only the first batch entries; None: all.
+    x: [B, T, heads, D]. entries: the number of batch entries, from the first on, to return; None: all.
     """
     batch, length, heads, head_dim = x.shape
     batch = batch if entries is None else entries

@@ -83,8 +83,10 @@ def attention_backward(
 def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
     """[dkey, dvalue, *sums by key] from the pass whose programs own blocks of keys.
 
-    bounds, q_ids, kv_ids: the result of common.limiting_arrays. lse: in the units of TracedCall.exp2. operands: of the
-    score_mod. sums by key: for each operand with an axis of keys, its gradient summed over queries, [B, H, S] float32.
+    bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
+    q_ids, kv_ids: segment ids, or None. lse: in base 2, or in natural units if call.may_mask. operands: of the
+    score_mod, empty without one. sums by key: for each operand with an axis of keys that has a gradient, its gradient
+    summed over queries, [B, H, S] float32.
     """
     block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
     # All queries of the query heads of this key head; without an axis of heads if the group has one head.
@@ -202,9 +204,10 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
 def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
     """[dquery, *sums by query] from the pass whose programs own blocks of queries.
 
-    bounds, q_ids, kv_ids: the result of common.limiting_arrays. lse: in the units of TracedCall.exp2. operands: of the
-    score_mod. sums by query: for each operand without an axis of keys that has a gradient, its gradient summed over
-    keys, [B, H, T] float32.
+    bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
+    q_ids, kv_ids: segment ids, or None. lse: in base 2, or in natural units if call.may_mask. operands: of the
+    score_mod, empty without one. sums by query: for each operand without an axis of keys that has a gradient, its
+    gradient summed over keys, [B, H, T] float32.
     """
     programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands)
     rows: dict[str, Any] = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}

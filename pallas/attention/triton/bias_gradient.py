@@ -141,11 +141,12 @@ def bias_gradient(
 
 
 def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, pairs, call, config, *, far=None):
-    """The gradient of inputs.bias, with its shape and dtype; the bias is padded by common.aligned.
+    """The gradient of inputs.bias, with its shape and dtype.
 
-    bounds, q_ids, kv_ids: the result of common.limiting_arrays. lse: in natural units. pairs: a mask's Pairs, or None.
-    far: [B, Hkv] int32, nonzero for key heads that have queries with a gradient; other heads are skipped. None: all
-    have.
+    The caller has padded the last axis of inputs.bias to a multiple of 8, and drops the same columns of the gradient.
+    bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
+    q_ids, kv_ids: segment ids, or None. lse: in natural units. pairs: a mask's Pairs, or None. far: [B, Hkv] int32,
+    nonzero for key heads that have queries with a gradient; other heads are skipped. None: all have.
     """
     bias, batch = inputs.bias, inputs.query.shape[0]
     q_rows, kv_rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)

@@ -33,11 +33,14 @@ type Limiting = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
 class Refs(NamedTuple):
     """The arrays of a kernel, as Refs in device memory; None if the call lacks one.
 
-    mask, entries, words: the mask, see bias_gradient.Pairs. q_ids, kv_ids: segment ids. ranges: for the blocks that the
-    programs own, the blocks that they may attend to (block_ranges.segment_ranges). bounds: the limits of each batch
-    entry (block_ranges.bounds_array). lse (base 2, or natural units if TracedCall.may_mask), delta, excess: of the
-    backward. operands: values that a score_mod reads. sums: gradients so far, and far: key heads with large rows, both
-    of large_lse_rows.py. outs: the arrays that the kernel writes.
+    mask: bool [B or 1, H or 1, T or 1, S or 1]. entries: int32 [B or 1, H or 1, blocks of queries, blocks of keys]:
+    whether a block is dead or full, else its index in `words`, which has the bits of its pairs. q_ids, kv_ids: segment
+    ids. ranges: int32 [B, blocks, 4]: for each block that a program may own, the range of blocks with which it shares
+    segments, and the range of blocks with only its own segment. bounds: int32 [B, 2 or 3]: the position of query 0, the
+    number of keys, and the first query with keys. lse (base 2, or natural units if TracedCall.may_mask), delta, excess:
+    float32 of each query, for a backward. operands: values that a score_mod reads. Only for the gradients of large
+    rows: sums, the gradients so far of query, key and value; and far, int32 [B, Hkv], nonzero for key heads with large
+    rows. outs: the arrays that the kernel writes.
     """
 
     query: Ref
@@ -139,7 +142,10 @@ class TracedCall:
         return LOG2E * (self.options.scale if self.options.softcap is None else self.options.softcap)
 
     def limits(self, refs: Refs, batch_index: Index) -> block_ranges.Limits:
-        """The limits of the keys of a batch entry, for use inside a kernel."""
+        """The limits of the keys of a batch entry, for use inside a kernel: bounds, causal mask and window.
+
+        Segments are not among them.
+        """
         return block_ranges.limits(
             refs.bounds,
             batch_index,
@@ -199,13 +205,17 @@ class TracedCall:
         return result
 
     def in_units(self, x: jax.Array) -> jax.Array:
-        """x, such as lse in natural units, times log2(e), or x itself if may_mask. `exp2` subtracts values in these
-        units.
+        """Converts x, such as lse, from natural units to the units in which `exp2` subtracts it.
+
+        These are base 2 (x * log2(e)), or natural units (x itself) if may_mask.
         """
         return x if self.may_mask else x * LOG2E
 
     def shrinking(self, row_max: jax.Array, new: jax.Array) -> jax.Array:
-        """The factor for a row's sums so far, when its maximum grows from row_max to `new`."""
+        """The factor for a row's sums so far, when its maximum grows from row_max to `new`.
+
+        Both maxima are in base 2, or in natural units if may_mask.
+        """
         return jnp.exp2((row_max - new) * LOG2E if self.may_mask else row_max - new)
 
     def exp2(self, x: jax.Array, shift: jax.Array, excess: jax.Array | None = None) -> jax.Array:
@@ -284,9 +294,11 @@ def run(
 
 
 def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> Limiting:
-    """(bounds, segment ids of queries, of keys) as the kernels read them; None for arrays that the call lacks.
+    """(bounds, segment ids of queries, segment ids of keys) as the kernels read them; None for absent arrays.
 
-    bounds: the limits of each batch entry, the result of block_ranges.bounds_array.
+    bounds: int32 [B, 2 or 3]: for each batch entry the position of query 0, the number of keys that count, and with
+    inputs.reach the first query that has keys. None if tracing knows them all. Negative ids are replaced such that they
+    equal no other id.
     """
     bounds = block_ranges.bounds_array(inputs, options)
     if inputs.q_segment_ids is None:
@@ -324,9 +336,9 @@ def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
 class QueryPrograms:
     """The operands of a kernel whose programs (i, h, b) own a block of queries of head h of batch entry b each.
 
-    A program loops over the keys. limiting: the result of limiting_arrays. operands: the arrays that a score_mod reads.
-    Attributes: `grid`; `ins`, the inputs for `run`; `q_block`, the function from i to the block of queries; `row_spec`,
-    the BlockSpec of an array [B, H, T].
+    A program loops over the keys. limiting: (bounds, segment ids of queries, segment ids of keys), as limiting_arrays
+    returns them. operands: the arrays that a score_mod reads. Attributes: `grid`; `ins`, the inputs for `run`;
+    `q_block`, the function from i to the block of queries; `row_spec`, the BlockSpec of an array [B, H, T].
     """
 
     def __init__(
@@ -473,7 +485,9 @@ class Queries(NamedTuple):
 def block_loop[State](blocks: block_ranges.BlockRange, step: Callable[..., State], state: State) -> State:
     """The last state of a loop over the blocks: first the partial blocks, then the full blocks.
 
-    Each iteration is state = step(index, state, partial=...), where index numbers the visits.
+    Each iteration is state = step(index, state, partial=...). index: the number of the visit, from 0 on; the visited
+    block is blocks.at(index). partial: a Python bool, whether the loop is the one over partial blocks. All partial
+    blocks of the range have to come first: blocks.last is 0.
     """
     nothing = lambda first, last: first is last or (isinstance(first, int) and isinstance(last, int) and first >= last)
     for first, last, partial in ((0, blocks.partial, True), (blocks.partial, blocks.count, False)):

@@ -36,8 +36,12 @@ MERGED_AT_ONCE = 16
 class Refs(NamedTuple):
     """The arrays of the kernel; None if the call lacks one.
 
-    lengths: [B] int32. tables: [pages of a sequence] int32, of the program's sequence. sinks: [rows of a tile] float32.
-    mask, bias: the whole arrays. outs: out and lse.
+    A row is one query of one query head; a tile is the rows of one program, all of one key head.
+
+    query: [rows of a tile, D], of the program. key, value: all keys of the program's sequence and key head, [keys, D];
+    or all pages of the cache, [pages, page_size, D]. lengths: [B] int32. tables: [pages of a sequence] int32, of the
+    program's sequence. sinks: [rows of a tile] float32. mask, bias: the whole arrays. outs: out and lse of the
+    program's tile and split.
     """
 
     query: Ref
@@ -56,8 +60,9 @@ class TracedCall:
     """The static facts of a call, with which the kernel is traced.
 
     left: the number of keys before its own that a query attends to, -1 for all. group: query heads per key head.
-    capacity: the number of keys that a sequence has room for. tile: the number of rows of a program. splits: the number
-    of splits of a sequence's keys. page_size: None if the keys of a sequence are contiguous.
+    capacity: the number of keys that a sequence has room for. tile: the number of rows of a program, where a row is one
+    query of one query head of the program's key head. splits: the number of splits of a sequence's keys. page_size:
+    None if the keys of a sequence are contiguous.
     """
 
     batch: int
@@ -97,8 +102,9 @@ def attention_decode(
 
     The queries are the last T of kv_lengths keys. key, value: a contiguous cache, or pages if block_tables, int32, has
     the pages of each sequence; 16-bit. sinks: logits that join the softmax's denominator. mask, bias: [n, H or 1, T or
-    1, S] or None; each of the n entries serves B / n consecutive sequences. left: the number of keys before its own
-    that a query attends to, -1 for all. scale: positive. config: the block spec row.
+    1, S] or None; each of the n entries serves B / n consecutive sequences. mask: True keeps a pair. bias: added to the
+    scores in natural units. A query without keys has out = 0, and lse = -inf unless it has a sink. left: the number of
+    keys before its own that a query attends to, -1 for all. scale: positive. config: the block spec row.
     """
     batch, q_length, heads, head_dim = query.shape
     kv_heads, v_head_dim = key.shape[2], value.shape[3]
@@ -186,6 +192,8 @@ def attention_decode(
 def merge(out, lse, query, *, interpret) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32) over all keys, from results over parts of the keys.
 
+    A row is one query of one of the H / Hkv query heads of a key head: row t * H / Hkv + g is query t of head g.
+
     out: [B, Hkv, parts, rows, Dv] float32. lse: [B, Hkv, parts, rows or more] float32, natural log. query: [B, T, H,
     D], only for its shape and dtype.
     """
@@ -265,7 +273,8 @@ def _load_block(call: TracedCall, ref: Ref, page: Any, start: Index, length: Ind
     """Keys (or values) start ... start + block_kv - 1 of a sequence, zeros from `length` on: [block_kv, padded
     head_dim].
 
-    page: the result of _load_pages for this block.
+    ref: the keys of one key head, [keys, D], or [pages, page_size, D]. page: the page of all these keys, a scalar; or
+    the page of each key, [block_kv]. It is not used for contiguous keys.
     """
     block_kv, page_size = call.block_kv, call.page_size
     if page_size is None:
@@ -281,10 +290,10 @@ def _load_block(call: TracedCall, ref: Ref, page: Any, start: Index, length: Ind
 
 
 class _Rows(NamedTuple):
-    """The rows of a program, as it looks them up in a mask or bias.
+    """The rows of a program, as it looks them up in a mask or bias. A row is one query of one query head.
 
-    entry: the sequence. entries: the number of sequences. head, query: [tile] int32, the query head and the query of
-    each row.
+    entry: the index of the program's sequence. entries: the number of sequences of the call. head, query: [tile] int32,
+    the query head and the query of each row.
     """
 
     entry: Any

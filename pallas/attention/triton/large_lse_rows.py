@@ -86,8 +86,10 @@ def _added(
 ) -> AttentionGradients:
     """The gradients, with large rows' gradients of query, key and value added in one launch.
 
-    limiting: the result of limiting_arrays. rows: (dout, lse, delta, excess), where lse is inf for rows that are not
-    far. far: int32 [B, Hkv], 1 for key heads with large rows. programs: the approximate number of programs.
+    limiting: (bounds, segment ids of queries, segment ids of keys), as limiting_arrays returns them. rows: (dout, lse,
+    delta, excess), where lse is inf for queries that are not large rows. pairs: a mask's Pairs, or None. far: int32 [B,
+    Hkv], 1 for key heads with large rows. gradients: without large rows; also the memory of the result. programs: the
+    most programs to launch, but at least one for each key head of each batch entry.
     """
     (query, key, value), (bounds, q_ids, kv_ids), (dout, lse, delta, excess) = inputs[:3], limiting, rows
     # All queries of the query heads of a key head; without an axis of heads if the group has one head.
@@ -142,7 +144,7 @@ def _kernel(refs: Refs, *, call: TracedCall, splits: int):
     split, kv_head, batch_index = (pl.program_id(axis) for axis in range(3))
 
     def of_split(blocks: int, program: Any) -> None:
-        """program(block) for every block of this split."""
+        """Calls program(index of a block) for every block that this program has, of `blocks` blocks."""
         count = lax.div(blocks - 1 - split, jnp.int32(splits)) + 1
         lax.fori_loop(0, count, lambda n, _: program(split + n * splits), None)
 
@@ -167,9 +169,10 @@ def _row_of_head(ref: Ref, head: Index, group: int, rows: Slice) -> Ref:
 def _tile(
     refs: Refs, call: TracedCall, batch_index: Index, kv_head: Index, head: Index, q_index: Index, kv_index: Index
 ):
-    """(query, key, dout, P, dS) of a tile of one head of the group. P is zero in rows that are not far.
+    """(query, key, dout, P, dS) of a block of queries by a block of keys, of one query head.
 
-    head: index of the query head within the group of kv_head.
+    P and dS are [block_q, block_kv], zero for queries that are not large rows. head: the index of the query head within
+    the group of query heads that share kv_head. q_index, kv_index: the indices of the blocks.
     """
     group, q_start, kv_start = call.group, q_index * call.block_q, kv_index * call.block_kv
     queries, keys = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
@@ -196,8 +199,10 @@ def _tile(
 
 
 def _key_program(refs: Refs, call: TracedCall, kv_index: Index, tile: Any) -> None:
-    """Adds the gradients of a block of keys and values from all large rows. tile: `_tile` without its first four
-    arguments.
+    """Adds the contributions of all large rows to the gradients of a block of keys and of its values.
+
+    kv_index: the index of the block of keys. tile(head, q_index, kv_index) returns (query, key, dout, P, dS) of a block
+    of queries by a block of keys; head is an index within the group.
     """
 
     def step(index, state):
@@ -218,7 +223,9 @@ def _key_program(refs: Refs, call: TracedCall, kv_index: Index, tile: Any) -> No
 def _query_program(refs: Refs, call: TracedCall, index: Index, tile: Any) -> None:
     """Adds dquery of the large rows of a block of queries, from all keys.
 
-    index: of the block among the blocks of all heads of the group. tile: `_tile` without its first four arguments.
+    index: of the block of queries among the blocks of all heads of the group, one head after another. tile(head,
+    q_index, kv_index) returns (query, key, dout, P, dS) of a block of queries by a block of keys; head is an index
+    within the group.
     """
     head, q_index = lax.div(index, jnp.int32(call.q_blocks)), lax.rem(index, jnp.int32(call.q_blocks))
 

@@ -79,8 +79,9 @@ def tile_scores(
     """(the scores of a tile before the mask, their pullback), inside a kernel.
 
     The scores are float32 [queries, keys], or [keys, queries] if transposed; times TracedCall.factor they are in base
-    2, or natural units if TracedCall.may_mask. load: loads this tile of an array of Refs: [queries or 1, keys or 1].
-    at: the batch entry, the head, the first query and the first key.
+    2, or natural units if TracedCall.may_mask. load(ref) loads this tile of the bias or of an operand of the score_mod:
+    [queries or 1, keys or 1]. q, k: the tile's queries and keys, [rows, padded head_dim]. at: the batch entry, the
+    head, the first query and the first key.
 
     pullback: maps P and the gradient of the scores to (the gradient of query @ key^T * scale, the gradients of the
     operands, each in the scores' shape, None for an operand without gradient).

@@ -51,6 +51,8 @@ REGISTERS = {1: (232, 40), 2: (232, 40), 4: (112, 32)}
 class Smem:
     """A CTA's shared memory: stages of a step's operands, with barriers.
 
+    A chunk is `width` (32 or 64) neighbouring columns of x; width is also the last axis of x's memory.
+
     x: [stages, chunks, rows, width]. The rows from m on are never written; the results of these rows are never read.
     w: for each matmul, stored weights [stages, columns, bytes]. scale: for each matmul, [stages, scales of a step,
       columns]; an empty list if a column has a single scale.
@@ -116,10 +118,10 @@ class Smem:
 class Inputs[A: jax.Array | Ref]:
     """The kernel's arrays, or their refs in device memory.
 
-    x: [m, k]; with one more row, of zeros, if m is odd and a chunk has 32 values. weights: for each matmul, stored
-    values [n, bytes]. scales: for each matmul, [groups, n], or [n] if a column has one scale. rest: a MatmulInputs with
-    only bias and residual if the kernel runs the epilogue, else None. exchange: for the interpreter, if CTAs of a
-    cluster exchange sums: float32 [work tiles, matmuls, splits, columns, rows]; else None.
+    x: [m, k]; with one more row, of zeros, if m is odd and x is loaded in chunks of 32 columns. weights: for each
+    matmul, stored values [n, bytes]. scales: for each matmul, [groups, n], or [n] if a column has one scale. rest: a
+    MatmulInputs with only bias and residual if the kernel runs the epilogue, else None. exchange: for the interpreter,
+    if CTAs of a cluster exchange sums: float32 [work tiles, matmuls, splits, columns, rows]; else None.
     """
 
     x: A
@@ -155,9 +157,9 @@ def matmul(
 ) -> MatmulResult:
     """Computes activation(x @ w + bias) * (x @ w_up) + residual on Hopper, for low-bit w and w_up.
 
-    Terms that the call lacks are left out. x has at most MOST_ROWS rows, or half of them with a w_up. N is a multiple
-    of 64, and the stored bytes of a column are a multiple of 128. core_count: the number of SMs. interpret: runs the
-    kernel in JAX's interpreter.
+    Terms that the call lacks are left out. x has at most MOST_ROWS (64) rows, with a w_up half as many. N is a multiple
+    of 64, and the stored bytes of a column of w are a multiple of 128. core_count: the number of SMs. interpret: runs
+    the kernel in JAX's interpreter.
     """
     assert options.low_bit is not None
     weights = [w for w in (inputs.w, inputs.w_up) if w is not None]
@@ -228,7 +230,10 @@ def _as_bytes(x: jax.Array) -> jax.Array:
 
 
 def _state(traits: LowBitTraits, inputs: Inputs[Ref], results: Any, smem: Smem) -> Kernel:
-    """The state of the calling CTA. results: refs of the results if traits.joins, else of the splits' sums."""
+    """The state of the calling CTA.
+
+    results: if traits.joins a MatmulResult of refs, else for each matmul the ref of the splits' sums.
+    """
     cta = lax.axis_index("cta")
     if traits.joins:
         split = lax.axis_index(CLUSTER) if traits.splits > 1 else jnp.int32(0)
@@ -324,9 +329,10 @@ def _multiply(kernel: Kernel, wg: Index) -> None:
 
 
 def _join(kernel: Kernel, wg: Index, sums: list[jax.Array], columns: Slice) -> None:
-    """Adds the sums of all CTAs of the cluster, and runs the epilogue of a warpgroup's columns in one of them.
+    """Adds the sums of all CTAs of the cluster for warpgroup wg's columns, and runs the epilogue in one of the CTAs.
 
-    sums: for each matmul, the CTA's float32 sums [64 columns, rows]. columns: the slice of the result's columns.
+    All CTAs of the cluster call it. Without a cluster, only the epilogue is left. sums: for each matmul, the calling
+    CTA's float32 sums [64 columns, rows]. columns: the slice of the result's columns.
     """
     traits, smem, inputs, results = kernel.traits, kernel.smem, kernel.inputs.rest, kernel.results
     assert inputs is not None

@@ -36,7 +36,9 @@ class Part(NamedTuple):
 class LowBitTraits:
     """The static facts of a launch that multiplies x [m, k] by the transpose of low-bit weights [n, k].
 
-    dtype: of x. weights: the number of weight matrices: 1, or 2 for a gated unit.
+    dtype: of x. weights: the number of weight matrices: 1, or 2 for a gated unit. layout: the format of the weights.
+    core_count: the number of SMs. A chunk is `width` (32 or 64) neighbouring columns of x, which are multiplied
+    together.
     """
 
     options: MatmulOptions
@@ -88,18 +90,18 @@ class LowBitTraits:
 
     @property
     def joins(self) -> bool:
-        """Whether the CTAs that split a work tile's inner dimension are a cluster, and run the tile's epilogue.
+        """Whether the kernel runs the epilogue. CTAs that split a work tile's inner dimension are then a cluster.
 
-        This needs config.cluster_join, and an activation that the kernel can compute. Otherwise a second launch adds
-        their sums and runs the epilogue.
+        This needs config.cluster_join, and an activation that the kernel can compute. It may also be True if no work
+        tile is split. Otherwise a second launch adds the splits' sums and runs the epilogue.
         """
         return self.config.cluster_join and elementwise.why_not(self.options.activation) is None
 
     @property
     def most_splits(self) -> int:
-        """The number of CTAs per work tile with which each SM has at most one CTA: at least 1, at most one per step.
+        """The largest number of CTAs per work tile with which each SM has at most one CTA: 1 up to the number of steps.
 
-        With `joins` it is a power of two up to 8.
+        It is 1 if there are more work tiles than SMs. With `joins` it is 1, 2, 4 or 8.
         """
         most = max(1, min(self.k_steps, self.core_count // self.tiles))
         return max(ctas for ctas in (1, 2, 4, 8) if ctas <= most) if self.joins else most
@@ -118,7 +120,9 @@ class LowBitTraits:
     def exchange(self) -> tuple[int, ...]:
         """The shape of the float32 shared memory in which a CTA receives the sums of the cluster's CTAs.
 
-        The axes are: matmuls, warpgroups of the CTA that add, sending CTAs, pairs of values of a thread, threads, 2.
+        Each CTA of the cluster adds the sums of some of the warpgroups. The axes are: matmuls; warpgroups whose sums
+        this CTA adds; CTAs that send sums; pairs of values that a thread has; threads of a warpgroup; the 2 values of a
+        pair.
         """
         of_cta = pl.cdiv(self.compute_wgs, self.splits)
         return self.weights, of_cta, self.splits, self.rows // 4, COLUMNS * 2, 2

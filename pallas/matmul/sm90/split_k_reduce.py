@@ -41,10 +41,10 @@ def exchange_sums(
 ) -> None:
     """Sends warpgroup wg's sums to the shared memory of CTA wg % splits of the cluster, and waits for all CTAs' sums.
 
-    totals: for each matmul, float32 [64 columns, rows]. exchange: the CTA's shared memory for received sums, [matmuls,
-    warpgroups of the CTA that add, sending CTAs, pairs of values, threads, 2]. split: the calling CTA's index in the
-    cluster. splits: the number of CTAs. ready: None; in the interpreter, a barrier of the cluster, and exchange is
-    device memory [matmuls, splits, columns of the work tile, rows].
+    totals: for each matmul, float32 [64 columns, rows]. exchange: the calling CTA's shared memory for received sums,
+    [matmuls, warpgroups whose sums this CTA adds, CTAs that send, pairs of values of a thread, threads, 2]. split: the
+    calling CTA's index in the cluster. splits: the number of CTAs. ready: None; in the interpreter, a barrier of the
+    cluster, and exchange is device memory [matmuls, splits, columns of the work tile, rows].
     """
     if interpreter.INTERPRETED:
         for i, total in enumerate(totals):

@@ -249,9 +249,10 @@ class Traits:
         return pl.cdiv(self.m_blocks, self.cluster) * self.n_blocks
 
     def place(self, index: Index, nth: Index = 0) -> WorkTile:
-        """The work tile of CTA `nth` of the cluster that takes the tiles of number `index`, from 0 up to `tiles`.
+        """The work tile of one CTA of a cluster.
 
-        The tile may lie below the last row.
+        index: the number of the cluster's work, 0 to tiles - 1: its CTAs take work tiles that lie one below the other.
+        nth: the index of the CTA in the cluster; 0 without clusters. In a cluster, the tile may lie below the last row.
         """
         rows = pl.cdiv(self.m_blocks, self.cluster)
         row, n_block = banded(index, rows, self.n_blocks, max(1, self.config.rows_together // self.cluster))
@@ -351,9 +352,10 @@ class Kernel:
     def for_each_tile(self, run, wg: Index | None = None) -> Index:
         """Calls run(tile, nth) for each work tile of the CTA, and returns the number of tiles.
 
-        tile: a WorkTile. nth: the number of the CTA's earlier tiles. wg: the index of the calling compute warpgroup;
-        None for the memory warpgroup. With pingpong a compute warpgroup takes only every second tile; the returned
-        number is then not exact.
+        tile: a WorkTile. nth: the number of the CTA's earlier tiles, of all warpgroups. wg: the index of the calling
+        compute warpgroup; None for the memory warpgroup. With pingpong each of n compute warpgroups takes only every
+        n-th tile, from tile wg on. The result is then nth of the tile that it would take next, which may be larger than
+        the number of tiles.
         """
         every = self.traits.compute_wgs if self.traits.config.pingpong and wg is not None else 1
 
@@ -387,6 +389,7 @@ class Kernel:
     def load_w(self, w: Ref, smem: Ref, ready: Barrier) -> None:
         """Starts to load a block of weights from device memory, w, to shared memory.
 
-        In a cluster each CTA loads a part of the block for all CTAs. ready: the barrier that waits for it.
+        In a cluster each CTA loads a part of the block, which arrives in all CTAs; so all of them have to call this.
+        smem: the block's memory in a stage. ready: the barrier, in each CTA, that waits for the whole block.
         """
         plgpu.copy_gmem_to_smem(w, smem, ready, collective_axes=None if self.traits.cluster == 1 else CLUSTER)

@@ -34,8 +34,9 @@ __all__ = ["LowBitTraits", "matmul"]
 class LowBitTraits(Traits):
     """The static facts of a launch that multiplies x [m, k] by low-bit weights, stored as [n, bytes].
 
-    block_k is a multiple of layout.unit, and divides the padded k. layout: the format of the weights. interpret:
-    whether the kernel runs in Pallas's interpreter.
+    The padded k is k rounded up to a multiple of layout.unit, as the weights are stored. block_k is a multiple of
+    layout.unit, and divides the padded k. layout: the format of the weights. interpret: whether the kernel runs in
+    Pallas's interpreter.
     """
 
     config: MatmulLowBitTriton  # type: ignore[assignment]

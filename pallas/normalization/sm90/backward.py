@@ -35,6 +35,8 @@ X, DOUT, DTOTAL = range(3)  # indices of the rings
 class _Arrays[A: jax.Array | Ref](NamedTuple):
     """The arrays that the kernel reads, or their refs in device memory. Arrays that the call lacks are None.
 
+    A part is the columns of a row that one warp has, as lines of 128 columns.
+
     x, dout, dtotal: [parts of all rows, lines, 128]. scale: [parts of a row, lines, 128]. mean, inverse: one float32
     value per row, padded to whole blocks. counter: int32 [1], the number of claimed blocks.
     """
@@ -158,9 +160,10 @@ class _Backward:
     names: tuple[str, ...]
 
     def load_scale(self) -> None:
-        """Copies the scale to shared memory, if it has room, and waits for all warpgroups.
+        """If shared memory has room for the scale, copies it there and waits for all warpgroups; else does nothing.
 
-        The sums of dscale and dbias leave no registers for the scale.
+        Without room, or without a scale, later loads of the scale read device memory. The sums of dscale and dbias
+        leave no registers for the scale. All warpgroups of the CTA have to call this.
         """
         if self.worker.smem.scale is None:
             return

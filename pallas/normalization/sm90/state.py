@@ -153,7 +153,10 @@ class Warpgroup:
         return jnp.minimum(count, turns) if turns else count
 
     def load_first(self) -> None:
-        """Starts to load the group's first blocks, into all slots of the rings except the last."""
+        """Starts to load this warpgroup's parts of the group's first blocks, into all slots of its rings but the last.
+
+        If the group has fewer blocks, the other slots stay empty.
+        """
         for turn in range(self.traits.stages - 1):
             pl.when(turn < self.count)(functools.partial(self._load, self.first + turn * self.traits.stride, turn))
 
@@ -207,8 +210,9 @@ class Warpgroup:
     def _claim(self, turn: Index) -> None:
         """Claims the launch's next block for the group, and writes the claim's number to shared memory.
 
-        The block's index is this number plus the number of all groups' first blocks. turn: selects one of the two
-        entries of smem.claimed.
+        The number of a claim counts the earlier claims of all groups. The claimed block's index is this number plus the
+        number of blocks that all groups of the launch have without a claim, stages - 1 each. turn: the group's turn,
+        whose parity selects one of its two entries of smem.claimed. Only the group's first warpgroup claims.
         """
         place = needed(self.smem.claimed).at[self.group, pl.ds(lax.rem(turn, jnp.int32(2)), 1)]
 
@@ -319,8 +323,9 @@ class Warpgroup:
     def exchange(self, place: Place, *values: jax.Array) -> list[list[jax.Array]]:
         """Exchanges values between the warps that work on a row.
 
-        values: one or two arrays [4] with a float32 value for each of this warpgroup's parts. Returns, for each array,
-        the list of the scalars of all parts of the row, in the order of the parts.
+        All warpgroups that work on the row call this, at most once per turn; each waits for the others. values: one or
+        two arrays [4] with a float32 value for each of this warpgroup's parts. Returns, for each array, the list of the
+        scalars of all parts of the row, in the order of the parts.
         """
         traits, sums = self.traits, needed(self.smem.sums).at[self.group, lax.rem(place.turn, jnp.int32(2))]
         if traits.cluster > 1:
@@ -333,9 +338,10 @@ class Warpgroup:
     def _exchange_in_cluster(self, place: Place, sums: Ref, values: tuple[jax.Array, ...]) -> list[list[jax.Array]]:
         """Exchanges values between the warps of all CTAs of a cluster that work on a row.
 
-        values: one or two arrays [4] with a float32 value for each of this warpgroup's parts. Returns, for each array,
-        the list of the scalars of all parts of the row. sums: a ref [values, parts of a row] in shared memory, which
-        the turn after the next uses again.
+        All warpgroups of the cluster call this, at most once per turn; each waits for the others. values: one or two
+        arrays [4] with a float32 value for each of this warpgroup's parts. Returns, for each array, the list of the
+        scalars of all parts of the row. sums: a ref [values, parts of a row] in shared memory, which the turn after the
+        next uses again.
         """
         mine = pl.ds(self._first_part, WARPS)
         if interpreter.INTERPRETED:  # without stores to another CTA's memory

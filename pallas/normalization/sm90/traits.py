@@ -32,10 +32,11 @@ LINES = BLOCK.reduce(0)  # values that all parts share
 
 
 def row_warps_of(columns: int, most: int) -> int | None:
-    """The number of warps that work on a row: 1, 4, 8 or 16; None if the row has no equal parts of whole lines.
+    """The number of warps of a CTA that work on a row of `columns` values: 1, 4, 8 or 16; None if none is possible.
 
-    columns: the row's length. most: the wanted number; the result is the largest possible number up to it, or else the
-    smallest possible number.
+    A number is possible if it cuts the row into equal parts of whole lines (128 columns), one part per warp, and a part
+    has at most 16 lines (8 for 16 warps). most: the wanted number. The result is the largest possible number up to
+    `most`, or else the smallest possible number.
     """
     most_lines = {1: MOST_LINES, 4: MOST_LINES, 8: MOST_LINES, 16: FEW_LINES}
     fit = [
@@ -48,7 +49,12 @@ def row_warps_of(columns: int, most: int) -> int | None:
 
 
 def cluster_of(columns: int, config: NormSm90) -> int:
-    """The number of CTAs that work on a row of `columns` values: config.cluster, or 1 if their parts would differ."""
+    """The number of CTAs that work on a row of `columns` values: config.cluster, or 1 if that is not possible.
+
+    It is not possible if the CTAs' parts of the row would not be equal, or if several warps cannot work on a CTA's
+    part: one warp has the whole part, or the part is too long, or it is not a whole number of lines (128 columns) for
+    each warp.
+    """
     ctas = config.cluster
     return ctas if columns % ctas == 0 and (row_warps_of(columns // ctas, config.row_warps) or 1) > 1 else 1
 
@@ -85,7 +91,12 @@ class Traits:
         copies: int,
         scale_bytes: int = 0,
     ) -> "Traits":
-        """The sizes of a launch for x, [rows, columns]. The columns must divide into equal parts of whole lines."""
+        """The sizes of a launch for x, [rows, columns].
+
+        copies: the number of arrays like x that the kernel loads. scale_bytes: bytes of the scale to keep in shared
+        memory, or 0. Raises AssertionError if no number of warps per CTA (1, 4, 8 or 16) cuts a CTA's part of the row
+        into equal parts of whole lines (128 columns), of at most 16 lines, or 8 with 16 warps.
+        """
         rows, columns = x.shape
         ctas = cluster_of(columns, config)
         row_warps = row_warps_of(columns // ctas, config.row_warps)
@@ -125,7 +136,11 @@ class Traits:
 
     @property
     def warpgroups(self) -> int:
-        """The number of warpgroups of a CTA: whole groups, and only as many as have registers for their lines."""
+        """The number of warpgroups of a CTA: a multiple of `members`, the warpgroups that work on one row.
+
+        In a cluster it is `members`. Otherwise it is at most config.warpgroups, but at least `members`. It is also at
+        most 2 if a warp has more than 8 lines of a row, because registers lack room for more.
+        """
         if self.cluster > 1:  # a cluster's barrier is for all threads
             return self.members
         most = min(self.config.warpgroups, 2) if self.lines > FEW_LINES else self.config.warpgroups
@@ -143,14 +158,18 @@ class Traits:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks of the array. A block is one row, or 4 short rows if one warp has a whole row."""
+        """The number of blocks of the array. A block is one row, or 4 short rows if one warp has a whole row.
+
+        The last block may have fewer rows.
+        """
         return pl.cdiv(self.rows * self.row_warps, self.block_parts)
 
     @property
     def turns(self) -> int:
         """The most blocks that a group of warpgroups takes before its CTA ends; 0 for no limit.
 
-        This is config.turns, or fewer if the SMs would otherwise lack CTAs.
+        This is config.turns, or fewer (at least 1) if there would not be 4 CTAs for each SM. With no limit, the launch
+        has at most one CTA per SM.
         """
         if not self.config.turns:
             return 0
@@ -189,7 +208,11 @@ class Traits:
 
     @property
     def stages(self) -> int:
-        """The number of stages of each warpgroup's ring: config.stages, or fewer if shared memory lacks room."""
+        """The number of stages of each warpgroup's ring: config.stages, or fewer.
+
+        There are fewer if shared memory lacks room, or if there would be more than 32 barriers, one for each stage
+        of each warpgroup.
+        """
         scale_bytes = self.scale_bytes if self.keeps_scale else 0
         room = (SHARED_MEMORY - scale_bytes) // self.stage_bytes
         return min(self.config.stages, room, MOST_BARRIERS // self.warpgroups)
