@@ -35,8 +35,9 @@ def query_gradient(
 ) -> jax.Array:
     """dquery in query's shape and dtype, with the same bits on every run.
 
-    arrays: the segments and lists are for blocks of queries; the head_dim of all arrays is 64, 128 or 256; lse (in base
-    2) and delta are [B, H, a multiple of 128] float32. kv_length: the unpadded number of keys.
+    arrays: the segments' ranges and the block lists are made for CTAs that own blocks of queries; dquery is ignored;
+    the head_dim of all arrays is 64, 128 or 256. lse (in base 2, or natural units under a score_mod that may mask) and
+    delta are [B, H, a multiple of 128] float32. kv_length: the unpadded number of keys.
     """
     arrays = dataclasses.replace(arrays, dquery=None)
     traits = Traits.of(arrays, options, kv_length, config=config)

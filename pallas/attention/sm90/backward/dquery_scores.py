@@ -65,10 +65,12 @@ class Scores:
     """A step's scores [64 queries, keys] in registers, from which P is computed, and data for the score_mod's
     derivative.
 
-    s: the scores after softcap, bias, score_mod and mask; masked pairs are -inf. Times Traits.factor they are in base
-    2, or in natural units if Traits.natural. With a softcap s is tanh(score / softcap), and lacks the bias. live: bool,
-    the pairs that the mask keeps. mod: evaluates the score_mod on this step's scores. live and mod are None unless
-    there is a score_mod whose derivative is not 1.
+    s: with a softcap, tanh(score / softcap), to which a bias is not yet added; else with a bias, score + bias in base
+    2; with a score_mod, the new scores in base 2, or in natural units if Traits.natural; else Q K^T without the scale.
+    Pairs that the mask drops are -inf. s * Traits.factor has the units of lse, except with a softcap and a bias.
+
+    live, mod: None unless there is a score_mod whose derivative is not 1. Dropped pairs of s may then have any value.
+    live: bool, the pairs that the mask keeps. mod: evaluates the score_mod on this step's scores.
     """
 
     s: jax.Array
@@ -136,9 +138,11 @@ def _biased(step: KvStep, s: jax.Array) -> jax.Array:
 
 
 def _masked(step: KvStep, s: jax.Array) -> jax.Array:
-    """The scores after softcap or bias, with -inf for pairs that the mask drops.
+    """s after softcap or bias, with -inf for pairs that the mask drops.
 
-    With a softcap the result is tanh(score / softcap), without the bias, because the softcap's derivative needs it.
+    s: Q K^T without the scale, or the new scores of a score_mod whose derivative is 1. With a softcap the result is
+    tanh(score / softcap), without the bias, because the softcap's derivative needs it. Otherwise with a bias it is
+    score + bias in base 2. With neither, kept pairs are unchanged.
     """
     options = step.traits.options
     if options.softcap:

@@ -106,8 +106,10 @@ class Traits:
 
     @property
     def factor(self) -> float:
-        """The factor that takes scores to base 2; 1 if they already have the bias or a score_mod, and with it their
-        units.
+        """The factor that takes a step's scores, after any bias is added to Scores.s, to the units of lse.
+
+        It is 1 if the call has a bias or a score_mod, because the sum or the new score already has these units.
+        Otherwise it is (softcap or scale) * log2(e), which takes the softcap's tanh or the raw scores to base 2.
         """
         return 1.0 if self.has_bias or self.has_mod else (self.options.softcap or self.options.scale) * LOG2E
 
@@ -244,8 +246,8 @@ def _query_block(traits: Traits, arrays: Arrays, cta: Index) -> QueryBlock:
 class Rows:
     """The 64 queries of a warpgroup, with values in registers.
 
-    q_start: the first query. lse, delta: float32 [64]. mod_numbers: the score_mod's operands that are scalars of the
-    head, or None.
+    q_start: the index of the first query. lse, delta: float32 [64]. mod_numbers: for each operand of the score_mod its
+    scalar for this batch entry and head, or None if the operand varies along queries or keys; None without a score_mod.
     """
 
     kernel: Kernel

@@ -54,11 +54,13 @@ def key_gradients(
     If arrays.dquery is not None, the kernel adds the gradient of query, divided by the scale, to this float32 ref. The
     ref has all heads of query, or only the heads that the call uses.
 
-    dbias: None, or if bias_gradient the gradient of a bias per key: float32 [B, Hkv, a multiple of the block of keys],
-    summed over the queries of a key head's query heads. It is not the gradient of a bias under a softcap.
+    bias_gradient: whether to compute dbias, the gradient of a bias per key; otherwise dbias is None. dbias: float32 [B,
+    Hkv, a multiple of the block of keys], summed over the queries of a key head's query heads. With a softcap,
+    bias_gradient must be False: dbias would have the softcap's derivative as a factor, which is wrong.
 
-    arrays: the head_dim of all arrays is 64, 128 or 256; lse (in base 2) and delta are [B, H, a multiple of block_q]
-    float32. kv_length: the unpadded number of keys.
+    arrays: the head_dim of all arrays is 64, 128 or 256. lse (in base 2, or natural units under a score_mod that may
+    mask) and delta are [B, H, a multiple of block_q] float32. kv_length: the unpadded number of keys. With
+    options.float32_gradients, dkey and dvalue may have up to 7 more rows than key.
     """
     traits = Traits.of(
         arrays,

@@ -38,9 +38,10 @@ from jax_kernels.tracing.manual_axes import as_varying, varying_axes
 class Prepared:
     """The inputs, options and arrays of a call in the form that its backward kernels take.
 
-    inputs, options: without the limits that block lists hold. arrays: of the kernel that owns blocks of keys. dq_lists,
-    dq_end: replace `lists` and `end` of arrays in the kernel of a deterministic dquery. zeros: float32, the array that
-    dquery is added to; None if no pass made it.
+    inputs, options: the call's, without the limits if there are block lists, which then hold all limits. arrays: read
+    by the kernel of dkey and dvalue, whose CTAs own blocks of keys. dq_lists, dq_end: `lists` and `end` for the other
+    kernel, which computes a deterministic dquery and whose CTAs own blocks of queries; else None. zeros: a float32
+    array of zeros to which a kernel can add dquery; None if no pass made it.
     """
 
     inputs: AttentionInputs
@@ -232,10 +233,11 @@ def _prepared(
 def _rows(
     inputs: AttentionInputs, given: Given, *, natural: bool, block_q: int
 ) -> tuple[jax.Array, prepare_backward.Rows]:
-    """(dout, Rows), as the kernels read them, computed by XLA from lse, delta and excess.
+    """(dout, Rows: the padded lse and delta), as the kernels read them, computed by XLA from lse, delta and excess.
 
-    natural: a score_mod may mask, so that lse stays in natural units and dout is corrected by the excess. block_q: the
-    length of Rows' arrays is a multiple of it.
+    natural: a score_mod may mask, so that lse stays in natural units, and dout and delta of large rows get the factor
+    exp(-excess); otherwise lse is in base 2. With a bias, large rows have lse = inf, so that the kernels give them no
+    gradient. block_q: lse and delta are padded to a multiple of it, with inf and 0. Rows.dquery is None.
     """
     lse, delta, dout = given.lse, given.delta, given.dout
     far = is_large(lse)
@@ -253,7 +255,7 @@ def _rows(
 
 
 def _whole_rows(options: AttentionOptions, config: AttentionBackwardSm90) -> int:
-    """The number of queries in a kernel's block of queries. The arrays lse and delta are padded to a multiple of it."""
+    """The number of queries to whose multiple lse and delta are padded: block_q, or 128 if options.deterministic."""
     return dquery_state.BLOCK_Q if options.deterministic else config.block_q
 
 
@@ -286,8 +288,8 @@ def listed_blocks(config: AttentionBackwardSm90, widest: int, options: Attention
     """The keyword arguments of block_lists.lists_of for each kernel of a call: block_q, block_kv, by and
     heads_together.
 
-    The first are for lists by key. If options.deterministic, the second are for lists by query. widest: the larger of
-    the head dims.
+    The first dict is for the kernel of dkey and dvalue, with by="key". If options.deterministic, a second dict is for
+    the kernel of dquery, with by="query". widest: the larger of the head dims of query and value.
     """
     width, together = _width(widest), {"heads_together": config.heads_together}
     of_keys = {"block_q": config.block_q, "block_kv": block_kv_of(width), "by": "key"}

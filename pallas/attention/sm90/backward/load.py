@@ -23,7 +23,8 @@ class RowLoads:
 
     gmem: the rows in device memory, [B, T, H, D]. numbers: one value per row, [B, H, T], lse or delta. smem,
     numbers_smem: [stages, ...] in shared memory. ready, free: the barriers of the stages. ids, ids_smem: segment ids,
-    None if they are not loaded with these rows. steps_smem: for the StepNumbers of a persistent CTA, else None.
+    None if they are not loaded with these rows. steps_smem: for queries in a persistent CTA, the shared memory to
+    which the memory warpgroup writes each step's StepNumbers; else None.
     """
 
     gmem: Ref
@@ -87,8 +88,8 @@ class StepLoads:
     rows: Slice
 
     def place_again(self) -> tuple[Index, Index, Slice]:
-        """(batch entry, query head, rows) of the step's block of queries, recomputed unless copies take the whole
-        block.
+        """(batch entry, query head, rows) of the step's block of queries: the fields, or recomputed if Traits.q_tiles
+        is `whole`, where loops of copies of 8 rows leave no registers to keep them.
         """
         kernel = self.kernel
         if not kernel.traits.q_tiles.whole:

@@ -45,8 +45,8 @@ class WorkTile:
 
 
 class DqBlock(NamedTuple):
-    """A 64 x 64 block of dquery. chunk: index of its 64 columns. row: index of its 64 queries within the step's
-    queries.
+    """A 64 x 64 block of dquery: columns from 64 * chunk on, and queries from 64 * row on, counted within the step's
+    block of queries.
     """
 
     chunk: Any
@@ -166,9 +166,12 @@ class QStep:
 
 
 def _wait_for_loads(kernel: Kernel, slot: Index, do_slot: Index) -> None:
-    """Waits until a step's queries, dout and bias have arrived, except for loads that the kernel waits for later.
+    """Waits until a step's queries, dout and bias have arrived.
 
-    All waits come before the accumulators: a wait between zeroing and matmul costs a fence (C7519).
+    It does not wait for the queries if Traits.scores_ahead: the step before has done so. It does not wait for dout if
+    Traits.waits_late: the step does so after it issued the scores. slot, do_slot: the stages of queries and of dout.
+
+    All waits come before the accumulators: a wait between zeroing and matmul makes ptxas add a fence (its note C7519).
     """
     traits, barriers, bias = kernel.traits, kernel.barriers, kernel.smem.bias
     if not traits.scores_ahead:

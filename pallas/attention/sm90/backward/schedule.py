@@ -43,8 +43,9 @@ class StepPlace(NamedTuple):
 
 
 class QLoop(NamedTuple):
-    """The loop over the queries of a work tile: the number of steps, and a function from a step to its block of
-    queries.
+    """The loop over the queries of a work tile.
+
+    steps: the number of steps. `place(step)`: the step's block of queries; step counts from 0 within the work tile.
     """
 
     steps: Index
@@ -65,7 +66,8 @@ class Schedule:
     group: query heads per kv head; a q_loop goes over all of them. rotate: how many blocks of queries apart the loops
     of neighbouring blocks of keys start, if visits_all. visits_all: whether causality, a window and segments let every
     block of keys attend to every block of queries. split: how the last work tiles are split into parts, so that all SMs
-    have work. scheduler: numbers the work tiles. is_persistent: whether a CTA processes one work tile after another;
+    have work; in the methods, a part then has a work tile number of its own, its CTA's. scheduler: numbers the work
+    tiles before the split. is_persistent: whether a CTA processes one work tile after another;
     otherwise it processes one work tile, or a part of it. v_stages: stages for values.
     """
 
@@ -164,8 +166,10 @@ class Schedule:
     def shared(self, sums: int, head_dim: int, *, warpgroups: int) -> dict[str, Any]:
         """New refs in device memory that all CTAs of a launch use, by their names in Arrays: counter, sums, arrived.
 
-        counter: for persistent CTAs. sums, arrived: if work tiles are split. `sums`: the number of sums per split work
-        tile. Refs that the launch does not need are None.
+        counter: int32 [1], for persistent CTAs. If work tiles are split: sums, float32 [split work tiles, `sums`,
+        block_kv, head_dim], zeros; arrived, int32 [split work tiles, warpgroups], zeros. Refs that the launch does not
+        need are None. The argument `sums`: the number of matrices to sum per work tile, 2 for dkey and dvalue.
+        warpgroups: the number of compute warpgroups.
         """
         counter = self.scheduler.counter() if self.is_persistent else None
         return {"counter": counter} | self.split.shared(sums, self.block_kv, head_dim, warpgroups=warpgroups)

@@ -41,9 +41,11 @@ def modified(step: QStep, s: jax.Array) -> score_mod.Tile:
 
 
 def masked(step: QStep, s: jax.Array) -> jax.Array:
-    """The scores after softcap or bias, with -inf for pairs that the mask drops.
+    """s after softcap or bias, with -inf for pairs that the mask drops.
 
-    With a softcap the result is tanh(score / softcap), without the bias, because the softcap's derivative needs it.
+    s: K Q^T without the scale, or the new scores of a score_mod whose derivative is 1. With a softcap the result is
+    tanh(score / softcap), without the bias, because the softcap's derivative needs it. Otherwise with a bias it is
+    score + bias in base 2. With neither, kept pairs are unchanged.
     """
     traits = step.traits
     if traits.options.softcap:
@@ -81,10 +83,12 @@ class Scores:
     """A step's scores [64 keys, queries] in registers, from which P^T is computed, and data for the score_mod's
     derivative.
 
-    s: the scores after softcap, bias, score_mod and mask; masked pairs are -inf. Times Traits.factor they are in base
-    2, or in natural units if Traits.natural. With a softcap s is tanh(score / softcap), and lacks the bias. live: bool,
-    the pairs that the mask keeps. mod: evaluates the score_mod on this step's scores. live and mod are None unless
-    there is a score_mod whose derivative is not 1.
+    s: with a softcap, tanh(score / softcap), to which a bias is not yet added; else with a bias, score + bias in base
+    2; with a score_mod, the new scores in base 2, or in natural units if Traits.natural; else K Q^T without the scale.
+    Pairs that the mask drops are -inf. s * Traits.factor has the units of lse, except with a softcap and a bias.
+
+    live, mod: None unless there is a score_mod whose derivative is not 1. Dropped pairs of s may then have any value.
+    live: bool, the pairs that the mask keeps. mod: evaluates the score_mod on this step's scores.
     """
 
     s: jax.Array
@@ -143,9 +147,10 @@ def times_slope(step: QStep, p: jax.Array, scores: Scores) -> tuple[jax.Array | 
 
 
 def bias_gradient_sum(ds: Any, dbias: Any) -> Any:
-    """dbias plus the sum of dS^T [64, queries] over its groups of PART (8) columns: float32 [64, 8].
+    """dbias plus 8 partial sums of each row of dS^T: float32 [64, PART], PART = 8.
 
-    The 8 partial sums of a row are added up when the loop has ended.
+    ds: dS^T, [64 keys, queries]. dbias: the sums so far, [64, PART]. Column j of the result adds columns j, j + 8,
+    j + 16 ... of ds. The 8 partial sums of a row are added up when the loop has ended.
     """
     parts = [ds[:, i : i + PART] for i in range(0, ds.shape[1], PART)]
     return functools.reduce(jnp.add, parts, dbias)

@@ -132,13 +132,15 @@ class KernelBarriers:
 
     q_ready, do_ready: a stage of queries or of dout has arrived. q_free, do_free: it has been read and may be
     overwritten. ds_ready: both warpgroups have written a step's dS. ds_free: both have read it. last_read: both
-    warpgroups have read the last block of keys.
+    warpgroups have read the keys of a work tile for the last time; None if the last step's ds_free shows the same.
 
     k_ready: a block of keys is loaded. In a CTA with one work tile it also covers the values, and v_ready, k_free and
     v_free are None. A persistent CTA has a k_ready and a v_ready for each stage. The index of a work tile arrives with
-    its keys, except for the first work tile; after the last keys an index past the work tiles arrives. k_free: arrives
-    in the first step of a work tile, when the stores from the last tile's keys have been read, so that the next keys
-    can be loaded there. v_free: arrives in the last step of a work tile, if values have one stage: they have been read.
+    its keys, except for the first work tile; after the last keys an index past the work tiles arrives.
+
+    k_free: completes in the first step of a work tile. The gradients of the work tile before were stored through the
+    shared memory of its keys, and have left it, so that the keys of the work tile after this one can be loaded there.
+    v_free: used if values have one stage; completes in the last step of a work tile, when its values have been read.
     """
 
     q_ready: BarrierSlice
@@ -180,7 +182,9 @@ class KernelBarriers:
 
     @classmethod
     def of(cls, wanted: Barriers, arrays: list[Barrier]) -> "KernelBarriers":
-        """The barriers by name, from allocated arrays of barriers (Smem.barriers)."""
+        """The barriers by name. wanted: the result of the method `wanted`. arrays: the barriers that pl.run_scoped
+        allocated for it (Smem.barriers).
+        """
         found: dict[str, Any] = {field.name: wanted.of(arrays, field.name) for field in dataclasses.fields(cls)}
         return cls(**found)
 
@@ -217,8 +221,10 @@ class Kernel:
     def of(
         cls, traits: Traits, barriers: Barriers, arrays: Arrays[Ref], results: Results[Ref], scratch: Smem
     ) -> "Kernel":
-        """The state of the calling CTA and warpgroup. scratch: the CTA's memory, from pl.run_scoped. barriers: their
-        names.
+        """The state of the calling CTA and warpgroup.
+
+        scratch: the CTA's memory, which pl.run_scoped allocated for Smem.scratch(traits, barriers). barriers: the
+        result of KernelBarriers.wanted.
         """
         return cls(
             traits=traits,

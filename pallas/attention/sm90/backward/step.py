@@ -189,8 +189,10 @@ def _weights(
 
 
 def _give_ds(step: QStep, ds: jax.Array) -> None:
-    """Stores dS^T in shared memory for the matmul with K, if there is a dquery, and frees memory that the step has
-    read.
+    """Stores dS^T in shared memory for the matmul with K, if there is a dquery. Frees the step's bias.
+
+    In the first step of a work tile of a persistent CTA, it also frees the keys' memory of the work tile before. With
+    Traits.exchanges_ds it waits until the other warpgroup has read the last step's dS^T.
     """
     traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
     if traits.exchanges_ds:  # the other warpgroup may still read the last step's dS
@@ -220,6 +222,8 @@ def _next_step(step: QStep) -> NextStep:
     """The stage and slot of the next step's keys and queries, after waiting for these loads.
 
     It waits for the keys only if they belong to another work tile, and for the queries only if there is a next step.
+    Unless Traits.scores_ahead, it waits for nothing, because the next step does. At the end of a work tile of a
+    persistent CTA it also frees the values, if they have one stage.
     """
     kernel, traits, schedule, barriers = step.kernel, step.traits, step.kernel.schedule, step.kernel.barriers
     slot, k_stage = schedule.slot_of(step.nth + 1, traits.config.q_stages), step.k_stage

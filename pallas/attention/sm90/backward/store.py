@@ -68,9 +68,9 @@ class Store:
     """The stores of dkey and dvalue of one work tile, by one compute warpgroup.
 
     They go through the shared memory of its keys (k_smem) and values (v_smem), after the last read of any warpgroup
-    (last_read). v_smem: None if the next values are loaded there meanwhile. sums_smem: [64, 64] float32, for float32
-    results and for parts of a work tile. row_group, half: which 64 keys, and which half of the columns, the warpgroup
-    has. chunks: indices of its chunks of 64 columns.
+    (last_read). v_smem: None if the next values are loaded there meanwhile; dvalue then goes through k_smem.
+    sums_smem: [64, 64] float32, for float32 results and for parts of a work tile. row_group, half: which 64 keys, and
+    which half of the columns, the warpgroup has. chunks: indices of its chunks of 64 columns.
     """
 
     kernel: Kernel

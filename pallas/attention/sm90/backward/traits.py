@@ -27,12 +27,12 @@ def block_kv_of(head_dim: int) -> int:
 class Traits:
     """The static facts of a launch of the one-pass backward.
 
-    bias: the form of the call's bias. dquery_head: a function from a head of the call to a head of dquery. has_dquery:
-    whether the kernel adds to dquery. bias_gradient: whether the kernel sums the gradient of a bias per key. has_words:
-    whether block lists have the mask words of all blocks. has_slope: whether the score_mod's derivative with respect to
-    the score is not 1. natural: whether scores are in natural units, not in base 2. may_end: whether a block of keys
-    may reach past the last key. k_tiles, v_tiles, q_tiles: the layouts of keys, values and queries (and dout) in shared
-    memory.
+    bias: the call's bias, a Bias without arrays if there is none. dquery_head: a function from a head of the call to a
+    head of dquery. has_dquery: whether the kernel adds to dquery. bias_gradient: whether the kernel sums the gradient
+    of a bias per key. has_words: whether block lists have the mask words of all blocks. has_slope: whether the
+    score_mod's derivative with respect to the score is not 1. natural: whether scores are in natural units, not in base
+    2. may_end: whether a block of keys may reach past the last key. k_tiles, v_tiles, q_tiles: the layouts of keys,
+    values and queries (and dout) in shared memory.
     """
 
     schedule: Schedule
@@ -200,16 +200,21 @@ class Traits:
     def mask_first(self) -> bool:
         """Whether a step masks the scores before it issues dP.
 
-        Without the exchange of dS the branch of the predicate would serialise the matmuls (C7511). A softcap's
-        exponentials, and a score_mod, should run behind dP. The predicate masks the input of a score_mod with a
-        derivative: to mask the output, the input and the output would have to be kept.
+        It is False in three cases. If the warpgroups do not exchange dS: a branch for partial blocks before dP would
+        make ptxas serialise the matmuls (its note C7511). With a softcap, or with a score_mod whose derivative is 1:
+        their arithmetic comes before the mask, and should run while the matmul of dP runs.
+
+        With another score_mod the mask comes first: it masks the score_mod's input, because masking the output would
+        need both in registers.
         """
         return self.exchanges_ds and not self.options.softcap and self.has_slope == self.has_mod
 
     @property
     def factor(self) -> float:
-        """The factor that takes scores to base 2; 1 if they already have the bias or a score_mod, and with it their
-        units.
+        """The factor that takes a step's scores, after any bias is added to Scores.s, to the units of lse.
+
+        It is 1 if the call has a bias or a score_mod, because the sum or the new score already has these units.
+        Otherwise it is (softcap or scale) * log2(e), which takes the softcap's tanh or the raw scores to base 2.
         """
         return 1.0 if self.has_bias or self.has_mod else (self.options.softcap or self.options.scale) * LOG2E
 

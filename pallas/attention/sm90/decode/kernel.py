@@ -43,9 +43,10 @@ def copied_rows(count: int) -> int:
 class Arrays[A: jax.Array | Ref]:
     """The arrays that the kernel reads, in device memory, in the order of its operands.
 
-    query: [B, Hkv, rows, D], packed as in decode_contract.pack. key, value: [B, capacity, Hkv, D], or pages [pages,
-    page_size, Hkv, D]. lengths: [B] int32, the keys of each sequence. sinks: [B, Hkv, rows] float32 or None. tables:
-    [B, pages of a sequence] int32, the pages of each sequence, or None.
+    query: [B, Hkv, rows, D]; row t * group + g is query t of query head g of the key head, and rows without a query are
+    zeros at the end (decode_contract.pack). key, value: [B, capacity, Hkv, D], or pages [pages, page_size, Hkv, D].
+    lengths: [B] int32, the number of keys of each sequence. sinks: [B, Hkv, Plan.rows] float32, the sink logit of each
+    row, or None. tables: [B, pages of a sequence] int32, the pages of each sequence, or None for a contiguous cache.
     """
 
     key: A
@@ -61,7 +62,8 @@ class Plan:
     """The static facts of a call when its kernel is traced.
 
     group: query heads per key head. capacity: the number of keys that a sequence has room for. left: the number of keys
-    before its own that a query attends to, -1 for all. rows: of the packed query, whole tiles. page_size: None for a
+    before its own that a query attends to, -1 for all. rows: the rows of a key head, one per query and
+    query head of its group, rounded up to whole tiles of 64. page_size: None for a
     contiguous cache. splits: the number of splits of a sequence's keys.
     """
 
@@ -89,12 +91,15 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """The number of parts of the keys for which a row has a result of its own, to be merged later."""
+        """The number of results that a row has, to be merged later: one per split of the keys and compute warpgroup.
+
+        Each compute warpgroup processes every compute_warpgroups-th block of a split.
+        """
         return self.splits * self.config.compute_warpgroups
 
     @property
     def items(self) -> int:
-        """The number of items of the launch."""
+        """The number of items of the launch: one per sequence, split of its keys, key head and tile of 64 rows."""
         return self.batch * self.splits * self.kv_heads * self.tiles
 
     @property
@@ -225,7 +230,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Warpgroup:
-    """The state that a CTA's warpgroups have in common."""
+    """The state that a CTA's warpgroups have in common, and the items of the CTA; the base of Loader and Compute."""
 
     plan: Plan
     arrays: Arrays
@@ -452,7 +457,10 @@ class Compute(Warpgroup):
         return lax.cond(is_partial, masked, lambda s: s, s)
 
     def _clear_values(self, v_ref: Ref, left_over: Index) -> None:
-        """Writes zeros to the rows from left_over on of a slot of values, where a cache may hold NaN or infinity."""
+        """Writes zeros to the rows of a slot that lie past the sequence's keys: a cache may hold NaN or infinity there.
+
+        v_ref: the slot's values in shared memory. left_over: the number of its rows that are keys of the sequence.
+        """
         for first in range(0, self.plan.config.block_kv, TILE):
             for column in range(0, self.plan.v_head_dim, 64):
                 ref = v_ref.at[pl.ds(first, TILE), pl.ds(column, 64)]
@@ -462,7 +470,11 @@ class Compute(Warpgroup):
         plgpu.commit_smem()
 
     def _epilogue(self, item: Item, tile_rows: Slice, sums: TileSums) -> None:
-        """Stores out = O / row_sum and lse = log(row_sum) + row_max of the warpgroup's part of an item."""
+        """Stores out = O / row_sum and lse, in natural log, of the warpgroup's part of an item.
+
+        lse = log(row_sum) + row_max * ln 2, since row_max is in base 2. A row without keys and sinks has out = 0 and
+        lse = -inf. The sinks join part 0 only. tile_rows: the rows of the item's tile.
+        """
         plan, sinks, w = self.plan, self.arrays.sinks, self.w
         out_smem, lse_smem = self.scratch.out_smem, self.scratch.lse_smem
         b, head, part = item.b, item.head, item.split * plan.config.compute_warpgroups + w

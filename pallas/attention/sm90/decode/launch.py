@@ -33,9 +33,10 @@ def attention_decode(
 ) -> tuple[Float[Array, "B T H Dv"], Float32[Array, "B H T"]]:
     """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32) of T new queries per sequence over its cached keys.
 
-    The queries are the last T of kv_lengths keys. key, value: a contiguous cache, or pages if block_tables, int32, has
-    the pages of each sequence. sinks: logits that join the softmax's denominator. left: the number of keys before its
-    own that a query attends to, -1 for all. scale: positive.
+    kv_lengths: the number of cached keys of each sequence, its T new keys included, which are the last ones: query t
+    attends to keys up to kv_lengths - T + t. key, value: a contiguous cache, or pages if block_tables has the indices
+    of each sequence's pages. sinks: logits that join the softmax's denominator. left: the number of keys before its own
+    that a query attends to, -1 for all. scale: positive.
 
     mask and bias must be None, the arrays have 16-bit dtypes, the head_dims are multiples of 64, and the length of a
     contiguous cache is a multiple of 8.

@@ -63,8 +63,8 @@ def of_head(ref: Ref, b: Index, h: Index) -> Ref:
 class Stage(NamedTuple):
     """The bias of one step in shared memory, with a barrier for its arrival (`ready`) and one for its release (`free`).
 
-    tile: a bias per query and key. by_key: a bias per key. One of them is None. Between its loads and the arrival at
-    `free`, a warpgroup commits its shared memory.
+    tile: a bias per query and key. by_key: a bias per key. One of them is None. A warpgroup calls plgpu.commit_smem()
+    after it has read the bias and before it arrives at `free`: the next copy overwrites this memory.
     """
 
     tile: Ref | None
@@ -92,9 +92,10 @@ class Stage(NamedTuple):
         scores: the rows of the tile from row_start on. transposed: rows are keys. natural is only for a bias per query
         and key.
 
-        The caller subtracts a maximum or lse from the result unscaled: a multiplication by log2(e) fused into this
-        subtraction would lack a rounding, which under a bias of -1e10 is hundreds. For the same reason the sum comes
-        last, which costs registers. Where rows are keys, P is clamped, and the sum need not come last.
+        The caller subtracts a maximum or lse from the result, and must not multiply the result before. The compiler
+        would fuse this multiplication with the subtraction, without the rounding between them, which is hundreds under
+        a bias of -1e10. For the same reason the last operation here is the sum, not the multiplication by log2(e);
+        this costs registers. Where rows are keys, the caller clamps P to 1, and the multiplication may come last.
         """
         rows = pl.ds(row_start, scores.shape[0])
         if self.tile is not None:
@@ -116,7 +117,7 @@ class ByKey(NamedTuple):
     LOWEST_OF_KEY, -2.9e38 in base 2; lower finite values are raised to it.
 
     base2: [B or 1, H or 1, S], times log2(e). natural: the same bias in natural units; a raised bias becomes `lowest`.
-    lowest: [B or 1, H or 1], the highest bias before it was raised; -inf if none was.
+    lowest: [B or 1, H or 1], the highest of the values that were raised, as the caller gave it; -inf if none was.
     """
 
     base2: jax.Array

@@ -113,10 +113,12 @@ class ListedBlocks(NamedTuple):
     def masked(self, scores: jax.Array, step: Index, row_start: Index, *, by_word: bool) -> jax.Array:
         """The scores of a partial block, with -inf where the mask drops the pair.
 
-        scores: the block's rows from row_start on, in the layout of wgmma's results. by_word: test the bits by inline
-        instructions on whole words, which takes half as many instructions and a few more registers. If
-        the lists have the words of all blocks, this is only for a list by query: the steps of a list by key include
-        query heads.
+        scores: the block's rows from row_start on, in the layout of wgmma's results; the rows belong to the side of the
+        work tiles. by_word: whether to test the bits by inline instructions on whole words, which takes half as many
+        instructions and a few more registers.
+
+        If the lists have the words of all blocks, only lists by query may call this method, because the entries of a
+        list by key also number query heads. Lists by key take `words` and mask_bits.kept.
         """
         if self.lists.has_all_words:
             words = self.words(self.head, self.at(step), row_start, scores.shape[0])
@@ -185,7 +187,10 @@ class ListedCall:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PreparedLists:
-    """The block lists of one kind of call, made in advance, for use by later calls with the same mask."""
+    """The block lists of one kind of call, made in advance, for use by later calls with the same mask.
+
+    call: the static facts of the call for which the lists were made.
+    """
 
     lists: Lists
     call: ListedCall = dataclasses.field(metadata={"static": True})
@@ -249,9 +254,11 @@ def lists_of(
 def prepared_lists(
     inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool = True, **blocks: Any
 ) -> PreparedLists:
-    """Block lists made in advance, for later calls with the same mask and sizes. A concrete mask gets the shortest
-    arrays.
+    """Block lists made in advance, for later calls with the same mask and sizes.
 
+    If the mask's values are known, the arrays have room for the longest list and for the partial blocks, plus at most
+    an eighth. If they are traced, the arrays have room for the most blocks that the mask's structure allows, or hold
+    the mask words of all blocks.
     query and key in inputs may be ShapeDtypeStructs. The mask must be the only array that limits the call's keys.
     interpret, blocks: as for lists_of: whether XLA alone makes them, and block_q, block_kv, by and heads_together.
     """
@@ -291,8 +298,8 @@ def _built(
 ) -> Lists:
     """The block lists of a mask that holds all limits of a call's keys.
 
-    offset: int32 [B or 1], the position of query 0; static_offset: the same as an int, None if traced. most: the
-    maximum number of partial blocks; None: no maximum.
+    offset: int32 [B or 1], the position of query 0; static_offset: the same as an int, None if traced. most: at
+    least the number of partial blocks of all batch entries and heads, for the size of `words`; None: not known.
     """
     group = 1 if call.by == "query" else call.heads // call.kv_heads
     sharing = group if mask.heads == 1 else 1

@@ -114,9 +114,9 @@ def _of_blocks(words: jax.Array, rows: int) -> jax.Array:
 
 
 def _of_one_row(keep: jax.Array, q_length: int, *, rows: int, columns: int, transposed: bool) -> jax.Array:
-    """The result of `packed` for a mask [B, H, 1, S] that is the same for all q_length queries.
+    """The mask words of all blocks of a mask with one row: int32 [B, H, blocks of columns, blocks of rows, rows, PART].
 
-    The words are made once and written for all queries.
+    keep: bool [B, H, 1, S], equal for all q_length queries. The words are made once and written for all queries.
     """
     if not transposed:
         exists = jnp.arange(-(-q_length // rows) * rows) < q_length
@@ -127,7 +127,11 @@ def _of_one_row(keep: jax.Array, q_length: int, *, rows: int, columns: int, tran
 
 
 def _by_xla(keep: jax.Array, rows: int, columns: int, transposed: bool) -> jax.Array:
-    """The result of `packed`, by XLA."""
+    """The mask words of all blocks of keep, bool [B, H, T, S], computed by XLA alone.
+
+    The result is int32 [B, H, blocks of columns, blocks of rows, rows, PART]. rows, columns:
+    the block size. transposed: rows are keys.
+    """
     sides = (columns, rows) if transposed else (rows, columns)
     pad = [(0, 0), (0, 0), *((0, -size % side) for size, side in zip(keep.shape[2:], sides, strict=True))]
     keep = jnp.pad(keep, pad) if pad[2][1] or pad[3][1] else keep

@@ -21,11 +21,11 @@ from jax_kernels.pallas.mosaic.layouts import PART, WGMMA
 def load(
     ref: Ref, start: Index, shape: tuple[int, ...], first: int, before: jax.Array | None, *, transposed: bool
 ) -> jax.Array:
-    """Values [rows, PART] of the PART columns from `first` on, in a tile of shape [rows, columns].
+    """The values of q - k for PART (8) columns of a tile, in registers: [rows, PART], for the columns from `first` on.
 
-    ref: values in device memory, one per difference q - k, ascending. start: the index in ref of the value of the
-    tile's pair (0, 0). before: the result for the previous PART columns, None if unavailable. transposed: rows are
-    keys.
+    ref: values in device memory, one per difference q - k, ascending. start: the index in ref of the value for row 0
+    and column 0 of the tile. shape: (rows, columns) of the tile. before: the result for the PART columns before
+    `first`, from which half of the values are taken; None: all are loaded. transposed: rows are keys.
     """
     rows, columns = shape
     # The pair at (row, column) has index sign * (row - column) + last in the window of the tile's values.

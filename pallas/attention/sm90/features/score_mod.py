@@ -46,13 +46,14 @@ EXACT = 1 << 24  # float32 has every integer up to this
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mod:
-    """A call's score_mod as a kernel reads it: the graph of its program, and the operands (arrays) that the program
-    reads.
+    """A call's score_mod as a kernel reads it: its program, a graph of elementwise operations, and the operands
+    (arrays) that the program reads.
 
     operands: [B or 1, H or 1] or [B or 1, H or 1, n]. axes: for each operand "", or "q", "k" or "d" if n counts
-    queries, keys or differences q - k. leaves: the nodes of the operands. result, slope: the nodes of the new score and
-    of its derivative with respect to the score. scale: of the scores. no_difference: the index of the value for q - k =
-    0 in operands of differences.
+    queries, keys or differences q - k. leaves: for each operand the node of the graph that has its values. result,
+    slope: the nodes of the new score and of its derivative with respect to the score. scale: the factor that turns
+    query @ key^T into the score that the program gets. no_difference: the index of the value for q - k = 0 in operands
+    of differences.
     """
 
     operands: tuple[Any, ...]
@@ -73,7 +74,7 @@ class Mod:
         """Whether the score_mod may give all keys of a query scores far from 0, such as the -1e9 of a mask.
 
         Scores then stay in natural units: times log2(e) they would be rounded by more than they differ, or overflow.
-        This is so if the program has a large constant, or reads floats of queries or keys.
+        It is a guess from the program: True if it has a large constant, or reads a float operand per query or per key.
         """
         return reads_large(self.result) or any(axis in ("q", "k") for axis in self._float_axes)
 
@@ -183,10 +184,11 @@ class Tile:
         starts,
         first: int,
     ):
-        """Prepares a tile; Mod.on describes the result.
+        """Prepares to evaluate mod's program on a tile of scores; computes nothing yet.
 
-        scores: query @ key^T without the scale. numbers: for each operand its scalar or None. head: (batch entry,
-        head). starts: the first query "q" and key "k". first: the axis of the scores along which queries lie.
+        scores: query @ key^T without the scale, [rows, columns]. numbers: for each operand its scalar for the head, or
+        None if it varies along queries or keys. head: (batch entry, head). starts: a dict of the indices of the tile's
+        first query, "q", and first key, "k". first: the axis of scores along which queries lie: 0, or 1 if transposed.
         """
         self.result, self.slope, self.units = mod.result, mod.slope, mod.units
         self.raw, self.scale, self.head, self.starts = scores, mod.scale, head, starts

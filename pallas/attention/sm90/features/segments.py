@@ -16,8 +16,10 @@ from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW
 class Segments(NamedTuple):
     """Segment ids in device memory, and for each block that a CTA owns the blocks that it may attend to.
 
-    q_ids, kv_ids: int32 [B, T] and [B, S], padded to whole blocks. ranges: int32 [B, blocks, 4], the result of
-    block_ranges.segment_ranges. The ids of padding equal no other id.
+    q_ids, kv_ids: int32 [B, T] and [B, S], padded to whole blocks; the padding of queries and of keys equals no id of
+    the other side. ranges: int32 [B, blocks, 4], for each block of the side whose blocks CTAs own, block indices of the
+    other side (first, end, full_first, full_end). Blocks first ... end - 1 may have an equal id; blocks full_first ...
+    full_end - 1 have one id, the block's only id.
     """
 
     q_ids: Any
@@ -25,7 +27,10 @@ class Segments(NamedTuple):
     ranges: Any
 
     def among(self, batch_index, block):
-        """The range of blocks that `block`, a block that a CTA owns, may attend to."""
+        """The row of `ranges` for block number `block` of the side that CTAs own, read from device memory.
+
+        Returns a block_ranges.Among of four traced scalars.
+        """
         return block_ranges.among(self.ranges, batch_index, block)
 
     def load(self, batch_index, q_start, q_rows: int, kv_start, kv_rows: int):

@@ -25,8 +25,9 @@ from jax_kernels.pallas.mosaic.tile_scheduler import Fetched
 class LoopState:
     """The state of the loop over keys: P of the last block, not yet multiplied by V, and the softmax so far.
 
-    p: [64, block_kv], an operand of the matmul with V. row_max: [64], the maximum of each row. row_sum: [64, 8],
-    partial sums of each row of P. slot: of the last block.
+    p: [64, block_kv], an operand of the matmul with V. row_max: float32 [64], the number that is subtracted from each
+    row's scores, at or near their maximum so far; in base 2, or in natural units if Plan.natural. row_sum: float32 [64,
+    8], partial sums of each row of P. slot: the ring's slot of the last block.
     """
 
     p: jax.Array
@@ -40,8 +41,9 @@ class LoopState:
 class TileSums:
     """The results of a loop over keys for 64 queries, from which out and lse are computed.
 
-    acc: O before its division by the sums, float32 [64, v_head_dim]. row_max: [64], the maximum of each row. row_sum:
-    [64, 8], partial sums of each row of P. slot: of the last block.
+    acc: O before its division by the sums, float32 [64, v_head_dim]. row_max: [64], the number that was subtracted
+    from each row's scores, at or near their maximum; in base 2, or in natural units if Plan.natural. row_sum: [64, 8],
+    partial sums of each row of P. slot: the ring's slot of the last block.
     """
 
     acc: jax.Array
@@ -71,8 +73,10 @@ def with_accumulators[Result](run: Callable[[Accumulators], Result], *, v_head_d
 class Exponentials:
     """The results of a step's softmax.
 
-    p: exp2(S - row_max), float32 [64, block_kv]. row_max: [64], the new maximum. row_sum: [64, 8], the new partial sums
-    of each row of P. alpha: [64], the factor for O. rescaled(acc, alpha): returns O under the new maximum.
+    p: P, the exponentials of the scores minus row_max, float32 [64, block_kv]. row_max: [64], the new maximum. row_sum:
+    [64, 8], the new partial sums of each row of P. alpha: [64], the factor that takes the O so far from the old to the
+    new maximum; it has no meaning in a step that keeps the maximum on purpose. rescaled(acc, alpha): O under the new
+    maximum, from acc, the O so far; in such a step, acc itself.
     """
 
     p: jax.Array
@@ -109,9 +113,10 @@ class ComputeWarpgroup[Tile](abc.ABC):
         plgpu.wait_smem_to_gmem(0)
 
     def own_tile(self, index: Index, slot: Index) -> tuple[WorkTile, Index]:
-        """(the warpgroup's part of work tile `index`, the slot of its first block). Skips blocks of other warpgroups.
+        """(the warpgroup's part of work tile `index`, the slot of the first block that its queries visit).
 
-        slot: of the work tile's first block.
+        slot: of the first block that any warpgroup visits. Blocks before the warpgroup's own first block are released,
+        and the warpgroup passes on its turns for them.
         """
         whole = self.kv_loop.work_tile(index)
         own = self.kv_loop.own(whole, self.w)

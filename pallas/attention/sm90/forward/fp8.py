@@ -56,7 +56,11 @@ def swizzled(columns: int):
 
 
 def as_operand(p):
-    """P rounded to e4m3, as the first operand of wgmma: [64, block_kv], every 16 keys in KEY_ORDER. p: float32."""
+    """P rounded to e4m3, as the first operand of wgmma: [64, block_kv]. p: P, float32, in the layout WGMMA.
+
+    The keys are permuted: of every 16 keys, column i of the result has key fp8_values.KEY_ORDER[i]. The values have the
+    same order. No data move between threads.
+    """
     if interpreter.INTERPRETED:
         return reorder_keys(p, axis=1).astype(E4M3)
 
@@ -104,9 +108,10 @@ def reorder_keys(x: jax.Array, axis: int) -> jax.Array:
 class Arrays[A: jax.Array | Ref]:
     """The arrays that the kernel reads, in device memory, in the order of its operands.
 
-    bounds: the limits of each batch entry, the result of block_ranges.bounds_array; None if tracing knows them.
-    counter: int32 [1], the next work tile, or None. factors: [B, H, 2] float32, of the scores and of the output. query,
-    key: [B, length, heads, D] e4m3. value: [B, Hkv, Dv, S] e4m3, transposed, with keys in KEY_ORDER.
+    bounds: int32 [B, 2], the position of query 0 and the number of keys that count; None if tracing knows both.
+    counter: int32 [1], the next work tile, or None. factors: [B, H, 2] float32, the factor of a head's scores and the
+    factor of its output. query, key: [B, length, heads, D] e4m3. value: [B, Hkv, Dv, S] e4m3, transposed; of every 16
+    keys, index i along S has key fp8_values.KEY_ORDER[i].
     """
 
     bounds: A | None
@@ -376,7 +381,11 @@ class Compute(ComputeWarpgroup[QueryTile]):
         return acc, as_operand(p)
 
     def epilogue(self, index: Index, sums: TileSums) -> None:
-        """Stores out = O / row_sum and lse = log(row_sum) + row_max of the warpgroup's queries of work tile `index`."""
+        """Stores out and lse of the warpgroup's queries of work tile `index`.
+
+        out = O / row_sum, times the head's factor of the output, in bfloat16. lse = log(row_sum) + row_max * ln 2, in
+        natural log, since row_max is in base 2. A query without keys has out = 0 and lse = -inf.
+        """
         tile, out_smem = self.kv_loop.work_tile(lax.optimization_barrier(index)), self.scratch.out_smem.at[self.w]
         b, h, q_start = tile.b, tile.h, tile.q_start + self.w * 64
         inverse, lse = softmax.finish(sums.row_max, sums.row_sum, may_be_dead=self.kv_loop.may_be_dead)

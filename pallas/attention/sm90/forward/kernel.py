@@ -335,9 +335,11 @@ class Compute(ComputeWarpgroup[QueryTile]):
         return rescaled(acc), p
 
     def epilogue(self, index: Index, turn: Index, sums: TileSums) -> None:
-        """Stores out = O / row_sum, lse = log(row_sum) + row_max and the excess of the warpgroup's queries.
+        """Stores out = O / row_sum, lse and the excess of the warpgroup's queries, as far as the call wants them.
 
-        index, turn: the work tile, and its number in the CTA.
+        lse is the log-sum-exp in natural log: log(row_sum) + row_max, taken to natural units. Sinks join the
+        sums before, and an earlier result is merged into out and lse. index: of the work tile in the launch. turn: its
+        number in the CTA.
         """
         plan, results, w = self.plan, self.results, self.w
         tile = self.kv_loop.work_tile(lax.optimization_barrier(index))

@@ -114,10 +114,11 @@ def attention_forward_together(
     core_count: int,
     interpret: bool,
 ) -> list[ForwardArrays]:
-    """The results of attention_forward for several calls; the calls with few work tiles have one launch.
+    """The results of attention_forward for several calls, in their order.
 
-    inputs, options: of each call. The calls have only query, key and value. Their options differ only in the views of
-    heads.
+    The calls with few work tiles have one launch in common, unless bounds of their scores would pay. Each other call
+    has a launch of its own. If not options.has_lse, the result of a call in the common launch is (out,). inputs,
+    options: of each call. The calls have only query, key and value. Their options differ only in the views of heads.
     """
     named: dict[str, Any] = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
     calls = [head_views.LaunchCall.of(*call) for call in zip(inputs, options, strict=True)]
@@ -205,10 +206,10 @@ def _shape_of(call: head_views.LaunchCall, config) -> Shape:
 
 
 def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> bool:
-    """Whether bounds of the scores are worth the time of computing vector norms.
+    """Whether upper bounds of the scores save more time in the loop over keys than their vector norms take.
 
-    keys: per query. bounded_from: the number of keys from which they are, if all heads of the array are used. heads:
-    the number of heads of the call.
+    keys: the approximate number of keys that a query attends to. bounded_from: the least such number that pays, if the
+    call uses all heads of query. heads: the number of heads that the call uses; norms are computed for all heads.
     """
     return keys >= bounded_from * query.shape[2] / heads
 
@@ -232,7 +233,9 @@ def _bounds(
     measures_q: bool = False,
     key_norms=None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """(largest, small), both [B, H], from the norms of queries and keys; each may be None.
+    """(largest, small), both [B, heads of query], from the norms of queries and keys; each may be None.
+
+    The heads are all heads of the array query, also the heads that the call does not use.
 
     largest: float32, an upper bound of a head's scores in base 2; None if unknown. small: int32, 1 if all scores of a
     head are so small that a polynomial computes a tanh of them; None without a softcap or a tanh in the score_mod. mod:

@@ -34,11 +34,11 @@ FIRST_TURN_BARRIER = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkTile:
-    """Some queries of a head, with the blocks of keys that they visit.
+    """A block of queries of a head, or a warpgroup's 64 queries of it, with the blocks of keys that they visit.
 
-    b, h: batch entry and head of the call. q_start: the first query. blocks: the blocks of keys, in order. call: the
-    index of the call in the launch. q_head, kv_head: the heads in the arrays. limits: None if block lists hold all
-    limits.
+    b, h: batch entry and head of the call. q_start: the index of the first query. blocks: the blocks of keys, in order.
+    call: the index of the call in the launch. q_head, kv_head: the heads in the arrays. limits: None if block lists
+    hold all limits.
     """
 
     b: Index
@@ -109,8 +109,9 @@ class KvPipeline:
     ) -> Index:
         """Loads `count` blocks into this slot and the slots after it, and returns the last slot.
 
-        load_k(step, slot), load_v(step, slot): wait until the slot is free, and load a step's keys or values.
-        load_more(step): runs after them.
+        load_k(step, slot), load_v(step, slot): wait until the slot is free, and load a step's keys or values. The
+        values run one step behind the keys: keys 0, keys 1, values 0, keys 2, values 1 ... load_more(step): runs after
+        the keys of this step and the values of the step before. slot: of step 0. count: at least 1.
         """
 
         def load(step, last):  # values run one block behind the keys, in the order of their use
@@ -158,7 +159,9 @@ class PingPong:
             self.pass_on(w)
 
     def end(self, w: int) -> None:
-        """Takes the turn that the last warpgroup passed on. Each warpgroup calls this once, after its last turn."""
+        """Ends the turns: warpgroup 0 takes the turn that is left over. Each warpgroup calls this once, after its last
+        turn.
+        """
         if w == 0:
             self.wait(w)
 
@@ -167,9 +170,10 @@ class PingPong:
 class KvLoop:
     """The loop of each work tile over blocks of keys: which blocks it visits, and which of them are partial.
 
-    calls: the static facts of the launch's calls. bounds: the limits of each batch entry (block_ranges.bounds_array).
-    segments, lists: segment ids and block lists. None: the call has none. w, in the methods: the index of a compute
-    warpgroup.
+    calls: the static facts of the launch's calls. bounds: int32 [B, 2 or 3] in device memory, the limits that tracing
+    does not know: the position of query 0, the number of keys that count, and with inputs.reach the first query that
+    has keys; None if tracing knows all. segments, lists: segment ids and block lists; None: the call has none. w, in
+    the methods: the index of a compute warpgroup.
     """
 
     cta: Index
@@ -221,8 +225,10 @@ class KvLoop:
 
     @property
     def same_blocks(self) -> bool:
-        """Whether all warpgroups visit the same blocks of a work tile. With bounds they do: separate ranges would
-        spill.
+        """Whether all compute warpgroups visit the same blocks of keys in a work tile.
+
+        If not, each warpgroup visits only the blocks up to its own queries' positions. This needs a call that is only
+        causal, and a known q_offset and lengths: with `bounds`, a range per warpgroup would spill registers.
         """
         if not self.causal_only or self.bounds is not None:
             return True
@@ -230,7 +236,9 @@ class KvLoop:
 
     @property
     def may_be_dead(self) -> bool:
-        """Whether the limits may leave a query without a key."""
+        """Whether the limits, segments or block lists may leave a query without a key. It does not regard a bias or a
+        score_mod.
+        """
         if self.options.window is not None or not (self.bounds is self.segments is self.lists is None):
             return True
         return self.options.is_causal and self.q_offset < 0

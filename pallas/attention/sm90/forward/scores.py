@@ -22,10 +22,13 @@ from jax_kernels.pallas.mosaic import layouts
 class QueryTile:
     """A warpgroup's 64 queries of work tile `index` of the launch, the `turn`-th of the CTA.
 
-    own: the warpgroup's part of the work tile. q_smem: the queries in shared memory. mod_numbers: the score_mod's
-    operands that are scalars of the head. score_bound: float32 [64], an upper bound of the scores in base 2. is_small:
-    whether a polynomial can compute the tanh of all scores of the head. is_bounded: whether row_max stays after the
-    first block; equal in a warp. None: the launch has no such branch.
+    own: the warpgroup's part of the work tile. q_smem: the queries in shared memory. mod_numbers: for each operand of
+    the score_mod its scalar for the head, or None if it varies along queries or keys; None without a score_mod.
+
+    score_bound: an upper bound of the scores in base 2, a float32 scalar of the head, or with config.measures_q one per
+    query, [64]. is_small: whether a polynomial can compute the tanh of all scores of the head. is_bounded: whether
+    row_max stays after the first block; equal in a warp. Each is None if the launch has no such branch; is_bounded also
+    before the first block.
     """
 
     index: Index
@@ -79,10 +82,10 @@ class ScoreOps:
         return s
 
     def mask_words(self, tile: QueryTile, step: Index) -> jax.Array | None:
-        """The mask words of a step's block, for `masked_if_partial`, int32 [64, PART]; None if they are not stored per
-        block.
+        """The mask words of a step's block, for `masked_if_partial`, int32 [64, PART], one row per query.
 
-        They are read while the matmuls run.
+        They are read here, while the matmuls run, if the block lists have the words of all blocks. Otherwise the result
+        is None, and only a partial block's words are read later.
         """
         if not self.kv_loop.has_words:
             return None
@@ -101,7 +104,8 @@ class ScoreOps:
     ) -> jax.Array:
         """The scores with -inf where a query may not attend to a key; s itself in a full block.
 
-        words: the result of mask_words for this step. slot: of the block of keys. blocks: of the tile.
+        words: the result of mask_words for this step. slot: of the block of keys. blocks: the blocks that the tile
+        visits, for a test whether this step's block is partial.
         """
         masked = functools.partial(self._masked, tile, step=step, words=words, slot=slot)
         return lax.cond(blocks.is_partial(step), masked, lambda s: s, s)

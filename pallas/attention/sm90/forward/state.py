@@ -44,12 +44,15 @@ class Arrays[A: jax.Array | Ref]:
     query, key, value: one array per call of the launch. Several calls can have one launch only if they have no other
     arrays than these and the counter.
 
-    bounds: the limits of each batch entry (block_ranges.bounds_array). counter: int32 [1], the next work tile. earlier:
-    the results to merge with. end: copies of the block of values in which kv_lengths ends; its keys are None. bias,
-    lists, mod, segments: the call's bias, block lists, score_mod and segment ids. sinks: [B, H] float32.
+    bounds: int32 [B, 2 or 3], the limits that tracing does not know: the position of query 0, the number of keys that
+    count, and with inputs.reach the first query that has keys. counter: int32 [1], the next work tile. earlier: the
+    results of other keys to merge with. end: copies of the values of the block in which kv_lengths ends, with zeros
+    past the end, which the kernel loads instead of that block; end.key is None. bias, lists, mod, segments: the call's
+    bias, block lists, score_mod and segment ids. sinks: [B, H] float32.
 
-    score_bounds: [B, H] float32, an upper bound of each head's scores in base 2; with config.measures_q, for a query of
-    norm 1. small_scores: [B, H] int32, 1 if all scores of a head are so small that a polynomial computes their tanh.
+    score_bounds: [B, heads of query] float32, an upper bound of each head's scores in base 2; with config.measures_q,
+    the bound for a query of norm 1. small_scores: [B, heads of query] int32, 1 if all scores of a head are so small
+    that a polynomial computes their tanh. Both have all heads of the array query.
     """
 
     bounds: A | None = None
@@ -95,9 +98,10 @@ class Results[A: jax.Array | Ref]:
 class Plan:
     """The static facts of a launch when its kernel is traced.
 
-    any_rows: whether an array may have a number of rows that is not a multiple of 8. natural: scores are in natural
-    units, with a bias per query or under a score_mod that may mask. Otherwise they are in base 2 with a bias per key or
-    another score_mod, and unscaled without a bias or score_mod.
+    any_rows: whether an array may have a number of rows that is not a multiple of 8. natural: the softmax's
+    input is in natural units. This is so with a bias per query and key, and under a score_mod that may mask. Otherwise
+    the input is in base 2 with a bias per key or another score_mod; with neither, it is the raw Q K^T, or with a
+    softcap tanh(score / softcap).
     """
 
     config: AttentionForwardSm90
@@ -166,14 +170,17 @@ class Plan:
 
     @property
     def softmax_scale(self) -> float:
-        """The factor that turns the softmax's input into natural units. With a bias or score_mod the input is in base
-        2.
+        """The factor that turns the softmax's input into natural units: ln 2 with a bias or a score_mod, whose results
+        are in base 2, otherwise score_factor. It has no meaning if `natural`.
         """
         return softmax.LN2 if self.has_bias or self.has_mod else self.score_factor
 
     @property
     def softmax_step(self) -> Callable[..., tuple[jax.Array, ...]]:
-        """softmax.natural_step or softmax.step: (scores, row_max, row_sum) -> (P, row_max, row_sum, alpha)."""
+        """The online softmax of one block: (scores, row_max, row_sum) -> (P, new row_max, new row_sum, alpha).
+
+        alpha: the factor for O. It is softmax.natural_step if `natural`, otherwise softmax.step with softmax_scale.
+        """
         return softmax.natural_step if self.natural else functools.partial(softmax.step, scale=self.softmax_scale)
 
     @property
