@@ -385,7 +385,7 @@ class MultiHeadAttention(nnx.Module):
     def token_order(self, length: int, what: str = "x") -> Any:
         """For each token of x, its index in the sequence: int32 [length]; None if the tokens are not sharded.
 
-        length: the number of x's tokens. Inside shard_map, x and the result are one device's shard. what: the name of
+        length: the number of x's tokens. Inside shard_map, x and the result are one device's shard. `what`: the name of
         x, for the ValueError that is raised if the layout does not divide the length.
         """
         if self.sequence_axis is None or sequence_devices(self.sequence_axis) == 1:

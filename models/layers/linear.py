@@ -121,7 +121,7 @@ class Linear(nnx.Linear):
 
 
 def _residual(module: nnx.Linear, residual: Any, dtype: Any) -> Any:
-    """The residual in the dtype of the module's result, of which it is a summand; None for None.
+    """The residual, cast to the dtype of the module's result, to which it is added; None for None.
 
     dtype: of the computation. The result has this dtype if the module has a dtype of its own, else the promoted dtype
     of it and the residual. Raises TypeError if the residual is no array.
