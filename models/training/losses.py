@@ -167,7 +167,11 @@ class _Devices:
 
 @under_defaults
 def _forward(how: tuple[int, ShardingRules], x: jax.Array, rows: jax.Array, targets: jax.Array) -> Any:
-    """(losses float32 [...], residuals of the backward). how: (number of chunks, rules). rows: [V, D]."""
+    """(cross-entropy of logits x @ rows.T and each target, residuals of the backward).
+
+    how: (number of chunks of rows, rules). x: [..., D]. rows: [V, D]. targets: integers [...]. The losses are float32
+    [...]; the logits are made for one chunk of rows at a time.
+    """
     count, rules = how
 
     def one(carry: Any, of_chunk: Any) -> Any:

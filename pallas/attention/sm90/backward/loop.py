@@ -142,7 +142,7 @@ class QStep:
         return StepNumbers.read(needed(self.kernel.smem.steps), self.slot)
 
     def place_again(self) -> StepPlace:
-        """The step's block of queries, read again or recomputed."""
+        """The position of the step's block of queries (no data), read again from shared memory or recomputed."""
         return _place_again(self.work, self.slot, self.index)
 
     def b_again(self) -> Index:

@@ -17,8 +17,8 @@ from jax_kernels.pallas.mosaic.registers import recomputed
 def epilogue(work: WorkTile, dk: list[jax.Array], dv: list[jax.Array], dbias: jax.Array | None) -> None:
     """Stores dkey, dvalue and dbias of a work tile, after its last step.
 
-    dk, dv: float32, lists of arrays [64, columns]; dk lacks the scale. dbias: [64, PART], partial sums of a bias's
-    gradient, or None.
+    dk, dv: float32, for 64 keys: a list with one array [64, columns] for each chunk of columns; dk lacks the scale.
+    dbias: [64, PART], partial sums for the gradient of a bias with one value per key, or None.
     """
     kernel, traits, smem, barriers = work.kernel, work.kernel.traits, work.kernel.smem, work.kernel.barriers
     if barriers.last_read is not None:  # the other warpgroup may still read K, and V if it has the same keys

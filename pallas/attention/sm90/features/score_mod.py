@@ -366,7 +366,7 @@ class Part:
         return value * factor if factor != 1 else value
 
     def _float(self, node: Node) -> jax.Array:
-        """Computes a float node without a factor, for operations that `_make` does not treat specially."""
+        """The value of a float node, without a factor multiplied in, for kinds that `_make` does not treat itself."""
         kind = node.kind
         if kind == "exp":
             return jnp.exp2(self._of(node.inputs[0], LOG2E))
