@@ -29,8 +29,8 @@ def jvp_program(request: ProgramKey, moving: tuple[bool, ...]) -> Program:
     """The program that computes the tangents of a request's floating-point and complex results.
 
     moving: for each tensor of the request, whether it has a tangent. The program's tensors are the request's tensors,
-    then the tangents of the moving tensors. Raises NotImplementedError if the function uses an op that has only
-    reverse-mode derivatives.
+    then the tangents of the moving tensors. Raises NotImplementedError if the function uses a
+    jax.custom_vjp or an op of this library.
     """
     of_masks = 0 if request.masks is None else len(request.masks.structure.children())
     function = _function(request.function, request.structure, request.maps, moving, of_masks)
@@ -88,7 +88,10 @@ def _function(
 
 
 def _is_reverse_alone(jaxpr: core.Jaxpr) -> bool:
-    """Whether a traced jax.jvp, or a jaxpr inside it, has an op with only a reverse-mode derivative."""
+    """Whether a traced jax.jvp, or a jaxpr inside it, has a jax.custom_vjp or an op of this library.
+
+    A jax.custom_vjp has only a reverse-mode derivative. The library's ops count whatever their implementation.
+    """
     for equation in jaxpr.eqns:
         if str(equation.primitive) in _REVERSE_ALONE:
             return True

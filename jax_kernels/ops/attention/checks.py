@@ -140,9 +140,10 @@ def _without_pairs(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def checked_mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
-    """The mask, checked: a Mask, a bool array with four axes (each of length 1 or as in `shape`), or None.
+    """Checks a mask that broadcasts to `shape`, and returns it: None, a Mask, or a bool array with four axes.
 
-    shape: [B, H, T, S]. Known floats of 0 and 1 become bool. Raises TypeError or ValueError, also for traced floats.
+    shape: [B, H, T, S]. An array of fewer axes gets leading axes of length 1. Floats of 0 and 1 that are known when
+    tracing become bool. Raises TypeError or ValueError for all else, also for traced floats.
     """
     if mask is None:
         return None
