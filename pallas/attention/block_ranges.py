@@ -194,7 +194,7 @@ class Limits:
         predicate_at_end: bool = True,
         in_order: bool = False,
     ) -> BlockRange:
-        """The blocks of queries that attend to any of keys kv_start ... kv_start + block_kv - 1, left to right.
+        """The blocks of queries that attend to any of keys kv_start ... kv_start + block_kv - 1.
 
         among: the only blocks that may be visited or full, e.g. because of segments; None: no such restriction.
         in_order: strictly left to right. Otherwise the partial blocks of both ends come first.
