@@ -237,7 +237,7 @@ def _following(kernel: Kernel, tile: Index, turn: Index, first: Index, steps: In
     """
     scheduler, k_ready = kernel.schedule.scheduler, kernel.barriers.k_ready
     stage = pl.ds((turn + 1) & 1, 1)
-    following = scheduler.leave_following(needed(kernel.arrays.counter), tile, needed(kernel.smem.tile).at[stage])
+    following = scheduler.leave_following(kernel.arrays.counter, tile, needed(kernel.smem.tile).at[stage])
 
     @pl.when(following >= scheduler.count)
     def _end():
