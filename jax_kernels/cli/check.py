@@ -20,7 +20,7 @@ from jax_kernels.ops.attention.decode_attention import IMPLEMENTATIONS as DECODE
 from jax_kernels.ops.attention.flash_attention_fp8 import IMPLEMENTATIONS as FP8_IMPLEMENTATIONS
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
-from jax_kernels.ops.normalization.normalization import IMPLEMENTATIONS as NORM_IMPLEMENTATIONS
+from jax_kernels.ops.normalization.implementations import IMPLEMENTATIONS as NORM_IMPLEMENTATIONS
 from jax_kernels.spelling import did_you_mean
 from jax_kernels.testing import (
     ATTENTION_CASES,

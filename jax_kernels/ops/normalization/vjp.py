@@ -1,0 +1,95 @@
+"""A planned norm with its gradient."""
+
+import functools
+from typing import Any
+
+import jax
+
+from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormResult
+from jax_kernels.ops.normalization.implementations import IMPLEMENTATIONS
+from jax_kernels.ops.planned_op import PlannedCall
+from jax_kernels.quantization import QuantizedArray
+from jax_kernels.tracing.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
+from jax_kernels.tracing.promotion import under_defaults
+
+__all__ = ["run"]
+
+
+def run(call: PlannedCall, inputs: NormInputs) -> Any:
+    """out, or (out, x + residual) with a residual, of a prepared call; differentiable unless out is quantized.
+
+    out is like x; with quantize, it is a QuantizedArray with a scale for each row.
+    """
+    out: Any
+    if call.options.quantize is None:
+        out, total = _norm(call, inputs)
+    else:
+        values, scale, total = _quantized_norm(call, inputs)
+        out = QuantizedArray(values=values, scale=scale, scaling="row", axis=-1)
+    return out if total is None else (out, total)
+
+
+def _norm(call: PlannedCall, inputs: NormInputs):
+    """(out, x + residual), both like x, differentiable; the second is None without a residual."""
+    if call.implementation == "xla":
+        return _plain(call, inputs)
+    op = "layer_norm" if call.options.is_centred else "rms_norm"
+    return _by_kernels(call, in_reverse_mode(inputs, no_forward_mode(op)))
+
+
+def _results(call, inputs):
+    result = _forward(call, inputs)
+    return result.out, result.total
+
+
+def _forward(call: PlannedCall, inputs: NormInputs) -> NormResult:
+    implementation = IMPLEMENTATIONS[call.implementation]
+    return implementation.forward(inputs, call.options, config=call.config, interpret=call.interpret)
+
+
+@under_defaults
+def _norm_fwd(call, inputs):
+    result = _forward(call, inputs)
+    if result.total is not None:  # the backward reads only the sum of x and residual
+        inputs = inputs._replace(x=result.total, residual=None)
+    return (result.out, result.total), (inputs, result._replace(out=None, total=None), result.total is not None)  # type: ignore[arg-type]
+
+
+@under_defaults
+def _norm_bwd(call, residuals, cotangents):
+    inputs, result, has_residual = residuals
+    dout, dtotal = cotangents
+    backward = IMPLEMENTATIONS[call.implementation].backward
+    assert backward is not None
+    statics = {"config": call.config, "interpret": call.interpret}
+    gradients: NormGradients = backward(inputs, call.options, result, dout, dtotal if has_residual else None, **statics)
+    dresidual = gradients.x if has_residual else None
+    return (NormInputs(x=gradients.x, residual=dresidual, scale=gradients.scale, bias=gradients.bias),)
+
+
+_by_kernels = jax.custom_vjp(_results, nondiff_argnums=(0,))
+
+
+_by_kernels.defvjp(_norm_fwd, _norm_bwd)
+_plain = in_both_modes(_results, _norm_fwd, _norm_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantized_norm(call: PlannedCall, inputs: NormInputs):
+    """(out in 8 bits, float32 scales of its rows, x + residual or None without one). It has no derivative."""
+    result = _forward(call, inputs)
+    return result.out, result.out_scale, result.total
+
+
+def _quantized_norm_fwd(call, inputs):
+    raise NotImplementedError(
+        f"quantize: got {call.options.quantize!r} in a call that is differentiated, want None: an output of 8 bits has "
+        "no gradient. For gradients, normalise without quantize and use matmul(..., precision='fp8')"
+    )
+
+
+def _quantized_norm_bwd(call, residuals, cotangents):
+    raise AssertionError("the forward raises")
+
+
+_quantized_norm.defvjp(_quantized_norm_fwd, _quantized_norm_bwd)
