@@ -6,6 +6,8 @@ This package may import all other packages of the bridge.
 from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention as AdaptiveAttention
 from jax_kernels.bridge.nn.dynamic_mask_attention import DynamicMaskAttention as DynamicMaskAttention
 from jax_kernels.bridge.nn.layers import rotary_embedding as rotary_embedding
+from jax_kernels.bridge.nn.linear import GatedMLP as GatedMLP
+from jax_kernels.bridge.nn.linear import Linear as Linear
 from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention as MultiheadAttention
 from jax_kernels.bridge.nn.multihead_dilated_attention import MultiheadDilatedAttention as MultiheadDilatedAttention
 from jax_kernels.bridge.nn.pattern_attention import FlexAttention as FlexAttention
@@ -17,7 +19,5 @@ from jax_kernels.bridge.nn.transformer import Block as Block
 from jax_kernels.bridge.nn.transformer import Transformer as Transformer
 from jax_kernels.bridge.nn.transformer import has_gpu as has_gpu
 from jax_kernels.bridge.nn.transformer import logits_and_input_gradients as logits_and_input_gradients
-from jax_kernels.bridge.ops.matmul import GatedMLP as GatedMLP
-from jax_kernels.bridge.ops.matmul import Linear as Linear
 from jax_kernels.bridge.ops.normalization import LayerNorm as LayerNorm
 from jax_kernels.bridge.ops.normalization import RMSNorm as RMSNorm

@@ -8,8 +8,9 @@ import torch
 
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_activation, check_precision
+from jax_kernels.bridge.nn.linear import Linear
 from jax_kernels.bridge.ops import symbolic_trace
-from jax_kernels.bridge.ops.matmul import Linear, linear
+from jax_kernels.bridge.ops.matmul import linear
 from jax_kernels.bridge.ops.quantization import QuantizedTensor, quantize
 from jax_kernels.bridge.translate.activations import Activation
 from jax_kernels.quantization import formats

@@ -16,6 +16,7 @@ from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.nn.adaptive_attention import AdaptiveAttention
 from jax_kernels.bridge.nn.dynamic_mask_attention import DynamicMaskAttention
 from jax_kernels.bridge.nn.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, rotary_embedding
+from jax_kernels.bridge.nn.linear import GatedMLP, Linear
 from jax_kernels.bridge.nn.multihead_attention import MultiheadAttention
 from jax_kernels.bridge.nn.multihead_dilated_attention import MultiheadDilatedAttention
 from jax_kernels.bridge.nn.pattern_attention import FlexAttention
@@ -24,7 +25,7 @@ from jax_kernels.bridge.nn.ring_dilated_attention import RingDilatedAttention
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.attention.dilated_attention import dilated_attention
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
-from jax_kernels.bridge.ops.matmul import GatedMLP, Linear, gated_matmul, linear
+from jax_kernels.bridge.ops.matmul import gated_matmul, linear
 from jax_kernels.bridge.ops.normalization import LayerNorm, RMSNorm
 
 __all__ = [
