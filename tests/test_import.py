@@ -1,5 +1,6 @@
 """`import jax_kernels`: its names, and the modules that it does not load; also on the newest JAX."""
 
+import ast
 import importlib
 import importlib.metadata
 import inspect
@@ -9,6 +10,7 @@ import pkgutil
 import subprocess
 import sys
 import typing
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +53,22 @@ def test_public_names():
     assert {"DeviceInfo", "Plan", "device_info", "explain", "flash_attention"} <= names - modules
     for name in names - modules:
         assert getattr(jax_kernels, name).__doc__, f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("package", ["jax_kernels", "bridge"])
+def test_type_checkers_see_the_names_that_are_imported_late(package):
+    """A name that is imported when it is first read has the same module for a type checker."""
+    tree = ast.parse((Path(jax_kernels.__file__).parents[1] / package / "__init__.py").read_text())
+    block = next(x for x in tree.body if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING")
+    seen = {
+        name.name: x.module if package not in x.module.rpartition(".")[2] else f"{x.module}.{name.name}"
+        for x in block.body
+        for name in x.names
+    }
+    table = next(x for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "_MODULES")
+    late = {name: module for module, names in ast.literal_eval(table.value).items() for name in names}
+    assert len(late) > 25
+    assert seen == late
 
 
 def test_version_is_the_distribution():
