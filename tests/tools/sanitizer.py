@@ -1,19 +1,27 @@
-"""compute-sanitizer over a small call of every Hopper and Triton kernel.
+"""compute-sanitizer over a small call of every Hopper and Triton kernel, and a run over poisoned memory.
 
     python tests/tools/sanitizer.py [WORD...]                 # calls whose name has one of the words; without, all
     python tests/tools/sanitizer.py --tools racecheck [WORD...]
     python tests/tools/sanitizer.py --run NAME...             # runs calls as they are, in this process
+    python tests/tools/sanitizer.py --poison NAME...          # the poison check of calls, in this process
 
 memcheck finds accesses outside of arrays, racecheck unordered accesses of threads to shared memory, synccheck wrong
-barriers, initcheck reads of unwritten device memory. Needs a Hopper GPU and compute-sanitizer. Several processes run at
-once; a row is printed as each ends. The exit status is 1 after an error.
+barriers, initcheck reads of unwritten device memory. initcheck does not see the stores of Mosaic kernels, so it runs on
+Triton calls alone. poison is a check of this file: it fills the free device memory with a byte, runs the call, and
+compares the results for two bytes. A read of unwritten memory changes them.
+
+compute-sanitizer stops without an end in about every tenth process, whichever the call: such a process is started
+again, up to ATTEMPTS times. Needs a Hopper GPU and compute-sanitizer. Several processes run at once; a row is printed
+as each ends. The exit status is 1 after an error.
 """
 
 import dataclasses
+import faulthandler
 import functools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -30,17 +38,25 @@ import jax_kernels as jk
 from jax_kernels import masks
 from jax_kernels.pallas.attention.passes import ranked_bits, row_norms
 
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck", "poison")
 PROCESSES = 12  # that run at once
-CALLS_OF_PROCESS = 1
-SECONDS = 150  # of a process
+SECONDS = 60  # of a process
+ATTEMPTS = 4  # processes of a call whose earlier ones did not end
 FOUND = 9  # the exit status of a process with errors
+POISONS = (0xFF, 0x00)  # bytes: NaN in every float format, and zero
 # Each buffer is a separate allocation, so that a tool sees its end. XLA's autotuning would run its candidates.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cuda",
     "XLA_FLAGS": "--xla_gpu_autotune_level=0",
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
+
+# The poison check needs an allocator that hands out the same memory again; PROCESSES of them share the GPU.
+POISON_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cuda",
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.04",
 }
 
 
@@ -248,17 +264,44 @@ def run(names: list[str]) -> None:
         print("ran", name, flush=True)
 
 
+def _fill_free_memory(byte: int) -> None:
+    """Fills most of the allocator's free memory with a byte, and frees it again."""
+    stats = jax.local_devices()[0].memory_stats()
+    size = int(0.8 * (stats["bytes_limit"] - stats["bytes_in_use"]))
+    jax.block_until_ready(jax.jit(lambda: jnp.full(size, byte, jnp.uint8))())
+
+
+def poison(names: list[str]) -> int:
+    """The exit status after running calls in this process over memory of each byte of POISONS."""
+    for name in names:
+        call = CALLS[name]()
+        function, arrays, found = jax.jit(call.run), call.arrays(), []
+        jax.block_until_ready(function(*arrays))
+        for byte in POISONS:
+            _fill_free_memory(byte)
+            results = function(*arrays)
+            found.append([np.asarray(x.astype(jnp.float32)) for x in jax.tree.leaves(results)])
+        for i, (x, y) in enumerate(zip(*found, strict=True)):
+            largest = np.abs(np.where(np.isfinite(y), y, 0)).max(initial=0)
+            if not np.allclose(x, y, rtol=2e-2, atol=2e-2 * float(largest), equal_nan=True):
+                print(f"Error: result {i} of {name} depends on unwritten memory")
+                return FOUND
+        print("ran", name, flush=True)
+    return 0
+
+
 _TELLING = re.compile(r"Error|Invalid|hazard|SUMMARY| at |Uninit")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """A tool's report on the calls of a process. lines: the tool's own, without the backtraces of the host."""
+    """A tool's report on a call. lines: the tool's own, without the backtraces of the host."""
 
     tool: str
-    names: list[str]
+    name: str
     status: int
     seconds: float
+    attempts: int
     lines: list[str]
 
     @property
@@ -266,29 +309,49 @@ class Report:
         return self.status == 0
 
     def __str__(self) -> str:
-        row = f"{self.tool:10} {'clean' if self.is_clean else 'FOUND':6} {self.seconds:4.0f} s  {'; '.join(self.names)}"
+        result = "clean" if self.is_clean else f"FOUND (status {self.status})"
+        row = f"{self.tool:10} {result:6} {self.seconds:4.0f} s, attempt {self.attempts}  {self.name}"
         return "\n".join([row, *(f"    {line[:200]}" for line in ([] if self.is_clean else self.lines[:12]))])
 
 
-def check(sanitizer: str, tool: str, names: list[str]) -> Report:
-    """Runs calls under a tool, in a process of their own."""
-    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "4", "--show-backtrace", "no"]
-    command = [sanitizer, *options, sys.executable, __file__, "--run", *names]
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    start = time.monotonic()
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
-        status, lines = done.returncode, [line for line in done.stdout.splitlines() if _TELLING.search(line)]
-        lines += done.stderr.splitlines()[-4:] if status not in (0, FOUND) else []
-    except subprocess.TimeoutExpired:
-        status, lines = 124, [f"no end after {SECONDS} s"]
-    return Report(tool=tool, names=names, status=status, seconds=time.monotonic() - start, lines=lines)
+def _process(command: list[str], environment: dict[str, str]) -> tuple[int, list[str]]:
+    """(exit status, telling lines) of a process; status 124 if it did not end within SECONDS."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:  # type: ignore
+        try:
+            out, err = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the tool and the program that it runs
+            return 124, [f"no end after {SECONDS} s"]
+    return process.returncode, [line for line in out.splitlines() if _TELLING.search(line)] or err.splitlines()[-8:]
+
+
+def check(sanitizer: str, tool: str, name: str) -> Report:
+    """Runs a call under a tool, in a process of its own, again where the process is killed or does not end."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    if tool == "poison":
+        command = [sys.executable, __file__, "--poison", name]
+        environment |= POISON_ENVIRONMENT
+    else:
+        options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "4", "--show-backtrace", "no"]
+        command = [sanitizer, *options, sys.executable, __file__, "--run", name]
+        environment |= ENVIRONMENT
+    start, attempts = time.monotonic(), 0
+    while attempts < ATTEMPTS:
+        attempts += 1
+        status, lines = _process(command, environment)
+        if status in (0, FOUND) and (status == 0 or lines):
+            break
+    return Report(tool=tool, name=name, status=status, seconds=time.monotonic() - start, attempts=attempts, lines=lines)
 
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--run"]:
+        faulthandler.dump_traceback_later(SECONDS - 10)  # in stderr, which a person reads who runs a call alone
         run(arguments[1:])
         return 0
+    if arguments[:1] == ["--poison"]:
+        return poison(arguments[1:])
     tools = TOOLS
     if arguments[:1] == ["--tools"]:
         tools, arguments = tuple(arguments[1].split(",")), arguments[2:]
@@ -297,10 +360,10 @@ def main(arguments: list[str]) -> int:
         print("compute-sanitizer: not found in PATH or /usr/local/cuda/bin, want CUDA's tools")
         return 1
     names = [name for name in CALLS if not arguments or any(word in name for word in arguments)]
-    groups = [names[start : start + CALLS_OF_PROCESS] for start in range(0, len(names), CALLS_OF_PROCESS)]
+    jobs = [(tool, name) for tool in tools for name in names if tool != "initcheck" or name.startswith("triton")]
     reports = []
     with ThreadPoolExecutor(PROCESSES) as pool:
-        for job in as_completed([pool.submit(check, sanitizer, tool, group) for tool in tools for group in groups]):
+        for job in as_completed([pool.submit(check, sanitizer, tool, name) for tool, name in jobs]):
             reports.append(job.result())
             print(reports[-1], flush=True)
     found = sum(not report.is_clean for report in reports)
