@@ -119,6 +119,7 @@ def _last(call, x, rows, *others):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("size", [2.5, 3.9])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_large_arrays(size, dtype):
@@ -142,6 +143,7 @@ def test_large_arrays(size, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_large_byte_arrays():
     """An 8-bit output, a mask and values of 2.5 GiB are right at their ends, in any implementation dispatched."""
     x = _normal(int(2.5 * GIB) // 4096, 4096)
@@ -156,6 +158,7 @@ def test_large_byte_arrays():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_decode_many_sequences_with_a_mask():
     """An axis of CUDA's grid has 65,535 programs at most. Beyond, each sequence still reads its mask's row."""
     batch, length = 70_000, 64
