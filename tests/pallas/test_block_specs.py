@@ -1,6 +1,8 @@
 """The records of block specs, and the look-up of their rows."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,14 @@ def test_first_takes_the_first_row_that_serves():
         first((small,), "triton", 101)
     orders = NormOrder(columns=5, names=("a",)), NormOrder(names=("b",))
     assert first(orders, None, 6).names == ("b",)
+
+
+def test_every_file_has_the_record_of_its_name():
+    """A record in sm87.py that keeps the capability (8, 6) of the record that it copies would replace that record."""
+    files = [path.stem for path in Path(block_specs.__file__).parent.glob("sm*.py")]
+    want = {name for name in files if re.fullmatch(r"sm\d+", name)}
+    assert {specs.name.replace("_", "") for specs in SPECS} == want
+    assert [specs.capability for specs in SPECS] == sorted(specs.capability for specs in SPECS)
 
 
 @pytest.mark.parametrize("specs", SPECS, ids=lambda specs: specs.name)
