@@ -20,8 +20,8 @@ KIB = 1 << 10
 class Architecture:
     """The architecture of GPUs with one compute capability.
 
-    name: as in "Hopper". shared_memory_per_block: the most bytes of shared memory that one CTA may ask for. gpu: the GPU
-    for which tests compile the block specs of this compute capability; None if no block specs are its own.
+    name: as in "Hopper". shared_memory_per_block: the most bytes of shared memory that one CTA may ask for. gpu: the
+    GPU for which tests compile the block specs of this compute capability; None if it has no block specs.
     """
 
     name: str
