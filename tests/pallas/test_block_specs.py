@@ -67,7 +67,7 @@ def test_only_hopper_is_measured():
         ((9, 0), 128, "sm_80's rows, inherited by sm_90, not measured"),
         ((8, 0), 4096, "sm_80's rows, not measured on sm_80, only on NVIDIA H200"),
         ((8, 9), 128, "sm_80's rows, inherited by sm_89, not measured"),
-        ((8, 7), 128, "heuristic: sm_80's rows, inherited by sm_86, for sm_87, which has none, not measured"),
+        ((9, 9), 128, "heuristic: sm_80's rows, inherited by sm_90, for sm_99, which has none, not measured"),
         (None, 128, "heuristic: sm_80's rows, for the interpreter, not measured"),
         (None, 4096, "heuristic: sm_80's rows, for the interpreter, measured on NVIDIA H200"),
     ],
