@@ -20,11 +20,13 @@ KIB = 1 << 10
 class Architecture:
     """The architecture of GPUs with one compute capability.
 
-    name: as in "Hopper". shared_memory_per_block: the most bytes of shared memory that one CTA may ask for.
+    name: as in "Hopper". shared_memory_per_block: the most bytes of shared memory that one CTA may ask for. gpu: the
+    GPU for which tests compile the block specs of this compute capability; None if it has no block specs.
     """
 
     name: str
     shared_memory_per_block: int
+    gpu: str | None = None
 
 
 # By compute capability (CUDA C++ Programming Guide, technical specifications). One that is not here counts as the
@@ -34,15 +36,15 @@ ARCHITECTURES = {
     (6, 1): Architecture("Pascal", 48 * KIB),
     (7, 0): Architecture("Volta", 96 * KIB),
     (7, 5): Architecture("Turing", 64 * KIB),
-    (8, 0): Architecture("Ampere", 163 * KIB),
-    (8, 6): Architecture("Ampere", 99 * KIB),
+    (8, 0): Architecture("Ampere", 163 * KIB, gpu="a100"),
+    (8, 6): Architecture("Ampere", 99 * KIB, gpu="a6000"),
     (8, 7): Architecture("Ampere", 163 * KIB),
-    (8, 9): Architecture("Ada", 99 * KIB),
-    (9, 0): Architecture("Hopper", 227 * KIB),
-    (10, 0): Architecture("Blackwell", 227 * KIB),
+    (8, 9): Architecture("Ada", 99 * KIB, gpu="rtx4090"),
+    (9, 0): Architecture("Hopper", 227 * KIB, gpu="h200"),
+    (10, 0): Architecture("Blackwell", 227 * KIB, gpu="b200"),
     (10, 3): Architecture("Blackwell", 227 * KIB),
     (11, 0): Architecture("Blackwell", 227 * KIB),
-    (12, 0): Architecture("Blackwell", 99 * KIB),
+    (12, 0): Architecture("Blackwell", 99 * KIB, gpu="rtx pro 6000"),
     (12, 1): Architecture("Blackwell", 99 * KIB),
 }
 

@@ -69,12 +69,23 @@ def test_implementations_match_dispatch(capability):
     assert info.architecture == ARCHITECTURES[capability].name
 
 
-def test_named_device_implementations():
-    for gpu in GPUS:
-        order, _ = block_specs.attention_order(gpu[3])
-        assert device_info(gpu[0]).implementations == order
-    order, _ = block_specs.attention_order(None)
-    assert device_info("cpu").implementations == order
+@pytest.mark.parametrize("name", device_names())
+def test_named_device(name):
+    info = device_info(name)
+    order, _ = block_specs.attention_order(info.compute_capability)
+    assert info.implementations == order
+    if name != "cpu":
+        assert info.architecture == ARCHITECTURES[info.compute_capability].name
+        assert info.memory_bandwidth > 1e11
+        assert info.total_memory_bytes > 1e9
+
+
+@pytest.mark.parametrize("specs", block_specs.BLOCK_SPECS.values(), ids=lambda specs: specs.name)
+def test_block_specs_have_a_gpu(specs):
+    assert specs.capability in ARCHITECTURES, "jax_kernels/device.py: ARCHITECTURES lacks the capability"
+    gpu = ARCHITECTURES[specs.capability].gpu
+    assert gpu is not None, "jax_kernels/device.py: the row in ARCHITECTURES has no gpu"
+    assert device_info(gpu).compute_capability == specs.capability
 
 
 def test_real_gpu_is_described_by_itself():

@@ -126,9 +126,9 @@ def test_plan_has_the_blocks_of_the_device():
     assert plan.config.core_count == 132
     assert plan.config.forward.block_kv % 64 == 0
     # A capability without rows takes the rows of the nearest older capability.
-    tomorrow = dataclasses.replace(device_info("a100"), compute_capability=(8, 7))
+    tomorrow = dataclasses.replace(device_info("a100"), compute_capability=(9, 9))
     source = attention_on(tomorrow, return_lse=True).source
-    assert source == "heuristic: sm_86's rows, for sm_87, which has none, not measured"
+    assert source == "heuristic: sm_90's rows, for sm_99, which has none, not measured on sm_99, only on NVIDIA H200"
 
 
 def test_a_plan_says_what_was_measured():

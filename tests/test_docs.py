@@ -79,8 +79,9 @@ def test_the_architecture_names_files_and_folders_that_exist():
 @pytest.mark.parametrize(("op", "cells"), rows_of_ops())
 def test_the_architecture_leads_from_an_op_to_files_that_have_it(op, cells):
     if len(cells) == 4:
-        page, file, *_ = cells
+        page, file, gradient, _ = cells
         assert f"def {op}(" in (ROOT / file).read_text()
+        assert gradient == "none" or re.search("_bwd|vjp|backward", (ROOT / gradient).read_text())
         assert op in (ARCHITECTURE.parent / re.search(r"\((.*)\)", page)[1]).read_text()
     else:
         _, tests, bridge = cells

@@ -1,5 +1,6 @@
-"""The Python examples of the README and of docs/ run unchanged. The files that pages name exist."""
+"""The Python examples of the README and of docs/ run unchanged. The files that pages and docstrings name exist."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -49,3 +50,13 @@ def test_links_resolve(page):
 def test_named_files_exist(page):
     paths = re.findall(r"[\w.]+(?:/\w+)+\.(?:py|json|toml)\b", page.read_text())
     assert not [path for path in paths if not any((folder / path).exists() for folder in (ROOT, page.parent))]
+
+
+def test_docstrings_name_files_that_exist():
+    """A docstring may name a file without its folders."""
+    folders = ("jax_kernels", "pallas", "bridge", "models", "tests", "benchmarks", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    docstrings = {path: ast.get_docstring(ast.parse(path.read_text())) or "" for path in files}
+    named = [(path, x) for path, text in docstrings.items() for x in re.findall(r"(?<![\w*/])[\w/]+\.py\b", text)]
+    assert len(named) > 40
+    assert not [(path, x) for path, x in named if not any(file.match(x) for file in files)]

@@ -3,17 +3,17 @@
 import contextlib
 import dataclasses
 import functools
+import importlib
+import pkgutil
+import re
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.matmul_specs import LowBitCall, MatmulCall, MatmulLowBitRow, MatmulRow
 from jax_kernels.pallas.block_specs.record import BlockSpecs, first, sm_name
 from jax_kernels.pallas.block_specs.sm80 import SM80
-from jax_kernels.pallas.block_specs.sm86 import SM86
-from jax_kernels.pallas.block_specs.sm89 import SM89
 from jax_kernels.pallas.block_specs.sm90 import SM90
-from jax_kernels.pallas.block_specs.sm100 import SM100
-from jax_kernels.pallas.block_specs.sm120 import SM120
 from jax_kernels.pallas.block_specs.specs import (
     AttentionCall,
     AttentionDecodeRow,
@@ -31,8 +31,16 @@ from jax_kernels.pallas.block_specs.specs import (
 
 Capability = tuple[int, int] | None
 
+
+def _records() -> list[BlockSpecs]:
+    """The record of each file of a compute capability in this folder, such as SM90 of sm90.py; the oldest first."""
+    names = (x.name for x in pkgutil.iter_modules(block_specs.__path__) if re.fullmatch(r"sm\d+", x.name))
+    records = [getattr(importlib.import_module(f"{block_specs.__name__}.{name}"), name.upper()) for name in names]
+    return sorted(records, key=lambda specs: specs.capability)
+
+
 # By compute capability, the oldest first.
-BLOCK_SPECS = {specs.capability: specs for specs in (SM80, SM86, SM89, SM90, SM100, SM120)}
+BLOCK_SPECS = {specs.capability: specs for specs in _records()}
 
 # The number of last used calls whose rows are cached.
 _MOST_CALLS = 4096

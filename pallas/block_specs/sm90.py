@@ -31,9 +31,10 @@ MATMUL_ORDER = measured(
     MatmulOrder(names=("mosaic_gpu", "xla", "triton")),
 )
 
+FEW_ROWS, UNALIGNED, FLOAT32 = (row for row in SM80.matmul if not row.is_aligned)
 # Not measured. wgmma reads its operands from shared memory, which leaves registers for twice sm_80's block_k.
 MATMUL_TRITON = (
-    SM80.matmul[0],
+    FEW_ROWS,
     MatmulRow(
         implementation="triton",
         columns=None,
@@ -41,7 +42,8 @@ MATMUL_TRITON = (
         is_aligned=True,
         config=MatmulTriton(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4, split_steps=8),
     ),
-    *SM80.matmul[-2:],
+    UNALIGNED,
+    FLOAT32,
 )
 
 WIDE = MatmulSm90(block_n=192, stages=4, rows_together=8, pingpong=True, wg_rows=128, short_activation=True)

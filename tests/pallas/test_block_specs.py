@@ -1,6 +1,8 @@
 """The records of block specs, and the look-up of their rows."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,14 @@ def test_first_takes_the_first_row_that_serves():
     assert first(orders, None, 6).names == ("b",)
 
 
+def test_every_file_has_the_record_of_its_name():
+    """A record in sm87.py that keeps the capability (8, 6) of the record that it copies would replace that record."""
+    files = [path.stem for path in Path(block_specs.__file__).parent.glob("sm*.py")]
+    want = {name for name in files if re.fullmatch(r"sm\d+", name)}
+    assert {specs.name.replace("_", "") for specs in SPECS} == want
+    assert [specs.capability for specs in SPECS] == sorted(specs.capability for specs in SPECS)
+
+
 @pytest.mark.parametrize("specs", SPECS, ids=lambda specs: specs.name)
 def test_every_record_is_found_by_its_capability(specs):
     assert block_specs.nearest(specs.capability) is specs
@@ -57,7 +67,7 @@ def test_only_hopper_is_measured():
         ((9, 0), 128, "sm_80's rows, inherited by sm_90, not measured"),
         ((8, 0), 4096, "sm_80's rows, not measured on sm_80, only on NVIDIA H200"),
         ((8, 9), 128, "sm_80's rows, inherited by sm_89, not measured"),
-        ((8, 7), 128, "heuristic: sm_80's rows, inherited by sm_86, for sm_87, which has none, not measured"),
+        ((9, 9), 128, "heuristic: sm_80's rows, inherited by sm_90, for sm_99, which has none, not measured"),
         (None, 128, "heuristic: sm_80's rows, for the interpreter, not measured"),
         (None, 4096, "heuristic: sm_80's rows, for the interpreter, measured on NVIDIA H200"),
     ],

@@ -2,17 +2,12 @@
 
 import dataclasses
 
+from jax_kernels.device import ARCHITECTURES
 from jax_kernels.pallas import block_specs
 from tests.tools.compile_case import Spec
 
-GPUS = {
-    (8, 0): "a100",
-    (8, 6): "a6000",
-    (8, 9): "rtx4090",
-    (9, 0): "h200",
-    (10, 0): "b200",
-    (12, 0): "rtx pro 6000",
-}
+# The GPU of each record of block specs. tests/test_device.py fails if a record has none.
+GPUS = {capability: ARCHITECTURES[capability].gpu for capability in block_specs.BLOCK_SPECS}
 
 
 def rows():

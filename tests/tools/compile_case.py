@@ -105,38 +105,47 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class _Generation:
-    """The facts about a GPU that XLA needs and DeviceInfo lacks. shared_memory and l2 in bytes, clock in GHz.
+    """The facts about a GPU that XLA needs and DeviceInfo lacks. threads: of an SM. l2 in bytes, clock in GHz.
 
-    kind: a device name of this generation that the Pallas-Triton lowering knows without the device.
+    kind: a device name of this generation that the Pallas-Triton lowering knows without the device. XLA's cost model
+    reads the figures, for XLA's own fusions. A Pallas kernel does not depend on them.
     """
 
     kind: str
-    shared_memory: int  # per SM
     threads: int
     l2: int
     clock: float
-    fpus: int
-    accelerated: bool = False
+    fpus: int = 128
 
 
-GENERATIONS = {
-    (8, 0): _Generation("NVIDIA A100-SXM4-80GB", 167936, 2048, 41943040, 1.41, 64),
-    (8, 6): _Generation("NVIDIA A10", 102400, 1536, 6291456, 1.8, 128),
-    (8, 9): _Generation("NVIDIA L4", 102400, 1536, 75497472, 2.52, 128),
-    (9, 0): _Generation("NVIDIA H200", 233472, 2048, 62914560, 1.98, 128, accelerated=True),
-    (10, 0): _Generation("NVIDIA B200", 233472, 2048, 132644864, 1.965, 128, accelerated=True),
-    (12, 0): _Generation("NVIDIA RTX PRO 6000", 102400, 1536, 134217728, 2.6, 128, accelerated=True),
+# By compute capability. One that is not here counts as the newest one below it.
+_GENERATIONS = {
+    (8, 0): _Generation("NVIDIA A100-SXM4-80GB", 2048, 41943040, 1.41, fpus=64),
+    (8, 6): _Generation("NVIDIA A10", 1536, 6291456, 1.8),
+    (8, 9): _Generation("NVIDIA L4", 1536, 75497472, 2.52),
+    (9, 0): _Generation("NVIDIA H200", 2048, 62914560, 1.98),
+    (10, 0): _Generation("NVIDIA B200", 2048, 132644864, 1.965),
+    (12, 0): _Generation("NVIDIA RTX PRO 6000", 1536, 134217728, 2.6),
 }
+
+
+def generation_of(info) -> _Generation:
+    return _GENERATIONS[max(known for known in _GENERATIONS if known <= info.compute_capability)]
+
+
+def shared_memory_per_core(info) -> int:
+    """The bytes of an SM. CUDA reserves 1 KiB of them for each CTA."""
+    return info.shared_memory_per_block + 1024
 
 
 def target_config(info) -> str:
     """XLA's description of a GPU, in protobuf text, for compiling without the GPU."""
     major, minor = info.compute_capability
-    generation = GENERATIONS[major, minor]
-    extension = "ACCELERATED_FEATURES" if generation.accelerated else "NONE"
+    generation = generation_of(info)
+    extension = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
     return f"""gpu_device_info {{
       threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-      shared_memory_per_core: {generation.shared_memory} threads_per_core_limit: {generation.threads}
+      shared_memory_per_core: {shared_memory_per_core(info)} threads_per_core_limit: {generation.threads}
       core_count: {info.core_count} fpus_per_core: {generation.fpus}
       block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
       memory_bandwidth: {info.memory_bandwidth} l2_cache_size: {generation.l2}
@@ -163,7 +172,7 @@ def abstract_device(info: Any) -> Any:
         compute_capability: str = ""
 
     return Device(
-        device_kind=GENERATIONS[info.compute_capability].kind,
+        device_kind=generation_of(info).kind,
         num_cores=info.core_count,
         platform="gpu",
         compute_capability="{}.{}".format(*info.compute_capability),

@@ -148,13 +148,13 @@ CASES: dict[str, Callable[[], Program]] = {
 def target_of(gpu: str) -> compile.Target:
     """The target that is a GPU by its name."""
     info = device_info(gpu)
-    generation = compile_case.GENERATIONS[info.compute_capability]
+    generation = compile_case.generation_of(info)
     return compile.Target(
         kind=generation.kind,
         compute_capability=info.compute_capability,
         core_count=info.core_count,
         shared_memory_per_block=info.shared_memory_per_block,
-        shared_memory_per_core=generation.shared_memory,
+        shared_memory_per_core=compile_case.shared_memory_per_core(info),
         threads_per_core=generation.threads,
         registers_per_core=65536,
         l2_cache=generation.l2,

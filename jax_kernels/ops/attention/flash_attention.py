@@ -1,4 +1,4 @@
-"""flash_attention. Its checks are in checks.py, its implementations in table.py, its gradient and vmap in vjp.py."""
+"""flash_attention: its checks are in checks.py, implementations in implementations.py, gradient and vmap in vjp.py."""
 
 from typing import Any, Literal, overload
 

@@ -1,4 +1,4 @@
-"""programs.py: moved lines change no digest, and a changed kernel changes its own digest."""
+"""program_digests.py: moved lines change no digest, and a changed kernel changes its own digest."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROW = ("implementation=mosaic_gpu", "head_dim=64", "is_causal=1")
 
 
 def of_version(folder: Path, edits: dict[str, tuple[str, str]]) -> dict:
-    """The digests by programs.py for a copy of the library. edits: by file, (old text, new text)."""
+    """The digests by program_digests.py for a copy of the library. edits: by file, (old text, new text)."""
     for name in ("jax_kernels", "pallas", "bridge", "models"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True)
     for name, (old, new) in edits.items():

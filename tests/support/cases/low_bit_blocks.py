@@ -1,4 +1,4 @@
-"""Cases of the Hopper matmul by low-bit weights whose splits a cluster joins, for cases_interpreter.py and for GPUs."""
+"""Cases of the Hopper matmul by low-bit weights whose splits a cluster joins, for interpreters/kernels.py and GPUs."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Cases of the Hopper matmul with other blocks than its block spec row's, for cases_interpreter.py and for GPUs."""
+"""Cases of the Hopper matmul with other blocks than its block spec row's, for interpreters/kernels.py and for GPUs."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Cases of the Hopper norms with rows split over CTAs, in blocks of no block spec row, for cases_interpreter.py."""
+"""Cases of the Hopper norms with rows split over CTAs, in blocks of no block spec row, for interpreters/kernels.py."""
 
 import contextlib
 import dataclasses

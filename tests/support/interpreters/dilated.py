@@ -1,6 +1,6 @@
-"""Runs dilated_attention by the Hopper kernels in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
+"""Runs dilated_attention by the Hopper kernels in JAX's Mosaic interpreter, as a script: see mosaic.py.
 
-python tests/support/dilated_interpreter.py '{"num_heads": 4, "kv_heads": 2, "length": 64, "head_dim": 64, ...}'
+python tests/support/interpreters/dilated.py '{"num_heads": 4, "kv_heads": 2, "length": 64, "head_dim": 64, ...}'
 """
 
 import dataclasses

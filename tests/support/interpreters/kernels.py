@@ -1,4 +1,4 @@
-"""Runs Hopper kernels of decode, fp8 and matmul in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
+"""Runs Hopper kernels of decode, fp8 and matmul in JAX's Mosaic interpreter, as a script: see mosaic.py.
 
     python tests/support/interpreters/kernels.py MODULE CORES RACES NAME...
 

@@ -19,6 +19,7 @@ from jax_kernels.pallas.matmul.triton.state import Traits
 from jax_kernels.testing import matmul as matmul_cases
 from tests.support.cases import ids, tiers
 from tests.tools import compile_case
+from tests.tools.compile_budget import GPUS
 
 BLOCKS = MatmulTriton(block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=2, rows_together=3)
 
@@ -81,15 +82,14 @@ COMPILED = {
     "few_rows_gated": {"m": 64, "activation": "silu", "is_gated": True, "transpose_w": True},
 }
 SPILLED = {"h200-float32_out": 16}  # bytes, in the epilogue
+CASES = [f"{gpu}-{name}" for gpu in ("h200", "a100", "rtx4090", "b200") for name in COMPILED]
+CASES += [case for gpu in GPUS.values() if (case := f"{gpu}-plain") not in CASES]
 QUICK = ["h200-plain", "h200-gated", "a100-epilogue", "a100-few_rows"]
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(compile_case.TIMEOUT + 30)
-@pytest.mark.parametrize(
-    "case",
-    tiers.cases([f"{gpu}-{name}" for gpu in ("h200", "a100", "rtx4090", "b200") for name in COMPILED], QUICK),
-)
+@pytest.mark.parametrize("case", tiers.cases(CASES, QUICK))
 def test_compiled(case):
     """Forward and backward."""
     gpu, name = case.split("-")

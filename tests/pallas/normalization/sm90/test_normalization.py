@@ -1,6 +1,6 @@
 """The Hopper norms in the Mosaic interpreter, with gradients and races; and their block specs, compiled without a GPU.
 
-As a script it compiles a forward and a backward: `python .../test_normalization.py 32768-4096-layer_norm-bfloat16-0`.
+As a script it compiles a forward and a backward: `python test_normalization.py 32768-4096-layer_norm-bfloat16-0`.
 """
 
 import contextlib
