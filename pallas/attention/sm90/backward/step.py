@@ -172,16 +172,18 @@ def _weights(
     if s_acc is not None:
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=traits.halves * traits.v_tiles.count)
     # P^T = exp2(S^T - lse)
-    scores = scores_sm90.final_scores(step, needed(s))
-    p = scores_sm90.probabilities(step, scores)
+    scores = scores_sm90.final_scores(step, needed(s), is_masked=traits.mask_first)
+    lse = plgpu.load(smem.lse.at[step.slot], layout=COLUMN, optimized=False)
+    p = scores_sm90.probabilities(step, scores, scores_sm90.logits(step, scores), lse)
     if early_dv:
         # dV += P^T dO
         _add_product(accs.dv, p.astype(traits.dtype), smem.do.mma.at[step.do_slot, step.half])
-    p16, p = scores_sm90.times_slope(step, p, scores)
+    p16 = p.astype(traits.dtype) if traits.options.softcap or traits.has_slope else None  # without the slope
+    p = scores_sm90.times_slope(step, p, scores)
     # dS^T = P^T (dP^T - delta)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=traits.parts if early_dv else 0)
     delta = plgpu.load(smem.delta.at[step.do_slot], layout=COLUMN, optimized=False)
-    ds = p * (dp - scores_sm90.over_keys(delta, scores.s))
+    ds = p * (dp - scores_sm90.along_queries(step, delta, scores.s))
     dbias = scores_sm90.bias_gradient_sum(ds, dbias) if traits.bias_gradient else None
     if early_dv:
         return Weights(None, ds.astype(traits.dtype), dbias)
