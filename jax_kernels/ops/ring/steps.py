@@ -427,7 +427,7 @@ def _of_reach(blocks: Any, chunk: int, heads: int) -> Any:
     assert all(chunk % size == 0 for size in sizes), (blocks, chunk)
     wanted = round(2 * blocks.core_count * forward.block_q / chunk)
     together = next((n for n in range(max(1, wanted), heads) if heads % n == 0), heads)
-    return dataclasses.replace(blocks, forward=dataclasses.replace(forward, heads_together=together))
+    return dataclasses.replace(blocks, forward=dataclasses.replace(forward, head_group=together))
 
 
 def _chosen(layout: Layout, x: Any, chunk: Any, axis: int = 1) -> Any:

@@ -255,7 +255,7 @@ class Traits:
         nth: the index of the CTA in the cluster; 0 without clusters. In a cluster, the tile may lie below the last row.
         """
         rows = pl.cdiv(self.m_blocks, self.cluster)
-        row, n_block = banded(index, rows, self.n_blocks, max(1, self.config.rows_together // self.cluster))
+        row, n_block = banded(index, rows, self.n_blocks, max(1, self.config.row_group // self.cluster))
         return WorkTile((row * self.cluster + nth) * self.block_m, n_block * self.block_n)
 
 

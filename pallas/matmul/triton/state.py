@@ -120,7 +120,7 @@ class Traits:
 
     def tile(self, index: Index) -> "Part":
         """The rows and columns of the result that are work tile `index`."""
-        m_block, n_block = banded(index, self.m_blocks, self.n_blocks, self.config.rows_together)
+        m_block, n_block = banded(index, self.m_blocks, self.n_blocks, self.config.row_group)
         return Part(
             rows=Span(start=m_block * self.block_m, size=self.block_m, length=self.m),
             columns=Span(start=n_block * self.block_n, size=self.block_n, length=self.n),

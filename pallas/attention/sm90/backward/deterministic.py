@@ -193,7 +193,7 @@ def _mma_step(rows: QueryRows, dq_acc: AccumulatorRef, i: Index, s: jax.Array | 
 def _dscores(step: KvStep, s: jax.Array | None, dp_acc: AccumulatorRef, s_acc: Any = None) -> jax.Array:
     """dS of one step in 16 bits: [64, block_kv].
 
-    s: S = Q K^T, if DqueryTraits.scores_ahead; otherwise s is None, and s_acc is the accumulator in which S is computed.
+    s: S = Q K^T, if DqueryTraits.scores_ahead; otherwise None. s_acc: otherwise the accumulator in which S is computed.
     dp_acc: the accumulator of dP.
     """
     smem = step.kernel.smem

@@ -75,7 +75,7 @@ class DqueryTraits:
             scheduler=TileScheduler(
                 shapes=(Shape.of(batch, heads, q_length, BLOCK_Q),),
                 is_causal=options.is_causal,
-                heads_together=config.heads_together,
+                head_group=config.head_group,
                 dynamic=False,
                 core_count=1,
             ),

@@ -286,12 +286,12 @@ def _has_bias_gradient(inputs: AttentionInputs, options: AttentionOptions) -> bo
 
 def listed_blocks(config: AttentionBackwardSm90, widest: int, options: AttentionOptions) -> list[dict[str, Any]]:
     """The keyword arguments of block_lists.lists_of for each kernel of a call: block_q, block_kv, by and
-    heads_together.
+    head_group.
 
     The first dict is for the kernel of dkey and dvalue, with by="key". If options.deterministic, a second dict is for
     the kernel of dquery, with by="query". widest: the larger of the head dims of query and value.
     """
-    width, together = _width(widest), {"heads_together": config.heads_together}
+    width, together = _width(widest), {"head_group": config.head_group}
     of_keys = {"block_q": config.block_q, "block_kv": block_kv_of(width), "by": "key"}
     every = [of_keys]
     if options.deterministic:

@@ -61,7 +61,7 @@ class DqBlock(NamedTuple):
 class QStep:
     """One step of the loop over queries: a block of queries of one head. The rows of its scores are keys.
 
-    wg: the warpgroup. row_group, half: index of the warpgroup's 64 keys in the work tile, and of its half of the
+    wg: the warpgroup. key_group, half: index of the warpgroup's 64 keys in the work tile, and of its half of the
     columns. row: the first of these keys within the work tile. nth: number of the step; a persistent CTA counts from
     its first work tile. index: number of the step within the work tile. k_stage, v_stage, slot, do_slot: the stages of
     keys, values, queries and dout. head, q_block, q_start: query head, index of the block of queries, first query.
@@ -72,7 +72,7 @@ class QStep:
 
     work: WorkTile
     wg: Index
-    row_group: Index
+    key_group: Index
     row: Index
     half: Index
     nth: Index
@@ -95,7 +95,7 @@ class QStep:
         kernel, traits, schedule = work.kernel, work.kernel.traits, work.kernel.schedule
         config, is_persistent = traits.config, schedule.is_persistent
         wg = recomputed(kernel.wg)
-        row_group, half = (recomputed(0), wg) if traits.splits_columns else (wg, 0)
+        key_group, half = (recomputed(0), wg) if traits.splits_columns else (wg, 0)
         nth = i if is_persistent else work.first + i
         stages = schedule.stages_of(work.turn)
         slot = schedule.slot_of(nth, config.q_stages)
@@ -112,13 +112,13 @@ class QStep:
         words, lists = None, kernel.arrays.lists
         if lists is not None and traits.has_words:
             listed = lists.blocks_of(recomputed(work.tile))
-            words = listed.words(place.head, place.q_block, 64 * row_group, 64)
+            words = listed.words(place.head, place.q_block, 64 * key_group, 64)
         _wait_for_loads(kernel, slot, do_slot)
         return cls(
             work=work,
             wg=wg,
-            row_group=row_group,
-            row=64 * row_group,
+            key_group=key_group,
+            row=64 * key_group,
             half=half,
             nth=nth,
             index=index,

@@ -105,16 +105,16 @@ def first_scores(kernel: Kernel) -> jax.Array:
     return pl.run_scoped(scores, plgpu.ACC((64, kernel.traits.block_q)))
 
 
-def issue_scores(kernel: Kernel, s_acc: AccumulatorRef, k_stage: Index, row_group: Index, slot: Index) -> None:
+def issue_scores(kernel: Kernel, s_acc: AccumulatorRef, k_stage: Index, key_group: Index, slot: Index) -> None:
     """Issues S^T = K Q^T into the accumulator s_acc, a group of matmuls per chunk of 64 columns of head_dim.
 
-    k_stage, row_group: the stage of keys, and which 64 keys of it. slot: the stage of queries.
+    k_stage, key_group: the stage of keys, and which 64 keys of it. slot: the stage of queries.
     """
     traits, smem = kernel.traits, kernel.smem
     for c in range(traits.chunks):
         half, start = divmod(64 * c, traits.width)
         queries = traits.q_tiles.sixty_four(smem.q.mma.at[slot, half], start)
-        plgpu.wgmma(s_acc, smem.k.mma.at[k_stage, c, row_group, 0], queries.T)
+        plgpu.wgmma(s_acc, smem.k.mma.at[k_stage, c, key_group, 0], queries.T)
 
 
 def _add_product(accs: tuple[AccumulatorRef, ...], x: jax.Array, smem: Ref) -> None:
@@ -130,7 +130,7 @@ def _weights_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: jax
     """
     traits, kernel = step.traits, step.kernel
     acc = plgpu.ACC((64, traits.block_q))
-    issue = lambda s_acc: issue_scores(kernel, s_acc, step.k_stage, step.row_group, step.slot)
+    issue = lambda s_acc: issue_scores(kernel, s_acc, step.k_stage, step.key_group, step.slot)
     of_scores = lambda dp_acc, s_acc: _weights(step, accs, s, dbias, dp_acc, s_acc)
     if traits.scores_ahead:
         return pl.run_scoped(lambda dp_acc: of_scores(dp_acc, None), acc)
@@ -166,7 +166,7 @@ def _weights(
         for c in range(traits.v_tiles.count):
             dout = smem.do.mma.at[step.do_slot, half]
             dout = dout.at[0] if traits.v_tiles.count == 1 else traits.q_tiles.sixty_four(dout, 64 * c)
-            plgpu.wgmma(dp_acc, smem.v.mma.at[step.v_stage, step.row_group, half, c], dout.T)
+            plgpu.wgmma(dp_acc, smem.v.mma.at[step.v_stage, step.key_group, half, c], dout.T)
     if traits.is_persistent:
         zeros_stay()
     if s_acc is not None:
@@ -260,8 +260,8 @@ def _add_dk_and_dq(step: QStep, accs: Accumulators, ds: jax.Array, dq_acc: Accum
     dq_block = step.dq_blocks()[0]
     sources = [step.wg] if traits.splits_columns else range(COMPUTE_WGS)
     for source in sources:
-        row_group = step.row_group if traits.splits_columns else source
-        keys = smem.k.mma.at[step.k_stage, dq_block.chunk, row_group, 0]
+        key_group = step.key_group if traits.splits_columns else source
+        keys = smem.k.mma.at[step.k_stage, dq_block.chunk, key_group, 0]
         plgpu.wgmma(dq_acc, smem.ds.at[source, dq_block.row].T, keys)
     _add_product(accs.dk, ds, smem.q.mma.at[step.slot, step.half])
     plgpu.wgmma_wait(len(sources) + traits.parts)
@@ -275,7 +275,7 @@ def _add_dk_and_dq(step: QStep, accs: Accumulators, ds: jax.Array, dq_acc: Accum
 def _add_dq(step: QStep, dq_block: DqBlock, dq_acc: AccumulatorRef) -> None:
     """Computes another 64 x 64 block of dS K, and adds it to dquery in device memory."""
     smem = step.kernel.smem
-    keys = smem.k.mma.at[step.k_stage, dq_block.chunk, step.row_group, 0]
+    keys = smem.k.mma.at[step.k_stage, dq_block.chunk, step.key_group, 0]
     plgpu.wgmma(dq_acc, smem.ds.at[step.wg, dq_block.row].T, keys)
     _store_dq(step, dq_block, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
 
@@ -300,7 +300,7 @@ def _next_scores(step: QStep, following: NextStep, s_acc: AccumulatorRef) -> jax
     queries.
     """
     traits, kernel = step.traits, step.kernel
-    issue_scores(kernel, s_acc, following.k_stage, step.row_group, following.slot)
+    issue_scores(kernel, s_acc, following.k_stage, step.key_group, following.slot)
     if traits.is_persistent:
         zeros_stay()
     plgpu.wgmma_wait(traits.chunks)

@@ -142,7 +142,7 @@ class Traits:
         return self.head_dim > 128
 
     @property
-    def row_groups(self) -> int:
+    def key_groups(self) -> int:
         """The number of groups of 64 keys in a block of keys."""
         return 1 if self.splits_columns else COMPUTE_WGS
 

@@ -177,7 +177,7 @@ def attention_forward(
     scheduler = TileScheduler(
         shapes=(Shape.of(query.shape[0], query.shape[2], q_length, config.block_q),),
         is_causal=options.is_causal,
-        heads_together=config.heads_together,
+        head_group=config.head_group,
         dynamic=config.dynamic and not interpret,
         core_count=core_count,
     )

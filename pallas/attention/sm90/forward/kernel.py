@@ -196,7 +196,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
         plgpu.barrier_wait(self.scratch.q_ready.at[w])
         q_smem = self.smem.q.at[plan.q_place(w, turn)]
         score_bound = needed(arrays.score_bounds)[own.b, own.q_head] if self.has_bounds else None
-        if self.has_bounds and plan.config.measures_q:
+        if self.has_bounds and plan.config.norms_q_in_kernel:
             parts = [plgpu.load(q_smem.at[c], layout=WGMMA) for c in range(plan.qk_tiles.count)]
             score_bound = score_bound * softmax.norms(parts)
             plgpu.commit_smem()  # after the reads: the next queries overwrite this memory

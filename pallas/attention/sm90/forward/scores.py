@@ -25,10 +25,10 @@ class QueryTile:
     own: the warpgroup's part of the work tile. q_smem: the queries in shared memory. mod_numbers: for each operand of
     the score_mod its scalar for the head, or None if it varies along queries or keys; None without a score_mod.
 
-    score_bound: an upper bound of the scores in base 2, a float32 scalar of the head, or with config.measures_q one per
-    query, [64]. is_small: whether a polynomial can compute the tanh of all scores of the head. is_bounded: whether
-    row_max stays after the first block; equal in a warp. Each is None if the launch has no such branch; is_bounded also
-    before the first block.
+    score_bound: an upper bound of the scores in base 2, a float32 scalar of the head, or with config.norms_q_in_kernel
+    one per query, [64]. is_small: whether a polynomial can compute the tanh of all scores of the head. is_bounded:
+    whether row_max stays after the first block; equal in a warp. Each is None if the launch has no such branch;
+    is_bounded also before the first block.
     """
 
     index: Index

@@ -50,9 +50,9 @@ class Arrays[A: jax.Array | Ref]:
     past the end, which the kernel loads instead of that block; end.key is None. bias, lists, mod, segments: the call's
     bias, block lists, score_mod and segment ids. sinks: [B, H] float32.
 
-    score_bounds: [B, heads of query] float32, an upper bound of each head's scores in base 2; with config.measures_q,
-    the bound for a query of norm 1. small_scores: [B, heads of query] int32, 1 if all scores of a head are so small
-    that a polynomial computes their tanh. Both have all heads of the array query.
+    score_bounds: [B, heads of query] float32, an upper bound of each head's scores in base 2; with
+    config.norms_q_in_kernel, the bound for a query of norm 1. small_scores: [B, heads of query] int32, 1 if all scores
+    of a head are so small that a polynomial computes their tanh. Both have all heads of the array query.
     """
 
     bounds: A | None = None
