@@ -59,7 +59,7 @@ def attention_decode(
         tables=block_tables,
         sinks=decode_contract.row_sinks(sinks, kv_heads, q_length, rows),
     )
-    plan = decode_kernel.Plan(
+    traits = decode_kernel.Traits(
         config=config,
         core_count=core_count,
         batch=batch,
@@ -77,7 +77,7 @@ def attention_decode(
         scale=scale,
         softcap=softcap,
     )
-    out, lse = decode_kernel.run(arrays, plan, interpret=interpret)
+    out, lse = decode_kernel.run(arrays, traits, interpret=interpret)
     if out.shape[2] == 1:
         return decode_contract.unpack(out[:, :, 0], lse[:, :, 0], q_length, heads)
     return merge(out, lse, query, interpret=interpret)

@@ -26,8 +26,8 @@ class LoopState:
     """The state of the loop over keys: P of the last block, not yet multiplied by V, and the softmax so far.
 
     p: [64, block_kv], an operand of the matmul with V. row_max: float32 [64], the number that is subtracted from each
-    row's scores, at or near their maximum so far; in base 2, or in natural units if Plan.natural. row_sum: float32 [64,
-    8], partial sums of each row of P. slot: the ring's slot of the last block.
+    row's scores, at or near their maximum so far; in base 2, or in natural units if Traits.natural. row_sum: float32
+    [64, 8], partial sums of each row of P. slot: the ring's slot of the last block.
     """
 
     p: jax.Array
@@ -42,8 +42,8 @@ class TileSums:
     """The results of a loop over keys for 64 queries, from which out and lse are computed.
 
     acc: O before its division by the sums, float32 [64, v_head_dim]. row_max: [64], the number that was subtracted
-    from each row's scores, at or near their maximum; in base 2, or in natural units if Plan.natural. row_sum: [64, 8],
-    partial sums of each row of P. slot: the ring's slot of the last block.
+    from each row's scores, at or near their maximum; in base 2, or in natural units if Traits.natural. row_sum: [64,
+    8], partial sums of each row of P. slot: the ring's slot of the last block.
     """
 
     acc: jax.Array
@@ -134,17 +134,17 @@ class ComputeWarpgroup[Tile](abc.ABC):
             return own, slot
         return own, lax.fori_loop(0, whole.blocks.count - own.blocks.count, skip, slot)
 
-    def first_scores(self, tile: Tile, slot: Index, to: Accumulators) -> jax.Array:
+    def first_scores(self, tile: Tile, slot: Index, accs: Accumulators) -> jax.Array:
         """The masked scores of the work tile's first block, in `slot`; no other matmul of the warpgroup runs
         meanwhile.
         """
         plgpu.barrier_wait(self.ring.k_ready.at[slot])
         self.pingpong.wait(self.w)
-        self.issue_scores(tile, slot, to)  # S = Q K^T
+        self.issue_scores(tile, slot, accs)  # S = Q K^T
         self.pingpong.pass_on(self.w)
-        return self.scores(tile, 0, slot, to, is_first=True)
+        return self.scores(tile, 0, slot, accs, is_first=True)
 
-    def mma_step(self, tile: Tile, to: Accumulators, step: Index, state: LoopState) -> LoopState:
+    def mma_step(self, tile: Tile, accs: Accumulators, step: Index, state: LoopState) -> LoopState:
         """Runs one step: S = Q K^T of this step's block, O += P V of the previous block, and P of this block.
 
         state: after the previous step. Returns the next state.
@@ -152,20 +152,20 @@ class ComputeWarpgroup[Tile](abc.ABC):
         last_slot, slot = state.slot, self.ring.following(state.slot)
         plgpu.barrier_wait(self.ring.k_ready.at[slot])
         self.pingpong.wait(self.w)
-        self.issue_scores(tile, slot, to)  # S = Q K^T
-        self.issue_values(state.p, last_slot, to)  # O += P V
+        self.issue_scores(tile, slot, accs)  # S = Q K^T
+        self.issue_values(state.p, last_slot, accs)  # O += P V
         self.pingpong.pass_on(self.w)
-        s = self.scores(tile, step, slot, to, is_first=False)
+        s = self.scores(tile, step, slot, accs, is_first=False)
         new = self.softmax_step(tile, s, step, state)
         p, row_max, row_sum, alpha = lax.optimization_barrier((new.p, new.row_max, new.row_sum, new.alpha))
         # This wait is a branch: it keeps ptxas from hoisting the next wait above the softmax.
         plgpu.barrier_wait(self.ring.v_ready.at[slot])
-        acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
+        acc = plgpu.wgmma_accumulator_load(accs.acc_ref, wait_n=0)
         plgpu.barrier_arrive(self.ring.v_free.at[last_slot])
         # P stays float32 until the matmul that reads the last P has ended (ptxas C7513).
         acc, p = lax.optimization_barrier((acc, p))
         acc, p = self.rescaled_and_rounded(acc, p, lambda acc: new.rescaled(acc, alpha))
-        to.acc_ref[...] = acc
+        accs.acc_ref[...] = acc
         return LoopState(p=p, row_max=row_max, row_sum=row_sum, slot=slot)
 
     @abc.abstractmethod
@@ -180,15 +180,15 @@ class ComputeWarpgroup[Tile](abc.ABC):
         """
 
     @abc.abstractmethod
-    def issue_scores(self, tile: Tile, slot: Index, to: Accumulators) -> None:
+    def issue_scores(self, tile: Tile, slot: Index, accs: Accumulators) -> None:
         """Starts the matmul S = Q K^T with the keys in `slot`."""
 
     @abc.abstractmethod
-    def issue_values(self, p: jax.Array, slot: Index, to: Accumulators) -> None:
+    def issue_values(self, p: jax.Array, slot: Index, accs: Accumulators) -> None:
         """Starts the matmul O += P V with the values in `slot`."""
 
     @abc.abstractmethod
-    def scores(self, tile: Tile, step: Index, slot: Index, to: Accumulators, *, is_first: bool) -> jax.Array:
+    def scores(self, tile: Tile, step: Index, slot: Index, accs: Accumulators, *, is_first: bool) -> jax.Array:
         """The scores of a step as the softmax takes them, [64, block_kv], after S has arrived. Frees the keys in
         `slot`.
 

@@ -329,32 +329,32 @@ class Compute(ComputeWarpgroup[QueryTile]):
         self.epilogue(index, sums)
         return following, self.ring.following(sums.slot)
 
-    def attend(self, tile: QueryTile, slot: Index, to: Accumulators) -> TileSums:
+    def attend(self, tile: QueryTile, slot: Index, accs: Accumulators) -> TileSums:
         """The sums of the loop over the warpgroup's blocks of keys: O = P V before the division, and the softmax state.
 
         slot: of the first block.
         """
-        s = self.first_scores(tile, slot, to)
+        s = self.first_scores(tile, slot, accs)
         row_max, row_sum = softmax.start(64)
         p, row_max, row_sum, _ = softmax.step(s, row_max, row_sum, tile.scale, LARGEST_P)
         state = LoopState(p=as_operand(p), row_max=row_max, row_sum=row_sum, slot=slot)
         plgpu.barrier_wait(self.ring.v_ready.at[slot])
-        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(self.mma_step, tile, to), state)
-        self.issue_values(state.p, state.slot, to)  # O += P V
-        acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
+        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(self.mma_step, tile, accs), state)
+        self.issue_values(state.p, state.slot, accs)  # O += P V
+        acc = plgpu.wgmma_accumulator_load(accs.acc_ref, wait_n=0)
         plgpu.barrier_arrive(self.ring.v_free.at[state.slot])
         return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot)
 
-    def issue_scores(self, tile: QueryTile, slot: Index, to: Accumulators) -> None:
-        to.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.kv_loop.block_kv), jnp.float32), WGMMA)
-        plgpu.wgmma(to.s_ref, self.scratch.q_smem.at[self.w], self.scratch.k_smem.at[slot].transpose((1, 0)))
+    def issue_scores(self, tile: QueryTile, slot: Index, accs: Accumulators) -> None:
+        accs.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.kv_loop.block_kv), jnp.float32), WGMMA)
+        plgpu.wgmma(accs.s_ref, self.scratch.q_smem.at[self.w], self.scratch.k_smem.at[slot].transpose((1, 0)))
 
-    def issue_values(self, p: jax.Array, slot: Index, to: Accumulators) -> None:
-        plgpu.wgmma(to.acc_ref, p, self.scratch.v_smem.at[slot].transpose((1, 0)))
+    def issue_values(self, p: jax.Array, slot: Index, accs: Accumulators) -> None:
+        plgpu.wgmma(accs.acc_ref, p, self.scratch.v_smem.at[slot].transpose((1, 0)))
 
-    def scores(self, tile: QueryTile, step: Index, slot: Index, to: Accumulators, *, is_first: bool) -> jax.Array:
+    def scores(self, tile: QueryTile, step: Index, slot: Index, accs: Accumulators, *, is_first: bool) -> jax.Array:
         kv_loop = self.kv_loop
-        s = plgpu.wgmma_accumulator_load(to.s_ref, wait_n=0 if is_first else 1)
+        s = plgpu.wgmma_accumulator_load(accs.s_ref, wait_n=0 if is_first else 1)
         plgpu.barrier_arrive(self.ring.k_free.at[slot])
         s = lax.optimization_barrier(s)
         if not kv_loop.has_partial or (kv_loop.only_first_partial and not is_first):

@@ -33,7 +33,7 @@ from jax_kernels.pallas.kernel_types import needed
 from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length, pad_for_tma
 from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
 
-# (out, lse) or (out, lse, excess).
+# (out, lse) or (out, lse, lse_lo).
 type ForwardArrays = tuple[Float[Array, "B T H Dv"], *tuple[Float32[Array, "B H T"] | None, ...]]
 
 
@@ -46,9 +46,9 @@ def attention_forward(
     core_count: int,
     interpret: bool,
 ) -> ForwardArrays:
-    """(out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), or (out, lse, excess), of attention with 16-bit inputs.
+    """(out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), or (out, lse, lse_lo), of attention with 16-bit inputs.
 
-    excess: like lse, the exact log-sum-exp minus lse, with a bias or under a score_mod that may mask. lse is None if
+    lse_lo: like lse, the exact log-sum-exp minus lse, with a bias or under a score_mod that may mask. lse is None if
     not options.has_lse. A query without keys has out = 0 and lse = -inf. config: the block spec row.
     """
     call = head_views.LaunchCall.of(inputs, options)
@@ -106,10 +106,10 @@ def attention_forward(
     out = out[..., : inputs.value.shape[-1]]
     if not rows:
         return out, None
-    lse, *excess = rows
+    lse, *lse_lo = rows
     if inputs.bias is not None and inputs.bias.shape[2] == 1:
         lse = bias_sm90.ByKey.of(inputs.bias).in_lse(needed(lse))
-    return cast(ForwardArrays, (out, lse, *excess))
+    return cast(ForwardArrays, (out, lse, *lse_lo))
 
 
 def attention_forward_together(
@@ -171,14 +171,14 @@ def _launch(
     config: AttentionForwardSm90,
     interpret: bool,
 ) -> list[ForwardArrays]:
-    """For each call (out, lse); with a bias or a score_mod that may mask (out, lse, excess); without has_lse (out,).
+    """For each call (out, lse); with a bias or a score_mod that may mask (out, lse, lse_lo); without has_lse (out,).
 
     The rows are cut to the calls' lengths.
     """
     results = forward_kernel.run(
         arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret
     )
-    rows = [x for x in (results.lses, results.excess) if x]
+    rows = [x for x in (results.lses, results.lse_lo) if x]
     return [
         (results.outs[i][:, : call.q_length], *(x[i][..., : call.q_length] for x in rows))
         for i, call in enumerate(calls)

@@ -13,7 +13,7 @@ from jax_kernels.pallas.attention.sm90.features import mask_bits
 from jax_kernels.pallas.attention.sm90.features.block_lists import ListedBlocks
 from jax_kernels.pallas.attention.sm90.features.softcap import softcapped_tile
 from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, WorkTile
-from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Plan, Scratch
+from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Scratch, Traits
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic import layouts
 
@@ -45,7 +45,7 @@ class QueryTile:
 class ScoreOps:
     """The operations of compute warpgroup w between S = Q K^T and the softmax: softcap, bias, score_mod and mask."""
 
-    plan: Plan
+    traits: Traits
     arrays: Arrays
     scratch: Scratch
     kv_loop: KvLoop
@@ -64,7 +64,7 @@ class ScoreOps:
         if mod is None:
             return s
         here = self.kv_loop.work_tile(lax.optimization_barrier(tile.index))
-        q_start, kv_start = here.q_start + self.w * 64, tile.own.blocks.at(step) * self.plan.config.block_kv
+        q_start, kv_start = here.q_start + self.w * 64, tile.own.blocks.at(step) * self.traits.config.block_kv
         return mod.on(s, tile.mod_numbers, here.b, here.h, q_start, kv_start).scores(by_warp=True, small=small)
 
     def capped_and_biased(self, s: jax.Array) -> jax.Array:
@@ -72,11 +72,11 @@ class ScoreOps:
 
         Without a bias the factor softcap is left to the softmax. Without softcap and bias the result is s.
         """
-        plan, bias = self.plan, self.scratch.bias
-        s = softcapped_tile(s, plan.options.softcap, plan.options.scale) if plan.options.softcap else s
+        traits, bias = self.traits, self.scratch.bias
+        s = softcapped_tile(s, traits.options.softcap, traits.options.scale) if traits.options.softcap else s
         if bias is not None:
             plgpu.barrier_wait(bias.ready)
-            s = bias.added(s, plan.score_factor, 64 * self.w, transposed=False, natural=plan.natural)
+            s = bias.added(s, traits.score_factor, 64 * self.w, transposed=False, natural=traits.natural)
             plgpu.commit_smem()
             plgpu.barrier_arrive(bias.free)
         return s
@@ -114,11 +114,11 @@ class ScoreOps:
         """The scores of a partial block with -inf where a query may not attend to a key."""
         if self.kv_loop.has_words:
             return mask_bits.kept(s, words, by_word=True)
-        if not self.plan.has_segments:
+        if not self.traits.has_segments:
             return self.kv_loop.masked(s, tile.index, step, self.w)
         load = functools.partial(plgpu.load, optimized=False)
         kv_ids = load(needed(self.scratch.kv_ids).at[slot], layout=layouts.COLUMN)
-        q_ids = load(needed(self.scratch.q_ids).at[self.plan.q_place(self.w, tile.turn)], layout=layouts.ROW)
+        q_ids = load(needed(self.scratch.q_ids).at[self.traits.q_place(self.w, tile.turn)], layout=layouts.ROW)
         s = lax.optimization_barrier(self.kv_loop.masked(s, tile.index, step, self.w, (q_ids, kv_ids)))
         plgpu.commit_smem()  # after the reads: the next copies overwrite this memory
         return s
