@@ -37,7 +37,7 @@ class AttentionForwardSm90:
     """Blocks of the Hopper forward of attention: 64 queries for each compute warpgroup, and block_kv keys.
 
     compute_warpgroups: 2 or 3.
-    stages: the number of key blocks and of value blocks in the ring in shared memory.
+    stages: the number of key blocks and of value blocks in the pipeline in shared memory.
     share_q_out: whether the output is staged in the query's shared memory, which leaves room for more stages.
     pingpong: whether warpgroups take turns to issue their wgmmas (a named barrier), so that softmax and wgmma
       alternate.
@@ -90,8 +90,8 @@ class AttentionForwardSm90:
 class AttentionForwardFp8Sm90:
     """Blocks of the 8-bit Hopper forward of attention: 64 queries for each compute warpgroup, and block_kv keys.
 
-    stages: the number of key and value blocks in the ring in shared memory. pingpong: whether warpgroups take turns to
-    issue their wgmmas. head_group: the number of heads whose tiles alternate. dynamic: whether CTAs take tiles from
+    stages: the number of key and value blocks in the pipeline in shared memory. pingpong: whether warpgroups take turns
+    to issue their wgmmas. head_group: the number of heads whose tiles alternate. dynamic: whether CTAs take tiles from
     a counter in device memory.
     """
 
@@ -121,7 +121,7 @@ class AttentionForwardFp8Sm90:
 class AttentionDquerySm90:
     """Blocks of the Hopper kernel that computes the dquery of a deterministic backward: 128 queries, block_kv keys.
 
-    k_stages, v_stages: the numbers of key blocks and of value blocks in their rings in shared memory.
+    k_stages, v_stages: the numbers of key blocks and of value blocks in their pipelines in shared memory.
     """
 
     block_kv: int
@@ -137,7 +137,7 @@ class AttentionBackwardSm90:
     """Blocks of the one-pass Hopper backward: two compute warpgroups work on one block of keys, and loop over queries.
 
     block_q: the number of queries in a step.
-    q_stages, do_stages: the numbers of blocks of queries and of dout in their rings in shared memory.
+    q_stages, do_stages: the numbers of blocks of queries and of dout in their pipelines in shared memory.
     q_loop_stagger: if every block of keys attends to every query, the loop of each block of keys starts this number of
       query blocks after the previous one's, which spreads the additions to dquery.
     head_group: the number of heads that run at the same time, so that long and short key blocks of causal calls
@@ -368,7 +368,7 @@ class DilatedLaunches:
 class AttentionDecodeSm90:
     """Blocks of the Hopper kernel for decoding: block_kv keys at a time.
 
-    Each of the compute warpgroups, 1 or 2, has its own ring of `stages` blocks of keys and values in shared memory.
+    Each of the compute warpgroups, 1 or 2, has its own pipeline of `stages` blocks of keys and values in shared memory.
     """
 
     compute_warpgroups: int
@@ -478,7 +478,8 @@ class NormSm90:
 
     row_warps: warps of a CTA that work on one row, 1, 4, 8 or 16. The kernel takes another number if a warp's part of
       the row would not be whole lines of 128 columns, or would be too long for a warp's registers.
-    warpgroups: the number of warpgroups of a CTA. Each has a ring of stages in shared memory, a block of rows in each.
+    warpgroups: the number of warpgroups of a CTA. Each has a pipeline of stages in shared memory, a block of rows in
+      each.
     stages: the largest number of stages; fewer if shared memory or the 32 barriers of an array, one per stage and
       warpgroup, do not suffice.
     turns: the most blocks of rows that a group of warpgroups (all that work on the same row) takes before its CTA ends

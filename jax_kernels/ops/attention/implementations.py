@@ -323,8 +323,8 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
     gradients = by_kernel(*arguments, dquery=dquery, lse_lo=lse_lo, out=out, dlse=dlse, **statics)
     if inputs.bias is not None:
         as_in_lse = with_bias_as_in_lse(inputs)
-        of_far_rows = kernel(large_lse_rows.far_rows, "array_gradients")
-        gradients = of_far_rows(as_in_lse, options, gradients, *results, lse_lo, **statics)
+        of_large_rows = kernel(large_lse_rows.large_rows, "array_gradients")
+        gradients = of_large_rows(as_in_lse, options, gradients, *results, lse_lo, **statics)
         if options.bias_gradient and gradients.bias is None:
             of_bias = kernel(bias_gradient_triton.bias_gradient, "array_gradients")
             dbias = of_bias(as_in_lse, options, *results, lse_lo=lse_lo, **statics)

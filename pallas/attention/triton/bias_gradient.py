@@ -140,12 +140,12 @@ def bias_gradient(
     return gradient_of_tiles(inputs, *limiting, dout, lse, delta, lse_lo, pairs, call, config)[..., :keys]
 
 
-def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, pairs, call, config, *, far=None):
+def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, pairs, call, config, *, large=None):
     """The gradient of inputs.bias, with its shape and dtype.
 
     The caller has padded the last axis of inputs.bias to a multiple of 8, and drops the same columns of the gradient.
     bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
-    q_ids, kv_ids: segment ids, or None. lse: in natural units. pairs: a mask's Pairs, or None. far: [B, Hkv] int32,
+    q_ids, kv_ids: segment ids, or None. lse: in natural units. pairs: a mask's Pairs, or None. large: [B, Hkv] int32,
     nonzero for key heads that have queries with a gradient; other heads are skipped. None: all have.
     """
     bias, batch = inputs.bias, inputs.query.shape[0]
@@ -165,7 +165,7 @@ def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, p
         "lse": rows_of(lse),
         "delta": rows_of(delta),
         "lse_lo": None if lse_lo is None else rows_of(lse_lo),
-        "far": whole_array(far),
+        "large": whole_array(large),
     }
     if pairs is not None:
         ins |= pairs.ins(call)
@@ -182,7 +182,7 @@ def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, p
         _dbias_kernel,
         call,
         config,
-        name="attention_backward_dbias_triton" if far is None else "attention_far_dbias_triton",
+        name="attention_backward_dbias_triton" if large is None else "attention_far_dbias_triton",
         grid=grid,
         ins=ins,
         outs=[(jax.ShapeDtypeStruct(bias.shape, bias.dtype), tile_spec)],
@@ -259,9 +259,9 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
         if bias_shape[2] > 1:
             return of_head(own_q, acc)
         count: Any = call.q_blocks
-        if refs.far is not None:
-            is_far = refs.far[b, lax.div(h, jnp.int32(call.group))] != 0
-            count = jnp.where(is_far, jnp.int32(count), jnp.int32(0))
+        if refs.large is not None:
+            is_large = refs.large[b, lax.div(h, jnp.int32(call.group))] != 0
+            count = jnp.where(is_large, jnp.int32(count), jnp.int32(0))
         return lax.fori_loop(0, count, of_head, acc)
 
     acc = lax.fori_loop(0, batches * heads, one_head, jnp.zeros((block_q, block_kv), jnp.float32))

@@ -39,8 +39,8 @@ class Refs(NamedTuple):
     segments, and the range of blocks with only its own segment. bounds: int32 [B, 2 or 3]: the position of query 0, the
     number of keys, and the first query with keys. lse (base 2, or natural units if TracedCall.may_mask), delta, lse_lo:
     float32 of each query, for a backward. operands: values that a score_mod reads. Only for the gradients of large
-    rows: sums, the gradients so far of query, key and value; and far, int32 [B, Hkv], nonzero for key heads with large
-    rows. outs: the arrays that the kernel writes.
+    rows: sums, the gradients so far of query, key and value; and large, int32 [B, Hkv], nonzero for key heads with
+    large rows. outs: the arrays that the kernel writes.
     """
 
     query: Ref
@@ -60,7 +60,7 @@ class Refs(NamedTuple):
     delta: Ref | None = None
     lse_lo: Ref | None = None
     sums: tuple[Ref, ...] = ()
-    far: Ref | None = None
+    large: Ref | None = None
     operands: tuple[Ref, ...] = ()
     outs: tuple[Ref, ...] = ()
 

@@ -47,7 +47,7 @@ from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
 PROGRAMS = 1  # per SM
 
 
-def far_rows(
+def large_rows(
     inputs: AttentionInputs,
     options: AttentionOptions,
     gradients: AttentionGradients,
@@ -67,9 +67,9 @@ def far_rows(
     and lse_lo are the forward's. config: the block spec row.
     """
     bias = inputs.bias
-    far = is_large(lse)
-    lse = jnp.where(far, lse, jnp.inf)
-    of_heads = far.reshape(len(lse), inputs.key.shape[2], -1).any(axis=-1).astype(jnp.int32)
+    large = is_large(lse)
+    lse = jnp.where(large, lse, jnp.inf)
+    of_heads = large.reshape(len(lse), inputs.key.shape[2], -1).any(axis=-1).astype(jnp.int32)
     inputs = inputs._replace(bias=aligned(bias), sinks=None)
     call = TracedCall.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
     pairs = Pairs.of(inputs, options, call, with_blocks=gradients.bias is not None)
@@ -77,19 +77,19 @@ def far_rows(
     gradients = _added(inputs, limiting, rows, pairs, of_heads, gradients, call, config, PROGRAMS * core_count)
     if gradients.bias is None:
         return gradients
-    more = gradient_of_tiles(inputs, *limiting, *rows, pairs, call, config, far=of_heads)
+    more = gradient_of_tiles(inputs, *limiting, *rows, pairs, call, config, large=of_heads)
     return gradients._replace(bias=(gradients.bias + more[..., : needed(bias).shape[3]]).astype(gradients.bias.dtype))
 
 
 def _added(
-    inputs, limiting, rows, pairs, far, gradients, call: TracedCall, config, programs: int
+    inputs, limiting, rows, pairs, large, gradients, call: TracedCall, config, programs: int
 ) -> AttentionGradients:
     """The gradients, with large rows' gradients of query, key and value added in one launch.
 
     limiting: (bounds, segment ids of queries, segment ids of keys), as limiting_arrays returns them. rows: (dout, lse,
-    delta, lse_lo), where lse is inf for queries that are not large rows. pairs: a mask's Pairs, or None. far: int32 [B,
-    Hkv], 1 for key heads with large rows. gradients: without large rows; also the memory of the result. programs: the
-    most programs to launch, but at least one for each key head of each batch entry.
+    delta, lse_lo), where lse is inf for queries that are not large rows. pairs: a mask's Pairs, or None. large: int32
+    [B, Hkv], 1 for key heads with large rows. gradients: without large rows; also the memory of the result. programs:
+    the most programs to launch, but at least one for each key head of each batch entry.
     """
     (query, key, value), (bounds, q_ids, kv_ids), (dout, lse, delta, lse_lo) = inputs[:3], limiting, rows
     # All queries of the query heads of a key head; without an axis of heads if the group has one head.
@@ -115,14 +115,14 @@ def _added(
         "delta": (delta, row_spec),
         "lse_lo": (lse_lo, row_spec),
         "bias": (inputs.bias, bias_tile),
-        "far": whole_array(far),
+        "large": whole_array(large),
         "sums": sums,
         **({} if pairs is None else pairs.ins(call)),
     }
     if q_ids is not None:
         ins["q_ids"] = q_ids, pl.BlockSpec((None, q_rows), lambda i, h, b: (b, 0))
         ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
-    batch, kv_heads = far.shape
+    batch, kv_heads = large.shape
     splits = max(1, min(programs // (batch * kv_heads), call.q_blocks, call.kv_blocks))
     # With more stages Triton uses too much shared memory if there is one block of keys.
     config = dataclasses.replace(config, num_stages=1)
@@ -148,7 +148,7 @@ def _kernel(refs: Refs, *, call: TracedCall, splits: int):
         count = lax.div(blocks - 1 - split, jnp.int32(splits)) + 1
         lax.fori_loop(0, count, lambda n, _: program(split + n * splits), None)
 
-    @pl.when(needed(refs.far)[batch_index, kv_head] != 0)
+    @pl.when(needed(refs.large)[batch_index, kv_head] != 0)
     def _():
         tile = functools.partial(_tile, refs, call, batch_index, kv_head)
         of_split(call.kv_blocks, lambda kv_index: _key_program(refs, call, kv_index, tile))

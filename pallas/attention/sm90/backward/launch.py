@@ -232,26 +232,26 @@ def _prepared(
 
 def _rows(
     inputs: AttentionInputs, given: Given, *, natural: bool, block_q: int
-) -> tuple[jax.Array, prepare_backward.Rows]:
-    """(dout, Rows: the padded lse and delta), as the kernels read them, computed by XLA from lse, delta and lse_lo.
+) -> tuple[jax.Array, prepare_backward.RowTerms]:
+    """(dout, RowTerms: the padded lse and delta), as the kernels read them, computed by XLA from lse, delta and lse_lo.
 
     natural: a score_mod may mask, so that lse stays in natural units, and dout and delta of large rows get the factor
     exp(-lse_lo); otherwise lse is in base 2. With a bias, large rows have lse = inf, so that the kernels give them no
-    gradient. block_q: lse and delta are padded to a multiple of it, with inf and 0. Rows.dquery is None.
+    gradient. block_q: lse and delta are padded to a multiple of it, with inf and 0. RowTerms.dquery is None.
     """
     lse, delta, dout = given.lse, given.delta, given.dout
-    far = is_large(lse)
+    large = is_large(lse)
     if natural:
         # P comes out exp(lse_lo) times too large. It reaches the gradients only as a factor of dout and delta.
-        factor = jnp.where(far, jnp.exp(-needed(given.lse_lo)), 1.0)
+        factor = jnp.where(large, jnp.exp(-needed(given.lse_lo)), 1.0)
         dout = (dout * factor.swapaxes(1, 2)[..., None]).astype(inputs.query.dtype)
         delta = needed(delta) * factor
     # exp2(score - inf) = 0: rows past the end pass no gradient, like rows without keys.
     pad = [(0, 0), (0, 0), (0, -inputs.query.shape[1] % block_q)]
     # With a bias, large_lse_rows adds the gradients of large rows.
-    lse = jnp.where(far, jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
+    lse = jnp.where(large, jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
     lse = jnp.pad(lse, pad, constant_values=jnp.inf)
-    return dout, prepare_backward.Rows(lse=lse, delta=jnp.pad(needed(delta), pad), dquery=None)
+    return dout, prepare_backward.RowTerms(lse=lse, delta=jnp.pad(needed(delta), pad), dquery=None)
 
 
 def _whole_rows(options: AttentionOptions, config: AttentionBackwardSm90) -> int:

@@ -39,7 +39,7 @@ class Carry:
     goes_on: jax.Array | None
 
 
-class Weights(NamedTuple):
+class PAndDS(NamedTuple):
     """P^T and dS^T of a step in 16 bits, [64, block_q], and the sum of dbias so far.
 
     p: None if its matmul, dV += P^T dO, is already issued.
@@ -71,28 +71,28 @@ def mma_step(work: WorkTile, accs: Accumulators, i: Index, carry: Carry) -> Carr
     traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
     s = scores_sm90.masked(step, needed(carry.scores)) if traits.mask_first else carry.scores
     # S^T = K Q^T, P^T = exp2(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta)
-    weights = _weights_of(step, accs, s, carry.dbias)
-    if weights.p is not None:  # otherwise its matmul is already issued, behind dP's
+    p, ds, dbias = _p_and_ds_of(step, accs, s, carry.dbias)
+    if p is not None:  # otherwise its matmul is already issued, behind dP's
         # dV += P^T dO
-        _add_product(accs.dv, weights.p, smem.do.mma.at[step.do_slot, step.half])
-    _give_ds(step, weights.ds)
+        _add_product(accs.dv, p, smem.do.mma.at[step.do_slot, step.half])
+    _give_ds(step, ds)
     following = _next_step(step)
     if traits.exchanges_ds:
         plgpu.barrier_wait(barriers.ds_ready.at[0])
     # dK += dS^T Q, dQ += dS K
     if traits.has_dquery:
-        pl.run_scoped(functools.partial(_add_dk_and_dq, step, accs, weights.ds), plgpu.ACC((64, 64)))
+        pl.run_scoped(functools.partial(_add_dk_and_dq, step, accs, ds), plgpu.ACC((64, 64)))
         for dq_block in step.dq_blocks()[1:]:
             pl.run_scoped(functools.partial(_add_dq, step, dq_block), plgpu.ACC((64, 64)))
     else:
-        _add_dk(step, accs, weights.ds)
+        _add_dk(step, accs, ds)
     if not traits.scores_ahead:
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(barriers.q_free.at[step.slot])
-        return Carry(scores=None, dbias=weights.dbias, goes_on=None)
+        return Carry(scores=None, dbias=dbias, goes_on=None)
     # S^T of the next step
     s = pl.run_scoped(functools.partial(_next_scores, step, following), plgpu.ACC((64, traits.block_q)))
-    return Carry(scores=s, dbias=weights.dbias, goes_on=following.goes_on if traits.is_persistent else None)
+    return Carry(scores=s, dbias=dbias, goes_on=following.goes_on if traits.is_persistent else None)
 
 
 def first_scores(kernel: Kernel) -> jax.Array:
@@ -123,7 +123,7 @@ def _add_product(accs: tuple[AccumulatorRef, ...], x: jax.Array, smem: Ref) -> N
         plgpu.wgmma(acc, x, smem.at[c])
 
 
-def _weights_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: jax.Array | None) -> Weights:
+def _p_and_ds_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: jax.Array | None) -> PAndDS:
     """(P^T, dS^T, dbias) of a step, including its matmuls K Q^T and V dO^T.
 
     s: S^T if Traits.scores_ahead, otherwise None. dbias: the sum so far.
@@ -131,7 +131,7 @@ def _weights_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: jax
     traits, kernel = step.traits, step.kernel
     acc = plgpu.ACC((64, traits.block_q))
     issue = lambda s_acc: issue_scores(kernel, s_acc, step.k_stage, step.key_group, step.slot)
-    of_scores = lambda dp_acc, s_acc: _weights(step, accs, s, dbias, dp_acc, s_acc)
+    of_scores = lambda dp_acc, s_acc: _p_and_ds(step, accs, s, dbias, dp_acc, s_acc)
     if traits.scores_ahead:
         return pl.run_scoped(lambda dp_acc: of_scores(dp_acc, None), acc)
 
@@ -147,14 +147,14 @@ def _weights_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: jax
     return pl.run_scoped(issued_first, acc) if traits.waits_late else pl.run_scoped(issued_together, acc, acc)
 
 
-def _weights(
+def _p_and_ds(
     step: QStep,
     accs: Accumulators,
     s: jax.Array | None,
     dbias: jax.Array | None,
     dp_acc: AccumulatorRef,
     s_acc: AccumulatorRef | None,
-) -> Weights:
+) -> PAndDS:
     """(P^T, dS^T, dbias) of a step, whose S^T = K Q^T is computed or issued.
 
     s: S^T if Traits.scores_ahead, otherwise None. s_acc: the accumulator of S^T, whose matmuls are issued, otherwise
@@ -186,8 +186,8 @@ def _weights(
     ds = p * (dp - scores_sm90.along_queries(step, delta, scores.s))
     dbias = scores_sm90.bias_gradient_sum(ds, dbias) if traits.bias_gradient else None
     if early_dv:
-        return Weights(None, ds.astype(traits.dtype), dbias)
-    return Weights(p.astype(traits.dtype) if p16 is None else p16, ds.astype(traits.dtype), dbias)
+        return PAndDS(None, ds.astype(traits.dtype), dbias)
+    return PAndDS(p.astype(traits.dtype) if p16 is None else p16, ds.astype(traits.dtype), dbias)
 
 
 def _give_ds(step: QStep, ds: jax.Array) -> None:

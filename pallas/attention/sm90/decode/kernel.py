@@ -1,8 +1,8 @@
-"""The decoding kernel on Hopper: a TMA producer with a deep ring, and one or two warpgroups of wgmma.
+"""The decoding kernel on Hopper: a TMA producer with a deep pipeline, and one or two warpgroups of wgmma.
 
 A CTA processes items of (sequence, split of its keys, key head, tile of 64 rows); the memory warpgroup runs ahead into
 the next item. A row is a query of a head (see decode_contract.py). Two compute warpgroups process the blocks of keys in
-turns. Each warpgroup has its own ring and its own softmax, and writes its own part of the result.
+turns. Each warpgroup has its own pipeline and its own softmax, and writes its own part of the result.
 """
 
 import dataclasses
@@ -122,7 +122,7 @@ class Traits:
         return self.dtype if self.parts == 1 else jnp.dtype(jnp.float32)
 
     def following(self, slot: Index) -> Index:
-        """The index of the slot after this one in a ring; after the last comes the first."""
+        """The index of the slot after this one in a pipeline; after the last comes the first."""
         return jnp.where(slot == self.config.stages - 1, 0, slot + 1)
 
 
@@ -132,8 +132,8 @@ class Scratch:
     """A CTA's shared memory and barriers: scratch specifications for pl.run_scoped, which passes the Refs in the same
     fields.
 
-    q_smem, out_smem, lse_smem: a tile per compute warpgroup. The other fields have the slots of all rings, the first
-    compute warpgroup's ring first. *_ready: the copies have arrived. *_free: a slot has been read and may be
+    q_smem, out_smem, lse_smem: a tile per compute warpgroup. The other fields have the slots of all pipelines, the
+    first compute warpgroup's pipeline first. *_ready: the copies have arrived. *_free: a slot has been read and may be
     overwritten.
     """
 
@@ -274,7 +274,7 @@ class PageCopy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loader(Warpgroup):
-    """The memory warpgroup: it fills the ring of each compute warpgroup."""
+    """The memory warpgroup: it fills the pipeline of each compute warpgroup."""
 
     def run(self) -> None:
         """Loads all items of the CTA."""
@@ -284,7 +284,7 @@ class Loader(Warpgroup):
         self.for_each_item(self._load_item, (jnp.int32(0),) * compute_wgs)
 
     def _load_item(self, index: Index, slots: tuple[Index, ...]) -> tuple[jax.Array, ...]:
-        """Loads an item's blocks into the rings, from each compute warpgroup's slot in `slots` on. Returns the next
+        """Loads an item's blocks into the pipelines, from each compute warpgroup's slot in `slots` on. Returns the next
         slots.
         """
         item, compute_wgs = self.item(index), self.traits.config.compute_warpgroups
@@ -301,7 +301,7 @@ class Loader(Warpgroup):
 
     def _load_block(self, item: Item, block: Index, w: int, slot: Index) -> None:
         """Loads keys and values of block `block`, counted within the item, into a slot of compute warpgroup w's
-        ring.
+        pipeline.
         """
         arrays, scratch, config = self.arrays, self.scratch, self.traits.config
         copies = self._copies(item, (item.begin + block) * config.block_kv)
@@ -350,7 +350,7 @@ class RowLimits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopState:
-    """The state of the loop over keys: the softmax so far, and the ring's slot of the next block.
+    """The state of the loop over keys: the softmax so far, and the pipeline's slot of the next block.
 
     row_max, row_sum: the maximum of each row in base 2, [64], and partial sums of each row of P, [64, 8], both float32.
     """

@@ -27,7 +27,7 @@ class LoopState:
 
     p: [64, block_kv], an operand of the matmul with V. row_max: float32 [64], the number that is subtracted from each
     row's scores, at or near their maximum so far; in base 2, or in natural units if Traits.natural. row_sum: float32
-    [64, 8], partial sums of each row of P. slot: the ring's slot of the last block.
+    [64, 8], partial sums of each row of P. slot: the pipeline's slot of the last block.
     """
 
     p: jax.Array
@@ -43,7 +43,7 @@ class TileSums:
 
     acc: O before its division by the sums, float32 [64, v_head_dim]. row_max: [64], the number that was subtracted
     from each row's scores, at or near their maximum; in base 2, or in natural units if Traits.natural. row_sum: [64,
-    8], partial sums of each row of P. slot: the ring's slot of the last block.
+    8], partial sums of each row of P. slot: the pipeline's slot of the last block.
     """
 
     acc: jax.Array
@@ -96,14 +96,14 @@ class ComputeWarpgroup[Tile](abc.ABC):
 
     kv_loop: KvLoop
     pingpong: PingPong
-    ring: KvPipeline
+    pipeline: KvPipeline
     fetched: Fetched
     w: int
     bias: Stage | None = None
 
     def run(self) -> None:
         """Computes and stores the warpgroup's queries of all work tiles of the CTA."""
-        self.ring.free()
+        self.pipeline.free()
         if self.bias is not None:
             plgpu.barrier_arrive(self.bias.free)
         self.pingpong.start(self.w)
@@ -124,11 +124,11 @@ class ComputeWarpgroup[Tile](abc.ABC):
         def skip(_, slot):
             self.pingpong.wait(self.w)
             self.pingpong.pass_on(self.w)
-            self.ring.skip(slot)
+            self.pipeline.skip(slot)
             if self.bias is not None:
                 plgpu.barrier_wait(self.bias.ready)
                 plgpu.barrier_arrive(self.bias.free)
-            return self.ring.following(slot)
+            return self.pipeline.following(slot)
 
         if self.kv_loop.same_blocks:
             return own, slot
@@ -138,7 +138,7 @@ class ComputeWarpgroup[Tile](abc.ABC):
         """The masked scores of the work tile's first block, in `slot`; no other matmul of the warpgroup runs
         meanwhile.
         """
-        plgpu.barrier_wait(self.ring.k_ready.at[slot])
+        plgpu.barrier_wait(self.pipeline.k_ready.at[slot])
         self.pingpong.wait(self.w)
         self.issue_scores(tile, slot, accs)  # S = Q K^T
         self.pingpong.pass_on(self.w)
@@ -149,8 +149,8 @@ class ComputeWarpgroup[Tile](abc.ABC):
 
         state: after the previous step. Returns the next state.
         """
-        last_slot, slot = state.slot, self.ring.following(state.slot)
-        plgpu.barrier_wait(self.ring.k_ready.at[slot])
+        last_slot, slot = state.slot, self.pipeline.following(state.slot)
+        plgpu.barrier_wait(self.pipeline.k_ready.at[slot])
         self.pingpong.wait(self.w)
         self.issue_scores(tile, slot, accs)  # S = Q K^T
         self.issue_values(state.p, last_slot, accs)  # O += P V
@@ -159,9 +159,9 @@ class ComputeWarpgroup[Tile](abc.ABC):
         new = self.softmax_step(tile, s, step, state)
         p, row_max, row_sum, alpha = lax.optimization_barrier((new.p, new.row_max, new.row_sum, new.alpha))
         # This wait is a branch: it keeps ptxas from hoisting the next wait above the softmax.
-        plgpu.barrier_wait(self.ring.v_ready.at[slot])
+        plgpu.barrier_wait(self.pipeline.v_ready.at[slot])
         acc = plgpu.wgmma_accumulator_load(accs.acc_ref, wait_n=0)
-        plgpu.barrier_arrive(self.ring.v_free.at[last_slot])
+        plgpu.barrier_arrive(self.pipeline.v_free.at[last_slot])
         # P stays float32 until the matmul that reads the last P has ended (ptxas C7513).
         acc, p = lax.optimization_barrier((acc, p))
         acc, p = self.rescaled_and_rounded(acc, p, lambda acc: new.rescaled(acc, alpha))

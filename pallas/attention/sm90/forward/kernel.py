@@ -114,7 +114,7 @@ def _body(traits: Traits, arrays: Arrays[Ref], results: Results[Ref], scratch: S
         Compute(
             kv_loop=kv_loop,
             pingpong=PingPong.of(traits.config, interpret=traits.interpret),
-            ring=scratch.ring,
+            pipeline=scratch.pipeline,
             fetched=scratch.fetched,
             w=w,
             bias=scratch.bias,
@@ -158,7 +158,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
 
     def load_q(self, index: Index, turn: Index) -> None:
         traits, w, tile = self.traits, self.w, self.kv_loop.work_tile(index)
-        rows, copied = pl.ds(tile.q_start + w * 64, 64), self.smem.q_copied.at[traits.q_place(w, turn)]
+        rows, copied = pl.ds(tile.q_start + w * 64, 64), self.smem.q_copied.at[traits.q_slot(w, turn)]
         ready = self.scratch.q_ready.at[w]
 
         def load(i: int) -> None:
@@ -167,7 +167,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
         of_call(tile.call, len(traits.calls), load)
         if traits.has_segments:
             ids = needed(self.arrays.segments).q_ids.at[tile.b, rows]
-            plgpu.copy_gmem_to_smem(ids, needed(self.scratch.q_ids).at[traits.q_place(w, turn)], ready)
+            plgpu.copy_gmem_to_smem(ids, needed(self.scratch.q_ids).at[traits.q_slot(w, turn)], ready)
 
     def load_next_q(self, following: Index, turn: Index) -> None:
         """Starts the copy of the queries of work tile `following`, if there is one. turn: of the current work tile."""
@@ -185,7 +185,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
         if traits.share_q_out:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.load_next_q(following, turn)
-        return following, self.ring.following(sums.slot)
+        return following, self.pipeline.following(sums.slot)
 
     def start_tile(self, index: Index, turn: Index, own: WorkTile) -> QueryTile:
         """The warpgroup's queries of work tile `index`, after they have arrived. own: the warpgroup's part of the work
@@ -194,7 +194,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
         traits, arrays, w = self.traits, self.arrays, self.w
         mod_numbers = needed(arrays.mod).of_head(own.b, own.h) if traits.has_mod else None
         plgpu.barrier_wait(self.scratch.q_ready.at[w])
-        q_smem = self.smem.q.at[traits.q_place(w, turn)]
+        q_smem = self.smem.q.at[traits.q_slot(w, turn)]
         score_bound = needed(arrays.score_bounds)[own.b, own.q_head] if self.has_bounds else None
         if self.has_bounds and traits.config.norms_q_in_kernel:
             parts = [plgpu.load(q_smem.at[c], layout=WGMMA) for c in range(traits.qk_tiles.count)]
@@ -221,7 +221,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
             following = scheduler.following(self.fetched, tile.index, tile.turn)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the last tile's output
             self.load_next_q(following, tile.turn)
-        plgpu.barrier_wait(self.ring.v_ready.at[slot])
+        plgpu.barrier_wait(self.pipeline.v_ready.at[slot])
         state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(self.mma_step, tile, accs), state)
         if not traits.early_q:
             following = scheduler.following(self.fetched, tile.index, tile.turn)
@@ -233,7 +233,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
         acc = plgpu.wgmma_accumulator_load(accs.acc_ref, wait_n=0)
         if loads_q_now and not has_lists:
             self.load_next_q(following, tile.turn)
-        plgpu.barrier_arrive(self.ring.v_free.at[state.slot])
+        plgpu.barrier_arrive(self.pipeline.v_free.at[state.slot])
         return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot), following
 
     def issue_scores(self, tile: QueryTile, slot: Index, accs: Accumulators) -> None:
@@ -248,7 +248,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
             plgpu.wgmma(acc if v_tiles.count > 1 else accs.acc_ref, p, self.smem.v.at[slot, c])
 
     def scores(self, tile: QueryTile, step: Index, slot: Index, accs: Accumulators, *, is_first: bool) -> jax.Array:
-        traits, kv_loop, score_ops, k_free = self.traits, self.kv_loop, self.score_ops, self.ring.k_free.at[slot]
+        traits, kv_loop, score_ops, k_free = self.traits, self.kv_loop, self.score_ops, self.pipeline.k_free.at[slot]
         step = as_int32(step)
         words = score_ops.mask_words(tile, step)
         s = plgpu.wgmma_accumulator_load(accs.s_ref, wait_n=0 if is_first else traits.v_tiles.count)
@@ -276,8 +276,8 @@ class Compute(ComputeWarpgroup[QueryTile]):
             is_bounded = all_of_warp(needed(tile.score_bound) - row_max <= softmax.headroom(dtype))
             tile = dataclasses.replace(tile, is_bounded=is_bounded)
             if dtype == jnp.bfloat16:
-                lifted = functools.partial(softmax.rescaled_to_bound, largest=tile.score_bound)
-                p, row_max, row_sum = lax.cond(is_bounded, lifted, lambda *state: state, p, row_max, row_sum)
+                rescaled = functools.partial(softmax.rescaled_to_bound, largest=tile.score_bound)
+                p, row_max, row_sum = lax.cond(is_bounded, rescaled, lambda *state: state, p, row_max, row_sum)
         return tile, LoopState(p=p.astype(dtype), row_max=row_max, row_sum=row_sum, slot=slot)
 
     def softmax_step(self, tile: QueryTile, s: jax.Array, step: Index, state: LoopState) -> Exponentials:
@@ -363,7 +363,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
             of_call(tile.call, len(traits.calls), lambda i: self._store_registers(i, acc, b, h, q_start))
         else:
             for c, part in enumerate(traits.out_tiles.chunks(acc.astype(traits.out_dtype))):
-                self.smem.out.at[traits.q_place(w, turn), c][...] = part
+                self.smem.out.at[traits.q_slot(w, turn), c][...] = part
         lse_smem, lse_lo_smem = self.scratch.lse_refs(traits, w)
         if traits.has_lse:
             lse_smem[...] = lse
@@ -374,7 +374,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
         def store(i: int) -> None:
             rows = pl.ds(q_start, 64)
             if not traits.stores_registers:
-                traits.out_tiles.store(self.smem.out_copied.at[traits.q_place(w, turn)], results.outs[i].at[b, rows, h])
+                traits.out_tiles.store(self.smem.out_copied.at[traits.q_slot(w, turn)], results.outs[i].at[b, rows, h])
             if traits.has_lse:
                 self._store_numbers(lse_smem, results.lses[i].at[b, h], q_start)
             if traits.has_lse_lo:

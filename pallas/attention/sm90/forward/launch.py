@@ -250,7 +250,7 @@ def _bounds(
     largest is for queries of norm 1. key_norms: [B, Hkv] float32, the largest squared norm of a key; None: computed
     here.
     """
-    cap, room = options.softcap, softmax.headroom(query.dtype)
+    cap, headroom = options.softcap, softmax.headroom(query.dtype)
 
     @functools.cache
     def scores():
@@ -264,11 +264,11 @@ def _bounds(
     if mod is None:
         highest = jnp.minimum(scores(), cap) if cap else scores()
     else:
-        far = {"farthest": max(query.shape[1], key.shape[1]), "no_later_keys": no_later_keys}
-        highest = mod.highest(None, **far)
-        if highest is None or (isinstance(highest, float) and highest * softmax.LOG2E > room):
-            of_any_size = mod.highest(jnp.zeros((1, 1)), **far)
-            highest = None if of_any_size is None else mod.highest(scores(), **far)
+        lengths = {"farthest": max(query.shape[1], key.shape[1]), "no_later_keys": no_later_keys}
+        highest = mod.highest(None, **lengths)
+        if highest is None or (isinstance(highest, float) and highest * softmax.LOG2E > headroom):
+            of_any_size = mod.highest(jnp.zeros((1, 1)), **lengths)
+            highest = None if of_any_size is None else mod.highest(scores(), **lengths)
         if highest is None or mod.may_mask:
             return None, None
     return jnp.broadcast_to(jnp.asarray(highest * softmax.LOG2E, jnp.float32), (query.shape[0], query.shape[2])), small

@@ -118,7 +118,7 @@ class ScoreOps:
             return self.kv_loop.masked(s, tile.index, step, self.w)
         load = functools.partial(plgpu.load, optimized=False)
         kv_ids = load(needed(self.scratch.kv_ids).at[slot], layout=layouts.COLUMN)
-        q_ids = load(needed(self.scratch.q_ids).at[self.traits.q_place(self.w, tile.turn)], layout=layouts.ROW)
+        q_ids = load(needed(self.scratch.q_ids).at[self.traits.q_slot(self.w, tile.turn)], layout=layouts.ROW)
         s = lax.optimization_barrier(self.kv_loop.masked(s, tile.index, step, self.w, (q_ids, kv_ids)))
         plgpu.commit_smem()  # after the reads: the next copies overwrite this memory
         return s

@@ -208,7 +208,7 @@ class Traits:
         """The number of query tiles in shared memory: early_q also keeps the queries of the next work tile."""
         return (1 + self.early_q) * self.config.compute_warpgroups
 
-    def q_place(self, w: int, turn: Index) -> Index:
+    def q_slot(self, w: int, turn: Index) -> Index:
         """The index in shared memory of compute warpgroup w's queries, and of its output, in the CTA's `turn`-th work
         tile.
         """
@@ -250,9 +250,9 @@ class Scratch:
     """A CTA's shared memory and barriers: scratch specifications for pl.run_scoped, which passes the Refs in the same
     fields.
 
-    q, out: a tile per compute warpgroup. k, v: a block per slot of the ring. rows: lse and lse_lo, [1 or 2, warpgroups,
-    64]. q_ids, kv_ids: segment ids. q_ready: the queries of a compute warpgroup have arrived. bias: of a step. fetched:
-    the next work tile from the scheduler's counter. None: not needed.
+    q, out: a tile per compute warpgroup. k, v: a block per slot of the pipeline. rows: lse and lse_lo, [1 or 2,
+    warpgroups, 64]. q_ids, kv_ids: segment ids. q_ready: the queries of a compute warpgroup have arrived. bias: of a
+    step. fetched: the next work tile from the scheduler's counter. None: not needed.
     """
 
     q: Ref
@@ -263,7 +263,7 @@ class Scratch:
     q_ids: Ref | None
     kv_ids: Ref | None
     q_ready: Barrier
-    ring: KvPipeline
+    pipeline: KvPipeline
     bias: Stage | None
     fetched: Fetched
 
@@ -286,7 +286,7 @@ class Scratch:
             q_ids=smem_ref((traits.q_tiles, 64), jnp.int32) if has_segments else None,
             kv_ids=smem_ref((stages, block_kv), jnp.int32) if has_segments else None,
             q_ready=barrier_ref(num_arrivals=qk_tiles.copies(64) + has_segments, num_barriers=compute_wgs),
-            ring=KvPipeline.scratch(
+            pipeline=KvPipeline.scratch(
                 stages, compute_wgs, qk_tiles.copies(block_kv) + has_segments, v_tiles.copies(block_kv)
             ),
             bias=bias.stage(config.block_q, block_kv, block_kv, compute_wgs),
