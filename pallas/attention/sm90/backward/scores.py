@@ -2,7 +2,7 @@
 
 kernel.py visits blocks of queries (QStep). Its scores are transposed: their rows are a warpgroup's 64 keys, their
 columns the step's queries. deterministic.py visits blocks of keys (KvStep): rows are a warpgroup's 64 queries, columns
-the step's keys. Below, S, P and dS stand for S^T, P^T and dS^T in a QStep.
+the step's keys. In a QStep, S, P and dS below mean S^T, P^T and dS^T.
 """
 
 import dataclasses
