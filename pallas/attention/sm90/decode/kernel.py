@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import softmax
 from jax_kernels.pallas.attention.sm90.features.softcap import softcapped
-from jax_kernels.pallas.attention.sm90.forward.compute import Accumulators, TileSums, with_accumulators
+from jax_kernels.pallas.attention.sm90.forward.step import Accumulators, TileSums, with_accumulators
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeSm90
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, Slice, needed
 from jax_kernels.pallas.mosaic.launch import launch

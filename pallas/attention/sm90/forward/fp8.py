@@ -1,4 +1,4 @@
-"""Attention forward on Hopper in 8 bits: the loop of compute.py with e4m3 query, key, value and P.
+"""Attention forward on Hopper in 8 bits: the loop of step.py with e4m3 query, key, value and P.
 
 Per tile of 64 x block_kv, the 4 * 64 * block_kv * head_dim FLOPs take half as long as in 16 bits, and the 64 * block_kv
 exp2 take the same time. At head_dim 128 a tile's matmuls take 512 cycles, and so do its exponentials.
@@ -24,15 +24,18 @@ from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges, softmax
 from jax_kernels.pallas.attention.passes import fp8_values
 from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall
-from jax_kernels.pallas.attention.sm90.forward.compute import (
+from jax_kernels.pallas.attention.sm90.forward.compute import ComputeWarpgroup
+from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, KvPipeline, PingPong, WorkTile, run_warpgroups
+from jax_kernels.pallas.attention.sm90.forward.step import (
     Accumulators,
-    ComputeWarpgroup,
-    Exponentials,
     LoopState,
+    QueryTile,
+    Softmax,
     TileSums,
+    first_scores,
+    mma_step,
     with_accumulators,
 )
-from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, KvPipeline, PingPong, WorkTile, run_warpgroups
 from jax_kernels.pallas.block_specs.specs import AttentionForwardFp8Sm90
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
 from jax_kernels.pallas.mosaic import interpreter, registers
@@ -292,16 +295,51 @@ class Fp8Loader:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp8QueryTile:
-    """A warpgroup's 64 queries of work tile `index`. own: its part of the work tile. scale: the factor of S."""
+class Fp8QueryTile(QueryTile):
+    """A compute warpgroup's 64 queries of a work tile, in 8 bits. scale: the factor of S."""
 
-    index: Index
-    own: WorkTile
+    scratch: Fp8Scratch
+    kv_loop: KvLoop
     scale: jax.Array
+
+    def issue_scores(self, accs: Accumulators, slot: Index) -> None:
+        accs.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.kv_loop.block_kv), jnp.float32), WGMMA)
+        plgpu.wgmma(accs.s_ref, self.scratch.q_smem.at[self.w], self.scratch.k_smem.at[slot].transpose((1, 0)))
+
+    def issue_values(self, accs: Accumulators, p: jax.Array, slot: Index) -> None:
+        plgpu.wgmma(accs.acc_ref, p, self.scratch.v_smem.at[slot].transpose((1, 0)))
+
+    def scores(self, accs: Accumulators, step: Index, slot: Index, *, is_first: bool) -> jax.Array:
+        kv_loop = self.kv_loop
+        s = plgpu.wgmma_accumulator_load(accs.s_ref, wait_n=0 if is_first else 1)
+        plgpu.barrier_arrive(self.pipeline.k_free.at[slot])
+        s = lax.optimization_barrier(s)
+        if not kv_loop.has_partial or (kv_loop.only_first_partial and not is_first):
+            return s
+        # One loop with a branch: two loops were slower.
+        masked = lambda s: kv_loop.masked(s, self.index, registers.as_int32(step), self.w)
+        return lax.cond(self.own.blocks.is_partial(step), masked, lambda s: s, s)
+
+    def softmax_step(self, s: jax.Array, step: Index, state: LoopState) -> Softmax:
+        p, row_max, row_sum, alpha, rises = softmax.lazy_step(
+            s, state.row_max, state.row_sum, self.scale, LARGEST_P, LIMIT, registers.any_of_warp_above
+        )
+
+        def rescaled(acc, alpha):
+            full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            return lax.cond(rises, full, lambda acc: acc, acc)
+
+        return Softmax(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
+
+    def rescaled_and_rounded(
+        self, acc: jax.Array, p: jax.Array, rescaled: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        acc, p = lax.optimization_barrier((rescaled(acc), p))
+        return acc, as_operand(p)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp8Compute(ComputeWarpgroup[Fp8QueryTile]):
+class Fp8Compute(ComputeWarpgroup):
     """A compute warpgroup of the 8-bit forward. out_gmem, lse_gmem: the results in device memory."""
 
     arrays: Fp8Arrays
@@ -319,7 +357,16 @@ class Fp8Compute(ComputeWarpgroup[Fp8QueryTile]):
         scheduler, v_head_dim = self.kv_loop.scheduler, self.arrays.value.shape[2]
         own, slot = self.own_tile(index, slot)
         plgpu.barrier_wait(self.scratch.q_ready.at[self.w])
-        tile = Fp8QueryTile(index=index, own=own, scale=self.arrays.factors[own.b, own.h, 0])
+        tile = Fp8QueryTile(
+            pipeline=self.pipeline,
+            pingpong=self.pingpong,
+            w=self.w,
+            index=index,
+            own=own,
+            scratch=self.scratch,
+            kv_loop=self.kv_loop,
+            scale=self.arrays.factors[own.b, own.h, 0],
+        )
         attend = functools.partial(self.attend, tile, slot)
         sums = with_accumulators(attend, v_head_dim=v_head_dim, block_kv=self.kv_loop.block_kv)
         following = scheduler.following(self.fetched, index, turn)
@@ -336,51 +383,17 @@ class Fp8Compute(ComputeWarpgroup[Fp8QueryTile]):
 
         slot: of the first block.
         """
-        s = self.first_scores(tile, slot, accs)
+        s = first_scores(tile, accs, slot)
         row_max, row_sum = softmax.start(64)
         p, row_max, row_sum, _ = softmax.step(s, row_max, row_sum, tile.scale, LARGEST_P)
         state = LoopState(p=as_operand(p), row_max=row_max, row_sum=row_sum, slot=slot)
         plgpu.barrier_wait(self.pipeline.v_ready.at[slot])
-        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(self.mma_step, tile, accs), state)
-        self.issue_values(state.p, state.slot, accs)  # O += P V
+        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(mma_step, tile, accs), state)
+        # O += P V, of the last block
+        tile.issue_values(accs, state.p, state.slot)
         acc = plgpu.wgmma_accumulator_load(accs.acc_ref, wait_n=0)
         plgpu.barrier_arrive(self.pipeline.v_free.at[state.slot])
         return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot)
-
-    def issue_scores(self, tile: Fp8QueryTile, slot: Index, accs: Accumulators) -> None:
-        accs.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.kv_loop.block_kv), jnp.float32), WGMMA)
-        plgpu.wgmma(accs.s_ref, self.scratch.q_smem.at[self.w], self.scratch.k_smem.at[slot].transpose((1, 0)))
-
-    def issue_values(self, p: jax.Array, slot: Index, accs: Accumulators) -> None:
-        plgpu.wgmma(accs.acc_ref, p, self.scratch.v_smem.at[slot].transpose((1, 0)))
-
-    def scores(self, tile: Fp8QueryTile, step: Index, slot: Index, accs: Accumulators, *, is_first: bool) -> jax.Array:
-        kv_loop = self.kv_loop
-        s = plgpu.wgmma_accumulator_load(accs.s_ref, wait_n=0 if is_first else 1)
-        plgpu.barrier_arrive(self.pipeline.k_free.at[slot])
-        s = lax.optimization_barrier(s)
-        if not kv_loop.has_partial or (kv_loop.only_first_partial and not is_first):
-            return s
-        # One loop with a branch: two loops were slower.
-        masked = lambda s: kv_loop.masked(s, tile.index, registers.as_int32(step), self.w)
-        return lax.cond(tile.own.blocks.is_partial(step), masked, lambda s: s, s)
-
-    def softmax_step(self, tile: Fp8QueryTile, s: jax.Array, step: Index, state: LoopState) -> Exponentials:
-        p, row_max, row_sum, alpha, rises = softmax.lazy_step(
-            s, state.row_max, state.row_sum, tile.scale, LARGEST_P, LIMIT, registers.any_of_warp_above
-        )
-
-        def rescaled(acc, alpha):
-            full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-            return lax.cond(rises, full, lambda acc: acc, acc)
-
-        return Exponentials(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
-
-    def rescaled_and_rounded(
-        self, acc: jax.Array, p: jax.Array, rescaled: Callable[[jax.Array], jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        acc, p = lax.optimization_barrier((rescaled(acc), p))
-        return acc, as_operand(p)
 
     def epilogue(self, index: Index, sums: TileSums) -> None:
         """Stores out and lse of the warpgroup's queries of work tile `index`.

@@ -3,7 +3,7 @@
 Each of two or three compute warpgroups owns 64 queries. In a step it issues S = Q K^T of this block of keys and O += P
 V of the previous block, and computes the softmax of S while the second matmul runs. A CTA is persistent: it processes
 work tiles of (batch, head, block of queries), whose blocks of keys come from block_ranges.py or from a mask's lists
-(block_lists.py). The memory warpgroup is in load.py, the step in compute.py.
+(block_lists.py). The memory warpgroup is in load.py, the step in step.py and scores.py.
 
 A tile of 64 x block_kv takes 4 * 64 * block_kv * head_dim FLOPs on the tensor cores and 64 * block_kv exp2; keys and
 values are read from shared memory once per warpgroup. At head_dim 128 the matmuls and exp2 take about the same time, so
@@ -12,8 +12,6 @@ they have to overlap.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,24 +24,22 @@ from jax_kernels.inputs.attention import AttentionOptions
 from jax_kernels.pallas.attention import softmax
 from jax_kernels.pallas.attention.sm90.features.bias import Bias
 from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall, of_call
-from jax_kernels.pallas.attention.sm90.features.softcap import tanh_polynomial
-from jax_kernels.pallas.attention.sm90.forward.compute import (
-    Accumulators,
-    ComputeWarpgroup,
-    Exponentials,
-    LoopState,
-    TileSums,
-    with_accumulators,
-)
+from jax_kernels.pallas.attention.sm90.forward.compute import ComputeWarpgroup
 from jax_kernels.pallas.attention.sm90.forward.load import Loader
 from jax_kernels.pallas.attention.sm90.forward.loop import PingPong, WorkTile, run_warpgroups
-from jax_kernels.pallas.attention.sm90.forward.scores import QueryTile, ScoreOps
+from jax_kernels.pallas.attention.sm90.forward.scores import Fp16QueryTile
 from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Results, Scratch, Smem, Traits
+from jax_kernels.pallas.attention.sm90.forward.step import (
+    Accumulators,
+    TileSums,
+    first_scores,
+    mma_step,
+    with_accumulators,
+)
 from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
-from jax_kernels.pallas.mosaic.registers import all_of_warp, as_int32
 from jax_kernels.pallas.mosaic.tile_scheduler import TileScheduler
 
 
@@ -123,14 +119,13 @@ def _body(traits: Traits, arrays: Arrays[Ref], results: Results[Ref], scratch: S
             results=results,
             scratch=scratch,
             smem=smem,
-            score_ops=ScoreOps(traits=traits, arrays=arrays, scratch=scratch, kv_loop=kv_loop, w=w),
         ).run()
 
     run_warpgroups(wg, traits.config, compute, loader.run)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compute(ComputeWarpgroup[QueryTile]):
+class Compute(ComputeWarpgroup):
     """A compute warpgroup of the 16-bit forward."""
 
     traits: Traits
@@ -138,23 +133,6 @@ class Compute(ComputeWarpgroup[QueryTile]):
     results: Results[Ref]
     scratch: Scratch
     smem: Smem
-    score_ops: ScoreOps
-
-    @property
-    def has_small(self) -> bool:
-        """Whether heads with small scores take a separate softmax branch, with a polynomial for the tanh.
-
-        It is impossible if the loop masks before the softmax.
-        """
-        has_mask = self.kv_loop.has_partial and not self.kv_loop.only_first_partial
-        return self.arrays.small_scores is not None and not has_mask
-
-    @property
-    def has_bounds(self) -> bool:
-        """Whether upper bounds of the scores are known. The maximum of a row's first block may then serve for all
-        blocks.
-        """
-        return self.arrays.score_bounds is not None
 
     def load_q(self, index: Index, turn: Index) -> None:
         traits, w, tile = self.traits, self.w, self.kv_loop.work_tile(index)
@@ -187,7 +165,7 @@ class Compute(ComputeWarpgroup[QueryTile]):
             self.load_next_q(following, turn)
         return following, self.pipeline.following(sums.slot)
 
-    def start_tile(self, index: Index, turn: Index, own: WorkTile) -> QueryTile:
+    def start_tile(self, index: Index, turn: Index, own: WorkTile) -> Fp16QueryTile:
         """The warpgroup's queries of work tile `index`, after they have arrived. own: the warpgroup's part of the work
         tile.
         """
@@ -195,144 +173,60 @@ class Compute(ComputeWarpgroup[QueryTile]):
         mod_numbers = needed(arrays.mod).of_head(own.b, own.h) if traits.has_mod else None
         plgpu.barrier_wait(self.scratch.q_ready.at[w])
         q_smem = self.smem.q.at[traits.q_slot(w, turn)]
-        score_bound = needed(arrays.score_bounds)[own.b, own.q_head] if self.has_bounds else None
-        if self.has_bounds and traits.config.norms_q_in_kernel:
+        score_bound = is_small = None
+        if arrays.score_bounds is not None:
+            score_bound = arrays.score_bounds[own.b, own.q_head]
+        if score_bound is not None and traits.config.norms_q_in_kernel:
             parts = [plgpu.load(q_smem.at[c], layout=WGMMA) for c in range(traits.qk_tiles.count)]
             score_bound = score_bound * softmax.norms(parts)
             plgpu.commit_smem()  # after the reads: the next queries overwrite this memory
-        return QueryTile(
+        # If the loop masks before the softmax, heads with small scores cannot have a softmax branch of their own.
+        if arrays.small_scores is not None and (not self.kv_loop.has_partial or self.kv_loop.only_first_partial):
+            is_small = arrays.small_scores[own.b, own.q_head] != 0
+        return Fp16QueryTile(
+            pipeline=self.pipeline,
+            pingpong=self.pingpong,
+            w=w,
             index=index,
-            turn=turn,
             own=own,
+            traits=traits,
+            arrays=arrays,
+            scratch=self.scratch,
+            smem=self.smem,
+            kv_loop=self.kv_loop,
+            turn=turn,
             q_smem=q_smem,
             mod_numbers=mod_numbers,
             score_bound=score_bound,
-            is_small=needed(arrays.small_scores)[own.b, own.q_head] != 0 if self.has_small else None,
+            is_small=is_small,
         )
 
-    def attend(self, tile: QueryTile, slot: Index, accs: Accumulators) -> tuple[TileSums, Index]:
+    def attend(self, tile: Fp16QueryTile, slot: Index, accs: Accumulators) -> tuple[TileSums, Index]:
         """(the sums of the loop over the warpgroup's blocks of keys, the following work tile).
 
         slot: of the first block.
         """
         traits, scheduler, has_lists = self.traits, self.traits.scheduler, self.kv_loop.lists is not None
-        tile, state = self.first_softmax(tile, self.first_scores(tile, slot, accs), slot)
+        tile, state = tile.first_softmax(first_scores(tile, accs, slot), slot)
         if traits.early_q:
             following = scheduler.following(self.fetched, tile.index, tile.turn)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the last tile's output
             self.load_next_q(following, tile.turn)
         plgpu.barrier_wait(self.pipeline.v_ready.at[slot])
-        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(self.mma_step, tile, accs), state)
+        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(mma_step, tile, accs), state)
         if not traits.early_q:
             following = scheduler.following(self.fetched, tile.index, tile.turn)
         # The last scores have read the queries. With share_q_out the output goes to the queries' memory first.
         loads_q_now = not traits.share_q_out and not traits.early_q
         if loads_q_now and has_lists:
             self.load_next_q(following, tile.turn)
-        self.issue_values(state.p, state.slot, accs)  # O += P V
+        # O += P V, of the last block
+        tile.issue_values(accs, state.p, state.slot)
         acc = plgpu.wgmma_accumulator_load(accs.acc_ref, wait_n=0)
         if loads_q_now and not has_lists:
             self.load_next_q(following, tile.turn)
         plgpu.barrier_arrive(self.pipeline.v_free.at[state.slot])
         return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot), following
-
-    def issue_scores(self, tile: QueryTile, slot: Index, accs: Accumulators) -> None:
-        accs.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.traits.config.block_kv), jnp.float32), WGMMA)
-        for c in range(self.traits.qk_tiles.count):
-            plgpu.wgmma(accs.s_ref, tile.q_smem.at[c], self.smem.k.at[slot, c].transpose((1, 0)))
-
-    def issue_values(self, p: jax.Array, slot: Index, accs: Accumulators) -> None:
-        v_tiles = self.traits.v_tiles
-        for c in range(v_tiles.count):
-            acc = accs.acc_ref.at[:, pl.ds(v_tiles.width * c, v_tiles.width)]
-            plgpu.wgmma(acc if v_tiles.count > 1 else accs.acc_ref, p, self.smem.v.at[slot, c])
-
-    def scores(self, tile: QueryTile, step: Index, slot: Index, accs: Accumulators, *, is_first: bool) -> jax.Array:
-        traits, kv_loop, score_ops, k_free = self.traits, self.kv_loop, self.score_ops, self.pipeline.k_free.at[slot]
-        step = as_int32(step)
-        words = score_ops.mask_words(tile, step)
-        s = plgpu.wgmma_accumulator_load(accs.s_ref, wait_n=0 if is_first else traits.v_tiles.count)
-        if not traits.has_segments:
-            plgpu.barrier_arrive(k_free)
-        s = lax.optimization_barrier(s)
-        if is_first or not self.has_small:  # otherwise softmax_step does it
-            s = score_ops.capped_biased_and_modified(tile, s, step)
-        if kv_loop.has_partial and (is_first or not kv_loop.only_first_partial):
-            blocks = tile.own.blocks
-            if traits.has_segments and not is_first:  # the range is read again, not kept in registers
-                blocks = kv_loop.work_tile(lax.optimization_barrier(tile.index)).blocks
-            # One loop with a branch: two loops were slower.
-            s = score_ops.masked_if_partial(tile, s, step, words, slot, blocks=blocks)
-        if traits.has_segments:  # the ids of the keys have been read
-            plgpu.barrier_arrive(k_free)
-        return s
-
-    def first_softmax(self, tile: QueryTile, s: jax.Array, slot: Index) -> tuple[QueryTile, LoopState]:
-        """(tile with is_bounded, the loop's first state) from the scores s of the first block, which is in `slot`."""
-        traits, dtype = self.traits, self.traits.dtype
-        p, row_max, row_sum, _ = traits.softmax_step(s, *softmax.start(64, natural=traits.natural))
-        if self.has_bounds:
-            # Whether no later score of the warp's rows can be far above the maximum of the first block.
-            is_bounded = all_of_warp(needed(tile.score_bound) - row_max <= softmax.headroom(dtype))
-            tile = dataclasses.replace(tile, is_bounded=is_bounded)
-            if dtype == jnp.bfloat16:
-                rescaled = functools.partial(softmax.rescaled_to_bound, largest=tile.score_bound)
-                p, row_max, row_sum = lax.cond(is_bounded, rescaled, lambda *state: state, p, row_max, row_sum)
-        return tile, LoopState(p=p.astype(dtype), row_max=row_max, row_sum=row_sum, slot=slot)
-
-    def softmax_step(self, tile: QueryTile, s: jax.Array, step: Index, state: LoopState) -> Exponentials:
-        exponentials: Callable[..., Any] = functools.partial(self.exponentials, tile)
-        if self.has_small:
-            finished = functools.partial(self.score_ops.capped_biased_and_modified, tile, step=step)
-            full = lambda s, row_max, row_sum: self.exponentials(tile, finished(s), row_max, row_sum)
-            short = functools.partial(self.small_exponentials, tile, step)
-            exponentials = functools.partial(lax.cond, needed(tile.is_small) & needed(tile.is_bounded), short, full)
-        p, row_max, row_sum, alpha = exponentials(s, state.row_max, state.row_sum)
-        rescaled = functools.partial(self.rescaled, tile)
-        return Exponentials(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
-
-    def exponentials(
-        self, tile: QueryTile, s: jax.Array, row_max: jax.Array, row_sum: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """(P, row_max, row_sum, alpha) of a step, without a search for the maximum if the scores are bounded.
-
-        s: the scores as the softmax takes them. If the scores are bounded, alpha has no meaning.
-        """
-        full, scale = self.traits.softmax_step, self.traits.softmax_scale
-        if not self.has_bounds:
-            return full(s, row_max, row_sum)
-
-        def short(s, row_max, row_sum):
-            p, row_sum = softmax.bounded_step(s, row_max, row_sum, scale)
-            return p, row_max, row_sum, row_max
-
-        return lax.cond(tile.is_bounded, short, full, s, row_max, row_sum)
-
-    def small_exponentials(
-        self, tile: QueryTile, step: Index, s: jax.Array, row_max: jax.Array, row_sum: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """(P, row_max, row_sum, alpha) of a step of a head with small scores: a polynomial computes the tanh.
-
-        s: S = Q K^T, before softcap and score_mod. row_max stays, and alpha has no meaning.
-        """
-        scale, cap = self.traits.options.scale, self.traits.options.softcap
-        if cap:  # in base 2, so that the subtraction of the maximum fuses with the last multiplication
-            s = tanh_polynomial(s, scale / cap, cap * softmax.LOG2E)
-        else:
-            s = self.score_ops.modified(tile, s, step, small=True)
-        p, row_sum = softmax.bounded_step(s, row_max, row_sum, softmax.LN2)
-        return p, row_max, row_sum, row_max
-
-    def rescaled(self, tile: QueryTile, acc: jax.Array, alpha: jax.Array) -> jax.Array:
-        """O under the new maximum, acc * alpha; acc itself if the scores are bounded."""
-        full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-        return lax.cond(tile.is_bounded, lambda acc: acc, full, acc) if self.has_bounds else full(acc)
-
-    def rescaled_and_rounded(
-        self, acc: jax.Array, p: jax.Array, rescaled: Callable[[jax.Array], jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        p = p.astype(self.traits.dtype)
-        return rescaled(acc), p
 
     def epilogue(self, index: Index, turn: Index, sums: TileSums) -> None:
         """Stores out = O / row_sum, lse and lse_lo of the warpgroup's queries, as far as the call wants them.
