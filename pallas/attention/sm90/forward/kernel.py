@@ -27,7 +27,7 @@ from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall, of
 from jax_kernels.pallas.attention.sm90.forward.compute import ComputeWarpgroup
 from jax_kernels.pallas.attention.sm90.forward.load import Loader
 from jax_kernels.pallas.attention.sm90.forward.loop import PingPong, WorkTile, run_warpgroups
-from jax_kernels.pallas.attention.sm90.forward.scores import Fp16QueryTile
+from jax_kernels.pallas.attention.sm90.forward.scores import QueryTile16
 from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Results, Scratch, Smem, Traits
 from jax_kernels.pallas.attention.sm90.forward.step import (
     Accumulators,
@@ -165,7 +165,7 @@ class Compute(ComputeWarpgroup):
             self.load_next_q(following, turn)
         return following, self.pipeline.following(sums.slot)
 
-    def start_tile(self, index: Index, turn: Index, own: WorkTile) -> Fp16QueryTile:
+    def start_tile(self, index: Index, turn: Index, own: WorkTile) -> QueryTile16:
         """The warpgroup's queries of work tile `index`, after they have arrived. own: the warpgroup's part of the work
         tile.
         """
@@ -183,7 +183,7 @@ class Compute(ComputeWarpgroup):
         # If the loop masks before the softmax, heads with small scores cannot have a softmax branch of their own.
         if arrays.small_scores is not None and (not self.kv_loop.has_partial or self.kv_loop.only_first_partial):
             is_small = arrays.small_scores[own.b, own.q_head] != 0
-        return Fp16QueryTile(
+        return QueryTile16(
             pipeline=self.pipeline,
             pingpong=self.pingpong,
             w=w,
@@ -201,7 +201,7 @@ class Compute(ComputeWarpgroup):
             is_small=is_small,
         )
 
-    def attend(self, tile: Fp16QueryTile, slot: Index, accs: Accumulators) -> tuple[TileSums, Index]:
+    def attend(self, tile: QueryTile16, slot: Index, accs: Accumulators) -> tuple[TileSums, Index]:
         """(the sums of the loop over the warpgroup's blocks of keys, the following work tile).
 
         slot: of the first block.

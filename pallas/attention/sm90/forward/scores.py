@@ -24,7 +24,7 @@ from jax_kernels.pallas.mosaic.registers import all_of_warp, as_int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fp16QueryTile(QueryTile):
+class QueryTile16(QueryTile):
     """A compute warpgroup's 64 queries of a work tile, the `turn`-th of the CTA, in bfloat16 or float16.
 
     q_smem: the queries in shared memory. mod_numbers: for each operand of the score_mod its scalar for the head, or
@@ -80,7 +80,7 @@ class Fp16QueryTile(QueryTile):
             plgpu.barrier_arrive(k_free)
         return s
 
-    def first_softmax(self, s: jax.Array, slot: Index) -> tuple["Fp16QueryTile", LoopState]:
+    def first_softmax(self, s: jax.Array, slot: Index) -> tuple["QueryTile16", LoopState]:
         """(the tile with is_bounded, the loop's first state) from the scores s of the first block, which is in
         `slot`.
         """
