@@ -8,8 +8,8 @@ torch.compile; for 16 bits QuACK, if it is installed, and for plain matmuls the 
 torch._scaled_mm with and without fast sums. QuACK compiles its epilogues only if its wheels and the CuTe DSL's are in a
 folder named site-packages. With block scales the Hopper kernel is also timed with tensor scales.
 --with-gradients times the forward and the gradients of all arrays. --sweep times other blocks of the Hopper kernel, as
-"block_n,stages,rows_together,promoted_steps,cluster,compute_wgs", and --sweep-triton blocks of the Triton kernel, as
-"block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps"; or only the changed fields by name, as
+"block_n,stages,row_group,promoted_steps,cluster,compute_wgs", and --sweep-triton blocks of the Triton kernel, as
+"block_m,block_n,block_k,num_warps,num_stages,row_group,split_steps"; or only the changed fields by name, as
 "pingpong=1,early_bias=1". The block spec's blocks are timed in the same run.
 
 --weights int8,int4,mxfp8,mxfp4 times x in --dtype with these weights, and with weights in --dtype, in one run, each as
@@ -52,8 +52,8 @@ KINDS = ("plain", "epilogue", "gated", "mlp")
 PRODUCTS = {"plain": 1, "epilogue": 1, "gated": 2, "mlp": 3}
 # The blocks of a sweep, by implementation.
 SWEPT = {
-    "mosaic_gpu": ("block_n", "stages", "rows_together", "promoted_steps", "cluster", "compute_wgs"),
-    "triton": ("block_m", "block_n", "block_k", "num_warps", "num_stages", "rows_together", "split_steps"),
+    "mosaic_gpu": ("block_n", "stages", "row_group", "promoted_steps", "cluster", "compute_wgs"),
+    "triton": ("block_m", "block_n", "block_k", "num_warps", "num_stages", "row_group", "split_steps"),
 }
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "tf32": jnp.float32, "fp8": jnp.bfloat16}
 

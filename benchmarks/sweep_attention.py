@@ -112,8 +112,8 @@ def _listed(implementation: str, direction: str, head_dim: int, causal: bool) ->
         block_q = BACKWARD_SM90_BLOCK_Q[width]
         orders = [(0, h) for h in HEADS_TOGETHER] if causal else [(r, h) for h in (1, 4) for r in ROTATE]
         configs = [
-            AttentionBackwardSm90(block_q, q, do, rotate, heads)
-            for (q, do), (rotate, heads) in itertools.product(BACKWARD_SM90_STAGES, orders)
+            AttentionBackwardSm90(block_q, q, do, q_loop_stagger, heads)
+            for (q, do), (q_loop_stagger, heads) in itertools.product(BACKWARD_SM90_STAGES, orders)
         ]
         return [c for c in configs if backward_sm90_bytes(c, width) <= SHARED_MEMORY]
     if direction == "fwd":

@@ -2,7 +2,7 @@
 
 A score_mod in jnp code stays unchanged. A score_mod in torch operations is traced by torch_to_jnp. The tensors that it
 reads from closures, globals or defaults become arguments of the call: their values are data, and they have gradients.
-The function without these tensors is its template (in code: skeleton): a copy with a number for each tensor.
+The function without these tensors is its template: a copy with a number for each tensor.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ _WANT = (
     "jnp.where(q_idx >= kv_idx, jnp.tanh(score), -jnp.inf)"
 )
 _MOST = 4096
-_SKELETONS: dict[str, captures.Root] = {}  # by name: functions with a `Place` for each tensor that they read
+_TEMPLATES: dict[str, captures.Root] = {}  # by name: functions with a `Place` for each tensor that they read
 _NAMES: dict[Hashable, str] = {}  # key of twins -> name
 _OF_FUNCTION: weakref.WeakKeyDictionary[Function, tuple[str, list[Path]] | tuple[None, None]] = (
     weakref.WeakKeyDictionary()
@@ -86,12 +86,12 @@ def split_tensors(function: Function, argument: str = "score_mod") -> tuple[str,
         key = function_identity.function_key(bare, is_copy=True)
     except (function_identity.UncomparableFunctionError, TypeError):
         name, of_paths = _of_function(function)
-        if name not in _SKELETONS or of_paths != paths:
+        if name not in _TEMPLATES or of_paths != paths:
             name = _kept(bare)
             with contextlib.suppress(TypeError):
                 _OF_FUNCTION[function] = name, paths
         return name, tuple(paths)
-    if (name := _NAMES.get(key)) not in _SKELETONS:
+    if (name := _NAMES.get(key)) not in _TEMPLATES:
         _NAMES[key] = name = _kept(bare)
         drop_oldest(_NAMES, _MOST)
     return name, tuple(paths)
@@ -187,21 +187,21 @@ def _check_values(
 def _kept(function: captures.Root) -> str:
     """Stores a template, which is a function with a `Place` for each tensor, under a new name. Returns the name."""
     name = unique_name("score_mod")
-    _SKELETONS[name] = function
-    drop_oldest(_SKELETONS, _MOST)
+    _TEMPLATES[name] = function
+    drop_oldest(_TEMPLATES, _MOST)
     return name
 
 
-def bind_tensors(skeleton: str, arrays: Sequence[jax.Array], argument: str = "score_mod") -> Callable[..., jax.Array]:
+def bind_tensors(template: str, arrays: Sequence[jax.Array], argument: str = "score_mod") -> Callable[..., jax.Array]:
     """A function of arrays, in jnp, with the same results as the function from which a template was made.
 
-    skeleton: the template's name, from split_tensors. arrays: the values that it reads, one for each path that
+    template: its name, from split_tensors. arrays: the values that it reads, one for each path that
     split_tensors returned. argument: the name of the function in errors. Raises TypeError, naming the function, if it
     uses an operation without a form in jnp: at once if argument is "score_mod", else when the new function is called.
     """
     values = [torch_to_jnp.TracedTensor(x, is_read=True) for x in arrays]
     fill = lambda x, path: values[x.number] if isinstance(x, function_identity.Place) else x
-    named = _named(argument, captures.copied(_SKELETONS[skeleton], fill))
+    named = _named(argument, captures.copied(_TEMPLATES[template], fill))
     if argument == "score_mod":
         try:
             _trace(named)
@@ -209,7 +209,7 @@ def bind_tensors(skeleton: str, arrays: Sequence[jax.Array], argument: str = "sc
             raise
         except Exception as error:
             raise RefusedError(
-                f"{argument}: {_qualname(_SKELETONS[skeleton])} raised {type(error).__name__} when traced "
+                f"{argument}: {_qualname(_TEMPLATES[template])} raised {type(error).__name__} when traced "
                 f"({_line(error)}); it reads torch.Tensors, so it cannot be in jnp code; {_WANT}"
             ) from error
     return named
@@ -252,13 +252,13 @@ def mask_mod(
     indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     found = split_tensors(function, "function")
     if found is not None:
-        skeleton, paths = found
+        template, paths = found
         tensors, are_valid = read("function", function, paths)
         if are_valid is not None and not bool(are_valid):  # making a mask reads the values on the host
             for path in paths:
                 x = captures.reached(captures.root_of(function), path)
                 _check_values("function", captures.root_of(function), path, x, x.to(torch.int32))
-        made = _OfIndices(skeleton, len(paths))
+        made = _OfIndices(template, len(paths))
         _refuse(made, *indices, *map(_struct, (*tensors, *arrays)))
         return made, tensors, paths
     given = [*indices, *map(_struct, arrays)]
@@ -318,7 +318,7 @@ class _OfIndices:
 
     @property
     def __name__(self) -> str:
-        return _qualname(_SKELETONS.get(self.function, self.function))
+        return _qualname(_TEMPLATES.get(self.function, self.function))
 
 
 def _of_each(function: Callable[..., jax.Array], *indices: jax.Array) -> jax.Array:

@@ -51,13 +51,13 @@ class AttentionResult(NamedTuple):
     """The result of a forward.
 
     out: [B, T, H, Dv]. lse: [B, H, T] float32, natural log; None from "cudnn", and from "mosaic_gpu" without
-    AttentionOptions.has_lse. excess: shaped like lse, the exact log-sum-exp minus lse; None if lse is exact. lse is
+    AttentionOptions.has_lse. lse_lo: shaped like lse, the exact log-sum-exp minus lse; None if lse is exact. lse is
     inexact only with a bias or a score_mod that may mask: next to scores of -1e9, float32 loses the log of the sum.
     """
 
     out: Float[Array, "B T H Dv"]
     lse: Float32[Array, "B H T"] | None
-    excess: Float32[Array, "B H T"] | None = None
+    lse_lo: Float32[Array, "B H T"] | None = None
 
 
 class AttentionGradients(NamedTuple):
@@ -116,7 +116,7 @@ class AttentionOptions:
     q_offset: int | None = 0
     # "fp32" or "tf32" for float32 inputs, None for 16-bit inputs.
     precision: str | None = None
-    # Whether the forward returns lse and excess. "mosaic_gpu" writes neither if this is False.
+    # Whether the forward returns lse and lse_lo. "mosaic_gpu" writes neither if this is False.
     has_lse: bool = True
     # Whether the backward computes the gradient of bias, which costs two more matmuls.
     bias_gradient: bool = True

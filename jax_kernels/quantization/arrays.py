@@ -236,9 +236,9 @@ def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> Quant
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, groups * group - depth)])
     grouped = padded.reshape(*outer, columns, groups, group)
     scale = formats.scale_of(_largest_along(grouped, -1), layout, scale_dtype or jnp.float32)
-    scaled = (grouped / formats.decode_scale(scale)[..., None]).reshape(padded.shape)
+    scaled = (grouped / formats.unpack_scale(scale)[..., None]).reshape(padded.shape)
     return QuantizedArray(
-        values=_kept(formats.encode(scaled[..., : layout.padded(depth)], layout)),
+        values=_kept(formats.pack(scaled[..., : layout.padded(depth)], layout)),
         scale=scale[..., 0] if layout.group is None else jnp.swapaxes(scale, -1, -2),
         scaling="row" if layout.group is None else "group",
         axis=axis,

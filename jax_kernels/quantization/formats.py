@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-__all__ = ["FORMATS", "LowBit", "decode", "decode_scale", "dequantized", "encode", "numbers", "scale_of"]
+__all__ = ["FORMATS", "LowBit", "dequantized", "numbers", "pack", "scale_of", "unpack", "unpack_scale"]
 
 MX_BLOCK = 32
 GROUPS = (32, 64, 128, 256)
@@ -73,7 +73,7 @@ class LowBit:
         return (columns,) if self.group is None else (-(-self.padded(depth) // self.group), columns)
 
 
-def encode(x: jax.Array, layout: LowBit) -> jax.Array:
+def pack(x: jax.Array, layout: LowBit) -> jax.Array:
     """The stored values of x, float32 [..., K] divided by its scales: rounded, saturated, and two to a byte for 4 bits.
 
     K must be a multiple of the layout's unit. The result is [..., K], or [..., K / 2] for 4 bits.
@@ -117,18 +117,18 @@ def _of_e2m1(code: jax.Array) -> jax.Array:
     return jnp.where(code < 8, size, -size)
 
 
-def decode(stored: jax.Array, layout: LowBit) -> jax.Array:
+def unpack(stored: jax.Array, layout: LowBit) -> jax.Array:
     """The float32 values, without scales, of stored values: [..., K], K including its padding."""
     count = stored.shape[-1] // layout.unit_bytes
     units = stored.reshape(*stored.shape[:-1], count, layout.unit_bytes)
     return jnp.concatenate(numbers(units, layout), -1).reshape(*stored.shape[:-1], count * layout.unit)
 
 
-def decode_scale(scale: jax.Array) -> jax.Array:
+def unpack_scale(scale: jax.Array) -> jax.Array:
     """Scales of any stored dtype in float32. float8_e8m0fnu, also as its bits in uint8, is 2 ** (code - 127); 255 is
     NaN.
 
-    It is decoded from its bits: code 0 is 2**-127.
+    It is computed from its bits: code 0 is 2**-127.
     """
     if scale.dtype == jnp.float8_e8m0fnu:
         scale = lax.bitcast_convert_type(scale, jnp.uint8)
@@ -160,7 +160,7 @@ def dequantized(stored: jax.Array, scale: jax.Array, layout: LowBit, depth: int)
     """The float32 weights [..., N, K], from stored values [..., N, bytes] and their scales. depth: K without
     padding.
     """
-    values, scale = decode(stored, layout), decode_scale(scale)
+    values, scale = unpack(stored, layout), unpack_scale(scale)
     if layout.group is None:
         return values[..., :depth] * scale[..., None]
     spread = jnp.repeat(jnp.swapaxes(scale, -1, -2), layout.group, axis=-1)

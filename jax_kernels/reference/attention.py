@@ -252,9 +252,9 @@ def _masked_scores(inputs, options, rows):
 
 
 def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
-    """Returns (out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), with a bias or score_mod also excess.
+    """Returns (out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), with a bias or score_mod also lse_lo.
 
-    excess, shaped like lse, is the exact log-sum-exp minus lse: next to scores of -1e9, float32 loses the log. A query
+    lse_lo, shaped like lse, is the exact log-sum-exp minus lse: next to scores of -1e9, float32 loses the log. A query
     without keys has an out of 0 and an lse of -inf.
     """
     kv_heads, inputs = inputs.key.shape[2], without_ignored(inputs)
@@ -271,10 +271,10 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
         dead, highest = total == 0, highest[..., 0]
         log = jnp.log(jnp.where(dead, 1, total))  # log has an infinite derivative at 0
         lse = jnp.where(dead, -jnp.inf, log + highest)
-        excess = jnp.where(dead, 0, log + (highest - lse))
+        lse_lo = jnp.where(dead, 0, log + (highest - lse))
         may_be_far = part.bias is not None or part.score_mod is not None
         out = out.reshape(*part.query.shape[:3], out.shape[-1]).astype(out_dtype)
-        return out, lse, *([excess] if may_be_far else [])
+        return out, lse, *([lse_lo] if may_be_far else [])
 
     out, *rows = lax.map(one, split)
     length = inputs.query.shape[1]
@@ -294,14 +294,14 @@ def row_terms(out, lse, dout, dlse):
     return jnp.where(dead, jnp.inf, lse), delta
 
 
-def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None) -> AttentionGradients:
+def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, lse_lo=None) -> AttentionGradients:
     """All gradients except dsinks, in the inputs' dtypes, or float32 with options.float32_gradients; sums are in
     float32.
 
-    lse, delta: float32 [B, H, T], as row_terms returns them. dout: [B, T, H, Dv]. excess: the exact log-sum-exp minus
+    lse, delta: float32 [B, H, T], as row_terms returns them. dout: [B, T, H, Dv]. lse_lo: the exact log-sum-exp minus
     lse, [B, H, T], which the forward returns with a bias or a score_mod; None for 0.
     """
-    excess = jnp.zeros_like(lse) if excess is None else excess
+    lse_lo = jnp.zeros_like(lse) if lse_lo is None else lse_lo
     inputs = without_ignored(inputs)
     query, key, value, bias, score_mod = inputs.query, inputs.key, inputs.value, inputs.bias, inputs.score_mod
     length, kv_heads, precision = query.shape[1], key.shape[2], _precision(options)
@@ -345,8 +345,8 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
     array_zeros = () if score_mod is None else score_mod.zeros(of_arrays=options.score_mod_gradient)
     carry = (zeros(key), zeros(value), zeros(bias) if with_bias and not bias_chunks else None, array_zeros)
     # Queries past the last query have probabilities of 0, whatever their scores become in score_mod.
-    lse, delta, excess = (_split(x, chunk, axis=2, fill=fill) for x, fill in ((lse, jnp.inf), (delta, 0), (excess, 0)))
-    others = (_split(dout, chunk), lse, delta, excess)
+    lse, delta, lse_lo = (_split(x, chunk, axis=2, fill=fill) for x, fill in ((lse, jnp.inf), (delta, 0), (lse_lo, 0)))
+    others = (_split(dout, chunk), lse, delta, lse_lo)
     (dk, dv, dbias, darrays), (dq, dbias_chunks) = lax.scan(one, carry, (split, *others))
     if bias is not None and with_bias:
         dbias = jnp.asarray(_join(dbias_chunks, length, axis=2) if bias_chunks else dbias, bias.dtype)

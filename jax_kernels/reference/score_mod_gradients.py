@@ -28,13 +28,13 @@ from jax_kernels.score_mod.trace import ScoreMod
 BLOCK = 128
 
 
-def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None) -> ScoreMod:
+def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, lse_lo=None) -> ScoreMod:
     """A ScoreMod whose arrays are the gradients of the score_mod's arrays, summed in float32 over the live blocks.
 
     lse, delta: float32 [B, H, T], the log-sum-exp of each query, and sum(out * dout) - dlse, as reference.row_terms
-    returns them. dout: [B, T, H, Dv]. excess: the exact log-sum-exp minus lse, [B, H, T], from the forward; None for 0.
+    returns them. dout: [B, T, H, Dv]. lse_lo: the exact log-sum-exp minus lse, [B, H, T], from the forward; None for 0.
     """
-    excess = jnp.zeros_like(lse) if excess is None else excess
+    lse_lo = jnp.zeros_like(lse) if lse_lo is None else lse_lo
     inputs = reference.without_ignored(inputs)
     mod, lengths = cast(ScoreMod, inputs.score_mod), (inputs.query.shape[1], inputs.key.shape[1])
     sums = mod.zeros(of_arrays=True)
@@ -54,7 +54,7 @@ def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, del
     def one(index, sums):
         place = lax.dynamic_slice(places, (index * chunk,), (chunk,))
         found = _blocks_at(place, mask, offset, alive.shape, lengths, blocks)
-        return reader.added(sums, _of_chunk(found, reader, inputs, options, (lse, delta, excess), dout), found)
+        return reader.added(sums, _of_chunk(found, reader, inputs, options, (lse, delta, lse_lo), dout), found)
 
     count = jnp.sum(alive, dtype=jnp.int32)
     return reader.gradients(lax.fori_loop(0, (count + chunk - 1) // chunk, one, reader.zeros()))
@@ -102,14 +102,14 @@ def _of_chunk(
 ) -> tuple[Any, ...]:
     """The gradients of the values that `reader` reads for these blocks, shaped as reader.given(found).
 
-    rows: (lse, delta, excess), float32 [B, H, T] each. dout: [B, T, H, Dv]. Inside, scores are [chunk, batch, heads,
+    rows: (lse, delta, lse_lo), float32 [B, H, T] each. dout: [B, T, H, Dv]. Inside, scores are [chunk, batch, heads,
     block_q, block_kv].
     """
     heads = inputs.query.shape[2]
     of_query, of_key = (functools.partial(_rows, found, heads=heads, index=index) for index in (found.q, found.k))
     pairs = ((inputs.query, inputs.key), (dout, inputs.value))
     products, dp = (_products(of_query(x), of_key(y), options) for x, y in pairs)
-    lse, delta, excess = (of_query(x.swapaxes(1, 2)[..., None]).swapaxes(2, 3) for x in rows)
+    lse, delta, lse_lo = (of_query(x.swapaxes(1, 2)[..., None]).swapaxes(2, 3) for x in rows)
 
     def scores_of(given):
         modified = lambda scores: reader.modified(given, found, scores.astype(jnp.float32)).astype(scores.dtype)
@@ -120,7 +120,7 @@ def _of_chunk(
         return reference.scores_of(products, bias, options, modified)
 
     scores, pull = jax.vjp(scores_of, reader.given(found))
-    p = jnp.exp(jnp.where(found.keep[:, None, None], scores, -jnp.inf) - lse - excess)
+    p = jnp.exp(jnp.where(found.keep[:, None, None], scores, -jnp.inf) - lse - lse_lo)
     return pull(p * (dp - delta))[0]
 
 

@@ -188,10 +188,10 @@ def with_sink(row_max, row_sum, sink, *, natural: bool = False):
 
 
 def finish_exactly(row_max, row_sum, *, natural: bool):
-    """(factor for the accumulator, lse, excess), per row, for rows that may have met no key.
+    """(factor for the accumulator, lse, lse_lo), per row, for rows that may have met no key.
 
     lse: the log-sum-exp in natural log, rounded; it has 24 bits and loses the log of the sums next to a maximum of
-    -1e9. excess: the exact log-sum-exp minus lse. A row without a key has factor 0, lse -inf and excess 0. natural:
+    -1e9. lse_lo: the exact log-sum-exp minus lse. A row without a key has factor 0, lse -inf and lse_lo 0. natural:
     row_max is in natural units.
     """
     row_sum = row_sum.sum(axis=1)
@@ -201,8 +201,8 @@ def finish_exactly(row_max, row_sum, *, natural: bool):
     safe = jnp.where(dead, 1.0, row_sum)
     log = lax.log(safe)
     lse = row_max + log
-    excess = log + (row_max - lse)
-    return jnp.where(dead, 0.0, 1.0 / safe), jnp.where(dead, -jnp.inf, lse), jnp.where(dead, 0.0, excess)
+    lse_lo = log + (row_max - lse)
+    return jnp.where(dead, 0.0, 1.0 / safe), jnp.where(dead, -jnp.inf, lse), jnp.where(dead, 0.0, lse_lo)
 
 
 def finish(row_max, row_sum, *, may_be_dead: bool):

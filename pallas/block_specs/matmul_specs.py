@@ -13,7 +13,7 @@ class MatmulSm90:
     block_n: columns of a work tile. A gated unit has half of the columns, of w and of w_up.
     stages: the number of stages of the ring in shared memory, each with 64 values of the inner dimension, or 128 values
       of 8 bits. The kernel uses fewer stages if shared memory lacks room.
-    rows_together: the number of rows of work tiles that run at the same time. The L2 cache holds their x.
+    row_group: the number of rows of work tiles that run at the same time. The L2 cache holds their x.
     promoted_steps: the number of steps after which 8-bit matmuls, which accumulate with 14 bits, are added to float32
       sums.
     cluster: the number of CTAs of a cluster. With 2, they take work tiles one below the other, and each loads a part of
@@ -30,7 +30,7 @@ class MatmulSm90:
 
     block_n: int
     stages: int
-    rows_together: int
+    row_group: int
     promoted_steps: int = 1
     cluster: int = 1
     compute_wgs: int = 2
@@ -40,7 +40,7 @@ class MatmulSm90:
     short_activation: bool = False
 
     def __post_init__(self) -> None:
-        positive(self, block_n=64, stages=1, rows_together=1, promoted_steps=1, cluster=1)
+        positive(self, block_n=64, stages=1, row_group=1, promoted_steps=1, cluster=1)
         if self.cluster > 2:
             raise ValueError(f"MatmulSm90.cluster={self.cluster} must be 1 or 2")
         if self.compute_wgs not in (2, 3):
@@ -75,7 +75,7 @@ class MatmulSm90:
 class MatmulTriton:
     """Blocks of the Triton matmul: a program has block_m rows, block_n columns, and steps of block_k inner values.
 
-    A gated unit has half of the columns, of w and of w_up. rows_together: the number of rows of work tiles that run at
+    A gated unit has half of the columns, of w and of w_up. row_group: the number of rows of work tiles that run at
     the same time, whose x the L2 cache holds. split_steps: if the work tiles are at most half the number of SMs,
     several programs split a tile's inner dimension, with at least split_steps steps each; None to never split.
     """
@@ -85,11 +85,11 @@ class MatmulTriton:
     block_k: int
     num_warps: int
     num_stages: int
-    rows_together: int = 8
+    row_group: int = 8
     split_steps: int | None = None
 
     def __post_init__(self) -> None:
-        positive(self, block_m=16, block_n=16, block_k=16, num_stages=1, rows_together=1)
+        positive(self, block_m=16, block_n=16, block_k=16, num_stages=1, row_group=1)
         powers_of_two(self, "block_m", "block_n", "block_k", "num_warps")
         if self.split_steps is not None:
             positive(self, split_steps=1)
@@ -182,7 +182,7 @@ class MatmulLowBitTriton:
 
     block_k: values of the inner dimension in a step; fewer if the inner dimension is not a multiple of block_k.
     programs: the number of programs per SM. If there are fewer work tiles than programs, several programs split a
-    tile's inner dimension; None to never split. rows_together: the number of rows of work tiles that run at the same
+    tile's inner dimension; None to never split. row_group: the number of rows of work tiles that run at the same
     time, whose x the L2 cache holds. A gated unit has half of the columns, of w and of w_up.
     """
 
@@ -192,10 +192,10 @@ class MatmulLowBitTriton:
     num_warps: int
     num_stages: int
     programs: int | None = None
-    rows_together: int = 8
+    row_group: int = 8
 
     def __post_init__(self) -> None:
-        positive(self, block_m=16, block_n=16, block_k=128, num_stages=1, rows_together=1)
+        positive(self, block_m=16, block_n=16, block_k=128, num_stages=1, row_group=1)
         powers_of_two(self, "block_m", "block_n", "num_warps")
         if self.programs is not None:
             positive(self, programs=1)

@@ -46,33 +46,33 @@ MATMUL_TRITON = (
     FLOAT32,
 )
 
-WIDE = MatmulSm90(block_n=192, stages=4, rows_together=8, pingpong=True, wg_rows=128, short_activation=True)
+WIDE = MatmulSm90(block_n=192, stages=4, row_group=8, pingpong=True, wg_rows=128, short_activation=True)
 
-# At 8192 x 8192 x 8192, 16 bits, ms by (block_n, stages, rows_together): (256, 4, 8) 1.54 to 1.60, (256, 3, 8) 1.56,
+# At 8192 x 8192 x 8192, 16 bits, ms by (block_n, stages, row_group): (256, 4, 8) 1.54 to 1.60, (256, 3, 8) 1.56,
 # (256, 4, 16) 1.58, (256, 4, 4) 1.65, (128, 6, 8) 1.88. With a cluster of 2, and without: 0.187 and 0.194 at 4096 x
 # 4096 x 4096; 1.527 and 1.563 at 8192 x 8192 x 8192 with an epilogue; 0.785 and 0.770 at 16384 x 4096 x 4096.
 MATMUL = (
     # 8192 x 8192 x 8192 on an H100: 0.823 ms with promoted_steps 2, 0.911 with 1. On an H200, while kernels still wrote
-    # zeros to the accumulators: 0.831 with 2, 1.009 with 1, 0.922 with block_n 128, 0.874 with rows_together 16; 0.997
+    # zeros to the accumulators: 0.831 with 2, 1.009 with 1, 0.922 with block_n 128, 0.874 with row_group 16; 0.997
     # with three warpgroups of 128 columns, promoted_steps 1 and a cluster of 2.
     MatmulRow(
         implementation="mosaic_gpu",
         columns=None,
         bits=8,
-        config=MatmulSm90(block_n=256, stages=4, rows_together=8, promoted_steps=2),
+        config=MatmulSm90(block_n=256, stages=4, row_group=8, promoted_steps=2),
         measured_on=H200,
     ),
     MatmulRow(
         implementation="mosaic_gpu",
         columns=128,
-        config=MatmulSm90(block_n=128, stages=6, rows_together=8, promoted_steps=2, cluster=2),
+        config=MatmulSm90(block_n=128, stages=6, row_group=8, promoted_steps=2, cluster=2),
     ),
     # 8192 x 14336 x 4096: 2.686 ms, with clusters of two 2.775. In another run 2.749 with short_activation, 2.799
-    # without; with short_activation 2.785 with rows_together 16, 2.819 with 4, 2.841 with pingpong.
+    # without; with short_activation 2.785 with row_group 16, 2.819 with 4, 2.841 with pingpong.
     MatmulRow(
         implementation="mosaic_gpu",
         columns=None,
-        config=MatmulSm90(block_n=256, stages=4, rows_together=8, promoted_steps=2, short_activation=True),
+        config=MatmulSm90(block_n=256, stages=4, row_group=8, promoted_steps=2, short_activation=True),
         is_gated=True,
         measured_on=H200,
     ),
@@ -116,7 +116,7 @@ MATMUL = (
         config=MatmulSm90(
             block_n=256,
             stages=4,
-            rows_together=8,
+            row_group=8,
             promoted_steps=2,
             cluster=2,
             early_bias=True,

@@ -32,67 +32,67 @@ __all__ = [
 # bounded_from: the pass for the norms reads all queries and keys once, and saves a tenth of the loop over keys. It
 # gains 2 % at 2048 keys per query, and loses 10 % at 1024 (causal, length 2048).
 # bounded_from_limited: bounding loses 4 % with a window of 2048 keys. It loses 15 % with 8 causal documents in 8192
-# tokens, or 3 % with measures_q. The number of keys of a segment is not known beforehand.
+# tokens, or 3 % with norms_q_in_kernel. The number of keys of a segment is not known beforehand.
 # bounded_from_lists: with 8192 keys, bounding loses 28 % of a call's time if a tenth of the blocks is live, loses 5 %
 # at three tenths, and gains 7 % at a half.
-# together_up_to: four calls of 0.2 to 1.9 tiles per SM take 0.045 ms in one launch and 0.080 ms in four launches. Calls
-# of 8 to 31 tiles per SM take 2 % more in one launch, because each tile must find its call and its arrays.
+# one_launch_max_tiles: four calls of 0.2 to 1.9 tiles per SM take 0.045 ms in one launch and 0.080 ms in four launches.
+# Calls of 8 to 31 tiles per SM take 2 % more in one launch, because each tile must find its call and its arrays.
 
 # Forward, head_dim 64.
 # Three warpgroups are 1.2 times as fast as two. With a score_mod three warpgroups spill, and are still faster: causal
 # ALiBi takes 1.17 of the plain kernel's time with three warpgroups, 1.28 with two.
 FULL_64 = Forward(compute_warpgroups=3, block_kv=128, stages=3)
-# heads_together: going from 4 to 16 gains one percent.
-CAUSAL_64 = dataclasses.replace(FULL_64, dynamic=True, heads_together=16)
+# head_group: going from 4 to 16 gains one percent.
+CAUSAL_64 = dataclasses.replace(FULL_64, dynamic=True, head_group=16)
 # Two warpgroups with early_q take 0.92 of three's time at 2048 causal keys, 0.95 at 4096, 1.05 at 8192.
-# heads_together: 32 takes 0.93 of 16's time at (8, 2048), 0.96 at (4, 4096).
-SHORT_64 = Forward(compute_warpgroups=2, block_kv=128, stages=4, early_q=True, dynamic=True, heads_together=32)
-# With a window or segments three warpgroups spill. heads_together: with a window 32 takes 1.03 of 16's time.
-LIMITED_64 = dataclasses.replace(SHORT_64, heads_together=16)
-# heads_together: with 8 documents 32 takes 0.96 of 16's time. measures_q: 0.975 if not causal.
-SEGMENTS_64 = dataclasses.replace(SHORT_64, measures_q=True)
+# head_group: 32 takes 0.93 of 16's time at (8, 2048), 0.96 at (4, 4096).
+SHORT_64 = Forward(compute_warpgroups=2, block_kv=128, stages=4, early_q=True, dynamic=True, head_group=32)
+# With a window or segments three warpgroups spill. head_group: with a window 32 takes 1.03 of 16's time.
+LIMITED_64 = dataclasses.replace(SHORT_64, head_group=16)
+# head_group: with 8 documents 32 takes 0.96 of 16's time. norms_q_in_kernel: 0.975 if not causal.
+SEGMENTS_64 = dataclasses.replace(SHORT_64, norms_q_in_kernel=True)
 
 # Forward, head_dim 128. early_q: 0.97 causal, 0.98 full, 0.99 with a window or documents.
 FULL_128 = Forward(compute_warpgroups=2, block_kv=128, stages=2, early_q=True)
-# dynamic with heads_together: speed over cuDNN's is 1.13 at 1, 1.31 at 8; 32 takes 0.97 of 16's time.
-CAUSAL_128 = dataclasses.replace(FULL_128, dynamic=True, heads_together=32)
-# heads_together: with a window 16 takes 0.95 to 0.98 of 1's time, 32 takes 1.01 of 16's.
-LIMITED_128 = dataclasses.replace(CAUSAL_128, heads_together=16)
-SEGMENTS_128 = dataclasses.replace(CAUSAL_128, measures_q=True)
-# With three tenths of the blocks live: heads_together of 1, 2, 4, 8 and 32 take 0.98, 0.98, 0.97, 1 and 1.11; tiles
-# that are not dynamic take 1.06; blocks of 64 keys 1.07; measures_q 0.97; early_q 1.01.
-LISTS_128 = Forward(compute_warpgroups=2, block_kv=128, stages=2, dynamic=True, heads_together=4, measures_q=True)
+# dynamic with head_group: speed over cuDNN's is 1.13 at 1, 1.31 at 8; 32 takes 0.97 of 16's time.
+CAUSAL_128 = dataclasses.replace(FULL_128, dynamic=True, head_group=32)
+# head_group: with a window 16 takes 0.95 to 0.98 of 1's time, 32 takes 1.01 of 16's.
+LIMITED_128 = dataclasses.replace(CAUSAL_128, head_group=16)
+SEGMENTS_128 = dataclasses.replace(CAUSAL_128, norms_q_in_kernel=True)
+# With three tenths of the blocks live: head_group of 1, 2, 4, 8 and 32 take 0.98, 0.98, 0.97, 1 and 1.11; tiles
+# that are not dynamic take 1.06; blocks of 64 keys 1.07; norms_q_in_kernel 0.97; early_q 1.01.
+LISTS_128 = Forward(compute_warpgroups=2, block_kv=128, stages=2, dynamic=True, head_group=4, norms_q_in_kernel=True)
 
 # Forward, head_dim up to 256: 64 keys leave room for two stages if the output shares the queries' memory.
 WIDE = Forward(compute_warpgroups=2, block_kv=64, stages=2, share_q_out=True)
-# heads_together: speed over cuDNN's is 1.06 at 1, 1.28 at 8.
-WIDE_CAUSAL = dataclasses.replace(WIDE, dynamic=True, heads_together=8)
+# head_group: speed over cuDNN's is 1.06 at 1, 1.28 at 8.
+WIDE_CAUSAL = dataclasses.replace(WIDE, dynamic=True, head_group=8)
 
-# Backward, head_dim 64. rotate=5: 0.96 of 0's time if not causal.
-BACKWARD_FULL_64 = Backward(block_q=128, rotate=5)
-# Persistent CTAs take 0.99 causal, 0.96 with a window, 0.91 with documents, 1.01 full. heads_together=4: 0.98 causal.
-BACKWARD_CAUSAL_64 = Backward(block_q=128, heads_together=4, persistent=True, v_stages=2)
-# heads_together=16: 0.99 with a window, 0.98 with documents.
-BACKWARD_LIMITED_64 = dataclasses.replace(BACKWARD_CAUSAL_64, heads_together=16)
+# Backward, head_dim 64. q_loop_stagger=5: 0.96 of 0's time if not causal.
+BACKWARD_FULL_64 = Backward(block_q=128, q_loop_stagger=5)
+# Persistent CTAs take 0.99 causal, 0.96 with a window, 0.91 with documents, 1.01 full. head_group=4: 0.98 causal.
+BACKWARD_CAUSAL_64 = Backward(block_q=128, head_group=4, persistent=True, v_stages=2)
+# head_group=16: 0.99 with a window, 0.98 with documents.
+BACKWARD_LIMITED_64 = dataclasses.replace(BACKWARD_CAUSAL_64, head_group=16)
 # One stage of dO leaves room for a bias's tile.
-BACKWARD_DENSE_64 = Backward(block_q=128, do_stages=1, heads_together=4)
+BACKWARD_DENSE_64 = Backward(block_q=128, do_stages=1, head_group=4)
 
 # Backward, head_dim 128. early_dv gains here; at head_dim 64 it loses 5 %.
-BACKWARD_FULL_128 = Backward(block_q=64, rotate=5, early_dv=True)
-BACKWARD_CAUSAL_128 = Backward(block_q=64, heads_together=4)
-# heads_together=16, early_dv and leave_early together: 0.96 to 0.98 with a window of 1024. Persistent CTAs: 1.04.
-BACKWARD_LIMITED_128 = Backward(block_q=64, heads_together=16, early_dv=True, leave_early=True)
-# Persistent CTAs: 0.95 with causal documents (heads_together of 2, 4, 8 and 32: 0.98, 0.95, 0.96, 0.96), 1.00 with
+BACKWARD_FULL_128 = Backward(block_q=64, q_loop_stagger=5, early_dv=True)
+BACKWARD_CAUSAL_128 = Backward(block_q=64, head_group=4)
+# head_group=16, early_dv and exit_after_smem_read together: 0.96 to 0.98 with a window of 1024. Persistent CTAs: 1.04.
+BACKWARD_LIMITED_128 = Backward(block_q=64, head_group=16, early_dv=True, exit_after_smem_read=True)
+# Persistent CTAs: 0.95 with causal documents (head_group of 2, 4, 8 and 32: 0.98, 0.95, 0.96, 0.96), 1.00 with
 # documents that are not causal.
-BACKWARD_SEGMENTS_128 = Backward(block_q=64, heads_together=16, early_dv=True, persistent=True)
-# Persistent CTAs: 0.94, 0.97 and 0.98 with 0.1, 0.3 and 0.5 of the blocks live. heads_together: 2 takes 0.99 and 0.96
+BACKWARD_SEGMENTS_128 = Backward(block_q=64, head_group=16, early_dv=True, persistent=True)
+# Persistent CTAs: 0.94, 0.97 and 0.98 with 0.1, 0.3 and 0.5 of the blocks live. head_group: 2 takes 0.99 and 0.96
 # of 4's time, 8 takes 1.09 and 1.02. Without early_dv: 1.01 to 1.04.
-BACKWARD_LISTS_128 = Backward(block_q=64, heads_together=2, early_dv=True, persistent=True)
-BACKWARD_DENSE_128 = Backward(block_q=64, do_stages=1, heads_together=4)
+BACKWARD_LISTS_128 = Backward(block_q=64, head_group=2, early_dv=True, persistent=True)
+BACKWARD_DENSE_128 = Backward(block_q=64, do_stages=1, head_group=4)
 
-# Backward, head_dim up to 256: early_dv, late_do and leave_early together take 0.96.
-WIDE_BACKWARD = Backward(block_q=64, do_stages=1, early_dv=True, late_do=True, leave_early=True)
-WIDE_BACKWARD_CAUSAL = dataclasses.replace(WIDE_BACKWARD, heads_together=4)
+# Backward, head_dim up to 256: early_dv, late_do and exit_after_smem_read together take 0.96.
+WIDE_BACKWARD = Backward(block_q=64, do_stages=1, early_dv=True, late_do=True, exit_after_smem_read=True)
+WIDE_BACKWARD_CAUSAL = dataclasses.replace(WIDE_BACKWARD, head_group=4)
 
 # A deterministic dquery: the largest blocks that fit shared memory and registers, with a bias's tile if there is one.
 ATTENTION_DQUERY = (
@@ -143,7 +143,7 @@ MOSAIC = measured(
         forward=SHORT_64,
         backward=BACKWARD_CAUSAL_64,
         is_causal=True,
-        up_to=4096,
+        max_kv_length=4096,
     ),
     Row(
         implementation="mosaic_gpu",
@@ -261,7 +261,7 @@ MOSAIC_DENSE = (
         implementation="mosaic_gpu",
         head_dim=64,
         bits=16,
-        forward=Forward(compute_warpgroups=2, block_kv=128, stages=3, dynamic=True, heads_together=16),
+        forward=Forward(compute_warpgroups=2, block_kv=128, stages=3, dynamic=True, head_group=16),
         backward=BACKWARD_DENSE_64,
         dense_bits=32,
     ),
@@ -270,9 +270,7 @@ MOSAIC_DENSE = (
         implementation="mosaic_gpu",
         head_dim=128,
         bits=16,
-        forward=Forward(
-            compute_warpgroups=2, block_kv=128, stages=2, share_q_out=True, dynamic=True, heads_together=16
-        ),
+        forward=Forward(compute_warpgroups=2, block_kv=128, stages=2, share_q_out=True, dynamic=True, head_group=16),
         backward=BACKWARD_DENSE_128,
         is_limited=False,
         dense_bits=16,
@@ -282,7 +280,7 @@ MOSAIC_DENSE = (
         implementation="mosaic_gpu",
         head_dim=128,
         bits=16,
-        forward=Forward(compute_warpgroups=2, block_kv=64, stages=3, share_q_out=True, dynamic=True, heads_together=16),
+        forward=Forward(compute_warpgroups=2, block_kv=64, stages=3, share_q_out=True, dynamic=True, head_group=16),
         backward=BACKWARD_DENSE_128,
         dense_bits=32,
     ),
@@ -290,20 +288,20 @@ MOSAIC_DENSE = (
         implementation="mosaic_gpu",
         head_dim=256,
         bits=16,
-        forward=dataclasses.replace(WIDE, heads_together=8),
+        forward=dataclasses.replace(WIDE, head_group=8),
         backward=WIDE_BACKWARD_CAUSAL,
         dense_bits=16,
     ),
 )
 
-# Masks as lists of live blocks: the blocks of the rows for windows; heads_together up to the L2 cache's capacity.
+# Masks as lists of live blocks: the blocks of the rows for windows; head_group up to the L2 cache's capacity.
 MOSAIC_LISTS = (
     # The backward's persistent CTAs take 0.84, 0.91 and 0.93 with 0.1, 0.3 and 0.5 of the blocks live.
     Row(
         implementation="mosaic_gpu",
         head_dim=64,
         bits=16,
-        forward=Forward(compute_warpgroups=2, block_kv=128, stages=4, dynamic=True, heads_together=16),
+        forward=Forward(compute_warpgroups=2, block_kv=128, stages=4, dynamic=True, head_group=16),
         backward=BACKWARD_CAUSAL_64,
         has_lists=True,
         measured_on=H200,
@@ -382,7 +380,7 @@ ATTENTION_DECODE = (
 )
 
 # The comment at a row gives its speed over the bf16 forward's, and the speed of other blocks (keys x stages).
-FP8_128 = ForwardFp8(compute_warpgroups=2, block_kv=128, stages=4, dynamic=True, heads_together=16)
+FP8_128 = ForwardFp8(compute_warpgroups=2, block_kv=128, stages=4, dynamic=True, head_group=16)
 FP8_256 = ForwardFp8(compute_warpgroups=2, block_kv=128, stages=2)
 ATTENTION_FP8 = measured(
     H200,
@@ -397,7 +395,7 @@ ATTENTION_FP8 = measured(
     Fp8Row(
         implementation="mosaic_gpu",
         head_dim=64,
-        config=ForwardFp8(compute_warpgroups=3, block_kv=128, stages=4, dynamic=True, heads_together=16),
+        config=ForwardFp8(compute_warpgroups=3, block_kv=128, stages=4, dynamic=True, head_group=16),
         is_causal=True,
     ),
     # Full 1.30 (925 TFLOP/s); 128 x 4 and 160 x 3: 1.27.
@@ -414,7 +412,7 @@ ATTENTION_FP8 = measured(
     Fp8Row(
         implementation="mosaic_gpu",
         head_dim=256,
-        config=dataclasses.replace(FP8_256, dynamic=True, heads_together=8),
+        config=dataclasses.replace(FP8_256, dynamic=True, head_group=8),
         is_causal=True,
     ),
 )

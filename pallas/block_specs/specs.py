@@ -37,22 +37,23 @@ class AttentionForwardSm90:
     """Blocks of the Hopper forward of attention: 64 queries for each compute warpgroup, and block_kv keys.
 
     compute_warpgroups: 2 or 3.
-    stages: the number of key blocks and of value blocks in the ring in shared memory.
+    stages: the number of key blocks and of value blocks in the pipeline in shared memory.
     share_q_out: whether the output is staged in the query's shared memory, which leaves room for more stages.
     pingpong: whether warpgroups take turns to issue their wgmmas (a named barrier), so that softmax and wgmma
       alternate.
-    heads_together: the number of heads whose tiles alternate. With causal masks the long tiles of all these heads come
+    head_group: the number of heads whose tiles alternate. With causal masks the long tiles of all these heads come
       first, which balances the SMs. Too many heads evict each other's keys and values from the L2 cache.
     dynamic: whether CTAs take tiles from a counter in device memory instead of a fixed list, which balances long and
       short tiles.
     bounded: whether, with a long kv loop, a pass computes the largest query and key norms. If they bound the scores, no
       maximum is kept.
-    measures_q: whether that pass computes key norms only, and a warpgroup the norms of the queries that it has loaded.
+    norms_q_in_kernel: whether that pass computes key norms only, and a warpgroup the norms of the queries that it has
+      loaded.
     early_q: whether the next tile's queries are loaded during this tile, into the memory of the previous tile's staged
       output; the two buffers swap with each tile. Otherwise they are loaded when this tile's queries have been read.
     bounded_from, bounded_from_limited, bounded_from_lists: the least number of keys per query with which `bounded`
       takes effect, for plain or causal calls, for calls with a window or segments, and for calls with block lists.
-    together_up_to: calls with up to this number of tiles per SM run in one launch.
+    one_launch_max_tiles: calls with up to this number of tiles per SM run in one launch.
     """
 
     compute_warpgroups: int
@@ -60,18 +61,18 @@ class AttentionForwardSm90:
     stages: int
     share_q_out: bool = False
     pingpong: bool = True
-    heads_together: int = 1
+    head_group: int = 1
     dynamic: bool = False
     bounded: bool = True
-    measures_q: bool = False
+    norms_q_in_kernel: bool = False
     early_q: bool = False
     bounded_from: int = dataclasses.field(default=2048, repr=False)
     bounded_from_limited: int = dataclasses.field(default=8192, repr=False)
     bounded_from_lists: int = dataclasses.field(default=3072, repr=False)
-    together_up_to: int = dataclasses.field(default=4, repr=False)
+    one_launch_max_tiles: int = dataclasses.field(default=4, repr=False)
 
     def __post_init__(self) -> None:
-        positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)
+        positive(self, compute_warpgroups=1, block_kv=64, stages=1, head_group=1)
         if self.compute_warpgroups not in (2, 3):
             raise ValueError(f"AttentionForwardSm90.compute_warpgroups={self.compute_warpgroups} must be 2 or 3")
 
@@ -89,8 +90,8 @@ class AttentionForwardSm90:
 class AttentionForwardFp8Sm90:
     """Blocks of the 8-bit Hopper forward of attention: 64 queries for each compute warpgroup, and block_kv keys.
 
-    stages: the number of key and value blocks in the ring in shared memory. pingpong: whether warpgroups take turns to
-    issue their wgmmas. heads_together: the number of heads whose tiles alternate. dynamic: whether CTAs take tiles from
+    stages: the number of key and value blocks in the pipeline in shared memory. pingpong: whether warpgroups take turns
+    to issue their wgmmas. head_group: the number of heads whose tiles alternate. dynamic: whether CTAs take tiles from
     a counter in device memory.
     """
 
@@ -98,11 +99,11 @@ class AttentionForwardFp8Sm90:
     block_kv: int
     stages: int
     pingpong: bool = True
-    heads_together: int = 1
+    head_group: int = 1
     dynamic: bool = False
 
     def __post_init__(self) -> None:
-        positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)
+        positive(self, compute_warpgroups=1, block_kv=64, stages=1, head_group=1)
         if self.compute_warpgroups not in (2, 3):
             raise ValueError(f"AttentionForwardFp8Sm90.compute_warpgroups={self.compute_warpgroups} must be 2 or 3")
 
@@ -120,7 +121,7 @@ class AttentionForwardFp8Sm90:
 class AttentionDquerySm90:
     """Blocks of the Hopper kernel that computes the dquery of a deterministic backward: 128 queries, block_kv keys.
 
-    k_stages, v_stages: the numbers of key blocks and of value blocks in their rings in shared memory.
+    k_stages, v_stages: the numbers of key blocks and of value blocks in their pipelines in shared memory.
     """
 
     block_kv: int
@@ -136,15 +137,15 @@ class AttentionBackwardSm90:
     """Blocks of the one-pass Hopper backward: two compute warpgroups work on one block of keys, and loop over queries.
 
     block_q: the number of queries in a step.
-    q_stages, do_stages: the numbers of blocks of queries and of dout in their rings in shared memory.
-    rotate: if every block of keys attends to every query, the loop of each block of keys starts this number of query
-      blocks after the previous one's, which spreads the additions to dquery.
-    heads_together: the number of heads that run at the same time, so that long and short key blocks of causal calls
-      mix. Calls with more than heads_together_up_to queries run fewer heads together, because the dquery of all these
-      heads must fit the L2 cache.
+    q_stages, do_stages: the numbers of blocks of queries and of dout in their pipelines in shared memory.
+    q_loop_stagger: if every block of keys attends to every query, the loop of each block of keys starts this number of
+      query blocks after the previous one's, which spreads the additions to dquery.
+    head_group: the number of heads that run at the same time, so that long and short key blocks of causal calls
+      mix. Calls with more than head_group_max_q_length queries run fewer heads together, because the dquery of all
+      these heads must fit the L2 cache.
     early_dv: whether dvalue's wgmma is issued after dP's, so that dS is computed while it runs.
     late_do: above head_dim 128, whether the scores' wgmma is issued before the wait for dout.
-    leave_early: whether a CTA ends when its last stores have left shared memory, before they have arrived.
+    exit_after_smem_read: whether a CTA ends when its last stores have left shared memory, before they have arrived.
     persistent: whether CTAs take blocks of keys from a counter, and load the next block while this block's gradients
       are computed and stored. Calls above head_dim 128, and with features that need more registers, ignore it.
     v_stages: the number of blocks of values in shared memory, for persistent CTAs. With two, the next values need not
@@ -155,18 +156,18 @@ class AttentionBackwardSm90:
     block_q: int
     q_stages: int = 2
     do_stages: int = 2
-    rotate: int = 0
-    heads_together: int = 1
-    heads_together_up_to: int = dataclasses.field(default=8192, repr=False)
+    q_loop_stagger: int = 0
+    head_group: int = 1
+    head_group_max_q_length: int = dataclasses.field(default=8192, repr=False)
     early_dv: bool = False
     late_do: bool = False
-    leave_early: bool = False
+    exit_after_smem_read: bool = False
     persistent: bool = False
     v_stages: int = 1
     dquery: AttentionDquerySm90 | None = None
 
     def __post_init__(self) -> None:
-        positive(self, block_q=64, q_stages=1, do_stages=1, heads_together=1, v_stages=1)
+        positive(self, block_q=64, q_stages=1, do_stages=1, head_group=1, v_stages=1)
         if self.v_stages > 1 and not self.persistent:
             raise ValueError(f"AttentionBackwardSm90.v_stages={self.v_stages} is for persistent CTAs")
 
@@ -237,7 +238,7 @@ class AttentionRow:
     dense_bits: None matches all calls. A number matches only calls with a bias or dense mask, and only if a kernel
       reads at most this number of bits of it for each query and key.
     has_lists: True matches only calls with block lists, False only calls without.
-    up_to: matches calls with at most this number of keys; None matches any.
+    max_kv_length: matches calls with at most this number of keys; None matches any.
     measured_on: the GPU on which a call with these blocks was timed; None if on none.
     """
 
@@ -251,7 +252,7 @@ class AttentionRow:
     has_segments: bool | None = None
     dense_bits: int | None = None
     has_lists: bool = False
-    up_to: int | None = None
+    max_kv_length: int | None = None
     measured_on: TimedGpu | None = None
 
     def serves(self, call: AttentionCall) -> bool:
@@ -264,7 +265,7 @@ class AttentionRow:
             and self.has_segments in (None, call.has_segments)
             and self.has_lists == call.has_lists
             and (self.dense_bits is None or 0 < call.dense_bits <= self.dense_bits)
-            and (self.up_to is None or call.kv_length <= self.up_to)
+            and (self.max_kv_length is None or call.kv_length <= self.max_kv_length)
         )
 
 
@@ -319,7 +320,7 @@ class RingRow:
     sends_ahead: the number of steps by which a ring sends keys and values before the step that needs them.
     permutes_up_to: up to this many devices exchange heads by permutes, more devices by all-to-alls, in all strategies
       that exchange heads.
-    up_to: matches calls with at most this number of tokens on a device; None matches any.
+    max_tokens: matches calls with at most this number of tokens on a device; None matches any.
     is_windowed: True matches only calls with a window, False only calls without; None matches both.
     """
 
@@ -328,7 +329,7 @@ class RingRow:
     halo_share: float = 0.25
     sends_ahead: int = 1
     permutes_up_to: int = 4
-    up_to: int | None = None
+    max_tokens: int | None = None
     is_windowed: bool | None = None
 
     def __post_init__(self) -> None:
@@ -344,7 +345,8 @@ class RingRow:
             raise ValueError(f"{self.permutes_up_to=} must be 0 or more")
 
     def serves(self, call: RingCall) -> bool:
-        return (self.up_to is None or call.tokens <= self.up_to) and self.is_windowed in (None, call.is_windowed)
+        is_short = self.max_tokens is None or call.tokens <= self.max_tokens
+        return is_short and self.is_windowed in (None, call.is_windowed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -366,7 +368,7 @@ class DilatedLaunches:
 class AttentionDecodeSm90:
     """Blocks of the Hopper kernel for decoding: block_kv keys at a time.
 
-    Each of the compute warpgroups, 1 or 2, has its own ring of `stages` blocks of keys and values in shared memory.
+    Each of the compute warpgroups, 1 or 2, has its own pipeline of `stages` blocks of keys and values in shared memory.
     """
 
     compute_warpgroups: int
@@ -476,7 +478,8 @@ class NormSm90:
 
     row_warps: warps of a CTA that work on one row, 1, 4, 8 or 16. The kernel takes another number if a warp's part of
       the row would not be whole lines of 128 columns, or would be too long for a warp's registers.
-    warpgroups: the number of warpgroups of a CTA. Each has a ring of stages in shared memory, a block of rows in each.
+    warpgroups: the number of warpgroups of a CTA. Each has a pipeline of stages in shared memory, a block of rows in
+      each.
     stages: the largest number of stages; fewer if shared memory or the 32 barriers of an array, one per stage and
       warpgroup, do not suffice.
     turns: the most blocks of rows that a group of warpgroups (all that work on the same row) takes before its CTA ends

@@ -62,14 +62,14 @@ class TileScheduler:
     """The order in which the CTAs of a launch take tiles: blocks of rows of one head of one batch entry.
 
     shapes: the tiles of each call of the launch. Tile indices run through all calls. is_causal: whether the rows are
-    queries of a causal call, so that the last blocks have the most keys and are taken first. heads_together: the number
+    queries of a causal call, so that the last blocks have the most keys and are taken first. head_group: the number
     of heads whose tiles alternate. dynamic: whether CTAs get tiles from a counter in device memory instead of
     round-robin. core_count: the number of CTAs that run at a time.
     """
 
     shapes: tuple[Shape, ...]
     is_causal: bool
-    heads_together: int
+    head_group: int
     dynamic: bool
     core_count: int
 
@@ -123,7 +123,7 @@ class TileScheduler:
         # With several calls, the heads that alternate are of one batch entry, and adjacent in memory: four groups of
         # 8192 tokens take 0.066 ms, with heads of several batch entries 0.0705 ms.
         alternating = shape.heads if len(self.shapes) > 1 else shape.batch * shape.heads
-        together = math.gcd(self.heads_together, alternating)
+        together = math.gcd(self.head_group, alternating)
         round_, within = lax.div(index, shape.blocks * together), lax.rem(index, shape.blocks * together)
         batch_head = round_ * together + lax.rem(within, together)
         b, h = lax.div(batch_head, shape.heads), lax.rem(batch_head, shape.heads)

@@ -19,7 +19,7 @@ def test_flops_are_counted():
 def test_blocks_override_the_plan(kind):
     case = benchmark.Case(kind, 128, 256, 64, "bf16")
     arrays = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in case.arrays()[0]]
-    blocks = {"block_n": 128, "stages": 3, "rows_together": 2}
+    blocks = {"block_n": 128, "stages": 3, "row_group": 2}
     with on_device("H200"):
         program = str(jax.make_jaxpr(lambda *x: benchmark._with_blocks(case, "mosaic_gpu", blocks, *x))(*arrays))
         assert "bf16[3,16,1,8,64]" in program, "three stages of 128 x 64"
@@ -31,8 +31,8 @@ def test_blocks_override_the_plan(kind):
 
 def test_blocks_by_name():
     """Also for the matmuls that are gradients."""
-    assert benchmark._blocks("128,3,8", ("block_n", "stages", "rows_together")) == {
-        "block_n": 128, "stages": 3, "rows_together": 8
+    assert benchmark._blocks("128,3,8", ("block_n", "stages", "row_group")) == {
+        "block_n": 128, "stages": 3, "row_group": 8
     }  # fmt: skip
     blocks = benchmark._blocks("pingpong=1,block_n=128,wg_rows=128", ())
     case = benchmark.Case("gated", 128, 256, 64, "bf16", has_gradients=True)

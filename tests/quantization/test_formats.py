@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_kernels.quantization import QuantizedArray, dequantize, quantize
-from jax_kernels.quantization.formats import LowBit, decode_scale
+from jax_kernels.quantization.formats import LowBit, unpack_scale
 
 FORMATS = [
     ("int8", {}),
@@ -105,12 +105,12 @@ def test_mx_scales(format, exponent, top):
     largest = jnp.asarray([1.0, 1.999, 2.0, 448.0, 6.0, 7.9, 2.0**-100, 2.0**100])
     got = quantize(jnp.zeros((32, 8)).at[5].set(largest), format)
     want = 2.0 ** (np.floor(np.log2(np.asarray(largest, np.float64))) - exponent)
-    np.testing.assert_array_equal(decode_scale(got.scale)[0], want)
+    np.testing.assert_array_equal(unpack_scale(got.scale)[0], want)
     found = np.asarray(dequantize(got))[5]
     assert (found <= want * top).all()
     np.testing.assert_array_equal(found[5], want[5] * top)  # 7.9 saturates
     codes = jnp.arange(256, dtype=jnp.uint8)
-    scales = np.asarray(decode_scale(codes))
+    scales = np.asarray(unpack_scale(codes))
     np.testing.assert_array_equal(scales[1:255], 2.0 ** (np.arange(1, 255) - 127.0))
     assert np.isnan(scales[255])
 

@@ -29,7 +29,7 @@ def rows():
             for is_causal in both if row.is_causal is None else (row.is_causal,):
                 for precision in ("fp32", "tf32") if row.bits == 32 else ("",):
                     spec = _spec(row, is_causal, precision)
-                    if row.up_to is None and planned(gpu, row, spec) is not row:  # a row with up_to is first
+                    if row.max_kv_length is None and planned(gpu, row, spec) is not row:  # rows with one are first
                         spec = dataclasses.replace(spec, q_length=2 * spec.q_length, kv_length=2 * spec.kv_length)
                     yield gpu, row, spec
 
@@ -77,8 +77,8 @@ def _spec(row, is_causal, precision):
         dtype="float32" if row.bits == 32 else "bfloat16",
         precision=precision,
         is_causal=is_causal,
-        q_length=row.up_to or 4096,
-        kv_length=row.up_to or 4096,
+        q_length=row.max_kv_length or 4096,
+        kv_length=row.max_kv_length or 4096,
         lse=True,
     )
 
@@ -91,7 +91,7 @@ def name(gpu, row, spec):
         f"{', bias' if spec.bias else ''}{', mask' if spec.mask else ''}{spec.bias_dtype and ' in ' + spec.bias_dtype}"
     )
     lists = ", lists" if spec.cells else ""
-    length = f", up to {row.up_to}" if row.up_to else ""
+    length = f", up to {row.max_kv_length}" if row.max_kv_length else ""
     return f"{gpu}, {spec.implementation}, {spec.head_dim}, {kind}{masks}{dense}{lists}{length}"
 
 

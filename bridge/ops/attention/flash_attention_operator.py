@@ -2,12 +2,12 @@
 
 | operator | results |
 |---|---|
-| flash_attention | out, and `rows`: lse [B, H, T], or with a bias [B, 2, H, T], which stacks lse and its excess |
+| flash_attention | out, and `rows`: lse [B, H, T], or with a bias [B, 2, H, T], which stacks lse and lse_lo |
 | flash_attention_inference | out |
 | flash_attention_backward | gradients of query, key, value, bias and sinks; an unwanted gradient is an empty tensor |
 
-The excess is the exact log-sum-exp minus lse. The backward of a bias needs the excess. On Hopper the forward of a mask
-of keys also returns an excess, which no backward reads.
+lse_lo is the exact log-sum-exp minus lse. The backward of a bias needs lse_lo. On Hopper the forward of a mask
+of keys also returns an lse_lo, which no backward reads.
 """
 
 import functools
@@ -69,8 +69,8 @@ class Tensors[Value](NamedTuple):
         return self[: len(DIFFERENTIATED)]
 
     @property
-    def has_excess(self) -> bool:
-        """Whether the forward operator's result `rows` is [B, 2, H, T], of lse and its excess: in calls with a bias.
+    def has_lse_lo(self) -> bool:
+        """Whether the forward operator's result `rows` is [B, 2, H, T], of lse and lse_lo: in calls with a bias.
 
         Without a bias `rows` is lse [B, H, T]. The plan may not decide this: torch.compile asks for the result's shape
         before there is a plan.
@@ -79,7 +79,7 @@ class Tensors[Value](NamedTuple):
 
     def lse_of[Array: (torch.Tensor, jax.Array)](self, rows: Array) -> Array:
         """Returns lse [B, H, T] from the operator's result `rows`, which is [B, H, T], or with a bias [B, 2, H, T]."""
-        return rows[:, 0] if self.has_excess else rows
+        return rows[:, 0] if self.has_lse_lo else rows
 
 
 class Options(NamedTuple):
@@ -104,7 +104,7 @@ class BackwardArguments(NamedTuple):
     """The arguments of the backward operator that follow the forward's arguments.
 
     wanted: a bit mask; bit i is 1 if the i-th of (query, key, value, bias, sinks) gets a gradient. out, rows: the
-    forward's results; rows is lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess. dout, drows: the
+    forward's results; rows is lse [B, H, T], or with a bias [B, 2, H, T] of lse and lse_lo. dout, drows: the
     gradients of out and rows, or None for zeros.
     """
 
@@ -169,7 +169,7 @@ def _prepare(options: Options, *arrays):
 def _forward(device: torch.device, options: Options):
     """Returns the jitted forward, from the arrays of Tensors to (out, rows).
 
-    rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess. device: part of the cache key only. JAX
+    rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and lse_lo. device: part of the cache key only. JAX
     plans during tracing, for the device that is current then, so the plan holds only for this device.
     """
 
@@ -177,13 +177,13 @@ def _forward(device: torch.device, options: Options):
         from jax_kernels.ops.attention import vjp as attention
 
         call, inputs = _prepare(options, *arrays)
-        out, lse, excess = attention.attention_forward(call, inputs)
+        out, lse, lse_lo = attention.attention_forward(call, inputs)
         if lse is None:  # unread, but the operator's results must not depend on the plan
             batch, length, heads = out.shape[:3]
             lse = jnp.zeros((batch, heads, length), jnp.float32)
-        if not Tensors(*arrays).has_excess:
+        if not Tensors(*arrays).has_lse_lo:
             return out, lse
-        return out, jnp.stack([lse, jnp.zeros_like(lse) if excess is None else excess], axis=1)
+        return out, jnp.stack([lse, jnp.zeros_like(lse) if lse_lo is None else lse_lo], axis=1)
 
     return jax.jit(forward, keep_unused=True)
 
@@ -237,8 +237,8 @@ def _backward(device: torch.device, options: Options, wanted: int):
         call, inputs = _prepare(options, *tensors)
         call = attention.with_options(call, bias_gradient="bias" in names)
         dout = jnp.zeros_like(out) if dout is None else dout
-        excess = rows[:, 1] if tensors.has_excess else None
-        result = AttentionResult(out=out, lse=lse, excess=excess)
+        lse_lo = rows[:, 1] if tensors.has_lse_lo else None
+        result = AttentionResult(out=out, lse=lse, lse_lo=lse_lo)
         gradients = attention.attention_backward(call, inputs, result, dout, dlse)
 
         # prepare changes the arrays: their shapes, and query's sign for a negative scale.
@@ -335,7 +335,7 @@ def _fake_forward(*arguments):
         _check(call.device, options, *(None if x is None else _Spec(tuple(x.shape), x.dtype) for x in tensors))
     batch, length, heads, _ = tensors.query.shape
     out = tensors.query.new_empty((batch, length, heads, tensors.value.shape[-1]))
-    rows = (batch, 2, heads, length) if tensors.has_excess else (batch, heads, length)
+    rows = (batch, 2, heads, length) if tensors.has_lse_lo else (batch, heads, length)
     return out, tensors.query.new_empty(rows, dtype=torch.float32)
 
 
@@ -362,7 +362,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @torch_internals.skip_dynamo
     def forward(ctx, with_rows, *arguments):
-        """Returns (out, rows), or only out. rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess.
+        """Returns (out, rows), or only out. rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and lse_lo.
 
         with_rows: whether to return rows. arguments: the operator's arguments, the tensors then the options.
         """
@@ -395,7 +395,7 @@ class _Facts(NamedTuple):
     """The facts of a cached call that its gradient needs.
 
     options: the call's arguments that are no tensors. there: for each field of Tensors, whether the call has this
-    tensor. with_rows: whether the call returns lse (with its excess) next to out.
+    tensor. with_rows: whether the call returns lse (with lse_lo) next to out.
     """
 
     options: Options
@@ -511,12 +511,12 @@ def known_call(tensors: Tensors[torch.Tensor], options: Options) -> CachedCall |
     if not options.return_lse and not needs_grad:
         finish = operator.itemgetter(0)
     elif options.return_lse:
-        finish = _without_excess if tensors.has_excess else tuple
+        finish = _without_lse_lo if tensors.has_lse_lo else tuple
     return CachedCall(chain, finish, CachedAttention if needs_grad else None, facts)
 
 
-def _without_excess(results: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (out, lse [B, H, T]) from [out, rows], where rows [B, 2, H, T] stacks lse and its excess."""
+def _without_lse_lo(results: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse [B, H, T]) from [out, rows], where rows [B, 2, H, T] stacks lse and lse_lo."""
     out, rows = results
     return out, rows[:, 0]
 

@@ -36,7 +36,7 @@ class ScoreModOp:
     """Wraps an attention op of JAX arrays so that its score_mod may be written in torch operations.
 
     A score_mod that reads no tensors is passed as `score_mod`. Otherwise the caller passes two arguments instead:
-    `skeleton`, the name under which score_mods.split_tensors registered its template (the function whose tensors are
+    `template`, the name under which score_mods.split_tensors registered its template (the function whose tensors are
     replaced by arguments), and `read`, the arrays of the tensors that it reads.
     """
 
@@ -58,16 +58,16 @@ class ScoreModOp:
 
 
 def _in_jnp(
-    score_mod: ScoreMod | None = None, skeleton: str | None = None, read: Sequence[jax.Array] = (), **others: Any
+    score_mod: ScoreMod | None = None, template: str | None = None, read: Sequence[jax.Array] = (), **others: Any
 ) -> dict[str, Any]:
-    """Returns an op's keyword arguments, with `score_mod` in jnp code and without `skeleton` and `read`.
+    """Returns an op's keyword arguments, with `score_mod` in jnp code and without `template` and `read`.
 
-    score_mod: in torch operations or jnp code, or None. skeleton, read: replace a score_mod that reads tensors. They
+    score_mod: in torch operations or jnp code, or None. template, read: replace a score_mod that reads tensors. They
     are the name of its template, as score_mods.split_tensors returned it, and the arrays of these tensors. others: all
     other keyword arguments, which are returned unchanged.
     """
-    if skeleton is not None:
-        return others | {"score_mod": score_mods.bind_tensors(skeleton, read)}
+    if template is not None:
+        return others | {"score_mod": score_mods.bind_tensors(template, read)}
     return others if score_mod is None else others | {"score_mod": score_mods.to_jnp(score_mod)}
 
 
@@ -92,7 +92,7 @@ class _Apart(NamedTuple):
 def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
     """Makes the tensors that a call's score_mod reads arguments of the call, so that they may change and get gradients.
 
-    If score_mod reads tensors, the result's arguments have score_mod=None, with `skeleton` (the registered name of the
+    If score_mod reads tensors, the result's arguments have score_mod=None, with `template` (the registered name of the
     function without its tensors) and `read` (the tensors). Otherwise the arguments are returned unchanged.
 
     seen: the key under which to cache the call. The result's key is None, so the call is not cached, if score_mod reads
@@ -105,10 +105,10 @@ def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
     is_traced = torch.compiler.is_compiling()
     found = score_mods.apart_in_graph(score_mod) if is_traced else score_mods.split_tensors(score_mod)
     if found is not None:
-        skeleton, paths = found
+        template, paths = found
         read, is_valid = score_mods.read("score_mod", score_mod, paths)
         # torch.compile can inspect a string that it formatted itself, but not a string that it was given.
-        return _Apart(None, arguments | {"score_mod": None, "skeleton": f"{skeleton}", "read": read}, is_valid)
+        return _Apart(None, arguments | {"score_mod": None, "template": f"{template}", "read": read}, is_valid)
     if is_traced:
         return _Apart(None, arguments)
     is_new = (

@@ -306,38 +306,38 @@ def _xla_forward(inputs, options, *, out_dtype, config, interpret):
     return reference.forward(inputs, options, out_dtype=out_dtype)
 
 
-def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, excess=None):
-    return reference.backward(inputs, options, lse, delta, dout, excess)
+def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, lse_lo=None):
+    return reference.backward(inputs, options, lse, delta, dout, lse_lo)
 
 
-def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, excess=None, out=None, dlse=None):
+def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, lse_lo=None, out=None, dlse=None):
     """The AttentionGradients by the Hopper kernels, plus other kernels for the arrays whose gradients they lack.
 
     results: (lse, delta, dout): the row terms [B, H, T] and the cotangent of out. dquery: None, or float32 like query,
-    to which query's gradient / scale is added. excess: [B, H, T], from the forward with a bias or a score_mod; else
+    to which query's gradient / scale is added. lse_lo: [B, H, T], from the forward with a bias or a score_mod; else
     None. out, dlse: the forward's out and the cotangent of lse, from which the kernels compute delta; delta is then
     None. They are given only if `takes_results` is True. A dlse of None is zeros.
     """
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
     by_kernel = kernel(backward_sm90.attention_backward, "backward")
-    gradients = by_kernel(*arguments, dquery=dquery, excess=excess, out=out, dlse=dlse, **statics)
+    gradients = by_kernel(*arguments, dquery=dquery, lse_lo=lse_lo, out=out, dlse=dlse, **statics)
     if inputs.bias is not None:
         as_in_lse = with_bias_as_in_lse(inputs)
-        of_far_rows = kernel(large_lse_rows.far_rows, "array_gradients")
-        gradients = of_far_rows(as_in_lse, options, gradients, *results, excess, **statics)
+        of_large_rows = kernel(large_lse_rows.large_rows, "array_gradients")
+        gradients = of_large_rows(as_in_lse, options, gradients, *results, lse_lo, **statics)
         if options.bias_gradient and gradients.bias is None:
             of_bias = kernel(bias_gradient_triton.bias_gradient, "array_gradients")
-            dbias = of_bias(as_in_lse, options, *results, excess=excess, **statics)
+            dbias = of_bias(as_in_lse, options, *results, lse_lo=lse_lo, **statics)
             gradients = gradients._replace(bias=dbias.astype(inputs.bias.dtype))
     if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
         # These are extra passes. Triton has two; XLA removes one if the arrays do not need it. Cases that Triton does
         # not support, such as masks, are summed over the live blocks.
         if inputs.mask is None and why_not(inputs.score_mod) is None:
             by_triton = kernel(backward_triton.attention_backward, "array_gradients")
-            of_arrays = by_triton(*arguments, excess=excess, **statics).score_mod
+            of_arrays = by_triton(*arguments, lse_lo=lse_lo, **statics).score_mod
         else:
             lse, delta, dout = results
-            of_arrays = array_gradients(inputs, options, lse, delta, dout, excess)
+            of_arrays = array_gradients(inputs, options, lse, delta, dout, lse_lo)
         gradients = gradients._replace(score_mod=of_arrays)
     return gradients
 

@@ -73,7 +73,7 @@ def _fields(inputs: AttentionInputs) -> dict[str, ArrayAxes]:
         "bias": (batch, heads, None, None),
         "mask": (batch, heads, None, None),
         "lse": (batch, heads, None),
-        "excess": (batch, heads, None),
+        "lse_lo": (batch, heads, None),
         "reach": (batch, None),
         "key_norms": (batch, kv_heads),
         "earlier_out": of_query,

@@ -105,7 +105,7 @@ def _attention_fwd(call, primals):
     result = AttentionResult(
         out=named(found.out, RESIDUALS[0]),
         lse=named(found.lse, RESIDUALS[1]),
-        excess=named(found.excess, RESIDUALS[1]),
+        lse_lo=named(found.lse_lo, RESIDUALS[1]),
     )
     return result, (call, inputs, result)
 
@@ -161,7 +161,7 @@ def _with_results(call, inputs, out, lse):
 
 @under_defaults
 def _with_results_fwd(call, inputs, out, lse):
-    return (out, lse), (inputs, AttentionResult(out=out, lse=lse, excess=None))
+    return (out, lse), (inputs, AttentionResult(out=out, lse=lse, lse_lo=None))
 
 
 @under_defaults
@@ -246,28 +246,28 @@ def attention_backward(
     """
     if result.lse is None:  # "cudnn" is differentiated by JAX
         return _batched(_backward, call)(inputs, None, None, dout)
-    excess = result.excess
+    lse_lo = result.lse_lo
     if inputs.sinks is None and implementations.takes_results(
         call.implementation, inputs, call.options, result.out, call.config
     ):
         return _batched(_backward, call)(inputs, result.lse, None, dout, None, None, result.out, dlse)
     lse, delta = row_terms(result.out, result.lse, dout, dlse)
-    gradients = attention_gradients(call, inputs, lse, delta, dout, excess=excess)
+    gradients = attention_gradients(call, inputs, lse, delta, dout, lse_lo=lse_lo)
     if inputs.sinks is None:
         return gradients
-    share = jnp.exp(inputs.sinks[..., None] - lse - (0 if excess is None else excess))  # the sink's probability
+    share = jnp.exp(inputs.sinks[..., None] - lse - (0 if lse_lo is None else lse_lo))  # the sink's probability
     return gradients._replace(sinks=-jnp.sum(share * delta, axis=(0, 2))[None])
 
 
-def attention_gradients(call: AttentionCall, inputs: AttentionInputs, lse, delta, dout, dquery=None, excess=None):
+def attention_gradients(call: AttentionCall, inputs: AttentionInputs, lse, delta, dout, dquery=None, lse_lo=None):
     """The AttentionGradients of all inputs except the sinks.
 
     lse, delta: the row terms, float32 [B, H, T]. dout: [B, T, H, Dv], the cotangent of out. dquery: None, or a float32
     array of query's shape, only for "mosaic_gpu": the returned gradient of query is then dquery + gradient / scale, in
-    float32. excess: [B, H, T], from the forward of a call with a bias or a score_mod; else None.
+    float32. lse_lo: [B, H, T], from the forward of a call with a bias or a score_mod; else None.
     """
     run = functools.partial(_plain_backward, call) if call.implementation == "xla" else _batched(_backward, call)
-    return run(inputs, lse, delta, dout, dquery, excess)
+    return run(inputs, lse, delta, dout, dquery, lse_lo)
 
 
 def _forward(call, inputs):
@@ -276,11 +276,11 @@ def _forward(call, inputs):
     return AttentionResult(*implementation.forward(inputs, call.options, **statics))
 
 
-def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None, out=None, dlse=None):
+def _backward(call, inputs, lse, delta, dout, dquery=None, lse_lo=None, out=None, dlse=None):
     """The AttentionGradients of all inputs except the sinks, by the call's implementation.
 
     lse, delta: the row terms, float32 [B, H, T]. dout: the cotangent of out. dquery: None, or float32 like query, only
-    for "mosaic_gpu": the returned gradient of query is then dquery + gradient / scale. excess: [B, H, T] with a bias or
+    for "mosaic_gpu": the returned gradient of query is then dquery + gradient / scale. lse_lo: [B, H, T] with a bias or
     a score_mod; else None. out, dlse: None, or the forward's out and the cotangent of lse (None is zeros). With out,
     delta is None: the implementation computes it, or, if it cannot because a vmap changed the shapes, it is computed
     here. Both lse and delta are None for "cudnn", which JAX differentiates.
@@ -292,7 +292,7 @@ def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None, out=None
         out = dlse = None
     backward = implementations.IMPLEMENTATIONS[call.implementation].backward
     if backward is not None:
-        given = {"dquery": dquery, "excess": excess, "out": out, "dlse": dlse}
+        given = {"dquery": dquery, "lse_lo": lse_lo, "out": out, "dlse": dlse}
         given = {name: x for name, x in given.items() if x is not None}
         statics = {"config": call.config, "interpret": call.interpret}
         return backward(inputs, call.options, lse, delta, dout, **given, **statics)

@@ -23,7 +23,7 @@ import numpy as np
 from jax_kernels.hilbert import invert_order
 from jax_kernels.inputs.attention import HeadView
 from jax_kernels.ops.dilated.sharded_segments import ROW_MULTIPLE, Deal, Shards, Span, classes_of, dealt_out
-from jax_kernels.pallas.attention.passes.merge_branches import Compact, Rows, Table
+from jax_kernels.pallas.attention.passes.merge_branches import BranchRows, Compact, Table
 
 __all__ = [
     "BranchCall",
@@ -356,8 +356,8 @@ def _is_strided(piece: Piece, length: int, group: int) -> bool:
 def compact_rows(calls: Sequence[BranchCall], batch: int, num_heads: int, array_heads: int) -> Compact:
     """The map from tokens of an array [batch, T, array_heads, ...] to rows of the calls' compact arrays (one per call).
 
-    Kernels gather, merge and sum by it. It has one Rows for each piece, by call, and the tables of pieces with
-    is_ordered. If one head of key belongs to several heads of an entry, a piece has one Rows for each of them.
+    Kernels gather, merge and sum by it. It has one BranchRows for each piece, by call, and the tables of pieces with
+    is_ordered. If one head of key belongs to several heads of an entry, a piece has one BranchRows for each of them.
     num_heads: the heads of query. array_heads: the heads of the array, as many as query or key has.
     """
     group, rows = num_heads // array_heads, []
@@ -375,12 +375,12 @@ def compact_rows(calls: Sequence[BranchCall], batch: int, num_heads: int, array_
             place = number, base, piece.start, piece.segments, piece.length, piece.rate
             if piece.offsets is None:
                 folds = array_heads * piece.rate // in_entry
-                rows.append(Rows(*place, 0, folds, in_entry, 0, 1, classes=array_heads, table=table))
+                rows.append(BranchRows(*place, 0, folds, in_entry, 0, 1, classes=array_heads, table=table))
             else:
                 first, end, boundary = (head // shared for head in (*piece.heads, piece.boundaries[1]))
                 folds, offset = (end - first) // in_entry, piece.offsets[piece.heads[0]]
                 which = first, folds, in_entry, offset, boundary - first, parts
-                rows += [Rows(*place, *which, nth, table=table) for nth in range(parts)]
+                rows += [BranchRows(*place, *which, nth, table=table) for nth in range(parts)]
             base += batch * piece.segments * folds
     return Compact(tuple(rows), tuple(tables.values()))
 

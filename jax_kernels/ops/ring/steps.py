@@ -83,14 +83,14 @@ class Visitors(NamedTuple):
 class Rows(NamedTuple):
     """The values that a backward reads for each query.
 
-    lse, delta: the row terms, float32 [B, H, T]. dout: the cotangent of out, [B, T, H, Dv]. excess: [B, H, T] with a
+    lse, delta: the row terms, float32 [B, H, T]. dout: the cotangent of out, [B, T, H, Dv]. lse_lo: [B, H, T] with a
     bias or a score_mod, the exact log-sum-exp minus lse; else None.
     """
 
     lse: Any
     delta: Any
     dout: Any
-    excess: Any = None
+    lse_lo: Any = None
 
 
 def weight(lse: jax.Array, total: jax.Array) -> jax.Array:
@@ -115,20 +115,20 @@ def merged(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def merged_exactly(one: Any, other: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(out, lse, excess) over the keys of both arguments, each an (out, lse, excess) of the same queries.
+    """(out, lse, lse_lo) over the keys of both arguments, each an (out, lse, lse_lo) of the same queries.
 
-    With scores far from 0, float32 loses digits of the log-sum-exp. lse + excess is exact.
+    With scores far from 0, float32 loses digits of the log-sum-exp. lse + lse_lo is exact.
     """
     highest = jnp.maximum(one[1], other[1])
     is_dead = jnp.isneginf(highest)
     highest = jnp.where(is_dead, 0, highest)
-    shares = [jnp.where(jnp.isneginf(lse), 0, jnp.exp((lse - highest) + excess)) for _, lse, excess in (one, other)]
+    shares = [jnp.where(jnp.isneginf(lse), 0, jnp.exp((lse - highest) + lse_lo)) for _, lse, lse_lo in (one, other)]
     total = jnp.where(is_dead, 1, shares[0] + shares[1])
     log = jnp.log(total)
     lse = highest + log
-    excess = jnp.where(is_dead, 0, log + (highest - lse))
+    lse_lo = jnp.where(is_dead, 0, log + (highest - lse))
     weights = [(share / total).swapaxes(1, 2)[..., None] for share in shares]
-    return one[0] * weights[0] + other[0] * weights[1], jnp.where(is_dead, -jnp.inf, lse), excess
+    return one[0] * weights[0] + other[0] * weights[1], jnp.where(is_dead, -jnp.inf, lse), lse_lo
 
 
 def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionInputs:
@@ -217,7 +217,7 @@ class Step:
     def has_far_scores(self) -> bool:
         """Whether the step has a score_mod or a bias, whose scores may be far from 0.
 
-        `forward` then returns (out, lse, excess), and gradients come from `all_gradients`.
+        `forward` then returns (out, lse, lse_lo), and gradients come from `all_gradients`.
         """
         return self.score_mod is not None or self.bias is not None
 
@@ -225,15 +225,15 @@ class Step:
         """(out, lse) over the keys of this step and of the earlier steps.
 
         visitors: the keys and values of this step. total: (out, lse) of the earlier steps; None in the first step. With
-        a bias or a score_mod, total and the result are (out, lse, excess). All are float32, except that out may have
+        a bias or a score_mod, total and the result are (out, lse, lse_lo). All are float32, except that out may have
         query's dtype if is_last is True.
         """
         if self.has_far_scores:
             planned, inputs = self._general_call(visitors)
             result = attention_forward(dataclasses.replace(planned, out_dtype="float32"), inputs)
             assert result.lse is not None
-            excess = jnp.zeros_like(result.lse) if result.excess is None else result.excess
-            terms = result.out, result.lse, excess
+            lse_lo = jnp.zeros_like(result.lse) if result.lse_lo is None else result.lse_lo
+            terms = result.out, result.lse, lse_lo
             return terms if total is None else merged_exactly(total, terms)
         whole = self._whole_call(visitors)
         if whole is None:
@@ -274,7 +274,7 @@ class Step:
         """
         planned, inputs = self._general_call(visitors)
         planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
-        return attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, excess=rows.excess)
+        return attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, lse_lo=rows.lse_lo)
 
     def planned(self, visitors: Visitors) -> Any:
         """The AttentionCall of the step's forward, for `explain`.
@@ -427,7 +427,7 @@ def _of_reach(blocks: Any, chunk: int, heads: int) -> Any:
     assert all(chunk % size == 0 for size in sizes), (blocks, chunk)
     wanted = round(2 * blocks.core_count * forward.block_q / chunk)
     together = next((n for n in range(max(1, wanted), heads) if heads % n == 0), heads)
-    return dataclasses.replace(blocks, forward=dataclasses.replace(forward, heads_together=together))
+    return dataclasses.replace(blocks, forward=dataclasses.replace(forward, head_group=together))
 
 
 def _chosen(layout: Layout, x: Any, chunk: Any, axis: int = 1) -> Any:

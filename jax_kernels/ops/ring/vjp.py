@@ -33,9 +33,9 @@ def _results(call, arrays):
 
 
 def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, Any, Any]:
-    """(out, lse, excess, halos) of a device's queries, over all keys that they see and the sinks.
+    """(out, lse, lse_lo, halos) of a device's queries, over all keys that they see and the sinks.
 
-    excess: the exact log-sum-exp minus lse, [B, H, T]; None without bias and score_mod. halos: the keys that arrived
+    lse_lo: the exact log-sum-exp minus lse, [B, H, T]; None without bias and score_mod. halos: the keys that arrived
     from other devices, for the backward of strategy "halo"; None with "ring".
     """
     halos: Any = None
@@ -50,7 +50,7 @@ def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, 
 
 
 def _of_steps(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, ...]:
-    """(out, lse) after all steps of a ring, with the sinks; with a bias or a score_mod (out, lse, excess)."""
+    """(out, lse) after all steps of a ring, with the sinks; with a bias or a score_mod (out, lse, lse_lo)."""
     numbers: list[int] = call.steps
     total: Any = None
     visitors: Any = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
@@ -75,15 +75,15 @@ def _of_steps(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, ...]:
 
 @under_defaults
 def _vjp_forward(call: RingCall, arrays: RingArrays):
-    out, lse, excess, halos = _forward(call, arrays)
-    return (out, lse), (arrays, out, lse, excess, halos)
+    out, lse, lse_lo, halos = _forward(call, arrays)
+    return (out, lse), (arrays, out, lse, lse_lo, halos)
 
 
 @under_defaults
 def _vjp_backward(call: RingCall, residuals: Any, cotangents: Any):
-    arrays, out, lse, excess, halos = residuals
+    arrays, out, lse, lse_lo, halos = residuals
     dout, dlse = cotangents
-    return (gradients(call, arrays, out, lse, dout, dlse, excess, halos),)
+    return (gradients(call, arrays, out, lse, dout, dlse, lse_lo, halos),)
 
 
 def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array):
@@ -127,25 +127,25 @@ def gradients(
     lse: Any,
     dout: Any,
     dlse: Any,
-    excess: Any = None,
+    lse_lo: Any = None,
     halos: Any = None,
 ) -> RingArrays:
     """The gradients of the arrays, each in its array's dtype; None for absent arrays.
 
-    out, lse: the results of `run`; dout, dlse: their cotangents, dlse may be None. excess: the exact log-sum-exp minus
+    out, lse: the results of `run`; dout, dlse: their cotangents, dlse may be None. lse_lo: the exact log-sum-exp minus
     lse, with a bias or a score_mod. halos: from halo.forward; None if not kept: then devices exchange them again.
     """
     terms = row_terms(out, lse, dout, dlse)
-    rows, dmod, dbias = Rows(lse=terms[0], delta=terms[1], dout=dout, excess=excess), None, None
+    rows, dmod, dbias = Rows(lse=terms[0], delta=terms[1], dout=dout, lse_lo=lse_lo), None, None
     if call.strategy == "halo":
         dquery, dkey, dvalue = halo.gradients(call, arrays, rows, halos)
-    elif excess is None:
+    elif lse_lo is None:
         dquery, dkey, dvalue = _gradients(call, arrays, rows)
     else:
         dquery, dkey, dvalue, dmod, dbias = _all_gradients(call, arrays, rows)
     dsinks = None
     if arrays.sinks is not None:
-        share = jnp.exp(arrays.sinks[..., None] - terms[0] - (0 if excess is None else excess))
+        share = jnp.exp(arrays.sinks[..., None] - terms[0] - (0 if lse_lo is None else lse_lo))
         dsinks = -jnp.sum(share * terms[1], axis=(0, 2))[None]
     of_ids = None if arrays.segment_ids is None else jnp.zeros(arrays.segment_ids.shape, jax.dtypes.float0)
     return RingArrays(

@@ -21,7 +21,7 @@ from jax_kernels.pallas.triton.tensors import iota, padded
 from jax_kernels.pallas.varying import result_types
 
 
-class Shape(NamedTuple):
+class ProgramShape(NamedTuple):
     """The work of a Triton program: a block of neighbouring tokens (or of compact rows) of one head.
 
     elements: the number of tokens of the block times the padded head_dim. warps: of a program. heads_first: whether
@@ -61,11 +61,11 @@ class Shape(NamedTuple):
 # H200, five branches of 32,768 tokens, 16 x 128 and 12 x 64. merge takes 0.128 and 0.050 ms with heads first; 16 x 128
 # takes 0.121 ms with tokens first (3.4 TB/s). With 8192 elements and 4 warps, weights first: 0.188 and 0.056 ms. total
 # takes 0.096 and 0.039 ms (0.102, 0.051), gather 0.051 and 0.021 ms.
-MERGE = Shape(1024, 1, heads_first=False)
-MOVE = Shape(2048, 4)
+MERGE = ProgramShape(1024, 1, heads_first=False)
+MOVE = ProgramShape(2048, 4)
 
 
-class Rows(NamedTuple):
+class BranchRows(NamedTuple):
     """The map of one branch between tokens of an array [B, T, heads, ...] and rows of a compact array.
 
     A compact array is [entries, rows, in_entry, ...]; it may hold several branches. `array`: its index in the list of
@@ -140,9 +140,9 @@ class Table(NamedTuple):
 
 
 class Compact(NamedTuple):
-    """The layout of compact arrays: a Rows for each branch, or part of one, and the tables that these refer to."""
+    """The layout of compact arrays: a BranchRows for each branch or part of a branch, and the tables that they name."""
 
-    rows: tuple[Rows, ...]
+    rows: tuple[BranchRows, ...]
     tables: tuple[Table, ...]
 
 
@@ -274,7 +274,9 @@ def gather(
     return _run(kernel, "dilated_gather", MOVE, [(x, _whole(x)) for x in given], results, interpret, tiles)
 
 
-def _run(kernel, name: str, shape: Shape, arrays: Sequence[Any], results: Sequence[Any], interpret: bool, tiles=None):
+def _run(
+    kernel, name: str, shape: ProgramShape, arrays: Sequence[Any], results: Sequence[Any], interpret: bool, tiles=None
+):
     """Runs pallas_call and returns its list of results.
 
     arrays: (array, BlockSpec) pairs. results: ShapeDtypeStructs, either of out [B, T, heads, D] and, optionally, lse
@@ -308,9 +310,9 @@ def _lines(x: jax.Array) -> jax.Array:
 def _load(ref: Any, place: Any, exists: Any, head_dim: int) -> jax.Array:
     """The rows of a block's tokens in a compact array, zeros for absent tokens: float32 [block, padded head_dim].
 
-    ref: the compact array, [entries, rows, heads * D]. `place`: the tuple that Rows.find returns: whether each token
-    has a row, and the token's entry, row and head. exists: bool [block], the tokens within the array. A token without a
-    row counts as absent.
+    ref: the compact array, [entries, rows, heads * D]. `place`: the tuple that BranchRows.find returns: whether each
+    token has a row, and the token's entry, row and head. exists: bool [block], the tokens within the array. A token
+    without a row counts as absent.
     """
     taken, entry, row, head = place
     shape = (len(row), padded(head_dim))

@@ -21,7 +21,7 @@ ELEMENTS = 4096  # elements of a program's rows, as in row_norms.py
 WARPS = 4
 
 
-class Rows(NamedTuple):
+class RowTerms(NamedTuple):
     """Values of each query for the backward's kernels.
 
     lse: in base 2. delta: out * dout, summed, minus the cotangent of lse. Both are float32 and padded to whole blocks
@@ -58,7 +58,7 @@ def rows_of(
     width: int,
     zeros: bool,
     interpret: bool,
-) -> Rows:
+) -> RowTerms:
     """lse in base 2, delta, and optionally zeros for dquery, padded to whole blocks of block_q queries.
 
     out, dout: [B, T, H, Dv]. lse: the forward's. dlse: its cotangent, or None for zero. width: head_dim of dquery.
@@ -104,4 +104,4 @@ def rows_of(
         interpret=interpret,
         name="attention_backward_rows",
     )(*arrays)
-    return Rows(lse=found[0], delta=found[1], dquery=found[2] if zeros else None)
+    return RowTerms(lse=found[0], delta=found[1], dquery=found[2] if zeros else None)

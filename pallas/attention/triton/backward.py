@@ -49,7 +49,7 @@ def attention_backward(
     lse: Float32[Array, "B H T"],
     delta: Float32[Array, "B H T"],
     dout: Float[Array, "B T H Dv"],
-    excess: Float32[Array, "B H T"] | None = None,
+    lse_lo: Float32[Array, "B H T"] | None = None,
     *,
     config: AttentionBackwardTriton,
     core_count: int,
@@ -58,7 +58,7 @@ def attention_backward(
     """The gradients of query, key, value, bias and score_mod, each with its input's shape and dtype.
 
     lse: [B, H, T] float32, the forward's in natural log, but +inf for queries without keys. delta: [B, H, T] float32,
-    the sum of out * dout over Dv, minus the cotangent of lse. dout: [B, T, H, Dv]. excess: the forward's, with a bias
+    the sum of out * dout over Dv, minus the cotangent of lse. dout: [B, T, H, Dv]. lse_lo: the forward's, with a bias
     or a score_mod. bias and score_mod have a gradient only if the options ask for it; sinks have none here. config: the
     block spec row.
     """
@@ -67,7 +67,7 @@ def attention_backward(
     limiting = limiting_arrays(inputs, options)
     dkey_blocks = TracedCall.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
     dquery_blocks = TracedCall.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
-    rows = dout.astype(inputs.query.dtype), dquery_blocks.in_units(lse), delta, excess
+    rows = dout.astype(inputs.query.dtype), dquery_blocks.in_units(lse), delta, lse_lo
     operands = operands_of(dquery_blocks, inputs)
     dkey, dvalue, *by_key = _dkv(inputs, *limiting, *rows, operands, dkey_blocks, config)
     dquery, *by_query = _dq(inputs, *limiting, *rows, operands, dquery_blocks, config)
@@ -80,7 +80,7 @@ def attention_backward(
     return AttentionGradients(dquery, dkey, dvalue, dbias, score_mod=dmod)
 
 
-def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
+def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call, config):
     """[dkey, dvalue, *sums by key] from the pass whose programs own blocks of keys.
 
     bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
@@ -104,7 +104,7 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call
         "dout": (dout, q_spec(call.v_head_dim)),
         "lse": (lse, row_spec),
         "delta": (delta, row_spec),
-        "excess": None if excess is None else (excess, row_spec),
+        "lse_lo": None if lse_lo is None else (lse_lo, row_spec),
         "bias": None if bias is None else (bias, tile(bias)),
         "operands": [(x, tile(x)) for x in operands],
     }
@@ -165,10 +165,10 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
         own_head = first_head if head is None else first_head + head
         at = batch_index, own_head, start, kv_start
         s, pullback = tile_scores(call, refs, load_this, q, k, at, transposed=True)
-        excess = None
-        if refs.excess is not None:
-            excess = load_rows(row_of_head(refs.excess), start, call.q_length, 0.0)[None, :]
-        p = call.exp2(s, lse[None, :], excess)
+        lse_lo = None
+        if refs.lse_lo is not None:
+            lse_lo = load_rows(row_of_head(refs.lse_lo), start, call.q_length, 0.0)[None, :]
+        p = call.exp2(s, lse[None, :], lse_lo)
         if call.mod is not None and masks[0] is not None:  # past the queries mod reads zeros, and may divide by zero
             p = jnp.where(masks[0][None, :], p, 0.0)
         if partial:
@@ -201,7 +201,7 @@ def _dkv_kernel(refs: Refs, *, call: TracedCall):
     store(dv_ref, dv.astype(dv_ref.dtype), kv_start, call.kv_length, call.v_head_dim)
 
 
-def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
+def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, operands, call, config):
     """[dquery, *sums by query] from the pass whose programs own blocks of queries.
 
     bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
@@ -211,7 +211,7 @@ def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call,
     """
     programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands)
     rows: dict[str, Any] = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}
-    rows["excess"] = None if excess is None else (excess, programs.row_spec)
+    rows["lse_lo"] = None if lse_lo is None else (lse_lo, programs.row_spec)
     query, spec = inputs.query, programs.q_spec(call.head_dim)
     by_query = jax.ShapeDtypeStruct((len(query), call.heads, call.q_length), jnp.float32)
     return run(
@@ -242,7 +242,7 @@ def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
     dout = load(needed(refs.dout), q_start, call.q_length, call.v_head_dim)
     lse = load_rows(needed(refs.lse), q_start, call.q_length, jnp.inf)
     delta = load_rows(needed(refs.delta), q_start, call.q_length, 0.0)
-    excess = None if refs.excess is None else load_rows(refs.excess, q_start, call.q_length, 0.0)[:, None]
+    lse_lo = None if refs.lse_lo is None else load_rows(refs.lse_lo, q_start, call.q_length, 0.0)[:, None]
     q_ids = None if refs.q_ids is None else load_rows(refs.q_ids, q_start, call.q_length, block_ranges.NO_QUERY)
     queries = Queries.of(limits, q_start, block_q, q_ids)
 
@@ -256,7 +256,7 @@ def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
         columns = row_mask(start, block_kv, call.columns if partial else None)
         load_this = lambda x: load_tile(x, slice(None), these, (rows, columns))
         s, pullback = tile_scores(call, refs, load_this, q, k, (batch_index, head, q_start, start))
-        p = call.exp2(s, lse[:, None], excess)
+        p = call.exp2(s, lse[:, None], lse_lo)
         if partial:
             kv_ids = None
             if q_ids is not None:

@@ -121,7 +121,7 @@ def bias_gradient(
     lse: Float32[Array, "B H T"],
     delta: Float32[Array, "B H T"],
     dout: Float[Array, "B T H Dv"],
-    excess: Float32[Array, "B H T"] | None = None,
+    lse_lo: Float32[Array, "B H T"] | None = None,
     *,
     config: AttentionBackwardTriton,
     core_count: int,
@@ -130,22 +130,22 @@ def bias_gradient(
     """The gradient of inputs.bias, with its shape and dtype. inputs may have a mask.
 
     lse: [B, H, T] float32, natural log, +inf for queries without keys. delta: [B, H, T] float32, the sum of out * dout
-    over Dv, minus the cotangent of lse. dout: [B, T, H, Dv]. excess: the forward's. config: the block spec row.
+    over Dv, minus the cotangent of lse. dout: [B, T, H, Dv]. lse_lo: the forward's. config: the block spec row.
     """
     del core_count
     keys, inputs = needed(inputs.bias).shape[3], inputs._replace(bias=aligned(inputs.bias))
     call = TracedCall.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
     limiting = limiting_arrays(inputs, options)
     pairs = Pairs.of(inputs, options, call)
-    return gradient_of_tiles(inputs, *limiting, dout, lse, delta, excess, pairs, call, config)[..., :keys]
+    return gradient_of_tiles(inputs, *limiting, dout, lse, delta, lse_lo, pairs, call, config)[..., :keys]
 
 
-def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, pairs, call, config, *, far=None):
+def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, lse_lo, pairs, call, config, *, large=None):
     """The gradient of inputs.bias, with its shape and dtype.
 
     The caller has padded the last axis of inputs.bias to a multiple of 8, and drops the same columns of the gradient.
     bounds: int32 [B, 2 or 3]: the position of query 0, the number of keys, and the first query with keys; or None.
-    q_ids, kv_ids: segment ids, or None. lse: in natural units. pairs: a mask's Pairs, or None. far: [B, Hkv] int32,
+    q_ids, kv_ids: segment ids, or None. lse: in natural units. pairs: a mask's Pairs, or None. large: [B, Hkv] int32,
     nonzero for key heads that have queries with a gradient; other heads are skipped. None: all have.
     """
     bias, batch = inputs.bias, inputs.query.shape[0]
@@ -164,8 +164,8 @@ def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, p
         "dout": heads_of(dout, q_rows),
         "lse": rows_of(lse),
         "delta": rows_of(delta),
-        "excess": None if excess is None else rows_of(excess),
-        "far": whole_array(far),
+        "lse_lo": None if lse_lo is None else rows_of(lse_lo),
+        "large": whole_array(large),
     }
     if pairs is not None:
         ins |= pairs.ins(call)
@@ -182,7 +182,7 @@ def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, p
         _dbias_kernel,
         call,
         config,
-        name="attention_backward_dbias_triton" if far is None else "attention_far_dbias_triton",
+        name="attention_backward_dbias_triton" if large is None else "attention_far_dbias_triton",
         grid=grid,
         ins=ins,
         outs=[(jax.ShapeDtypeStruct(bias.shape, bias.dtype), tile_spec)],
@@ -226,9 +226,9 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
         dout = load(needed(refs.dout).at[b, these, h, :], q_start, call.q_length, call.v_head_dim)
         lse = load_rows(needed(refs.lse).at[b, h, these], q_start, call.q_length, jnp.inf)
         delta = load_rows(needed(refs.delta).at[b, h, these], q_start, call.q_length, 0.0)
-        excess = None
-        if refs.excess is not None:
-            excess = load_rows(refs.excess.at[b, h, these], q_start, call.q_length, 0.0)[:, None]
+        lse_lo = None
+        if refs.lse_lo is not None:
+            lse_lo = load_rows(refs.lse_lo.at[b, h, these], q_start, call.q_length, 0.0)[:, None]
         rows, queries = row_mask(q_start, block_q, call.q_length), Queries.of(limits, q_start, block_q, q_ids)
 
         def step(index, acc, *, partial):
@@ -239,7 +239,7 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
             masks = (rows, row_mask(start, block_kv, call.columns))
             load_this = lambda x: load_tile(x, slice(None), slice(None), masks)
             s, _ = tile_scores(call, refs, load_this, q, k, (b, h, q_start, start))
-            p = call.exp2(s, lse[:, None], excess)
+            p = call.exp2(s, lse[:, None], lse_lo)
             if not (q_ids is None and limits.keep_all(block_kv)):
                 kv_ids = None
                 if q_ids is not None:
@@ -259,9 +259,9 @@ def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
         if bias_shape[2] > 1:
             return of_head(own_q, acc)
         count: Any = call.q_blocks
-        if refs.far is not None:
-            is_far = refs.far[b, lax.div(h, jnp.int32(call.group))] != 0
-            count = jnp.where(is_far, jnp.int32(count), jnp.int32(0))
+        if refs.large is not None:
+            is_large = refs.large[b, lax.div(h, jnp.int32(call.group))] != 0
+            count = jnp.where(is_large, jnp.int32(count), jnp.int32(0))
         return lax.fori_loop(0, count, of_head, acc)
 
     acc = lax.fori_loop(0, batches * heads, one_head, jnp.zeros((block_q, block_kv), jnp.float32))

@@ -37,10 +37,10 @@ class Refs(NamedTuple):
     whether a block is dead or full, else its index in `words`, which has the bits of its pairs. q_ids, kv_ids: segment
     ids. ranges: int32 [B, blocks, 4]: for each block that a program may own, the range of blocks with which it shares
     segments, and the range of blocks with only its own segment. bounds: int32 [B, 2 or 3]: the position of query 0, the
-    number of keys, and the first query with keys. lse (base 2, or natural units if TracedCall.may_mask), delta, excess:
+    number of keys, and the first query with keys. lse (base 2, or natural units if TracedCall.may_mask), delta, lse_lo:
     float32 of each query, for a backward. operands: values that a score_mod reads. Only for the gradients of large
-    rows: sums, the gradients so far of query, key and value; and far, int32 [B, Hkv], nonzero for key heads with large
-    rows. outs: the arrays that the kernel writes.
+    rows: sums, the gradients so far of query, key and value; and large, int32 [B, Hkv], nonzero for key heads with
+    large rows. outs: the arrays that the kernel writes.
     """
 
     query: Ref
@@ -58,9 +58,9 @@ class Refs(NamedTuple):
     dout: Ref | None = None
     lse: Ref | None = None
     delta: Ref | None = None
-    excess: Ref | None = None
+    lse_lo: Ref | None = None
     sums: tuple[Ref, ...] = ()
-    far: Ref | None = None
+    large: Ref | None = None
     operands: tuple[Ref, ...] = ()
     outs: tuple[Ref, ...] = ()
 
@@ -218,8 +218,8 @@ class TracedCall:
         """
         return jnp.exp2((row_max - new) * LOG2E if self.may_mask else row_max - new)
 
-    def exp2(self, x: jax.Array, shift: jax.Array, excess: jax.Array | None = None) -> jax.Array:
-        """exp2(x * factor - shift) in float32; if may_mask, exp(x - shift - excess), at most 1.
+    def exp2(self, x: jax.Array, shift: jax.Array, lse_lo: jax.Array | None = None) -> jax.Array:
+        """exp2(x * factor - shift) in float32; if may_mask, exp(x - shift - lse_lo), at most 1.
 
         If a bias of -1e30 masks a row, lse is too coarse for P, and the limit of 1 keeps P finite. Triton as XLA runs
         it rounds the product, and its exp2 scales around denormal results: six instructions. This assembly fuses the
@@ -228,15 +228,15 @@ class TracedCall:
         if self.interpret:
             if not self.may_mask:
                 return jnp.exp2(x * self.factor - shift)
-            x = x - shift if excess is None else x - shift - excess
+            x = x - shift if lse_lo is None else x - shift - lse_lo
             return jnp.exp2(jnp.minimum(x * LOG2E, 0.0))
         args = [x, jnp.broadcast_to(-shift, x.shape)]
         subtract = f"fma.rn.f32 t, $1, 0f{_bits(self.factor)}, $2; "
         if self.may_mask:
-            less = "0f00000000" if excess is None else "$3"
+            less = "0f00000000" if lse_lo is None else "$3"
             subtract = f"add.rn.f32 t, $1, $2; fma.rn.f32 t, t, 0f{_bits(LOG2E)}, {less}; "
-        if excess is not None:
-            args.append(jnp.broadcast_to(excess * -LOG2E, x.shape))
+        if lse_lo is not None:
+            args.append(jnp.broadcast_to(lse_lo * -LOG2E, x.shape))
         clamp = "min.f32 t, t, 0f00000000; " if self.may_mask else ""
         (result,) = plgpu.elementwise_inline_asm(
             f"{{ .reg .f32 t; {subtract}{clamp}ex2.approx.ftz.f32 $0, t; }}",

@@ -45,9 +45,9 @@ def attention_forward(
     core_count: int,
     interpret: bool,
 ) -> tuple[Float[Array, "B T H Dv"], *tuple[Float32[Array, "B H T"], ...]]:
-    """(out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32); with a bias or a score_mod (out, lse, excess).
+    """(out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32); with a bias or a score_mod (out, lse, lse_lo).
 
-    lse: natural log, over the scores and the sink. excess: like lse, the exact log-sum-exp minus lse. A query without
+    lse: natural log, over the scores and the sink. lse_lo: like lse, the exact log-sum-exp minus lse. A query without
     keys has out = 0 and lse = -inf. config: the block spec row.
     """
     del core_count  # one program per tile: nothing is persistent
@@ -70,7 +70,7 @@ def attention_forward(
 
 
 def _kernel(refs: Refs, *, call: TracedCall, q_block):
-    """Computes out, lse and excess of a block of queries of one head. q_block: maps a program to its block."""
+    """Computes out, lse and lse_lo of a block of queries of one head. q_block: maps a program to its block."""
     block_q, block_kv = call.block_q, call.block_kv
     q_index, head, batch_index = q_block(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
     q_start = q_index * block_q
@@ -113,15 +113,15 @@ def _kernel(refs: Refs, *, call: TracedCall, q_block):
     state = (jnp.zeros((block_q, padded(call.v_head_dim)), jnp.float32), row_max, row_sum)
     acc, row_max, row_sum = block_loop(blocks, step, state)
     dead = row_sum == 0.0
-    if call.may_mask:  # the excess would be a NaN if a sink of -inf had counted itself
+    if call.may_mask:  # lse_lo would be a NaN if a sink of -inf had counted itself
         dead = dead | (row_max == -jnp.inf)
     row_sum = jnp.where(dead, 1.0, row_sum)
-    out_ref, lse_ref, *excess_ref = refs.outs
+    out_ref, lse_ref, *lse_lo_ref = refs.outs
     if call.may_mask:
         log = jnp.log2(row_sum) / LOG2E
         lse = jnp.where(dead, -jnp.inf, row_max + log)
-        excess = jnp.where(dead, 0.0, log + (row_max - lse))
-        plgpu.store(excess_ref[0], excess, mask=rows)
+        lse_lo = jnp.where(dead, 0.0, log + (row_max - lse))
+        plgpu.store(lse_lo_ref[0], lse_lo, mask=rows)
     else:
         lse = jnp.where(dead, -jnp.inf, (row_max + jnp.log2(row_sum)) / LOG2E)
     store(out_ref, (acc / row_sum[:, None]).astype(out_ref.dtype), q_start, call.q_length, call.v_head_dim)

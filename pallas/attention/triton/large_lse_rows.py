@@ -47,14 +47,14 @@ from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
 PROGRAMS = 1  # per SM
 
 
-def far_rows(
+def large_rows(
     inputs: AttentionInputs,
     options: AttentionOptions,
     gradients: AttentionGradients,
     lse: Float32[Array, "B H T"],
     delta: Float32[Array, "B H T"],
     dout: Float[Array, "B T H Dv"],
-    excess: Float32[Array, "B H T"],
+    lse_lo: Float32[Array, "B H T"],
     *,
     config: AttentionBackwardTriton,
     core_count: int,
@@ -63,35 +63,35 @@ def far_rows(
     """The gradients with the contributions of large rows added: of query, key, value and, if present, bias.
 
     Large rows are queries whose lse is so large, above 2**13, that its rounding matters (softmax.is_large). inputs may
-    have a mask. gradients: without large rows, from the Hopper backward. lse, delta, dout, excess: of all queries; lse
-    and excess are the forward's. config: the block spec row.
+    have a mask. gradients: without large rows, from the Hopper backward. lse, delta, dout, lse_lo: of all queries; lse
+    and lse_lo are the forward's. config: the block spec row.
     """
     bias = inputs.bias
-    far = is_large(lse)
-    lse = jnp.where(far, lse, jnp.inf)
-    of_heads = far.reshape(len(lse), inputs.key.shape[2], -1).any(axis=-1).astype(jnp.int32)
+    large = is_large(lse)
+    lse = jnp.where(large, lse, jnp.inf)
+    of_heads = large.reshape(len(lse), inputs.key.shape[2], -1).any(axis=-1).astype(jnp.int32)
     inputs = inputs._replace(bias=aligned(bias), sinks=None)
     call = TracedCall.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
     pairs = Pairs.of(inputs, options, call, with_blocks=gradients.bias is not None)
-    limiting, rows = limiting_arrays(inputs, options), (dout.astype(inputs.query.dtype), lse, delta, excess)
+    limiting, rows = limiting_arrays(inputs, options), (dout.astype(inputs.query.dtype), lse, delta, lse_lo)
     gradients = _added(inputs, limiting, rows, pairs, of_heads, gradients, call, config, PROGRAMS * core_count)
     if gradients.bias is None:
         return gradients
-    more = gradient_of_tiles(inputs, *limiting, *rows, pairs, call, config, far=of_heads)
+    more = gradient_of_tiles(inputs, *limiting, *rows, pairs, call, config, large=of_heads)
     return gradients._replace(bias=(gradients.bias + more[..., : needed(bias).shape[3]]).astype(gradients.bias.dtype))
 
 
 def _added(
-    inputs, limiting, rows, pairs, far, gradients, call: TracedCall, config, programs: int
+    inputs, limiting, rows, pairs, large, gradients, call: TracedCall, config, programs: int
 ) -> AttentionGradients:
     """The gradients, with large rows' gradients of query, key and value added in one launch.
 
     limiting: (bounds, segment ids of queries, segment ids of keys), as limiting_arrays returns them. rows: (dout, lse,
-    delta, excess), where lse is inf for queries that are not large rows. pairs: a mask's Pairs, or None. far: int32 [B,
-    Hkv], 1 for key heads with large rows. gradients: without large rows; also the memory of the result. programs: the
-    most programs to launch, but at least one for each key head of each batch entry.
+    delta, lse_lo), where lse is inf for queries that are not large rows. pairs: a mask's Pairs, or None. large: int32
+    [B, Hkv], 1 for key heads with large rows. gradients: without large rows; also the memory of the result. programs:
+    the most programs to launch, but at least one for each key head of each batch entry.
     """
-    (query, key, value), (bounds, q_ids, kv_ids), (dout, lse, delta, excess) = inputs[:3], limiting, rows
+    (query, key, value), (bounds, q_ids, kv_ids), (dout, lse, delta, lse_lo) = inputs[:3], limiting, rows
     # All queries of the query heads of a key head; without an axis of heads if the group has one head.
     heads, q_rows = None if call.group == 1 else call.group, all_rows(call.q_length, call.block_q)
     kv_rows = all_rows(call.kv_length, call.block_kv)
@@ -113,16 +113,16 @@ def _added(
         "dout": (dout, q_spec(call.v_head_dim)),
         "lse": (lse, row_spec),
         "delta": (delta, row_spec),
-        "excess": (excess, row_spec),
+        "lse_lo": (lse_lo, row_spec),
         "bias": (inputs.bias, bias_tile),
-        "far": whole_array(far),
+        "large": whole_array(large),
         "sums": sums,
         **({} if pairs is None else pairs.ins(call)),
     }
     if q_ids is not None:
         ins["q_ids"] = q_ids, pl.BlockSpec((None, q_rows), lambda i, h, b: (b, 0))
         ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
-    batch, kv_heads = far.shape
+    batch, kv_heads = large.shape
     splits = max(1, min(programs // (batch * kv_heads), call.q_blocks, call.kv_blocks))
     # With more stages Triton uses too much shared memory if there is one block of keys.
     config = dataclasses.replace(config, num_stages=1)
@@ -148,7 +148,7 @@ def _kernel(refs: Refs, *, call: TracedCall, splits: int):
         count = lax.div(blocks - 1 - split, jnp.int32(splits)) + 1
         lax.fori_loop(0, count, lambda n, _: program(split + n * splits), None)
 
-    @pl.when(needed(refs.far)[batch_index, kv_head] != 0)
+    @pl.when(needed(refs.large)[batch_index, kv_head] != 0)
     def _():
         tile = functools.partial(_tile, refs, call, batch_index, kv_head)
         of_split(call.kv_blocks, lambda kv_index: _key_program(refs, call, kv_index, tile))
@@ -185,7 +185,7 @@ def _tile(
     masks = row_mask(q_start, call.block_q, call.q_length), row_mask(kv_start, call.block_kv, call.columns)
     load_this = lambda x: load_tile(x, queries, keys, masks, head)
     scores, pullback = tile_scores(call, refs, load_this, query, key, (batch_index, own_head, q_start, kv_start))
-    p = call.exp2(scores, of_rows(refs.lse, jnp.inf)[:, None], of_rows(refs.excess, 0.0)[:, None])
+    p = call.exp2(scores, of_rows(refs.lse, jnp.inf)[:, None], of_rows(refs.lse_lo, 0.0)[:, None])
     q_ids = kv_ids = None
     if refs.q_ids is not None:
         q_ids = load_rows(refs.q_ids.at[queries], q_start, call.q_length, block_ranges.NO_QUERY)

@@ -58,19 +58,19 @@ def both_ways(
     shares = factors is None or factors[0].shape == factors[1].shape == (1,)
 
     def kernel(*refs):
-        place = _Place(rows=rows, columns=columns, block=pl.program_id(0), blocks_across=grid[1])
+        tile = _Tile(rows=rows, columns=columns, block=pl.program_id(0), blocks_across=grid[1])
         out = refs[len(given) :]
-        loaded = plgpu.load(place.of(refs[0]), mask=place.exists, other=0).astype(jnp.float32)
+        loaded = plgpu.load(tile.of(refs[0]), mask=tile.exists, other=0).astype(jnp.float32)
         if factors is None:
             scale, factor = _scale(loaded, dtype)
-            plgpu.store(out[2].at[place.row_block, place.column_block], scale)
+            plgpu.store(out[2].at[tile.row_block, tile.column_block], scale)
             by_rows = by_columns = factor
         else:
-            by_rows, by_columns = place.rows_of(refs[1]), place.columns_of(refs[2])
+            by_rows, by_columns = tile.rows_of(refs[1]), tile.columns_of(refs[2])
         values = _rounded(loaded * by_rows, dtype)
-        plgpu.store(place.of(out[0]), values, mask=place.exists)
+        plgpu.store(tile.of(out[0]), values, mask=tile.exists)
         transposed = values if shares else _rounded(loaded * by_columns, dtype)
-        plgpu.store(place.transposed_of(out[1]), transposed.T, mask=place.exists.T)
+        plgpu.store(tile.transposed_of(out[1]), transposed.T, mask=tile.exists.T)
 
     found = pl.pallas_call(
         kernel,
@@ -83,7 +83,7 @@ def both_ways(
     return BothWays(*found)
 
 
-class _Place(NamedTuple):
+class _Tile(NamedTuple):
     """The block of 128 x 128 values of a program, in a matrix of `rows` x `columns`.
 
     block: the index of the block, counted row by row. blocks_across: the number of blocks in a row of blocks.

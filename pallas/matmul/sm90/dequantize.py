@@ -1,4 +1,4 @@
-"""Decodes low-bit weights to 16-bit values in registers, in the layout of wgmma's first operand."""
+"""Unpacks low-bit weights to 16-bit values in registers, in the layout of wgmma's first operand."""
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +10,16 @@ from jax_kernels.pallas.mosaic.layouts import WGMMA
 from jax_kernels.quantization import formats
 from jax_kernels.quantization.formats import LowBit
 
-__all__ = ["decoded"]
+__all__ = ["unpacked"]
 
 TOGETHER = 16  # bytes of a row in which a thread owns two pairs: the columns of two neighbouring tiles of 8
 
 
-def decoded(stored: jax.Array, layout: LowBit, dtype: jnp.dtype, *, byte: int, half: int, width: int) -> jax.Array:
-    """Decodes `width` bytes of each column of low-bit weights, from `byte` on, to values [columns, width] in `dtype`.
+def unpacked(stored: jax.Array, layout: LowBit, dtype: jnp.dtype, *, byte: int, half: int, width: int) -> jax.Array:
+    """Unpacks `width` bytes of each column of low-bit weights, from `byte` on, to values [columns, width] in `dtype`.
 
     stored: [columns, bytes] uint8, in the register layout of wgmma's results, which is also the result's. half: with
-    two 4-bit values in a byte, 0 decodes the low 4 bits of each byte, 1 the high 4 bits; otherwise 0.
+    two 4-bit values in a byte, 0 unpacks the low 4 bits of each byte, 1 the high 4 bits; otherwise 0.
     """
     columns = stored.shape[0]
     if interpreter.INTERPRETED:
@@ -27,7 +27,7 @@ def decoded(stored: jax.Array, layout: LowBit, dtype: jnp.dtype, *, byte: int, h
         return formats.numbers(unit, layout)[half].astype(dtype)
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((columns, width), dtype, layout=WGMMA))
-    def decode(_, stored):
+    def unpack(_, stored):
         import numpy as np
         from jax.experimental.mosaic.gpu import fragmented_array, utils
         from jaxlib.mlir import ir
@@ -50,4 +50,4 @@ def decoded(stored: jax.Array, layout: LowBit, dtype: jnp.dtype, *, byte: int, h
         shape = stored.layout.registers_shape((columns, width))
         return fragmented_array.FragmentedArray(_registers=found.reshape(shape), _layout=stored.layout, _is_signed=None)
 
-    return decode(stored)
+    return unpack(stored)

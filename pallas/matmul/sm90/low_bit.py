@@ -1,7 +1,7 @@
 """The Hopper matmul of few rows of x and low-bit weights: outᵀ = w xᵀ.
 
-Device memory is read at 4 or 8 bits per weight. A memory warpgroup loads stored values, x and scales through a ring of
-stages. Each compute warpgroup owns 64 columns of w: it decodes its weights to registers, which are wgmma's first
+Device memory is read at 4 or 8 bits per weight. A memory warpgroup loads stored values, x and scales through a pipeline
+of stages. Each compute warpgroup owns 64 columns of w: it unpacks its weights to registers, which are wgmma's first
 operand, and multiplies them by x in shared memory. The products of values that share a scale are summed first, and the
 sum is scaled in float32, so that weights are not rounded.
 
@@ -10,7 +10,7 @@ device memory to a second launch, which adds them in order and computes the epil
 shared memory to the CTAs of a cluster.
 
 8192 x 8192 weights of 4 bits with a float32 scale per 128 values are 36 MB: 0.0086 ms at 4.24 TB/s. With 16 rows of x
-another 8 MB come from the L2 cache. Decoding takes 1.4 instructions per weight, 0.004 ms.
+another 8 MB come from the L2 cache. Unpacking takes 1.4 instructions per weight, 0.004 ms.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitSm90
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, Slice, needed
 from jax_kernels.pallas.matmul.refs import MatmulResultRefs
 from jax_kernels.pallas.matmul.sm90 import split_k_reduce
-from jax_kernels.pallas.matmul.sm90.dequantize import decoded
+from jax_kernels.pallas.matmul.sm90.dequantize import unpacked
 from jax_kernels.pallas.matmul.sm90.low_bit_traits import COLUMNS, STEP_BYTES, LowBitTraits
 from jax_kernels.pallas.matmul.triton.matmul import joined
 from jax_kernels.pallas.matmul.triton.state import Sums
@@ -48,7 +48,7 @@ REGISTERS = {1: (232, 40), 2: (232, 40), 4: (112, 32)}
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Smem:
+class LowBitSmem:
     """A CTA's shared memory: stages of a step's operands, with barriers.
 
     A chunk is `width` (32 or 64) neighbouring columns of x; width is also the last axis of x's memory.
@@ -70,7 +70,7 @@ class Smem:
     joining: Barrier | None
 
     @classmethod
-    def scratch(cls, traits: LowBitTraits, inputs: "Inputs") -> "Smem":
+    def scratch(cls, traits: LowBitTraits, inputs: "LowBitInputs") -> "LowBitSmem":
         """The scratch shapes for pl.run_scoped."""
         stages = traits.stages
         w = smem_ref((stages, traits.block_n, STEP_BYTES), jnp.uint8, transforms=SWIZZLED_8BIT)
@@ -115,7 +115,7 @@ class Smem:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Inputs[A: jax.Array | Ref]:
+class LowBitInputs[A: jax.Array | Ref]:
     """The kernel's arrays, or their refs in device memory.
 
     x: [m, k]; with one more row, of zeros, if m is odd and x is loaded in chunks of 32 columns. weights: for each
@@ -132,7 +132,7 @@ class Inputs[A: jax.Array | Ref]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernel:
+class LowBitKernel:
     """The state of a CTA.
 
     sums: for each matmul, the ref [splits, n, rows] in device memory for the splits' sums; empty if the kernel runs the
@@ -142,10 +142,10 @@ class Kernel:
     """
 
     traits: LowBitTraits
-    inputs: Inputs
+    inputs: LowBitInputs
     sums: list[Ref]
     results: MatmulResultRefs | None
-    smem: Smem
+    smem: LowBitSmem
     split: Index
     column: Index
     first: Index
@@ -176,7 +176,7 @@ def matmul(
         core_count=core_count,
     )
     of_epilogue: dict[str, Any] = {"x": None, "w": None, "bias": inputs.bias, "residual": inputs.residual}
-    given = Inputs(
+    given = LowBitInputs(
         # A copy has at least 128 bytes: two rows of a chunk of 32 values.
         x=jnp.pad(inputs.x, ((0, 1), (0, 0))) if m % 2 and traits.width == 32 else inputs.x,
         weights=[_as_bytes(w) for w in weights],
@@ -194,7 +194,7 @@ def matmul(
         results = jax.tree.unflatten(written_tree, refs[len(leaves) :])
         pl.run_scoped(
             lambda smem: _kernel(_state(traits, arrays, results, smem)),
-            Smem.scratch(traits, given),
+            LowBitSmem.scratch(traits, given),
             collective_axes="wg",
         )
 
@@ -229,7 +229,7 @@ def _as_bytes(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _state(traits: LowBitTraits, inputs: Inputs[Ref], results: Any, smem: Smem) -> Kernel:
+def _state(traits: LowBitTraits, inputs: LowBitInputs[Ref], results: Any, smem: LowBitSmem) -> LowBitKernel:
     """The state of the calling CTA.
 
     results: if traits.joins a MatmulResult of refs, else for each matmul the ref of the splits' sums.
@@ -240,7 +240,7 @@ def _state(traits: LowBitTraits, inputs: Inputs[Ref], results: Any, smem: Smem) 
     else:
         split = lax.div(cta, jnp.int32(traits.tiles))
     first = split * traits.steps_of_split
-    return Kernel(
+    return LowBitKernel(
         traits=traits,
         inputs=inputs,
         sums=[] if traits.joins else results,
@@ -253,7 +253,7 @@ def _state(traits: LowBitTraits, inputs: Inputs[Ref], results: Any, smem: Smem) 
     )
 
 
-def _kernel(kernel: Kernel) -> None:
+def _kernel(kernel: LowBitKernel) -> None:
     """Runs one warpgroup of a CTA: the memory warpgroup or a compute warpgroup."""
     wg, compute_wgs = lax.axis_index("wg"), kernel.traits.compute_wgs
     of_compute, of_memory = REGISTERS[compute_wgs]
@@ -271,7 +271,7 @@ def _kernel(kernel: Kernel) -> None:
         _multiply(kernel, wg)
 
 
-def _load(kernel: Kernel, i: Index) -> None:
+def _load(kernel: LowBitKernel, i: Index) -> None:
     """Starts to load the weights, scales and x of the CTA's step i, when the step's stage is free."""
     traits, smem = kernel.traits, kernel.smem
     slot = lax.rem(i, jnp.int32(traits.stages))
@@ -300,7 +300,7 @@ def _first_group(traits: LowBitTraits, step: Index) -> Index:
     return step * traits.scales_of_step
 
 
-def _multiply(kernel: Kernel, wg: Index) -> None:
+def _multiply(kernel: LowBitKernel, wg: Index) -> None:
     """Sums a compute warpgroup's 64 columns over the CTA's steps.
 
     It then stores the sums in device memory, or adds them to the sums of its cluster and runs the epilogue.
@@ -328,7 +328,7 @@ def _multiply(kernel: Kernel, wg: Index) -> None:
         _join(kernel, wg, scaled, columns)
 
 
-def _join(kernel: Kernel, wg: Index, sums: list[jax.Array], columns: Slice) -> None:
+def _join(kernel: LowBitKernel, wg: Index, sums: list[jax.Array], columns: Slice) -> None:
     """Adds the sums of all CTAs of the cluster for warpgroup wg's columns, and runs the epilogue in one of the CTAs.
 
     All CTAs of the cluster call it. Without a cluster, only the epilogue is left. sums: for each matmul, the calling
@@ -351,7 +351,7 @@ def _join(kernel: Kernel, wg: Index, sums: list[jax.Array], columns: Slice) -> N
         finish(split_k_reduce.joined_sums(exchange, wg, traits.splits, traits.rows))
 
 
-def _step(kernel: Kernel, wg: Index, slot: Index, nth: int, total: jax.Array) -> jax.Array:
+def _step(kernel: LowBitKernel, wg: Index, slot: Index, nth: int, total: jax.Array) -> jax.Array:
     """Returns total, float32 [64 columns, rows], plus a step's sums of matmul `nth`: 0 for x @ w, 1 for x @ w_up.
 
     slot: the slot that holds the step's operands.
@@ -364,7 +364,7 @@ def _step(kernel: Kernel, wg: Index, slot: Index, nth: int, total: jax.Array) ->
 
         def product(acc, parts=parts):
             for part in parts:
-                w = decoded(stored, traits.layout, traits.dtype, byte=part.byte, half=part.half, width=traits.width)
+                w = unpacked(stored, traits.layout, traits.dtype, byte=part.byte, half=part.half, width=traits.width)
                 plgpu.wgmma(acc, w, smem.x_tiles.at[slot, part.chunk].T)
             return acc[...]
 
@@ -378,4 +378,4 @@ def _step(kernel: Kernel, wg: Index, slot: Index, nth: int, total: jax.Array) ->
 
 def _spread(scale: jax.Array, x: jax.Array) -> jax.Array:
     """Returns the scales [columns] of columns of w in float32, broadcast to the shape [columns, rows] of x."""
-    return lax.broadcast_in_dim(formats.decode_scale(scale), x.shape, [0])
+    return lax.broadcast_in_dim(formats.unpack_scale(scale), x.shape, [0])

@@ -18,8 +18,8 @@ STEP_BYTES = 128  # bytes of each column of w in a step
 SHARED_MEMORY = 225 << 10  # bytes of a CTA's shared memory, without its barriers
 
 
-class Part(NamedTuple):
-    """The weights of a step, `width` for each column, that are decoded together and multiplied by one chunk of x.
+class WeightSlice(NamedTuple):
+    """The weights of a step, `width` for each column, that are unpacked together and multiplied by one chunk of x.
 
     byte: their first byte among the step's bytes of a column. half: with two 4-bit values in a byte, 0 for the low 4
     bits, 1 for the high 4 bits; otherwise 0. chunk: the index, in the step, of the chunk of x's columns. group: the
@@ -144,23 +144,23 @@ class LowBitTraits:
 
     @property
     def width(self) -> int:
-        """The number of values of a column that are decoded together, along the inner dimension: 32 or 64."""
+        """The number of values of a column that are unpacked together, along the inner dimension: 32 or 64."""
         return min(64, self.layout.unit // (2 if self.layout.is_packed else 1))
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[WeightSlice]:
         """The parts of a step, sorted by the group whose scale they use."""
         found = []
         halves, unit = (2 if self.layout.is_packed else 1), min(self.layout.unit_bytes, self.width)
         for nth, half in itertools.product(range(STEP_BYTES // unit), range(halves)):
             chunk = nth * halves + half
             group = 0 if self.layout.group is None else chunk * self.width // self.layout.group
-            found.append(Part(byte=nth * unit, half=half, chunk=chunk, group=group))
+            found.append(WeightSlice(byte=nth * unit, half=half, chunk=chunk, group=group))
         return found
 
     @property
     def stages(self) -> int:
-        """The number of stages of the ring: config.stages, or fewer if shared memory lacks room."""
+        """The number of stages of the pipeline: config.stages, or fewer if shared memory lacks room."""
         of_weights = self.weights * self.block_n * (STEP_BYTES + 4 * self.scales_of_step)
         room = SHARED_MEMORY - (4 * math.prod(self.exchange) if self.exchanges else 0)
         return min(self.config.stages, room // (of_weights + self.rows * self.block_k * 2))

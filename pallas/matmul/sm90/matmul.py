@@ -3,7 +3,7 @@
 The operands have 16 bits, or 8 bits with scales.
 
 One CTA runs on each SM, and takes one work tile of 128 x block_n after another. A memory warpgroup loads blocks of 128
-bytes of the inner dimension through a ring of stages, and runs ahead into the next work tile while the compute
+bytes of the inner dimension through a pipeline of stages, and runs ahead into the next work tile while the compute
 warpgroups store this tile. Each of two compute warpgroups owns 64 rows, whose sums stay in registers.
 
 Per step a CTA does 2 * 128 * block_n * 64 FLOPs on (128 + block_n) * 64 values: at block_n = 256 and 16 bits, 85 FLOPs
@@ -140,18 +140,18 @@ def _load_tile(kernel: Kernel, tile: WorkTile, nth: Index) -> None:
 
     lax.fori_loop(0, traits.steps, step, None)
     blocks = traits.block_m // ROWS
-    for i, name in enumerate(traits.operands):
+    for i, name in enumerate(traits.epilogue_inputs):
         for nth_rows in range(blocks):
             slot = _free_slot(kernel, nth * traits.fills + traits.steps + i * blocks + nth_rows)
-            ready = needed(kernel.smem.operands_ready).at[kernel.barrier_of(slot, nth)]
+            ready = needed(kernel.smem.epilogue_ready).at[kernel.barrier_of(slot, nth)]
             for first, width in traits.operand_parts:
                 rows, columns = pl.ds(tile.row + nth_rows * ROWS, ROWS), pl.ds(tile.column + first, width)
-                place = kernel.operand(slot, first, width)
-                plgpu.copy_gmem_to_smem(getattr(inputs, name).at[rows, columns], place, ready)
+                target = kernel.epilogue_input(slot, first, width)
+                plgpu.copy_gmem_to_smem(getattr(inputs, name).at[rows, columns], target, ready)
 
 
 def _free_slot(kernel: Kernel, number: Index) -> jax.Array:
-    """Waits until a stage of the ring is free to be filled, and returns the stage's index.
+    """Waits until a stage of the pipeline is free to be filled, and returns the stage's index.
 
     number: the number of times that the CTA has filled a stage before.
     """
@@ -205,12 +205,12 @@ def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> None
     sums = (promoted_sums if traits.is_8_bit else plain_sums)(kernel, wg, tile, nth)
     first, blocks = nth * traits.fills + traits.steps, traits.block_m // ROWS
     slot_of = lambda i: lax.rem(first + i, jnp.int32(traits.stages))
-    loaded = len(traits.operands) * blocks
+    loaded = len(traits.epilogue_inputs) * blocks
     for i in range(loaded):  # other warpgroups' operands too: each warpgroup must count the barriers' phases
-        plgpu.barrier_wait(needed(smem.operands_ready).at[kernel.barrier_of(slot_of(i), nth)])
+        plgpu.barrier_wait(needed(smem.epilogue_ready).at[kernel.barrier_of(slot_of(i), nth)])
     for half, of_half in enumerate(sums):
         mine = traits.block_of(wg, half)
-        slots = [slot_of(i * blocks + mine) for i in range(len(traits.operands))]
+        slots = [slot_of(i * blocks + mine) for i in range(len(traits.epilogue_inputs))]
         _epilogue(kernel, wg, tile, half, of_half, slots)
     for i in range(loaded):
         plgpu.barrier_arrive(smem.free.at[slot_of(i)])
@@ -219,8 +219,8 @@ def _compute_tile(kernel: Kernel, wg: Index, tile: WorkTile, nth: Index) -> None
 def _epilogue(kernel: Kernel, wg: Index, tile: WorkTile, half: int, sums: Sums, slots: Sequence[Index]) -> None:
     """Computes the epilogue of 64 rows, and stores it in parts of traits.columns columns, through alternating buffers.
 
-    half: the index of the 64 rows among the warpgroup's rows. slots: for each of traits.operands, the stage that holds
-    these rows.
+    half: the index of the 64 rows among the warpgroup's rows. slots: for each of traits.epilogue_inputs, the stage that
+    holds these rows.
     """
     traits, smem, results = kernel.traits, kernel.smem, kernel.results
     columns = traits.columns
@@ -235,16 +235,16 @@ def _epilogue(kernel: Kernel, wg: Index, tile: WorkTile, half: int, sums: Sums, 
             z = columns_of(sums.product, part, columns)
             up = None if sums.up is None else columns_of(sums.up, part, columns)
 
-            def operand(name):
-                if name not in traits.operands:
+            def epilogue_input(name):
+                if name not in traits.epilogue_inputs:
                     return _residual(
                         buffers.at[0], needed(smem.residual_ready).at[wg], kernel.inputs.residual.at[place]
                     )
-                found = kernel.operand(slots[traits.operands.index(name)], part * columns, columns)
+                found = kernel.epilogue_input(slots[traits.epilogue_inputs.index(name)], part * columns, columns)
                 return plgpu.load(found, layout=WGMMA).astype(jnp.float32)
 
             bias = None if sums.bias is None else sums.bias[part]
-            for i, (name, y) in enumerate(_results_of_part(kernel, z, up, bias, operand, place)):
+            for i, (name, y) in enumerate(_results_of_part(kernel, z, up, bias, epilogue_input, place)):
                 buffer = buffers.at[(part * len(traits.results) + i) % BUFFERS]
                 _store_part(buffer, y, getattr(results, name).at[place])
 
@@ -254,19 +254,19 @@ def _results_of_part(
     z: jax.Array,
     up: jax.Array | None,
     bias: jax.Array | None,
-    operand: Callable[[str], Any],
+    epilogue_input: Callable[[str], Any],
     place: tuple[Slice, Slice],
 ) -> Iterator[tuple[str, Any]]:
     """Yields (name of a field of MatmulResult, its float32 values [64, columns]) for a part of a work tile.
 
     z, up: the part's sums x @ w and x @ w_up, before scales; up is None without a gated unit. bias: of the part's
-    columns; None if it is not loaded yet. operand(name) loads "residual", "preactivation" or "up" in float32.
+    columns; None if it is not loaded yet. epilogue_input(name) loads "residual", "preactivation" or "up" in float32.
     `place`: the slices of rows and of columns of the result.
     """
     traits, inputs, options = kernel.traits, kernel.inputs, kernel.traits.options
     if traits.derives:
-        load_up = functools.partial(operand, "up") if traits.derives_up else None
-        yield from options.gradients(z, operand("preactivation"), load_up)
+        load_up = functools.partial(epilogue_input, "up") if traits.derives_up else None
+        yield from options.gradients(z, epilogue_input("preactivation"), load_up)
         return
     z = scaled(kernel, z, inputs.w_scale, *place)
     up = None if up is None else scaled(kernel, up, inputs.w_up_scale, *place)
@@ -278,7 +278,7 @@ def _results_of_part(
     if up is not None:
         out = out * up
     if traits.has_residual:
-        out = out + operand("residual")
+        out = out + epilogue_input("residual")
     yield "out", out
     if options.saves_preactivation:
         yield "preactivation", z

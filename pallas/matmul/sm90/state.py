@@ -172,7 +172,7 @@ class Traits:
 
     @property
     def stages(self) -> int:
-        """The number of stages of the ring: config.stages, or fewer if shared memory has no room for as many."""
+        """The number of stages of the pipeline: config.stages, or fewer if shared memory has no room for as many."""
         of_stage = (self.block_m + self.config.block_n) * DEPTH_BYTES
         of_results = self.compute_wgs * BUFFERS * ROWS * self.columns * self.out_dtype.itemsize
         return min(self.config.stages, (SHARED_MEMORY - of_results) // of_stage)
@@ -180,7 +180,7 @@ class Traits:
     @property
     def loads_residual(self) -> bool:
         """Whether there is a residual that the compute warpgroups load, instead of the memory warpgroup."""
-        return self.has_residual and "residual" not in self.operands
+        return self.has_residual and "residual" not in self.epilogue_inputs
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -191,11 +191,12 @@ class Traits:
         return ("out", *saved) if self.options.saves_preactivation else ("out",)
 
     @property
-    def operands(self) -> tuple[str, ...]:
-        """The names of the inputs [m, n] of the epilogue that the memory warpgroup loads through the ring of stages.
+    def epilogue_inputs(self) -> tuple[str, ...]:
+        """The names of the inputs [m, n] of the epilogue that the memory warpgroup loads through the pipeline of
+        stages.
 
-        They are fields of MatmulInputs, all in w's dtype. With pingpong the residual does not come through the ring:
-        its stages would block the other warpgroup's steps until the epilogue ends.
+        They are fields of MatmulInputs, all in w's dtype. With pingpong the residual does not come through the
+        pipeline: its stages would block the other warpgroup's steps until the epilogue ends.
         """
         if self.out_dtype != self.w_dtype:
             return ()
@@ -214,11 +215,11 @@ class Traits:
 
     @property
     def fills(self) -> int:
-        """The number of times that a work tile fills a stage of the ring.
+        """The number of times that a work tile fills a stage of the pipeline.
 
         This is once for each step, and once for each 64 rows of each operand of the epilogue.
         """
-        return self.steps + len(self.operands) * (self.block_m // ROWS)
+        return self.steps + len(self.epilogue_inputs) * (self.block_m // ROWS)
 
     @property
     def m_blocks(self) -> int:
@@ -255,7 +256,7 @@ class Traits:
         nth: the index of the CTA in the cluster; 0 without clusters. In a cluster, the tile may lie below the last row.
         """
         rows = pl.cdiv(self.m_blocks, self.cluster)
-        row, n_block = banded(index, rows, self.n_blocks, max(1, self.config.rows_together // self.cluster))
+        row, n_block = banded(index, rows, self.n_blocks, max(1, self.config.row_group // self.cluster))
         return WorkTile((row * self.cluster + nth) * self.block_m, n_block * self.block_n)
 
 
@@ -266,11 +267,11 @@ class Smem:
 
     x, w, w_up: [stages, rows, columns], the blocks of a step, as they lie in device memory. If traits.is_joined, w also
       holds w_up's block.
-    out: [warpgroups, buffers, 64, columns], the output buffers. A residual that does not come through the ring is
+    out: [warpgroups, buffers, 64, columns], the output buffers. A residual that does not come through the pipeline is
       loaded through the same buffers.
     ready, free: [stages], barriers: a step's operands have arrived, or have been read.
-    operands_ready: [stages], barriers: 64 rows of an operand of the epilogue have arrived. With pingpong ready and
-      operands_ready have [warpgroups * stages] barriers, because a thread must wait for each phase of a barrier.
+    epilogue_ready: [stages], barriers: 64 rows of an operand of the epilogue have arrived. With pingpong ready and
+      epilogue_ready have [warpgroups * stages] barriers, because a thread must wait for each phase of a barrier.
     second_ready: [stages], barriers: the weights of the second part of 8-bit columns have arrived.
     residual_ready: [warpgroups], barriers: a part of a warpgroup's residual has arrived.
     """
@@ -282,7 +283,7 @@ class Smem:
     ready: Barrier
     second_ready: Barrier | None
     free: Barrier
-    operands_ready: Barrier | None
+    epilogue_ready: Barrier | None
     residual_ready: Barrier | None
 
     @classmethod
@@ -303,7 +304,7 @@ class Smem:
             ),
             second_ready=barrier_ref(num_barriers=stages) if traits.has_second_part else None,
             free=_free_barrier(traits),
-            operands_ready=_operand_barriers(traits),
+            epilogue_ready=_operand_barriers(traits),
             residual_ready=barrier_ref(num_barriers=traits.compute_wgs) if traits.loads_residual else None,
         )
 
@@ -327,11 +328,11 @@ def _free_barrier(traits: Traits) -> Barrier:
 
 
 def _operand_barriers(traits: Traits) -> Barrier | None:
-    """The barriers of the epilogue's operands, one per stage; None without operands that come through the ring.
+    """The barriers of the epilogue's operands, one per stage; None without operands that come through the pipeline.
 
     A barrier waits for all copies of 64 rows. With pingpong there is one per stage and warpgroup.
     """
-    if not traits.operands:
+    if not traits.epilogue_inputs:
         return None
     return barrier_ref(num_arrivals=len(traits.operand_parts), num_barriers=_ready_barriers(traits))
 
@@ -370,7 +371,7 @@ class Kernel:
         return lax.while_loop(lambda carry: carry[0] < self.traits.tiles, body, start)[1]
 
     def barrier_of(self, slot: Index, nth: Index) -> Index:
-        """The index, in smem.ready and smem.operands_ready, of the barrier of stage `slot`.
+        """The index, in smem.ready and smem.epilogue_ready, of the barrier of stage `slot`.
 
         nth: the number of work tiles that the CTA took before. With pingpong each warpgroup has its own barriers.
         """
@@ -378,10 +379,10 @@ class Kernel:
             return slot
         return slot + self.traits.stages * lax.rem(nth, jnp.int32(self.traits.compute_wgs))
 
-    def operand(self, slot: Index, first: int, width: int) -> Ref:
+    def epilogue_input(self, slot: Index, first: int, width: int) -> Ref:
         """The shared memory of 64 rows and `width` columns of an operand of the epilogue, from column `first` on.
 
-        It is the memory of w's block in stage `slot` of the ring.
+        It is the memory of w's block in stage `slot` of the pipeline.
         """
         columns = pl.ds(first, width)
         return self.smem.w.at[slot, columns] if self.traits.options.transpose_w else self.smem.w.at[slot, :, columns]

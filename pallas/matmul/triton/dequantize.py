@@ -1,4 +1,4 @@
-"""Decodes low-bit weights to 16-bit values, in PTX on the two values of a register at once.
+"""Unpacks low-bit weights to 16-bit values, in PTX on the two values of a register at once.
 
 Triton's own conversions take one value at a time, and more instructions than there are cycles until memory delivers the
 next weights. jax_kernels.quantization.formats.numbers does the same in jnp, for the interpreter.
@@ -14,15 +14,15 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.quantization import formats
 from jax_kernels.quantization.formats import LowBit
 
-__all__ = ["assembly", "decoded"]
+__all__ = ["assembly", "unpacked"]
 
 # Selectors of prmt: bytes 0 and 1, or 2 and 3, of a register go to the two 16-bit halves of the result, each below or
 # above a byte of a second register.
 BELOW, ABOVE = ("0x4140", "0x4342"), ("0x1404", "0x3424")
 
 
-def decoded(stored: jax.Array, layout: LowBit, dtype: jnp.dtype, interpret: bool) -> list[jax.Array]:
-    """Decodes a unit of low-bit weights: a list of one array of values, or of two if a byte has two values.
+def unpacked(stored: jax.Array, layout: LowBit, dtype: jnp.dtype, interpret: bool) -> list[jax.Array]:
+    """Unpacks a unit of low-bit weights: a list of one array of values, or of two if a byte has two values.
 
     stored: the unit's bytes, [columns, unit_bytes] uint8 or int8. Each array of the result is [columns, unit_bytes] in
     the 16- or 32-bit `dtype`. With two values in a byte, the first array has the first half of the unit along the inner
@@ -53,7 +53,7 @@ def _typed(stored: jax.Array, layout: LowBit) -> jax.Array:
 
 @functools.cache
 def assembly(format: str, dtype: str, half: int = 0) -> str:
-    """Returns PTX that decodes the four bytes of register $2 to four 16-bit values, in the registers $0 and $1.
+    """Returns PTX that unpacks the four bytes of register $2 to four 16-bit values, in the registers $0 and $1.
 
     format: "int4", "int8", "mxfp4" or "mxfp8". dtype: "bfloat16", or any other for float16. half: for the formats with
     two values in a byte, 0 for the low 4 bits of each byte, 1 for the high 4 bits; otherwise not used.
@@ -65,7 +65,7 @@ def assembly(format: str, dtype: str, half: int = 0) -> str:
 
 
 def _of_int4(is_bf16: bool, half: int) -> list[str]:
-    """The PTX lines that decode int4, which is stored as u = value + 8.
+    """The PTX lines that unpack int4, which is stored as u = value + 8.
 
     They put the 4 bits u below a fixed exponent, which gives 128 + u in bfloat16 and 1024 + u in float16. Subtracting
     136 or 1032 gives u - 8. All steps are exact, also in the functions below.
@@ -81,7 +81,7 @@ def _of_int4(is_bf16: bool, half: int) -> list[str]:
 
 
 def _of_int8(is_bf16: bool, half: int) -> list[str]:
-    """The PTX lines that decode int8. half is not used.
+    """The PTX lines that unpack int8. half is not used.
 
     bfloat16: 128 plus the low 7 bits, minus 128, or minus 256 if the sign is set. float16: the byte with its sign bit
     flipped goes below a fixed exponent, which gives 1152 + value; then 1152 is subtracted.
@@ -104,7 +104,7 @@ def _of_int8(is_bf16: bool, half: int) -> list[str]:
 
 
 def _of_e2m1(is_bf16: bool, half: int) -> list[str]:
-    """The PTX lines that decode mxfp4 values: 1 sign bit, 2 exponent bits and 1 mantissa bit.
+    """The PTX lines that unpack mxfp4 values: 1 sign bit, 2 exponent bits and 1 mantissa bit.
 
     The sign moves to the highest bit of the result, and the other bits to its low exponent and high mantissa bits. A
     factor corrects the exponent's bias: 2**126 in bfloat16, 2**14 in float16. Subnormal values are exact too.
@@ -125,7 +125,7 @@ def _of_e2m1(is_bf16: bool, half: int) -> list[str]:
 
 
 def _of_e4m3(is_bf16: bool, half: int) -> list[str]:
-    """The PTX lines that decode mxfp8 values: 1 sign bit, 4 exponent bits and 3 mantissa bits. half is not used.
+    """The PTX lines that unpack mxfp8 values: 1 sign bit, 4 exponent bits and 3 mantissa bits. half is not used.
 
     The sign moves to the highest bit of the result, and the other bits to its low exponent and high mantissa bits. A
     factor corrects the exponent's bias: 2**120 in bfloat16, 2**8 in float16. The largest code without sign, 127, is

@@ -1,8 +1,8 @@
 """The Triton matmul of x and low-bit weights, with the matmul's epilogue.
 
 Device memory is read at 4 or 8 bits per weight. A program loads the stored values of block_n columns, [block_n, bytes],
-through the ring of stages that Triton makes of the loop, and decodes them exactly to 16-bit values in registers. The
-products of values that share a scale are summed first, and the sum is scaled in float32, so that weights are not
+through the pipeline of stages that Triton makes of the loop, and unpacks them exactly to 16-bit values in registers.
+The products of values that share a scale are summed first, and the sum is scaled in float32, so that weights are not
 rounded.
 
 If there are few work tiles, several programs split a tile's inner dimension, as in the 16-bit matmul.
@@ -22,10 +22,10 @@ from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitTriton
 from jax_kernels.pallas.kernel_types import Index, Ref
 from jax_kernels.pallas.matmul.refs import MatmulInputRefs, MatmulResultRefs
 from jax_kernels.pallas.matmul.triton import matmul as plain
-from jax_kernels.pallas.matmul.triton.dequantize import decoded
-from jax_kernels.pallas.matmul.triton.state import Part, Span, Sums, Traits
+from jax_kernels.pallas.matmul.triton.dequantize import unpacked
+from jax_kernels.pallas.matmul.triton.state import Span, Sums, Tile, Traits
 from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, iota
-from jax_kernels.quantization.formats import LowBit, decode_scale
+from jax_kernels.quantization.formats import LowBit, unpack_scale
 
 __all__ = ["LowBitTraits", "matmul"]
 
@@ -124,7 +124,7 @@ def _split_kernel(traits: LowBitTraits, inputs: MatmulInputRefs, results: Sums) 
     plain.store_split(traits, functools.partial(_sums, traits, inputs), results)
 
 
-def _sums(traits: LowBitTraits, inputs: MatmulInputRefs, tile: Part, first: Index, last: Index) -> Sums:
+def _sums(traits: LowBitTraits, inputs: MatmulInputRefs, tile: Tile, first: Index, last: Index) -> Sums:
     """The float32 sums of a work tile, x @ w and x @ w_up, over the steps from `first` up to, not including, `last`."""
     layout, weights = traits.layout, [w for w in (inputs.w, inputs.w_up) if w is not None]
     scales = [scale for scale in (inputs.w_scale, inputs.w_up_scale) if scale is not None]
@@ -143,7 +143,7 @@ def _sums(traits: LowBitTraits, inputs: MatmulInputRefs, tile: Part, first: Inde
 
 def _unit(
     traits: LowBitTraits,
-    tile: Part,
+    tile: Tile,
     x_ref: Ref,
     weights: list[Ref],
     scales: list[Ref],
@@ -159,12 +159,12 @@ def _unit(
     parts = 2 if layout.is_packed else 1
     size = layout.unit // parts
     xs = [traits.load_x(x_ref, tile.rows, unit * layout.unit + nth * size, size) for nth in range(parts)]
-    stored = Part(tile.columns, Span(start=unit * layout.unit_bytes, size=layout.unit_bytes, length=layout.unit_bytes))
+    stored = Tile(tile.columns, Span(start=unit * layout.unit_bytes, size=layout.unit_bytes, length=layout.unit_bytes))
     of_unit, found = layout.scales_of_unit, []
     for total, w, scale_ref in zip(sums, weights, scales, strict=True):
         # Loaded before the products, which hide the wait for the loads.
         factors = [_scale(tile, scale_ref, _group(layout, unit, nth)) for nth in range(of_unit)]
-        halves = decoded(stored.load(w), layout, dtype, traits.interpret)
+        halves = unpacked(stored.load(w), layout, dtype, traits.interpret)
         products = [functools.partial(traits.dot, x, half) for x, half in zip(xs, halves, strict=True)]
         if of_unit == len(products) and factors:
             for product, factor in zip(products, factors, strict=True):
@@ -185,11 +185,11 @@ def _group(layout: LowBit, unit: Index, nth: int) -> Index:
     return unit * layout.scales_of_unit + nth
 
 
-def _scale(tile: Part, ref: Ref, group: Index) -> jax.Array:
+def _scale(tile: Tile, ref: Ref, group: Index) -> jax.Array:
     """Loads the scales of a work tile's columns, [1, columns] float32.
 
     ref: [groups, n]. group: the index of the values along the inner dimension that share a scale.
     """
     mask = tile.columns.exists
     other = None if mask is None else jnp.zeros((), ref.dtype)
-    return decode_scale(plgpu.load(ref.at[group, tile.columns.slice], mask=mask, other=other))[None]
+    return unpack_scale(plgpu.load(ref.at[group, tile.columns.slice], mask=mask, other=other))[None]

@@ -23,7 +23,7 @@ from jax_kernels.inputs.matmul import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.kernel_types import Index
 from jax_kernels.pallas.matmul.refs import MatmulInputRefs, MatmulResultRefs
-from jax_kernels.pallas.matmul.triton.state import EpilogueTraits, Part, Span, Sums, Traits
+from jax_kernels.pallas.matmul.triton.state import EpilogueTraits, Span, Sums, Tile, Traits
 from jax_kernels.pallas.triton.tensors import fit
 from jax_kernels.pallas.varying import result_types
 
@@ -170,7 +170,7 @@ def _join_kernel(traits: EpilogueTraits, given: tuple[MatmulInputRefs, Sums], re
     """
     inputs, sums = given
     rows, columns = fit(JOINED_ROWS, traits.m), fit(JOINED_COLUMNS, traits.n)
-    tile = Part(
+    tile = Tile(
         rows=Span(start=pl.program_id(0) * rows, size=rows, length=traits.m),
         columns=Span(start=pl.program_id(1) * columns, size=columns, length=traits.n),
     )
@@ -185,7 +185,7 @@ def _join_kernel(traits: EpilogueTraits, given: tuple[MatmulInputRefs, Sums], re
     epilogue(traits, tile, Sums(*(None if ref is None else total(ref) for ref in sums)), inputs, results)
 
 
-def _sums(traits: Traits, inputs: MatmulInputRefs, tile: Part, first: Index, last: Index) -> Sums:
+def _sums(traits: Traits, inputs: MatmulInputRefs, tile: Tile, first: Index, last: Index) -> Sums:
     """The float32 sums of a work tile, x @ w and x @ w_up, over the steps from `first` up to, not including, `last`.
 
     With an x_up, x_up @ w_up is added to x @ w instead.
@@ -196,8 +196,8 @@ def _sums(traits: Traits, inputs: MatmulInputRefs, tile: Part, first: Index, las
     def products(x_ref, weights, sums):
         def step(i, sums):
             depth = traits.depth(i)
-            x = (Part(depth, tile.rows) if options.transpose_x else Part(tile.rows, depth)).load(x_ref)
-            of_w = Part(tile.columns, depth) if options.transpose_w else Part(depth, tile.columns)
+            x = (Tile(depth, tile.rows) if options.transpose_x else Tile(tile.rows, depth)).load(x_ref)
+            of_w = Tile(tile.columns, depth) if options.transpose_w else Tile(depth, tile.columns)
             return [total + traits.dot(x, of_w.load(w)) for total, w in zip(sums, weights, strict=True)]
 
         return lax.fori_loop(first, last, step, sums)
@@ -209,7 +209,7 @@ def _sums(traits: Traits, inputs: MatmulInputRefs, tile: Part, first: Index, las
 
 
 def epilogue(
-    traits: EpilogueTraits, tile: Part, sums: Sums, inputs: MatmulInputRefs, results: MatmulResultRefs
+    traits: EpilogueTraits, tile: Tile, sums: Sums, inputs: MatmulInputRefs, results: MatmulResultRefs
 ) -> None:
     """Computes the epilogue of a work tile in float32, and stores the results.
 
@@ -223,7 +223,7 @@ def epilogue(
 
 
 def _store_part(
-    traits: EpilogueTraits, part: Part, sums: Sums, inputs: MatmulInputRefs, results: MatmulResultRefs
+    traits: EpilogueTraits, part: Tile, sums: Sums, inputs: MatmulInputRefs, results: MatmulResultRefs
 ) -> None:
     """Computes the epilogue of a part of a work tile in float32, and stores the results."""
     z = sums.product

@@ -118,10 +118,10 @@ class Traits:
         """The number of programs for a work tile, each with a part (a split) of the inner dimension."""
         return pl.cdiv(self.k_steps, self.steps_of_split)
 
-    def tile(self, index: Index) -> "Part":
+    def tile(self, index: Index) -> "Tile":
         """The rows and columns of the result that are work tile `index`."""
-        m_block, n_block = banded(index, self.m_blocks, self.n_blocks, self.config.rows_together)
-        return Part(
+        m_block, n_block = banded(index, self.m_blocks, self.n_blocks, self.config.row_group)
+        return Tile(
             rows=Span(start=m_block * self.block_m, size=self.block_m, length=self.m),
             columns=Span(start=n_block * self.block_n, size=self.block_n, length=self.n),
         )
@@ -164,7 +164,7 @@ class Span(NamedTuple):
         return row_mask(self.start, self.size, self.length, self.block)
 
 
-class Part(NamedTuple):
+class Tile(NamedTuple):
     """A part of a matrix: the values in these rows and columns."""
 
     rows: Span
@@ -179,7 +179,7 @@ class Part(NamedTuple):
         """Whether the matrix has each value, bool of this shape; None if it has all values."""
         return both(self.rows.exists, self.columns.exists, self.shape)
 
-    def parts(self, columns: int) -> list["Part"]:
+    def parts(self, columns: int) -> list["Tile"]:
         """Cuts this part into parts of at most `columns` columns, from left to right."""
         whole = self.columns
         size = min(columns, whole.size)

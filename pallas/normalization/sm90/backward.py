@@ -1,8 +1,8 @@
 """The backward of layer_norm and rms_norm on Hopper: x and dout are read once, and dx is written once.
 
-It runs like the forward, with one CTA per SM, whose groups claim blocks one by one. dx overwrites x in the ring. The
-sums of dscale and dbias stay in float32 registers from a warpgroup's first block to its last. A CTA then adds the sums
-of its groups in shared memory, and XLA adds the sums of the CTAs.
+It runs like the forward, with one CTA per SM, whose groups claim blocks one by one. dx overwrites x in the pipeline.
+The sums of dscale and dbias stay in float32 registers from a warpgroup's first block to its last. A CTA then adds the
+sums of its groups in shared memory, and XLA adds the sums of the CTAs.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import RegisterLayout
 from jax_kernels.pallas.mosaic.registers import as_float32
 from jax_kernels.pallas.normalization.refs import NormGradientRefs
-from jax_kernels.pallas.normalization.sm90.state import Place, Smem, Warpgroup, sum_of_parts, wide
+from jax_kernels.pallas.normalization.sm90.state import RowBlock, Smem, Warpgroup, sum_of_parts, wide
 from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, LINES, WARPS, Traits
 
 SUMS = ("scale", "bias")
-X, DOUT, DTOTAL = range(3)  # indices of the rings
+X, DOUT, DTOTAL = range(3)  # indices of the pipelines
 
 
 class _Arrays[A: jax.Array | Ref](NamedTuple):
@@ -124,10 +124,10 @@ def norm_backward(
 def _kernel(traits: Traits, given: _Arrays, gradients: NormGradientRefs, smem: Smem) -> None:
     """Runs one warpgroup of a CTA."""
     names = tuple(name for name in SUMS if getattr(gradients, name) is not None)
-    rings, totals = tuple(smem.memory) if names else (smem.memory, None)
+    pipelines, totals = tuple(smem.memory) if names else (smem.memory, None)
     arrays = tuple(x for x in (given.x, given.dout, given.dtotal) if x is not None)
     worker = Warpgroup(
-        traits=traits, smem=smem, rings=rings, arrays=arrays, wg=lax.axis_index("wg"), counter=given.counter
+        traits=traits, smem=smem, pipelines=pipelines, arrays=arrays, wg=lax.axis_index("wg"), counter=given.counter
     )
     backward = _Backward(worker=worker, given=given, gradients=gradients, names=names)
     worker.load_first()
@@ -182,19 +182,19 @@ class _Backward:
         mean = None if self.given.mean is None else self.worker.load_numbers(block, self.given.mean)
         return _Numbers(mean=mean, inverse=self.worker.load_numbers(block, self.given.inverse))
 
-    def step(self, place: Place, state: tuple[_Numbers, Any]) -> tuple[_Numbers, Any]:
+    def step(self, row_block: RowBlock, state: tuple[_Numbers, Any]) -> tuple[_Numbers, Any]:
         """Stores dx of a block, and adds the block's terms to the sums for dscale and dbias.
 
         state: (the block's statistics, the sums). The sums are {weight's name: [for each line, float32 [4, 1, 128]]}.
         Returns (the next block's statistics, the new sums).
         """
         worker, (numbers, sums) = self.worker, state
-        following = self.load_numbers(place.following)  # loaded early, for the next step
-        mean_g, mean_normed = self._means(place, numbers)
+        following = self.load_numbers(row_block.following)  # loaded early, for the next step
+        mean_g, mean_normed = self._means(row_block, numbers)
         factor = mean_normed * numbers.inverse
         sums = {name: list(of_lines) for name, of_lines in sums.items()}
         for line in range(worker.traits.lines):
-            centred, dout, g = self._line(place, numbers, line)
+            centred, dout, g = self._line(row_block, numbers, line)
             normed = centred * wide(numbers.inverse, centred)
             added = {"scale": dout * normed, "bias": dout}
             for name in self.names:
@@ -203,28 +203,28 @@ class _Backward:
             dx = g * wide(numbers.inverse, g)
             dx = (dx if mean_g is None else dx - wide(mean_g * numbers.inverse, g)) - normed * wide(factor, g)
             if self.given.dtotal is not None:
-                dx = dx + self._read(DTOTAL, place, line)
-            to = worker.slot(X, place).at[:, pl.ds(line, 1)]
+                dx = dx + self._read(DTOTAL, row_block, line)
+            to = worker.slot(X, row_block).at[:, pl.ds(line, 1)]
             to[...] = dx.astype(to.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(worker.slot(X, place), self.gradients.x.at[worker.parts(place.block)])
+        plgpu.copy_smem_to_gmem(worker.slot(X, row_block), self.gradients.x.at[worker.parts(row_block.index)])
         return following, sums
 
-    def _read(self, array: int, place: Place, line: int) -> jax.Array:
+    def _read(self, array: int, row_block: RowBlock, line: int) -> jax.Array:
         """Line `line` (128 columns) of each of the 4 warps' parts of a block, in float32, [4, 1, 128].
 
         array: X, DOUT or DTOTAL.
         """
-        ref = self.worker.slot(array, place).at[:, pl.ds(line, 1)]
+        ref = self.worker.slot(array, row_block).at[:, pl.ds(line, 1)]
         return as_float32(plgpu.load(ref, layout=BLOCK, optimized=False), BLOCK)
 
-    def _line(self, place: Place, numbers: _Numbers, line: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _line(self, row_block: RowBlock, numbers: _Numbers, line: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(x - mean, dout, dout * (scale + scale_offset)) of one line, each float32 [4, 1, 128].
 
         line: the index of 128 columns in the part of a row that each warp has. mean counts as 0 for rms_norm, the last
         factor as 1 without a scale.
         """
-        x, dout = (self._read(array, place, line) for array in (X, DOUT))
+        x, dout = (self._read(array, row_block, line) for array in (X, DOUT))
         centred = x if numbers.mean is None else x - wide(numbers.mean, x)
         if self.given.scale is None:
             return centred, dout, dout
@@ -233,7 +233,7 @@ class _Backward:
         weight = self.worker.wide_weights(weight, self.worker.traits.options.scale_offset)
         return centred, dout, dout * weight
 
-    def _means(self, place: Place, numbers: _Numbers) -> tuple[jax.Array | None, jax.Array]:
+    def _means(self, row_block: RowBlock, numbers: _Numbers) -> tuple[jax.Array | None, jax.Array]:
         """(mean(g), mean(g * normed)) of each row of a block; mean(g) is None for rms_norm.
 
         g is dout * (scale + scale_offset), and normed is (x - mean) * inverse. A mean is a scalar for a block of one
@@ -242,11 +242,11 @@ class _Backward:
         traits = self.worker.traits
         found = [_zeros() for _ in range(1 if numbers.mean is None else 2)]
         for line in range(traits.lines):
-            centred, _, g = self._line(place, numbers, line)
+            centred, _, g = self._line(row_block, numbers, line)
             found = [x + y for x, y in zip(found, (g * centred, g), strict=False)]
         found = [sum_of_parts(x) for x in found]
         if traits.is_split:
-            found = [cast(jax.Array, sum(of_parts)) for of_parts in self.worker.exchange(place, *found)]
+            found = [cast(jax.Array, sum(of_parts)) for of_parts in self.worker.exchange(row_block, *found)]
         found = [x * (1 / traits.columns) for x in found]
         return (None if numbers.mean is None else found[1]), found[0] * numbers.inverse
 
@@ -254,8 +254,8 @@ class _Backward:
         """Adds the sums of all warpgroups of the CTA that have the same columns, and stores them for dscale and dbias.
 
         sums: {weight's name: [for each line, float32 [4, 1, 128]]} of this warpgroup. totals: a ref
-        [weights, groups, warps, lines, 128] in shared memory, which overlaps the rings. The results go to this CTA's
-        entry of the gradients in device memory.
+        [weights, groups, warps, lines, 128] in shared memory, which overlaps the pipelines. The results go to this
+        CTA's entry of the gradients in device memory.
         """
         worker, traits = self.worker, self.worker.traits
         if not self.names:
@@ -266,7 +266,7 @@ class _Backward:
                 for line in range(traits.lines):
                     self._sums_of_cta(name)[mine, pl.ds(line, 1)] = sums[name][line]
             return
-        worker.wait_for_all()  # the totals overwrite all rings
+        worker.wait_for_all()  # the totals overwrite all pipelines
         for i, name in enumerate(self.names):
             for line in range(traits.lines):
                 totals[i, worker.group, mine, pl.ds(line, 1)] = sums[name][line]

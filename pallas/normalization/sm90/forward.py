@@ -1,7 +1,7 @@
 """The forward of layer_norm and rms_norm on Hopper: each row is read once and written once.
 
-Each group, one warpgroup or several that work on one row, has a ring of blocks of rows in shared memory, and loads
-blocks ahead of its computation. The output overwrites x in the ring, and is copied to device memory from there.
+Each group, one warpgroup or several that work on one row, has a pipeline of blocks of rows in shared memory, and loads
+blocks ahead of its computation. The output overwrites x in the pipeline, and is copied to device memory from there.
 
 Memory is not equally fast for all SMs: with equal shares of the rows, the slowest SM would finish last. Therefore a CTA
 takes a few neighbouring blocks, and several CTAs run on an SM at once. If only one CTA fits, it runs to the end, and
@@ -23,7 +23,7 @@ from jax_kernels.pallas.kernel_types import Ref
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.registers import as_float32
 from jax_kernels.pallas.normalization.refs import NormInputRefs, NormResultRefs
-from jax_kernels.pallas.normalization.sm90.state import Place, Smem, Warpgroup, sum_of_parts, wide
+from jax_kernels.pallas.normalization.sm90.state import RowBlock, Smem, Warpgroup, sum_of_parts, wide
 from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, Traits
 
 
@@ -96,7 +96,7 @@ def _kernel(
     worker = Warpgroup(
         traits=traits,
         smem=smem,
-        rings=smem.memory,
+        pipelines=smem.memory,
         arrays=arrays,
         wg=lax.axis_index("wg"),
         counter=counter,
@@ -121,44 +121,44 @@ class _Forward:
     scale: jax.Array
     bias: jax.Array | None
 
-    def step(self, place: Place, state: Any) -> Any:
+    def step(self, row_block: RowBlock, state: Any) -> Any:
         """Computes a block's out and statistics, and starts to store them. Returns `state` unchanged."""
         worker, options = self.worker, self.worker.traits.options
-        x = self._load(place)
-        mean, inverse = self._statistics(place, x)
+        x = self._load(row_block)
+        mean, inverse = self._statistics(row_block, x)
         out = x if mean is None else x - wide(mean, x)
         out = out * wide(inverse, x)
         if self.scale is not None:
             out = out * worker.wide_weights(worker.kept(self.scale), options.scale_offset)
         if self.bias is not None:
             out = out + worker.wide_weights(worker.kept(self.bias))
-        to = worker.slot(worker.traits.copies - 1, place)
+        to = worker.slot(worker.traits.copies - 1, row_block)
         to[...] = out.astype(to.dtype)
         plgpu.commit_smem()
-        parts = worker.parts(place.block)
+        parts = worker.parts(row_block.index)
         plgpu.copy_smem_to_gmem(to, self.results.out.at[parts])
         if self.results.total is not None:
-            plgpu.copy_smem_to_gmem(worker.slot(0, place), self.results.total.at[parts])
-        worker.store_numbers(place, self.results.inverse, inverse)
+            plgpu.copy_smem_to_gmem(worker.slot(0, row_block), self.results.total.at[parts])
+        worker.store_numbers(row_block, self.results.inverse, inverse)
         if mean is not None:
-            worker.store_numbers(place, self.results.mean, mean)
+            worker.store_numbers(row_block, self.results.mean, mean)
         return state
 
-    def _load(self, place: Place) -> jax.Array:
+    def _load(self, row_block: RowBlock) -> jax.Array:
         """The block's x in float32, [4 parts, lines, 128].
 
-        With a residual: x + residual, rounded to x's dtype, which also overwrites x in the ring.
+        With a residual: x + residual, rounded to x's dtype, which also overwrites x in the pipeline.
         """
         worker = self.worker
-        read = lambda i: as_float32(plgpu.load(worker.slot(i, place), layout=BLOCK, optimized=False), BLOCK)
+        read = lambda i: as_float32(plgpu.load(worker.slot(i, row_block), layout=BLOCK, optimized=False), BLOCK)
         if worker.traits.copies == 1:
             return read(0)
-        to = worker.slot(0, place)
+        to = worker.slot(0, row_block)
         total = (read(0) + read(1)).astype(to.dtype)
         to[...] = total
         return as_float32(total, BLOCK)
 
-    def _statistics(self, place: Place, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    def _statistics(self, row_block: RowBlock, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
         """(mean, inverse) of the block's rows: scalars for a block of one row, otherwise [4]. mean: None for rms_norm.
 
         x: the block in float32, [4 parts, lines, 128]. inverse is 1 / sqrt(variance + eps); for rms_norm, the mean of
@@ -170,12 +170,12 @@ class _Forward:
         if not traits.options.is_centred:
             squares = sum_of_parts(jnp.square(x))
             if traits.is_split:
-                squares = cast(jax.Array, sum(self.worker.exchange(place, squares)[0]))
+                squares = cast(jax.Array, sum(self.worker.exchange(row_block, squares)[0]))
             return None, self._inverse(squares)
         mean = sum_of_parts(x) * (1 / count)
         squares = sum_of_parts(jnp.square(x - wide(mean, x)))
         if traits.is_split:
-            means, of_parts = self.worker.exchange(place, mean, squares)
+            means, of_parts = self.worker.exchange(row_block, mean, squares)
             mean = cast(jax.Array, sum(means)) * (1 / traits.row_parts)
             squares = cast(jax.Array, sum(of_parts)) + cast(jax.Array, sum(jnp.square(x - mean) for x in means)) * count
         return mean, self._inverse(squares)

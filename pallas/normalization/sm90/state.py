@@ -32,7 +32,7 @@ class Smem:
     A group is the warpgroups that work on one block at a time. A turn is the time in which a group works on one block.
     A part is the columns of a row that one warp has, as lines of 128 columns.
 
-    memory: the rings, one for each loaded array, each [warpgroups, stages, 4 parts, lines, 128]. At the end of a
+    memory: the pipelines, one for each loaded array, each [warpgroups, stages, 4 parts, lines, 128]. At the end of a
       backward the same memory holds float32 sums of the weights' gradients, [weights, groups, parts, lines, 128].
     ready: [warpgroups * stages], barriers: a warpgroup's loads into a stage have arrived.
     sums: [groups, 2, 2, parts of a row], float32: for even and odd turns, up to two values of each part, which the
@@ -64,12 +64,12 @@ class Smem:
         forward. scale_dtype: of the scale; only needed if traits.keeps_scale.
         """
         shape = (traits.warpgroups, traits.stages, WARPS, traits.lines, LINE)
-        rings = tuple(smem_ref(shape, dtype) for _ in range(traits.copies))
+        pipelines = tuple(smem_ref(shape, dtype) for _ in range(traits.copies))
         totals = smem_ref((max(1, weights), traits.groups, traits.block_parts, traits.lines, LINE), jnp.float32)
         interpreted = interpreter.INTERPRETED
         of_cluster = cast(Barrier, plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.members))
         return cls(
-            memory=plgpu.RefUnion(rings, totals) if weights else rings,
+            memory=plgpu.RefUnion(pipelines, totals) if weights else pipelines,
             ready=barrier_ref(num_arrivals=traits.copies, num_barriers=traits.warpgroups * traits.stages),
             sums=smem_ref((traits.groups, 2, 2, traits.row_parts), jnp.float32) if traits.is_split else None,
             scale=smem_ref((traits.row_warps, traits.lines, LINE), needed(scale_dtype)) if traits.keeps_scale else None,
@@ -81,14 +81,14 @@ class Smem:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """The block that a warpgroup works on, as traced integers.
+class RowBlock:
+    """The block of rows that a warpgroup works on, as traced integers.
 
-    block: its index. following: the index of the group's next block; it is past the last block if none is left.
-    turn: the number of blocks that the group has finished. slot: the slot that holds the block, in all rings.
+    index: of the block. following: the index of the group's next block; it is past the last block if none is left.
+    turn: the number of blocks that the group has finished. slot: the slot that holds the block, in all pipelines.
     """
 
-    block: Index
+    index: Index
     following: Index
     turn: Index
     slot: Index
@@ -101,16 +101,16 @@ class Warpgroup:
     A group is the warpgroups that work on one block of rows at a time. A part is the columns of a row that one warp
     has, as lines of 128 columns.
 
-    rings: refs in shared memory, one for each array, each [warpgroups, stages, 4 parts, lines, 128]. arrays: refs in
-    device memory, [parts, lines, 128], from which the rings are loaded. wg: the warpgroup's index in the CTA. counter:
-    int32 [1] in device memory, the number of claimed blocks, or None. exchanged: [blocks, values, parts of a row] in
-    device memory, for the interpreter only: the values that the CTAs of a cluster otherwise store in each other's
-    shared memory.
+    pipelines: refs in shared memory, one for each array, each [warpgroups, stages, 4 parts, lines, 128]. arrays: refs
+    in device memory, [parts, lines, 128], from which the pipelines are loaded. wg: the warpgroup's index in the CTA.
+    counter: int32 [1] in device memory, the number of claimed blocks, or None. exchanged: [blocks, values, parts of a
+    row] in device memory, for the interpreter only: the values that the CTAs of a cluster otherwise store in each
+    other's shared memory.
     """
 
     traits: Traits
     smem: Smem
-    rings: tuple[Ref, ...]
+    pipelines: tuple[Ref, ...]
     arrays: tuple[Ref, ...]
     wg: Index
     counter: Ref | None = None
@@ -153,15 +153,16 @@ class Warpgroup:
         return jnp.minimum(count, turns) if turns else count
 
     def load_first(self) -> None:
-        """Starts to load this warpgroup's parts of the group's first blocks, into all slots of its rings but the last.
+        """Starts to load this warpgroup's parts of the group's first blocks, into all slots of its pipelines but the
+        last.
 
         If the group has fewer blocks, the other slots stay empty.
         """
         for turn in range(self.traits.stages - 1):
             pl.when(turn < self.count)(functools.partial(self._load, self.first + turn * self.traits.stride, turn))
 
-    def for_each_block[State](self, step: Callable[[Place, State], State], state: State, stores: int) -> State:
-        """Calls `step(place, state) -> state` for each of the group's blocks, and returns the last state.
+    def for_each_block[State](self, step: Callable[[RowBlock, State], State], state: State, stores: int) -> State:
+        """Calls `step(row_block, state) -> state` for each of the group's blocks, and returns the last state.
 
         load_first must have been called. Each block is loaded stages - 1 turns ahead, when the stores from its slot
         have read the slot. stores: the number of copies from shared to device memory that a call of `step` starts.
@@ -174,7 +175,7 @@ class Warpgroup:
         def body(turn, carry):
             slot, state = carry
             block = first + turn * stride
-            state = self._turn(step, Place(block=block, following=block + stride, turn=turn, slot=slot), state)
+            state = self._turn(step, RowBlock(index=block, following=block + stride, turn=turn, slot=slot), state)
             self._load_ahead(first + (turn + ahead) * stride, turn + ahead < count, slot, stores)
             return self._next(slot), state
 
@@ -182,7 +183,9 @@ class Warpgroup:
         plgpu.wait_smem_to_gmem(0)
         return state
 
-    def _for_each_claimed_block[State](self, step: Callable[[Place, State], State], state: State, stores: int) -> State:
+    def _for_each_claimed_block[State](
+        self, step: Callable[[RowBlock, State], State], state: State, stores: int
+    ) -> State:
         """Calls `step` for each of the group's blocks and returns the last state, where groups claim their blocks.
 
         The first stages - 1 blocks of a group are fixed. From then on, the first group that is ready to load takes the
@@ -194,8 +197,8 @@ class Warpgroup:
 
         def body(carry):
             turn, slot, blocks, state = carry
-            place = Place(block=blocks[0], following=blocks[1], turn=turn, slot=slot)
-            state = self._turn(step, place, state)  # the step has a barrier, after which the claim is visible
+            row_block = RowBlock(index=blocks[0], following=blocks[1], turn=turn, slot=slot)
+            state = self._turn(step, row_block, state)  # the step has a barrier, after which the claim is visible
             new = claimed_before + needed(self.smem.claimed)[self.group, lax.rem(turn, jnp.int32(2))]
             self._load_ahead(new, new < traits.blocks, slot, stores)
             self._claim(turn + 1)
@@ -214,22 +217,22 @@ class Warpgroup:
         number of blocks that all groups of the launch have without a claim, stages - 1 each. turn: the group's turn,
         whose parity selects one of its two entries of smem.claimed. Only the group's first warpgroup claims.
         """
-        place = needed(self.smem.claimed).at[self.group, pl.ds(lax.rem(turn, jnp.int32(2)), 1)]
+        entry = needed(self.smem.claimed).at[self.group, pl.ds(lax.rem(turn, jnp.int32(2)), 1)]
 
         @pl.when(self.member == 0)
         def _():
             if interpreter.INTERPRETED:  # without atomic additions: each group claims an equal share
-                place[0] = self.first + turn * self.traits.stride
+                entry[0] = self.first + turn * self.traits.stride
             else:
-                count_up(self.counter, place)
+                count_up(self.counter, entry)
 
-    def _turn[State](self, step: Callable[[Place, State], State], place: Place, state: State) -> State:
+    def _turn[State](self, step: Callable[[RowBlock, State], State], row_block: RowBlock, state: State) -> State:
         """Waits for the loads of a block, and returns the result of `step` for it."""
-        plgpu.barrier_wait(self.smem.ready.at[self.wg * self.traits.stages + place.slot])
-        return step(place, state)
+        plgpu.barrier_wait(self.smem.ready.at[self.wg * self.traits.stages + row_block.slot])
+        return step(row_block, state)
 
     def _next(self, slot: Index) -> jax.Array:
-        """The slot after `slot` in the ring."""
+        """The slot after `slot` in the pipeline."""
         return jnp.where(slot == self.traits.stages - 1, 0, slot + 1)
 
     def _load_ahead(self, block: Index, exists: jax.Array, slot: Index, stores: int) -> None:
@@ -245,18 +248,18 @@ class Warpgroup:
             self._load(block, jnp.where(slot == 0, self.traits.stages - 1, slot - 1))
 
     def _load(self, block: Index, slot: Index) -> None:
-        """Starts the copies of this warpgroup's parts of block `block` into a slot of its rings."""
-        for gmem, ring in zip(self.arrays, self.rings, strict=True):
+        """Starts the copies of this warpgroup's parts of block `block` into a slot of its pipelines."""
+        for gmem, pipeline in zip(self.arrays, self.pipelines, strict=True):
             ready = self.smem.ready.at[self.wg * self.traits.stages + slot]
-            plgpu.copy_gmem_to_smem(gmem.at[self.parts(block)], ring.at[self.wg, slot], ready)
+            plgpu.copy_gmem_to_smem(gmem.at[self.parts(block)], pipeline.at[self.wg, slot], ready)
 
-    def slot(self, array: int, place: Place) -> Ref:
+    def slot(self, array: int, row_block: RowBlock) -> Ref:
         """The ref, [4, lines, 128] in shared memory, that holds this warpgroup's 4 parts of a block.
 
         A part is the columns of a row that one warp has, as lines of 128 columns. array: the index of the array in
         `arrays`.
         """
-        return self.rings[array].at[self.wg, place.slot]
+        return self.pipelines[array].at[self.wg, row_block.slot]
 
     def weights_at(self, ref: Ref, line: int | None = None) -> Ref:
         """The ref of a weight's values for this warpgroup's columns.
@@ -307,35 +310,37 @@ class Warpgroup:
             return gmem[block]
         return plgpu.load(gmem.at[self.parts(block)], layout=PARTS, optimized=False)
 
-    def store_numbers(self, place: Place, gmem: Ref, numbers: jax.Array) -> None:
+    def store_numbers(self, row_block: RowBlock, gmem: Ref, numbers: jax.Array) -> None:
         """Stores one float32 value per row of a block. If several warpgroups have the row, one of them stores it.
 
         gmem: a ref in device memory with one value per row. numbers: a scalar for a block of one row, otherwise [4].
         """
         if not self.traits.is_split:
-            gmem[self.parts(place.block)] = numbers
+            gmem[self.parts(row_block.index)] = numbers
             return
 
         @pl.when(self.member == 0 if self.traits.cluster == 1 else self._first_part == 0)
         def _store():
-            gmem[place.block] = numbers
+            gmem[row_block.index] = numbers
 
-    def exchange(self, place: Place, *values: jax.Array) -> list[list[jax.Array]]:
+    def exchange(self, row_block: RowBlock, *values: jax.Array) -> list[list[jax.Array]]:
         """Exchanges values between the warps that work on a row.
 
         All warpgroups that work on the row call this, at most once per turn; each waits for the others. values: one or
         two arrays [4] with a float32 value for each of this warpgroup's parts. Returns, for each array, the list of the
         scalars of all parts of the row, in the order of the parts.
         """
-        traits, sums = self.traits, needed(self.smem.sums).at[self.group, lax.rem(place.turn, jnp.int32(2))]
+        traits, sums = self.traits, needed(self.smem.sums).at[self.group, lax.rem(row_block.turn, jnp.int32(2))]
         if traits.cluster > 1:
-            return self._exchange_in_cluster(place, sums, values)
+            return self._exchange_in_cluster(row_block, sums, values)
         for i, value in enumerate(values):
             sums[i, pl.ds(self.member * WARPS, WARPS)] = value
         self._wait_for_group()
         return [[sums[i, part] for part in range(traits.row_warps)] for i in range(len(values))]
 
-    def _exchange_in_cluster(self, place: Place, sums: Ref, values: tuple[jax.Array, ...]) -> list[list[jax.Array]]:
+    def _exchange_in_cluster(
+        self, row_block: RowBlock, sums: Ref, values: tuple[jax.Array, ...]
+    ) -> list[list[jax.Array]]:
         """Exchanges values between the warps of all CTAs of a cluster that work on a row.
 
         All warpgroups of the cluster call this, at most once per turn; each waits for the others. values: one or two
@@ -345,7 +350,7 @@ class Warpgroup:
         """
         mine = pl.ds(self._first_part, WARPS)
         if interpreter.INTERPRETED:  # without stores to another CTA's memory
-            sums = needed(self.exchanged).at[place.block]
+            sums = needed(self.exchanged).at[row_block.index]
             for i, value in enumerate(values):
                 sums[i, mine] = value
             plgpu.barrier_arrive(needed(self.smem.cluster_ready))

@@ -23,7 +23,7 @@ MOST_LINES = 16  # most lines of a part
 FEW_LINES = 8  # most lines for which the registers of four warpgroups suffice
 CTAS_AT_ONCE = 4  # CTAs per SM at a time, if CTAs end after some turns
 MOST_BARRIERS = 32  # most barriers of an array: a thread keeps their phases in one register
-SHARED_MEMORY = 225 << 10  # bytes of a CTA, for its rings and its scale
+SHARED_MEMORY = 225 << 10  # bytes of a CTA, for its pipelines and its scale
 # [4 parts, lines, 128] in registers: a part for each warp, 4 neighbouring columns for each lane.
 _TILING = plgpu.Tiling(((WARPS, 1, LINE), (LINE // 32,)))
 BLOCK = plgpu.Layout.TILED(_TILING, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
@@ -64,9 +64,9 @@ class Traits:
     """The sizes of a launch: the static facts from which the kernel's code is chosen.
 
     row_warps: warps of a CTA that work on one row. cluster: CTAs that work on one row, each with a part of the columns.
-    itemsize: bytes of a value of x. copies: the number of arrays that a kernel loads through a ring of stages, one ring
-    for each. core_count: SMs of the GPU. scale_bytes: bytes of the scale, if the kernel should keep it in shared memory
-    together with the rings; otherwise 0.
+    itemsize: bytes of a value of x. copies: the number of arrays that a kernel loads through a pipeline of stages, one
+    pipeline for each. core_count: SMs of the GPU. scale_bytes: bytes of the scale, if the kernel should keep it in
+    shared memory together with the pipelines; otherwise 0.
     """
 
     options: NormOptions
@@ -208,7 +208,7 @@ class Traits:
 
     @property
     def stages(self) -> int:
-        """The number of stages of each warpgroup's ring: config.stages, or fewer.
+        """The number of stages of each warpgroup's pipeline: config.stages, or fewer.
 
         There are fewer if shared memory lacks room, or if there would be more than 32 barriers, one for each stage
         of each warpgroup.
@@ -224,7 +224,7 @@ class Traits:
 
     @property
     def stage_bytes(self) -> int:
-        """The bytes of one stage of the rings of all warpgroups of a CTA and of all arrays."""
+        """The bytes of one stage of the pipelines of all warpgroups of a CTA and of all arrays."""
         return self.warpgroups * self.copies * WARPS * self.lines * LINE * self.itemsize
 
     def by_parts(self, x: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from jax_kernels.inputs.normalization import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormBackwardTriton
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
-from jax_kernels.pallas.normalization.triton.rows import Place, Refs, Traits, chunk_loop
+from jax_kernels.pallas.normalization.triton.rows import Refs, Tile, Traits, chunk_loop
 from jax_kernels.pallas.varying import result_types
 
 
@@ -97,18 +97,18 @@ class _Rows:
     mean: jax.Array | None
 
     @classmethod
-    def load(cls, refs: Refs, place: Place) -> "_Rows":
-        """Loads the statistics of the rows of `place`."""
-        mean = None if refs.mean is None else place.load_numbers(refs.mean)
-        return cls(refs=refs, traits=place.traits, inverse=place.load_numbers(needed(refs.inverse)), mean=mean)
+    def load(cls, refs: Refs, tile: Tile) -> "_Rows":
+        """Loads the statistics of the rows of `tile`."""
+        mean = None if refs.mean is None else tile.load_numbers(refs.mean)
+        return cls(refs=refs, traits=tile.traits, inverse=tile.load_numbers(needed(refs.inverse)), mean=mean)
 
-    def normed(self, place: Place) -> jax.Array:
+    def normed(self, tile: Tile) -> jax.Array:
         """(x - mean) * inverse of a block of these rows, float32 [block_rows, chunk]."""
-        x = place.load(self.refs.x).astype(jnp.float32)
+        x = tile.load(self.refs.x).astype(jnp.float32)
         return (x if self.mean is None else x - self.mean) * self.inverse
 
     def dx(
-        self, place: Place, normed: jax.Array, g: jax.Array, mean_g: jax.Array | None, mean_normed: jax.Array
+        self, tile: Tile, normed: jax.Array, g: jax.Array, mean_g: jax.Array | None, mean_normed: jax.Array
     ) -> jax.Array:
         """dx of a block, float32: (g - mean(g) - normed * mean(g * normed)) * inverse + dtotal.
 
@@ -118,7 +118,7 @@ class _Rows:
         dx = g - normed * mean_normed
         dx = (dx if mean_g is None else dx - mean_g) * self.inverse
         if self.refs.dtotal is not None:
-            dx = dx + place.load(self.refs.dtotal).astype(jnp.float32)
+            dx = dx + tile.load(self.refs.dtotal).astype(jnp.float32)
         return dx
 
     def means(self, g: jax.Array, normed: jax.Array) -> tuple[jax.Array | None, jax.Array]:
@@ -139,16 +139,16 @@ def _rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
     program = pl.program_id(0)
     zeros = jnp.zeros((traits.block_rows, traits.chunk), jnp.float32)
     names = [name for name in ("scale", "bias") if getattr(refs.outs, name) is not None]
-    weight = Place(traits=traits, row=0, column=0).weight(refs)
+    weight = Tile(traits=traits, row=0, column=0).weight(refs)
 
     def step(i, sums):
         row = (program + i * programs) * traits.block_rows
-        place = Place(traits=traits, row=row, column=0)
-        rows = _Rows.load(refs, place)
-        normed, dout = rows.normed(place), place.load(needed(refs.dout)).astype(jnp.float32)
+        tile = Tile(traits=traits, row=row, column=0)
+        rows = _Rows.load(refs, tile)
+        normed, dout = rows.normed(tile), tile.load(needed(refs.dout)).astype(jnp.float32)
         g = dout if weight is None else dout * weight
         mean_g, mean_normed = rows.means(g, normed)
-        place.store(refs.outs.x, rows.dx(place, normed, g, mean_g, mean_normed))
+        tile.store(refs.outs.x, rows.dx(tile, normed, g, mean_g, mean_normed))
         added = {"scale": dout * normed, "bias": dout}
         return {name: sums[name] + added[name] for name in names}
 
@@ -160,7 +160,7 @@ def _rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
 
 def _store_sums(ref: Ref, traits: Traits, program: Index, column: Index, sums: jax.Array) -> None:
     """Adds sums [block_rows, chunk] over the rows, and stores the result in ref[program], from `column` on."""
-    exists = Place(traits=traits, row=0, column=column).column_exists
+    exists = Tile(traits=traits, row=0, column=column).column_exists
     plgpu.store(ref.at[program, pl.ds(column, traits.chunk)], sums.sum(axis=0), mask=exists)
 
 
@@ -174,12 +174,12 @@ def _chunked_rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
 
     def of_rows(i, _):
         row = (program + i * programs) * traits.block_rows
-        rows = _Rows.load(refs, Place(traits=traits, row=row, column=0))
+        rows = _Rows.load(refs, Tile(traits=traits, row=row, column=0))
 
         def terms(column):
-            place = Place(traits=traits, row=row, column=column)
-            dout, weight = place.load(needed(refs.dout)).astype(jnp.float32), place.weight(refs)
-            return place, rows.normed(place), dout if weight is None else dout * weight
+            tile = Tile(traits=traits, row=row, column=column)
+            dout, weight = tile.load(needed(refs.dout)).astype(jnp.float32), tile.weight(refs)
+            return tile, rows.normed(tile), dout if weight is None else dout * weight
 
         def add(column, state):
             _, normed, g = terms(column)
@@ -187,8 +187,8 @@ def _chunked_rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
             return state[0] + (0.0 if mean_g is None else mean_g), state[1] + mean_normed
 
         def write(column, state):
-            place, normed, g = terms(column)
-            place.store(refs.outs.x, rows.dx(place, normed, g, mean_g, mean_normed))
+            tile, normed, g = terms(column)
+            tile.store(refs.outs.x, rows.dx(tile, normed, g, mean_g, mean_normed))
             return state
 
         found, mean_normed = chunk_loop(traits, add, (zeros, zeros))
@@ -210,9 +210,9 @@ def _columns_kernel(refs: Refs, traits: Traits, programs: int) -> None:
 
     def step(i, sums):
         row = (program + i * programs) * traits.block_rows
-        place = Place(traits=traits, row=row, column=column)
-        dout = place.load(needed(refs.dout)).astype(jnp.float32)
-        added = {"scale": lambda: dout * _Rows.load(refs, place).normed(place), "bias": lambda: dout}
+        tile = Tile(traits=traits, row=row, column=column)
+        dout = tile.load(needed(refs.dout)).astype(jnp.float32)
+        added = {"scale": lambda: dout * _Rows.load(refs, tile).normed(tile), "bias": lambda: dout}
         return {name: sums[name] + added[name]() for name in names}
 
     sums = lax.fori_loop(0, pl.cdiv(traits.row_blocks, programs), step, dict.fromkeys(names, zeros))

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jax_kernels.inputs.normalization import NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormTriton
 from jax_kernels.pallas.kernel_types import Index, needed
-from jax_kernels.pallas.normalization.triton.rows import Place, Refs, Traits, chunk_loop
+from jax_kernels.pallas.normalization.triton.rows import Refs, Tile, Traits, chunk_loop
 from jax_kernels.pallas.varying import result_types
 from jax_kernels.quantization import FORMATS
 
@@ -72,34 +72,34 @@ def norm_forward(
 def _kernel(refs: Refs, traits: Traits) -> None:
     """Runs one program: computes the statistics and out of block_rows rows, and stores them."""
     row = pl.program_id(0) * traits.block_rows
-    place = lambda column: Place(traits=traits, row=row, column=column)
+    tile = lambda column: Tile(traits=traits, row=row, column=column)
     if traits.chunks == 1:
-        first = place(0)
+        first = tile(0)
         x = first.inputs(refs)
         mean, inverse = _statistics(first, x)
         _write(refs, first, x, mean, inverse)
     else:
-        mean, inverse = _chunked_statistics(refs, traits, place)
+        mean, inverse = _chunked_statistics(refs, traits, tile)
 
         def write(column, state):
-            at = place(column)
+            at = tile(column)
             _write(refs, at, at.inputs(refs), mean, inverse)
             return state
 
         chunk_loop(traits, write, ())
     results = refs.outs
-    place(0).store_numbers(results.inverse, inverse[:, 0])
+    tile(0).store_numbers(results.inverse, inverse[:, 0])
     if results.mean is not None:
-        place(0).store_numbers(results.mean, needed(mean)[:, 0])
+        tile(0).store_numbers(results.mean, needed(mean)[:, 0])
 
 
 def _quantized_kernel(refs: Refs, traits: Traits) -> None:
     """Runs one program: normalises block_rows rows, and stores them in 8 bits with a scale for each row."""
     row = pl.program_id(0) * traits.block_rows
-    place = lambda column: Place(traits=traits, row=row, column=column)
+    tile = lambda column: Tile(traits=traits, row=row, column=column)
     results = refs.outs
     if traits.chunks == 1:
-        first = place(0)
+        first = tile(0)
         x = first.inputs(refs)
         out = _normed(refs, first, x, *_statistics(first, x))
         scale, inverse_scale = _scales(_largest(first, out), results.out.dtype)
@@ -107,10 +107,10 @@ def _quantized_kernel(refs: Refs, traits: Traits) -> None:
         if results.total is not None:
             first.store(results.total, x)
     else:
-        mean, inverse = _chunked_statistics(refs, traits, place)
+        mean, inverse = _chunked_statistics(refs, traits, tile)
 
         def normed(column):
-            at = place(column)
+            at = tile(column)
             x = at.inputs(refs)
             return at, x, _normed(refs, at, x, mean, inverse)
 
@@ -128,17 +128,17 @@ def _quantized_kernel(refs: Refs, traits: Traits) -> None:
         largest = chunk_loop(traits, widen, jnp.zeros((traits.block_rows, 1), jnp.int32))
         scale, inverse_scale = _scales(largest, results.out.dtype)
         chunk_loop(traits, write, ())
-    place(0).store_numbers(results.out_scale, scale[:, 0])
+    tile(0).store_numbers(results.out_scale, scale[:, 0])
 
 
-def _largest(place: Place, out: jax.Array) -> jax.Array:
+def _largest(tile: Tile, out: jax.Array) -> jax.Array:
     """The largest magnitude of each row of a block, [block_rows, 1] int32: the bits of the float32 value.
 
     out: float32 [block_rows, chunk]; values outside the array are ignored. These bits order like the magnitudes, with
     NaN above infinity. Triton's maximum of floats would drop a NaN.
     """
     magnitudes = lax.bitcast_convert_type(out, jnp.int32) & 0x7FFFFFFF
-    return jnp.where(place.exists, magnitudes, 0).max(axis=1)[:, None]
+    return jnp.where(tile.exists, magnitudes, 0).max(axis=1)[:, None]
 
 
 def _scales(largest: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -180,33 +180,33 @@ def _sum(x: jax.Array) -> jax.Array:
     return x.sum(axis=1)[:, None]
 
 
-def _statistics(place: Place, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+def _statistics(tile: Tile, x: jax.Array) -> tuple[jax.Array | None, jax.Array]:
     """(mean, inverse) of each row, float32 [block_rows, 1], for rows of one chunk. mean: None for rms_norm.
 
     x: the whole rows, with 0 outside the array. inverse is 1 / sqrt(variance + eps); for rms_norm, the mean of the
     squares replaces the variance.
     """
-    traits, x = place.traits, x.astype(jnp.float32)
+    traits, x = tile.traits, x.astype(jnp.float32)
     mean, centred = None, x
     if traits.options.is_centred:
         mean = _sum(x) / traits.columns
-        centred = jnp.where(place.exists, x - mean, 0.0)
+        centred = jnp.where(tile.exists, x - mean, 0.0)
     return mean, jax.lax.rsqrt(_sum(jnp.square(centred)) / traits.columns + traits.options.eps)
 
 
 def _chunked_statistics(
-    refs: Refs, traits: Traits, place: Callable[[Index], Place]
+    refs: Refs, traits: Traits, tile: Callable[[Index], Tile]
 ) -> tuple[jax.Array | None, jax.Array]:
     """(mean, inverse) of each row, float32 [block_rows, 1], for rows of several chunks. mean: None for rms_norm.
 
-    `place`: a function from the first column of a chunk to the chunk's `Place`. The means and squared deviations of the
+    `tile`: a function from the first column of a chunk to the chunk's `Tile`. The means and squared deviations of the
     chunks are joined by the formulas of Chan et al. (1979).
     """
     zeros = jnp.zeros((traits.block_rows, 1), jnp.float32)
 
     def step(column, state):
         mean, squares = state
-        at = place(column)
+        at = tile(column)
         x = at.inputs(refs).astype(jnp.float32)
         if not traits.options.is_centred:
             return mean, squares + _sum(jnp.square(x))
@@ -222,22 +222,22 @@ def _chunked_statistics(
     return (mean if traits.options.is_centred else None), inverse
 
 
-def _normed(refs: Refs, place: Place, x: jax.Array, mean: jax.Array | None, inverse: jax.Array) -> jax.Array:
+def _normed(refs: Refs, tile: Tile, x: jax.Array, mean: jax.Array | None, inverse: jax.Array) -> jax.Array:
     """(x - mean) * inverse * (scale + scale_offset) + bias of a block, float32 [block_rows, chunk].
 
     x: the block. mean, inverse: [block_rows, 1]; mean is None for rms_norm.
     """
     out = x.astype(jnp.float32)
     out = (out if mean is None else out - mean) * inverse
-    if (weight := place.weight(refs)) is not None:
+    if (weight := tile.weight(refs)) is not None:
         out = out * weight
     if refs.bias is not None:
-        out = out + place.load_columns(refs.bias)
+        out = out + tile.load_columns(refs.bias)
     return out
 
 
-def _write(refs: Refs, place: Place, x: jax.Array, mean: jax.Array | None, inverse: jax.Array) -> None:
+def _write(refs: Refs, tile: Tile, x: jax.Array, mean: jax.Array | None, inverse: jax.Array) -> None:
     """Normalises a block x, and stores out, and x as total if there is a residual."""
-    place.store(refs.outs.out, _normed(refs, place, x, mean, inverse))
+    tile.store(refs.outs.out, _normed(refs, tile, x, mean, inverse))
     if refs.outs.total is not None:
-        place.store(refs.outs.total, x)
+        tile.store(refs.outs.total, x)

@@ -68,7 +68,7 @@ class Traits:
         return pl.cdiv(self.rows, self.block_rows)
 
 
-class Place(NamedTuple):
+class Tile(NamedTuple):
     """The block of an array that a program works on: block_rows rows and chunk columns, with masks.
 
     row, column: the index of the block's first row and first column, traced integers or 0.

@@ -219,7 +219,7 @@ def test_no_pairs_pass_no_gradient(empty):
 
 @pytest.mark.parametrize("mod", [alibi, relative])
 def test_very_low_rows(mod):
-    """Their lse is -1e9 in float32. excess, the rest that lse loses, is the logarithm of their number of keys."""
+    """Their lse is -1e9 in float32. lse_lo, the rest that lse loses, is the logarithm of their number of keys."""
     closed = {name: jnp.asarray(x) for name, x in CLOSED[mod].items()}
     low = jnp.where(jnp.arange(T) % 3 == 0, jnp.float32(-1e9), 0)
 
@@ -228,10 +228,10 @@ def test_very_low_rows(mod):
         call, inputs = prepare(
             query=QUERY, key=KEY, value=VALUE, score_mod=lowered, implementation="xla", is_causal=True
         )
-        out, lse, excess = attention.attention_forward(call, inputs)
-        given = (inputs, call.options, *reference.row_terms(out, lse, DOUT, DLSE), jnp.asarray(DOUT), excess)
-        return score_mod_gradients.array_gradients(*given).arrays, reference.backward(*given).score_mod.arrays, excess
+        out, lse, lse_lo = attention.attention_forward(call, inputs)
+        given = (inputs, call.options, *reference.row_terms(out, lse, DOUT, DLSE), jnp.asarray(DOUT), lse_lo)
+        return score_mod_gradients.array_gradients(*given).arrays, reference.backward(*given).score_mod.arrays, lse_lo
 
-    got, want, excess = jit(run)(closed)
-    assert np.abs(excess[..., 3::3]).max() > 1
+    got, want, lse_lo = jit(run)(closed)
+    assert np.abs(lse_lo[..., 3::3]).max() > 1
     check(got, want)

@@ -23,8 +23,8 @@ X = jnp.ones((1, 6, 4, 8))
 def test_block_specs_choose_the_strategy_by_size():
     """Strategy "auto" takes the row for its tokens and its window. An explicit strategy or number of sends wins."""
     rows = (
-        RingRow(strategy="all_gather", up_to=4, is_windowed=False),
-        RingRow(strategy="ring", sends_ahead=3, up_to=6),
+        RingRow(strategy="all_gather", max_tokens=4, is_windowed=False),
+        RingRow(strategy="ring", sends_ahead=3, max_tokens=6),
         RingRow(strategy="halo"),
     )
     two = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
@@ -134,7 +134,7 @@ def test_causal_step_heads_fill_the_gpu_twice(local, heads, together):
 
     def look(step, visitors, query):
         planned, _ = step._whole_call(visitors)
-        found.append(planned.config.forward.heads_together)
+        found.append(planned.config.forward.head_group)
         return query
 
     step_on_an_h100(look, local, heads)
@@ -242,7 +242,7 @@ def test_the_plan_of_a_step_is_its_call():
     """The plan has the blocks of the step's reach, which the block specs alone do not give."""
     first, second, *rest = (step for _, step in plan_on(4, is_causal=True).steps)
     assert rest == [second] * 2
-    assert first.config.forward.heads_together != second.config.forward.heads_together == 16
+    assert first.config.forward.head_group != second.config.forward.head_group == 16
     assert "    step 1, 2, 3: mosaic_gpu, Blocks(" in str(plan_on(4, is_causal=True))
     assert plan_on(4, gpu="a100").implementation == "triton"
     named = plan_on(1, implementation="xla")

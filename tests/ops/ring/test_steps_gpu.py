@@ -81,7 +81,7 @@ def ring(layout, options, given):
         out = out.astype(query.dtype)
         results.append((out, lse))
         terms = row_terms(out, lse, dout[:, at], dlse[:, :, at])
-        rows = Rows(lse=terms[0], delta=terms[1], dout=dout[:, at], excess=more[0] if more else None)
+        rows = Rows(lse=terms[0], delta=terms[1], dout=dout[:, at], lse_lo=more[0] if more else None)
         dquery = jnp.zeros(out.shape, jnp.float32)
         for number, step in zip(call.steps, steps, strict=True):
             source = (index - number) % DEVICES

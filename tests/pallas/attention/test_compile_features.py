@@ -126,8 +126,8 @@ def test_one_key_block_with_a_bias():
 
 # Persistent CTAs of the backward, and the bytes they may spill: with segments, an address that each step reads again.
 FORWARD = "AttentionForwardSm90(2, 128, 2, share_q_out=True)"
-NARROW = "AttentionBackwardSm90(128, heads_together=4, persistent=True, v_stages=2)"
-BROAD = "AttentionBackwardSm90(64, heads_together=4, early_dv=True, persistent=True)"
+NARROW = "AttentionBackwardSm90(128, head_group=4, persistent=True, v_stages=2)"
+BROAD = "AttentionBackwardSm90(64, head_group=4, early_dv=True, persistent=True)"
 PERSISTENT = {
     "lists_64": ({"head_dim": 64, "cells": "bhts", "kv_heads": 2}, 0),
     "lists_128": ({"cells": "bhts", "kv_heads": 2}, 0),

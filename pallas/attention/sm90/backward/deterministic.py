@@ -19,9 +19,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.inputs.attention import AttentionOptions
+from jax_kernels.pallas.attention.sm90.backward import scores as scores_sm90
 from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
-from jax_kernels.pallas.attention.sm90.backward.dquery_scores import KvStep, final_scores, over_queries, probabilities
-from jax_kernels.pallas.attention.sm90.backward.dquery_state import BLOCK_Q, COMPUTE_WGS, Kernel, Rows, Smem, Traits
+from jax_kernels.pallas.attention.sm90.backward.dquery_state import (
+    BLOCK_Q,
+    COMPUTE_WGS,
+    DqueryKernel,
+    DquerySmem,
+    DqueryTraits,
+    QueryRows,
+)
+from jax_kernels.pallas.attention.sm90.backward.dquery_step import KvStep
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
 from jax_kernels.pallas.kernel_types import AccumulatorRef, Index, needed
 from jax_kernels.pallas.mosaic.launch import launch
@@ -40,14 +48,14 @@ def query_gradient(
     delta are [B, H, a multiple of 128] float32. kv_length: the unpadded number of keys.
     """
     arrays = dataclasses.replace(arrays, dquery=None)
-    traits = Traits.of(arrays, options, kv_length, config=config)
+    traits = DqueryTraits.of(arrays, options, kv_length, config=config)
     leaves, tree = jax.tree.flatten(arrays)
 
     def entry(*refs):
         *given, dq_gmem = refs
         pl.run_scoped(
-            lambda smem: _kernel(Kernel.of(traits, jax.tree.unflatten(tree, given), dq_gmem, smem)),
-            Smem.scratch(traits),
+            lambda smem: _kernel(DqueryKernel.of(traits, jax.tree.unflatten(tree, given), dq_gmem, smem)),
+            DquerySmem.scratch(traits),
             collective_axes="wg",
         )
 
@@ -62,7 +70,7 @@ def query_gradient(
     )(*leaves)
 
 
-def _kernel(kernel: Kernel) -> None:
+def _kernel(kernel: DqueryKernel) -> None:
     """Runs the calling warpgroup's part of a CTA: the last warpgroup loads, the others compute."""
 
     @pl.when(kernel.wg == COMPUTE_WGS)
@@ -74,14 +82,14 @@ def _kernel(kernel: Kernel) -> None:
     def _compute():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         plgpu.barrier_wait(kernel.smem.q_ready)
-        rows = Rows.of(kernel)
+        rows = QueryRows.of(kernel)
         if kernel.traits.scores_ahead:
             plgpu.barrier_wait(kernel.smem.k_ready.at[0])
         dq = pl.run_scoped(functools.partial(_kv_loop, rows), plgpu.ACC((64, kernel.traits.head_dim)))
         _store(kernel, dq)
 
 
-def _load(kernel: Kernel) -> None:
+def _load(kernel: DqueryKernel) -> None:
     """Loads the CTA's block of queries with dout, lse and delta, and all blocks of keys and values that it visits."""
     traits, arrays, smem, tile = kernel.traits, kernel.arrays, kernel.smem, kernel.tile
     kv_head = lax.div(tile.head, jnp.int32(traits.group)) if traits.group > 1 else tile.head
@@ -95,7 +103,7 @@ def _load(kernel: Kernel) -> None:
     lax.fori_loop(0, kernel.blocks.count, lambda step, _: _load_step(kernel, kv_head, step), None)
 
 
-def _load_step(kernel: Kernel, kv_head: Index, step: Index) -> None:
+def _load_step(kernel: DqueryKernel, kv_head: Index, step: Index) -> None:
     """Loads the keys and values, and the bias, of one step, after the step that used their stages before has freed
     them.
     """
@@ -131,7 +139,7 @@ def _load_step(kernel: Kernel, kv_head: Index, step: Index) -> None:
         stage.fill(bias, tile.b, tile.head, tile.q_start, kv_start, kv_start)
 
 
-def _kv_loop(rows: Rows, dq_acc: AccumulatorRef) -> jax.Array:
+def _kv_loop(rows: QueryRows, dq_acc: AccumulatorRef) -> jax.Array:
     """dquery of the warpgroup's 64 queries over all keys, without the scale: float32 [64, head_dim].
 
     dq_acc: the accumulator in registers that holds dquery.
@@ -147,10 +155,10 @@ def _kv_loop(rows: Rows, dq_acc: AccumulatorRef) -> jax.Array:
     return dq_acc[...]
 
 
-def _mma_step(rows: Rows, dq_acc: AccumulatorRef, i: Index, s: jax.Array | None) -> jax.Array | None:
+def _mma_step(rows: QueryRows, dq_acc: AccumulatorRef, i: Index, s: jax.Array | None) -> jax.Array | None:
     """Adds the contribution of one block of keys, step i, to the accumulator of dquery.
 
-    s and the result: S = Q K^T of this step and of the next step, if Traits.scores_ahead; else both are None.
+    s and the result: S = Q K^T of this step and of the next step, if DqueryTraits.scores_ahead; else both are None.
     """
     step = KvStep.of(rows, i)
     traits, smem, blocks = step.traits, step.kernel.smem, step.kernel.blocks
@@ -185,7 +193,7 @@ def _mma_step(rows: Rows, dq_acc: AccumulatorRef, i: Index, s: jax.Array | None)
 def _dscores(step: KvStep, s: jax.Array | None, dp_acc: AccumulatorRef, s_acc: Any = None) -> jax.Array:
     """dS of one step in 16 bits: [64, block_kv].
 
-    s: S = Q K^T, if Traits.scores_ahead; otherwise s is None, and s_acc is the accumulator in which S is computed.
+    s: S = Q K^T, if DqueryTraits.scores_ahead; otherwise None. s_acc: otherwise the accumulator in which S is computed.
     dp_acc: the accumulator of dP.
     """
     smem = step.kernel.smem
@@ -198,15 +206,21 @@ def _dscores(step: KvStep, s: jax.Array | None, dp_acc: AccumulatorRef, s_acc: A
     if s_acc is not None:
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
     # P = exp2(S - lse), times the derivative of the softcap or the score_mod
-    p = probabilities(step, final_scores(step, needed(s)))
+    scores = scores_sm90.final_scores(step, needed(s))
+    logits = scores_sm90.logits(step, scores)
+    if smem.bias is not None:
+        plgpu.commit_smem()  # after the reads: the next copy overwrites this memory
+        plgpu.barrier_arrive(smem.bias.free)
+    p = scores_sm90.probabilities(step, scores, logits, step.rows.lse)
+    p = scores_sm90.times_slope(step, p, scores)
     # dS = P (dP - delta)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
     plgpu.barrier_arrive(smem.v_free.at[step.v_slot])
-    ds = p * (dp - over_queries(step.rows.delta, dp))
+    ds = p * (dp - scores_sm90.along_queries(step, step.rows.delta, dp))
     return ds.astype(step.traits.dtype)
 
 
-def _store(kernel: Kernel, dq: jax.Array) -> None:
+def _store(kernel: DqueryKernel, dq: jax.Array) -> None:
     """Stores the warpgroup's dquery, times the scale, through the shared memory that held its queries."""
     traits, q_smem = kernel.traits, kernel.smem.q
     tile = kernel.tile_again()

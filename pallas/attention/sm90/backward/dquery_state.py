@@ -16,7 +16,6 @@ from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.block_ranges import BlockRange
 from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
 from jax_kernels.pallas.attention.sm90.features.bias import Bias, Stage
-from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90, AttentionDquerySm90
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED
@@ -29,7 +28,7 @@ BLOCK_Q = 64 * COMPUTE_WGS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Traits:
+class DqueryTraits:
     """The static facts of a launch that computes a deterministic dquery.
 
     group: query heads per kv head. scheduler: numbers the blocks of queries, one block per CTA. has_slope: whether the
@@ -58,7 +57,7 @@ class Traits:
     @classmethod
     def of(
         cls, arrays: Arrays, options: AttentionOptions, kv_length: int, *, config: AttentionBackwardSm90
-    ) -> "Traits":
+    ) -> "DqueryTraits":
         """The static facts of a launch with these arrays. kv_length: the unpadded number of keys."""
         batch, q_length, heads, head_dim = arrays.query.shape
         bias, mod = arrays.bias or Bias(), arrays.mod
@@ -76,7 +75,7 @@ class Traits:
             scheduler=TileScheduler(
                 shapes=(Shape.of(batch, heads, q_length, BLOCK_Q),),
                 is_causal=options.is_causal,
-                heads_together=config.heads_together,
+                head_group=config.head_group,
                 dynamic=False,
                 core_count=1,
             ),
@@ -105,15 +104,6 @@ class Traits:
         return self.head_dim <= 128
 
     @property
-    def factor(self) -> float:
-        """The factor that takes a step's scores, after any bias is added to Scores.s, to the units of lse.
-
-        It is 1 if the call has a bias or a score_mod, because the sum or the new score already has these units.
-        Otherwise it is (softcap or scale) * log2(e), which takes the softcap's tanh or the raw scores to base 2.
-        """
-        return 1.0 if self.has_bias or self.has_mod else (self.options.softcap or self.options.scale) * LOG2E
-
-    @property
     def predicate(self) -> bool:
         """Whether a block may hold pairs that the call's limits, segments or mask drop."""
         has_limits = self.options.is_causal or self.may_end or self.options.window is not None
@@ -122,7 +112,7 @@ class Traits:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Smem:
+class DquerySmem:
     """A CTA's shared memory and barriers, allocated in the order of the fields.
 
     q, do: queries and dout, [warpgroups, 64, head_dim]. k, v: [stages, block_kv, head_dim]. lse, delta: [BLOCK_Q]
@@ -144,7 +134,7 @@ class Smem:
     bias: Stage | None
 
     @classmethod
-    def scratch(cls, traits: Traits) -> "Smem":
+    def scratch(cls, traits: DqueryTraits) -> "DquerySmem":
         """The scratch specifications of these fields, for pl.run_scoped."""
         blocks, head_dim = traits.blocks, traits.head_dim
         tile = lambda *shape: smem_ref(shape, traits.dtype, transforms=SWIZZLED)
@@ -174,7 +164,7 @@ class QueryBlock(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kernel:
+class DqueryKernel:
     """The state that a CTA's warpgroups have in common.
 
     arrays, dq_gmem: inputs and result in device memory. wg, cta: indices of the warpgroup and the CTA, traced scalars.
@@ -182,10 +172,10 @@ class Kernel:
     block_lists.ListedBlocks. limits: the limits of its keys; None if block lists hold them.
     """
 
-    traits: Traits
+    traits: DqueryTraits
     arrays: Arrays
     dq_gmem: Ref
-    smem: Smem
+    smem: DquerySmem
     wg: Index
     cta: Index
     tile: QueryBlock
@@ -193,7 +183,7 @@ class Kernel:
     limits: block_ranges.Limits | None
 
     @classmethod
-    def of(cls, traits: Traits, arrays: Arrays, dq_gmem: Ref, smem: Smem) -> "Kernel":
+    def of(cls, traits: DqueryTraits, arrays: Arrays, dq_gmem: Ref, smem: DquerySmem) -> "DqueryKernel":
         """The state of the calling CTA and warpgroup, with its block of queries. dq_gmem: dquery in device memory."""
         options, limits = traits.options, None
         wg = lax.axis_index("wg")
@@ -233,7 +223,7 @@ class Kernel:
         return _query_block(self.traits, self.arrays, recomputed(self.cta))
 
 
-def _query_block(traits: Traits, arrays: Arrays, cta: Index) -> QueryBlock:
+def _query_block(traits: DqueryTraits, arrays: Arrays, cta: Index) -> QueryBlock:
     """The block of queries that CTA number `cta` owns: from the block lists if present, else from the scheduler."""
     if arrays.lists is not None:
         listed = arrays.lists.blocks_of(cta)
@@ -243,21 +233,21 @@ def _query_block(traits: Traits, arrays: Arrays, cta: Index) -> QueryBlock:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows:
+class QueryRows:
     """The 64 queries of a warpgroup, with values in registers.
 
     q_start: the index of the first query. lse, delta: float32 [64]. mod_numbers: for each operand of the score_mod its
     scalar for this batch entry and head, or None if the operand varies along queries or keys; None without a score_mod.
     """
 
-    kernel: Kernel
+    kernel: DqueryKernel
     q_start: Index
     lse: jax.Array
     delta: jax.Array
     mod_numbers: Any
 
     @classmethod
-    def of(cls, kernel: Kernel) -> "Rows":
+    def of(cls, kernel: DqueryKernel) -> "QueryRows":
         """The 64 queries of the calling warpgroup, with lse and delta loaded from shared memory to registers."""
         tile, mod = kernel.tile, kernel.arrays.mod
         q_start = tile.q_start + 64 * kernel.wg

@@ -129,7 +129,7 @@ def _kernel(kernel: Kernel) -> None:
             plgpu.barrier_wait(kernel.barriers.q_ready.at[0])
             scores = first_scores(kernel)
         kernel.schedule.for_each(kernel.cta, functools.partial(_compute_tile, kernel), (0, scores))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=kernel.traits.config.leave_early)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=kernel.traits.config.exit_after_smem_read)
 
 
 def _compute_tile(

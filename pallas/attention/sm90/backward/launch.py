@@ -54,16 +54,16 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """The arrays that attention_backward gets from the forward (lse, excess, out) and from its caller (dout, dlse,
+    """The arrays that attention_backward gets from the forward (lse, lse_lo, out) and from its caller (dout, dlse,
     delta).
 
-    Shapes: [B, H, T] float32 for lse, delta, excess and dlse, [B, T, H, Dv] for dout and out.
+    Shapes: [B, H, T] float32 for lse, delta, lse_lo and dlse, [B, T, H, Dv] for dout and out.
     """
 
     lse: jax.Array
     delta: jax.Array | None
     dout: jax.Array
-    excess: jax.Array | None
+    lse_lo: jax.Array | None
     out: jax.Array | None
     dlse: jax.Array | None
 
@@ -88,7 +88,7 @@ def attention_backward(
     delta: Float32[Array, "B H T"] | None,
     dout: Float[Array, "B T H Dv"],
     dquery: Float32[Array, "B T H D"] | None = None,
-    excess: Float32[Array, "B H T"] | None = None,
+    lse_lo: Float32[Array, "B H T"] | None = None,
     out: Float[Array, "B T H Dv"] | None = None,
     dlse: Float32[Array, "B H T"] | None = None,
     *,
@@ -99,7 +99,7 @@ def attention_backward(
     """The gradients of 16-bit inputs, each with its input's shape and dtype.
 
     lse: [B, H, T] float32, natural log. delta: [B, H, T] float32, the sum of out * dout minus the cotangent of lse.
-    excess: the forward's, needed under a score_mod that may mask: the exact log-sum-exp minus lse.
+    lse_lo: the forward's, needed under a score_mod that may mask: the exact log-sum-exp minus lse.
 
     out, dlse: instead of delta, if makes_rows returns True. lse is then the forward's, and a pass computes delta. dlse,
     the cotangent of lse, may be None.
@@ -120,7 +120,7 @@ def attention_backward(
     prepared = _prepared(
         inputs,
         options,
-        Given(lse=lse, delta=delta, dout=dout, excess=excess, out=out, dlse=dlse),
+        Given(lse=lse, delta=delta, dout=dout, lse_lo=lse_lo, out=out, dlse=dlse),
         width=width,
         zeros=not (options.deterministic or adds or axes),
         config=config,
@@ -232,26 +232,26 @@ def _prepared(
 
 def _rows(
     inputs: AttentionInputs, given: Given, *, natural: bool, block_q: int
-) -> tuple[jax.Array, prepare_backward.Rows]:
-    """(dout, Rows: the padded lse and delta), as the kernels read them, computed by XLA from lse, delta and excess.
+) -> tuple[jax.Array, prepare_backward.RowTerms]:
+    """(dout, RowTerms: the padded lse and delta), as the kernels read them, computed by XLA from lse, delta and lse_lo.
 
     natural: a score_mod may mask, so that lse stays in natural units, and dout and delta of large rows get the factor
-    exp(-excess); otherwise lse is in base 2. With a bias, large rows have lse = inf, so that the kernels give them no
-    gradient. block_q: lse and delta are padded to a multiple of it, with inf and 0. Rows.dquery is None.
+    exp(-lse_lo); otherwise lse is in base 2. With a bias, large rows have lse = inf, so that the kernels give them no
+    gradient. block_q: lse and delta are padded to a multiple of it, with inf and 0. RowTerms.dquery is None.
     """
     lse, delta, dout = given.lse, given.delta, given.dout
-    far = is_large(lse)
+    large = is_large(lse)
     if natural:
-        # P comes out exp(excess) times too large. It reaches the gradients only as a factor of dout and delta.
-        factor = jnp.where(far, jnp.exp(-needed(given.excess)), 1.0)
+        # P comes out exp(lse_lo) times too large. It reaches the gradients only as a factor of dout and delta.
+        factor = jnp.where(large, jnp.exp(-needed(given.lse_lo)), 1.0)
         dout = (dout * factor.swapaxes(1, 2)[..., None]).astype(inputs.query.dtype)
         delta = needed(delta) * factor
     # exp2(score - inf) = 0: rows past the end pass no gradient, like rows without keys.
     pad = [(0, 0), (0, 0), (0, -inputs.query.shape[1] % block_q)]
     # With a bias, large_lse_rows adds the gradients of large rows.
-    lse = jnp.where(far, jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
+    lse = jnp.where(large, jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
     lse = jnp.pad(lse, pad, constant_values=jnp.inf)
-    return dout, prepare_backward.Rows(lse=lse, delta=jnp.pad(needed(delta), pad), dquery=None)
+    return dout, prepare_backward.RowTerms(lse=lse, delta=jnp.pad(needed(delta), pad), dquery=None)
 
 
 def _whole_rows(options: AttentionOptions, config: AttentionBackwardSm90) -> int:
@@ -286,12 +286,12 @@ def _has_bias_gradient(inputs: AttentionInputs, options: AttentionOptions) -> bo
 
 def listed_blocks(config: AttentionBackwardSm90, widest: int, options: AttentionOptions) -> list[dict[str, Any]]:
     """The keyword arguments of block_lists.lists_of for each kernel of a call: block_q, block_kv, by and
-    heads_together.
+    head_group.
 
     The first dict is for the kernel of dkey and dvalue, with by="key". If options.deterministic, a second dict is for
     the kernel of dquery, with by="query". widest: the larger of the head dims of query and value.
     """
-    width, together = _width(widest), {"heads_together": config.heads_together}
+    width, together = _width(widest), {"head_group": config.head_group}
     of_keys = {"block_q": config.block_q, "block_kv": block_kv_of(width), "by": "key"}
     every = [of_keys]
     if options.deterministic:

@@ -191,7 +191,7 @@ def _load_block(kernel: Kernel, tile: Index, turn: Index, *, keys: bool = True, 
     k_ready = v_ready = kernel.barriers.k_ready.at[stages.k]
     if schedule.is_persistent:
         v_ready = needed(kernel.barriers.v_ready).at[stages.v]
-    for r in range(traits.row_groups):
+    for r in range(traits.key_groups):
         start = kv_index * schedule.block_kv + KEYS_AT_ONCE * r
 
         def load(k_gmem, v_gmem, start, r=r):
@@ -241,7 +241,7 @@ def _following(kernel: Kernel, tile: Index, turn: Index, first: Index, steps: In
 
     @pl.when(following >= scheduler.count)
     def _end():
-        for _copy in range(kernel.traits.row_groups * kernel.traits.chunks + 1):  # instead of copies of keys
+        for _copy in range(kernel.traits.key_groups * kernel.traits.chunks + 1):  # instead of copies of keys
             plgpu.barrier_arrive(k_ready.at[(turn + 1) & 1])
 
     return following, first + steps

@@ -4,15 +4,19 @@ A step is one iteration of q_loop, the loop over the queries that attend to a bl
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.sm90.backward.schedule import KeyBlock, QLoop, StepPlace
 from jax_kernels.pallas.attention.sm90.backward.state import Kernel, StepNumbers
 from jax_kernels.pallas.attention.sm90.backward.traits import Traits
+from jax_kernels.pallas.attention.sm90.features import score_mod
 from jax_kernels.pallas.kernel_types import Index, needed
+from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import recomputed
 
 
@@ -55,18 +59,20 @@ class DqBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QStep:
-    """One step of the loop over queries: a block of queries of one head.
+    """One step of the loop over queries: a block of queries of one head. The rows of its scores are keys.
 
-    wg: the warpgroup. row_group, half: index of the warpgroup's 64 keys in the work tile, and of its half of the
+    wg: the warpgroup. key_group, half: index of the warpgroup's 64 keys in the work tile, and of its half of the
     columns. row: the first of these keys within the work tile. nth: number of the step; a persistent CTA counts from
     its first work tile. index: number of the step within the work tile. k_stage, v_stage, slot, do_slot: the stages of
     keys, values, queries and dout. head, q_block, q_start: query head, index of the block of queries, first query.
     words: the mask words of the step's pairs, None unless the block lists have the words of all blocks.
     """
 
+    transposed: ClassVar[bool] = True
+
     work: WorkTile
     wg: Index
-    row_group: Index
+    key_group: Index
     row: Index
     half: Index
     nth: Index
@@ -89,7 +95,7 @@ class QStep:
         kernel, traits, schedule = work.kernel, work.kernel.traits, work.kernel.schedule
         config, is_persistent = traits.config, schedule.is_persistent
         wg = recomputed(kernel.wg)
-        row_group, half = (recomputed(0), wg) if traits.splits_columns else (wg, 0)
+        key_group, half = (recomputed(0), wg) if traits.splits_columns else (wg, 0)
         nth = i if is_persistent else work.first + i
         stages = schedule.stages_of(work.turn)
         slot = schedule.slot_of(nth, config.q_stages)
@@ -106,13 +112,13 @@ class QStep:
         words, lists = None, kernel.arrays.lists
         if lists is not None and traits.has_words:
             listed = lists.blocks_of(recomputed(work.tile))
-            words = listed.words(place.head, place.q_block, 64 * row_group, 64)
+            words = listed.words(place.head, place.q_block, 64 * key_group, 64)
         _wait_for_loads(kernel, slot, do_slot)
         return cls(
             work=work,
             wg=wg,
-            row_group=row_group,
-            row=64 * row_group,
+            key_group=key_group,
+            row=64 * key_group,
             half=half,
             nth=nth,
             index=index,
@@ -156,6 +162,29 @@ class QStep:
         if self.traits.is_persistent:
             return self.numbers().kv_block * self.traits.block_kv + 64 * recomputed(self.kernel.wg)
         return self.work.first_key
+
+    def score_mod_tile(self, s: jax.Array) -> score_mod.Tile:
+        """The call's score_mod on the step's scores. s: K Q^T without the scale, [64 keys, queries]."""
+        b, mod = self.b_again(), needed(self.kernel.arrays.mod)
+        numbers = mod.of_head(b, self.head)
+        return mod.on(s, numbers, b, self.head, self.q_start, self.first_key(), transposed=True)
+
+    def drop_pairs(self, s: jax.Array) -> jax.Array:
+        """The scores of a partial block, -inf for pairs that limits, segments or block lists drop."""
+        kernel = self.kernel
+        if kernel.arrays.lists is not None:
+            listed = kernel.arrays.lists.blocks_of(recomputed(self.work.tile))
+            return listed.masked(s, self.index, self.row, by_word=False)
+        b, segments, ids = self.b_again(), kernel.arrays.segments, None
+        if segments is not None:
+            ids = (
+                plgpu.load(segments.kv_ids.at[b, pl.ds(self.first_key(), 64)], layout=ROW, optimized=False),
+                plgpu.load(needed(kernel.smem.ids).at[self.slot], layout=COLUMN, optimized=False),
+            )
+        keep = kernel.schedule.limits(kernel.arrays, b).keep(
+            s.shape, self.first_key(), self.q_start, layout=WGMMA, kv_axis=0, may_end=self.traits.may_end, ids=ids
+        )
+        return jnp.where(keep, s, -jnp.inf)
 
     def dq_blocks(self) -> list[DqBlock]:
         """The 64 x 64 blocks of the step's dquery that this warpgroup computes and stores."""

@@ -63,12 +63,12 @@ class Stages(NamedTuple):
 class Schedule:
     """The order of the work of a launch, as known when its kernel is traced.
 
-    group: query heads per kv head; a q_loop goes over all of them. rotate: how many blocks of queries apart the loops
-    of neighbouring blocks of keys start, if visits_all. visits_all: whether causality, a window and segments let every
-    block of keys attend to every block of queries. split: how the last work tiles are split into parts, so that all SMs
-    have work; in the methods, a part then has a work tile number of its own, its CTA's. scheduler: numbers the work
-    tiles before the split. is_persistent: whether a CTA processes one work tile after another;
-    otherwise it processes one work tile, or a part of it. v_stages: stages for values.
+    group: query heads per kv head; a q_loop goes over all of them. q_loop_stagger: how many blocks of queries apart the
+    loops of neighbouring blocks of keys start, if visits_all. visits_all: whether causality, a window and segments let
+    every block of keys attend to every block of queries. split: how the last work tiles are split into parts, so that
+    all SMs have work; in the methods, a part then has a work tile number of its own, its CTA's. scheduler: numbers the
+    work tiles before the split. is_persistent: whether a CTA processes one work tile after another; otherwise it
+    processes one work tile, or a part of it. v_stages: stages for values.
     """
 
     options: AttentionOptions
@@ -78,7 +78,7 @@ class Schedule:
     block_kv: int
     kv_heads: int
     group: int
-    rotate: int
+    q_loop_stagger: int
     visits_all: bool
     split: SplitTail
     scheduler: TileScheduler
@@ -106,12 +106,12 @@ class Schedule:
         heads, kv_heads = head_views.head_counts(arrays.query, arrays.key, options)
         group = heads // kv_heads
         # Heads of a group read the same keys, so that more heads run together at the same cost in cache.
-        longer = max(1, q_length // config.heads_together_up_to)
-        together = max(1, config.heads_together // longer) * group
+        longer = max(1, q_length // config.head_group_max_q_length)
+        together = max(1, config.head_group // longer) * group
         visits_all = not (options.is_causal or options.window is not None or arrays.segments is not None)
         shape = Shape.of(batch, kv_heads, kv_length, block_kv)
         scheduler = TileScheduler(
-            shapes=(shape,), is_causal=False, heads_together=together, dynamic=not interpret, core_count=core_count
+            shapes=(shape,), is_causal=False, head_group=together, dynamic=not interpret, core_count=core_count
         )
         split = SplitTail.none(shape.tiles)
         # A call that adds dquery in order of arrival may add dkey and dvalue in that order, too.
@@ -132,7 +132,7 @@ class Schedule:
             block_kv=block_kv,
             kv_heads=kv_heads,
             group=group,
-            rotate=config.rotate,
+            q_loop_stagger=config.q_loop_stagger,
             visits_all=visits_all,
             split=split,
             scheduler=scheduler,
@@ -222,11 +222,11 @@ class Schedule:
             else:
                 head = kv_head * group + lax.div(step, as_int32(blocks.count))
                 nth = lax.rem(step, as_int32(blocks.count))
-            if self.rotate and self.visits_all and has_reach:
-                nth = lax.rem(nth + kv_index * self.rotate, as_int32(blocks.count))
+            if self.q_loop_stagger and self.visits_all and has_reach:
+                nth = lax.rem(nth + kv_index * self.q_loop_stagger, as_int32(blocks.count))
             q_block = blocks.at(nth)
-            if self.rotate and self.visits_all and not has_reach:
-                q_block = lax.rem(q_block + kv_index * self.rotate, jnp.int32(q_blocks))
+            if self.q_loop_stagger and self.visits_all and not has_reach:
+                q_block = lax.rem(q_block + kv_index * self.q_loop_stagger, jnp.int32(q_blocks))
             return StepPlace(head, q_block, blocks.is_partial(nth))
 
         return QLoop(self.split.count(tile) if is_split else blocks.count * group, place)

@@ -94,12 +94,12 @@ class Smem:
     def scratch(cls, traits: Traits, barriers: Barriers) -> "Smem":
         """The scratch specifications of these fields, for pl.run_scoped."""
         schedule, config, dtype = traits.schedule, traits.config, traits.dtype
-        row_groups, halves, block_q, block_kv = traits.row_groups, traits.halves, traits.block_q, traits.block_kv
+        key_groups, halves, block_q, block_kv = traits.key_groups, traits.halves, traits.block_q, traits.block_kv
         q_stages, do_stages = config.q_stages, config.do_stages
         to_view = functools.partial(cast, TileRefs)  # by viewed()
         return cls(
-            k=to_view(traits.k_tiles.scratch(schedule.k_stages, traits.chunks, row_groups, 64, dtype=dtype)),
-            v=to_view(traits.v_tiles.scratch(schedule.v_stages, row_groups, halves, 64, dtype=dtype)),
+            k=to_view(traits.k_tiles.scratch(schedule.k_stages, traits.chunks, key_groups, 64, dtype=dtype)),
+            v=to_view(traits.v_tiles.scratch(schedule.v_stages, key_groups, halves, 64, dtype=dtype)),
             q=to_view(traits.q_tiles.scratch(q_stages, halves, block_q, dtype=dtype)),
             do=to_view(traits.q_tiles.scratch(do_stages, halves, block_q, dtype=dtype)),
             ds=smem_ref((COMPUTE_WGS, traits.q_chunks, 64, 64), dtype, transforms=SWIZZLED),
@@ -160,8 +160,8 @@ class KernelBarriers:
         """The barriers to allocate: for each name how many, and how many arrivals complete a phase of each."""
         schedule, config, halves = traits.schedule, traits.config, traits.halves
         is_persistent, q_stages, do_stages = schedule.is_persistent, config.q_stages, config.do_stages
-        k_copies = traits.row_groups * traits.chunks
-        v_copies = traits.row_groups * halves * traits.v_tiles.copies(64)
+        k_copies = traits.key_groups * traits.chunks
+        v_copies = traits.key_groups * halves * traits.v_tiles.copies(64)
         q_copies = halves * traits.q_tiles.copies(traits.block_q) + 1
         if is_persistent:
             wanted = {"k_ready": (schedule.k_stages, k_copies + 1), "v_ready": (schedule.v_stages, v_copies)}

@@ -39,7 +39,7 @@ class Carry:
     goes_on: jax.Array | None
 
 
-class Weights(NamedTuple):
+class PAndDS(NamedTuple):
     """P^T and dS^T of a step in 16 bits, [64, block_q], and the sum of dbias so far.
 
     p: None if its matmul, dV += P^T dO, is already issued.
@@ -71,28 +71,28 @@ def mma_step(work: WorkTile, accs: Accumulators, i: Index, carry: Carry) -> Carr
     traits, smem, barriers = step.traits, step.kernel.smem, step.kernel.barriers
     s = scores_sm90.masked(step, needed(carry.scores)) if traits.mask_first else carry.scores
     # S^T = K Q^T, P^T = exp2(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta)
-    weights = _weights_of(step, accs, s, carry.dbias)
-    if weights.p is not None:  # otherwise its matmul is already issued, behind dP's
+    p, ds, dbias = _p_and_ds_of(step, accs, s, carry.dbias)
+    if p is not None:  # otherwise its matmul is already issued, behind dP's
         # dV += P^T dO
-        _add_product(accs.dv, weights.p, smem.do.mma.at[step.do_slot, step.half])
-    _give_ds(step, weights.ds)
+        _add_product(accs.dv, p, smem.do.mma.at[step.do_slot, step.half])
+    _give_ds(step, ds)
     following = _next_step(step)
     if traits.exchanges_ds:
         plgpu.barrier_wait(barriers.ds_ready.at[0])
     # dK += dS^T Q, dQ += dS K
     if traits.has_dquery:
-        pl.run_scoped(functools.partial(_add_dk_and_dq, step, accs, weights.ds), plgpu.ACC((64, 64)))
+        pl.run_scoped(functools.partial(_add_dk_and_dq, step, accs, ds), plgpu.ACC((64, 64)))
         for dq_block in step.dq_blocks()[1:]:
             pl.run_scoped(functools.partial(_add_dq, step, dq_block), plgpu.ACC((64, 64)))
     else:
-        _add_dk(step, accs, weights.ds)
+        _add_dk(step, accs, ds)
     if not traits.scores_ahead:
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(barriers.q_free.at[step.slot])
-        return Carry(scores=None, dbias=weights.dbias, goes_on=None)
+        return Carry(scores=None, dbias=dbias, goes_on=None)
     # S^T of the next step
     s = pl.run_scoped(functools.partial(_next_scores, step, following), plgpu.ACC((64, traits.block_q)))
-    return Carry(scores=s, dbias=weights.dbias, goes_on=following.goes_on if traits.is_persistent else None)
+    return Carry(scores=s, dbias=dbias, goes_on=following.goes_on if traits.is_persistent else None)
 
 
 def first_scores(kernel: Kernel) -> jax.Array:
@@ -105,16 +105,16 @@ def first_scores(kernel: Kernel) -> jax.Array:
     return pl.run_scoped(scores, plgpu.ACC((64, kernel.traits.block_q)))
 
 
-def issue_scores(kernel: Kernel, s_acc: AccumulatorRef, k_stage: Index, row_group: Index, slot: Index) -> None:
+def issue_scores(kernel: Kernel, s_acc: AccumulatorRef, k_stage: Index, key_group: Index, slot: Index) -> None:
     """Issues S^T = K Q^T into the accumulator s_acc, a group of matmuls per chunk of 64 columns of head_dim.
 
-    k_stage, row_group: the stage of keys, and which 64 keys of it. slot: the stage of queries.
+    k_stage, key_group: the stage of keys, and which 64 keys of it. slot: the stage of queries.
     """
     traits, smem = kernel.traits, kernel.smem
     for c in range(traits.chunks):
         half, start = divmod(64 * c, traits.width)
         queries = traits.q_tiles.sixty_four(smem.q.mma.at[slot, half], start)
-        plgpu.wgmma(s_acc, smem.k.mma.at[k_stage, c, row_group, 0], queries.T)
+        plgpu.wgmma(s_acc, smem.k.mma.at[k_stage, c, key_group, 0], queries.T)
 
 
 def _add_product(accs: tuple[AccumulatorRef, ...], x: jax.Array, smem: Ref) -> None:
@@ -123,15 +123,15 @@ def _add_product(accs: tuple[AccumulatorRef, ...], x: jax.Array, smem: Ref) -> N
         plgpu.wgmma(acc, x, smem.at[c])
 
 
-def _weights_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: jax.Array | None) -> Weights:
+def _p_and_ds_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: jax.Array | None) -> PAndDS:
     """(P^T, dS^T, dbias) of a step, including its matmuls K Q^T and V dO^T.
 
     s: S^T if Traits.scores_ahead, otherwise None. dbias: the sum so far.
     """
     traits, kernel = step.traits, step.kernel
     acc = plgpu.ACC((64, traits.block_q))
-    issue = lambda s_acc: issue_scores(kernel, s_acc, step.k_stage, step.row_group, step.slot)
-    of_scores = lambda dp_acc, s_acc: _weights(step, accs, s, dbias, dp_acc, s_acc)
+    issue = lambda s_acc: issue_scores(kernel, s_acc, step.k_stage, step.key_group, step.slot)
+    of_scores = lambda dp_acc, s_acc: _p_and_ds(step, accs, s, dbias, dp_acc, s_acc)
     if traits.scores_ahead:
         return pl.run_scoped(lambda dp_acc: of_scores(dp_acc, None), acc)
 
@@ -147,14 +147,14 @@ def _weights_of(step: QStep, accs: Accumulators, s: jax.Array | None, dbias: jax
     return pl.run_scoped(issued_first, acc) if traits.waits_late else pl.run_scoped(issued_together, acc, acc)
 
 
-def _weights(
+def _p_and_ds(
     step: QStep,
     accs: Accumulators,
     s: jax.Array | None,
     dbias: jax.Array | None,
     dp_acc: AccumulatorRef,
     s_acc: AccumulatorRef | None,
-) -> Weights:
+) -> PAndDS:
     """(P^T, dS^T, dbias) of a step, whose S^T = K Q^T is computed or issued.
 
     s: S^T if Traits.scores_ahead, otherwise None. s_acc: the accumulator of S^T, whose matmuls are issued, otherwise
@@ -166,26 +166,28 @@ def _weights(
         for c in range(traits.v_tiles.count):
             dout = smem.do.mma.at[step.do_slot, half]
             dout = dout.at[0] if traits.v_tiles.count == 1 else traits.q_tiles.sixty_four(dout, 64 * c)
-            plgpu.wgmma(dp_acc, smem.v.mma.at[step.v_stage, step.row_group, half, c], dout.T)
+            plgpu.wgmma(dp_acc, smem.v.mma.at[step.v_stage, step.key_group, half, c], dout.T)
     if traits.is_persistent:
         zeros_stay()
     if s_acc is not None:
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=traits.halves * traits.v_tiles.count)
     # P^T = exp2(S^T - lse)
-    scores = scores_sm90.final_scores(step, needed(s))
-    p = scores_sm90.probabilities(step, scores)
+    scores = scores_sm90.final_scores(step, needed(s), is_masked=traits.mask_first)
+    lse = plgpu.load(smem.lse.at[step.slot], layout=COLUMN, optimized=False)
+    p = scores_sm90.probabilities(step, scores, scores_sm90.logits(step, scores), lse)
     if early_dv:
         # dV += P^T dO
         _add_product(accs.dv, p.astype(traits.dtype), smem.do.mma.at[step.do_slot, step.half])
-    p16, p = scores_sm90.times_slope(step, p, scores)
+    p16 = p.astype(traits.dtype) if traits.options.softcap or traits.has_slope else None  # without the slope
+    p = scores_sm90.times_slope(step, p, scores)
     # dS^T = P^T (dP^T - delta)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=traits.parts if early_dv else 0)
     delta = plgpu.load(smem.delta.at[step.do_slot], layout=COLUMN, optimized=False)
-    ds = p * (dp - scores_sm90.over_keys(delta, scores.s))
+    ds = p * (dp - scores_sm90.along_queries(step, delta, scores.s))
     dbias = scores_sm90.bias_gradient_sum(ds, dbias) if traits.bias_gradient else None
     if early_dv:
-        return Weights(None, ds.astype(traits.dtype), dbias)
-    return Weights(p.astype(traits.dtype) if p16 is None else p16, ds.astype(traits.dtype), dbias)
+        return PAndDS(None, ds.astype(traits.dtype), dbias)
+    return PAndDS(p.astype(traits.dtype) if p16 is None else p16, ds.astype(traits.dtype), dbias)
 
 
 def _give_ds(step: QStep, ds: jax.Array) -> None:
@@ -258,8 +260,8 @@ def _add_dk_and_dq(step: QStep, accs: Accumulators, ds: jax.Array, dq_acc: Accum
     dq_block = step.dq_blocks()[0]
     sources = [step.wg] if traits.splits_columns else range(COMPUTE_WGS)
     for source in sources:
-        row_group = step.row_group if traits.splits_columns else source
-        keys = smem.k.mma.at[step.k_stage, dq_block.chunk, row_group, 0]
+        key_group = step.key_group if traits.splits_columns else source
+        keys = smem.k.mma.at[step.k_stage, dq_block.chunk, key_group, 0]
         plgpu.wgmma(dq_acc, smem.ds.at[source, dq_block.row].T, keys)
     _add_product(accs.dk, ds, smem.q.mma.at[step.slot, step.half])
     plgpu.wgmma_wait(len(sources) + traits.parts)
@@ -273,7 +275,7 @@ def _add_dk_and_dq(step: QStep, accs: Accumulators, ds: jax.Array, dq_acc: Accum
 def _add_dq(step: QStep, dq_block: DqBlock, dq_acc: AccumulatorRef) -> None:
     """Computes another 64 x 64 block of dS K, and adds it to dquery in device memory."""
     smem = step.kernel.smem
-    keys = smem.k.mma.at[step.k_stage, dq_block.chunk, step.row_group, 0]
+    keys = smem.k.mma.at[step.k_stage, dq_block.chunk, step.key_group, 0]
     plgpu.wgmma(dq_acc, smem.ds.at[step.wg, dq_block.row].T, keys)
     _store_dq(step, dq_block, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0))
 
@@ -298,7 +300,7 @@ def _next_scores(step: QStep, following: NextStep, s_acc: AccumulatorRef) -> jax
     queries.
     """
     traits, kernel = step.traits, step.kernel
-    issue_scores(kernel, s_acc, following.k_stage, step.row_group, following.slot)
+    issue_scores(kernel, s_acc, following.k_stage, step.key_group, following.slot)
     if traits.is_persistent:
         zeros_stay()
     plgpu.wgmma_wait(traits.chunks)

@@ -24,10 +24,10 @@ def epilogue(work: WorkTile, dk: list[jax.Array], dv: list[jax.Array], dbias: ja
     if barriers.last_read is not None:  # the other warpgroup may still read K, and V if it has the same keys
         plgpu.barrier_arrive(barriers.last_read.at[0])
     wg = recomputed(kernel.wg)
-    row_group, half = (0, wg) if traits.splits_columns else (wg, 0)
+    key_group, half = (0, wg) if traits.splits_columns else (wg, 0)
     chunks = [half * (traits.width // 64) + c for c in range(traits.width // 64)]
     if traits.bias_gradient:
-        _store_dbias(work, needed(dbias), wg, row_group)
+        _store_dbias(work, needed(dbias), wg, key_group)
     stages = traits.schedule.stages_of(work.turn)
     k_smem = TileRefs(smem.k.mma.at[stages.k], smem.k.tma.at[stages.k])
     v_smem = None
@@ -42,24 +42,24 @@ def epilogue(work: WorkTile, dk: list[jax.Array], dv: list[jax.Array], dbias: ja
         # The exchange of dS also signals that each warpgroup has read K.
         last_read=(barriers.last_read or barriers.ds_free).at[0],
         wg=wg,
-        row_group=row_group,
+        key_group=key_group,
         half=half,
         chunks=chunks,
     )
     store.finish(dk, dv)
 
 
-def _store_dbias(work: WorkTile, dbias: jax.Array, wg: Index, row_group: Index) -> None:
+def _store_dbias(work: WorkTile, dbias: jax.Array, wg: Index, key_group: Index) -> None:
     """Stores the gradient of a bias per key for 64 keys. Warpgroups with the same keys store the same values.
 
-    dbias: [64, PART], partial sums. row_group: which 64 keys of the block of keys.
+    dbias: [64, PART], partial sums. key_group: which 64 keys of the block of keys.
     """
     kernel = work.kernel
     smem = needed(kernel.smem.dbias)
     smem.at[wg][...] = dbias.sum(axis=1)
     plgpu.commit_smem()
     b, head, kv_index = kernel.block(recomputed(work.tile))
-    rows = pl.ds(kv_index * kernel.traits.block_kv + 64 * row_group, 64)
+    rows = pl.ds(kv_index * kernel.traits.block_kv + 64 * key_group, 64)
     plgpu.copy_smem_to_gmem(smem.at[wg], needed(kernel.results.dbias).at[b, head, rows])
 
 
@@ -69,7 +69,7 @@ class Store:
 
     They go through the shared memory of its keys (k_smem) and values (v_smem), after the last read of any warpgroup
     (last_read). v_smem: None if the next values are loaded there meanwhile; dvalue then goes through k_smem.
-    sums_smem: [64, 64] float32, for float32 results and for parts of a work tile. row_group, half: which 64 keys, and
+    sums_smem: [64, 64] float32, for float32 results and for parts of a work tile. key_group, half: which 64 keys, and
     which half of the columns, the warpgroup has. chunks: indices of its chunks of 64 columns.
     """
 
@@ -80,7 +80,7 @@ class Store:
     sums_smem: Ref
     last_read: Barrier
     wg: Index
-    row_group: Index
+    key_group: Index
     half: Index
     chunks: list[Index]
 
@@ -102,8 +102,8 @@ class Store:
         """
         traits, dv_gmem, v_tiles = self.kernel.traits, self.kernel.results.dvalue, self.kernel.traits.v_tiles
         b, kv_head, kv_index = self.kernel.block(recomputed(self.tile))
-        row_group, half = self.row_group, self.half
-        place = b, pl.ds(kv_index * traits.block_kv + 64 * row_group, 64), kv_head
+        key_group, half = self.key_group, self.half
+        place = b, pl.ds(kv_index * traits.block_kv + 64 * key_group, 64), kv_head
         dtype = dv_gmem.dtype
         if traits.options.float32_gradients:
             plgpu.barrier_wait(self.last_read)
@@ -116,7 +116,7 @@ class Store:
         if self.v_smem is None:
             self._store_through_keys([part.astype(dtype) for part in dv], dv_gmem, *place)
         else:
-            v_smem = TileRefs(*(smem.at[row_group, half] for smem in self.v_smem))
+            v_smem = TileRefs(*(smem.at[key_group, half] for smem in self.v_smem))
             for c in range(v_tiles.count):
                 v_smem.mma.at[c][...] = _columns(dv, v_tiles.width * c, v_tiles.width).astype(dtype)
             plgpu.commit_smem()
@@ -136,7 +136,7 @@ class Store:
         split, arrays = self.kernel.schedule.split, self.kernel.arrays
         arrived_smem, width = needed(self.kernel.smem.arrived), self.kernel.traits.width
         nth = split.tile(recomputed(self.tile)) - split.whole
-        rows = pl.ds(64 * self.row_group, 64)
+        rows = pl.ds(64 * self.key_group, 64)
         for which, sums in enumerate((dk, dv)):
             for c, chunk in enumerate(self.chunks):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -169,11 +169,11 @@ class Store:
     def _store_through_keys(self, x: list[jax.Array], gmem: Ref, b: Index, rows: Slice, kv_head: Index) -> None:
         """Stores x, a list of 16-bit arrays of columns, through the keys' shared memory."""
         for c, chunk in enumerate(self.chunks):
-            self.k_smem.mma.at[chunk, self.row_group, 0][...] = _columns(x, 64 * c, 64)
+            self.k_smem.mma.at[chunk, self.key_group, 0][...] = _columns(x, 64 * c, 64)
         plgpu.commit_smem()
         for chunk in self.chunks:
             target = gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)]
-            self.kernel.traits.k_tiles.store(self.k_smem.tma.at[chunk, self.row_group], target)
+            self.kernel.traits.k_tiles.store(self.k_smem.tma.at[chunk, self.key_group], target)
 
 
 def _columns(parts: list[jax.Array], start: int, count: int) -> jax.Array:

@@ -11,7 +11,6 @@ from jax_kernels.pallas.attention.sm90.backward.arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward.schedule import Schedule
 from jax_kernels.pallas.attention.sm90.features import head_views
 from jax_kernels.pallas.attention.sm90.features.bias import Bias
-from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
 from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles, has_odd_length
 
@@ -143,7 +142,7 @@ class Traits:
         return self.head_dim > 128
 
     @property
-    def row_groups(self) -> int:
+    def key_groups(self) -> int:
         """The number of groups of 64 keys in a block of keys."""
         return 1 if self.splits_columns else COMPUTE_WGS
 
@@ -208,15 +207,6 @@ class Traits:
         need both in registers.
         """
         return self.exchanges_ds and not self.options.softcap and self.has_slope == self.has_mod
-
-    @property
-    def factor(self) -> float:
-        """The factor that takes a step's scores, after any bias is added to Scores.s, to the units of lse.
-
-        It is 1 if the call has a bias or a score_mod, because the sum or the new score already has these units.
-        Otherwise it is (softcap or scale) * log2(e), which takes the softcap's tanh or the raw scores to base 2.
-        """
-        return 1.0 if self.has_bias or self.has_mod else (self.options.softcap or self.options.scale) * LOG2E
 
     @property
     def predicate(self) -> bool:

@@ -1,8 +1,8 @@
-"""The decoding kernel on Hopper: a TMA producer with a deep ring, and one or two warpgroups of wgmma.
+"""The decoding kernel on Hopper: a TMA producer with a deep pipeline, and one or two warpgroups of wgmma.
 
 A CTA processes items of (sequence, split of its keys, key head, tile of 64 rows); the memory warpgroup runs ahead into
 the next item. A row is a query of a head (see decode_contract.py). Two compute warpgroups process the blocks of keys in
-turns. Each warpgroup has its own ring and its own softmax, and writes its own part of the result.
+turns. Each warpgroup has its own pipeline and its own softmax, and writes its own part of the result.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import softmax
 from jax_kernels.pallas.attention.sm90.features.softcap import softcapped
-from jax_kernels.pallas.attention.sm90.forward.compute import Accumulators, TileSums, with_accumulators
+from jax_kernels.pallas.attention.sm90.forward.step import Accumulators, TileSums, with_accumulators
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeSm90
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref, Slice, needed
 from jax_kernels.pallas.mosaic.launch import launch
@@ -45,8 +45,9 @@ class Arrays[A: jax.Array | Ref]:
 
     query: [B, Hkv, rows, D]; row t * group + g is query t of query head g of the key head, and rows without a query are
     zeros at the end (decode_contract.pack). key, value: [B, capacity, Hkv, D], or pages [pages, page_size, Hkv, D].
-    lengths: [B] int32, the number of keys of each sequence. sinks: [B, Hkv, Plan.rows] float32, the sink logit of each
-    row, or None. tables: [B, pages of a sequence] int32, the pages of each sequence, or None for a contiguous cache.
+    lengths: [B] int32, the number of keys of each sequence. sinks: [B, Hkv, Traits.rows] float32, the sink logit of
+    each row, or None. tables: [B, pages of a sequence] int32, the pages of each sequence, or None for a contiguous
+    cache.
     """
 
     key: A
@@ -58,16 +59,16 @@ class Arrays[A: jax.Array | Ref]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Traits:
     """The static facts of a call when its kernel is traced.
 
     group: query heads per key head. capacity: the number of keys that a sequence has room for. left: the number of keys
-    before its own that a query attends to, -1 for all. rows: the rows of a key head, one per query and
-    query head of its group, rounded up to whole tiles of 64. page_size: None for a
-    contiguous cache. splits: the number of splits of a sequence's keys.
+    before its own that a query attends to, -1 for all. rows: the rows of a key head, one per query and query head of
+    its group, rounded up to whole tiles of 64. page_size: None for a contiguous cache. splits: the number of splits of
+    a sequence's keys.
     """
 
-    config: AttentionDecodeSm90  # AttentionDecodeSm90
+    config: AttentionDecodeSm90
     core_count: int
     batch: int
     kv_heads: int
@@ -121,7 +122,7 @@ class Plan:
         return self.dtype if self.parts == 1 else jnp.dtype(jnp.float32)
 
     def following(self, slot: Index) -> Index:
-        """The index of the slot after this one in a ring; after the last comes the first."""
+        """The index of the slot after this one in a pipeline; after the last comes the first."""
         return jnp.where(slot == self.config.stages - 1, 0, slot + 1)
 
 
@@ -131,8 +132,8 @@ class Scratch:
     """A CTA's shared memory and barriers: scratch specifications for pl.run_scoped, which passes the Refs in the same
     fields.
 
-    q_smem, out_smem, lse_smem: a tile per compute warpgroup. The other fields have the slots of all rings, the first
-    compute warpgroup's ring first. *_ready: the copies have arrived. *_free: a slot has been read and may be
+    q_smem, out_smem, lse_smem: a tile per compute warpgroup. The other fields have the slots of all pipelines, the
+    first compute warpgroup's pipeline first. *_ready: the copies have arrived. *_free: a slot has been read and may be
     overwritten.
     """
 
@@ -148,34 +149,34 @@ class Scratch:
     v_free: Barrier
 
     @classmethod
-    def of(cls, plan: Plan) -> "Scratch":
-        """The scratch specifications for a plan."""
-        config, out_dtype = plan.config, plan.out_dtype
+    def of(cls, traits: Traits) -> "Scratch":
+        """The scratch specifications of a launch."""
+        config, out_dtype = traits.config, traits.out_dtype
         compute_wgs, slots = config.compute_warpgroups, config.compute_warpgroups * config.stages
-        tile_smem = lambda *shape: smem_ref(shape, plan.dtype, transforms=SWIZZLED)
+        tile_smem = lambda *shape: smem_ref(shape, traits.dtype, transforms=SWIZZLED)
         out_transforms = SWIZZLED if out_dtype.itemsize == 2 else SWIZZLED_F32
         return cls(
-            q_smem=tile_smem(compute_wgs, TILE, plan.head_dim),
-            k_smem=tile_smem(slots, config.block_kv, plan.head_dim),
-            v_smem=tile_smem(slots, config.block_kv, plan.v_head_dim),
+            q_smem=tile_smem(compute_wgs, TILE, traits.head_dim),
+            k_smem=tile_smem(slots, config.block_kv, traits.head_dim),
+            v_smem=tile_smem(slots, config.block_kv, traits.v_head_dim),
             out_smem=smem_ref((compute_wgs, TILE, OUT_COLUMNS), out_dtype, transforms=out_transforms),
             lse_smem=smem_ref((compute_wgs, TILE), jnp.float32),
             q_ready=barrier_ref(num_barriers=compute_wgs),
-            k_ready=barrier_ref(num_arrivals=plan.pages_per_block, num_barriers=slots),
-            v_ready=barrier_ref(num_arrivals=plan.pages_per_block, num_barriers=slots),
+            k_ready=barrier_ref(num_arrivals=traits.pages_per_block, num_barriers=slots),
+            v_ready=barrier_ref(num_arrivals=traits.pages_per_block, num_barriers=slots),
             k_free=barrier_ref(num_barriers=slots),
             v_free=barrier_ref(num_barriers=slots),
         )
 
 
-def run(arrays: Arrays, plan: Plan, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+def run(arrays: Arrays, traits: Traits, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
     """Launches the kernel, and returns a result per part of the keys.
 
-    (out [B, Hkv, parts, rows, Dv] in plan.out_dtype, lse [B, Hkv, parts, rows] float32, natural log). out may have
+    (out [B, Hkv, parts, rows, Dv] in traits.out_dtype, lse [B, Hkv, parts, rows] float32, natural log). out may have
     fewer rows than lse: the last ones are not queries.
     """
     leaves, tree = jax.tree.flatten(arrays)
-    compute_wgs = plan.config.compute_warpgroups
+    compute_wgs = traits.config.compute_warpgroups
 
     def entry(*refs):
         *given, out_gmem, lse_gmem = refs
@@ -183,27 +184,29 @@ def run(arrays: Arrays, plan: Plan, *, interpret: bool) -> tuple[jax.Array, jax.
 
         def body(scratch: Scratch) -> None:
             wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
-            loader = Loader(plan=plan, arrays=given, scratch=scratch, cta=cta)
+            loader = Loader(traits=traits, arrays=given, scratch=scratch, cta=cta)
 
             def compute(w: int) -> None:
                 Compute(
-                    plan=plan, arrays=given, scratch=scratch, cta=cta, out_gmem=out_gmem, lse_gmem=lse_gmem, w=w
+                    traits=traits, arrays=given, scratch=scratch, cta=cta, out_gmem=out_gmem, lse_gmem=lse_gmem, w=w
                 ).run()
 
             of_w = [functools.partial(compute, w) for w in range(compute_wgs)]
             lax.switch(wg, [*of_w, loader.run])
 
-        pl.run_scoped(body, Scratch.of(plan), collective_axes="wg")
+        pl.run_scoped(body, Scratch.of(traits), collective_axes="wg")
 
-    out_rows = plan.rows if plan.tiles > 1 else plan.stored_rows
+    out_rows = traits.rows if traits.tiles > 1 else traits.stored_rows
     kernel = launch(
         entry,
         "attention_decode_sm90",
         out_type=(
-            jax.ShapeDtypeStruct((plan.batch, plan.kv_heads, plan.parts, out_rows, plan.v_head_dim), plan.out_dtype),
-            jax.ShapeDtypeStruct((plan.batch, plan.kv_heads, plan.parts, plan.rows), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (traits.batch, traits.kv_heads, traits.parts, out_rows, traits.v_head_dim), traits.out_dtype
+            ),
+            jax.ShapeDtypeStruct((traits.batch, traits.kv_heads, traits.parts, traits.rows), jnp.float32),
         ),
-        ctas=plan.ctas,
+        ctas=traits.ctas,
         warpgroups=compute_wgs + 1,
         semantics=plgpu.LoweringSemantics.Lane,
         interpret=interpret,
@@ -232,30 +235,30 @@ class Item:
 class Warpgroup:
     """The state that a CTA's warpgroups have in common, and the items of the CTA; the base of Loader and Compute."""
 
-    plan: Plan
+    traits: Traits
     arrays: Arrays
     scratch: Scratch
     cta: Any
 
     def item(self, index: Index) -> Item:
         """Item number `index` of the launch."""
-        plan, block_kv = self.plan, self.plan.config.block_kv
-        head, rest = lax.rem(index, plan.kv_heads), lax.div(index, plan.kv_heads)
-        tile, rest = lax.rem(rest, plan.tiles), lax.div(rest, plan.tiles)
-        split, b = lax.rem(rest, plan.splits), lax.div(rest, plan.splits)
-        length = jnp.clip(self.arrays.lengths[b], 0, plan.capacity)
+        traits, block_kv = self.traits, self.traits.config.block_kv
+        head, rest = lax.rem(index, traits.kv_heads), lax.div(index, traits.kv_heads)
+        tile, rest = lax.rem(rest, traits.tiles), lax.div(rest, traits.tiles)
+        split, b = lax.rem(rest, traits.splits), lax.div(rest, traits.splits)
+        length = jnp.clip(self.arrays.lengths[b], 0, traits.capacity)
         end = lax.div(length + (block_kv - 1), block_kv)
-        windowed = plan.left >= 0
-        first = lax.div(jnp.maximum(length - plan.q_length - plan.left, 0), block_kv) if windowed else 0
-        per_split = lax.div(end - first + (plan.splits - 1), plan.splits)
+        windowed = traits.left >= 0
+        first = lax.div(jnp.maximum(length - traits.q_length - traits.left, 0), block_kv) if windowed else 0
+        per_split = lax.div(end - first + (traits.splits - 1), traits.splits)
         begin = jnp.minimum(first + split * per_split, end)
         count = jnp.minimum(per_split, end - begin)
         return Item(b=b, split=split, tile=tile, head=head, length=length, begin=begin, count=count)
 
     def for_each_item(self, run: Callable[[Any, Any], Any], state: Any) -> None:
         """Calls run(index, state) -> next state for the CTA's items, in order. state: for the first item."""
-        body = lambda carry: (carry[0] + self.plan.ctas, run(*carry))
-        lax.while_loop(lambda carry: carry[0] < self.plan.items, body, (lax.optimization_barrier(self.cta), state))
+        body = lambda carry: (carry[0] + self.traits.ctas, run(*carry))
+        lax.while_loop(lambda carry: carry[0] < self.traits.items, body, (lax.optimization_barrier(self.cta), state))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,36 +274,36 @@ class PageCopy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loader(Warpgroup):
-    """The memory warpgroup: it fills the ring of each compute warpgroup."""
+    """The memory warpgroup: it fills the pipeline of each compute warpgroup."""
 
     def run(self) -> None:
         """Loads all items of the CTA."""
-        compute_wgs = self.plan.config.compute_warpgroups
+        compute_wgs = self.traits.config.compute_warpgroups
         if compute_wgs == 2:
             plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
         self.for_each_item(self._load_item, (jnp.int32(0),) * compute_wgs)
 
     def _load_item(self, index: Index, slots: tuple[Index, ...]) -> tuple[jax.Array, ...]:
-        """Loads an item's blocks into the rings, from each compute warpgroup's slot in `slots` on. Returns the next
+        """Loads an item's blocks into the pipelines, from each compute warpgroup's slot in `slots` on. Returns the next
         slots.
         """
-        item, compute_wgs = self.item(index), self.plan.config.compute_warpgroups
+        item, compute_wgs = self.item(index), self.traits.config.compute_warpgroups
 
         def load(step, slots):
             next_slots = []
             for w, slot in enumerate(slots):
                 block = step * compute_wgs + w
                 pl.when(block < item.count)(functools.partial(self._load_block, item, block, w, slot))
-                next_slots.append(jnp.where(block < item.count, self.plan.following(slot), slot))
+                next_slots.append(jnp.where(block < item.count, self.traits.following(slot), slot))
             return tuple(next_slots)
 
         return lax.fori_loop(0, lax.div(item.count + (compute_wgs - 1), compute_wgs), load, slots)
 
     def _load_block(self, item: Item, block: Index, w: int, slot: Index) -> None:
         """Loads keys and values of block `block`, counted within the item, into a slot of compute warpgroup w's
-        ring.
+        pipeline.
         """
-        arrays, scratch, config = self.arrays, self.scratch, self.plan.config
+        arrays, scratch, config = self.arrays, self.scratch, self.traits.config
         copies = self._copies(item, (item.begin + block) * config.block_kv)
         for gmem, smem, ready, free in (
             (arrays.key, scratch.k_smem, scratch.k_ready, scratch.k_free),
@@ -314,7 +317,7 @@ class Loader(Warpgroup):
 
     def _copies(self, item: Item, start: Index) -> list[PageCopy]:
         """The copies of the block of keys from key `start` on: one, or one per page."""
-        block_kv, page_size, tables = self.plan.config.block_kv, self.plan.page_size, self.arrays.tables
+        block_kv, page_size, tables = self.traits.config.block_kv, self.traits.page_size, self.arrays.tables
         whole_block = pl.ds(0, block_kv)
         if page_size is None:
             return [PageCopy(page=item.b, rows=pl.ds(start, block_kv), to=whole_block)]
@@ -323,7 +326,7 @@ class Loader(Warpgroup):
             return [PageCopy(page=page, rows=pl.ds(lax.rem(start, page_size), block_kv), to=whole_block)]
         first, last = lax.div(start, page_size), lax.div(item.length - 1, page_size)
         # Past the length a table may hold invalid pages: the last page is loaded again instead.
-        pages = [needed(tables)[item.b, jnp.minimum(first + i, last)] for i in range(self.plan.pages_per_block)]
+        pages = [needed(tables)[item.b, jnp.minimum(first + i, last)] for i in range(self.traits.pages_per_block)]
         return [
             PageCopy(page=page, rows=pl.ds(0, page_size), to=pl.ds(i * page_size, page_size))
             for i, page in enumerate(pages)
@@ -347,7 +350,7 @@ class RowLimits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopState:
-    """The state of the loop over keys: the softmax so far, and the ring's slot of the next block.
+    """The state of the loop over keys: the softmax so far, and the pipeline's slot of the next block.
 
     row_max, row_sum: the maximum of each row in base 2, [64], and partial sums of each row of P, [64, 8], both float32.
     """
@@ -369,7 +372,7 @@ class Compute(Warpgroup):
 
     def run(self) -> None:
         """Computes and stores all items of the CTA, this warpgroup's blocks only."""
-        config, scratch = self.plan.config, self.scratch
+        config, scratch = self.traits.config, self.scratch
         if config.compute_warpgroups == 2:
             plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         for slot in range(config.stages):
@@ -382,7 +385,7 @@ class Compute(Warpgroup):
         """Computes and stores the warpgroup's part of item `index`, whose first block is in `slot`. Returns the next
         slot.
         """
-        plan, scratch, w = self.plan, self.scratch, self.w
+        traits, scratch, w = self.traits, self.scratch, self.w
         item = self.item(index)
         tile_rows = pl.ds(item.tile * TILE, TILE)
         queries = self.arrays.query.at[item.b, item.head, tile_rows]
@@ -390,7 +393,7 @@ class Compute(Warpgroup):
         rows = self._row_limits(item)
         plgpu.barrier_wait(scratch.q_ready.at[w])
         attend = functools.partial(self._attend, item, rows, slot)
-        sums = with_accumulators(attend, v_head_dim=plan.v_head_dim, block_kv=plan.config.block_kv)
+        sums = with_accumulators(attend, v_head_dim=traits.v_head_dim, block_kv=traits.config.block_kv)
         self._epilogue(item, tile_rows, sums)
         return sums.slot
 
@@ -398,51 +401,51 @@ class Compute(Warpgroup):
         """The limits of the keys of each row of an item's tile. Rows past the last query have the last query's
         limit.
         """
-        q_length, length = self.plan.q_length, item.length
+        q_length, length = self.traits.q_length, item.length
         # Rows past the last query have the last query's limit.
         row = item.tile * TILE + plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)
-        limits = length - q_length + 1 + jnp.minimum(lax.div(row, jnp.int32(self.plan.group)), q_length - 1)
-        full_end, full_start = length - q_length + 1, length - 1 - self.plan.left
+        limits = length - q_length + 1 + jnp.minimum(lax.div(row, jnp.int32(self.traits.group)), q_length - 1)
+        full_end, full_start = length - q_length + 1, length - 1 - self.traits.left
         return RowLimits(limits=limits, length=length, full_start=full_start, full_end=full_end)
 
-    def _attend(self, item: Item, rows: RowLimits, slot: Index, to: Accumulators) -> TileSums:
+    def _attend(self, item: Item, rows: RowLimits, slot: Index, accs: Accumulators) -> TileSums:
         """The sums of the loop over the warpgroup's blocks of keys: O = P V before the division, and the softmax
         state.
         """
-        compute_wgs = self.plan.config.compute_warpgroups
+        compute_wgs = self.traits.config.compute_warpgroups
         steps = lax.div(item.count + (compute_wgs - 1 - self.w), compute_wgs)
         row_max, row_sum = softmax.start(TILE)
-        step = functools.partial(self._mma_step, item, rows, to)
+        step = functools.partial(self._mma_step, item, rows, accs)
         state = lax.fori_loop(0, steps, step, LoopState(row_max=row_max, row_sum=row_sum, slot=slot))
-        acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
+        acc = plgpu.wgmma_accumulator_load(accs.acc_ref, wait_n=0)
         return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot)
 
-    def _mma_step(self, item: Item, rows: RowLimits, to: Accumulators, step: Index, state: LoopState) -> LoopState:
+    def _mma_step(self, item: Item, rows: RowLimits, accs: Accumulators, step: Index, state: LoopState) -> LoopState:
         """Adds one block of keys: S = Q K^T, its softmax P, and O += P V. Returns the next state."""
-        plan, scratch, config, w = self.plan, self.scratch, self.plan.config, self.w
+        traits, scratch, config, w = self.traits, self.scratch, self.traits.config, self.w
         at = w * config.stages + state.slot
         start = (item.begin + step * config.compute_warpgroups + w) * config.block_kv
         plgpu.barrier_wait(scratch.k_ready.at[at])
-        to.s_ref[...] = plgpu.layout_cast(jnp.zeros((TILE, config.block_kv), jnp.float32), WGMMA)
-        plgpu.wgmma(to.s_ref, scratch.q_smem.at[w], scratch.k_smem.at[at].transpose((1, 0)))  # S = Q K^T
-        s = plgpu.wgmma_accumulator_load(to.s_ref, wait_n=0)
+        accs.s_ref[...] = plgpu.layout_cast(jnp.zeros((TILE, config.block_kv), jnp.float32), WGMMA)
+        plgpu.wgmma(accs.s_ref, scratch.q_smem.at[w], scratch.k_smem.at[at].transpose((1, 0)))  # S = Q K^T
+        s = plgpu.wgmma_accumulator_load(accs.s_ref, wait_n=0)
         plgpu.barrier_arrive(scratch.k_free.at[at])
-        s = self._masked_if_partial(softcapped(s, plan.softcap, plan.scale) if plan.softcap else s, rows, start)
-        p, row_max, row_sum, alpha = softmax.step(s, state.row_max, state.row_sum, plan.softcap or plan.scale)
+        s = self._masked_if_partial(softcapped(s, traits.softcap, traits.scale) if traits.softcap else s, rows, start)
+        p, row_max, row_sum, alpha = softmax.step(s, state.row_max, state.row_sum, traits.softcap or traits.scale)
         plgpu.barrier_wait(scratch.v_ready.at[at])
         left_over = lambda: self._clear_values(scratch.v_smem.at[at], rows.length - start)
         pl.when(start + config.block_kv > rows.length)(left_over)
-        acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
-        to.acc_ref[...] = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-        plgpu.wgmma(to.acc_ref, p.astype(plan.dtype), scratch.v_smem.at[at])  # O += P V
-        plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
+        acc = plgpu.wgmma_accumulator_load(accs.acc_ref, wait_n=0)
+        accs.acc_ref[...] = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+        plgpu.wgmma(accs.acc_ref, p.astype(traits.dtype), scratch.v_smem.at[at])  # O += P V
+        plgpu.wgmma_accumulator_load(accs.acc_ref, wait_n=0)
         plgpu.barrier_arrive(scratch.v_free.at[at])
-        return LoopState(row_max=row_max, row_sum=row_sum, slot=plan.following(state.slot))
+        return LoopState(row_max=row_max, row_sum=row_sum, slot=traits.following(state.slot))
 
     def _masked_if_partial(self, s: jax.Array, rows: RowLimits, start: Index) -> jax.Array:
         """The scores of the block of keys from key `start` on, with -inf where a row may not attend to a key."""
-        left = self.plan.left
-        is_partial = start + self.plan.config.block_kv > rows.full_end
+        left = self.traits.left
+        is_partial = start + self.traits.config.block_kv > rows.full_end
         if left >= 0:
             is_partial = is_partial | (start < rows.full_start)
 
@@ -461,8 +464,8 @@ class Compute(Warpgroup):
 
         v_ref: the slot's values in shared memory. left_over: the number of its rows that are keys of the sequence.
         """
-        for first in range(0, self.plan.config.block_kv, TILE):
-            for column in range(0, self.plan.v_head_dim, 64):
+        for first in range(0, self.traits.config.block_kv, TILE):
+            for column in range(0, self.traits.v_head_dim, 64):
                 ref = v_ref.at[pl.ds(first, TILE), pl.ds(column, 64)]
                 v = plgpu.load(ref, layout=WGMMA)
                 keep = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=WGMMA) < left_over - first
@@ -475,23 +478,23 @@ class Compute(Warpgroup):
         lse = log(row_sum) + row_max * ln 2, since row_max is in base 2. A row without keys and sinks has out = 0 and
         lse = -inf. The sinks join part 0 only. tile_rows: the rows of the item's tile.
         """
-        plan, sinks, w = self.plan, self.arrays.sinks, self.w
+        traits, sinks, w = self.traits, self.arrays.sinks, self.w
         out_smem, lse_smem = self.scratch.out_smem, self.scratch.lse_smem
-        b, head, part = item.b, item.head, item.split * plan.config.compute_warpgroups + w
+        b, head, part = item.b, item.head, item.split * traits.config.compute_warpgroups + w
         row_max, row_sum, factor = sums.row_max, sums.row_sum, 1.0
         if sinks is not None:  # in one part only
             sink = plgpu.load(sinks.at[b, head, tile_rows], layout=ROW, optimized=False)
             row_max, row_sum, factor = softmax.with_sink(row_max, row_sum, jnp.where(part == 0, sink, -jnp.inf))
         inverse, lse = softmax.finish(row_max, row_sum, may_be_dead=True)
         acc = sums.acc * lax.broadcast_in_dim(inverse * factor, sums.acc.shape, [0])
-        acc = acc.astype(plan.out_dtype)
-        to = self.out_gmem.at[b, head, part, pl.ds(item.tile * TILE, plan.stored_rows)]
-        for column in range(0, plan.v_head_dim, OUT_COLUMNS):
+        acc = acc.astype(traits.out_dtype)
+        to = self.out_gmem.at[b, head, part, pl.ds(item.tile * TILE, traits.stored_rows)]
+        for column in range(0, traits.v_head_dim, OUT_COLUMNS):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last stores have left shared memory
             out_smem[w] = acc[:, column : column + OUT_COLUMNS]
             if column == 0:
                 lse_smem[w] = lse
             plgpu.commit_smem()
             columns = pl.ds(column, OUT_COLUMNS)
-            plgpu.copy_smem_to_gmem(out_smem.at[w, pl.ds(0, plan.stored_rows)], to.at[:, columns])
+            plgpu.copy_smem_to_gmem(out_smem.at[w, pl.ds(0, traits.stored_rows)], to.at[:, columns])
         plgpu.copy_smem_to_gmem(lse_smem.at[w], self.lse_gmem.at[b, head, part, tile_rows])

@@ -2,7 +2,7 @@
 
 Reading keys and values takes the most time. At batch 64, one query, 32 query and 8 key heads, head_dim 128 and 16,384
 keys they are 4.3 GB, which take 1.0 ms at 4.25 TB/s. The matmuls are 275 GFLOP with rows padded to 64, which take 0.3
-ms at 900 TFLOP/s. So the depth of the ring counts, not the overlap of wgmma and softmax.
+ms at 900 TFLOP/s. So the depth of the pipeline counts, not the overlap of wgmma and softmax.
 """
 
 from jax.experimental import pallas as pl
@@ -59,7 +59,7 @@ def attention_decode(
         tables=block_tables,
         sinks=decode_contract.row_sinks(sinks, kv_heads, q_length, rows),
     )
-    plan = decode_kernel.Plan(
+    traits = decode_kernel.Traits(
         config=config,
         core_count=core_count,
         batch=batch,
@@ -77,7 +77,7 @@ def attention_decode(
         scale=scale,
         softcap=softcap,
     )
-    out, lse = decode_kernel.run(arrays, plan, interpret=interpret)
+    out, lse = decode_kernel.run(arrays, traits, interpret=interpret)
     if out.shape[2] == 1:
         return decode_contract.unpack(out[:, :, 0], lse[:, :, 0], q_length, heads)
     return merge(out, lse, query, interpret=interpret)

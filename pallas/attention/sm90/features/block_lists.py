@@ -146,7 +146,7 @@ class ListedCall:
     """The static facts of a call, except its mask, on which its block lists depend.
 
     lengths: of queries and keys. blocks: (block_q, block_kv). by: "query" or "key", the side whose blocks are work
-    tiles. heads_together: the number of heads whose work tiles are neighbours in Lists.tiles. is_causal, window,
+    tiles. head_group: the number of heads whose work tiles are neighbours in Lists.tiles. is_causal, window,
     q_offset: the call's limits; q_offset is None if it is an array.
     """
 
@@ -156,7 +156,7 @@ class ListedCall:
     lengths: tuple[int, int]
     blocks: tuple[int, int]
     by: str
-    heads_together: int
+    head_group: int
     is_causal: bool
     window: tuple[int, int] | None
     q_offset: int | None
@@ -169,17 +169,17 @@ class ListedCall:
         block_kv: int,
         *,
         by: str,
-        heads_together: int,
+        head_group: int,
     ) -> "ListedCall":
         """The static facts of these inputs on which block lists depend.
 
         by: "query" or "key". Lists by key belong to a kv head. If the mask differs between heads, such a list covers
         all query heads of the kv head's group, whose blocks of queries are numbered one head after another.
-        heads_together: the number of heads whose work tiles are neighbours in Lists.tiles.
+        head_group: the number of heads whose work tiles are neighbours in Lists.tiles.
         """
         (batch, q_length), kv_length = inputs.query.shape[:2], inputs.key.shape[1]
         heads, kv_heads = head_views.head_counts(inputs.query, inputs.key, options)
-        sizes = (batch, heads, kv_heads, (q_length, kv_length), (block_q, block_kv), by, heads_together)
+        sizes = (batch, heads, kv_heads, (q_length, kv_length), (block_q, block_kv), by, head_group)
         q_offset = options.q_offset if inputs.q_offset is None else None
         return ListedCall(*sizes, options.is_causal, options.window, q_offset)
 
@@ -234,7 +234,7 @@ def lists_of(
     """The block lists of a call, which hold all limits of its keys; None if has_lists is False.
 
     interpret: whether XLA alone makes the lists, as on a CPU; otherwise Triton kernels may help. blocks: the arguments
-    block_q, block_kv, by and heads_together of ListedCall.of. Prepared lists in inputs.lists are used if they fit the
+    block_q, block_kv, by and head_group of ListedCall.of. Prepared lists in inputs.lists are used if they fit the
     call.
     """
     if not has_lists(inputs, options):
@@ -260,7 +260,7 @@ def prepared_lists(
     an eighth. If they are traced, the arrays have room for the most blocks that the mask's structure allows, or hold
     the mask words of all blocks.
     query and key in inputs may be ShapeDtypeStructs. The mask must be the only array that limits the call's keys.
-    interpret, blocks: as for lists_of: whether XLA alone makes them, and block_q, block_kv, by and heads_together.
+    interpret, blocks: as for lists_of: whether XLA alone makes them, and block_q, block_kv, by and head_group.
     """
     call = ListedCall.of(inputs, options, **blocks)
     _, offset = offset_of(call.q_offset)
@@ -326,7 +326,7 @@ def _built(
         entries = entries.at[..., 0].set(jnp.where(dead, words.shape[0] - 1, entries[..., 0]))
     counts = jnp.maximum(total, 1) * sharing, lists.full_count * sharing
     heads, width = call.heads // group, lists.indices.shape[-1]
-    tiles = _tiles(*counts, call.batch, heads, width * sharing, call.heads_together)
+    tiles = _tiles(*counts, call.batch, heads, width * sharing, call.head_group)
     # In masks made of arrays, e.g. for padding, most blocks are probably live.
     keys = width * call.blocks[1] // (1 if evaluates else UNKNOWN)
     return Lists(tiles, lists.indices, entries, words, sharing, keys)
@@ -370,13 +370,13 @@ def _words_of_threads(words: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits.sum(axis=(1, 2), dtype=jnp.uint32), jnp.int32)
 
 
-def _tiles(count: jax.Array, full: jax.Array, batch: int, heads: int, width: int, heads_together: int) -> jax.Array:
+def _tiles(count: jax.Array, full: jax.Array, batch: int, heads: int, width: int, head_group: int) -> jax.Array:
     """The array Lists.tiles of all work tiles: groups of heads in order, and within a group the longest lists first.
 
     count, full: [B or 1, H or 1, blocks], the numbers of visited and of full blocks. width: the largest possible count.
     """
     blocks = count.shape[2]
-    size = math.gcd(heads_together, batch * heads) * blocks
+    size = math.gcd(head_group, batch * heads) * blocks
     wide = lambda x: jnp.broadcast_to(x, (batch, heads, blocks)).reshape(-1, size)
     within = jnp.arange(size, dtype=jnp.int32)
     shorter = width - wide(count)

@@ -1,4 +1,4 @@
-"""Attention forward on Hopper in 8 bits: the loop of compute.py with e4m3 query, key, value and P.
+"""Attention forward on Hopper in 8 bits: the loop of step.py with e4m3 query, key, value and P.
 
 Per tile of 64 x block_kv, the 4 * 64 * block_kv * head_dim FLOPs take half as long as in 16 bits, and the 64 * block_kv
 exp2 take the same time. At head_dim 128 a tile's matmuls take 512 cycles, and so do its exponentials.
@@ -24,15 +24,18 @@ from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges, softmax
 from jax_kernels.pallas.attention.passes import fp8_values
 from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall
-from jax_kernels.pallas.attention.sm90.forward.compute import (
+from jax_kernels.pallas.attention.sm90.forward.compute import ComputeWarpgroup
+from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, KvPipeline, PingPong, WorkTile, run_warpgroups
+from jax_kernels.pallas.attention.sm90.forward.step import (
     Accumulators,
-    ComputeWarpgroup,
-    Exponentials,
     LoopState,
+    QueryTile,
+    Softmax,
     TileSums,
+    first_scores,
+    mma_step,
     with_accumulators,
 )
-from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, KvPipeline, PingPong, WorkTile, run_warpgroups
 from jax_kernels.pallas.block_specs.specs import AttentionForwardFp8Sm90
 from jax_kernels.pallas.kernel_types import Barrier, Index, Ref
 from jax_kernels.pallas.mosaic import interpreter, registers
@@ -105,7 +108,7 @@ def reorder_keys(x: jax.Array, axis: int) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrays[A: jax.Array | Ref]:
+class Fp8Arrays[A: jax.Array | Ref]:
     """The arrays that the kernel reads, in device memory, in the order of its operands.
 
     bounds: int32 [B, 2], the position of query 0 and the number of keys that count; None if tracing knows both.
@@ -124,12 +127,12 @@ class Arrays[A: jax.Array | Ref]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scratch:
+class Fp8Scratch:
     """A CTA's shared memory and barriers: scratch specifications for pl.run_scoped, which passes the Refs in the same
     fields.
 
-    q_smem, out_smem: a tile per compute warpgroup. k_smem, v_smem: a block per slot of the ring. q_ready: the queries
-    of a compute warpgroup have arrived. fetched: the next work tile from the scheduler's counter.
+    q_smem, out_smem: a tile per compute warpgroup. k_smem, v_smem: a block per slot of the pipeline. q_ready: the
+    queries of a compute warpgroup have arrived. fetched: the next work tile from the scheduler's counter.
     """
 
     q_smem: Ref
@@ -137,11 +140,13 @@ class Scratch:
     k_smem: Ref
     v_smem: Ref
     q_ready: Barrier
-    ring: KvPipeline
+    pipeline: KvPipeline
     fetched: Fetched
 
     @classmethod
-    def of(cls, config: AttentionForwardFp8Sm90, head_dim: int, v_head_dim: int, scheduler: TileScheduler) -> "Scratch":
+    def of(
+        cls, config: AttentionForwardFp8Sm90, head_dim: int, v_head_dim: int, scheduler: TileScheduler
+    ) -> "Fp8Scratch":
         """The scratch specifications for a block spec row, head dims and a scheduler."""
         compute_wgs, block_kv, stages = config.compute_warpgroups, config.block_kv, config.stages
         tile_smem = lambda *shape: smem_ref(shape, E4M3, transforms=swizzled(shape[-1]))
@@ -151,7 +156,7 @@ class Scratch:
             k_smem=tile_smem(stages, block_kv, head_dim),
             v_smem=tile_smem(stages, v_head_dim, block_kv),
             q_ready=barrier_ref(num_barriers=compute_wgs),
-            ring=KvPipeline.scratch(stages, compute_wgs),
+            pipeline=KvPipeline.scratch(stages, compute_wgs),
             fetched=scheduler.scratch(compute_wgs + 1),
         )
 
@@ -177,11 +182,11 @@ def attention_forward(
     scheduler = TileScheduler(
         shapes=(Shape.of(query.shape[0], query.shape[2], q_length, config.block_q),),
         is_causal=options.is_causal,
-        heads_together=config.heads_together,
+        head_group=config.head_group,
         dynamic=config.dynamic and not interpret,
         core_count=core_count,
     )
-    arrays = Arrays(
+    arrays = Fp8Arrays(
         bounds=block_ranges.bounds_array(inputs, options),
         factors=factors,
         query=query,
@@ -194,7 +199,7 @@ def attention_forward(
 
 
 def _run(
-    arrays: Arrays, scheduler: TileScheduler, options: AttentionOptions, call: LaunchCall, *, config, interpret: bool
+    arrays: Fp8Arrays, scheduler: TileScheduler, options: AttentionOptions, call: LaunchCall, *, config, interpret: bool
 ):
     """Launches the kernel and returns (out, lse). lse is padded to whole blocks of queries."""
     batch, q_length, heads, head_dim = arrays.query.shape
@@ -205,7 +210,7 @@ def _run(
         *given, out_gmem, lse_gmem = refs
         given = jax.tree.unflatten(tree, given)
 
-        def body(scratch: Scratch) -> None:
+        def body(scratch: Fp8Scratch) -> None:
             wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
             kv_loop = KvLoop(
                 cta=cta,
@@ -219,10 +224,10 @@ def _run(
             pingpong = PingPong.of(config, interpret=interpret)
 
             def compute(w: int) -> None:
-                Compute(
+                Fp8Compute(
                     kv_loop=kv_loop,
                     pingpong=pingpong,
-                    ring=scratch.ring,
+                    pipeline=scratch.pipeline,
                     fetched=scratch.fetched,
                     w=w,
                     arrays=given,
@@ -231,9 +236,9 @@ def _run(
                     lse_gmem=lse_gmem,
                 ).run()
 
-            run_warpgroups(wg, config, compute, Loader(arrays=given, scratch=scratch, kv_loop=kv_loop).run)
+            run_warpgroups(wg, config, compute, Fp8Loader(arrays=given, scratch=scratch, kv_loop=kv_loop).run)
 
-        pl.run_scoped(body, Scratch.of(config, head_dim, v_head_dim, scheduler), collective_axes="wg")
+        pl.run_scoped(body, Fp8Scratch.of(config, head_dim, v_head_dim, scheduler), collective_axes="wg")
 
     kernel = launch(
         entry,
@@ -252,11 +257,11 @@ def _run(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Loader:
+class Fp8Loader:
     """The memory warpgroup of a CTA: it loads the blocks of keys and values that work tiles visit."""
 
-    arrays: Arrays
-    scratch: Scratch
+    arrays: Fp8Arrays
+    scratch: Fp8Scratch
     kv_loop: KvLoop
 
     def run(self) -> None:
@@ -267,43 +272,78 @@ class Loader:
 
         Returns (the following work tile, the next slot).
         """
-        scheduler, ring, fetched = self.kv_loop.scheduler, self.scratch.ring, self.scratch.fetched
+        scheduler, pipeline, fetched = self.kv_loop.scheduler, self.scratch.pipeline, self.scratch.fetched
         scheduler.fetch(self.arrays.counter, fetched, turn)
         tile = self.kv_loop.work_tile(index)
         load_k, load_v = functools.partial(self._load_k, tile), functools.partial(self._load_v, tile)
-        slot = ring.fill(slot, tile.blocks.count, load_k, load_v)
-        return scheduler.following(fetched, index, turn), ring.following(slot)
+        slot = pipeline.fill(slot, tile.blocks.count, load_k, load_v)
+        return scheduler.following(fetched, index, turn), pipeline.following(slot)
 
     def _load_k(self, tile: WorkTile, step: Index, slot: Index) -> None:
         """Loads a step's block of keys, after `slot` is free."""
-        ring, block_kv = self.scratch.ring, self.kv_loop.block_kv
-        plgpu.barrier_wait(ring.k_free.at[slot])
+        pipeline, block_kv = self.scratch.pipeline, self.kv_loop.block_kv
+        plgpu.barrier_wait(pipeline.k_free.at[slot])
         keys = self.arrays.key.at[tile.b, pl.ds(tile.blocks.at(step) * block_kv, block_kv), tile.kv_head]
-        plgpu.copy_gmem_to_smem(keys, self.scratch.k_smem.at[slot], ring.k_ready.at[slot])
+        plgpu.copy_gmem_to_smem(keys, self.scratch.k_smem.at[slot], pipeline.k_ready.at[slot])
 
     def _load_v(self, tile: WorkTile, step: Index, slot: Index) -> None:
         """Loads a step's block of values, after `slot` is free."""
-        ring, block_kv = self.scratch.ring, self.kv_loop.block_kv
-        plgpu.barrier_wait(ring.v_free.at[slot])
+        pipeline, block_kv = self.scratch.pipeline, self.kv_loop.block_kv
+        plgpu.barrier_wait(pipeline.v_free.at[slot])
         values = self.arrays.value.at[tile.b, tile.kv_head, :, pl.ds(tile.blocks.at(step) * block_kv, block_kv)]
-        plgpu.copy_gmem_to_smem(values, self.scratch.v_smem.at[slot], ring.v_ready.at[slot])
+        plgpu.copy_gmem_to_smem(values, self.scratch.v_smem.at[slot], pipeline.v_ready.at[slot])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QueryTile:
-    """A warpgroup's 64 queries of work tile `index`. own: its part of the work tile. scale: the factor of S."""
+class Fp8QueryTile(QueryTile):
+    """A compute warpgroup's 64 queries of a work tile, in 8 bits. scale: the factor of S."""
 
-    index: Index
-    own: WorkTile
+    scratch: Fp8Scratch
+    kv_loop: KvLoop
     scale: jax.Array
 
+    def issue_scores(self, accs: Accumulators, slot: Index) -> None:
+        accs.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.kv_loop.block_kv), jnp.float32), WGMMA)
+        plgpu.wgmma(accs.s_ref, self.scratch.q_smem.at[self.w], self.scratch.k_smem.at[slot].transpose((1, 0)))
+
+    def issue_values(self, accs: Accumulators, p: jax.Array, slot: Index) -> None:
+        plgpu.wgmma(accs.acc_ref, p, self.scratch.v_smem.at[slot].transpose((1, 0)))
+
+    def scores(self, accs: Accumulators, step: Index, slot: Index, *, is_first: bool) -> jax.Array:
+        kv_loop = self.kv_loop
+        s = plgpu.wgmma_accumulator_load(accs.s_ref, wait_n=0 if is_first else 1)
+        plgpu.barrier_arrive(self.pipeline.k_free.at[slot])
+        s = lax.optimization_barrier(s)
+        if not kv_loop.has_partial or (kv_loop.only_first_partial and not is_first):
+            return s
+        # One loop with a branch: two loops were slower.
+        masked = lambda s: kv_loop.masked(s, self.index, registers.as_int32(step), self.w)
+        return lax.cond(self.own.blocks.is_partial(step), masked, lambda s: s, s)
+
+    def softmax_step(self, s: jax.Array, step: Index, state: LoopState) -> Softmax:
+        p, row_max, row_sum, alpha, rises = softmax.lazy_step(
+            s, state.row_max, state.row_sum, self.scale, LARGEST_P, LIMIT, registers.any_of_warp_above
+        )
+
+        def rescaled(acc, alpha):
+            full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            return lax.cond(rises, full, lambda acc: acc, acc)
+
+        return Softmax(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
+
+    def rescaled_and_rounded(
+        self, acc: jax.Array, p: jax.Array, rescaled: Callable[[jax.Array], jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        acc, p = lax.optimization_barrier((rescaled(acc), p))
+        return acc, as_operand(p)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compute(ComputeWarpgroup[QueryTile]):
+class Fp8Compute(ComputeWarpgroup):
     """A compute warpgroup of the 8-bit forward. out_gmem, lse_gmem: the results in device memory."""
 
-    arrays: Arrays
-    scratch: Scratch
+    arrays: Fp8Arrays
+    scratch: Fp8Scratch
     out_gmem: Ref
     lse_gmem: Ref
 
@@ -317,7 +357,16 @@ class Compute(ComputeWarpgroup[QueryTile]):
         scheduler, v_head_dim = self.kv_loop.scheduler, self.arrays.value.shape[2]
         own, slot = self.own_tile(index, slot)
         plgpu.barrier_wait(self.scratch.q_ready.at[self.w])
-        tile = QueryTile(index=index, own=own, scale=self.arrays.factors[own.b, own.h, 0])
+        tile = Fp8QueryTile(
+            pipeline=self.pipeline,
+            pingpong=self.pingpong,
+            w=self.w,
+            index=index,
+            own=own,
+            scratch=self.scratch,
+            kv_loop=self.kv_loop,
+            scale=self.arrays.factors[own.b, own.h, 0],
+        )
         attend = functools.partial(self.attend, tile, slot)
         sums = with_accumulators(attend, v_head_dim=v_head_dim, block_kv=self.kv_loop.block_kv)
         following = scheduler.following(self.fetched, index, turn)
@@ -327,58 +376,24 @@ class Compute(ComputeWarpgroup[QueryTile]):
             self.load_q(following, turn)
 
         self.epilogue(index, sums)
-        return following, self.ring.following(sums.slot)
+        return following, self.pipeline.following(sums.slot)
 
-    def attend(self, tile: QueryTile, slot: Index, to: Accumulators) -> TileSums:
+    def attend(self, tile: Fp8QueryTile, slot: Index, accs: Accumulators) -> TileSums:
         """The sums of the loop over the warpgroup's blocks of keys: O = P V before the division, and the softmax state.
 
         slot: of the first block.
         """
-        s = self.first_scores(tile, slot, to)
+        s = first_scores(tile, accs, slot)
         row_max, row_sum = softmax.start(64)
         p, row_max, row_sum, _ = softmax.step(s, row_max, row_sum, tile.scale, LARGEST_P)
         state = LoopState(p=as_operand(p), row_max=row_max, row_sum=row_sum, slot=slot)
-        plgpu.barrier_wait(self.ring.v_ready.at[slot])
-        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(self.mma_step, tile, to), state)
-        self.issue_values(state.p, state.slot, to)  # O += P V
-        acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
-        plgpu.barrier_arrive(self.ring.v_free.at[state.slot])
+        plgpu.barrier_wait(self.pipeline.v_ready.at[slot])
+        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(mma_step, tile, accs), state)
+        # O += P V, of the last block
+        tile.issue_values(accs, state.p, state.slot)
+        acc = plgpu.wgmma_accumulator_load(accs.acc_ref, wait_n=0)
+        plgpu.barrier_arrive(self.pipeline.v_free.at[state.slot])
         return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot)
-
-    def issue_scores(self, tile: QueryTile, slot: Index, to: Accumulators) -> None:
-        to.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.kv_loop.block_kv), jnp.float32), WGMMA)
-        plgpu.wgmma(to.s_ref, self.scratch.q_smem.at[self.w], self.scratch.k_smem.at[slot].transpose((1, 0)))
-
-    def issue_values(self, p: jax.Array, slot: Index, to: Accumulators) -> None:
-        plgpu.wgmma(to.acc_ref, p, self.scratch.v_smem.at[slot].transpose((1, 0)))
-
-    def scores(self, tile: QueryTile, step: Index, slot: Index, to: Accumulators, *, is_first: bool) -> jax.Array:
-        kv_loop = self.kv_loop
-        s = plgpu.wgmma_accumulator_load(to.s_ref, wait_n=0 if is_first else 1)
-        plgpu.barrier_arrive(self.ring.k_free.at[slot])
-        s = lax.optimization_barrier(s)
-        if not kv_loop.has_partial or (kv_loop.only_first_partial and not is_first):
-            return s
-        # One loop with a branch: two loops were slower.
-        masked = lambda s: kv_loop.masked(s, tile.index, registers.as_int32(step), self.w)
-        return lax.cond(tile.own.blocks.is_partial(step), masked, lambda s: s, s)
-
-    def softmax_step(self, tile: QueryTile, s: jax.Array, step: Index, state: LoopState) -> Exponentials:
-        p, row_max, row_sum, alpha, rises = softmax.lazy_step(
-            s, state.row_max, state.row_sum, tile.scale, LARGEST_P, LIMIT, registers.any_of_warp_above
-        )
-
-        def rescaled(acc, alpha):
-            full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-            return lax.cond(rises, full, lambda acc: acc, acc)
-
-        return Exponentials(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
-
-    def rescaled_and_rounded(
-        self, acc: jax.Array, p: jax.Array, rescaled: Callable[[jax.Array], jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        acc, p = lax.optimization_barrier((rescaled(acc), p))
-        return acc, as_operand(p)
 
     def epilogue(self, index: Index, sums: TileSums) -> None:
         """Stores out and lse of the warpgroup's queries of work tile `index`.

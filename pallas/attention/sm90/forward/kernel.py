@@ -3,7 +3,7 @@
 Each of two or three compute warpgroups owns 64 queries. In a step it issues S = Q K^T of this block of keys and O += P
 V of the previous block, and computes the softmax of S while the second matmul runs. A CTA is persistent: it processes
 work tiles of (batch, head, block of queries), whose blocks of keys come from block_ranges.py or from a mask's lists
-(block_lists.py). The memory warpgroup is in load.py, the step in compute.py.
+(block_lists.py). The memory warpgroup is in load.py, the step in step.py and scores.py.
 
 A tile of 64 x block_kv takes 4 * 64 * block_kv * head_dim FLOPs on the tensor cores and 64 * block_kv exp2; keys and
 values are read from shared memory once per warpgroup. At head_dim 128 the matmuls and exp2 take about the same time, so
@@ -12,8 +12,6 @@ they have to overlap.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,24 +24,22 @@ from jax_kernels.inputs.attention import AttentionOptions
 from jax_kernels.pallas.attention import softmax
 from jax_kernels.pallas.attention.sm90.features.bias import Bias
 from jax_kernels.pallas.attention.sm90.features.head_views import LaunchCall, of_call
-from jax_kernels.pallas.attention.sm90.features.softcap import tanh_polynomial
-from jax_kernels.pallas.attention.sm90.forward.compute import (
-    Accumulators,
-    ComputeWarpgroup,
-    Exponentials,
-    LoopState,
-    TileSums,
-    with_accumulators,
-)
+from jax_kernels.pallas.attention.sm90.forward.compute import ComputeWarpgroup
 from jax_kernels.pallas.attention.sm90.forward.load import Loader
 from jax_kernels.pallas.attention.sm90.forward.loop import PingPong, WorkTile, run_warpgroups
-from jax_kernels.pallas.attention.sm90.forward.scores import QueryTile, ScoreOps
-from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Plan, Results, Scratch, Smem
+from jax_kernels.pallas.attention.sm90.forward.scores import QueryTile16
+from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Results, Scratch, Smem, Traits
+from jax_kernels.pallas.attention.sm90.forward.step import (
+    Accumulators,
+    TileSums,
+    first_scores,
+    mma_step,
+    with_accumulators,
+)
 from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90
 from jax_kernels.pallas.kernel_types import Index, Ref, needed
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
-from jax_kernels.pallas.mosaic.registers import all_of_warp, as_int32
 from jax_kernels.pallas.mosaic.tile_scheduler import TileScheduler
 
 
@@ -57,26 +53,26 @@ def run(
     config: AttentionForwardSm90,
     interpret: bool,
 ) -> Results[jax.Array]:
-    """Launches the kernel for one or more calls, and returns their out, lse and excess.
+    """Launches the kernel for one or more calls, and returns their out, lse and lse_lo.
 
-    lse is present if options.has_lse; excess if also the call has a bias or a score_mod that may mask. calls: the
+    lse is present if options.has_lse; lse_lo if also the call has a bias or a score_mod that may mask. calls: the
     static facts of each call; arrays has a query, key and value for each.
     """
-    plan = Plan.of(arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret)
+    traits = Traits.of(arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret)
     leaves, tree = jax.tree.flatten(arrays)
     bias = arrays.bias or Bias()
 
     def entry(*refs):
         given = jax.tree.unflatten(tree, refs[: len(leaves)])
         results = Results.of(refs[len(leaves) :], len(calls))
-        body = functools.partial(_body, plan, given, results)
-        pl.run_scoped(body, Scratch.of(plan, bias), collective_axes="wg")
+        body = functools.partial(_body, traits, given, results)
+        pl.run_scoped(body, Scratch.of(traits, bias), collective_axes="wg")
 
     shape = jax.ShapeDtypeStruct
     # Stores from registers write whole blocks of rows.
-    rows = [of.blocks * config.block_q if plan.stores_registers else None for of in scheduler.shapes]
+    rows = [of.blocks * config.block_q if traits.stores_registers else None for of in scheduler.shapes]
     outs = [
-        shape((query.shape[0], whole or query.shape[1], call.heads, plan.v_head_dim), out_dtype)
+        shape((query.shape[0], whole or query.shape[1], call.heads, traits.v_head_dim), out_dtype)
         for query, call, whole in zip(arrays.query, calls, rows, strict=True)
     ]
     lses = [
@@ -86,7 +82,7 @@ def run(
     kernel = launch(
         entry,
         "attention_forward_sm90",
-        out_type=(*outs, *(lses if plan.has_lse else ()), *(lses if plan.has_excess else ())),
+        out_type=(*outs, *(lses if traits.has_lse else ()), *(lses if traits.has_lse_lo else ())),
         ctas=scheduler.ctas,
         warpgroups=config.compute_warpgroups + 1,
         semantics=plgpu.LoweringSemantics.Lane,
@@ -104,289 +100,187 @@ def _stored_rows(length: int, whole: int) -> int:
     return length if length % 4 == 0 else whole
 
 
-def _body(plan: Plan, arrays: Arrays[Ref], results: Results[Ref], scratch: Scratch) -> None:
+def _body(traits: Traits, arrays: Arrays[Ref], results: Results[Ref], scratch: Scratch) -> None:
     """Runs one CTA: each warpgroup takes its part."""
     wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
-    smem, kv_loop = Smem.of(plan, scratch), plan.kv_loop(arrays, cta)
-    loader = Loader(plan=plan, arrays=arrays, scratch=scratch, smem=smem, kv_loop=kv_loop)
+    smem, kv_loop = Smem.of(traits, scratch), traits.kv_loop(arrays, cta)
+    loader = Loader(traits=traits, arrays=arrays, scratch=scratch, smem=smem, kv_loop=kv_loop)
 
     def compute(w: int) -> None:
         Compute(
             kv_loop=kv_loop,
-            pingpong=PingPong.of(plan.config, interpret=plan.interpret),
-            ring=scratch.ring,
+            pingpong=PingPong.of(traits.config, interpret=traits.interpret),
+            pipeline=scratch.pipeline,
             fetched=scratch.fetched,
             w=w,
             bias=scratch.bias,
-            plan=plan,
+            traits=traits,
             arrays=arrays,
             results=results,
             scratch=scratch,
             smem=smem,
-            score_ops=ScoreOps(plan=plan, arrays=arrays, scratch=scratch, kv_loop=kv_loop, w=w),
         ).run()
 
-    run_warpgroups(wg, plan.config, compute, loader.run)
+    run_warpgroups(wg, traits.config, compute, loader.run)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compute(ComputeWarpgroup[QueryTile]):
+class Compute(ComputeWarpgroup):
     """A compute warpgroup of the 16-bit forward."""
 
-    plan: Plan
+    traits: Traits
     arrays: Arrays[Ref]
     results: Results[Ref]
     scratch: Scratch
     smem: Smem
-    score_ops: ScoreOps
-
-    @property
-    def has_small(self) -> bool:
-        """Whether heads with small scores take a separate softmax branch, with a polynomial for the tanh.
-
-        It is impossible if the loop masks before the softmax.
-        """
-        has_mask = self.kv_loop.has_partial and not self.kv_loop.only_first_partial
-        return self.arrays.small_scores is not None and not has_mask
-
-    @property
-    def has_bounds(self) -> bool:
-        """Whether upper bounds of the scores are known. The maximum of a row's first block may then serve for all
-        blocks.
-        """
-        return self.arrays.score_bounds is not None
 
     def load_q(self, index: Index, turn: Index) -> None:
-        plan, w, tile = self.plan, self.w, self.kv_loop.work_tile(index)
-        rows, copied = pl.ds(tile.q_start + w * 64, 64), self.smem.q_copied.at[plan.q_place(w, turn)]
+        traits, w, tile = self.traits, self.w, self.kv_loop.work_tile(index)
+        rows, copied = pl.ds(tile.q_start + w * 64, 64), self.smem.q_copied.at[traits.q_slot(w, turn)]
         ready = self.scratch.q_ready.at[w]
 
         def load(i: int) -> None:
-            plan.qk_tiles.load(self.arrays.query[i].at[tile.b, rows, tile.q_head], copied, ready)
+            traits.qk_tiles.load(self.arrays.query[i].at[tile.b, rows, tile.q_head], copied, ready)
 
-        of_call(tile.call, len(plan.calls), load)
-        if plan.has_segments:
+        of_call(tile.call, len(traits.calls), load)
+        if traits.has_segments:
             ids = needed(self.arrays.segments).q_ids.at[tile.b, rows]
-            plgpu.copy_gmem_to_smem(ids, needed(self.scratch.q_ids).at[plan.q_place(w, turn)], ready)
+            plgpu.copy_gmem_to_smem(ids, needed(self.scratch.q_ids).at[traits.q_slot(w, turn)], ready)
 
     def load_next_q(self, following: Index, turn: Index) -> None:
         """Starts the copy of the queries of work tile `following`, if there is one. turn: of the current work tile."""
 
-        @pl.when(following < self.plan.scheduler.count)
+        @pl.when(following < self.traits.scheduler.count)
         def _():
             self.load_q(following, turn + 1)
 
     def run_tile(self, index: Index, turn: Index, slot: Index) -> tuple[Index, Index]:
-        plan = self.plan
+        traits = self.traits
         own, slot = self.own_tile(index, slot)
         attend = functools.partial(self.attend, self.start_tile(index, turn, own), slot)
-        sums, following = with_accumulators(attend, v_head_dim=plan.v_head_dim, block_kv=plan.config.block_kv)
+        sums, following = with_accumulators(attend, v_head_dim=traits.v_head_dim, block_kv=traits.config.block_kv)
         self.epilogue(index, turn, sums)
-        if plan.share_q_out:
+        if traits.share_q_out:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.load_next_q(following, turn)
-        return following, self.ring.following(sums.slot)
+        return following, self.pipeline.following(sums.slot)
 
-    def start_tile(self, index: Index, turn: Index, own: WorkTile) -> QueryTile:
+    def start_tile(self, index: Index, turn: Index, own: WorkTile) -> QueryTile16:
         """The warpgroup's queries of work tile `index`, after they have arrived. own: the warpgroup's part of the work
         tile.
         """
-        plan, arrays, w = self.plan, self.arrays, self.w
-        mod_numbers = needed(arrays.mod).of_head(own.b, own.h) if plan.has_mod else None
+        traits, arrays, w = self.traits, self.arrays, self.w
+        mod_numbers = needed(arrays.mod).of_head(own.b, own.h) if traits.has_mod else None
         plgpu.barrier_wait(self.scratch.q_ready.at[w])
-        q_smem = self.smem.q.at[plan.q_place(w, turn)]
-        score_bound = needed(arrays.score_bounds)[own.b, own.q_head] if self.has_bounds else None
-        if self.has_bounds and plan.config.measures_q:
-            parts = [plgpu.load(q_smem.at[c], layout=WGMMA) for c in range(plan.qk_tiles.count)]
+        q_smem = self.smem.q.at[traits.q_slot(w, turn)]
+        score_bound = is_small = None
+        if arrays.score_bounds is not None:
+            score_bound = arrays.score_bounds[own.b, own.q_head]
+        if score_bound is not None and traits.config.norms_q_in_kernel:
+            parts = [plgpu.load(q_smem.at[c], layout=WGMMA) for c in range(traits.qk_tiles.count)]
             score_bound = score_bound * softmax.norms(parts)
             plgpu.commit_smem()  # after the reads: the next queries overwrite this memory
-        return QueryTile(
+        # If the loop masks before the softmax, heads with small scores cannot have a softmax branch of their own.
+        if arrays.small_scores is not None and (not self.kv_loop.has_partial or self.kv_loop.only_first_partial):
+            is_small = arrays.small_scores[own.b, own.q_head] != 0
+        return QueryTile16(
+            pipeline=self.pipeline,
+            pingpong=self.pingpong,
+            w=w,
             index=index,
-            turn=turn,
             own=own,
+            traits=traits,
+            arrays=arrays,
+            scratch=self.scratch,
+            smem=self.smem,
+            kv_loop=self.kv_loop,
+            turn=turn,
             q_smem=q_smem,
             mod_numbers=mod_numbers,
             score_bound=score_bound,
-            is_small=needed(arrays.small_scores)[own.b, own.q_head] != 0 if self.has_small else None,
+            is_small=is_small,
         )
 
-    def attend(self, tile: QueryTile, slot: Index, to: Accumulators) -> tuple[TileSums, Index]:
+    def attend(self, tile: QueryTile16, slot: Index, accs: Accumulators) -> tuple[TileSums, Index]:
         """(the sums of the loop over the warpgroup's blocks of keys, the following work tile).
 
         slot: of the first block.
         """
-        plan, scheduler, has_lists = self.plan, self.plan.scheduler, self.kv_loop.lists is not None
-        tile, state = self.first_softmax(tile, self.first_scores(tile, slot, to), slot)
-        if plan.early_q:
+        traits, scheduler, has_lists = self.traits, self.traits.scheduler, self.kv_loop.lists is not None
+        tile, state = tile.first_softmax(first_scores(tile, accs, slot), slot)
+        if traits.early_q:
             following = scheduler.following(self.fetched, tile.index, tile.turn)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for the last tile's output
             self.load_next_q(following, tile.turn)
-        plgpu.barrier_wait(self.ring.v_ready.at[slot])
-        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(self.mma_step, tile, to), state)
-        if not plan.early_q:
+        plgpu.barrier_wait(self.pipeline.v_ready.at[slot])
+        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(mma_step, tile, accs), state)
+        if not traits.early_q:
             following = scheduler.following(self.fetched, tile.index, tile.turn)
         # The last scores have read the queries. With share_q_out the output goes to the queries' memory first.
-        loads_q_now = not plan.share_q_out and not plan.early_q
+        loads_q_now = not traits.share_q_out and not traits.early_q
         if loads_q_now and has_lists:
             self.load_next_q(following, tile.turn)
-        self.issue_values(state.p, state.slot, to)  # O += P V
-        acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
+        # O += P V, of the last block
+        tile.issue_values(accs, state.p, state.slot)
+        acc = plgpu.wgmma_accumulator_load(accs.acc_ref, wait_n=0)
         if loads_q_now and not has_lists:
             self.load_next_q(following, tile.turn)
-        plgpu.barrier_arrive(self.ring.v_free.at[state.slot])
+        plgpu.barrier_arrive(self.pipeline.v_free.at[state.slot])
         return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot), following
 
-    def issue_scores(self, tile: QueryTile, slot: Index, to: Accumulators) -> None:
-        to.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.plan.config.block_kv), jnp.float32), WGMMA)
-        for c in range(self.plan.qk_tiles.count):
-            plgpu.wgmma(to.s_ref, tile.q_smem.at[c], self.smem.k.at[slot, c].transpose((1, 0)))
-
-    def issue_values(self, p: jax.Array, slot: Index, to: Accumulators) -> None:
-        v_tiles = self.plan.v_tiles
-        for c in range(v_tiles.count):
-            acc = to.acc_ref.at[:, pl.ds(v_tiles.width * c, v_tiles.width)]
-            plgpu.wgmma(acc if v_tiles.count > 1 else to.acc_ref, p, self.smem.v.at[slot, c])
-
-    def scores(self, tile: QueryTile, step: Index, slot: Index, to: Accumulators, *, is_first: bool) -> jax.Array:
-        plan, kv_loop, score_ops, k_free = self.plan, self.kv_loop, self.score_ops, self.ring.k_free.at[slot]
-        step = as_int32(step)
-        words = score_ops.mask_words(tile, step)
-        s = plgpu.wgmma_accumulator_load(to.s_ref, wait_n=0 if is_first else plan.v_tiles.count)
-        if not plan.has_segments:
-            plgpu.barrier_arrive(k_free)
-        s = lax.optimization_barrier(s)
-        if is_first or not self.has_small:  # otherwise softmax_step does it
-            s = score_ops.capped_biased_and_modified(tile, s, step)
-        if kv_loop.has_partial and (is_first or not kv_loop.only_first_partial):
-            blocks = tile.own.blocks
-            if plan.has_segments and not is_first:  # the range is read again, not kept in registers
-                blocks = kv_loop.work_tile(lax.optimization_barrier(tile.index)).blocks
-            # One loop with a branch: two loops were slower.
-            s = score_ops.masked_if_partial(tile, s, step, words, slot, blocks=blocks)
-        if plan.has_segments:  # the ids of the keys have been read
-            plgpu.barrier_arrive(k_free)
-        return s
-
-    def first_softmax(self, tile: QueryTile, s: jax.Array, slot: Index) -> tuple[QueryTile, LoopState]:
-        """(tile with is_bounded, the loop's first state) from the scores s of the first block, which is in `slot`."""
-        plan, dtype = self.plan, self.plan.dtype
-        p, row_max, row_sum, _ = plan.softmax_step(s, *softmax.start(64, natural=plan.natural))
-        if self.has_bounds:
-            # Whether no later score of the warp's rows can be far above the maximum of the first block.
-            is_bounded = all_of_warp(needed(tile.score_bound) - row_max <= softmax.headroom(dtype))
-            tile = dataclasses.replace(tile, is_bounded=is_bounded)
-            if dtype == jnp.bfloat16:
-                lifted = functools.partial(softmax.rescaled_to_bound, largest=tile.score_bound)
-                p, row_max, row_sum = lax.cond(is_bounded, lifted, lambda *state: state, p, row_max, row_sum)
-        return tile, LoopState(p=p.astype(dtype), row_max=row_max, row_sum=row_sum, slot=slot)
-
-    def softmax_step(self, tile: QueryTile, s: jax.Array, step: Index, state: LoopState) -> Exponentials:
-        exponentials: Callable[..., Any] = functools.partial(self.exponentials, tile)
-        if self.has_small:
-            finished = functools.partial(self.score_ops.capped_biased_and_modified, tile, step=step)
-            full = lambda s, row_max, row_sum: self.exponentials(tile, finished(s), row_max, row_sum)
-            short = functools.partial(self.small_exponentials, tile, step)
-            exponentials = functools.partial(lax.cond, needed(tile.is_small) & needed(tile.is_bounded), short, full)
-        p, row_max, row_sum, alpha = exponentials(s, state.row_max, state.row_sum)
-        rescaled = functools.partial(self.rescaled, tile)
-        return Exponentials(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
-
-    def exponentials(
-        self, tile: QueryTile, s: jax.Array, row_max: jax.Array, row_sum: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """(P, row_max, row_sum, alpha) of a step, without a search for the maximum if the scores are bounded.
-
-        s: the scores as the softmax takes them. If the scores are bounded, alpha has no meaning.
-        """
-        full, scale = self.plan.softmax_step, self.plan.softmax_scale
-        if not self.has_bounds:
-            return full(s, row_max, row_sum)
-
-        def short(s, row_max, row_sum):
-            p, row_sum = softmax.bounded_step(s, row_max, row_sum, scale)
-            return p, row_max, row_sum, row_max
-
-        return lax.cond(tile.is_bounded, short, full, s, row_max, row_sum)
-
-    def small_exponentials(
-        self, tile: QueryTile, step: Index, s: jax.Array, row_max: jax.Array, row_sum: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """(P, row_max, row_sum, alpha) of a step of a head with small scores: a polynomial computes the tanh.
-
-        s: S = Q K^T, before softcap and score_mod. row_max stays, and alpha has no meaning.
-        """
-        scale, cap = self.plan.options.scale, self.plan.options.softcap
-        if cap:  # in base 2, so that the subtraction of the maximum fuses with the last multiplication
-            s = tanh_polynomial(s, scale / cap, cap * softmax.LOG2E)
-        else:
-            s = self.score_ops.modified(tile, s, step, small=True)
-        p, row_sum = softmax.bounded_step(s, row_max, row_sum, softmax.LN2)
-        return p, row_max, row_sum, row_max
-
-    def rescaled(self, tile: QueryTile, acc: jax.Array, alpha: jax.Array) -> jax.Array:
-        """O under the new maximum, acc * alpha; acc itself if the scores are bounded."""
-        full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-        return lax.cond(tile.is_bounded, lambda acc: acc, full, acc) if self.has_bounds else full(acc)
-
-    def rescaled_and_rounded(
-        self, acc: jax.Array, p: jax.Array, rescaled: Callable[[jax.Array], jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        p = p.astype(self.plan.dtype)
-        return rescaled(acc), p
-
     def epilogue(self, index: Index, turn: Index, sums: TileSums) -> None:
-        """Stores out = O / row_sum, lse and the excess of the warpgroup's queries, as far as the call wants them.
+        """Stores out = O / row_sum, lse and lse_lo of the warpgroup's queries, as far as the call wants them.
 
         lse is the log-sum-exp in natural log: log(row_sum) + row_max, taken to natural units. Sinks join the
         sums before, and an earlier result is merged into out and lse. index: of the work tile in the launch. turn: its
         number in the CTA.
         """
-        plan, results, w = self.plan, self.results, self.w
+        traits, results, w = self.traits, self.results, self.w
         tile = self.kv_loop.work_tile(lax.optimization_barrier(index))
         b, h, q_start = tile.b, tile.h, tile.q_start + w * 64
         row_max, row_sum, factor = sums.row_max, sums.row_sum, 1.0
-        if plan.has_sinks:
+        if traits.has_sinks:
             row_max, row_sum, factor = softmax.with_sink(
-                row_max, row_sum, needed(self.arrays.sinks)[b, h], natural=plan.natural
+                row_max, row_sum, needed(self.arrays.sinks)[b, h], natural=traits.natural
             )
-        if plan.has_excess:
-            inverse, lse, excess = softmax.finish_exactly(row_max, row_sum, natural=plan.natural)
+        if traits.has_lse_lo:
+            inverse, lse, lse_lo = softmax.finish_exactly(row_max, row_sum, natural=traits.natural)
         else:
-            may_be_dead = self.kv_loop.may_be_dead or plan.has_bias or plan.has_mod
+            may_be_dead = self.kv_loop.may_be_dead or traits.has_bias or traits.has_mod
             inverse, lse = softmax.finish(row_max, row_sum, may_be_dead=may_be_dead)
         acc = sums.acc * lax.broadcast_in_dim(inverse * factor, sums.acc.shape, [0])
-        if plan.has_earlier:
+        if traits.has_earlier:
             acc, lse = self._merged(acc, lse, b, h, q_start)
-        if not plan.early_q:
+        if not traits.early_q:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
-        if plan.stores_registers:
-            of_call(tile.call, len(plan.calls), lambda i: self._store_registers(i, acc, b, h, q_start))
+        if traits.stores_registers:
+            of_call(tile.call, len(traits.calls), lambda i: self._store_registers(i, acc, b, h, q_start))
         else:
-            for c, part in enumerate(plan.out_tiles.chunks(acc.astype(plan.out_dtype))):
-                self.smem.out.at[plan.q_place(w, turn), c][...] = part
-        lse_smem, excess_smem = self.scratch.lse_and_excess(plan, w)
-        if plan.has_lse:
+            for c, part in enumerate(traits.out_tiles.chunks(acc.astype(traits.out_dtype))):
+                self.smem.out.at[traits.q_slot(w, turn), c][...] = part
+        lse_smem, lse_lo_smem = self.scratch.lse_refs(traits, w)
+        if traits.has_lse:
             lse_smem[...] = lse
-        if plan.has_excess:
-            needed(excess_smem)[...] = excess
+        if traits.has_lse_lo:
+            needed(lse_lo_smem)[...] = lse_lo
         plgpu.commit_smem()
 
         def store(i: int) -> None:
             rows = pl.ds(q_start, 64)
-            if not plan.stores_registers:
-                plan.out_tiles.store(self.smem.out_copied.at[plan.q_place(w, turn)], results.outs[i].at[b, rows, h])
-            if plan.has_lse:
+            if not traits.stores_registers:
+                traits.out_tiles.store(self.smem.out_copied.at[traits.q_slot(w, turn)], results.outs[i].at[b, rows, h])
+            if traits.has_lse:
                 self._store_numbers(lse_smem, results.lses[i].at[b, h], q_start)
-            if plan.has_excess:
-                self._store_numbers(needed(excess_smem), results.excess[i].at[b, h], q_start)
+            if traits.has_lse_lo:
+                self._store_numbers(needed(lse_lo_smem), results.lse_lo[i].at[b, h], q_start)
 
-        of_call(tile.call, len(plan.calls), store)
+        of_call(tile.call, len(traits.calls), store)
 
     def _store_numbers(self, smem: Ref, gmem: Ref, q_start: Index) -> None:
         """Stores a float32 value for each of 64 queries from q_start on. gmem: [rows], the values of a head."""
         length = gmem.shape[0]
         whole = lambda: plgpu.copy_smem_to_gmem(smem, gmem.at[pl.ds(q_start, 64)])
-        if length % self.plan.config.block_q == 0:
+        if length % self.traits.config.block_q == 0:
             whole()
             return
         # A copy of contiguous values past the row's end would overwrite the next head's values.
@@ -415,4 +309,4 @@ class Compute(ComputeWarpgroup[QueryTile]):
 
     def _store_registers(self, i: int, acc: jax.Array, b: Index, h: Index, q_start: Index) -> None:
         """Stores O of 64 queries from registers to device memory, in call i's result. h: the call's head."""
-        self.results.outs[i].at[b, pl.ds(q_start, 64), h][...] = acc.astype(self.plan.out_dtype)
+        self.results.outs[i].at[b, pl.ds(q_start, 64), h][...] = acc.astype(self.traits.out_dtype)

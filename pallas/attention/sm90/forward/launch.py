@@ -33,7 +33,7 @@ from jax_kernels.pallas.kernel_types import needed
 from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length, pad_for_tma
 from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
 
-# (out, lse) or (out, lse, excess).
+# (out, lse) or (out, lse, lse_lo).
 type ForwardArrays = tuple[Float[Array, "B T H Dv"], *tuple[Float32[Array, "B H T"] | None, ...]]
 
 
@@ -46,9 +46,9 @@ def attention_forward(
     core_count: int,
     interpret: bool,
 ) -> ForwardArrays:
-    """(out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), or (out, lse, excess), of attention with 16-bit inputs.
+    """(out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), or (out, lse, lse_lo), of attention with 16-bit inputs.
 
-    excess: like lse, the exact log-sum-exp minus lse, with a bias or under a score_mod that may mask. lse is None if
+    lse_lo: like lse, the exact log-sum-exp minus lse, with a bias or under a score_mod that may mask. lse is None if
     not options.has_lse. A query without keys has out = 0 and lse = -inf. config: the block spec row.
     """
     call = head_views.LaunchCall.of(inputs, options)
@@ -68,14 +68,21 @@ def attention_forward(
     bounded_from = config.bounded_from_limited if is_limited else config.bounded_from
     bounded_from = config.bounded_from_lists if lists is not None else bounded_from
     # The bounds under a score_mod, and small scores, are determined for whole heads.
-    measures_q = config.measures_q and mod is None and not options.softcap
-    of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
+    norms_q_in_kernel = config.norms_q_in_kernel and mod is None and not options.softcap
+    of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if norms_q_in_kernel and not is_limited else 1
     if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and bias is None:
-        named: dict[str, Any] = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
-        named["key_norms"] = inputs.key_norms
-        largest, small = _bounds(query, key, mod, options, **named)
+        largest, small = _bounds(
+            query,
+            key,
+            mod,
+            options,
+            norms_q_in_kernel=norms_q_in_kernel,
+            no_later_keys=no_later_keys,
+            key_norms=inputs.key_norms,
+            interpret=interpret,
+        )
     sinks = inputs.sinks
-    config = dataclasses.replace(config, measures_q=measures_q)
+    config = dataclasses.replace(config, norms_q_in_kernel=norms_q_in_kernel)
     scheduler = _scheduler((call,), options, config, core_count, interpret=interpret)
     arrays = Arrays(
         query=[query],
@@ -99,10 +106,10 @@ def attention_forward(
     out = out[..., : inputs.value.shape[-1]]
     if not rows:
         return out, None
-    lse, *excess = rows
+    lse, *lse_lo = rows
     if inputs.bias is not None and inputs.bias.shape[2] == 1:
         lse = bias_sm90.ByKey.of(inputs.bias).in_lse(needed(lse))
-    return cast(ForwardArrays, (out, lse, *excess))
+    return cast(ForwardArrays, (out, lse, *lse_lo))
 
 
 def attention_forward_together(
@@ -126,7 +133,7 @@ def attention_forward_together(
 
     def is_small(i: int) -> bool:
         looks = config.bounded and _look_pays(keys[i], config.bounded_from, inputs[i].query, calls[i].heads)
-        return not looks and _shape_of(calls[i], config).tiles <= config.together_up_to * core_count
+        return not looks and _shape_of(calls[i], config).tiles <= config.one_launch_max_tiles * core_count
 
     # Calls with the most keys per query come first, like tiles within a call.
     together = sorted(filter(is_small, range(len(calls))), key=lambda i: -keys[i])
@@ -164,14 +171,14 @@ def _launch(
     config: AttentionForwardSm90,
     interpret: bool,
 ) -> list[ForwardArrays]:
-    """For each call (out, lse); with a bias or a score_mod that may mask (out, lse, excess); without has_lse (out,).
+    """For each call (out, lse); with a bias or a score_mod that may mask (out, lse, lse_lo); without has_lse (out,).
 
     The rows are cut to the calls' lengths.
     """
     results = forward_kernel.run(
         arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret
     )
-    rows = [x for x in (results.lses, results.excess) if x]
+    rows = [x for x in (results.lses, results.lse_lo) if x]
     return [
         (results.outs[i][:, : call.q_length], *(x[i][..., : call.q_length] for x in rows))
         for i, call in enumerate(calls)
@@ -195,7 +202,7 @@ def _scheduler(
     return TileScheduler(
         shapes=tuple(_shape_of(call, config) for call in calls),
         is_causal=options.is_causal,
-        heads_together=config.heads_together,
+        head_group=config.head_group,
         dynamic=config.dynamic and not interpret,
         core_count=core_count,
     )
@@ -216,10 +223,10 @@ def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> 
 
 def listed_blocks(config: AttentionForwardSm90) -> dict[str, Any]:
     """The keyword arguments of block_lists.lists_of for this block spec row: block_q, block_kv, by and
-    heads_together.
+    head_group.
     """
     blocks = {"block_q": config.block_q, "block_kv": config.block_kv}
-    return {**blocks, "by": "query", "heads_together": config.heads_together}
+    return {**blocks, "by": "query", "head_group": config.head_group}
 
 
 def _bounds(
@@ -230,7 +237,7 @@ def _bounds(
     *,
     no_later_keys: bool,
     interpret: bool,
-    measures_q: bool = False,
+    norms_q_in_kernel: bool = False,
     key_norms=None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """(largest, small), both [B, heads of query], from the norms of queries and keys; each may be None.
@@ -239,15 +246,16 @@ def _bounds(
 
     largest: float32, an upper bound of a head's scores in base 2; None if unknown. small: int32, 1 if all scores of a
     head are so small that a polynomial computes a tanh of them; None without a softcap or a tanh in the score_mod. mod:
-    the call's score_mod or None. no_later_keys: queries attend to no key with a greater index. measures_q: largest is
-    for queries of norm 1. key_norms: [B, Hkv] float32, the largest squared norm of a key; None: computed here.
+    the call's score_mod or None. no_later_keys: queries attend to no key with a greater index. norms_q_in_kernel:
+    largest is for queries of norm 1. key_norms: [B, Hkv] float32, the largest squared norm of a key; None: computed
+    here.
     """
-    cap, room = options.softcap, softmax.headroom(query.dtype)
+    cap, headroom = options.softcap, softmax.headroom(query.dtype)
 
     @functools.cache
     def scores():
         longest = functools.partial(row_norms.longest, interpret=interpret)
-        of_queries = jnp.ones((query.shape[0], query.shape[2]), jnp.float32) if measures_q else longest(query)
+        of_queries = jnp.ones((query.shape[0], query.shape[2]), jnp.float32) if norms_q_in_kernel else longest(query)
         of_keys = longest(key) if key_norms is None else key_norms
         return softmax.largest_scores(of_queries, of_keys, options.scale / softmax.LOG2E)
 
@@ -256,11 +264,11 @@ def _bounds(
     if mod is None:
         highest = jnp.minimum(scores(), cap) if cap else scores()
     else:
-        far = {"farthest": max(query.shape[1], key.shape[1]), "no_later_keys": no_later_keys}
-        highest = mod.highest(None, **far)
-        if highest is None or (isinstance(highest, float) and highest * softmax.LOG2E > room):
-            of_any_size = mod.highest(jnp.zeros((1, 1)), **far)
-            highest = None if of_any_size is None else mod.highest(scores(), **far)
+        lengths = {"farthest": max(query.shape[1], key.shape[1]), "no_later_keys": no_later_keys}
+        highest = mod.highest(None, **lengths)
+        if highest is None or (isinstance(highest, float) and highest * softmax.LOG2E > headroom):
+            of_any_size = mod.highest(jnp.zeros((1, 1)), **lengths)
+            highest = None if of_any_size is None else mod.highest(scores(), **lengths)
         if highest is None or mod.may_mask:
             return None, None
     return jnp.broadcast_to(jnp.asarray(highest * softmax.LOG2E, jnp.float32), (query.shape[0], query.shape[2])), small

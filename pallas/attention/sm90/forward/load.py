@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.sm90.features.head_views import of_call
 from jax_kernels.pallas.attention.sm90.forward.loop import KvLoop, WorkTile
-from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Plan, Scratch, Smem
+from jax_kernels.pallas.attention.sm90.forward.state import Arrays, Scratch, Smem, Traits
 from jax_kernels.pallas.kernel_types import Index, needed
 
 
@@ -16,7 +16,7 @@ from jax_kernels.pallas.kernel_types import Index, needed
 class Loader:
     """The memory warpgroup of a CTA: it loads the blocks of keys, values and bias that work tiles visit."""
 
-    plan: Plan
+    traits: Traits
     arrays: Arrays
     scratch: Scratch
     smem: Smem
@@ -30,50 +30,50 @@ class Loader:
 
         Returns (the following work tile, the next slot).
         """
-        scheduler, fetched, ring = self.plan.scheduler, self.scratch.fetched, self.scratch.ring
+        scheduler, fetched, pipeline = self.traits.scheduler, self.scratch.fetched, self.scratch.pipeline
         scheduler.fetch(self.arrays.counter, fetched, turn)
         tile = self.kv_loop.work_tile(index)
         load_k, load_v, load_bias = (
             functools.partial(load, tile) for load in (self._load_k, self._load_v, self._load_bias)
         )
-        slot = ring.fill(slot, tile.blocks.count, load_k, load_v, load_bias)
-        return scheduler.following(fetched, index, turn), ring.following(slot)
+        slot = pipeline.fill(slot, tile.blocks.count, load_k, load_v, load_bias)
+        return scheduler.following(fetched, index, turn), pipeline.following(slot)
 
     def _kv_start(self, tile: WorkTile, step: Index) -> Index:
-        return tile.blocks.at(step) * self.plan.config.block_kv
+        return tile.blocks.at(step) * self.traits.config.block_kv
 
     def _load_k(self, tile: WorkTile, step: Index, slot: Index) -> None:
         """Loads a step's block of keys, and their segment ids, after `slot` is free."""
-        scratch, ready = self.scratch, self.scratch.ring.k_ready.at[slot]
-        rows = pl.ds(self._kv_start(tile, step), self.plan.config.block_kv)
-        plgpu.barrier_wait(scratch.ring.k_free.at[slot])
+        scratch, ready = self.scratch, self.scratch.pipeline.k_ready.at[slot]
+        rows = pl.ds(self._kv_start(tile, step), self.traits.config.block_kv)
+        plgpu.barrier_wait(scratch.pipeline.k_free.at[slot])
 
         def load(i: int) -> None:
             keys = self.arrays.key[i].at[tile.b, rows, tile.kv_head]
-            self.plan.qk_tiles.load(keys, self.smem.k_copied.at[slot], ready)
+            self.traits.qk_tiles.load(keys, self.smem.k_copied.at[slot], ready)
 
-        of_call(tile.call, len(self.plan.calls), load)
-        if self.plan.has_segments:
-            rows = pl.ds(self._kv_start(tile, step), self.plan.config.block_kv)
+        of_call(tile.call, len(self.traits.calls), load)
+        if self.traits.has_segments:
+            rows = pl.ds(self._kv_start(tile, step), self.traits.config.block_kv)
             plgpu.copy_gmem_to_smem(
                 needed(self.arrays.segments).kv_ids.at[tile.b, rows], needed(scratch.kv_ids).at[slot], ready
             )
 
     def _load_v(self, tile: WorkTile, step: Index, slot: Index) -> None:
         """Loads a step's block of values, after `slot` is free."""
-        ring, end, block_kv = self.scratch.ring, self.arrays.end, self.plan.config.block_kv
+        pipeline, end, block_kv = self.scratch.pipeline, self.arrays.end, self.traits.config.block_kv
         load = functools.partial(
-            self.plan.v_tiles.load, smem=self.smem.v_copied.at[slot], barrier=ring.v_ready.at[slot]
+            self.traits.v_tiles.load, smem=self.smem.v_copied.at[slot], barrier=pipeline.v_ready.at[slot]
         )
 
         def load_whole() -> None:
             rows = pl.ds(self._kv_start(tile, step), block_kv)
-            plgpu.barrier_wait(ring.v_free.at[slot])
+            plgpu.barrier_wait(pipeline.v_free.at[slot])
             values = self.arrays.value
-            of_call(tile.call, len(self.plan.calls), lambda i: load(values[i].at[tile.b, rows, tile.kv_head]))
+            of_call(tile.call, len(self.traits.calls), lambda i: load(values[i].at[tile.b, rows, tile.kv_head]))
 
         def load_end() -> None:
-            plgpu.barrier_wait(ring.v_free.at[slot])
+            plgpu.barrier_wait(pipeline.v_free.at[slot])
             load(needed(end).value.at[tile.b, :, tile.kv_head])
 
         if end is None:

@@ -1,6 +1,6 @@
-"""Common parts of the Hopper forward kernels: work tiles, the loop over blocks of keys, and the ring of slots.
+"""Common parts of the Hopper forward kernels: work tiles, the loop over blocks of keys, and the pipeline of slots.
 
-A CTA's last warpgroup, "memory", loads blocks of keys and values into a ring of slots in shared memory. The other
+A CTA's last warpgroup, "memory", loads blocks of keys and values into a pipeline of slots in shared memory. The other
 warpgroups, "compute", own 64 queries each of every work tile. They read the same slots, and take turns to issue their
 matmuls.
 """
@@ -54,7 +54,7 @@ class WorkTile:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KvPipeline:
-    """The barriers of a ring of slots in shared memory. Each slot has room for a block of keys and for a block of
+    """The barriers of a pipeline of slots in shared memory. Each slot has room for a block of keys and for a block of
     values.
 
     *_ready: the block has arrived. *_free: all compute warpgroups have read it, so that it may be overwritten.
@@ -67,7 +67,7 @@ class KvPipeline:
 
     @classmethod
     def scratch(cls, stages: int, readers: int, k_copies: int = 1, v_copies: int = 1) -> "KvPipeline":
-        """The scratch specifications of a ring, for pl.run_scoped.
+        """The scratch specifications of a pipeline, for pl.run_scoped.
 
         stages: the number of slots. readers: the number of compute warpgroups. k_copies, v_copies: the copies of one
         block.

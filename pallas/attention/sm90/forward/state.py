@@ -50,9 +50,9 @@ class Arrays[A: jax.Array | Ref]:
     past the end, which the kernel loads instead of that block; end.key is None. bias, lists, mod, segments: the call's
     bias, block lists, score_mod and segment ids. sinks: [B, H] float32.
 
-    score_bounds: [B, heads of query] float32, an upper bound of each head's scores in base 2; with config.measures_q,
-    the bound for a query of norm 1. small_scores: [B, heads of query] int32, 1 if all scores of a head are so small
-    that a polynomial computes their tanh. Both have all heads of the array query.
+    score_bounds: [B, heads of query] float32, an upper bound of each head's scores in base 2; with
+    config.norms_q_in_kernel, the bound for a query of norm 1. small_scores: [B, heads of query] int32, 1 if all scores
+    of a head are so small that a polynomial computes their tanh. Both have all heads of the array query.
     """
 
     bounds: A | None = None
@@ -75,27 +75,27 @@ class Arrays[A: jax.Array | Ref]:
 class Results[A: jax.Array | Ref]:
     """The arrays that the kernel writes, one per call of the launch.
 
-    outs: [B, T, H, Dv]. lses, excess: [B, H, T] float32, or padded to whole blocks of rows if T is not a multiple of 4.
-    lses and excess are empty if the options ask for no lse. excess: the exact log-sum-exp minus lse; empty if the
+    outs: [B, T, H, Dv]. lses, lse_lo: [B, H, T] float32, or padded to whole blocks of rows if T is not a multiple of 4.
+    lses and lse_lo are empty if the options ask for no lse. lse_lo: the exact log-sum-exp minus lse; empty if the
     kernel does not compute it.
     """
 
     outs: tuple[A, ...]
     lses: tuple[A, ...]
-    excess: tuple[A, ...]
+    lse_lo: tuple[A, ...]
 
     @classmethod
     def of(cls, refs: tuple[A, ...], calls: int) -> "Results":
-        """The results by name, from one tuple of all outs, then all lses, then all excess; the last two may be missing.
+        """The results by name, from one tuple of all outs, then all lses, then all lse_lo; the last two may be missing.
 
         calls: the number of calls.
         """
         arrays = iter(itertools.batched(refs, calls))
-        return cls(outs=next(arrays), lses=next(arrays, ()), excess=next(arrays, ()))
+        return cls(outs=next(arrays), lses=next(arrays, ()), lse_lo=next(arrays, ()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Traits:
     """The static facts of a launch when its kernel is traced.
 
     any_rows: whether an array may have a number of rows that is not a multiple of 8. natural: the softmax's
@@ -132,7 +132,7 @@ class Plan:
         out_dtype: DTypeLike,
         config: AttentionForwardSm90,
         interpret: bool,
-    ) -> "Plan":
+    ) -> "Traits":
         """The static facts of a launch with these arrays. calls: of each call of the launch."""
         bias = arrays.bias or Bias()
         return cls(
@@ -159,7 +159,7 @@ class Plan:
         return self.options.has_lse
 
     @property
-    def has_excess(self) -> bool:
+    def has_lse_lo(self) -> bool:
         """Whether the kernel computes the exact log-sum-exp minus lse."""
         return self.has_lse and (self.has_bias or self.natural)
 
@@ -208,7 +208,7 @@ class Plan:
         """The number of query tiles in shared memory: early_q also keeps the queries of the next work tile."""
         return (1 + self.early_q) * self.config.compute_warpgroups
 
-    def q_place(self, w: int, turn: Index) -> Index:
+    def q_slot(self, w: int, turn: Index) -> Index:
         """The index in shared memory of compute warpgroup w's queries, and of its output, in the CTA's `turn`-th work
         tile.
         """
@@ -250,9 +250,9 @@ class Scratch:
     """A CTA's shared memory and barriers: scratch specifications for pl.run_scoped, which passes the Refs in the same
     fields.
 
-    q, out: a tile per compute warpgroup. k, v: a block per slot of the ring. rows: lse and excess, [1 or 2, warpgroups,
-    64]. q_ids, kv_ids: segment ids. q_ready: the queries of a compute warpgroup have arrived. bias: of a step. fetched:
-    the next work tile from the scheduler's counter. None: not needed.
+    q, out: a tile per compute warpgroup. k, v: a block per slot of the pipeline. rows: lse and lse_lo, [1 or 2,
+    warpgroups, 64]. q_ids, kv_ids: segment ids. q_ready: the queries of a compute warpgroup have arrived. bias: of a
+    step. fetched: the next work tile from the scheduler's counter. None: not needed.
     """
 
     q: Ref
@@ -263,34 +263,34 @@ class Scratch:
     q_ids: Ref | None
     kv_ids: Ref | None
     q_ready: Barrier
-    ring: KvPipeline
+    pipeline: KvPipeline
     bias: Stage | None
     fetched: Fetched
 
-    def lse_and_excess(self, plan: Plan, w: int) -> tuple[Ref, Ref | None]:
-        """(lse, excess) of compute warpgroup w, [64] each; the excess is None if the kernel does not compute it."""
-        return self.rows.at[0, w], self.rows.at[1, w] if plan.has_excess else None
+    def lse_refs(self, traits: Traits, w: int) -> tuple[Ref, Ref | None]:
+        """(lse, lse_lo) of compute warpgroup w, [64] each; lse_lo is None if the kernel does not compute it."""
+        return self.rows.at[0, w], self.rows.at[1, w] if traits.has_lse_lo else None
 
     @classmethod
-    def of(cls, plan: Plan, bias: Bias) -> "Scratch":
-        """The scratch specifications for a plan and a bias."""
-        config, qk_tiles, v_tiles, has_segments = plan.config, plan.qk_tiles, plan.v_tiles, plan.has_segments
+    def of(cls, traits: Traits, bias: Bias) -> "Scratch":
+        """The scratch specifications of a launch with this bias."""
+        config, qk_tiles, v_tiles, has_segments = traits.config, traits.qk_tiles, traits.v_tiles, traits.has_segments
         compute_wgs, block_kv, stages = config.compute_warpgroups, config.block_kv, config.stages
-        own_out = None if plan.share_q_out or plan.early_q or plan.stores_registers else plan.out_tiles
+        own_out = None if traits.share_q_out or traits.early_q or traits.stores_registers else traits.out_tiles
         return cls(
-            q=qk_tiles.scratch(plan.q_tiles, 64, dtype=plan.dtype),
-            out=None if own_out is None else own_out.scratch(compute_wgs, 64, dtype=plan.out_dtype),
-            k=qk_tiles.scratch(stages, block_kv, dtype=plan.dtype),
-            v=v_tiles.scratch(stages, block_kv, dtype=plan.dtype),
-            rows=smem_ref((1 + plan.has_excess, compute_wgs, 64), jnp.float32),
-            q_ids=smem_ref((plan.q_tiles, 64), jnp.int32) if has_segments else None,
+            q=qk_tiles.scratch(traits.q_tiles, 64, dtype=traits.dtype),
+            out=None if own_out is None else own_out.scratch(compute_wgs, 64, dtype=traits.out_dtype),
+            k=qk_tiles.scratch(stages, block_kv, dtype=traits.dtype),
+            v=v_tiles.scratch(stages, block_kv, dtype=traits.dtype),
+            rows=smem_ref((1 + traits.has_lse_lo, compute_wgs, 64), jnp.float32),
+            q_ids=smem_ref((traits.q_tiles, 64), jnp.int32) if has_segments else None,
             kv_ids=smem_ref((stages, block_kv), jnp.int32) if has_segments else None,
             q_ready=barrier_ref(num_arrivals=qk_tiles.copies(64) + has_segments, num_barriers=compute_wgs),
-            ring=KvPipeline.scratch(
+            pipeline=KvPipeline.scratch(
                 stages, compute_wgs, qk_tiles.copies(block_kv) + has_segments, v_tiles.copies(block_kv)
             ),
             bias=bias.stage(config.block_q, block_kv, block_kv, compute_wgs),
-            fetched=plan.scheduler.scratch(compute_wgs + 1),
+            fetched=traits.scheduler.scratch(compute_wgs + 1),
         )
 
 
@@ -311,13 +311,13 @@ class Smem:
     out_copied: Ref
 
     @classmethod
-    def of(cls, plan: Plan, scratch: Scratch) -> "Smem":
+    def of(cls, traits: Traits, scratch: Scratch) -> "Smem":
         """The views of a CTA's scratch memory."""
-        (q, q_copied), (k, k_copied) = plan.qk_tiles.views(scratch.q), plan.qk_tiles.views(scratch.k)
-        v, v_copied = plan.v_tiles.views(scratch.v)
+        (q, q_copied), (k, k_copied) = traits.qk_tiles.views(scratch.q), traits.qk_tiles.views(scratch.k)
+        v, v_copied = traits.v_tiles.views(scratch.v)
         out, out_copied = q, q_copied
         if scratch.out is not None:
-            out, out_copied = plan.out_tiles.views(scratch.out)
+            out, out_copied = traits.out_tiles.views(scratch.out)
         return cls(
             q=q,
             q_copied=q_copied,

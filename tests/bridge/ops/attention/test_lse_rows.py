@@ -1,4 +1,4 @@
-"""The rows of GPU calls whose forward returns an excess: their shapes follow from the tensors of the call."""
+"""The rows of GPU calls whose forward returns an lse_lo: their shapes follow from the tensors of the call."""
 
 import jax
 import jax.numpy as jnp

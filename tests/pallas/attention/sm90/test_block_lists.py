@@ -16,7 +16,7 @@ from jax_kernels.reference import attention as reference
 
 B, T, S, H, KV_HEADS = 2, 150, 170, 4, 2
 BLOCKS = (32, 64)
-SIZES = {"block_q": BLOCKS[0], "block_kv": BLOCKS[1], "heads_together": 4}
+SIZES = {"block_q": BLOCKS[0], "block_kv": BLOCKS[1], "head_group": 4}
 
 random = np.random.default_rng(0)
 CELLS = random.random((B, H, 5, 3)) < 0.4
@@ -106,7 +106,7 @@ def test_long_sequences_store_no_pair_array():
     query, key = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for heads in (32, 8))
     mask = masks.sliding_window(512, 512) | masks.global_tokens(128)
     for by, block_q in (("query", 128), ("key", 64)):
-        sides = {"block_q": block_q, "block_kv": 128, "by": by, "heads_together": 8}
+        sides = {"block_q": block_q, "block_kv": 128, "by": by, "head_group": 8}
         build = lambda query, key, sides=sides: block_lists.lists_of(
             AttentionInputs(query, key, key, mask=mask), OPTIONS, **sides
         )
@@ -174,7 +174,7 @@ def test_known_masks_have_short_lists():
     cells = np.random.default_rng(1).random((16, 8)).argsort(axis=1) < 3
     mask = masks.block_sparse(cells, BLOCKS) & masks.causal()
     query = jax.ShapeDtypeStruct((1, 512, 1, 64), jnp.bfloat16)
-    blocks = {"block_q": 32, "block_kv": 64, "by": "query", "heads_together": 1}
+    blocks = {"block_q": 32, "block_kv": 64, "by": "query", "head_group": 1}
     prepare = lambda mask: block_lists.prepared_lists(AttentionInputs(*[query] * 3, mask=mask), OPTIONS, **blocks)
     known, traced = prepare(mask).lists, jax.eval_shape(prepare, mask).lists
     partial = (np.asarray(known.entries) >= 0) & (np.asarray(known.entries) < len(known.words) - 1)
@@ -219,7 +219,7 @@ def test_other_calls_rebuild_the_lists(name, monkeypatch):
     built = []
     monkeypatch.setattr(block_lists, "_built", lambda *arrays, **statics: built.append((arrays, statics)))
     for lists in (prepared, None):
-        sides = {"block_q": block_q, "block_kv": block_kv, "by": by, "heads_together": together}
+        sides = {"block_q": block_q, "block_kv": block_kv, "by": by, "head_group": together}
         block_lists.lists_of(inputs._replace(lists=lists), options, **sides)
     (got, statics), want = built
     assert statics == want[1]

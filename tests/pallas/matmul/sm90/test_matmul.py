@@ -98,13 +98,13 @@ def test_other_blocks_on_a_gpu(name):
 
 
 def test_bad_blocks():
-    blocks = functools.partial(MatmulSm90, block_n=128, stages=4, rows_together=8)
+    blocks = functools.partial(MatmulSm90, block_n=128, stages=4, row_group=8)
     with pytest.raises(ValueError, match=r"MatmulSm90\.compute_wgs=3 must be 2 with pingpong"):
         blocks(pingpong=True, compute_wgs=3)
     with pytest.raises(ValueError, match=r"MatmulSm90\.wg_rows=96 must be 64 or 128"):
         blocks(wg_rows=96)
     with pytest.raises(ValueError, match=r"MatmulSm90\.block_n=256 must be at most 192 with wg_rows=128"):
-        MatmulSm90(block_n=256, stages=4, rows_together=8, wg_rows=128)
+        MatmulSm90(block_n=256, stages=4, row_group=8, wg_rows=128)
     x = jax.ShapeDtypeStruct((128, 128), jnp.float8_e4m3fn)
     with pytest.raises(ValueError, match="early_bias and short_activation are for operands of 16 bits"):
         matmul_sm90(
@@ -113,15 +113,15 @@ def test_bad_blocks():
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(("m", "n", "rows_together"), [(900, 640, 3), (128, 64, 8), (1024, 512, 4), (1000, 256, 5)])
+@pytest.mark.parametrize(("m", "n", "row_group"), [(900, 640, 3), (128, 64, 8), (1024, 512, 4), (1000, 256, 5)])
 @pytest.mark.parametrize("cluster", [1, 2])
-def test_every_work_tile_runs_once(m, n, rows_together, cluster):
-    """Includes the last band, which has fewer rows of tiles if rows_together does not divide them.
+def test_every_work_tile_runs_once(m, n, row_group, cluster):
+    """Includes the last band, which has fewer rows of tiles if row_group does not divide them.
 
     The CTAs of a cluster may have tiles below the last row.
     """
     inputs = MatmulInputs(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, 64), (64, n))))
-    config = MatmulSm90(block_n=128, stages=2, rows_together=rows_together, cluster=cluster)
+    config = MatmulSm90(block_n=128, stages=2, row_group=row_group, cluster=cluster)
     traits = Traits.of(inputs, MatmulOptions(out_dtype="bfloat16"), config)
     indices = jnp.arange(traits.tiles, dtype=jnp.int32)
     places = [jax.vmap(functools.partial(traits.place, nth=nth))(indices) for nth in range(traits.cluster)]

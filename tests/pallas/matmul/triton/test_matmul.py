@@ -21,7 +21,7 @@ from tests.support.cases import ids, tiers
 from tests.tools import compile_case
 from tests.tools.compile_budget import GPUS
 
-BLOCKS = MatmulTriton(block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=2, rows_together=3)
+BLOCKS = MatmulTriton(block_m=64, block_n=32, block_k=64, num_warps=4, num_stages=2, row_group=3)
 
 
 @pytest.mark.parametrize(("m", "n"), [(900, 160), (64, 31), (1, 1), (500, 100)])
