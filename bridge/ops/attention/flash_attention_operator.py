@@ -39,6 +39,7 @@ __all__ = [
     "inference_op",
     "known_call",
     "names_of",
+    "need_gradient",
     "split",
 ]
 
@@ -80,6 +81,11 @@ class Tensors[Value](NamedTuple):
     def lse_of[Array: (torch.Tensor, jax.Array)](self, rows: Array) -> Array:
         """Returns lse [B, H, T] from the operator's result `rows`, which is [B, H, T], or with a bias [B, 2, H, T]."""
         return rows[:, 0] if self.has_excess else rows
+
+
+def need_gradient(tensors: Tensors[torch.Tensor]) -> bool:
+    """Whether gradients are enabled and a tensor requires one."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
 
 
 class Options(NamedTuple):
@@ -500,7 +506,7 @@ def known_call(tensors: Tensors[torch.Tensor], options: Options) -> CachedCall |
     The cached call returns (out, lse) if options.return_lse, else out, and has a gradient if one of the tensors
     requires it.
     """
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
+    needs_grad = need_gradient(tensors)
     with_rows = needs_grad or options.return_lse
     program = (_forward_program if with_rows else _inference_program)(*tensors, *options)
     if not same_tensors(_present(program.tensors), _present(tensors)):
