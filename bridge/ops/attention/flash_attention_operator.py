@@ -24,7 +24,7 @@ from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.operators import execute, torch_operator
 from jax_kernels.bridge.operators.call_cache import CachedCall, same_tensors
 from jax_kernels.bridge.ops.attention import length_buckets
-from jax_kernels.inputs.attention import AttentionResult
+from jax_kernels.inputs.attention import AttentionResult, FlashArguments
 
 __all__ = [
     "DIFFERENTIATED",
@@ -168,7 +168,7 @@ def _prepare(options: Options, *arrays):
     segment_ids = None if q_ids is None else q_ids if q_ids is kv_ids else (q_ids, kv_ids)
     from jax_kernels.ops.attention.flash_attention import prepare  # the kernels' modules, which take a second
 
-    return prepare(**statics | arguments, window=window, segment_ids=segment_ids)
+    return prepare(FlashArguments(**statics | arguments, window=window, segment_ids=segment_ids))
 
 
 @memoize

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Integer
 
 from jax_kernels import dispatch
-from jax_kernels.inputs.attention import AttentionInputs
+from jax_kernels.inputs.attention import AttentionInputs, FlashArguments
 from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.flash_attention import OP, flash_attention
 from jax_kernels.ops.attention.flash_attention import prepare as prepare_attention
@@ -367,10 +367,11 @@ def _check(
         raise NotImplementedError(f"implementation='cudnn' cannot serve this dilated_attention: {reason}")
     if isinstance(implementation, str) and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is not known for dilated_attention; want one of {known}")
-    request, inputs = check(
-        query, key, value, is_causal=is_causal, return_lse=return_lse, scale=scale, deterministic=deterministic,
-        precision=precision, implementation=implementation,
+    given = FlashArguments(
+        query=query, key=key, value=value, is_causal=is_causal, return_lse=return_lse, scale=scale,
+        deterministic=deterministic, precision=precision, implementation=implementation,
     )  # fmt: skip
+    request, inputs = check(given)
     if jax.export.is_symbolic_dim(request.q_length):
         raise ValueError(f"query: got the symbolic length {request.q_length}, want an int: segments depend on it")
     if request.kv_length != request.q_length:
@@ -378,7 +379,7 @@ def _check(
     if segment_ids is not None:
         if shards is not None and shards.devices > 1:
             segment_ids = ranked_over(shards.axis_name, segment_ids)
-        inputs = check(query, key, value, segment_ids=segment_ids)[1]
+        _, inputs = check(FlashArguments(query=query, key=key, value=value, segment_ids=segment_ids))
     branches = check_pattern(
         segment_lengths, dilation_rates, heads, combine, layout, order, stop_gradient_weights=stop_gradient_weights
     )
@@ -522,7 +523,7 @@ class _Recipe:
         if self.implementation is not None:
             arguments["implementation"] = self.implementation
         is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
-        plan = lambda arrays: prepare_attention(**arrays, **arguments)[0]
+        plan = lambda arrays: prepare_attention(FlashArguments(**arrays, **arguments))[0]
         attentions: list[tuple[BranchCall, AttentionCall]] = []
         differentiated: list[tuple[BranchCall, AttentionCall]] = []
         for views in self.pattern.calls(index, count):
