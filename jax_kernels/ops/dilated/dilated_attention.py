@@ -22,7 +22,8 @@ from jax_kernels.ops.checks import ranked_over, with_positive_scale
 from jax_kernels.ops.dilated import branches as dilated_views
 from jax_kernels.ops.dilated import launch_grouping as dilated_launches
 from jax_kernels.ops.dilated import vjp as dilated_vjp
-from jax_kernels.ops.dilated.branches import BranchCall, Piece
+from jax_kernels.ops.dilated.branches import BranchCall
+from jax_kernels.ops.dilated.pieces import Piece, of_heads, pieces_of
 from jax_kernels.ops.dilated.sharded_segments import Shards
 from jax_kernels.ops.dilated.vjp import DilatedCall
 from jax_kernels.ops.planned_op import explained_as
@@ -312,7 +313,7 @@ class _Pattern:
         request = self.request
         if 0 in (request.batch, request.q_length, request.heads):
             return ()
-        pieces = dilated_views.pieces_of(
+        pieces = pieces_of(
             request.q_length,
             request.heads,
             self.branches,
@@ -324,7 +325,7 @@ class _Pattern:
         )
         part = self.of_part(count)
         if count > 1:
-            pieces = dilated_views.of_heads(pieces, index * part.heads, (index + 1) * part.heads)
+            pieces = of_heads(pieces, index * part.heads, (index + 1) * part.heads)
         return dilated_views.calls_of(
             pieces, part.heads, part.kv_heads, is_causal=request.is_causal, has_segment_ids=self.has_segment_ids
         )
