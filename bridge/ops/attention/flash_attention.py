@@ -22,6 +22,7 @@ from jax_kernels.bridge.ops.attention.attention_checks import (
     window_sides,
 )
 from jax_kernels.bridge.ops.attention.attention_types import FlashOptions, OutAndLse, Outputs, SegmentIds, Window
+from jax_kernels.bridge.ops.attention.cached_calls import known_call
 from jax_kernels.bridge.ops.attention.flash_attention_operator import (
     Arguments,
     Attention,
@@ -29,7 +30,6 @@ from jax_kernels.bridge.ops.attention.flash_attention_operator import (
     Tensors,
     forward_op,
     inference_op,
-    known_call,
     need_gradient,
 )
 from jax_kernels.bridge.translate.score_mods import ScoreMod
