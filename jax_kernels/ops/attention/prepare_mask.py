@@ -80,8 +80,9 @@ def prepare_mask(
         raise TypeError(f"q_offset: got {type(offset).__name__}, want an int that is known when tracing")
     arguments["q_offset"] = offset
     mask, value = mask.unprepared, key if value is None else value
-    for name in arguments.keys() - _NAMES:
-        raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
+    for name in arguments:
+        if name not in _NAMES:
+            raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
     request, inputs = check(FlashArguments(query=query, key=key, value=value, mask=mask, **arguments))
     request = dataclasses.replace(request, has_lists=inputs.mask is not None)  # also for a mask's array
     if inputs.mask is not None and not isinstance(inputs.mask, Mask):
