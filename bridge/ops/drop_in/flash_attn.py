@@ -110,8 +110,8 @@ def flash_attn_func(
     Raises NotImplementedError for dropout_p above 0, and the errors of bridge.flash_attention.
     """
     options = options_of(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
-    offset = _offset(q, k, ("q", "k"))
-    return _finished(attend(q, k, v, alibi_slopes, offset, options, return_attn_probs), return_attn_probs)
+    options |= {"q_offset": _offset(q, k, ("q", "k")), "return_lse": return_attn_probs}
+    return _finished(attend(q, k, v, alibi_slopes, options), return_attn_probs)
 
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -245,56 +245,42 @@ def _finished(results: Any, with_lse: bool) -> Probabilities:
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slopes: torch.Tensor | None,
-    offset: int | torch.Tensor,
-    options: dict[str, Any],
-    with_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, options: dict[str, Any]
 ) -> Outputs:
-    """Returns flash_attention's out, or with with_lse (out, lse). Errors have flash-attn's argument names.
+    """Returns flash_attention's out, or with return_lse (out, lse). Errors have flash-attn's argument names.
 
-    q: [B, T, H, D]; k, v: [B, S, Hkv, D]. slopes: ALiBi slopes [H] or [B, H], float32, or None. offset: position of
-    query 0, an int or int32 [B]. options: flash_attention's other keyword arguments, as options_of returns them.
+    q: [B, T, H, D]; k, v: [B, S, Hkv, D]. slopes: ALiBi slopes [H] or [B, H], float32, or None. options:
+    flash_attention's keyword arguments: options_of's, q_offset (an int or int32 [B]), return_lse, and others.
     """
     try:
         if slopes is None:
-            return flash_attention(q, k, v, q_offset=offset, return_lse=with_lse, **options)
-        return attend_with_slopes(q, k, v, slopes, offset, options, with_lse)
+            return flash_attention(q, k, v, **options)
+        return attend_with_slopes(q, k, v, slopes, options)
     except (TypeError, ValueError, NotImplementedError) as error:
         rename(error, **_OWN_NAMES)
         raise
 
 
 def attend_with_slopes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slopes: torch.Tensor,
-    offset: int | torch.Tensor,
-    options: dict[str, Any],
-    with_lse: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor, options: dict[str, Any]
 ) -> Outputs:
-    """Returns flash_attention's out, or with with_lse (out, lse), with ALiBi.
+    """Returns flash_attention's out, or with return_lse (out, lse), with ALiBi.
 
     slope * |query position - key position| is subtracted from the scores. The slopes get no gradient.
 
-    q: [B, T, H, D]; k, v: [B, S, Hkv, D]. slopes: float32 [H] or [B, H]. offset: position of query 0, an int or int32
-    [B]. options: flash_attention's other keyword arguments, with `deterministic`; the function changes this dict.
+    The arguments are as in attend. The function changes the dict `options`.
     """
     check_slopes(slopes, q)
     batch, heads = q.shape[0], q.shape[2]
     if dtensors.are_in(q, k, v):
-        run = lambda query, key, value, alibi_slopes, q_offset, **others: attend_with_slopes(
-            query, key, value, alibi_slopes, q_offset, others, with_lse
+        run = lambda query, key, value, alibi_slopes, **others: attend_with_slopes(
+            query, key, value, alibi_slopes, others
         )
-        named = {"query": q, "key": k, "value": v, "alibi_slopes": slopes, "q_offset": offset}
-        return dtensors.attention(run, named | options)
-    ids = options.pop("segment_ids", (None, None))
+        return dtensors.attention(run, {"query": q, "key": k, "value": v, "alibi_slopes": slopes} | options)
+    ids, offset = options.pop("segment_ids", (None, None)), options.pop("q_offset")
     check_inputs(q, k, v, segment_ids=ids, kv_lengths=options.get("kv_lengths"), q_offset=offset)
     q, k, v, _, options["deterministic"] = as_torch_is_set(q, k, v, deterministic=options["deterministic"])
-    options |= {"return_lse": with_lse, "segment_ids": None if ids[0] is None else ids}
+    options["segment_ids"] = None if ids[0] is None else ids
     offsets = offset.expand(batch) if isinstance(offset, torch.Tensor) else slopes.new_full((batch,), offset).int()
     return _with_alibi(q, k, v, slopes.detach().expand(batch, heads), offsets, **options)
 

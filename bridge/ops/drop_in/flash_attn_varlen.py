@@ -118,15 +118,14 @@ def flash_attn_varlen_func(
     is_aligned = cu_seqlens_q is cu_seqlens_k or not (causal or alibi_slopes is not None or options["window"])
     if is_aligned and (alibi_slopes is None or alibi_slopes.ndim == 1):
         ids = _numbers(cu_seqlens_q, q.shape[0]), _numbers(cu_seqlens_k, k.shape[0])
-        options["segment_ids"] = ids
-        results = attend(q[None], k[None], v[None], alibi_slopes, 0, options, return_attn_probs)
+        options |= {"segment_ids": ids, "q_offset": 0, "return_lse": return_attn_probs}
+        results = attend(q[None], k[None], v[None], alibi_slopes, options)
         out, lse = _pair(results, return_attn_probs)
         return (out[0], lse[0], None) if return_attn_probs else out[0]
     rows, columns = _Places.of(cu_seqlens_q, max_seqlen_q), _Places.of(cu_seqlens_k, max_seqlen_k)
-    options["kv_lengths"] = columns.lengths
-    offset = columns.lengths - rows.lengths
-    tensors = rows.apart(q), columns.apart(k), columns.apart(v)
-    results = attend(*tensors, alibi_slopes, offset, options, return_attn_probs)
+    options |= {"kv_lengths": columns.lengths, "q_offset": columns.lengths - rows.lengths}
+    options["return_lse"] = return_attn_probs
+    results = attend(rows.apart(q), columns.apart(k), columns.apart(v), alibi_slopes, options)
     out, lse = _pair(results, return_attn_probs)
     joined = rows.joined(out, q.shape[0])
     return (joined, rows.joined(lse.mT, q.shape[0], -torch.inf).mT, None) if return_attn_probs else joined
