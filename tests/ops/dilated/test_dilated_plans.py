@@ -12,6 +12,7 @@ import pytest
 from jax_kernels import dilated_attention, explain, sequence_parallel_dilated_attention
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
+from jax_kernels.ops.dilated import plan as ops
 
 QUERY = np.zeros((2, 20, 4, 8), np.float32)
 LONGNET = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
@@ -56,7 +57,7 @@ def test_branches_read_in_place(device, arguments, attentions):
     calls = []
 
     def prepare(query, key, value, segment_ids):
-        call, _ = prepare(query=query, key=key, value=value, segment_ids=segment_ids, **given)
+        call, _ = ops.prepare(query=query, key=key, value=value, segment_ids=segment_ids, **given)
         calls.extend(views for views, _ in call.attentions)
 
     with on_device(dataclasses.replace(device_info(device), memory_bandwidth=1)):

@@ -10,6 +10,7 @@ from jax_kernels import dilated_attention, explain
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.dilated import branches as views
+from jax_kernels.ops.dilated import plan as ops
 from jax_kernels.ops.dilated.pieces import pieces_of
 
 SHORT = {"segment_lengths": (1024, 2048, 4096, 8192), "dilation_rates": (1, 2, 4, 8)}
@@ -25,7 +26,7 @@ def launches(shape, kv_heads=None, device="h200", **pattern):
     calls = []
 
     def prepare(query, key, value):
-        call, _ = prepare(query=query, key=key, value=value, **pattern)
+        call, _ = ops.prepare(query=query, key=key, value=value, **pattern)
         calls.extend(views for views, _ in call.differentiated)
 
     with on_device(device):
