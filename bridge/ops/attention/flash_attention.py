@@ -176,7 +176,7 @@ def flash_attention(
         implementation=implementation,
     )  # fmt: skip
     if is_compiling and not by_function:
-        return _in_graph(given)
+        return _in_graph(**vars(given))
     return _call(given, statics, present)
 
 
@@ -217,13 +217,16 @@ def _present(
 
 
 @torch_internals.node_in_graph
-def _in_graph(given: FlashArguments[torch.Tensor]) -> Outputs:
+def _in_graph(**arguments: Any) -> Outputs:
     """Runs flash_attention without a Mask or a score_mod in a graph of torch.compile.
 
     torch.compile does not trace this function: each name that it sees adds to its checks before every call.
+
+    arguments: the fields of a FlashArguments. The record itself would become a node of its own, which the graph of a
+    checkpoint cannot have.
     """
-    constants = {name: constant(x) for name, x in vars(given).items() if name != "q_offset"}
-    return _call(dataclasses.replace(given, **constants), None, (), is_traced=True)
+    constants = {name: constant(x) for name, x in arguments.items() if name != "q_offset"}
+    return _call(FlashArguments(**arguments | constants), None, (), is_traced=True)
 
 
 def _call(
