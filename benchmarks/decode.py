@@ -25,7 +25,7 @@ from harness.timers import choose_timer, close
 from harness.timing import Contender, alternate, spread
 
 from jax_kernels import decode_attention, flash_attention
-from jax_kernels.ops.attention.decode_attention import IMPLEMENTATIONS
+from jax_kernels.ops.attention.decode_implementations import IMPLEMENTATIONS
 
 PAGE = 64
 

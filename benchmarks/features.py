@@ -29,6 +29,7 @@ from harness.timers import choose_timer, close
 from harness.timing import Contender, alternate, skipped, spread
 
 from jax_kernels import flash_attention
+from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.flash_attention import prepare
 
@@ -127,7 +128,7 @@ def build(variant: Variant, mode: str, implementation: str | None) -> Contender:
     arrays = tuple(jax.random.normal(k, shape(n), jnp.bfloat16) for k, n in zip(keys, heads, strict=True))
     with contender.attempt():
         named = dict(zip(("query", "key", "value"), arrays[:3], strict=True))
-        call, inputs = prepare(**named, **variant.arguments, implementation=implementation)
+        call, inputs = prepare(FlashArguments(**named, **variant.arguments, implementation=implementation))
         # The slopes are constants here: their gradients would add kernels to the backward.
         call = dataclasses.replace(call, options=dataclasses.replace(call.options, score_mod_gradient=False))
         run = lambda index: forward(call, inputs)

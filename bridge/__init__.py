@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from jax_kernels.bridge.ops.drop_in.flash_attn import flash_attn_func as flash_attn_func
     from jax_kernels.bridge.ops.drop_in.flash_attn import flash_attn_kvpacked_func as flash_attn_kvpacked_func
     from jax_kernels.bridge.ops.drop_in.flash_attn import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
-    from jax_kernels.bridge.ops.drop_in.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
-    from jax_kernels.bridge.ops.drop_in.flash_attn import (
-        flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func,
-    )
-    from jax_kernels.bridge.ops.drop_in.flash_attn import (
-        flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
-    )
     from jax_kernels.bridge.ops.drop_in.flash_attn import flash_dmattn_func as flash_dmattn_func
     from jax_kernels.bridge.ops.drop_in.flash_attn_kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
+    from jax_kernels.bridge.ops.drop_in.flash_attn_varlen import flash_attn_varlen_func as flash_attn_varlen_func
+    from jax_kernels.bridge.ops.drop_in.flash_attn_varlen import (
+        flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func,
+    )
+    from jax_kernels.bridge.ops.drop_in.flash_attn_varlen import (
+        flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
+    )
     from jax_kernels.bridge.ops.drop_in.flex_attention import flex_attention as flex_attention
     from jax_kernels.bridge.ops.drop_in.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
     from jax_kernels.bridge.ops.explain import benchmark_implementations as benchmark_implementations
@@ -98,12 +98,14 @@ _MODULES = {
         "flash_attn_func",
         "flash_attn_kvpacked_func",
         "flash_attn_qkvpacked_func",
-        "flash_attn_varlen_func",
-        "flash_attn_varlen_kvpacked_func",
-        "flash_attn_varlen_qkvpacked_func",
         "flash_dmattn_func",
     ),
     "jax_kernels.bridge.ops.drop_in.flash_attn_kvcache": ("flash_attn_with_kvcache",),
+    "jax_kernels.bridge.ops.drop_in.flash_attn_varlen": (
+        "flash_attn_varlen_func",
+        "flash_attn_varlen_kvpacked_func",
+        "flash_attn_varlen_qkvpacked_func",
+    ),
     "jax_kernels.bridge.ops.drop_in.flex_attention": ("flex_attention",),
     "jax_kernels.bridge.ops.drop_in.sdpa": ("scaled_dot_product_attention",),
     "jax_kernels.bridge.ops.explain": (

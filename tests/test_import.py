@@ -1,6 +1,7 @@
 """`import jax_kernels`: its names, and the modules that it does not load; also on the newest JAX."""
 
 import ast
+import dataclasses
 import importlib
 import importlib.metadata
 import inspect
@@ -22,6 +23,7 @@ import jax_kernels
 import jax_kernels.ops
 import jax_kernels.pallas
 import jax_kernels.reference
+from jax_kernels.inputs.attention import FlashArguments
 
 HEAVY = ("torch", "flax", "optax", "orbax", "transformers", "rich", "typer", "matplotlib")
 
@@ -120,6 +122,13 @@ def test_overloads_match_their_function(name):
             assert x.kind == want[parameter].kind, parameter
             is_same = str(x.annotation) == str(want[parameter].annotation)
             assert is_same or parameter in OVERLOADED[name], parameter
+
+
+def test_flash_arguments_match_their_function():
+    """The record has the arguments of flash_attention, in their order and with their defaults."""
+    parameters = inspect.signature(jax_kernels.flash_attention).parameters
+    defaults = {name: dataclasses.MISSING if x.default is x.empty else x.default for name, x in parameters.items()}
+    assert [(field.name, field.default) for field in dataclasses.fields(FlashArguments)] == list(defaults.items())
 
 
 def test_overloads_by_return_lse():

@@ -18,6 +18,7 @@ import jax_kernels
 from harness.cases import TOLERANCE, Case, InputSet, Oracle
 from harness.side_by_side import gpu_alone, gpu_among_others
 from harness.timing import Built, Call, Contender, first_line, host_timer
+from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
@@ -129,7 +130,7 @@ def _ours(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Bu
     if case.mode == "fwdbwd" or IMPLEMENTATIONS[name].backward is None:
         return from_function(functools.partial(jax_kernels.flash_attention, **options), case, sets, words)
 
-    prepared = [prepare(query=s.query, key=s.key, value=s.value, **options) for s in sets]
+    prepared = [prepare(FlashArguments(query=s.query, key=s.key, value=s.value, **options)) for s in sets]
     calls, inputs = zip(*prepared, strict=True)
     call = calls[0]
     forward = jax.jit(functools.partial(attention.attention_forward, call))

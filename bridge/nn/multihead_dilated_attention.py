@@ -23,6 +23,7 @@ from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.dispatch import explain
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.dilated import dilated_attention as ops
+from jax_kernels.ops.dilated.checks import check_pattern
 
 __all__ = ["MultiheadDilatedAttention"]
 
@@ -163,7 +164,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
                 f"benchmark_backends: got True with attention_backend={attention_backend!r}, want one of the two"
             )
         attention_backend = _checked_backend(attention_backend)
-        branches = ops.check_pattern(segment_lengths, dilation_rates, heads, combine, layout, order)
+        branches = check_pattern(segment_lengths, dilation_rates, heads, combine, layout, order)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.dropout = dropout

@@ -16,7 +16,7 @@ from rich.table import Table
 from jax_kernels.cli import UserError, WriteError
 from jax_kernels.cli.info import find_device, versions
 from jax_kernels.files import write_whole
-from jax_kernels.ops.attention.decode_attention import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
+from jax_kernels.ops.attention.decode_implementations import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
 from jax_kernels.ops.attention.flash_attention_fp8 import IMPLEMENTATIONS as FP8_IMPLEMENTATIONS
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS

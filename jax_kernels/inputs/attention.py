@@ -10,6 +10,34 @@ if TYPE_CHECKING:
     from jax_kernels.score_mod.trace import ScoreMod
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlashArguments[Value]:
+    """The arguments of one call of flash_attention, by name, as the caller gave them. Nothing is checked yet.
+
+    Value: the type of the arrays: jax.Array, or torch.Tensor in the bridge. A number may be an
+    array without axes.
+    """
+
+    query: Value
+    key: Value
+    value: Value
+    bias: Value | None = None
+    mask: "Value | Mask | None" = None
+    is_causal: bool = False
+    window: int | tuple[int, int] | Value | None = None
+    segment_ids: Value | tuple[Value, Value] | None = None
+    kv_lengths: Value | None = None
+    q_offset: int | Value = 0
+    score_mod: Any = None
+    sinks: Value | None = None
+    scale: Any = None
+    softcap: Any = None
+    return_lse: bool = False
+    deterministic: bool | None = None
+    precision: str | None = None
+    implementation: str | None = None
+
+
 class AttentionInputs(NamedTuple):
     """The arrays of a call. Arrays that a call lacks are None.
 

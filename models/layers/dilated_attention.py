@@ -16,7 +16,8 @@ from jax_kernels.models.layers.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.parallel.sharding import ShardingRules, sequence_devices, share_sequence
 from jax_kernels.models.transformer import Block, Transformer
 from jax_kernels.ops.checks import check_flags, check_implementation
-from jax_kernels.ops.dilated.dilated_attention import check_pattern, dilated_attention
+from jax_kernels.ops.dilated.checks import check_pattern
+from jax_kernels.ops.dilated.dilated_attention import dilated_attention
 from jax_kernels.ops.dilated.sequence_parallel import sequence_parallel_dilated_attention
 from jax_kernels.plain_numbers import plain_arguments
 from jax_kernels.tracing.promotion import under_defaults

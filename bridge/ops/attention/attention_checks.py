@@ -12,12 +12,15 @@ from jax_kernels.bridge.interop import dtensors
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.ops.attention.attention_types import SegmentIds
+from jax_kernels.inputs.attention import FlashArguments
+from jax_kernels.masks import Mask
 
 __all__ = [
     "as_torch_is_set",
     "check_inputs",
     "check_statics",
     "check_tensor",
+    "checked",
     "constant",
     "segment_pair",
     "window_sides",
@@ -101,23 +104,46 @@ def check_inputs(
         raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
 
 
-def check_statics(*, is_causal, scale, softcap, return_lse, deterministic, precision, implementation) -> None:
+def checked(given: FlashArguments[torch.Tensor]) -> FlashArguments[torch.Tensor]:
+    """Returns the arguments of a call as PyTorch's global settings require, after check_inputs' checks.
+
+    A Mask object is not checked.
+    """
+    check_inputs(
+        given.query,
+        given.key,
+        given.value,
+        bias=given.bias,
+        sinks=given.sinks,
+        mask=None if isinstance(given.mask, Mask) else given.mask,
+        segment_ids=segment_pair(given.segment_ids),
+        kv_lengths=given.kv_lengths,
+        q_offset=given.q_offset,
+    )
+    query, key, value, bias, deterministic = as_torch_is_set(
+        given.query, given.key, given.value, bias=given.bias, deterministic=given.deterministic
+    )
+    changed = {"query": query, "key": key, "value": value, "bias": bias, "deterministic": deterministic}
+    return FlashArguments(**vars(given) | changed)  # dataclasses.replace would add checks to a graph of torch.compile
+
+
+def check_statics(given: FlashArguments[torch.Tensor]) -> None:
     """Raises, naming the argument, if an attention argument that is no tensor has a wrong type.
 
     TypeError for a wrong type; ValueError for an int that no float can hold. Names of implementations and precisions
     are not checked.
     """
-    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
+    for name, flag in (("is_causal", given.is_causal), ("return_lse", given.return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {type(flag).__name__}, want a bool")
-    if deterministic is not None and not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
-    for name, number in (("scale", scale), ("softcap", softcap)):
+    if given.deterministic is not None and not isinstance(given.deterministic, bool):
+        raise TypeError(f"deterministic: got {type(given.deterministic).__name__}, want True, False or None")
+    for name, number in (("scale", given.scale), ("softcap", given.softcap)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
             raise TypeError(f"{name}: got {type(number).__name__}, want a number")
         if isinstance(number, int) and abs(number) > sys.float_info.max:
             raise ValueError(f"{name}: got an int of {number.bit_length()} bits, want a number in the range of a float")
-    for name, choice in (("precision", precision), ("implementation", implementation)):
+    for name, choice in (("precision", given.precision), ("implementation", given.implementation)):
         if choice is not None and not isinstance(choice, str):
             raise TypeError(f"{name}: got {type(choice).__name__}, want a name or None")
 

@@ -1,7 +1,8 @@
 """flash_attention on PyTorch tensors."""
 
+import dataclasses
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 
@@ -14,24 +15,25 @@ from jax_kernels.bridge.operators.call_cache import CallCache, same_tensors
 from jax_kernels.bridge.ops.attention import flash_attention_vmap, float_masks, length_buckets, masked_attention
 from jax_kernels.bridge.ops.attention.argument_aliases import renamed
 from jax_kernels.bridge.ops.attention.attention_checks import (
-    as_torch_is_set,
-    check_inputs,
     check_statics,
+    checked,
     constant,
     segment_pair,
     window_sides,
 )
 from jax_kernels.bridge.ops.attention.attention_types import FlashOptions, OutAndLse, Outputs, SegmentIds, Window
+from jax_kernels.bridge.ops.attention.cached_calls import known_call
 from jax_kernels.bridge.ops.attention.flash_attention_operator import (
+    Arguments,
     Attention,
     Options,
     Tensors,
     forward_op,
     inference_op,
-    known_call,
+    need_gradient,
 )
-from jax_kernels.bridge.ops.attention.length_buckets import KeyArrays
 from jax_kernels.bridge.translate.score_mods import ScoreMod
+from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import flash_attention as attention
 
@@ -39,29 +41,6 @@ __all__ = ["flash_attention"]
 
 flash_attention_vmap.define_rules()
 flops.define_formulas("flash_attention", "flash_attention_inference", "flash_attention_backward")
-
-
-class FlashArguments(NamedTuple):
-    """The arguments of one call of flash_attention, unchanged and unchecked, in the order of its signature."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    bias: torch.Tensor | None
-    mask: torch.Tensor | Mask | None
-    is_causal: bool
-    window: Window | None
-    segment_ids: SegmentIds | None
-    kv_lengths: torch.Tensor | None
-    q_offset: Any
-    score_mod: ScoreMod | None
-    sinks: torch.Tensor | None
-    scale: Any
-    softcap: Any
-    return_lse: bool
-    deterministic: bool | None
-    precision: str | None
-    implementation: str | None
 
 
 @overload
@@ -165,29 +144,20 @@ def flash_attention(
         lacks the device, or the process was forked from a process in which JAX was running.
     """
     if other_names:
-        named = FlashArguments(
-            *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
-            *(scale, softcap, return_lse, deterministic, precision, implementation),
-        )._asdict()
-        return flash_attention(**named | renamed("flash_attention", other_names, named))
+        own: dict[str, Any] = {"mask": mask, "is_causal": is_causal, "window": window, "scale": scale}
+        own |= renamed("flash_attention", other_names, own | {"query": query, "key": key, "q_offset": q_offset})
+        mask, is_causal, window, scale = own.values()
     statics: Any = None
     present: Sequence[torch.Tensor] = ()
     is_compiling = torch.compiler.is_compiling()
-    if is_compiling and score_mod is None and not isinstance(mask, Mask):
-        return _in_graph(
-            *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
-            *(scale, softcap, return_lse, deterministic, precision, implementation),
-        )
     by_function = score_mod is not None or isinstance(mask, Mask)
     if not is_compiling:
-        if by_function:
-            present, there = _present_beside_a_mask(
-                query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset
+        if by_function or not (bias is mask is segment_ids is kv_lengths is sinks is None and type(q_offset) is int):
+            present, there = _present(
+                query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset, by_function
             )
-        elif bias is mask is segment_ids is kv_lengths is sinks is None and type(q_offset) is int:
-            present, there = (query, key, value), None
         else:
-            present, there = _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset)
+            present, there = (query, key, value), None
         statics = (
             *(is_causal, window, score_mod, scale, softcap, return_lse, deterministic, precision, implementation),
             # 1 equals True, but an argument may accept only one of the types.
@@ -200,9 +170,13 @@ def flash_attention(
         if known is not None:
             return known(present)
     given = FlashArguments(
-        *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
-        *(scale, softcap, return_lse, deterministic, precision, implementation),
-    )
+        query=query, key=key, value=value, bias=bias, mask=mask, is_causal=is_causal, window=window,
+        segment_ids=segment_ids, kv_lengths=kv_lengths, q_offset=q_offset, score_mod=score_mod, sinks=sinks,
+        scale=scale, softcap=softcap, return_lse=return_lse, deterministic=deterministic, precision=precision,
+        implementation=implementation,
+    )  # fmt: skip
+    if is_compiling and not by_function:
+        return _in_graph(**vars(given))
     return _call(given, statics, present)
 
 
@@ -218,51 +192,45 @@ def _kinds(window: Window) -> type | tuple[type, ...]:
 
 
 def _present(
-    query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset
+    query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset, by_function
 ) -> tuple[list[torch.Tensor], Hashable]:
-    """Returns (the call's tensors that are not None, which of the tensors it has) for the key of a cached call.
+    """Returns (the call's tensors that are not None, which of the tensors it has), a part of the cached call's key.
 
-    The tensors are in the order of flash_attention_operator.Tensors: query, key, value, bias, sinks, mask, query's
-    segment ids, key's segment ids, kv_lengths, q_offset. The second result is a tuple: the type of q_offset, then for
-    each of the ten whether it is given. Nothing is checked yet.
+    The tensors are in the order query, key, value, bias, sinks, mask, segment ids, kv_lengths, q_offset. One tensor of
+    segment ids counts for queries and for keys, as in flash_attention_operator.Tensors; but once if by_function. The
+    second result is a tuple: for each of the tensors whether it is given, the types of segment_ids and q_offset, and
+    id(mask) for a Mask object, else None. Nothing is checked yet.
+
+    by_function: whether the call has a score_mod or a Mask object.
     """
-    is_pair = isinstance(segment_ids, tuple | list) and len(segment_ids) == 2
-    q_ids, kv_ids = segment_ids if is_pair else (segment_ids, segment_ids)
-    offset = q_offset if isinstance(q_offset, torch.Tensor) else None
-    every = (query, key, value, bias, sinks, mask, q_ids, kv_ids, kv_lengths, offset)
-    return [x for x in every if x is not None], (type(q_offset), *(x is not None for x in every))
-
-
-def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset):
-    """Returns (the call's tensors that are not None, a part of its key) for a call with a Mask object or a score_mod.
-
-    Both are for the key of a cached call, to which the caller adds the options and score_mod. Nothing is checked yet.
-    The tensors are in the order query, key, value, bias, sinks, mask (if it is a tensor), segment ids (one or two),
-    kv_lengths, q_offset. The second result is a tuple: for each of them whether it is given, the types of segment_ids
-    and q_offset, and id(mask) for a Mask object, else None.
-    """
-    ids = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids,)
-    is_object = isinstance(mask, Mask)
+    ids: Sequence[torch.Tensor] = ()
+    if isinstance(segment_ids, torch.Tensor):
+        ids = (segment_ids,) if by_function else (segment_ids, segment_ids)
+    elif isinstance(segment_ids, tuple | list):
+        ids = segment_ids
+    is_object = by_function and isinstance(mask, Mask)
     offset = q_offset if isinstance(q_offset, torch.Tensor) else None
     every = (query, key, value, bias, sinks, None if is_object else mask, *ids, kv_lengths, offset)
-    there = tuple(x is not None for x in every)
-    kinds = type(segment_ids), type(q_offset)
-    return [x for x in every if x is not None], (*there, *kinds, id(mask) if is_object else None)
+    there = [x is not None for x in every]  # faster than a generator
+    of_mask = id(mask) if is_object else None
+    return [x for x in every if x is not None], (*there, type(segment_ids), type(q_offset), of_mask)
 
 
 @torch_internals.node_in_graph
-def _in_graph(*given: Any) -> Outputs:
-    """Runs flash_attention without a Mask or a score_mod in a graph of torch.compile. given: FlashArguments' fields.
+def _in_graph(**arguments: Any) -> Outputs:
+    """Runs flash_attention without a Mask or a score_mod in a graph of torch.compile.
 
     torch.compile does not trace this function: each name that it sees adds to its checks before every call.
+
+    arguments: the fields of a FlashArguments. The record itself would become a node of its own, which the graph of a
+    checkpoint cannot have.
     """
-    named = FlashArguments(*given)
-    constants = {name: constant(x) for name, x in named._asdict().items() if name != "q_offset"}
-    return _call(named._replace(**constants), None, (), is_traced=True)
+    constants = {name: constant(x) for name, x in arguments.items() if name != "q_offset"}
+    return _call(FlashArguments(**arguments | constants), None, (), is_traced=True)
 
 
 def _call(
-    given: FlashArguments, statics: Hashable, present: Sequence[torch.Tensor], *, is_traced: bool = False
+    given: FlashArguments[torch.Tensor], statics: Hashable, present: Sequence[torch.Tensor], *, is_traced: bool = False
 ) -> Outputs:
     """Runs a call that is not cached yet. Returns out, or (out, lse).
 
@@ -271,147 +239,76 @@ def _call(
     statics, present: the key under which the call is cached: its hashable part, or None for no caching, and the
     tensors. is_traced: whether the call is part of a graph of torch.compile.
     """
-    named = given._asdict()
-    if plain := plain_options(ATTENTION, named):
-        given = given._replace(**plain)
-        return _call(given, None, (), is_traced=True) if is_traced else flash_attention(**given._asdict())
+    if plain := plain_options(ATTENTION, vars(given)):
+        return _run_again(dataclasses.replace(given, **plain), is_traced=is_traced)
     if dtensors.are_in(given.query, given.key, given.value):
-        return dtensors.attention(flash_attention, named)
+        return dtensors.attention(flash_attention, vars(given))
     if float_masks.is_float(given.mask):
         mask, is_valid = float_masks.as_bool("mask", given.mask)
-        given = given._replace(mask=mask)
-        results = _call(given, None, (), is_traced=True) if is_traced else flash_attention(**given._asdict())
-        return float_masks.or_nan(results, is_valid)
+        return float_masks.or_nan(_run_again(dataclasses.replace(given, mask=mask), is_traced=is_traced), is_valid)
     if given.score_mod is not None or isinstance(given.mask, Mask):
-        return masked_attention.masked_attention(
-            given.query,
-            given.key,
-            given.value,
-            None if statics is None else CallKey(statics, present),
-            bias=given.bias,
-            sinks=given.sinks,
-            mask=given.mask,
-            segment_ids=given.segment_ids,
-            kv_lengths=given.kv_lengths,
-            q_offset=given.q_offset,
-            is_causal=given.is_causal,
-            window=given.window,
-            score_mod=given.score_mod,
-            scale=given.scale,
-            softcap=given.softcap,
-            return_lse=given.return_lse,
-            deterministic=given.deterministic,
-            precision=given.precision,
-            implementation=given.implementation,
-        )
-    q_ids, kv_ids = segment_pair(given.segment_ids)
-    check_inputs(
-        given.query,
-        given.key,
-        given.value,
-        bias=given.bias,
-        sinks=given.sinks,
-        mask=given.mask,
-        segment_ids=(q_ids, kv_ids),
-        kv_lengths=given.kv_lengths,
-        q_offset=given.q_offset,
-    )
-    check_statics(
-        is_causal=given.is_causal,
-        scale=given.scale,
-        softcap=given.softcap,
-        return_lse=given.return_lse,
-        deterministic=given.deterministic,
-        precision=given.precision,
-        implementation=given.implementation,
-    )
-    query, key, value, bias, deterministic = as_torch_is_set(
-        given.query, given.key, given.value, bias=given.bias, deterministic=given.deterministic
-    )
+        return masked_attention.masked_attention(given, None if statics is None else CallKey(statics, present))
+    given = checked(given)
+    check_statics(given)
     if statics is not None:
-        arrays = {"query": query, "key": key, "value": value, "bias": bias, "deterministic": deterministic}
-        plan_query.raise_plan_if_asked(attention.flash_attention, query.device, **given._asdict() | arrays)
-    left, right = window_sides(given.window)
-    has_offset_tensor = isinstance(given.q_offset, torch.Tensor)
-    tensors = Tensors(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        sinks=given.sinks,
-        mask=given.mask,
-        q_segment_ids=q_ids,
-        kv_segment_ids=kv_ids,
-        kv_lengths=given.kv_lengths,
-        q_offset=given.q_offset if has_offset_tensor else None,
-    )
-    options = Options(
-        is_causal=given.is_causal,
-        window_left=left,
-        window_right=right,
-        q_offset=0 if has_offset_tensor else given.q_offset,
-        scale=given.scale,
-        softcap=given.softcap,
-        return_lse=given.return_lse,
-        deterministic=deterministic,
-        precision=given.precision,
-        implementation=given.implementation,
-    )
-    if statics is not None and (keys := _bucketed(tensors, options)) is not None:
-        return flash_attention(query, sinks=given.sinks, window=given.window, **keys._asdict(), **_kept(options))
-    results = _run(tensors, options, is_traced=is_traced)
-    read = [x for x in tensors if x is not None]
+        plan_query.raise_plan_if_asked(attention.flash_attention, given.query.device, **vars(given))
+    call = _operands(given)
+    if statics is not None and (padded := _bucketed(given, call)) is not None:
+        return flash_attention(**vars(padded))
+    results = _run(call, is_traced=is_traced)
+    read = [x for x in call.tensors if x is not None]
     if statics is not None and torch_internals.is_plain_eager() and same_tensors(read, present):
-        _KNOWN.record(statics, present, lambda: known_call(tensors, options))
+        _KNOWN.record(statics, present, lambda: known_call(call.tensors, call.options))
     return results
 
 
-def _bucketed(tensors: Tensors, options: Options) -> KeyArrays | None:
-    """Returns a call's keys, padded to a length bucket, if their number grows from call to call; else None.
+def _run_again(given: FlashArguments[torch.Tensor], *, is_traced: bool) -> Outputs:
+    """Runs a call whose arguments have changed, which may be a cached call now. is_traced: as in _call."""
+    return _call(given, None, (), is_traced=True) if is_traced else flash_attention(**vars(given))
 
-    None also if a gradient is needed, with segment ids, with a named implementation, and under torch.compile or
-    torch.func.
+
+def _operands(given: FlashArguments[torch.Tensor]) -> Arguments:
+    """Returns the arguments of the operators for a checked call without a Mask and without a score_mod."""
+    q_ids, kv_ids = segment_pair(given.segment_ids)
+    left, right = window_sides(given.window)
+    named = vars(given) | {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids, "window_left": left, "window_right": right}
+    is_tensor = isinstance(given.q_offset, torch.Tensor)
+    tensors = named | {"q_offset": given.q_offset if is_tensor else None}
+    options = named | {"q_offset": 0 if is_tensor else given.q_offset}
+    return Arguments(
+        tensors=Tensors(**{name: tensors[name] for name in Tensors._fields}),
+        options=Options(**{name: options[name] for name in Options._fields}),
+        backward=None,
+    )
+
+
+def _bucketed(given: FlashArguments[torch.Tensor], call: Arguments) -> FlashArguments[torch.Tensor] | None:
+    """Returns a call's arguments with keys padded to a length bucket, if their number grows from call to call.
+
+    None if it does not grow, if a gradient is needed, with segment ids, with a named implementation, and under
+    torch.compile or torch.func. call: the operators' arguments.
     """
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
     if (
-        needs_grad
-        or tensors.q_segment_ids is not None
-        or options.implementation
+        given.segment_ids is not None
+        or given.implementation
+        or need_gradient(call.tensors)
         or not torch_internals.is_plain_eager()
     ):
         return None
-    keys = KeyArrays(
-        key=tensors.key,
-        value=tensors.value,
-        bias=tensors.bias,
-        mask=tensors.mask,
-        kv_lengths=tensors.kv_lengths,
-        q_offset=options.q_offset if tensors.q_offset is None else tensors.q_offset,
-    )
-    return length_buckets.pad_to_bucket(tensors.query, keys, (options._replace(q_offset=0), tensors.sinks is None))
+    return length_buckets.pad_to_bucket(given, (call.options._replace(q_offset=0), given.sinks is None))
 
 
-def _kept(options: Options) -> dict[str, Any]:
-    """Returns the options as keyword arguments for the call of flash_attention that a padded call becomes.
-
-    q_offset and window are not among them: q_offset is one of the padded KeyArrays, and the caller has `window` in its
-    original form.
-    """
-    own = options._asdict()
-    return {name: own[name] for name in own if name not in ("window_left", "window_right", "q_offset")}
-
-
-def _run(tensors: Tensors, options: Options, *, is_traced: bool) -> Outputs:
+def _run(call: Arguments, *, is_traced: bool) -> Outputs:
     """Runs a checked call by the operators: returns out, or with options.return_lse (out, lse)."""
-    arguments = (*tensors, *options)
-    operator = forward_op if options.return_lse else inference_op
+    arguments = (*call.tensors, *call.options)
+    operator = forward_op if call.options.return_lse else inference_op
     if is_traced or not torch_internals.is_plain_eager():
         results = operator(*arguments)
-    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated):
-        results = Attention.apply(options.return_lse, *arguments)
+    elif need_gradient(call.tensors):
+        results = Attention.apply(call.options.return_lse, *arguments)
     else:
         results = torch_operator.below_autograd(operator, *arguments)
-    if not options.return_lse:
+    if not call.options.return_lse:
         return results
     out, rows = results
-    return out, tensors.lse_of(rows)
+    return out, call.tensors.lse_of(rows)

@@ -9,18 +9,21 @@ few queries without gradients are padded, from the third number of keys on.
 - A mask or a bias that was expanded is read with an axis of size 1.
 """
 
+import dataclasses
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
 
+from jax_kernels.inputs.attention import FlashArguments
+
 if TYPE_CHECKING:
     from jax_kernels.bridge.ops.attention.flash_attention_operator import Arguments
 
-__all__ = ["KeyArrays", "canonicalized", "pad_to_bucket", "without_expanded_axes"]
+__all__ = ["canonicalized", "pad_to_bucket", "without_expanded_axes"]
 
 _MOST_QUERIES = 16
 _LENGTHS = 3  # from the third length on keys are padded; after three values q_offset becomes a tensor
@@ -30,22 +33,7 @@ _LOCK = threading.Lock()
 _MOST = 1024
 
 
-class KeyArrays(NamedTuple):
-    """The arguments of a call of flash_attention that depend on the number S of its keys.
-
-    key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; bias, mask: broadcastable to [B, H, T, S]; kv_lengths: int32 [B];
-    q_offset: an int, or int32 [] or [B].
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    bias: torch.Tensor | None
-    mask: torch.Tensor | None
-    kv_lengths: torch.Tensor | None
-    q_offset: int | torch.Tensor
-
-
-def pad_to_bucket(query: torch.Tensor, keys: KeyArrays, others: Hashable) -> KeyArrays | None:
+def pad_to_bucket(given: FlashArguments[torch.Tensor], others: Hashable) -> FlashArguments[torch.Tensor] | None:
     """Returns the arguments with keys padded to a length bucket; None if the call is to run unpadded.
 
     In the result, key and value, and a bias or mask with an axis of keys, have the bucket's length. kv_lengths and
@@ -55,16 +43,16 @@ def pad_to_bucket(query: torch.Tensor, keys: KeyArrays, others: Hashable) -> Key
     counts), or if the arguments have this form already: the number of keys is a length bucket, kv_lengths is given, and
     q_offset is a tensor.
 
-    query: [B, T, H, D]. others: the call's other options. Calls that are equal in these, and in dtypes, device and
-    shapes but for the number of keys, count as one call.
+    given: the arguments of a call without segment ids. others: the call's other options. Calls that are equal in these,
+    and in dtypes, device and shapes but for the number of keys, count as one call.
     """
-    key, value, bias, mask, kv_lengths, q_offset = keys
-    length = key.shape[1]
+    query, kv_lengths, q_offset = given.query, given.kv_lengths, given.q_offset
+    length = given.key.shape[1]
     if query.shape[1] > _MOST_QUERIES:
         return None
     size = bucket_length(length)
     is_padded = size == length and kv_lengths is not None and isinstance(q_offset, torch.Tensor)
-    if is_padded or not _has_growing_length(query, keys, others):
+    if is_padded or not _has_growing_length(given, others):
         return None
     if kv_lengths is None:
         kv_lengths = torch.full((query.shape[0],), length, dtype=torch.int32, device=query.device)
@@ -73,14 +61,15 @@ def pad_to_bucket(query: torch.Tensor, keys: KeyArrays, others: Hashable) -> Key
     if not isinstance(q_offset, torch.Tensor):
         q_offset = torch.full((), q_offset, dtype=torch.int32, device=query.device)
     rows = lambda x: x if size == length else functional.pad(x, (0, 0, 0, 0, 0, size - length))
-    columns: Callable[[torch.Tensor | None], torch.Tensor | None] = lambda x: (
+    columns: Callable[[Any], torch.Tensor | None] = lambda x: (
         x if x is None or x.shape[-1] != length or length == 1 else functional.pad(x, (0, size - length))
     )
-    return KeyArrays(
-        key=rows(key),
-        value=rows(value),
-        bias=columns(bias),
-        mask=columns(mask),
+    return dataclasses.replace(
+        given,
+        key=rows(given.key),
+        value=rows(given.value),
+        bias=columns(given.bias),
+        mask=columns(given.mask),
         kv_lengths=kv_lengths,
         q_offset=q_offset,
     )
@@ -97,18 +86,18 @@ def bucket_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def _has_growing_length(query: torch.Tensor, keys: KeyArrays, others: Hashable) -> bool:
+def _has_growing_length(given: FlashArguments[torch.Tensor], others: Hashable) -> bool:
     """Whether this call was made with at least three numbers of keys, including this call's number, which it records.
 
     Calls are the same if they differ only in the number of keys, and in values. others: the rest of the call's key.
     """
-    first = lambda x: None if x is None else tuple(x.shape[:-1])
-    has_offset = isinstance(keys.q_offset, torch.Tensor)
+    first: Callable[[Any], Hashable] = lambda x: None if x is None else tuple(x.shape[:-1])
+    query, has_offset = given.query, isinstance(given.q_offset, torch.Tensor)
     call = (
-        *(query.shape, keys.key.shape[2:], keys.value.shape[2:], query.dtype, query.device),
-        *(first(keys.bias), first(keys.mask), keys.kv_lengths is None, has_offset, others),
+        *(query.shape, given.key.shape[2:], given.value.shape[2:], query.dtype, query.device),
+        *(first(given.bias), first(given.mask), given.kv_lengths is None, has_offset, others),
     )
-    length = keys.key.shape[1]
+    length = given.key.shape[1]
     with _LOCK:
         lengths = _SEEN.setdefault(call, set())
         if len(lengths) < _LENGTHS:

@@ -17,10 +17,11 @@ from jax_kernels.bridge.jax_functions.pytree import MaskById
 from jax_kernels.bridge.operators.call_cache import CachedCall
 from jax_kernels.bridge.ops.attention import float_masks, length_buckets
 from jax_kernels.bridge.ops.attention.argument_aliases import OTHER_NAMES, renamed
-from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
+from jax_kernels.bridge.ops.attention.attention_checks import check_tensor, checked
 from jax_kernels.bridge.ops.attention.attention_types import AttentionOptions, OutAndLse, Outputs
 from jax_kernels.bridge.translate import captures, function_identity, score_mods
 from jax_kernels.bridge.translate.score_mods import ScoreMod
+from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import block_sparse_attention as block_sparse
 from jax_kernels.ops.attention import dynamic_mask_attention as dynamic_mask
@@ -28,6 +29,8 @@ from jax_kernels.ops.attention import flash_attention as attention
 
 __all__ = ["attend_in_graph", "block_sparse_attention", "dynamic_mask_attention", "lookup", "masked_attention"]
 
+
+_CHECKED = ("segment_ids", "kv_lengths", "q_offset", "sinks", "deterministic")
 
 type _Arrays = jax.Array | tuple[jax.Array, jax.Array]
 
@@ -117,29 +120,19 @@ def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
     return _Apart(None if is_new else seen, arguments)
 
 
-def masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    seen: CallKey | None,
-    *,
-    bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    mask: torch.Tensor | Mask | None,
-    **arguments: Any,
-) -> Outputs:
+def masked_attention(given: FlashArguments[torch.Tensor], seen: CallKey | None) -> Outputs:
     """Returns bridge.flash_attention's results, out or (out, lse), for a call with a Mask or a score_mod.
 
     The score_mod and the structure of the Mask are constants of the compiled program; the Mask's arrays are inputs.
 
     seen: the key under which to cache this call; None if it is not to be cached. A call whose score_mod is created anew
-    each time, or reads tensors, is never cached. arguments: the other arguments of bridge.flash_attention.
+    each time, or reads tensors, is never cached.
     """
-    (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments | {"sinks": sinks})
-    del arguments["sinks"]
+    arguments = dict(vars(checked(given)))
+    query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
+    first = {name: arguments.pop(name) for name in ("bias", "sinks", "mask")}  # the order of the key's tensors
     call = _split_closure(seen, arguments)
-    results = _flash.run(call.seen, query, key, value, bias=bias, sinks=sinks, mask=mask, **call.arguments)
-    return float_masks.or_nan(results, call.is_valid)
+    return float_masks.or_nan(_flash.run(call.seen, query, key, value, **first, **call.arguments), call.is_valid)
 
 
 def attend_in_graph(
@@ -371,18 +364,7 @@ def _prepared(
     and `deterministic` is True if it was None and torch.use_deterministic_algorithms is on.
     """
     arguments = arguments | plain_options(("q_offset",), arguments)
-    check_inputs(
-        query,
-        key,
-        value,
-        bias=bias,
-        sinks=arguments.get("sinks"),
-        mask=None if isinstance(mask, Mask) else mask,
-        segment_ids=segment_pair(arguments.get("segment_ids")),
-        kv_lengths=arguments.get("kv_lengths"),
-        q_offset=arguments.get("q_offset", 0),
-    )
-    *tensors, deterministic = as_torch_is_set(
-        query, key, value, bias=bias, deterministic=arguments.get("deterministic")
-    )
-    return tensors, arguments if deterministic is None else arguments | {"deterministic": deterministic}
+    others = {name: arguments[name] for name in _CHECKED if name in arguments}
+    given = checked(FlashArguments(query=query, key=key, value=value, bias=bias, mask=mask, **others))
+    tensors = given.query, given.key, given.value, given.bias
+    return tensors, arguments if given.deterministic is None else arguments | {"deterministic": given.deterministic}

@@ -4,6 +4,8 @@ These are scaled_dot_product_attention, nn.MultiheadAttention and the attention 
 for each reason. Functions with this library's own names raise.
 """
 
+import contextlib
+
 import torch
 from torch.nn import functional
 
@@ -68,54 +70,30 @@ def attention_with_weights(
     device = query.device.type
     is_cast = device != "meta" and torch.is_autocast_enabled(device)
     query, key, value, bias, _ = as_torch_is_set(query, key, value, bias=bias)
-    if is_cast:  # matmuls of float32 stay float32
-        with torch.autocast(device, enabled=False):
-            return _attend(query, key, value, mask, bias, sinks, scale, softcap, dropout_p, head_mask)
-    return _attend(query, key, value, mask, bias, sinks, scale, softcap, dropout_p, head_mask)
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    scale: float | None,
-    softcap: float | None,
-    dropout_p: float,
-    head_mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (attention [B, H, T, Dv], weights [B, H, T, S]) of query [B, H, T, D], key and value.
-
-    The caller has applied autocast: it has cast the tensors, and turned autocast off.
-
-    key: [B, Hkv, S, D]. value: [B, Hkv, S, Dv]. mask: bool, True where a query may attend; bias: added to the scores.
-    Both are broadcastable to [B, H, T, S], or None. sinks: [H] or None. scale: None is 1 / sqrt(D). head_mask:
-    multiplies the weights after dropout; broadcastable to [B, H, T, S], or [H], or None.
-    """
-    group = query.shape[1] // key.shape[1] if key.shape[1] else 1
-    if group > 1:
-        key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query.to(wide) * scale) @ key.to(wide).transpose(-2, -1)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    is_dead = (scores == -torch.inf).all(-1, keepdim=True)  # the softmax of such a row would be NaN
-    scores = scores.masked_fill(is_dead, 0.0)
-    if sinks is not None:
-        sinks = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    weights = weights.masked_fill(is_dead, 0.0).to(value.dtype)
-    weights = functional.dropout(weights, dropout_p)
-    if head_mask is not None:
-        head_mask = head_mask[:, None, None] if head_mask.ndim == 1 else head_mask
-        weights = weights * head_mask.to(weights.dtype)
-    return weights @ value, weights
+    # Without autocast, matmuls of float32 stay float32.
+    with torch.autocast(device, enabled=False) if is_cast else contextlib.nullcontext():
+        group = query.shape[1] // key.shape[1] if key.shape[1] else 1
+        if group > 1:
+            key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scores = (query.to(wide) * scale) @ key.to(wide).transpose(-2, -1)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:
+            scores = scores + bias
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        is_dead = (scores == -torch.inf).all(-1, keepdim=True)  # the softmax of such a row would be NaN
+        scores = scores.masked_fill(is_dead, 0.0)
+        if sinks is not None:
+            sinks = sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
+            weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        weights = weights.masked_fill(is_dead, 0.0).to(value.dtype)
+        weights = functional.dropout(weights, dropout_p)
+        if head_mask is not None:
+            head_mask = head_mask[:, None, None] if head_mask.ndim == 1 else head_mask
+            weights = weights * head_mask.to(weights.dtype)
+        return weights @ value, weights

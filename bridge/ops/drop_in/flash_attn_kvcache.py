@@ -191,7 +191,8 @@ def _attend(
         own |= {"softcap": options["softcap"], "return_lse": with_lse}
         return decode_attention(q, key, value, kv_lengths=lengths, block_tables=tables, **own)
     key, value = cache.whole()
-    return attend(q, key, value, slopes, lengths - length, options | {"kv_lengths": lengths}, with_lse)
+    own = {"kv_lengths": lengths, "q_offset": lengths - length, "return_lse": with_lse}
+    return attend(q, key, value, slopes, options | own)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

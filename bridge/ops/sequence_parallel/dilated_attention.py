@@ -13,8 +13,8 @@ from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
 from jax_kernels.bridge.ops.attention.dilated_attention import DilatedOptions
 from jax_kernels.bridge.ops.sequence_parallel.operator import SequenceParallelOperator
 from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, process_mesh
-from jax_kernels.ops.dilated import dilated_attention as ops
 from jax_kernels.ops.dilated import vjp as dilated_vjp
+from jax_kernels.ops.dilated.plan import prepare
 from jax_kernels.ops.dilated.sharded_segments import Shards
 from jax_kernels.ops.ring.layouts import axis_size
 
@@ -122,7 +122,7 @@ def sequence_parallel_dilated_attention(
 def _prepared(query, key, value, segment_ids, options):
     """Returns (the planned call, its arrays) of dilated attention on this process's shards, inside jax.shard_map."""
     shards = Shards(AXIS, axis_size(AXIS))
-    return ops.prepare(
+    return prepare(
         query=query, key=key, value=value, segment_ids=segment_ids, return_lse=True, shards=shards, **options
     )
 

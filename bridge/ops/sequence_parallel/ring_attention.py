@@ -13,6 +13,7 @@ from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
 from jax_kernels.bridge.ops.sequence_parallel.operator import SequenceParallelOperator
 from jax_kernels.bridge.ops.sequence_parallel.process_mesh import AXIS, process_mesh
 from jax_kernels.bridge.translate.score_mods import ScoreMod, to_jnp
+from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.masks import Mask
 from jax_kernels.ops.ring import ring_attention as ops
 from jax_kernels.ops.ring import shard_sequence as orders
@@ -134,10 +135,11 @@ def ring_attention(
             f"mask: got {type(mask).__name__}, want a masks.Mask of the whole sequence, or None; bridge.masks.dense "
             "makes one of a tensor"
         )
-    check_statics(
-        is_causal=is_causal, scale=scale, softcap=softcap, return_lse=return_lse, deterministic=deterministic,
-        precision=precision, implementation=implementation,
+    given = FlashArguments(
+        query=query, key=key, value=value, is_causal=is_causal, scale=scale, softcap=softcap, return_lse=return_lse,
+        deterministic=deterministic, precision=precision, implementation=implementation,
     )  # fmt: skip
+    check_statics(given)
     query, key, value, bias, deterministic = as_torch_is_set(query, key, value, bias=bias, deterministic=deterministic)
     if bias is not None and bias.ndim <= 4:
         bias = bias[(None,) * (4 - bias.ndim)]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dispatch
-from jax_kernels.inputs.attention import AttentionInputs
+from jax_kernels.inputs.attention import AttentionInputs, FlashArguments
 from jax_kernels.masks import Mask
 from jax_kernels.masks import checks as mask_checks
 from jax_kernels.masks.limits import Limits, joined
@@ -20,11 +20,7 @@ from jax_kernels.score_mod.trace import ScoreMod, trace
 __all__ = ["check"]
 
 
-def check(
-    query, key, value, *, bias=None, mask=None, is_causal=False, window=None, segment_ids=None, kv_lengths=None,
-    q_offset=0, score_mod=None, sinks=None, scale=None, softcap=None, return_lse=False, deterministic=None,
-    precision=None, implementation=None, **unknown,
-) -> tuple[AttentionRequest, AttentionInputs]:  # fmt: skip
+def check(given: FlashArguments) -> tuple[AttentionRequest, AttentionInputs]:
     """(request, checked arrays) of a flash_attention call. Raises the errors that flash_attention documents.
 
     In the arrays, an array mask is bool with four axes, a bias has four axes, sinks are float32 [1, H], and ids,
@@ -33,24 +29,21 @@ def check(
     An int q_offset is in the request only. If no pair of a query and a key exists, arrays without an effect are None.
     Arrays may be jax.ShapeDtypeStructs: then so are the returned arrays.
     """
-    for name in unknown:
-        raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
-    query, key, value = (
-        checks.checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
+    query, key, value = (checks.checked_array(name, getattr(given, name)) for name in ("query", "key", "value"))
     checks.check_shapes(query, key, value)
     batch, q_length, heads, head_dim = query.shape
     kv_length, kv_heads = key.shape[1:3]
     scores = (batch, heads, q_length, kv_length)
 
-    checks.check_flags(is_causal=is_causal, return_lse=return_lse)
+    checks.check_flags(is_causal=given.is_causal, return_lse=given.return_lse)
+    deterministic, score_mod, softcap, precision = given.deterministic, given.score_mod, given.softcap, given.precision
     if deterministic is not None and not isinstance(deterministic, bool | np.bool_):
         raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
-    checks.check_number("scale", scale)
+    checks.check_number("scale", given.scale)
     checks.check_softcap(softcap)
     if score_mod is not None and softcap is not None:
         raise ValueError(f"softcap: got {softcap} with a score_mod, want None: score_mod(score, ...) can begin with it")
-    checks.check_implementation(implementation)
+    checks.check_implementation(given.implementation)
     has_score_mod = score_mod is not None
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
         score_mod = _traced(score_mod, has_pairs=0 not in scores)
@@ -59,25 +52,25 @@ def check(
     if precision is not None and query.dtype != jnp.float32:
         raise ValueError(f"precision: got {precision!r} with {query.dtype} inputs, want None: it is for float32 inputs")
 
-    is_causal, window = checks.checked_window(window, bool(is_causal))
-    given = Limits(
-        mask=checked_mask(mask, scores),
+    is_causal, window = checks.checked_window(given.window, bool(given.is_causal))
+    each = Limits(
+        mask=checked_mask(given.mask, scores),
         is_causal=is_causal,
         window=window,
-        segment_ids=_segment_ids(segment_ids, (batch, q_length), (batch, kv_length)),
-        kv_lengths=checks.checked_lengths(kv_lengths, batch),
+        segment_ids=_segment_ids(given.segment_ids, (batch, q_length), (batch, kv_length)),
+        kv_lengths=checks.checked_lengths(given.kv_lengths, batch),
     )
-    limits, bias = joined(given, batch), checked_bias(bias, scores, query.dtype)
+    limits, bias = joined(each, batch), checked_bias(given.bias, scores, query.dtype)
     mask = limits.mask
     q_segment_ids, kv_segment_ids = limits.segment_ids or (None, None)
-    static_offset, q_offset = checks.checked_offset(q_offset, batch)
+    static_offset, q_offset = checks.checked_offset(given.q_offset, batch)
     inputs = AttentionInputs(
         query=query,
         key=key,
         value=value,
         mask=mask,
         bias=bias,
-        sinks=checks.checked_sinks(sinks, heads),
+        sinks=checks.checked_sinks(given.sinks, heads),
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
         kv_lengths=limits.kv_lengths,
@@ -104,14 +97,14 @@ def check(
         has_lists=isinstance(mask, Mask) or limits.lists is not None,
         bias_shape=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else str(bias.dtype),
-        has_sinks=sinks is not None,
+        has_sinks=given.sinks is not None,
         has_segment_ids=limits.segment_ids is not None,
         has_kv_lengths=limits.kv_lengths is not None,
         has_score_mod=has_score_mod,
         not_in_tiles=None if score_mod is None else why_not(score_mod),
         not_in_mosaic_tiles=None if score_mod is None else why_not(score_mod, mosaic=True),
         q_offset=static_offset,
-        return_lse=bool(return_lse),
+        return_lse=bool(given.return_lse),
         deterministic=_deterministic() if deterministic is None else bool(deterministic),
         precision=(precision or "fp32") if query.dtype == jnp.float32 else None,
     )

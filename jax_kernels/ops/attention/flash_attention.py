@@ -1,12 +1,13 @@
-"""flash_attention: its checks are in checks.py, implementations in implementations.py, gradient and vmap in vjp.py."""
+"""flash_attention. Its checks are in checks.py, implementations in implementations.py, its gradient and vmap in vjp.py."""
 
+import dataclasses
 from typing import Any, Literal, overload
 
 import jax
 from jaxtyping import Array, Bool, Float, Float32, Integer
 
 from jax_kernels import dispatch
-from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
+from jax_kernels.inputs.attention import AttentionInputs, FlashArguments
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import implementations
 from jax_kernels.ops.attention.checks import check
@@ -181,47 +182,35 @@ def flash_attention(
     arXiv:2412.05496; sinks: Xiao et al. (2023), arXiv:2309.17453.
     """
     mask, is_valid = with_validity("mask", mask)
-    call, inputs = prepare(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        mask=mask,
-        is_causal=is_causal,
-        window=window,
-        segment_ids=segment_ids,
-        kv_lengths=kv_lengths,
-        q_offset=q_offset,
-        score_mod=score_mod,
-        sinks=sinks,
-        scale=scale,
-        softcap=softcap,
-        return_lse=return_lse,
-        deterministic=deterministic,
-        precision=precision,
+    given = FlashArguments(
+        query=query, key=key, value=value, bias=bias, mask=mask, is_causal=is_causal, window=window,
+        segment_ids=segment_ids, kv_lengths=kv_lengths, q_offset=q_offset, score_mod=score_mod, sinks=sinks,
+        scale=scale, softcap=softcap, return_lse=return_lse, deterministic=deterministic, precision=precision,
         implementation=implementation,
-    )
+    )  # fmt: skip
+    call, inputs = prepare(given)
     call = with_options(call, has_lse=return_lse)
     out, lse = mask_or_nan(run(call, inputs), is_valid)
     return (out, lse) if return_lse else out
 
 
-def _check(*, mask, **arguments):
+def _check(**arguments):
     """(request, arrays) of a call that is only planned, not computed. Raises flash_attention's errors.
 
     The arrays of a Mask may be jax.ShapeDtypeStructs. The call is then checked in a trace: only the returned request
     may be used, since the returned arrays are its tracers.
     """
+    given = FlashArguments(**arguments)
 
     def checked(mask):
         mask, _ = with_validity("mask", mask)
-        found.append(check(mask=mask, **arguments))
+        found.append(check(dataclasses.replace(given, mask=mask)))
 
     found: list[Any] = []
-    if isinstance(mask, Mask) and any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(mask)):
-        jax.eval_shape(checked, mask)
+    if isinstance(given.mask, Mask) and any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given.mask)):
+        jax.eval_shape(checked, given.mask)
     else:
-        checked(mask)
+        checked(given.mask)
     return found[0]
 
 
@@ -229,30 +218,20 @@ OP = PlannedOp("flash_attention", implementations.IMPLEMENTATIONS, implementatio
 OP.explained_by(_check)(flash_attention)
 
 
-def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionCall, AttentionInputs]:
+def prepare(given: FlashArguments) -> tuple[AttentionCall, AttentionInputs]:
     """Checks the arguments of flash_attention and plans the call. Returns (call, inputs), the arguments of `run`.
 
-    arguments: the other arguments of flash_attention. Raises its errors. In the inputs, a scale of 0 or less has become
-    part of query.
+    Raises the errors of flash_attention. In the inputs, a scale of 0 or less has become part of query.
     """
-    request, inputs = check(implementation=implementation, scale=scale, **arguments)
-    choice = OP.choose(request, implementation)
+    request, inputs = check(given)
+    choice = OP.choose(request, given.implementation)
     inputs = vary_alike(inputs)
-    query, scale = with_positive_scale(inputs.query, scale)
+    query, scale = with_positive_scale(inputs.query, given.scale)
     inputs = inputs._replace(query=query)
-    options = AttentionOptions(
-        scale=scale,
-        is_causal=request.is_causal,
-        window=request.window,
-        softcap=request.softcap,
-        q_offset=request.q_offset,
-        precision=request.precision,
-        deterministic=request.deterministic,
-    )
     call = AttentionCall(
         implementation=choice.implementation,
         config=choice.config,
-        options=options,
+        options=request.options(scale),
         interpret=dispatch.interpreting(),
         out_dtype=str(inputs.query.dtype),
     )

@@ -71,6 +71,18 @@ class AttentionRequest(Request):
     def bits(self) -> int:
         return 32 if self.dtype == "float32" else 16
 
+    def options(self, scale: float) -> AttentionOptions:
+        """The AttentionOptions of the call. scale: the factor of the scores, above 0."""
+        return AttentionOptions(
+            scale=scale,
+            is_causal=self.is_causal,
+            window=self.window,
+            softcap=self.softcap,
+            q_offset=self.q_offset,
+            precision=self.precision,
+            deterministic=self.deterministic,
+        )
+
     @property
     def has_mask(self) -> bool:
         return self.mask_shape is not None

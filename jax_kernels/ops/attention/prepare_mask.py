@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from jax_kernels.inputs.attention import AttentionOptions
+from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.masks.checks import is_int
 from jax_kernels.masks.limits import dense_part
@@ -20,6 +20,8 @@ __all__ = ["prepare_mask"]
 
 # The arguments that limit keys by arrays, with the equivalent masks.
 _ARRAYS = {"segment_ids": "masks.segments(...)", "kv_lengths": "masks.prefix(...)"}
+
+_NAMES = {field.name for field in dataclasses.fields(FlashArguments)}
 
 
 @under_defaults
@@ -78,16 +80,12 @@ def prepare_mask(
         raise TypeError(f"q_offset: got {type(offset).__name__}, want an int that is known when tracing")
     arguments["q_offset"] = offset
     mask, value = mask.unprepared, key if value is None else value
-    request, inputs = check(query, key, value, mask=mask, **arguments)
+    for name in arguments:
+        if name not in _NAMES:
+            raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
+    request, inputs = check(FlashArguments(query=query, key=key, value=value, mask=mask, **arguments))
     request = dataclasses.replace(request, has_lists=inputs.mask is not None)  # also for a mask's array
     if inputs.mask is not None and not isinstance(inputs.mask, Mask):
         inputs = inputs._replace(mask=dense_part(mask))  # its blocks may be computed without the array
     choice = OP.choose(request, arguments.get("implementation"))
-    options = AttentionOptions(
-        scale=1.0,
-        is_causal=request.is_causal,
-        window=request.window,
-        q_offset=request.q_offset,
-        deterministic=request.deterministic,
-    )
-    return PreparedMask(mask, prepared_lists(choice, inputs, options))
+    return PreparedMask(mask, prepared_lists(choice, inputs, request.options(scale=1.0)))

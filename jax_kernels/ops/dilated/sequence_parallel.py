@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 from jaxtyping import Array, Float, Float32, Integer
 
 from jax_kernels.ops.dilated import vjp as dilated_vjp
-from jax_kernels.ops.dilated.dilated_attention import DilatedPlan, plan_of_call, prepare
+from jax_kernels.ops.dilated.plan import DilatedPlan, plan_of_call, prepare
 from jax_kernels.ops.dilated.sharded_segments import Shards
 from jax_kernels.ops.planned_op import explained_as
 from jax_kernels.ops.ring.layouts import axis_size

@@ -16,7 +16,8 @@ from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.attention.vjp import AttentionCall
 from jax_kernels.ops.dilated import branches as dilated_views
 from jax_kernels.ops.dilated import ring_steps
-from jax_kernels.ops.dilated.branches import BranchCall, Piece
+from jax_kernels.ops.dilated.branches import BranchCall
+from jax_kernels.ops.dilated.pieces import Piece
 from jax_kernels.ops.planned_op import join_batch, no_calls, split_batch
 from jax_kernels.ops.ring.steps import Rows
 from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, ByIndex, Shares, is_partitioned, partitioned

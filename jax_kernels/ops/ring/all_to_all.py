@@ -7,6 +7,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.masks.restriction import of_heads
 from jax_kernels.ops.attention import vjp
 from jax_kernels.ops.attention.flash_attention import flash_attention, prepare
@@ -37,7 +38,7 @@ def all_to_all_attention(
         out, lse = flash_attention(**arguments)
     else:
         out, lse = *exchange.to_heads(results[0]), *of_rows.to_heads(results[1])
-        out, lse = vjp.with_results(*prepare(**arguments), out, lse)
+        out, lse = vjp.with_results(*prepare(FlashArguments(**arguments)), out, lse)
     # A policy that keeps this result spares the layers after the attention a second exchange in their backward.
     return checkpoint_name(exchange.to_tokens(out), RESIDUALS[0]), of_rows.to_tokens(lse)
 

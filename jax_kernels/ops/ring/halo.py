@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.attention.vjp import with_options
 from jax_kernels.ops.ring.layouts import Layout
@@ -197,7 +198,7 @@ def _prepared(call: RingCall, query: Any, q_ids: Any, of_keys: Visitors, offsets
     position of the first key, for each chunk; None is 0. sinks: float32 [H] or None.
     """
     batch = query.shape[0] // call.layout.chunks
-    return prepare(
+    arguments = FlashArguments(
         query=query,
         key=of_keys.pair.key,
         value=of_keys.pair.value,
@@ -208,6 +209,7 @@ def _prepared(call: RingCall, query: Any, q_ids: Any, of_keys: Visitors, offsets
         return_lse=True,
         **dict(call.options),
     )
+    return prepare(arguments)
 
 
 def _of_side(call: RingCall, side: Side, query: jax.Array, own: Visitors, halo: Visitors) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_kernels.dispatch import Plan
+from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.planned_op import recorded_plans
 from jax_kernels.ops.ring import all_gather, all_to_all, halo
@@ -96,7 +97,7 @@ def _steps(call: RingCall, arrays: RingArrays) -> tuple[tuple[str, Plan], ...]:
 
 def _prepared(arguments: dict[str, Any]) -> Any:
     """The AttentionCall of flash_attention with these arguments."""
-    planned, _ = prepare(**arguments)
+    planned, _ = prepare(FlashArguments(**arguments))
     return planned
 
 

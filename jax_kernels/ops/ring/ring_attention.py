@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Integer
 
+from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.masks import Mask
 from jax_kernels.masks.arrays import Segments
 from jax_kernels.masks.limits import joined_band, without_band
@@ -271,7 +272,7 @@ def prepare(
     devices = axis_size(axis_name)
     if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:  # e.g. a vmap's axis, along which no array varies
         raise not_an_axis(axis_name)
-    options = {
+    options: dict[str, Any] = {
         "softcap": softcap,
         "deterministic": deterministic,
         "precision": precision,
@@ -281,7 +282,7 @@ def prepare(
         raise TypeError("segment_ids: got a pair, want one array: queries and keys are of the same tokens")
     if "segment_ids" in arguments:
         arguments["segment_ids"] = checks.ranked_over(axis_name, arguments["segment_ids"])
-    request, inputs = check(query=query, key=key, value=value, scale=scale, **options, **arguments)
+    request, inputs = check(FlashArguments(query=query, key=key, value=value, scale=scale, **options, **arguments))
     is_empty = 0 in (request.batch, request.q_length, request.heads)
     query, key, value = inputs.query, inputs.key, inputs.value
     if request.q_length != request.kv_length:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, HeadView
+from jax_kernels.inputs.attention import AttentionGradients, AttentionInputs, FlashArguments, HeadView
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.attention.vjp import attention_forward, attention_gradients
 from jax_kernels.ops.ring.layouts import Chunks, Layout, Whole
@@ -341,7 +341,7 @@ class Step:
     def _prepared(self, query: Any, visitors: Visitors, q_ids: Any, whole: Whole, **given: Any) -> tuple[Any, Any]:
         """(AttentionCall, AttentionInputs) of a call with the limits of `whole`. given: mask, score_mod and bias."""
         ids = visitors.segment_ids
-        return prepare(
+        arguments = FlashArguments(
             query=query,
             key=visitors.pair.key,
             value=visitors.pair.value,
@@ -353,6 +353,7 @@ class Step:
             **given,
             **self.options,
         )
+        return prepare(arguments)
 
     def _pairs(self, visitors: Visitors) -> tuple[list[Chunks], Any, Any]:
         """(the step's pairs of chunks, the AttentionCall that has them as its batch, its AttentionInputs).

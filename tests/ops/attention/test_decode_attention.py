@@ -11,7 +11,7 @@ import pytest
 from jax_kernels import decode_attention, explain
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
-from jax_kernels.ops.attention.decode_attention import IMPLEMENTATIONS
+from jax_kernels.ops.attention.decode_implementations import IMPLEMENTATIONS
 from jax_kernels.pallas.attention import decode_contract
 from jax_kernels.pallas.attention.triton.decode import merge
 from jax_kernels.testing import rms_error

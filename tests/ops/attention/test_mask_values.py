@@ -15,6 +15,7 @@ from jax_kernels import (
     flash_attention,
     masks,
 )
+from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.ops.attention.dynamic_mask_attention import keys_of_largest_bias
 from jax_kernels.ops.attention.flash_attention import prepare
 from tests.support.cases import tiers
@@ -117,8 +118,9 @@ def test_plan_takes_a_traced_mask():
 
 
 def test_traced_floats_without_a_nan_check_raise():
+    given = lambda mask: FlashArguments(query=QKV[0], key=QKV[1], value=QKV[2], mask=mask)
     with pytest.raises(TypeError, match="mask: got floats that are traced, want bool: write `mask != 0`"):
-        jax.jit(lambda mask: prepare(query=QKV[0], key=QKV[1], value=QKV[2], mask=mask)[1].query)(jnp.ones((T, T)))
+        jax.jit(lambda mask: prepare(given(mask))[1].query)(jnp.ones((T, T)))
 
 
 @pytest.mark.parametrize("mask", [np.ones((), bool), jnp.zeros((), bool)], ids=["keeps", "drops"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jax_kernels import masks
+from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.reference import attention as reference
@@ -68,12 +69,14 @@ def both_ways(mod, closed=None, dtype=jnp.float32, arrays=(QUERY, KEY, VALUE, DO
 
     def run(query, key, value, dout, dlse, closed, arguments):
         call, inputs = prepare(
-            query=query,
-            key=key,
-            value=value,
-            score_mod=lambda *given: mod(*given, **closed),
-            implementation="xla",
-            **arguments,
+            FlashArguments(
+                query=query,
+                key=key,
+                value=value,
+                score_mod=lambda *given: mod(*given, **closed),
+                implementation="xla",
+                **arguments,
+            )
         )
         out, lse, _ = attention.attention_forward(call, inputs)
         given = (inputs, call.options, *reference.row_terms(out, lse, dout, dlse), dout)
@@ -153,7 +156,9 @@ def test_relative_reads_sum_along_diagonals():
     def run(query, table):
         mod = lambda score, b, h, q, k: score + table[jnp.abs(q - k) // 32]
         call, inputs = prepare(
-            query=query, key=query, value=query, score_mod=mod, mask=masks.dilated(3), implementation="xla"
+            FlashArguments(
+                query=query, key=query, value=query, score_mod=mod, mask=masks.dilated(3), implementation="xla"
+            )
         )
         terms = jnp.ones((1, 1, 640))
         return score_mod_gradients.array_gradients(inputs, call.options, terms, terms, query).arrays
@@ -193,7 +198,7 @@ def test_memory_is_one_chunk(monkeypatch):
     def run(query, table):
         mod = lambda score, b, h, q, k: score + table[jnp.abs(q - k)]
         given = {"key": query, "value": query, "mask": mask, "score_mod": mod, "implementation": "xla"}
-        call, inputs = prepare(query=query, **given)
+        call, inputs = prepare(FlashArguments(query=query, **given))
         terms = jnp.ones((1, 1, 256))
         return score_mod_gradients.array_gradients(inputs, call.options, terms, terms, query).arrays
 
@@ -207,7 +212,7 @@ def test_no_pairs_pass_no_gradient(empty):
     """Without queries, or without keys, the gradients of a mod's arrays are zeros of their shapes."""
     slopes = jnp.asarray(normal(H))
     mod = lambda score, b, h, q, k: alibi(score, b, h, q, k, slopes)
-    call, inputs = prepare(query=QUERY, key=KEY, value=VALUE, score_mod=mod, implementation="xla")
+    call, inputs = prepare(FlashArguments(query=QUERY, key=KEY, value=VALUE, score_mod=mod, implementation="xla"))
     names = ("query",) if empty == "query" else ("key", "value")
     inputs = inputs._replace(**{name: getattr(inputs, name)[:, :0] for name in names})
     length = 0 if empty == "query" else T
@@ -226,7 +231,7 @@ def test_very_low_rows(mod):
     def run(closed):
         lowered = lambda score, b, h, q, k: mod(score, b, h, q, k, **closed) + low[q]
         call, inputs = prepare(
-            query=QUERY, key=KEY, value=VALUE, score_mod=lowered, implementation="xla", is_causal=True
+            FlashArguments(query=QUERY, key=KEY, value=VALUE, score_mod=lowered, implementation="xla", is_causal=True)
         )
         out, lse, lse_lo = attention.attention_forward(call, inputs)
         given = (inputs, call.options, *reference.row_terms(out, lse, DOUT, DLSE), jnp.asarray(DOUT), lse_lo)

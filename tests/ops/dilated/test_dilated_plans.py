@@ -12,7 +12,7 @@ import pytest
 from jax_kernels import dilated_attention, explain, sequence_parallel_dilated_attention
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
-from jax_kernels.ops.dilated import dilated_attention as ops
+from jax_kernels.ops.dilated import plan as ops
 
 QUERY = np.zeros((2, 20, 4, 8), np.float32)
 LONGNET = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}

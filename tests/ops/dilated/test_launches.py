@@ -10,7 +10,8 @@ from jax_kernels import dilated_attention, explain
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.dilated import branches as views
-from jax_kernels.ops.dilated import dilated_attention as ops
+from jax_kernels.ops.dilated import plan as ops
+from jax_kernels.ops.dilated.pieces import pieces_of
 
 SHORT = {"segment_lengths": (1024, 2048, 4096, 8192), "dilation_rates": (1, 2, 4, 8)}
 GROUPS = SHORT | {"heads": "groups", "is_causal": True}
@@ -109,7 +110,7 @@ def test_view_head_indices(heads, kv_heads, served, rates):
     """Query head h reads head class * H + h of a view [B, rows, rate * H, D]; keys likewise."""
     length, group = 64 * max(rates) * 3, heads // kv_heads
     branches = tuple((length, rate) for rate in rates)
-    pieces = views.pieces_of(length, heads, branches, heads=served, layout="overlap", order=None)
+    pieces = pieces_of(length, heads, branches, heads=served, layout="overlap", order=None)
     calls = views.calls_of(pieces, heads, kv_heads, is_causal=True, has_segment_ids=False)
     strided = [one for call in calls for one in views.split_strided(call, length, group) if one.is_strided]
     assert len(strided) >= len(rates) - (heads == 9)

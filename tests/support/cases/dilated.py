@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels.ops.dilated import branches as dilated_views
+from jax_kernels.ops.dilated.pieces import pieces_of
 
 # segment_lengths, dilation_rates, heads, key heads, length, and whether heads are in groups.
 PATTERNS = {
@@ -30,7 +31,7 @@ def calls_of(name):
     branches, served = tuple(zip(lengths, rates, strict=True)), "groups" if in_groups else "all"
     order = "hilbert" if "hilbert" in name else None
     layout = "partition" if "partition" in name else "overlap"
-    pieces = dilated_views.pieces_of(length, heads, branches, heads=served, layout=layout, order=order)
+    pieces = pieces_of(length, heads, branches, heads=served, layout=layout, order=order)
     is_causal = not name.startswith("masked")
     calls = dilated_views.calls_of(pieces, heads, kv_heads, is_causal=is_causal, has_segment_ids=False)
     assert is_causal or any(call.is_masked for call in calls)

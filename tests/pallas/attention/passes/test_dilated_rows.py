@@ -9,6 +9,7 @@ import pytest
 
 from jax_kernels.ops.dilated import branches as dilated_views
 from jax_kernels.ops.dilated import vjp as dilated_vjp
+from jax_kernels.ops.dilated.pieces import pieces_of
 from jax_kernels.pallas.attention.passes import merge_branches
 from jax_kernels.pallas.attention.sm90.features import head_views
 from tests.support.cases import tiers
@@ -138,7 +139,7 @@ def test_unstrided_patterns():
     ):
         lengths, rates, heads, kv_heads, length, order = pattern
         branches = tuple(zip(lengths, rates, strict=True))
-        pieces = dilated_views.pieces_of(length, heads, branches, heads="all", layout="overlap", order=order)
+        pieces = pieces_of(length, heads, branches, heads="all", layout="overlap", order=order)
         calls = dilated_views.calls_of(pieces, heads, kv_heads, is_causal=True, has_segment_ids=False)
         parts = [part for call in calls for part in dilated_views.split_strided(call, length, heads // kv_heads)]
         assert not any(call.is_strided for call in parts), pattern
