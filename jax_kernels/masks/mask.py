@@ -334,7 +334,13 @@ def all_valid(*masks: Mask) -> Any:
 
 
 class Composite(Mask):
-    """A base class of masks that are made of other masks, `parts`."""
+    """A base class of masks that are made of other masks: of the field `mask`, if they do not define `parts`."""
+
+    mask: Mask
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.mask,)
 
     @property
     def is_valid(self) -> Any:
@@ -436,10 +442,6 @@ class Not(Composite):
 
     mask: Mask
     _binds = 2
-
-    @property
-    def parts(self):
-        return (self.mask,)
 
     def terms(self, negated):
         return self.mask.terms(not negated)

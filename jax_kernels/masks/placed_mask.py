@@ -37,10 +37,6 @@ class Placed(Composite):
     shift: int = static(default=0)
 
     @property
-    def parts(self):
-        return (self.mask,)
-
-    @property
     def is_evaluated(self) -> bool:
         return self.mask.is_evaluated or not self.mask.is_restrictable
 

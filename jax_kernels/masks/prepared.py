@@ -21,10 +21,6 @@ class PreparedMask(Composite):
     def unprepared(self):
         return self.mask
 
-    @property
-    def parts(self):
-        return (self.mask,)
-
     def terms(self, negated):
         return self.mask.terms(negated)
 
