@@ -1,7 +1,6 @@
 """Each exported op is complete: a plan, a check suite, a command, a reference, a docs page, a bridge function."""
 
 import ast
-import importlib
 import inspect
 import re
 from pathlib import Path
@@ -32,22 +31,6 @@ NOT_OPS = {
     "shard_sequence": "moves an array",
     "unshard_sequence": "moves an array",
 }
-# The function of jax_kernels.reference that defines each op.
-REFERENCES = {
-    "block_sparse_attention": "attention.attention",
-    "decode_attention": "decode_attention.attention_decode",
-    "dilated_attention": "dilated_attention.dilated_attention",
-    "dynamic_mask_attention": "attention.attention",
-    "flash_attention": "attention.attention",
-    "flash_attention_fp8": "attention_fp8.attention_forward",
-    "gated_matmul": "matmul.matmul",
-    "layer_norm": "normalization.norm_forward",
-    "matmul": "matmul.matmul",
-    "mlp": "matmul.matmul",
-    "ring_attention": "attention.attention",
-    "rms_norm": "normalization.norm_forward",
-    "sequence_parallel_dilated_attention": "dilated_attention.dilated_attention",
-}
 # Ops without a function of the bridge, with the reason.
 NOT_IN_THE_BRIDGE: dict[str, str] = {}
 
@@ -66,7 +49,7 @@ def exports_of(path: Path) -> set[str]:
 def test_the_tables_name_exported_functions():
     assert EXPORTED
     assert set(NOT_OPS) <= FUNCTIONS
-    assert set(REFERENCES) | set(NOT_IN_THE_BRIDGE) <= set(EXPORTED)
+    assert set(NOT_IN_THE_BRIDGE) <= set(EXPORTED)
     assert not set(NOT_IN_THE_BRIDGE) & exports_of(ROOT / "bridge" / "__init__.py")
 
 
@@ -102,6 +85,13 @@ def test_a_command_with_an_option_for_each_argument(op):
     assert not missing
 
 
+def test_a_number_needs_no_entry_in_the_options(monkeypatch):
+    monkeypatch.delitem(explain_options.OPTIONS, "eps")
+    option = explain_options.option_of("layer_norm", "eps")
+    assert (option.type, option.help) == (float, "added to the variance; 0 or more.")
+    assert explain_options.option_of("ring_attention", "axis_name") is None
+
+
 def test_every_option_is_of_an_argument():
     arguments = {op: explain_options.arguments_of(op) for op in EXPORTED}
     every = {name for found in arguments.values() for name in found}
@@ -112,8 +102,10 @@ def test_every_option_is_of_an_argument():
 
 @pytest.mark.parametrize("op", EXPORTED)
 def test_a_reference(op):
-    module, name = REFERENCES[op].split(".")
-    assert callable(getattr(importlib.import_module(f"jax_kernels.reference.{module}"), name))
+    """The architecture names the op's plain form, a file with public functions."""
+    table = (ROOT / "docs" / "develop" / "architecture.md").read_text()
+    path = re.search(rf"^\| `{op}` \| `(jax_kernels/reference/\w+\.py)`", table, re.MULTILINE)[1]
+    assert re.search(r"^def [a-z]", (ROOT / path).read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("op", EXPORTED)

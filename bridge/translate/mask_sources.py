@@ -105,7 +105,7 @@ def _every(mask: Mask) -> Iterator[tuple[Mask, Sources | None]]:
     """Yields (mask, Sources or None) for a mask and, recursively and in order, for the masks that it combines."""
     mask = mask.unprepared
     yield mask, vars(mask).get(_NAME)
-    for part in getattr(mask, "parts", ()):
+    for part in mask.parts:
         yield from _every(part)
 
 

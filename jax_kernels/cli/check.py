@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,8 @@ from rich.table import Table
 
 from jax_kernels.cli import UserError, WriteError
 from jax_kernels.cli.info import find_device, versions
+from jax_kernels.cli.ops import OPS
 from jax_kernels.files import write_whole
-from jax_kernels.ops.attention.decode_implementations import IMPLEMENTATIONS as DECODE_IMPLEMENTATIONS
-from jax_kernels.ops.attention.flash_attention_fp8 import IMPLEMENTATIONS as FP8_IMPLEMENTATIONS
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
 from jax_kernels.ops.normalization.implementations import IMPLEMENTATIONS as NORM_IMPLEMENTATIONS
@@ -28,10 +28,8 @@ from jax_kernels.testing import (
     AttentionCase,
     AttentionResults,
     attention_inputs,
-    decode_attention,
     dilated_attention,
     errors_of_attention,
-    flash_attention_fp8,
     fp8_matmul,
     low_bit_matmul,
     masked_attention,
@@ -53,8 +51,6 @@ QUICK = {
         "full", "causal", "odd_causal", "gqa", "head_dim_128", "offset_negative", "kv_lengths", "fp16", "fp32", "tf32",
         "window", "segments_causal", "softcap", "sinks", "bias_heads",
     ),
-    "flash_attention_fp8": ("causal", "lengths", "odd", "head_dim_64"),
-    "decode_attention": ("plain", "everything", "pages_32_everything", "alibi", "masked_odd"),
     "block_sparse_attention": ("cells", "cells_causal", "global", "cells_fp32"),
     "dynamic_mask_attention": ("mask", "mask_bias", "kv_heads", "kv_heads_fp32"),
     "dilated_attention": ("longnet", "odd", "packed_fp32", "partition_fp16"),
@@ -223,14 +219,13 @@ def _suite_of_errors(
     )
 
 
-def _forward_suite(module: Any, names: Any) -> Suite:
-    """The Suite of an attention op without gradients. names: of the implementations.
+def _own_suite(op: str, module: Any) -> Suite:
+    """The Suite of an op whose cases are in a module of its own: CASES, and LONG, for a GPU only.
 
-    module: of jax_kernels.testing, with the functions why_not and errors_by, the cases CASES, and the cases LONG, for a
-    GPU only. The first of CASES is the probe.
+    module: of jax_kernels.testing, with the functions why_not and errors_by. The first of CASES is the probe.
     """
     probe, error = next(iter(module.CASES.values())), "root mean square error"
-    return _suite_of_errors(module, module.CASES, module.LONG, probe, names=names, error=error)
+    return _suite_of_errors(module, module.CASES, module.LONG, probe, names=OPS[op].implementations, error=error)
 
 
 def _low_bit_suite() -> Suite:
@@ -273,8 +268,6 @@ SUITES = {
         judge=errors_of_attention,
         error="root mean square error",
     ),
-    "flash_attention_fp8": _forward_suite(flash_attention_fp8, FP8_IMPLEMENTATIONS),
-    "decode_attention": _forward_suite(decode_attention, DECODE_IMPLEMENTATIONS),
     "block_sparse_attention": _attention_suite(
         masked_attention.block_sparse, masked_attention.BLOCK_SPARSE, masked_attention.GPU_BLOCK_SPARSE
     ),
@@ -301,6 +294,10 @@ SUITES = {
     "low_bit_matmul": _low_bit_suite(),
     "fp8_norm": _fp8_norm_suite(),
 }
+# All other ops have a module of their name in jax_kernels.testing.
+_MODULES = {op: importlib.import_module(f"jax_kernels.testing.{op}") for op in OPS if op not in SUITES}
+SUITES |= {op: _own_suite(op, module) for op, module in _MODULES.items()}
+QUICK |= {op: module.QUICK for op, module in _MODULES.items()}
 
 
 @dataclasses.dataclass(frozen=True)

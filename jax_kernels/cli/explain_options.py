@@ -7,6 +7,7 @@ is written on the command line.
 import dataclasses
 import inspect
 import math
+import re
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -299,10 +300,18 @@ SIZES: dict[str, Option] = {
 
 
 def option_of(op: str, argument: str) -> Option | None:
-    """The Option for an argument of an op; None if the command line has no option for it."""
-    if f"{op}.{argument}" in NOT_OPTIONS:
+    """The Option for an argument of an op; None if the command line has no option for it.
+
+    A float, int, bool or str without an entry in OPTIONS has an option made from its annotation and docstring.
+    """
+    if {argument, f"{op}.{argument}"} & NOT_OPTIONS.keys():
         return None
-    return OPTIONS.get(f"{op}.{argument}") or OPTIONS.get(argument)
+    found = OPTIONS.get(f"{op}.{argument}") or OPTIONS.get(argument)
+    kind = arguments_of(op)[argument].annotation
+    if found is not None or kind not in (float, int, bool, str):
+        return found
+    line = re.search(rf"^ *{argument}: (.*)$", OPS[op].function.__doc__ or "", re.MULTILINE)
+    return Option(help=line[1] if line else "", type=kind)
 
 
 def arguments_of(op: str) -> dict[str, inspect.Parameter]:

@@ -1,9 +1,9 @@
 """Masks that hold arrays of a call, and masks of a function."""
 
+import dataclasses
 import functools
 import math
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels.masks import checks
-from jax_kernels.masks.block_arithmetic import Grid, Literal, touched
+from jax_kernels.masks.block_arithmetic import Grid, Literal, running_sums, touched
 from jax_kernels.masks.block_lists import array_sums
 from jax_kernels.masks.mask import Mask, node, static
-from jax_kernels.masks.running_sums import running_sums
+from jax_kernels.masks.restriction import of_heads
 
 
 def segments(q_ids: jax.Array, kv_ids: jax.Array | None = None) -> Mask:
@@ -181,6 +181,7 @@ class Segments(Mask):
 
     q_ids: Any
     kv_ids: Any
+    is_shardable = True
 
     @property
     def batch(self) -> int:
@@ -204,6 +205,9 @@ class Segments(Mask):
             return jnp.where(is_run, end, 0), grid.kv_length
 
         return ((Literal(interval=before),), (Literal(interval=after),))
+
+    def restricted(self, piece):
+        return Segments(piece.ids(self.q_ids, 0), piece.ids(self.kv_ids, 1))
 
     def _runs(self, grid: Grid):
         """(start, end, is_run) for each query, each [B or 1, T]: the first and last + 1 of the keys with the query's
@@ -239,6 +243,8 @@ class _Array(Mask):
     Subclasses return the array from `_array`.
     """
 
+    is_shardable = True
+
     @property
     def _array(self) -> Any:
         raise NotImplementedError
@@ -252,8 +258,31 @@ class _Array(Mask):
         return self._array.shape[1]
 
 
+class _CellArray(_Array):
+    """A base class of masks of cells, `blocks`: bool [B or 1, H or 1, rows, columns]. Subclasses define the methods."""
+
+    blocks: Any
+    _in_cells: Any
+    _counts: Any
+    _width: Any
+
+    @property
+    def _array(self):
+        return self.blocks
+
+    def terms(self, negated):
+        if negated:
+            return ((Literal(cells=lambda grid: jnp.less(*grid.once(self._counts)), varies=self._varies),),)
+        alive = lambda grid: grid.once(self._counts)[0] > 0
+        return ((Literal(cells=alive, cell_width=self._width, varies=self._varies),),)
+
+    def _varies(self, grid: Grid) -> int:
+        """The most blocks of a batch entry and head that may be partial: none if each block lies in one cell."""
+        return 0 if self._in_cells(grid) else grid.rows * grid.columns
+
+
 @node
-class BlockSparse(_Array):
+class BlockSparse(_CellArray):
     """A mask that keeps or drops whole cells of block_q queries by block_kv keys.
 
     blocks: bool [B or 1, H or 1, rows, columns], True for the cells to keep. most_blocks: an upper bound on the kept
@@ -271,10 +300,6 @@ class BlockSparse(_Array):
     def is_valid(self) -> Any:
         return self.is_mask
 
-    @property
-    def _array(self):
-        return self.blocks
-
     def check_lengths(self, q_length, kv_length):
         want = (-(-q_length // self.block_q), -(-kv_length // self.block_kv))
         if self.blocks.ndim != 4 or self.blocks.shape[2:] != want:
@@ -283,19 +308,22 @@ class BlockSparse(_Array):
                 f"want [batch, heads, {want[0]}, {want[1]}] at block_size {(self.block_q, self.block_kv)}"
             )
 
-    def terms(self, negated):
-        if negated:
-            return ((Literal(cells=lambda grid: operator.lt(*grid.once(self._counts)), varies=self._varies),),)
-        alive = lambda grid: grid.once(self._counts)[0] > 0
-        return ((Literal(cells=alive, cell_width=self._width, varies=self._varies),),)
+    def restricted(self, piece):
+        firsts, sizes = (piece.q_first, piece.k_first), (self.block_q, self.block_kv)
+        return _Cells(self.blocks, *firsts, sizes, self.most_blocks, piece.stride, piece.units)
+
+    def of_heads(self, first, count):
+        return dataclasses.replace(self, blocks=of_heads(self.blocks, first, count))
+
+    def keeps_none(self, queries, keys):
+        if isinstance(self.blocks, jax.core.Tracer):
+            return super().keeps_none(queries, keys)
+        rows, columns = np.unique(np.array(queries) // self.block_q), np.unique(np.array(keys) // self.block_kv)
+        return not np.asarray(self.blocks)[..., rows[:, None], columns].any()
 
     def _in_cells(self, grid: Grid) -> bool:
         """Whether the grid's blocks are so small and aligned that each one lies in a single cell."""
         return self.block_q % grid.block_q == 0 and self.block_kv % grid.block_kv == 0
-
-    def _varies(self, grid: Grid) -> int:
-        """The most blocks of a batch entry and head that may be partial: none if each block lies in one cell."""
-        return 0 if self._in_cells(grid) else grid.rows * grid.columns
 
     def _counts(self, grid: Grid):
         """(live cells, all cells) that each block of the grid touches.
@@ -307,15 +335,12 @@ class BlockSparse(_Array):
             cells = jnp.repeat(self.blocks, self.block_q // grid.block_q, axis=2)[:, :, : grid.rows]
             cells = jnp.repeat(cells, self.block_kv // grid.block_kv, axis=3)[..., : grid.columns]
             return cells.astype(jnp.int32), 1
-        sums = running_sums(running_sums(self.blocks.swapaxes(2, 3)).swapaxes(2, 3))
-        sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0), (1, 0)))
-        (top, bottom), (left, right) = (
-            (first // size, last // size + 1)
-            for (first, last), size in ((grid.edges(0), self.block_q), (grid.edges(1), self.block_kv))
-        )
-        at = lambda rows, columns: sums[:, :, rows[:, None], columns]
-        count = at(bottom, right) - at(top, right) - at(bottom, left) + at(top, left)
-        return count, (bottom - top)[:, None] * (right - left)
+
+        def spans() -> Iterator[tuple[jax.Array, jax.Array]]:
+            for (first, last), size in ((grid.edges(0), self.block_q), (grid.edges(1), self.block_kv)):
+                yield first // size, last // size + 1
+
+        return _counts_within(self.blocks, spans())
 
     def _width(self, grid: Grid, by: str) -> int:
         """The most live blocks that a list can have. by: "query" or "key", the side of the lists."""
@@ -340,6 +365,69 @@ class BlockSparse(_Array):
         return f"block_sparse({checks.array_text(self.blocks)}, {size})"
 
 
+@node
+class _Cells(_CellArray):
+    """A whole sequence's BlockSparse, restricted to a piece's tokens.
+
+    blocks: bool [B or 1, H or 1, rows, columns], the cells of the whole sequence. q_first, k_first: the position of the
+    piece's first query and key. sizes: (queries, keys) of a cell. most_blocks: the most live cells of a row of cells,
+    if known. stride, units: of the piece.
+    """
+
+    blocks: Any
+    q_first: Any
+    k_first: Any
+    sizes: tuple[int, int] = static()
+    most_blocks: int | None = static()
+    stride: int = static()
+    units: tuple[int, int] = static()
+
+    def _in_cells(self, grid: Grid) -> bool:
+        """Whether the grid's blocks are so small and aligned that each one lies in a single cell."""
+        blocks = grid.block_q, grid.block_kv
+        if self.stride == 1:
+            return not any(
+                size % block or unit % block for size, block, unit in zip(self.sizes, blocks, self.units, strict=True)
+            )
+        spans = [self.stride * block for block in blocks]
+        return not any(size % span for size, span in zip(self.sizes, spans, strict=True))
+
+    def _width(self, grid: Grid, by: str) -> int:
+        """The most live blocks that a list can have. by: "query" or "key", the side of the lists."""
+        most = grid.columns if by == "query" else grid.rows
+        if self.most_blocks is None or by == "key" or not self._in_cells(grid):
+            return most
+        return min(most, self.most_blocks * (self.sizes[1] // self.stride // grid.block_kv))
+
+    def _counts(self, grid: Grid) -> tuple[jax.Array, jax.Array]:
+        """(live cells, all cells) between the first and the last token of each block. Cells past the end do not count.
+
+        The live cells are int32 [B or 1, H or 1, rows, columns], all cells int32 [rows, columns].
+        """
+
+        def spans() -> Iterator[tuple[jax.Array, jax.Array]]:
+            for axis, (first, size) in enumerate(zip((self.q_first, self.k_first), self.sizes, strict=True)):
+                start, last = (jnp.maximum(first + self.stride * edge, 0) // size for edge in grid.edges(axis))
+                count = self.blocks.shape[2 + axis]
+                yield jnp.minimum(start, count), jnp.minimum(last + 1, count)
+
+        return _counts_within(self.blocks, spans())
+
+
+def _counts_within(blocks: jax.Array, spans: Iterable[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """(live cells, all cells) in each block: int32 [B or 1, H or 1, rows, columns], int32 [rows, columns].
+
+    The counts are differences of two-dimensional running sums of `blocks`, bool [B or 1, H or 1, rows, columns]. spans:
+    for queries, then for keys: (start, end) of the cells that each block touches, int32 each, end exclusive.
+    """
+    sums = running_sums(running_sums(blocks.swapaxes(2, 3)).swapaxes(2, 3))
+    sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0), (1, 0)))
+    (top, bottom), (left, right) = spans
+    at = lambda rows, columns: sums[:, :, rows[:, None], columns]
+    count = at(bottom, right) - at(top, right) - at(bottom, left) + at(top, left)
+    return count, (bottom - top)[:, None] * (right - left)
+
+
 def with_batch(keep: jax.Array, offset: jax.Array) -> jax.Array:
     """The array keep [B or 1, ...], broadcast along its first axis to the larger of its batch and offset's.
 
@@ -357,13 +445,6 @@ class DenseMask(_Array):
     @property
     def _array(self):
         return self.array
-
-    @property
-    def is_evaluated(self) -> bool:
-        return True
-
-    def terms(self, negated):
-        return ((Literal(cells=lambda grid: jnp.ones((1, 1, grid.rows, grid.columns), bool)),),)
 
 
 @node
@@ -387,6 +468,9 @@ class Dense(DenseMask):
                 f"dense: got an array of shape {shape}, want a shape broadcastable to "
                 f"[batch, heads, {q_length}, {kv_length}]"
             )
+
+    def of_heads(self, first, count):
+        return dataclasses.replace(self, array=of_heads(self.array, first, count))
 
     def block_counts(self, grid):
         """The number of pairs that each block keeps, int32 [B or 1, H or 1, rows or 1, columns or 1], in one pass over
@@ -436,12 +520,11 @@ class Function(Mask):
     def heads(self) -> int:
         return self.head_count
 
-    @property
-    def is_evaluated(self) -> bool:
-        return True
-
-    def terms(self, negated):
-        return ((Literal(cells=lambda grid: jnp.ones((1, 1, grid.rows, grid.columns), bool)),),)
+    def of_heads(self, first, count):
+        if self.heads == 1:
+            return self
+        arrays = jnp.asarray(first, jnp.int32), *self.arrays
+        return Function(arrays, _OfHeads(self.function), self.batch_entries, count)
 
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
         int32 = functools.partial(jnp.asarray, dtype=jnp.int32)
@@ -451,3 +534,16 @@ class Function(Mask):
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", repr(self.function))
         return f"from_function({', '.join([name, *map(checks.array_text, self.arrays)])})"
+
+
+@dataclasses.dataclass(frozen=True)
+class _OfHeads:
+    """A predicate for from_function that adds an offset to the head's index before it calls `function`.
+
+    The offset, the index of the first head, is the first of the mask's arrays.
+    """
+
+    function: Any
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any, first: Any, *arrays: Any) -> Any:
+        return self.function(b, h + first, q, k, *arrays)

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.masks.block_arithmetic import Grid, live, most_partial, width
-from jax_kernels.masks.running_sums import running_sums
+from jax_kernels.masks.block_arithmetic import Grid, live, most_partial, running_sums, width
 
 # Pairs that are evaluated at a time, if block arithmetic cannot judge a mask.
 _CHUNK = 1 << 24

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.masks.arrays import DenseMask, Segments, dense, segments
-from jax_kernels.masks.mask import And, Mask
+from jax_kernels.masks.mask import Mask
 from jax_kernels.masks.positions import Band, Prefix, causal, prefix, sliding_window
 from jax_kernels.masks.prepared import PreparedMask
 
@@ -64,10 +64,9 @@ def joined(given: Limits, batch: int) -> Limits:
     given = given._replace(mask=given.mask.unprepared, lists=lists)
     left, right = given.window or (-1, 0 if given.is_causal else -1)
     array, segment_ids, kv_lengths = None, given.segment_ids, given.kv_lengths
-    for part in _parts(given.mask):
-        if isinstance(part, Band) and (part.low or 0) <= 0 <= (part.high or 0):
-            left = _tighter(left, -1 if part.low is None else -part.low)
-            right = _tighter(right, -1 if part.high is None else part.high)
+    for part in given.mask.factors:
+        if isinstance(part, Band) and part.window is not None:
+            left, right = map(_tighter, (left, right), part.window)
         elif isinstance(part, Prefix):
             kv_lengths = _shorter(kv_lengths, part, batch)
         elif isinstance(part, Segments) and segment_ids is None:
@@ -100,12 +99,13 @@ def without_band(mask: Mask, left: int | None, right: int | None) -> tuple[Mask 
     None is no limit on a side. The returned mask is None if no other part is left.
     """
     rest: list[Mask] = []
-    for part in _parts(mask.unprepared):
-        if isinstance(part, Band) and (part.low or 0) <= 0 <= (part.high or 0):
-            left = left if part.low is None else -part.low if left is None else min(left, -part.low)
-            right = right if part.high is None else part.high if right is None else min(right, part.high)
+    sides = [-1 if side is None else side for side in (left, right)]
+    for part in mask.unprepared.factors:
+        if isinstance(part, Band) and part.window is not None:
+            sides = list(map(_tighter, sides, part.window))
         else:
             rest.append(part)
+    left, right = (None if side == -1 else side for side in sides)
     return (functools.reduce(operator.and_, rest) if rest else None), left, right
 
 
@@ -114,12 +114,7 @@ def dense_part(mask: Mask) -> DenseMask | None:
 
     In the Limits that `joined` returns, the field mask is this one's array.
     """
-    return next((part for part in _parts(mask) if isinstance(part, DenseMask)), None)
-
-
-def _parts(mask: Mask) -> tuple[Mask, ...]:
-    """The masks that `&` joins in this mask, or the mask alone."""
-    return mask.masks if isinstance(mask, And) else (mask,)
+    return next((part for part in mask.factors if isinstance(part, DenseMask)), None)
 
 
 def _tighter(side: int, other: int) -> int:
@@ -177,7 +172,7 @@ def key_lengths(inputs: Any) -> jax.Array | None:
     batch, kv_length = inputs.key.shape[:2]
     limits = [] if inputs.kv_lengths is None else [inputs.kv_lengths]
     if isinstance(inputs.mask, Mask):
-        limits += [part.per_batch[:, 0] for part in _parts(inputs.mask) if isinstance(part, Prefix)]
+        limits += [part.per_batch[:, 0] for part in inputs.mask.factors if isinstance(part, Prefix)]
     if not limits:
         return None
     lengths = jnp.full((batch,), kv_length, jnp.int32)

@@ -5,15 +5,16 @@ import functools
 import math
 import operator
 import os
-from typing import Any, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels.masks import checks
-from jax_kernels.masks.block_arithmetic import Grid, Terms, product
+from jax_kernels.masks.block_arithmetic import Grid, Literal, Terms, product
 from jax_kernels.masks.block_lists import BlockLists, PackedBlocks, block_lists, block_status, counts, packed_partial
+from jax_kernels.masks.restriction import Piece, keeps_none
 from jax_kernels.tracing.promotion import under_defaults
 
 
@@ -44,6 +45,11 @@ class Mask:
 
     # The precedence of the operator in a mask's text, in Python's order: | is 0, & is 1, ~ is 2.
     _binds = 3
+    # Whether each query keeps an interval of keys, which the literals' intervals give exactly.
+    keeps_intervals = False
+    # Whether a shard of the batch entries, or of the heads, is a mask of the same shard of each array. The first axis
+    # of each array is then the batch, and the second axis of an array with more than two axes is the heads.
+    is_shardable = False
 
     @property
     def batch(self) -> int:
@@ -56,14 +62,29 @@ class Mask:
         return 1
 
     @property
+    def parts(self) -> "tuple[Mask, ...]":
+        """The masks that this mask is composed of; none for a simple mask."""
+        return ()
+
+    @property
+    def factors(self) -> "tuple[Mask, ...]":
+        """The masks that `&` joins in this mask; the mask alone if it is no intersection."""
+        return (self,)
+
+    @property
     def unprepared(self) -> "Mask":
         """The mask without block lists: a PreparedMask's own mask, else this mask itself."""
         return self
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether the live blocks are found by evaluating all pairs, not by arithmetic on blocks."""
-        return False
+        """Whether the live blocks are found by evaluating all pairs, not by arithmetic on blocks, with `terms`."""
+        return type(self).terms is Mask.terms
+
+    @property
+    def is_restrictable(self) -> bool:
+        """Whether block arithmetic can judge the mask's `restricted`. Otherwise a piece's pairs are evaluated."""
+        return type(self).restricted is not Mask.restricted
 
     @property
     def is_valid(self) -> Any:
@@ -80,9 +101,34 @@ class Mask:
     def terms(self, negated: bool) -> Terms:
         """The mask, or if `negated` its complement, as a sum of products of literals, for arithmetic on blocks.
 
-        A pair is kept if all literals of at least one of the inner tuples keep it.
+        A pair is kept if all literals of at least one of the inner tuples keep it. By default, block arithmetic can
+        judge no block.
         """
-        raise NotImplementedError
+        return ((Literal(cells=lambda grid: jnp.ones((1, 1, grid.rows, grid.columns), bool)),),)
+
+    def restricted(self, piece: Piece) -> "Mask":
+        """The mask of a piece's queries and keys, for block arithmetic only: its `terms` take the piece's indices.
+
+        By default, block arithmetic can judge no block.
+        """
+        return Unjudged()
+
+    def of_heads(self, first: Any, count: int) -> "Mask":
+        """The mask of the `count` query heads from head `first` on, which may be traced: its per-head arrays sliced.
+
+        Raises NotImplementedError if the mask differs between heads and its class does not define this method.
+        """
+        if self.heads == 1:
+            return self
+        raise NotImplementedError(f"mask: got {type(self).__name__}, whose heads cannot be sharded")
+
+    def keeps_none(self, queries: range, keys: range) -> bool:
+        """Whether it is certain without evaluating pairs that no query at `queries` keeps a key at `keys`.
+
+        queries, keys: positions in the whole sequence. False may also mean that it is not known. The limits of windows,
+        prefixes, global tokens and dilation count, and cells that are known when tracing.
+        """
+        return all(keeps_none(literals, queries, keys) for literals in self.terms(False))
 
     def block_counts(self, grid: Grid) -> jax.Array:
         """The number of pairs that each block of the grid keeps: int32 [B or 1, H or 1, rows, columns]."""
@@ -270,7 +316,7 @@ def _joined(kind: Any, *masks: Any) -> Any:
 
     Parts that are of the same kind are merged, so that a & b & c is one And of three masks.
     """
-    operation = "&" if kind is And else "|"
+    operation = kind._sign
     if not isinstance(masks[1], Mask):
         got = f"{type(masks[1]).__name__} and a Mask"
         raise TypeError(f"{operation}: got {got}, want another Mask; masks.dense makes a Mask of a bool array")
@@ -287,12 +333,14 @@ def all_valid(*masks: Mask) -> Any:
     return functools.reduce(operator.and_, found) if found else None
 
 
-class _Composite(Mask):
-    """A base class of masks that are made of other masks, `parts`."""
+class Composite(Mask):
+    """A base class of masks that are made of other masks: of the field `mask`, if they do not define `parts`."""
+
+    mask: Mask
 
     @property
     def parts(self) -> tuple[Mask, ...]:
-        raise NotImplementedError
+        return (self.mask,)
 
     @property
     def is_valid(self) -> Any:
@@ -310,6 +358,10 @@ class _Composite(Mask):
     def is_evaluated(self) -> bool:
         return any(mask.is_evaluated for mask in self.parts)
 
+    @property
+    def is_restrictable(self) -> bool:
+        return super().is_restrictable and all(mask.is_restrictable for mask in self.parts)
+
     def check_lengths(self, q_length, kv_length):
         for mask in self.parts:
             mask.check_lengths(q_length, kv_length)
@@ -326,68 +378,79 @@ def _product(masks, negated):
 
 
 @node
-class And(_Composite):
-    """The intersection of masks: keeps the pairs that all of them keep."""
+class _Joined(Composite):
+    """A base class of And and Or. _join: the operator, which joins arrays too. _sign: its text."""
 
     masks: tuple[Mask, ...]
-    _binds = 1
+    _join: ClassVar[Any]
+    _sign: ClassVar[str]
 
     @property
     def parts(self):
+        return self.masks
+
+    def restricted(self, piece):
+        return type(self)(tuple(mask.restricted(piece) for mask in self.masks))
+
+    def of_heads(self, first, count):
+        return type(self)(tuple(mask.of_heads(first, count) for mask in self.masks))
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        parts = (mask.elements(b, h, q_index, k_index, q_offset=q_offset) for mask in self.masks)
+        return functools.reduce(self._join, parts)
+
+    def rows(self, q_index, kv_length, *, q_offset=0):
+        return functools.reduce(self._join, (x.rows(q_index, kv_length, q_offset=q_offset) for x in self.masks))
+
+    def __repr__(self) -> str:
+        return f" {self._sign} ".join(mask._text_within(self._binds) for mask in self.masks)
+
+
+@node
+class And(_Joined):
+    """The intersection of masks: keeps the pairs that all of them keep."""
+
+    _binds, _sign, _join = 1, "&", operator.and_
+
+    @property
+    def factors(self):
         return self.masks
 
     def terms(self, negated):
         return (_sum if negated else _product)(self.masks, negated)
 
-    def elements(self, b, h, q_index, k_index, *, q_offset=0):
-        parts = (mask.elements(b, h, q_index, k_index, q_offset=q_offset) for mask in self.masks)
-        return functools.reduce(operator.and_, parts)
-
-    def rows(self, q_index, kv_length, *, q_offset=0):
-        return functools.reduce(operator.and_, (x.rows(q_index, kv_length, q_offset=q_offset) for x in self.masks))
-
-    def __repr__(self) -> str:
-        return " & ".join(mask._text_within(1) for mask in self.masks)
+    def keeps_none(self, queries, keys):
+        return any(mask.keeps_none(queries, keys) for mask in self.masks) or super().keeps_none(queries, keys)
 
 
 @node
-class Or(_Composite):
+class Or(_Joined):
     """The union of masks: keeps the pairs that at least one of them keeps."""
 
-    masks: tuple[Mask, ...]
-    _binds = 0
-
-    @property
-    def parts(self):
-        return self.masks
+    _binds, _sign, _join = 0, "|", operator.or_
 
     def terms(self, negated):
         return (_product if negated else _sum)(self.masks, negated)
 
-    def elements(self, b, h, q_index, k_index, *, q_offset=0):
-        parts = (mask.elements(b, h, q_index, k_index, q_offset=q_offset) for mask in self.masks)
-        return functools.reduce(operator.or_, parts)
-
-    def rows(self, q_index, kv_length, *, q_offset=0):
-        return functools.reduce(operator.or_, (x.rows(q_index, kv_length, q_offset=q_offset) for x in self.masks))
-
-    def __repr__(self) -> str:
-        return " | ".join(mask._text_within(0) for mask in self.masks)
+    def keeps_none(self, queries, keys):
+        return all(mask.keeps_none(queries, keys) for mask in self.masks)
 
 
 @node
-class Not(_Composite):
+class Not(Composite):
     """The complement of a mask: keeps the pairs that it drops."""
 
     mask: Mask
     _binds = 2
 
-    @property
-    def parts(self):
-        return (self.mask,)
-
     def terms(self, negated):
         return self.mask.terms(not negated)
+
+    def restricted(self, piece):
+        return Not(self.mask.restricted(piece))
+
+    def of_heads(self, first, count):
+        return Not(self.mask.of_heads(first, count))
 
     def block_counts(self, grid):
         return grid.area() - self.mask.block_counts(grid)
@@ -400,3 +463,8 @@ class Not(_Composite):
 
     def __repr__(self) -> str:
         return f"~{self.mask._text_within(2)}"
+
+
+@node
+class Unjudged(Mask):
+    """A restricted mask that block arithmetic cannot judge: every block may be live, in the mask and its complement."""

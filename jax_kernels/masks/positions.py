@@ -1,5 +1,6 @@
 """Masks of positions: arithmetic on the positions of query and key. Their only array is a traced number of tokens."""
 
+import math
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax import lax
 
 from jax_kernels.masks import checks
 from jax_kernels.masks.block_arithmetic import Grid, Literal, band
-from jax_kernels.masks.mask import Mask, node, static
+from jax_kernels.masks.mask import Mask, Or, node, static
 from jax_kernels.plain_numbers import plain
 
 # Window limits are below this number, so that their sums with positions fit an int32.
@@ -92,12 +93,28 @@ class Band(Mask):
 
     low: int | None = static()
     high: int | None = static()
+    keeps_intervals = True
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """(left, right), the distances that it keeps before and after the query's position; -1 is no limit on a side.
+
+        None if it drops the query's position itself.
+        """
+        if (self.low or 0) > 0 or (self.high or 0) < 0:
+            return None
+        return -1 if self.low is None else -self.low, -1 if self.high is None else self.high
 
     def terms(self, negated):
         if not negated:
             return ((band(self.low, self.high),),)
         below = () if self.low is None else ((band(None, self.low - 1),),)
         return below if self.high is None else (*below, (band(self.high + 1, None),))
+
+    def restricted(self, piece):
+        low, high = (None if x is None else x + piece.shift for x in (self.low, self.high))
+        low = None if low is None else -(-low // piece.stride)
+        return Band(low, None if high is None else high // piece.stride)
 
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
         position = q_offset + q_index
@@ -120,6 +137,7 @@ class _Numbered(Mask):
 
     limit: int | None
     limits: Any
+    is_shardable = True
 
     @property
     def batch(self) -> int:
@@ -158,6 +176,7 @@ class Prefix(_Numbered):
 
     limit: int | None = static()
     limits: Any
+    keeps_intervals = True
 
     def terms(self, negated):
         if negated:
@@ -165,6 +184,9 @@ class Prefix(_Numbered):
             return ((Literal(interval=after, keys=(self.limit, None), varies=_one_column),),)
         before = lambda grid: (0, self.per_batch)
         return ((Literal(interval=before, keys=(None, self.limit), varies=_one_column),),)
+
+    def restricted(self, piece):
+        return Prefix(None, piece.count(self.per_batch[:, 0], piece.k_first))
 
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
         return k_index < self._at(b)
@@ -191,11 +213,31 @@ class GlobalTokens(_Numbered):
             return ((*keys, Literal(interval=other, queries=(self.limit, None), varies=_one_row)),)
         return (keys, (Literal(interval=first, queries=(None, self.limit), varies=_one_row),))
 
+    def restricted(self, piece):
+        limits = self.per_batch[:, 0]
+        queries = _FirstQueries(None, piece.count(limits, piece.q_first) + piece.at)
+        return Or((queries, Prefix(None, piece.count(limits, piece.k_first))))
+
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
         return (q_offset + q_index < self._at(b)) | (k_index < self._at(b))
 
     def __repr__(self) -> str:
         return f"global_tokens({self._text()})"
+
+
+@node
+class _FirstQueries(_Numbered):
+    """Keeps all keys for the queries before a position: `limit` if known when tracing, else `limits` int32 [B or 1]."""
+
+    limit: int | None = static()
+    limits: Any
+
+    def terms(self, negated):
+        def keys(grid):
+            is_first = grid.positions < self.per_batch
+            return 0, jnp.where(is_first != negated, grid.kv_length, 0)
+
+        return ((Literal(interval=keys, varies=_one_row),),)
 
 
 @node
@@ -209,8 +251,29 @@ class Dilated(Mask):
             return ((Literal(distance=lambda d: lax.rem(d, jnp.int32(self.rate)) != 0),),)
         return ((Literal(distance=lambda d: lax.rem(d, jnp.int32(self.rate)) == 0, rate=self.rate),),)
 
+    def restricted(self, piece):
+        return _Apart(self.rate, piece.stride, piece.shift)
+
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
         return (q_offset + q_index - k_index) % self.rate == 0
 
     def __repr__(self) -> str:
         return f"dilated({self.rate})"
+
+
+@node
+class _Apart(Mask):
+    """Keeps the pairs for which stride * d + shift is a multiple of rate, where d is the query's index minus the key's.
+
+    It is Dilated(rate) for tokens that are `stride` positions apart. The query's index includes the grid's offset.
+    """
+
+    rate: int = static()
+    stride: int = static()
+    shift: int = static()
+
+    def terms(self, negated):
+        def distance(d):
+            return (lax.rem(d * self.stride + self.shift, jnp.int32(self.rate)) == 0) != negated
+
+        return ((Literal(distance=distance, rate=1 if negated else self.rate // math.gcd(self.rate, self.stride)),),)

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from jax_kernels.masks.mask import Mask, node
+from jax_kernels.masks.mask import Composite, Mask, node
 
 
 @node
-class PreparedMask(Mask):
+class PreparedMask(Composite):
     """A mask with block lists, from jax_kernels.prepare_mask. It is valid wherever a Mask is.
 
     mask: the mask that was prepared. lists: pytrees of block lists; each one knows for which lengths, heads, options
@@ -20,25 +20,6 @@ class PreparedMask(Mask):
     @property
     def unprepared(self):
         return self.mask
-
-    @property
-    def batch(self):
-        return self.mask.batch
-
-    @property
-    def heads(self):
-        return self.mask.heads
-
-    @property
-    def is_evaluated(self):
-        return self.mask.is_evaluated
-
-    @property
-    def is_valid(self):
-        return self.mask.is_valid
-
-    def check_lengths(self, q_length, kv_length):
-        self.mask.check_lengths(q_length, kv_length)
 
     def terms(self, negated):
         return self.mask.terms(negated)

@@ -1,5 +1,6 @@
 """The mask that top_k makes of one score per key. It holds values of each key and of each query, not of each pair."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax_kernels.masks import checks
 from jax_kernels.masks.arrays import DenseMask, with_batch
 from jax_kernels.masks.mask import node
+from jax_kernels.masks.restriction import of_heads
 
 
 @node
@@ -42,6 +44,10 @@ class Ranked(DenseMask):
         lengths = self.last.shape[2], self.rank.shape[2]
         if lengths != (q_length, kv_length):
             raise ValueError(f"top_k: got {lengths[0]} queries and {lengths[1]} keys, want {q_length} and {kv_length}")
+
+    def of_heads(self, first, count):
+        own = {name: of_heads(getattr(self, name), first, count) for name in ("rank", "last")}
+        return dataclasses.replace(self, **own)
 
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
         b, h = 0 if self.batch == 1 else b, 0 if self.heads == 1 else h

@@ -10,8 +10,7 @@ from jax import lax
 
 from jax_kernels.masks import checks
 from jax_kernels.masks.block_arithmetic import Grid, interval_of
-from jax_kernels.masks.mask import And, Mask
-from jax_kernels.masks.positions import Band, Prefix
+from jax_kernels.masks.mask import Mask
 
 # From this number of scores on, a search finds each row's smallest marked score, in about fifteen passes over 16-bit
 # scores. A sort of [1, 16, 4096, 4096] takes an H200 37 ms.
@@ -88,8 +87,7 @@ def key_intervals(mask: Mask, q_length: int, kv_length: int, q_offset: Any) -> t
     if not isinstance(kv_length, int):
         return None
     mask = mask.unprepared
-    parts = mask.masks if isinstance(mask, And) else (mask,)
-    if not all(isinstance(part, Band | Prefix) for part in parts):
+    if not all(part.keeps_intervals for part in mask.factors):
         return None
     static_offset, offset = checks.offset(q_offset)
     grid = Grid.of((q_length, kv_length), (q_length, kv_length), offset, static_offset)

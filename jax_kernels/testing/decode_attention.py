@@ -12,7 +12,7 @@ from jax_kernels.dispatch import explain
 from jax_kernels.ops.attention.decode_attention import decode_attention
 from jax_kernels.testing.attention import rms_error
 
-__all__ = ["CASES", "LONG", "DecodeCase", "arrays_of", "definition", "errors", "errors_by", "run", "why_not"]
+__all__ = ["CASES", "LONG", "QUICK", "DecodeCase", "arrays_of", "definition", "errors", "errors_by", "run", "why_not"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +102,8 @@ _LONG = (
                kv_lengths=tuple(range(5, 1005, 25)), page_size=64, q_length=2),
 )  # fmt: skip
 LONG = {case.name: case for case in _LONG}
+# `jax-kernels check` runs these cases without --full.
+QUICK = ("plain", "everything", "pages_32_everything", "alibi", "masked_odd")
 
 
 def arrays_of(case: DecodeCase, seed: int = 0) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8
 from jax_kernels.quantization import quantize_fp8
 from jax_kernels.testing.attention import rms_error
 
-__all__ = ["CASES", "LONG", "Fp8Case", "arrays_of", "definition", "errors", "errors_by", "run", "why_not"]
+__all__ = ["CASES", "LONG", "QUICK", "Fp8Case", "arrays_of", "definition", "errors", "errors_by", "run", "why_not"]
 
 E4M3 = jnp.float8_e4m3fn
 
@@ -71,6 +71,8 @@ LONG = {
         Fp8Case("causal_rising", q_length=900, kv_length=900, is_causal=True, rising=30),
     )
 }
+# `jax-kernels check` runs these cases without --full.
+QUICK = ("causal", "lengths", "odd", "head_dim_64")
 
 
 def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:

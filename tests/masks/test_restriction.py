@@ -1,6 +1,7 @@
 """Masks of a whole sequence in a call with some of its tokens: pairs, blocks and the steps of a ring."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,11 @@ import pytest
 
 from jax_kernels import masks
 from jax_kernels.masks.block_lists import block_status
-from jax_kernels.masks.restriction import of_heads
+from jax_kernels.masks.mask import node, static
+from jax_kernels.masks.placed_mask import Placed
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
+from tests.support.cases import tiers
+from tests.support.cases.masks import CASES, B, H, S, T
 
 TOKENS, DEVICES = 96, 4
 RANDOM = np.random.default_rng(0)
@@ -116,17 +120,51 @@ def test_empty_steps(name, layout, is_traced):
     assert {(name, layout), (name, is_traced)} & UNKNOWN or set(found[0]) == right
 
 
-@pytest.mark.parametrize("name", ["cells", "array", "ranked", "function", "prefix"])
+@pytest.mark.parametrize("name", tiers.cases(CASES, set(list(CASES)[::3])))
+def test_pieces_of_each_mask(name):
+    """Every second token from query 3 and key 1 on, the last two heads, and parts of the sequence without a pair."""
+    mask, dense = CASES[name].mask, CASES[name].dense()
+    placed = Placed(mask, jnp.array([3]), jnp.array([1]), lengths=(20, 20), stride=2)
+    alive, full = block_status(placed, jnp.zeros(1, jnp.int32), lengths=(20, 20), blocks=(4, 6), static_offset=0)
+    some, every = any_all(dense[:, :, 3:43:2, 1:41:2], 4, 6)
+    assert not (some & ~np.asarray(alive)).any(), "a live block is left out"
+    assert not (np.asarray(full) & ~every).any(), "a partial block counts as full"
+    heads = mask.of_heads(1, 2).to_dense(T, S)
+    np.testing.assert_array_equal(np.broadcast_to(heads, (B, H - 1, T, S)), dense[:, 1:])
+    for q, k in itertools.product((range(T // 2), range(T // 2, T, 3)), (range(S // 2), range(S - 5, S))):
+        assert not (mask.keeps_none(q, k) and dense[:, :, q][..., k].any())
+
+
+@pytest.mark.parametrize("name", ["ranked", "function"])
 def test_some_heads(name):
     heads = masks.from_function(lambda b, h, q, k: (q + h) % 3 == k % 3, heads=4)
     scores = jnp.asarray(RANDOM.standard_normal((1, 4, 1, 24)), jnp.float32)
     mask = {
-        "cells": masks.block_sparse(jnp.asarray(RANDOM.random((1, 4, 3, 3)) < 0.4), 8) | masks.causal(),
-        "array": ~masks.dense(jnp.asarray(RANDOM.random((2, 4, 24, 24)) < 0.4)),
         "ranked": masks.top_k(scores, 5, among=masks.causal(), q_length=24),
         "function": heads & masks.causal(),
-        "prefix": masks.prefix(7),
     }[name]
-    found = jax.jit(lambda first: of_heads(mask, first, 2).to_dense(24, 24))(jnp.int32(1))
-    np.testing.assert_array_equal(found, np.asarray(mask.to_dense(24, 24))[:, 1:3] if mask.heads > 1 else found)
-    assert found.shape[1] == min(mask.heads, 2)
+    found = jax.jit(lambda first: mask.of_heads(first, 2).to_dense(24, 24))(jnp.int32(1))
+    np.testing.assert_array_equal(found, mask.to_dense(24, 24)[:, 1:3])
+
+
+@node
+class Checkered(masks.Mask):
+    """A kind of mask that defines its pairs alone."""
+
+    size: int = static()
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        return ((q_offset + q_index) // self.size + k_index // self.size) % 2 == 0
+
+
+def test_elements_alone_make_a_mask():
+    """Blocks are judged by their pairs, also in a piece and in a composition."""
+    mask = Checkered(6) & masks.causal()
+    placed = Placed(mask, jnp.array([12]), jnp.array([0]), lengths=(12, 24))
+    keep = placed.to_dense(12, 24)
+    np.testing.assert_array_equal(keep, mask.to_dense(24, 24)[:, :, 12:])
+    status = block_status(placed, jnp.zeros(1, jnp.int32), lengths=(12, 24), blocks=(4, 4), static_offset=0)
+    for got, want in zip(status, any_all(np.asarray(keep), 4, 4), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert mask.of_heads(0, 1).to_dense(24, 24).shape == (1, 1, 24, 24)
+    assert not mask.keeps_none(range(12), range(12))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels.masks.running_sums import RUN, running_sums
+from jax_kernels.masks.block_arithmetic import RUN, running_sums
 
 
 @pytest.mark.parametrize("length", [1, RUN, RUN + 1, 3 * RUN, RUN * RUN + 5])

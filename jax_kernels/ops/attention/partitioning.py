@@ -8,8 +8,6 @@ import jax
 
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.masks import Mask
-from jax_kernels.masks.arrays import Function
-from jax_kernels.masks.mask import _Composite
 from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
 
 __all__ = ["BATCH", "HEADS", "by_heads", "shared_attention"]
@@ -84,15 +82,15 @@ def _fields(inputs: AttentionInputs) -> dict[str, ArrayAxes]:
 def _lengths(inputs: AttentionInputs, options: AttentionOptions) -> dict[str, int]:
     """The lengths of batch and heads, by name; 1 for an axis that must not be sharded.
 
-    It must not be if a score_mod, or a mask that is a function, reads the index of the batch entry or of the head; nor
-    the heads, if the call takes only some heads of its arrays.
+    It must not be if a score_mod reads the index of the batch entry or of the head, or a mask that is not shardable
+    differs between them; nor the heads, if the call takes only some heads of its arrays.
     """
     kv_heads = inputs.key.shape[2]
     found = {BATCH: inputs.query.shape[0], HEADS: inputs.query.shape[2] if kv_heads == 1 else kv_heads}
     reads = set() if inputs.score_mod is None else _read(inputs.score_mod)
     if isinstance(inputs.mask, Mask):
         for mask in _parts(inputs.mask):
-            if isinstance(mask, Function):
+            if isinstance(mask, Mask) and not mask.is_shardable:
                 reads |= {name for name, size in ((BATCH, mask.batch), (HEADS, mask.heads)) if size > 1}
     if (options.query_heads, options.kv_heads) != (None, None):
         reads.add(HEADS)
@@ -128,20 +126,20 @@ def _parts(mask: Mask) -> list[Any]:
 
     Arrays of a composed mask itself, such as offsets, are included.
     """
-    return jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Mask) and not isinstance(x, _Composite))
+    return jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Mask) and not x.parts)
 
 
 def _of_mask(mask: Any, shape: tuple[int, ...], axes: ArrayAxes) -> ArrayAxes:
     """The axes along which devices shard one array that a Mask holds, of this shape.
 
     The first axis is the batch; the second is the heads, if the array has at least three axes. An axis is None if the
-    mask has one batch entry or one head. All are None for an array of a mask that is a function or with one value, and
-    for an array that belongs to a composed mask itself.
+    mask has one batch entry or one head. All are None for an array with one value, for an array of a mask that is not
+    shardable, and for an array that belongs to a composed mask itself.
 
     mask: the simple mask that holds the array; the array itself if it belongs to a composed mask. axes: of a dense
     mask.
     """
-    if not isinstance(mask, Mask) or isinstance(mask, Function) or math.prod(shape) == 1:
+    if not isinstance(mask, Mask) or not mask.is_shardable or math.prod(shape) == 1:
         return (None,) * len(shape)
     batch = axes[0] if mask.batch > 1 else None
     heads = axes[1] if mask.heads > 1 and len(shape) > 2 else None

@@ -8,7 +8,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.inputs.attention import FlashArguments
-from jax_kernels.masks.restriction import of_heads
 from jax_kernels.ops.attention import vjp
 from jax_kernels.ops.attention.flash_attention import flash_attention, prepare
 from jax_kernels.ops.ring.head_exchange import Exchange
@@ -68,7 +67,7 @@ def attention_arguments(call: RingCall, arrays: RingArrays) -> tuple[dict[str, A
     arguments |= {"segment_ids": _all_ids(call, arrays), "sinks": _own_sinks(call, arrays)}
     if arrays.mask is not None:
         own = query.shape[2]
-        arguments["mask"] = of_heads(arrays.mask, call.index * own, own)
+        arguments["mask"] = arrays.mask.of_heads(call.index * own, own)
     if arrays.score_mod is not None:
         first = call.index * query.shape[2]
         of_whole = lambda h, q, k, first: (h + first, q, k)

@@ -13,7 +13,8 @@ from jax import lax
 
 from jax_kernels.masks import Mask, sliding_window
 from jax_kernels.masks.limits import joined_band
-from jax_kernels.masks.restriction import Placed, keeps_none, place_of
+from jax_kernels.masks.placed_mask import Placed
+from jax_kernels.masks.restriction import place_of
 from jax_kernels.score_mod.restriction import placed
 from jax_kernels.score_mod.trace import ScoreMod
 
@@ -198,7 +199,7 @@ class Layout:
         """
 
         def is_dead(device: int, source: int) -> bool:
-            return all(keeps_none(mask, q, k) for q in self.ranges(device) for k in self.ranges(source))
+            return all(mask.keeps_none(q, k) for q in self.ranges(device) for k in self.ranges(source))
 
         steps, devices = range(1, self.devices), range(self.devices)
         return tuple(s for s in steps if all(is_dead(device, (device - s) % self.devices) for device in devices))

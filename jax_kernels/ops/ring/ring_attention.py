@@ -14,8 +14,6 @@ from jax_kernels.inputs.attention import FlashArguments
 from jax_kernels.masks import Mask
 from jax_kernels.masks.arrays import Segments
 from jax_kernels.masks.limits import joined_band, without_band
-from jax_kernels.masks.mask import And
-from jax_kernels.masks.restriction import of_heads
 from jax_kernels.ops import checks
 from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
@@ -462,7 +460,7 @@ def _without_segments(mask: Mask | None, layout: Layout, index: Any, batch: int)
     Only a `segments` with one array of ids for queries and keys is taken out, alone or as a factor of &. Then the rest
     of the mask may be None. Without one, returns (mask, None). index: this device's index, traced.
     """
-    parts: tuple[Mask, ...] = () if mask is None else mask.masks if isinstance(mask, And) else (mask,)
+    parts = () if mask is None else mask.factors
     for part in parts:
         if isinstance(part, Segments) and part.q_ids is part.kv_ids:
             rest = [other for other in parts if other is not part]
@@ -488,7 +486,7 @@ def _may_be_by_heads(mask: Mask | None) -> bool:
     if mask is None:
         return True
     try:
-        return not mask.is_evaluated and of_heads(mask, 0, 1) is not None
+        return not mask.is_evaluated and mask.of_heads(0, 1) is not None
     except NotImplementedError:
         return False
 
