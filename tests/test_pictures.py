@@ -1,4 +1,4 @@
-"""docs/pictures.py draws the pictures of docs/: the tokens that each token sees, by the definition."""
+"""docs/pictures.py draws the pictures of docs/guides/: the tokens that each token sees, by the definition."""
 
 import os
 import runpy
@@ -13,6 +13,7 @@ from tests.support.oracles import dilated as dilated_oracle
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs" / "pictures.py"
+GUIDES = SCRIPT.parent / "guides"
 
 
 @pytest.mark.slow
@@ -22,9 +23,9 @@ def test_every_picture_is_current_and_shown(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     written = {path.name: path.stat().st_size for path in (tmp_path / "new").iterdir()}
-    assert set(written) == {path.name for path in SCRIPT.parent.glob("*.svg")}
+    assert set(written) == {path.name for path in GUIDES.glob("*.svg")}
     assert max(written.values()) < 60_000
-    pages = "".join(page.read_text() for page in SCRIPT.parent.glob("*.md"))
+    pages = "".join(page.read_text() for page in GUIDES.glob("*.md"))
     assert not [name for name in written if f'src="{name}"' not in pages]
 
 
