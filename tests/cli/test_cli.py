@@ -346,8 +346,8 @@ def test_check_passes(run, two_cases, tmp_path):
 def test_check_fails_on_a_wrong_result(run, two_cases, monkeypatch):
     right = check.run_attention
 
-    def wrong(case, arrays, implementation):
-        results = right(case, arrays, implementation)
+    def wrong(case, arrays, implementation, op):
+        results = right(case, arrays, implementation, op)
         return results | {"dk": results["dk"] * 1.01} if case.name == "fp32" else results
 
     monkeypatch.setattr(check, "run_attention", wrong)

@@ -155,7 +155,7 @@ def test_unrunnable_and_unresumable_runs_are_named(tmp_path, text, capsys, monke
     assert error.startswith("jax-kernels: implementation='mosaic_gpu' cannot serve this flash_attention")
     given = small({"steps": 1, "save_every": 1})
     config = TransformerConfig(vocab_size=256, num_layers=1, model_dim=16, num_heads=1)
-    trainer = Trainer(config, train_run.optimizer_of(given["settings"]), folder=tmp_path / "checkpoint")
+    trainer = Trainer(config, train_run.make_optimizer(1, 1e-3), folder=tmp_path / "checkpoint")
     trainer.save()
     trainer.close()
     with pytest.raises(ValueError, match="--out: another program wrote the checkpoint there, without losses"):
