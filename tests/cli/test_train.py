@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from jax_kernels.models.parallel.distributed import initialize_distributed, sche
 from jax_kernels.models.training.folder_lock import FolderLock
 from jax_kernels.models.training.remat import REMAT
 from jax_kernels.ops.ring.ring_attention import STRATEGIES
+from tests.support.processes.ranks import free_port
 
 MODEL = "--seq-len 32 --batch-size 4 --layers 1 --width 32 --heads 2 --dtype float32 --save-every 2"
 MAIN = "from jax_kernels.cli import main; main()"
@@ -51,10 +51,7 @@ def end(process, code=0, limit=120):
 
 def pair(*words, first=(), second=()):
     """Two processes with two devices each, connected at a free port. first, second: words of one of them."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    joint = ("--coordinator", f"localhost:{port}", "--num-processes", 2)
+    joint = ("--coordinator", f"localhost:{free_port()}", "--num-processes", 2)
     return [start(*joint, *words, *own, "--process-id", i, devices=2) for i, own in enumerate((first, second))]
 
 
