@@ -159,7 +159,9 @@ def compile_attention(
     for name, option in options.items():
         if isinstance(option, torch.Tensor):
             raise TypeError(f"{name}: got a torch.Tensor, want a constant; for a tensor, pass a masks.Mask")
-    place = _place(device)
+    place = dlpack.torch_device("device", device)
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {place}, want a CPU or a CUDA device")
     mask_sources.check([pattern])
     with here(place):
         compiled = ops.compile_attention(
@@ -175,19 +177,6 @@ def compile_attention(
             **options,
         )
     return _kept(compiled, place, dtype, implementation)
-
-
-def _place(device: torch.device | str | None) -> torch.device:
-    """Returns the torch.device, with an index for a GPU; None is the current GPU, or the CPU without a GPU.
-
-    Raises ValueError for a device that is neither a CPU nor a CUDA device.
-    """
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if found.type == "cuda" and found.index is None:
-        return dlpack.current_gpu("device")
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: got {found}, want a CPU or a CUDA device")
-    return found
 
 
 _kept = functools.lru_cache(ops.CACHED)(CompiledAttention)
