@@ -5,11 +5,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+
+from tests.support.processes.python import PATHS
 
 __all__ = ["free_port", "printed_by", "printed_by_ranks"]
-
-ROOT = Path(__file__).parents[3]
 
 
 def free_port() -> int:
@@ -25,8 +24,7 @@ def printed_by(
 
     commands: for each process its words after "python", and variables of its environment. limit: seconds.
     """
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"PYTHONPATH": PATHS, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen([sys.executable, *words], env=environment | own, **pipes) for words, own in commands]
     try:
