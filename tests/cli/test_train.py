@@ -345,7 +345,8 @@ def test_demo_runs_on_a_mesh(tmp_path, text):
     tiny = "TransformerConfig(vocab_size=256, model_dim=32, num_layers=1, num_heads=2)"
     preset = f"demo_run.Preset({tiny}, seq_len=48, batch_size=4, learning_rate=1e-2, steps=150)"
     script = (
-        "from jax_kernels.cli import demo_run, main; from jax_kernels.models import TransformerConfig; "
+        "from jax_kernels.cli import main; from jax_kernels.cli.demo import run as demo_run; "
+        "from jax_kernels.models import TransformerConfig; "
         f"demo_run.preset = lambda device: {preset}; main()"
     )
     found = {}
