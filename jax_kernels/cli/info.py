@@ -30,10 +30,13 @@ def find_device(name: str | None) -> DeviceInfo:
         raise UserError(f"--{error}") from None
 
 
-def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str | None]:
-    """The versions of Python and of packages, by name, without importing them; None if a package is not installed."""
+def versions(packages: Iterable[str] | None = None) -> dict[str, str | None]:
+    """The versions of Python and of packages, by name, without importing them; None if a package is not installed.
+
+    packages: None is PACKAGES.
+    """
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in packages:
+    for package in PACKAGES if packages is None else packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
