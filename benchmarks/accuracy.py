@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     jax.config.update("jax_enable_x64", True)
-    results = {"schema": report.SCHEMA, "environment": report.environment(args.commit)}
+    results = report.header(args.commit)
     rows: list[dict[str, Any]] = []
     for head_dim, length, is_causal in itertools.product(head_dims, lengths, (False, True)):
         ours = {name: errors(is_causal, name) for name in names}
@@ -108,8 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ratios = (f"{e / found['cudnn'][result]:.3f}" for result, e in found[names[0]].items())
                 texts.append(f"first over cudnn {' '.join(ratios)}")
             say(f"{length} x {head_dim} {'causal' if is_causal else 'full':6} {kind:6} | {' | '.join(texts)}")
-            if args.output is not None:
-                report.write_json(args.output, results | {"rows": rows})
+            report.write_json(args.output, results | {"rows": rows})
     return report.exit_status(how["status"] for row in rows for how in row["contenders"].values())
 
 

@@ -162,8 +162,7 @@ class Run:
         alternate(contenders, self.timer, rounds=rounds, seconds=seconds, deadline=self.deadline, say=say)
 
     def save(self) -> None:
-        if self.args.output is not None:
-            report.write_json(self.args.output, self.results)
+        report.write_json(self.args.output, self.results)
 
     def stop(self) -> None:
         """Ends the process: the budget is spent and a contender has not returned."""

@@ -381,7 +381,7 @@ def measure(
     if len(chosen) != len(routes.split(",")):
         refuse(f"--routes: got {routes!r}, want some of {','.join(ROUTES)}")
     library = define_nothing()
-    results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(commit, with_torch=True)}
+    results = report.header(commit, with_torch=True)
     results["rows"] = rows = []
     for name, reason in [(name, missing(name)) for name in chosen]:
         if reason is not None:
@@ -392,11 +392,11 @@ def measure(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         rows += measure_host(chosen, host_calls, calls, 20, seconds, 3 * rounds)
-    write(output, results)
+    report.write_json(output, results)
     broken = {row["route"] for row in rows if row["status"] == "failed" and row["call"] == "no grad"}
     chosen = [name for name in chosen if name not in broken]
     rows += measure_wall([name for name in chosen if name != "no-op"], rounds)
-    write(output, results)
+    report.write_json(output, results)
     if "dlpack" in chosen:
         rows.append({"route": "dlpack", "call": "capture", "shape": SMALL, "status": "refused", "reason": ""})
     # Last, because a failed capture leaves PyTorch unusable.
@@ -408,14 +408,9 @@ def measure(
     results["not_direct"] = sorted(set(direct.reasons()))
     for reason in results["not_direct"]:
         say(f"not direct: {reason}")
-    write(output, results)
+    report.write_json(output, results)
     del library
     raise Exit(int(any(row["status"] == "failed" for row in rows)))
-
-
-def write(output: pathlib.Path | None, results: dict[str, Any]) -> None:
-    if output is not None:
-        report.write_json(output, results)
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     prepare_process()
     timer_name, timer = choose_timer(args.timer, ["jax"])
-    results = {"schema": report.SCHEMA, "environment": report.environment(args.commit), "timer": timer_name}
+    results = report.header(args.commit, timer=timer_name)
     rows: list[dict[str, Any]] = []
     for shape in shapes:
         found, size = contenders(shape, args.kv_length, implementations)
@@ -119,8 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 say(f"{told} {contender.status}: {contender.reason}")
             rows.append(row)
-        if args.output is not None:
-            report.write_json(args.output, results | {"rows": rows})
+        report.write_json(args.output, results | {"rows": rows})
     close(timer)
     return report.exit_status(row["status"] for row in rows)
 

@@ -235,13 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     usable = any(framework(name) == "torch" and unavailable(name) is None for name in args.contenders)
     frameworks = ["jax", "torch"] if usable else ["jax"]
     timer_name, timer = choose_timer(args.timer, frameworks)
-    results: dict[str, Any] = {
-        "schema": report.SCHEMA,
-        "environment": report.environment(args.commit, usable),
-        "timer": timer_name,
-        "method": {which: METHODS[timer_name][which] for which in frameworks},
-        "rows": [],
-    }
+    methods = {which: METHODS[timer_name][which] for which in frameworks}
+    results = report.header(args.commit, usable, timer=timer_name, method=methods, rows=[])
     for case in args.cases:
         say(case.label)
         if time.monotonic() > deadline:
@@ -251,8 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             contenders = build(case, args)
             alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
         results["rows"] += rows_of(case, args, contenders)
-        if args.output is not None:
-            report.write_json(args.output, results)
+        report.write_json(args.output, results)
     close(timer)
     return report.exit_status(row["status"] for row in results["rows"])
 

@@ -211,13 +211,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     deadline = time.monotonic() + args.budget
     name, timer = choose_timer(args.timer, ["jax"])
-    results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(args.commit), "timer": name}
+    results = report.header(args.commit, timer=name)
     results["rows"] = rows = []
     for mode in modes:
         for group in found:
             rows += measure(group, mode, timer, args, deadline)
-            if args.output is not None:
-                report.write_json(args.output, results)
+            report.write_json(args.output, results)
     close(timer)
     return report.exit_status(row["status"] for row in rows)
 

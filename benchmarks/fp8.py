@@ -89,12 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     prepare_process()
     name, timer = choose_timer(args.timer, ["jax"])
-    results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(args.commit), "timer": name}
+    results = report.header(args.commit, timer=name)
     results["rows"] = rows = []
     for case in cases:
         rows.append(measure(case, timer, args))
-        if args.output is not None:
-            report.write_json(args.output, results)
+        report.write_json(args.output, results)
     close(timer)
     return report.exit_status(contender["status"] for row in rows for contender in row["contenders"])
 

@@ -214,8 +214,7 @@ def measure(
     ]
     if unknown:
         refuse(f"--shapes, --modes: got {unknown[0]!r}, want {', '.join(SHAPES)}; train, decode")
-    results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(commit, with_torch=True)}
-    results["timer"] = "host"
+    results = report.header(commit, with_torch=True, timer="host")
     results["rows"] = rows = []
     for shape in shapes.split(","):
         model = model_of(shape, device)
@@ -228,8 +227,7 @@ def measure(
 
             def write(contenders: list[Contender], facts: dict[str, Any] = facts, done: int = len(rows)) -> None:
                 rows[done:] = rows_of(contenders, facts)
-                if output is not None:
-                    report.write_json(output, results)
+                report.write_json(output, results)
 
             if mode == "train":
                 write(measure_training(model, tokens, rounds, seconds))

@@ -113,8 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{length}: {min(row['seconds']):.3g} s, {report.figure(row['tflops'])} TFLOP/s{memory}", flush=True)
         else:
             print(f"{length}: {row['status']}: {row['reason']}", flush=True)
-        if args.output is not None:
-            report.write_json(args.output, results)
+        report.write_json(args.output, results)
     if args.output is not None:
         # Last, because it initialises the device, whose memory the other processes measure.
         report.write_json(args.output, {"environment": report.environment(args.commit)} | results)

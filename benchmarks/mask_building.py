@@ -260,16 +260,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline = time.monotonic() + args.budget
     timer_name, timer = choose_timer(args.timer, ["jax"])
     rows: list[dict[str, Any]] = []
-    results: dict[str, Any] = {
-        "schema": report.SCHEMA,
-        "environment": report.environment(args.commit),
-        "timer": timer_name,
-        "method": METHODS[timer_name]["jax"],
-        "case": args.case.label,
-        "lengths": {"dense": args.dense_len, "lists": args.lists_len, "function": args.function_len},
-        "keep": args.keep,
-        "rows": rows,
-    }
+    lengths = {"dense": args.dense_len, "lists": args.lists_len, "function": args.function_len}
+    results = report.header(
+        args.commit, timer=timer_name, method=METHODS[timer_name]["jax"], case=args.case.label, lengths=lengths,
+        keep=args.keep, rows=rows,
+    )  # fmt: skip
     for table, mask, make in groups(args):
         say(f"{table}: {mask}")
         found = [skipped("all", "jax")]
@@ -280,8 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found[0].give_up("failed", first_line(error))
             alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline)
         rows += rows_of(table, mask, found, args)
-        if args.output is not None:
-            report.write_json(args.output, results)
+        report.write_json(args.output, results)
     close(timer)
     return report.exit_status(row["status"] for row in rows)
 

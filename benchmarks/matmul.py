@@ -388,12 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     until = time.monotonic() + args.budget
     with_torch = not args.weights and any(args.peers)
     name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
-    results: dict[str, Any] = {
-        "schema": report.SCHEMA,
-        "environment": report.environment(args.commit, with_torch),
-        "timer": name,
-        "rows": [],
-    }
+    results = report.header(args.commit, with_torch, timer=name, rows=[])
     if args.weights:
         return low_bit_weights.main(args, [(kind, *shape) for shape in shapes for kind in kinds], timer, results)
     scalings = args.scaling.split(",") if args.dtype == "fp8" else [None]
@@ -408,8 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(f"{case.label}: the budget is spent")
             continue
         results["rows"].append(measure(case, timer, args))
-        if args.output is not None:
-            report.write_json(args.output, results)
+        report.write_json(args.output, results)
     close(timer)
     return report.exit_status(x["status"] for row in results["rows"] for x in row["contenders"])
 

@@ -131,13 +131,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = command_line.names("implementations", args.implementations, IMPLEMENTATIONS)
     except ValueError as error:
         parser.error(str(error))
-    environment = report.environment(args.commit, with_torch=True)
     rows: list[dict[str, Any]] = []
+    results = report.header(args.commit, with_torch=True, rows=rows)
     for kind, shape in itertools.product(kinds, shapes):
         rows.append(row(kind, shape, names))
         say(line(rows[-1]))
-        if args.output is not None:
-            report.write_json(args.output, {"schema": report.SCHEMA, "environment": environment, "rows": rows})
+        report.write_json(args.output, results)
     return report.exit_status(how["status"] for one in rows for how in one["contenders"].values())
 
 

@@ -312,20 +312,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     until = time.monotonic() + args.budget
     with_torch = not args.sweep and bool(args.peers)
     name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
-    results: dict[str, Any] = {
-        "schema": report.SCHEMA,
-        "environment": report.environment(args.commit, with_torch),
-        "timer": name,
-        "rows": [],
-    }
+    results = report.header(args.commit, with_torch, timer=name, rows=[])
     for shape in shapes:
         for case in (Case(op, mode, *shape) for op in ops for mode in modes):
             if time.monotonic() > until:
                 say(f"{case.label}: the budget is spent")
                 continue
             results["rows"].append(measure(case, timer, args))
-            if args.output is not None:
-                report.write_json(args.output, results)
+            report.write_json(args.output, results)
     close(timer)
     return report.exit_status(x["status"] for row in results["rows"] for x in row["contenders"])
 

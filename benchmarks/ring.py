@@ -209,8 +209,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        if self.args.output is not None:
-            report.write_json(self.args.output, self.results)
+        report.write_json(self.args.output, self.results)
 
 
 def scaling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -243,13 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     usable = "torch-flex" in args.contenders and unavailable("torch-flex") is None
     frameworks = ["jax", "torch"] if usable else ["jax"]
     timer_name, timer = choose_timer(args.timer, frameworks)
-    results: dict[str, Any] = {
-        "schema": report.SCHEMA,
-        "environment": report.environment(args.commit, usable),
-        "timer": timer_name,
-        "method": {which: METHODS[timer_name][which] for which in frameworks},
-        "rows": [],
-    }
+    methods = {which: METHODS[timer_name][which] for which in frameworks}
+    results = report.header(args.commit, usable, timer=timer_name, method=methods, rows=[])
     sets = input_sets(args.cases[0])
     asked = [(name, share) for name in args.pattern for share in (args.sparsity if name in OF_SPARSITY else [None])]
     for name, sparsity in asked:
@@ -273,8 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
             dense = next((c.times for c in found if c.name == "dense"), [])
             results["rows"] += [row_of(contender, case, facts, dense) for contender in found]
-            if args.output is not None:
-                report.write_json(args.output, results)
+            report.write_json(args.output, results)
     close(timer)
     return report.exit_status(row["status"] for row in results["rows"])
 

@@ -211,14 +211,8 @@ class Sweep:
     def everything(self) -> None:
         args, case = self.args, self.args.case
         name, self.timer = choose_timer(args.timer, ["jax"])
-        self.results |= {
-            "schema": report.SCHEMA,
-            "environment": report.environment(args.commit),
-            "case": dataclasses.asdict(case),
-            "implementation": args.implementation,
-            "timer": name,
-            "method": METHODS[name]["jax"],
-        }
+        facts = {"case": dataclasses.asdict(case), "implementation": args.implementation}
+        self.results |= report.header(args.commit, **facts, timer=name, method=METHODS[name]["jax"])
         sets = input_sets(case)
         control = build("jax-cudnn" if jax.default_backend() == "gpu" else "xla", case, sets, Oracle(case, sets[0]))
         if control.status != "ok":

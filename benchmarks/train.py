@@ -120,8 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             row |= {"status": status, "reason": reason} | (found or {})
         results["rows"].append(row)
         say(f"{case.label}: {row['reason'] or told(row)}")
-        if args.output is not None:
-            report.write_json(args.output, results)
+        report.write_json(args.output, results)
     console = Console(width=160)
     console.print(table(results["rows"]))
     if args.output is not None:

@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path.insert(0, str(args.base))
     libraries = [importlib.import_module(name) for name in ("jax_kernels", BASE)]
     name, timer = choose_timer(args.timer, ["jax"])
-    results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(args.commit), "timer": name}
+    results = report.header(args.commit, timer=name)
     commit = args.base / "COMMIT"
     results["base_commit"] = commit.read_text().strip() if commit.exists() else None
     results["rows"] = rows = []
@@ -263,8 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows.append({"case": case.name, "mode": mode, "ours": {"status": "skipped"}, "base": {}})
                 continue
             rows.append(compare(case, mode, prepared.pop((case, mode)), timer, args))
-            if args.output is not None:
-                report.write_json(args.output, results)
+            report.write_json(args.output, results)
         pool.shutdown(cancel_futures=True)
     close(timer)
     return report.exit_status(row[which]["status"] for row in rows for which in ("ours", "base") if row[which])

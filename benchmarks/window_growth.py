@@ -129,15 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline = time.monotonic() + args.budget
     timer_name, timer = choose_timer(args.timer, ["jax"])
     rows: list[dict[str, Any]] = []
-    results: dict[str, Any] = {
-        "schema": report.SCHEMA,
-        "environment": report.environment(args.commit),
-        "timer": timer_name,
-        "method": METHODS[timer_name]["jax"],
-        "window": args.window,
-        "bar": args.bar,
-        "rows": rows,
-    }
+    method = METHODS[timer_name]["jax"]
+    results = report.header(args.commit, timer=timer_name, method=method, window=args.window, bar=args.bar, rows=rows)
     first: dict[Any, dict[str, Any]] = {}
     for case in args.cases:
         say(case.label)
@@ -154,8 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Frees the arrays before the next length makes its own.
         for contender, _ in built:
             contender.call = None
-        if args.output is not None:
-            report.write_json(args.output, results)
+        report.write_json(args.output, results)
     close(timer)
     return report.exit_status(row["status"] for row in rows)
 

@@ -1,7 +1,7 @@
-"""Draws the pictures of these pages: a mask's blocks, the tokens that see each other in dilated attention, Hilbert
+"""Draws the pictures of the guides: a mask's blocks, the tokens that see each other in dilated attention, Hilbert
 order.
 
-    PYTHONPATH=. python docs/pictures.py            # into this folder
+    PYTHONPATH=. python docs/pictures.py            # into guides/
     PYTHONPATH=. python docs/pictures.py some/folder
 
 The patterns come from the library: `seen` runs dilated_attention. The same versions of JAX, NumPy and matplotlib write
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> None:
     os.environ["SOURCE_DATE_EPOCH"] = "0"  # matplotlib writes this date into an SVG
     jax.config.update("jax_platforms", "cpu")
     with matplotlib.rc_context({"svg.hashsalt": "jax_kernels"}):
-        for path in draw_all(Path(argv[0]) if argv else Path(__file__).parent):
+        for path in draw_all(Path(argv[0]) if argv else Path(__file__).parent / "guides"):
             print(f"{path}: {path.stat().st_size} bytes")
 
 

@@ -86,19 +86,22 @@ def with_plain_numbers[Function: Callable[..., Any]](*names: str) -> Callable[[F
     return decorate
 
 
-def plain_arguments[Function: Callable[..., Any]](function: Function) -> Function:
+def plain_arguments[Function: Callable[..., Any]](
+    function: Function, convert: Callable[[str, Any], Any] = plain_of
+) -> Function:
     """A decorator: all arguments that are NumPy scalars or known arrays without axes reach the function as Python's
     numbers.
 
     It is for functions whose own arrays all have axes. Arguments that take several numbers (the names in SEQUENCES,
-    such as "window") may be arrays with one axis, and become tuples.
+    such as "window") may be arrays with one axis, and become tuples. convert(name, value): the value that the function
+    gets.
     """
     positions = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        plain_args = (plain_of(name, x) for name, x in zip(positions, args, strict=False))
+        plain_args = (convert(name, x) for name, x in zip(positions, args, strict=False))
         more = args[len(positions) :]
-        return function(*plain_args, *more, **{name: plain_of(name, x) for name, x in kwargs.items()})
+        return function(*plain_args, *more, **{name: convert(name, x) for name, x in kwargs.items()})
 
     return cast(Function, run)

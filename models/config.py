@@ -185,12 +185,12 @@ def check_kind(name: str, x: object, kinds: Any, want: str) -> None:
         raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
 
 
-def check_size(name: str, x: object) -> None:
-    """Raises TypeError unless x is an int, ValueError unless it is 0 or more. name: for the error."""
+def check_size(name: str, x: object, least: int = 0, most: int | None = None) -> None:
+    """Raises TypeError unless x is an int, ValueError unless least <= x <= most. name: for the error."""
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         raise TypeError(f"{name}: got {x!r}, want an int")
-    if x < 0:
-        raise ValueError(f"{name}: got {x}, want 0 or more")
+    if x < least or (most is not None and x > most):
+        raise ValueError(f"{name}: got {x}, want {least} {'or more' if most is None else f'to {most}'}")
 
 
 def positive_number(name: str, value: object) -> int | float:

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from jax_kernels import dispatch
+from jax_kernels.models.config import check_size
 from jax_kernels.models.training import token_ids
 from jax_kernels.ops.checks import checked_integers
 
@@ -33,12 +34,8 @@ def check_generation(
         raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, want integers [batch, length], length 1 or more")
     batch, length = tokens.shape
     for name, value, most in (("max_new_tokens", max_new_tokens, None), ("top_k", top_k, vocabulary)):
-        if value is None and name == "top_k":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"{name}: got {value!r}, want an int")
-        if value < 1 or (most is not None and value > most):
-            raise ValueError(f"{name}: got {value}, want 1 {'or more' if most is None else f'to {most}'}")
+        if value is not None or name != "top_k":
+            check_size(name, value, 1, most)
     if eos_id is not None and (isinstance(eos_id, bool) or not isinstance(eos_id, int | np.integer)):
         raise TypeError(f"eos_id: got {eos_id!r}, want an int or None")
     if eos_id is not None and not 0 <= eos_id < vocabulary:

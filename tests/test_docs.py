@@ -127,12 +127,12 @@ def test_pages_for_github_become_pages_for_the_site(hook, text, want):
 @pytest.mark.parametrize(
     ("page", "link", "want"),
     [
-        ("index.md", "docs/masks.md#how-to-make-one", "masks.md#how-to-make-one"),
-        ("masks.md", "../benchmarks/notes/masks.md", "performance/notes/masks.md"),
+        ("index.md", "docs/guides/masks.md#how-to-make-one", "guides/masks.md#how-to-make-one"),
+        ("guides/masks.md", "../../benchmarks/notes/masks.md", "../performance/notes/masks.md"),
         ("performance/notes/masks.md", "../results/sparse-h200.json", "../../benchmarks/results/sparse-h200.json"),
         ("performance/notes/index.md", "../../CONTRIBUTING.md#glossary", "../../develop/glossary.md#glossary"),
         ("develop/architecture.md", "../../bridge/README.md", "bridge.md"),
-        ("masks.md", "https://arxiv.org/abs/2307.08691", "https://arxiv.org/abs/2307.08691"),
+        ("guides/masks.md", "https://arxiv.org/abs/2307.08691", "https://arxiv.org/abs/2307.08691"),
     ],
 )
 def test_links_of_the_repository_become_links_of_the_site(hook, page, link, want):

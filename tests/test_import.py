@@ -6,10 +6,7 @@ import importlib
 import importlib.metadata
 import inspect
 import json
-import os
 import pkgutil
-import subprocess
-import sys
 import typing
 from pathlib import Path
 
@@ -24,6 +21,7 @@ import jax_kernels.ops
 import jax_kernels.pallas
 import jax_kernels.reference
 from jax_kernels.inputs.attention import FlashArguments
+from tests.support.processes.python import done_by
 
 HEAVY = ("torch", "flax", "optax", "orbax", "transformers", "rich", "typer", "matplotlib")
 
@@ -33,11 +31,7 @@ def modules_after(statement: str) -> set[str]:
     code = (
         f"{statement}\nimport sys, json\nprint(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"
     )
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env, check=True
-    )
-    return set(json.loads(done.stdout))
+    return set(json.loads(done_by("-c", code, JAX_PLATFORMS="cpu").stdout))
 
 
 @pytest.mark.parametrize("module", ["jax_kernels", "jax_kernels.testing", "jax_kernels.cli"])

@@ -1,30 +1,26 @@
-"""docs/pictures.py draws the pictures of docs/: the tokens that each token sees, by the definition."""
+"""docs/pictures.py draws the pictures of docs/guides/: the tokens that each token sees, by the definition."""
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.support.oracles import dilated as dilated_oracle
+from tests.support.processes.python import done_by
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs" / "pictures.py"
+GUIDES = SCRIPT.parent / "guides"
 
 
 @pytest.mark.slow
 def test_every_picture_is_current_and_shown(tmp_path):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "new")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    done_by(SCRIPT, tmp_path / "new", JAX_PLATFORMS="cpu")
     written = {path.name: path.stat().st_size for path in (tmp_path / "new").iterdir()}
-    assert set(written) == {path.name for path in SCRIPT.parent.glob("*.svg")}
+    assert set(written) == {path.name for path in GUIDES.glob("*.svg")}
     assert max(written.values()) < 60_000
-    pages = "".join(page.read_text() for page in SCRIPT.parent.glob("*.md"))
+    pages = "".join(page.read_text() for page in GUIDES.glob("*.md"))
     assert not [name for name in written if f'src="{name}"' not in pages]
 
 

@@ -172,7 +172,6 @@ def main(args: Any, products: list[tuple[Any, ...]], timer: Any, results: dict[s
         raise SystemExit(f"--dtype: got {args.dtype} with --weights, want one of {', '.join(DTYPES)}")
     for kind, *sizes in products:
         results["rows"].append(measure(kind, tuple(sizes), timer, args))  # type: ignore[arg-type]
-        if args.output is not None:
-            report.write_json(args.output, results)
+        report.write_json(args.output, results)
     close(timer)
     return report.exit_status(x["status"] for row in results["rows"] for x in row["contenders"])

@@ -116,11 +116,18 @@ def exit_status(statuses: Iterable[str]) -> int:
     return 0 if all(status in ("ok", "unavailable") for status in statuses) else 1
 
 
-def write_json(path: pathlib.Path, results: dict[str, Any]) -> None:
+def header(commit: str | None, with_torch: bool = False, **facts: Any) -> dict[str, Any]:
+    """The beginning of a run's results. commit, with_torch: of environment. facts: further entries, by name."""
+    return {"schema": SCHEMA, "environment": environment(commit, with_torch), **facts}
+
+
+def write_json(path: pathlib.Path | None, results: dict[str, Any]) -> None:
     """Replaces the file atomically: a killed run leaves the last complete file. NaN is written as null.
 
-    Threads may write at once: each thread has its own draft.
+    Threads may write at once: each thread has its own draft. path: None writes nothing.
     """
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{threading.get_ident()}.part")
     draft.write_text(json.dumps(_in_json(results), indent=1, allow_nan=False) + "\n")

@@ -38,7 +38,6 @@ __all__ = [
     "check_dense",
     "check_dtype",
     "copy_to_jax",
-    "current_gpu",
     "export_arrays",
     "has_private",
     "has_torch_dtype",
@@ -51,6 +50,7 @@ __all__ = [
     "outside_of_traces",
     "readable",
     "refuse_capture",
+    "torch_device",
     "torch_dtype",
     "wait_for",
 ]
@@ -141,8 +141,17 @@ def jax_device(device: torch.device) -> jax.Device:
     raise RuntimeError(f"got a tensor on {device}, but JAX sees only {devices}")
 
 
-def current_gpu(argument: str) -> torch.device:
-    """PyTorch's current GPU. Raises ValueError, with the name `argument`, if PyTorch has no GPU."""
+def torch_device(argument: str, given: torch.device | str | int | None) -> torch.device:
+    """The torch.device, with an index for a GPU. An int is a GPU's index; None is the current GPU, or the CPU without
+    one.
+
+    Raises ValueError, with the name `argument`, for "cuda" if PyTorch has no GPU.
+    """
+    if given is None:
+        given = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    if found.type != "cuda" or found.index is not None:
+        return found
     if not torch.cuda.is_available():
         raise ValueError(f"{argument}: got none, want a CUDA device")
     return torch.device("cuda", torch.cuda.current_device())

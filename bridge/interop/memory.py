@@ -85,12 +85,9 @@ def memory_report(device: torch.device | str | int | None = None) -> MemoryRepor
     """
     from jax_kernels.bridge.interop import dlpack  # late, as it imports JAX's GPU backend
 
-    given = "cuda" if device is None else device
-    place = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    place = dlpack.torch_device("device", "cuda" if device is None else device)
     if place.type != "cuda":
         raise ValueError(f"device: got {place}, want a CUDA device")
-    if place.index is None:
-        place = dlpack.current_gpu("device")
     stats = dlpack.jax_device(place).memory_stats() or {}
     free, total = torch.cuda.mem_get_info(place)
     return MemoryReport(

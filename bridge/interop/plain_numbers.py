@@ -3,10 +3,8 @@
 For a scalar on a GPU the host waits. A scalar that requires a gradient raises TypeError, because an option gets none.
 """
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,12 +97,4 @@ def plain_arguments[Function: Callable[..., Any]](function: Function) -> Functio
     Only for a function whose scalar tensors are all options: a scalar tensor that requires a gradient raises TypeError,
     which names the argument, and so does one whose value is not known.
     """
-    positions = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        plain_args = (plain_of(name, x) for name, x in zip(positions, args, strict=False))
-        more = args[len(positions) :]
-        return function(*plain_args, *more, **{name: plain_of(name, x) for name, x in kwargs.items()})
-
-    return cast(Function, run)
+    return plain_numbers.plain_arguments(function, plain_of)

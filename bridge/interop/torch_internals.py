@@ -39,27 +39,17 @@ __all__ = [
 Check = Callable[..., bool]
 
 
-def _tensor_guards() -> Any:
-    try:
-        from torch._C._dynamo import guards
-
-        return guards.TensorGuards
-    except (ImportError, AttributeError):
-        return None
-
-
-def _empty_strided_cuda() -> Callable[..., torch.Tensor]:
-    try:
-        from torch._C._dynamo import guards
-
-        return guards._empty_strided_cuda  # type: ignore[attr-defined]
-    except (ImportError, AttributeError):
-        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-_GUARDS = _tensor_guards()
+try:
+    from torch._C._dynamo import guards as _guards
+except ImportError:
+    _guards = None  # type: ignore[assignment]
+_GUARDS: Any = getattr(_guards, "TensorGuards", None)
 # (shape, strides, dtype) -> an empty tensor on the current GPU
-empty_on_gpu = _empty_strided_cuda()
+empty_on_gpu: Callable[..., torch.Tensor] = getattr(
+    _guards,
+    "_empty_strided_cuda",
+    lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda"),
+)
 # (index of a GPU) -> the handle of its current stream, without the object that torch.cuda.current_stream makes
 stream_handle: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream

@@ -1,6 +1,5 @@
 """Multi-head self-attention and cross-attention as a PyTorch module."""
 
-import numbers
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from jax_kernels import dispatch
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
-from jax_kernels.bridge.nn.layers import empty_attention
+from jax_kernels.bridge.nn.layers import check_flags, empty_attention, positive
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
 from jax_kernels.bridge.ops.explain import explain
@@ -64,15 +63,10 @@ class AdaptiveAttention(torch.nn.Module):
         sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "context_dim": context_dim}
         given = {"dim": dim, "num_heads": num_heads} | {name: x for name, x in sizes.items() if x is not None}
         for name, size in given.items():
-            if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-                raise TypeError(f"{name}: got {size!r}, want an int")
-            if size < 1:
-                raise ValueError(f"{name}: got {size}, want a positive one")
+            positive(name, size)
         if head_dim is None and dim % num_heads:
             raise ValueError(f"dim: got {dim} with num_heads={num_heads}, want a multiple of it, or a head_dim")
-        for name, flag in (("bias", bias), ("is_causal", is_causal)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}: got {flag!r}, want a bool")
+        check_flags(bias=bias, is_causal=is_causal)
         self.dim = dim
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

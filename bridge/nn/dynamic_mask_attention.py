@@ -1,6 +1,5 @@
 """Multi-head attention that learns which keys to attend to, as a PyTorch module."""
 
-import numbers
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.api import from_jax
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
-from jax_kernels.bridge.nn.layers import PlainLinear, empty_attention, rotary_embedding
+from jax_kernels.bridge.nn.layers import PlainLinear, check_flags, empty_attention, positive, rotary_embedding
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.attention import float_masks
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_tensor
@@ -83,18 +82,16 @@ class DynamicMaskAttention(torch.nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.model_dim = _positive("model_dim", model_dim)
-        self.num_heads = _positive("num_heads", num_heads)
-        self.keys_to_keep = _positive("keys_to_keep", keys_to_keep)
-        self.num_kv_heads = num_heads if num_kv_heads is None else _positive("num_kv_heads", num_kv_heads)
+        self.model_dim = positive("model_dim", model_dim)
+        self.num_heads = positive("num_heads", num_heads)
+        self.keys_to_keep = positive("keys_to_keep", keys_to_keep)
+        self.num_kv_heads = num_heads if num_kv_heads is None else positive("num_kv_heads", num_kv_heads)
         if num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads: got {num_kv_heads}, want a divisor of num_heads={num_heads}")
         if head_dim is None and model_dim % num_heads:
             raise ValueError(f"model_dim: got {model_dim} with num_heads={num_heads}, want a multiple, or a head_dim")
-        self.head_dim = model_dim // num_heads if head_dim is None else _positive("head_dim", head_dim)
-        for name, flag in (("use_rotary", use_rotary), ("is_causal", is_causal)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}: got {flag!r}, want a bool")
+        self.head_dim = model_dim // num_heads if head_dim is None else positive("head_dim", head_dim)
+        check_flags(use_rotary=use_rotary, is_causal=is_causal)
         if use_rotary and self.head_dim % 2:
             raise ValueError(f"head_dim: got {self.head_dim}, want an even one: rotary embedding turns pairs")
         if mask is not None:
@@ -193,14 +190,6 @@ class DynamicMaskAttention(torch.nn.Module):
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"keys_to_keep={self.keys_to_keep}, is_causal={self.is_causal}"
         )
-
-
-def _positive(name: str, x: Any) -> int:
-    if isinstance(x, bool) or not isinstance(x, numbers.Integral):
-        raise TypeError(f"{name}: got {x!r}, want an int")
-    if x < 1:
-        raise ValueError(f"{name}: got {x}, want a positive one")
-    return int(x)
 
 
 @from_jax

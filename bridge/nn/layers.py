@@ -1,12 +1,39 @@
-"""Parts of the PyTorch modules other than attention: linear layers, norms and rotary embedding.
+"""Parts of the PyTorch modules other than attention: linear layers, norms, rotary embedding, checks of arguments.
 
 They use PyTorch's own operators: a call through the bridge takes more host time.
 """
 
+import numbers
+from typing import Any
+
 import torch
 from torch.nn import functional
 
-__all__ = ["PlainLayerNorm", "PlainLinear", "PlainRMSNorm", "empty_attention", "rotary_embedding"]
+__all__ = [
+    "PlainLayerNorm",
+    "PlainLinear",
+    "PlainRMSNorm",
+    "check_flags",
+    "empty_attention",
+    "positive",
+    "rotary_embedding",
+]
+
+
+def positive(name: str, x: Any) -> int:
+    """Returns x, a module's argument. Raises TypeError unless it is an int, ValueError unless it is above 0."""
+    if isinstance(x, bool) or not isinstance(x, numbers.Integral):
+        raise TypeError(f"{name}: got {x!r}, want an int")
+    if x < 1:
+        raise ValueError(f"{name}: got {x}, want a positive one")
+    return int(x)
+
+
+def check_flags(**flags: Any) -> None:
+    """Raises TypeError, naming the argument, for a module's argument that is not a bool."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {flag!r}, want a bool")
 
 
 class PlainLinear(torch.nn.Linear):

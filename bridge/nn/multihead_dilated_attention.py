@@ -3,7 +3,6 @@
 import contextlib
 import math
 import numbers
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +15,10 @@ from jax_kernels.bridge.interop import dlpack, planning_device
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
 from jax_kernels.bridge.jax_functions.argument_checks import check_tensors
 from jax_kernels.bridge.jax_functions.argument_names import rename
-from jax_kernels.bridge.nn.layers import empty_attention
+from jax_kernels.bridge.nn.layers import check_flags, empty_attention, positive
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.bridge.ops.attention.dilated_attention import dilated_attention
+from jax_kernels.bridge.ops.explain import benchmark_implementations
 from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.dispatch import explain
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
@@ -142,12 +142,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
         overlaps = layout == "overlap"
         heads = ("groups" if overlaps else "all") if heads is None else heads
         combine = ("mean" if overlaps else "lse") if combine is None else combine
-        for name, width in (("embed_dim", embed_dim), ("num_heads", num_heads)):
-            if isinstance(width, bool) or not isinstance(width, numbers.Integral):
-                raise TypeError(f"{name}: got {width!r}, want an int")
-            if width < 1:
-                raise ValueError(f"{name}: got {width}, want a positive one")
-        if embed_dim % num_heads:
+        if positive("embed_dim", embed_dim) % positive("num_heads", num_heads):
             raise ValueError(f"embed_dim: got {embed_dim} with num_heads={num_heads}, want a multiple of num_heads")
         for name, number in (("dropout", dropout), ("layer_norm_eps", layer_norm_eps), ("gamma_init", gamma_init)):
             if isinstance(number, bool) or not isinstance(number, numbers.Real):
@@ -156,9 +151,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
             raise ValueError(f"dropout: got {dropout}, want a probability, from 0 to below 1")
         if not 0 < gamma_init < math.inf:
             raise ValueError(f"gamma_init: got {gamma_init}, want a finite number above 0")
-        for name, flag in (("bias", bias), ("layer_norm", layer_norm), ("benchmark_backends", benchmark_backends)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name}: got {flag!r}, want a bool")
+        check_flags(bias=bias, layer_norm=layer_norm, benchmark_backends=benchmark_backends)
         if benchmark_backends and attention_backend is not None:
             raise ValueError(
                 f"benchmark_backends: got True with attention_backend={attention_backend!r}, want one of the two"
@@ -326,26 +319,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
     def _time_backends(self) -> dict[str, float]:
         """Times the supported implementations now. Returns {name: milliseconds of forward and backward together}.
 
-        Each time is the shortest of three, after a first run that compiles. The tensors are random: one sequence over
-        the longest segment, of at most 8192 tokens.
+        The tensors are random: one sequence over the longest segment, of at most 8192 tokens.
         """
-        device = self.device
-        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        query, key, value, dout = torch.randn(4, *self._shape(), dtype=self.dtype, device=device)
-        times = {}
-        for name in ("mosaic_gpu", "triton", "xla"):
-            try:
-                self._plan(name)
-            except NotImplementedError:
-                continue
-            inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-            elapsed = []
-            for _ in range(4):  # the first compiles
-                wait()
-                start = time.perf_counter()
-                out = dilated_attention(*inputs, implementation=name, **self.pattern)
-                torch.autograd.grad(out, inputs, dout)
-                wait()
-                elapsed.append(1e3 * (time.perf_counter() - start))
-            times[name] = min(elapsed[1:])
-        return times
+        inputs = [x.requires_grad_() for x in torch.randn(3, *self._shape(), dtype=self.dtype, device=self.device)]
+        return benchmark_implementations(dilated_attention, *inputs, gradients=True, **self.pattern)

@@ -18,7 +18,8 @@ from jax_kernels.bridge.ops.attention.compile_attention import CompiledAttention
 from jax_kernels.bridge.ops.attention.flash_attention import flash_attention
 from jax_kernels.bridge.ops.attention.masked_attention import attend_in_graph
 from jax_kernels.masks import Mask
-from jax_kernels.masks.presets import PRESETS, preset
+from jax_kernels.masks.presets import PRESETS
+from jax_kernels.ops.attention.compile_attention import preset_mask
 from jax_kernels.spelling import did_you_mean
 
 __all__ = ["FlexAttention"]
@@ -69,7 +70,7 @@ class FlexAttention(torch.nn.Module):
         self._in_graphs: dict[tuple[_Shape, torch.device], Mask] = {}  # keep-alive for graphs of torch.compile
         self._number = self._registered()
         if isinstance(pattern, str):
-            preset(pattern, **self._with_lengths(1024, 1024))  # raises the errors of a call
+            preset_mask(pattern, 1024, 1024, self.options)  # raises the errors of a call
         elif self.options:
             raise ValueError(f"{next(iter(self.options))}: got it with a masks.Mask, want it with a pattern's name")
 
@@ -133,23 +134,12 @@ class FlexAttention(torch.nn.Module):
                 dtype=shape.dtype,
                 device=device,
                 implementation=self.implementation,
-                **self._with_lengths(shape.length, shape.kv_length),
+                **self.options,
             )
             while len(self._kept) >= _MOST:
                 del self._kept[next(iter(self._kept))]
             self._kept[shape, device] = found
         return found
-
-    def _with_lengths(self, length: int, kv_length: int) -> dict[str, Any]:
-        """Returns the pattern's options, with q_length and kv_length if the pattern takes them and they are not given.
-
-        length, kv_length: the numbers of queries and keys of a call.
-        """
-        if not isinstance(self.pattern, str) or self.pattern not in PRESETS:
-            return self.options
-        wanted = inspect.signature(PRESETS[self.pattern]).parameters
-        lengths = {"q_length": length, "kv_length": kv_length}
-        return {name: x for name, x in lengths.items() if name in wanted} | self.options
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_kept": {}, "_in_graphs": {}}  # the copy makes them again

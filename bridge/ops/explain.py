@@ -54,12 +54,7 @@ def device_info(place: torch.device | str | int | None = None) -> DeviceInfo:
     Raises ValueError for a device that is neither a CPU nor a CUDA GPU, and for "cuda" without a GPU; RuntimeError if
     JAX lacks the device.
     """
-    if place is None:
-        place = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
-    if found.type == "cuda" and found.index is None:
-        found = dlpack.current_gpu("place")
-    return dispatch.device_info(dlpack.jax_device(found))
+    return dispatch.device_info(dlpack.jax_device(dlpack.torch_device("place", place)))
 
 
 def benchmark_implementations(

@@ -35,7 +35,7 @@ NOTES = {
 }
 SOURCES = {
     "index.md": Source("README.md"),
-    "changelog.md": Source("CHANGELOG.md"),
+    "reference/changelog.md": Source("CHANGELOG.md"),
     "performance/how_to_read_a_figure.md": Source("benchmarks/notes/README.md", (FIGURES,)),
     **NOTES,
     "develop/bridge.md": Source("bridge/README.md"),

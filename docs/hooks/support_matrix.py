@@ -23,8 +23,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 TITLE = """# Support matrix
 
 This page is generated: each cell is what the library plans for a typical call of the op. A call with other options or
-sizes may differ; `jax-kernels explain` tells for any call, and [which implementation runs](../implementations.md) tells
-for each argument of `flash_attention`.
+sizes may differ; `jax-kernels explain` tells for any call, and
+[which implementation runs](../performance/implementations.md) tells for each argument of `flash_attention`.
 
 | cell | meaning |
 |---|---|

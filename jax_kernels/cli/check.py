@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from jax_kernels.cli import UserError, WriteError
 from jax_kernels.cli.info import find_device, versions
 from jax_kernels.cli.ops import OPS
 from jax_kernels.files import write_whole
+from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
 from jax_kernels.ops.matmul.implementations import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
 from jax_kernels.ops.normalization.implementations import IMPLEMENTATIONS as NORM_IMPLEMENTATIONS
@@ -25,7 +26,6 @@ from jax_kernels.spelling import did_you_mean
 from jax_kernels.testing import (
     ATTENTION_CASES,
     GPU_ATTENTION_CASES,
-    AttentionCase,
     AttentionResults,
     attention_inputs,
     dilated_attention,
@@ -67,6 +67,7 @@ QUICK = {
 }  # fmt: skip
 
 Errors = dict[str, tuple[float, float]]
+ROOT_MEAN_SQUARE = "root mean square error"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,19 +75,20 @@ class Suite:
     """The cases of an op, and the functions that run and judge them.
 
     implementations: the names of all implementations. cases: by name. gpu_cases: further cases, only for a GPU. probe:
-    a case that every implementation serves if it can run here at all. why_not(case, implementation): None if it can run
-    here, else the reason. run(case, implementation): the results by name. judge(case, results): (error, bound) of each
-    result, by name. error: the name of this kind of error, for a table.
+    the name of a case that every implementation serves if it can run here at all; None for the first case.
+    why_not(case, implementation): None if it can run here, else the reason. run(case, implementation): the results by
+    name. judge(case, results): (error, bound) of each result, by name; the default is for a `run` that returns these.
+    error: the name of this kind of error, for a table.
     """
 
-    implementations: tuple[str, ...]
+    implementations: Collection[str]
     cases: dict[str, Any]
     gpu_cases: dict[str, Any]
-    probe: Any
+    probe: str | None = None
     why_not: Callable[[Any, str], str | None]
     run: Callable[[Any, str], dict[str, Any]]
-    judge: Callable[[Any, dict[str, Any]], Errors]
-    error: str
+    judge: Callable[[Any, dict[str, Any]], Errors] = lambda case, errors: errors
+    error: str = "largest error"
 
     def chosen(self, quick: tuple[str, ...] | None, has_gpu: bool) -> dict[str, Any]:
         """The cases to run, by name: the cases named in `quick`; with None all cases.
@@ -97,34 +99,25 @@ class Suite:
             return self.cases | (self.gpu_cases if has_gpu else {})
         return {name: self.cases[name] for name in quick}
 
+    def reasons(self) -> dict[str, str | None]:
+        """By implementation: None if it can run here, else the reason."""
+        probe = next(iter(self.cases.values())) if self.probe is None else self.cases[self.probe]
+        return {name: self.why_not(probe, name) for name in self.implementations}
 
-def _run_attention(case: AttentionCase, implementation: str) -> dict[str, Any]:
-    return run_attention(case, attention_inputs(case), implementation)
 
-
-def _attention_suite(
-    op: Any,
-    cases: dict[str, Any],
-    gpu_cases: dict[str, Any],
-    *,
-    reason: Any = why_not,
-    judge: Any = errors_of_attention,
-) -> Suite:
+def _attention_suite(op: Any, cases: dict[str, Any], gpu_cases: dict[str, Any], **changes: Any) -> Suite:
     """The Suite of an op whose cases are flash_attention's AttentionCases.
 
-    op(case): returns the op as a function with the arguments of flash_attention. reason, judge: Suite's why_not and
-    judge.
+    op(case): returns the op as a function with the arguments of flash_attention. changes: fields of the Suite.
     """
-    return Suite(
-        implementations=tuple(IMPLEMENTATIONS),
-        cases=cases,
-        gpu_cases=gpu_cases,
-        probe=next(iter(cases.values())),
-        why_not=reason,
-        run=lambda case, implementation: run_attention(case, attention_inputs(case), implementation, op(case)),
-        judge=judge,
-        error="root mean square error",
-    )
+    fields: dict[str, Any] = {
+        "implementations": IMPLEMENTATIONS,
+        "why_not": lambda case, implementation: why_not(case, implementation),
+        "run": lambda case, implementation: run_attention(case, attention_inputs(case), implementation, op(case)),
+        "judge": errors_of_attention,
+        "error": ROOT_MEAN_SQUARE,
+    }
+    return Suite(cases=cases, gpu_cases=gpu_cases, **fields | changes)
 
 
 def _dilated_suite(run: Any, reason: Any) -> Suite:
@@ -133,140 +126,87 @@ def _dilated_suite(run: Any, reason: Any) -> Suite:
     run, reason: the functions run and why_not of the Suite, which set the op.
     """
     return Suite(
-        implementations=tuple(name for name in IMPLEMENTATIONS if name != "cudnn"),
+        implementations=[name for name in IMPLEMENTATIONS if name != "cudnn"],
         cases=dilated_attention.CASES,
         gpu_cases=dilated_attention.GPU,
-        probe=dilated_attention.CASES["longnet"],
         why_not=reason,
         run=run,
         judge=dilated_attention.errors_of,
-        error="root mean square error",
+        error=ROOT_MEAN_SQUARE,
+    )
+
+
+def _suite_of_runs(module: Any, implementations: Collection[str], cases: Any, gpu_cases: Any, **changes: Any) -> Suite:
+    """The Suite of a module of jax_kernels.testing whose cases run themselves, and which has why_not and errors_of.
+
+    changes: further fields of the Suite.
+    """
+    return Suite(
+        implementations=implementations,
+        cases=cases,
+        gpu_cases=gpu_cases,
+        why_not=module.why_not,
+        run=lambda case, implementation: case.run(implementation),
+        judge=module.errors_of,
+        **changes,
     )
 
 
 def _matmul_suite(is_gated: bool) -> Suite:
     """The Suite of matmul or gated_matmul."""
-    tiles = {f"tiles_{name}": case for name, case in testing_matmul.HOPPER.items()}
-    cases = testing_matmul.CASES | testing_matmul.TRITON | tiles
+    module = testing_matmul
     these = lambda cases: {name: case for name, case in cases.items() if case.is_gated == is_gated}
-    return Suite(
-        implementations=tuple(MATMUL_IMPLEMENTATIONS),
-        cases=these(cases),
-        gpu_cases=these(testing_matmul.GPU),
-        probe=testing_matmul.HOPPER["gated" if is_gated else "plain"],
-        why_not=testing_matmul.why_not,
-        run=lambda case, implementation: case.run(implementation),
-        judge=testing_matmul.errors_of,
-        error="largest error",
-    )
-
-
-def _mlp_suite() -> Suite:
-    """The Suite of mlp."""
-    tiles = {f"tiles_{name}": case for name, case in mlp.HOPPER.items()}
-    return Suite(
-        implementations=tuple(MATMUL_IMPLEMENTATIONS),
-        cases=mlp.CASES | mlp.TRITON | tiles,
-        gpu_cases=mlp.GPU,
-        probe=mlp.HOPPER["plain"],
-        why_not=mlp.why_not,
-        run=lambda case, implementation: case.run(implementation),
-        judge=mlp.errors_of,
-        error="relative error",
-    )
+    cases, probe = these(module.CASES | module.TRITON | _tiles(module)), "tiles_gated" if is_gated else "tiles_plain"
+    return _suite_of_runs(module, MATMUL_IMPLEMENTATIONS, cases, these(module.GPU), probe=probe)
 
 
 def _norm_suite(op: str) -> Suite:
     """The Suite of layer_norm or rms_norm (`op`)."""
+    module = testing_normalization
     these = lambda cases: {name: case for name, case in cases.items() if case.op == op}
-    cases = these(testing_normalization.CASES)
-    return Suite(
-        implementations=tuple(NORM_IMPLEMENTATIONS),
-        cases=cases | these(testing_normalization.LONG),
-        gpu_cases={f"many_{name}": case.of_rows(1000) for name, case in cases.items()},
-        probe=next(iter(cases.values())),
-        why_not=testing_normalization.why_not,
-        run=lambda case, implementation: case.run(implementation),
-        judge=testing_normalization.errors_of,
-        error="largest relative error",
-    )
+    many = {f"many_{name}": case.of_rows(1000) for name, case in these(module.CASES).items()}
+    error = "largest relative error"
+    return _suite_of_runs(module, NORM_IMPLEMENTATIONS, these(module.CASES | module.LONG), many, error=error)
 
 
 def _suite_of_errors(
-    module: Any,
-    cases: dict[str, Any],
-    gpu_cases: dict[str, Any],
-    probe: Any,
-    *,
-    names: Any = MATMUL_IMPLEMENTATIONS,
-    error: str = "largest error",
-) -> Suite:
+    module: Any, cases: dict[str, Any], gpu_cases: dict[str, Any], *, names: Any = MATMUL_IMPLEMENTATIONS,
+    **changes: Any,
+) -> Suite:  # fmt: skip
     """The Suite of a module of jax_kernels.testing that has functions why_not and errors_by of (case, implementation).
 
-    errors_by runs a case and returns (error, bound) of each result, by name. The Suite's run calls it, so judge returns
-    its argument. cases, gpu_cases: by name; gpu_cases run on a GPU only. probe: a case that every implementation serves
-    if it can run here at all. names: of the implementations. error: the name of this kind of error, for a table.
+    errors_by runs a case and returns (error, bound) of each result, by name. cases, gpu_cases: by name; gpu_cases run
+    on a GPU only. names: of the implementations. changes: further fields of the Suite.
     """
-    return Suite(
-        implementations=tuple(names),
-        cases=cases,
-        gpu_cases=gpu_cases,
-        probe=probe,
-        why_not=module.why_not,
-        run=module.errors_by,
-        judge=lambda case, errors: errors,
-        error=error,
-    )
+    fields = {"implementations": names, "why_not": module.why_not, "run": module.errors_by} | changes
+    return Suite(cases=cases, gpu_cases=gpu_cases, **fields)
 
 
 def _own_suite(op: str, module: Any) -> Suite:
     """The Suite of an op whose cases are in a module of its own: CASES, and LONG, for a GPU only.
 
-    module: of jax_kernels.testing, with the functions why_not and errors_by. The first of CASES is the probe.
+    module: of jax_kernels.testing, with the functions why_not and errors_by.
     """
-    probe, error = next(iter(module.CASES.values())), "root mean square error"
-    return _suite_of_errors(module, module.CASES, module.LONG, probe, names=OPS[op].implementations, error=error)
+    return _suite_of_errors(module, module.CASES, module.LONG, names=OPS[op].implementations, error=ROOT_MEAN_SQUARE)
+
+
+def _tiles(module: Any) -> dict[str, Any]:
+    """The cases of a module of jax_kernels.testing for the tiles of the Hopper kernels, by name."""
+    return {f"tiles_{name}": case for name, case in module.HOPPER.items()}
 
 
 def _low_bit_suite() -> Suite:
     module = low_bit_matmul
     of_kinds = lambda cases: {f"{kind}_{name}": (kind, case) for kind in module.KINDS for name, case in cases.items()}
-    tiles = {f"tiles_{name}": case for name, case in module.HOPPER.items()}
     large = {f"large_{name}": case for name, case in of_kinds(module.LARGE).items()}
-    return _suite_of_errors(module, of_kinds(module.CASES) | tiles, large, module.HOPPER["int4"])
-
-
-def _fp8_norm_suite() -> Suite:
-    """The Suite of layer_norm and rms_norm with an 8-bit output."""
-    module = testing_normalization
-    return Suite(
-        implementations=tuple(NORM_IMPLEMENTATIONS),
-        cases=module.CASES,
-        gpu_cases=module.LONG,
-        probe=next(iter(module.CASES.values())),
-        why_not=module.quantized_why_not,
-        run=module.quantized_errors_by,
-        judge=lambda case, errors: errors,
-        error="largest error in steps of 8 bits",
-    )
-
-
-def _fp8_suite() -> Suite:
-    module = fp8_matmul
-    tiles = {f"tiles_{name}": case for name, case in module.HOPPER.items()}
-    return _suite_of_errors(module, module.CASES | tiles, module.GPU, module.HOPPER["tensor"])
+    return _suite_of_errors(module, of_kinds(module.CASES) | _tiles(module), large, probe="tiles_int4")
 
 
 SUITES = {
-    "flash_attention": Suite(
-        implementations=tuple(IMPLEMENTATIONS),
-        cases={case.name: case for case in ATTENTION_CASES},
-        gpu_cases={case.name: case for case in GPU_ATTENTION_CASES},
-        probe=AttentionCase("probe"),
-        why_not=lambda case, implementation: why_not(case, implementation),
-        run=_run_attention,
-        judge=errors_of_attention,
-        error="root mean square error",
+    "flash_attention": _attention_suite(
+        lambda case: flash_attention,
+        {case.name: case for case in ATTENTION_CASES},
+        {case.name: case for case in GPU_ATTENTION_CASES},
     ),
     "block_sparse_attention": _attention_suite(
         masked_attention.block_sparse, masked_attention.BLOCK_SPARSE, masked_attention.GPU_BLOCK_SPARSE
@@ -279,7 +219,7 @@ SUITES = {
         ring_attention.ring,
         ring_attention.CASES,
         ring_attention.GPU,
-        reason=ring_attention.why_not,
+        why_not=ring_attention.why_not,
         judge=ring_attention.errors_of,
     ),
     "sequence_parallel_dilated_attention": _dilated_suite(
@@ -287,12 +227,28 @@ SUITES = {
     ),
     "matmul": _matmul_suite(is_gated=False),
     "gated_matmul": _matmul_suite(is_gated=True),
-    "mlp": _mlp_suite(),
+    "mlp": _suite_of_runs(
+        mlp,
+        MATMUL_IMPLEMENTATIONS,
+        mlp.CASES | mlp.TRITON | _tiles(mlp),
+        mlp.GPU,
+        probe="tiles_plain",
+        error="relative error",
+    ),
     "layer_norm": _norm_suite("layer_norm"),
     "rms_norm": _norm_suite("rms_norm"),
-    "fp8_matmul": _fp8_suite(),
+    "fp8_matmul": _suite_of_errors(
+        fp8_matmul, fp8_matmul.CASES | _tiles(fp8_matmul), fp8_matmul.GPU, probe="tiles_tensor"
+    ),
     "low_bit_matmul": _low_bit_suite(),
-    "fp8_norm": _fp8_norm_suite(),
+    "fp8_norm": Suite(
+        implementations=NORM_IMPLEMENTATIONS,
+        cases=testing_normalization.CASES,
+        gpu_cases=testing_normalization.LONG,
+        why_not=testing_normalization.quantized_why_not,
+        run=testing_normalization.quantized_errors_by,
+        error="largest error in steps of 8 bits",
+    ),
 }
 # All other ops have a module of their name in jax_kernels.testing.
 _MODULES = {op: importlib.import_module(f"jax_kernels.testing.{op}") for op in OPS if op not in SUITES}
@@ -349,9 +305,7 @@ def _implementations(asked: list[str] | None, ops: list[str]) -> dict[str, list[
 
     Raises UserError for a name that no op has, or that cannot run here.
     """
-    reasons = {
-        op: {name: SUITES[op].why_not(SUITES[op].probe, name) for name in SUITES[op].implementations} for op in ops
-    }
+    reasons = {op: SUITES[op].reasons() for op in ops}
     for name in asked or ():
         found = [of_op[name] for of_op in reasons.values() if name in of_op]
         if not found:

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import platform
 import re
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
@@ -29,12 +30,13 @@ def find_device(name: str | None) -> DeviceInfo:
         raise UserError(f"--{error}") from None
 
 
-def versions() -> dict[str, str | None]:
-    """The versions of Python and of PACKAGES, by name; None for a package that is not installed. Nothing is
-    imported.
+def versions(packages: Iterable[str] | None = None) -> dict[str, str | None]:
+    """The versions of Python and of packages, by name, without importing them; None if a package is not installed.
+
+    packages: None is PACKAGES.
     """
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in PACKAGES if packages is None else packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
-import optax
 from jax.sharding import Mesh
 
 from jax_kernels.cli import UserError
-from jax_kernels.cli.demo.data import standard_library
+from jax_kernels.cli.demo.data import standard_library_files
+from jax_kernels.cli.demo.training import make_optimizer
 from jax_kernels.cli.train_processes import check_agreement
 from jax_kernels.files import write_whole
 from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, TransformerConfig, make_mesh, read_documents
@@ -45,25 +45,6 @@ def in_options(text: str) -> str:
     fields = "|".join((*_OPTIONS, "accumulate", "seq_len"))
     option = lambda found: f"--{_OPTIONS.get(found[1], found[1]).replace('_', '-')} "
     return re.sub(rf"\b({fields})=", option, text)
-
-
-def optimizer_of(settings: dict[str, Any]) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, and weight decay on matrices only. The learning rate warms up, then follows a
-    cosine.
-
-    settings: the command's; only steps and learning_rate (the peak) are read.
-    """
-    steps, peak = settings["steps"], settings["learning_rate"]
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=peak,
-        warmup_steps=max(1, steps // 20),
-        decay_steps=max(2, steps),
-        end_value=peak / 10,
-    )
-    matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
-    adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices)
-    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 def run(
@@ -98,7 +79,7 @@ def run(
     kept = settings | {"text": digest}
     trainer = Trainer(
         config,
-        optimizer_of(settings),
+        make_optimizer(settings["steps"], settings["learning_rate"]),
         mesh=mesh,
         seed=settings["seed"],
         accumulate=settings["accumulate"],
@@ -191,19 +172,15 @@ def batches_of(text: Path | None, settings: dict[str, Any], mesh: Mesh) -> tuple
 # The options for the arguments that the library's errors name.
 _ARGUMENTS = {
     "axes": "--mesh",
-    "mesh": "--mesh",
     "config": "--out",  # a model that differs from the model of the checkpoint
     "optimizer": "--out",
     "batch": "--batch-size",
     "tokens": "--seq-len",
     "folder": "--out",
-    "seed": "--seed",
     "num_layers": "--layers",
-    "coordinator": "--coordinator",
     "process_id": "--process-id",
     "num_processes": "--num-processes",
-    "timeout": "--timeout",
-    "accumulate": "--accumulate",
+    **{name: f"--{name}" for name in ("mesh", "seed", "coordinator", "timeout", "accumulate")},
 }
 # The options whose values have other names in the config.
 _OPTIONS = {"num_layers": "layers", "model_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
@@ -269,14 +246,6 @@ def end_unsaved(trainer: Trainer, got: str) -> NoReturn:
         "there is no checkpoint" if trainer.latest is None else f"the newest checkpoint is of step {trainer.latest}"
     )
     sys.exit(f"jax-kernels: step {trainer.step}: got {got}, as with a smaller --learning-rate; {newest}")
-
-
-def standard_library_files() -> list[Path]:
-    """The paths of the .py files of Python's standard library, without its tests, sorted."""
-    root = standard_library()
-    skip = {"site-packages", "test", "tests", "idle_test"}
-    found = (path.relative_to(root) for path in root.rglob("*.py"))
-    return [root / path for path in sorted(found) if not skip & set(path.parts)]
 
 
 def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:

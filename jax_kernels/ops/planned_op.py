@@ -39,6 +39,7 @@ __all__ = [
     "jitted_in_eager_shard_map",
     "join_batch",
     "kernel",
+    "merged_vmap",
     "named_arguments",
     "no_calls",
     "recorded_plans",
@@ -265,26 +266,13 @@ def _join_all(size: int, batched: Any, arrays: Any) -> Any:
     return jax.tree.map(functools.partial(join_batch, size), arrays, batched)
 
 
-@functools.lru_cache(maxsize=MOST_CALLS)
-def batched(
-    op: PlannedOp,
-    call: PlannedCall,
-    join: Callable[[int, Any, Any], Any] = _join_all,
-    share: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-) -> Callable[..., Any]:
-    """A function from a call's arrays to the results of its implementation's forward. A vmap is merged into the batch.
+def merged_vmap(function: Callable[..., Any], join: Callable[[int, Any, Any], Any] = _join_all) -> Callable[..., Any]:
+    """The function of arrays, with a rule that merges a vmap into the batch, the first axis of each array and result.
 
-    The function takes the op's arrays in the op's order; an array that the call lacks is None. join(size, mapped,
-    arrays): merges the arrays of `size` calls under a vmap into the arrays of one call; mapped has, for each array,
-    whether it has the mapped axis, which is then the first. By default the first axis of each call's arrays is the
-    batch. share: wraps a kernel's function so that devices shard its work; the function of "xla" is not wrapped.
+    join(size, mapped, arrays): merges the arrays of `size` calls into the arrays of one call. mapped: for each array,
+    whether it has the mapped axis, which is then the first.
     """
-    forward = op.implementations[call.implementation].forward
-
-    def run(*arrays: Any) -> Any:
-        return forward(*arrays, options=call.options, config=call.config, interpret=call.interpret)
-
-    wrapped = jax.custom_batching.custom_vmap(run if call.implementation == "xla" else share(run))
+    wrapped = jax.custom_batching.custom_vmap(function)
 
     @wrapped.def_vmap
     def _(size: int, mapped: Any, *arrays: Any) -> Any:
@@ -294,3 +282,23 @@ def batched(
         return jax.tree.map(functools.partial(split_batch, size), results), jax.tree.map(lambda _: True, results)
 
     return wrapped
+
+
+@functools.lru_cache(maxsize=MOST_CALLS)
+def batched(
+    op: PlannedOp,
+    call: PlannedCall,
+    join: Callable[[int, Any, Any], Any] = _join_all,
+    share: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+) -> Callable[..., Any]:
+    """A function from a call's arrays to the results of its implementation's forward. A vmap is merged into the batch.
+
+    The function takes the op's arrays in the op's order; an array that the call lacks is None. join: of merged_vmap.
+    share: wraps a kernel's function so that devices shard its work; the function of "xla" is not wrapped.
+    """
+    forward = op.implementations[call.implementation].forward
+
+    def run(*arrays: Any) -> Any:
+        return forward(*arrays, options=call.options, config=call.config, interpret=call.interpret)
+
+    return merged_vmap(run if call.implementation == "xla" else share(run), join)

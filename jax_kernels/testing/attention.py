@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.dispatch import explain
 from jax_kernels.inputs.attention import AttentionInputs, AttentionOptions
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing.attention_cases import ATTENTION_CASES, GPU_ATTENTION_CASES, AttentionCase
+from jax_kernels.testing.refusals import refusal
 
 __all__ = [
     "ATTENTION_CASES",
@@ -97,11 +97,7 @@ def why_not(case: AttentionCase, implementation: str) -> str | None:
     """The reason why this implementation cannot run the case on this machine; None if it can."""
     query, key, value = (jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype)) for shape in _shapes(case)[:3])
     arguments = case.arguments | {"return_lse": _gives_lse(implementation), "implementation": implementation}
-    try:
-        explain(flash_attention, query, key, value, **arguments)
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    return refusal(flash_attention, query, key, value, **arguments)
 
 
 def _gives_lse(implementation: str | None) -> bool:

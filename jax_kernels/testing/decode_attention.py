@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.dispatch import explain
 from jax_kernels.ops.attention.decode_attention import decode_attention
 from jax_kernels.testing.attention import rms_error
+from jax_kernels.testing.refusals import refusal
 
 __all__ = ["CASES", "LONG", "QUICK", "DecodeCase", "arrays_of", "definition", "errors", "errors_by", "run", "why_not"]
 
@@ -146,11 +146,7 @@ def why_not(case: DecodeCase, implementation: str) -> str | None:
     """The reason why this implementation cannot run a case on this machine; None if it can."""
     specs = jax.eval_shape(lambda: arrays_of(case))
     options = {"window": case.window, "softcap": case.softcap, "scale": case.scale, "implementation": implementation}
-    try:
-        explain(decode_attention, *(specs.pop(name) for name in "qkv"), **specs, **options)
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    return refusal(decode_attention, *(specs.pop(name) for name in "qkv"), **specs, **options)
 
 
 def _in_pages(x, numbers, page_size):

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_kernels.dispatch import explain
 from jax_kernels.ops.dilated.dilated_attention import dilated_attention
 from jax_kernels.ops.dilated.sequence_parallel import sequence_parallel_dilated_attention
 from jax_kernels.reference import dilated_attention as reference
 from jax_kernels.testing.attention import rms_error
+from jax_kernels.testing.refusals import refusal
 from jax_kernels.testing.ring_attention import AXIS, mesh_of
 
 __all__ = ["CASES", "GPU", "DilatedCase", "errors_of", "run", "run_sharded", "why_not", "why_not_sharded"]
@@ -157,11 +157,7 @@ def _why_not(op: Callable[..., Any], case: DilatedCase, length: int, **arguments
     """
     query, key, value = (jax.ShapeDtypeStruct(shape, jnp.dtype(case.dtype)) for shape in case.shapes(length))
     ids = jax.ShapeDtypeStruct((case.batch, length), jnp.int32) if case.packed else None
-    try:
-        explain(op, query, key, value, segment_ids=ids, **case.pattern, **arguments)
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    return refusal(op, query, key, value, segment_ids=ids, **case.pattern, **arguments)
 
 
 def _case(lengths: tuple[int, ...], rates: tuple[int, ...], **fields: Any) -> DilatedCase:

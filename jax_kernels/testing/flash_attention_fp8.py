@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.dispatch import explain
 from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8
 from jax_kernels.quantization import quantize_fp8
 from jax_kernels.testing.attention import rms_error
+from jax_kernels.testing.refusals import refusal
 
 __all__ = ["CASES", "LONG", "QUICK", "Fp8Case", "arrays_of", "definition", "errors", "errors_by", "run", "why_not"]
 
@@ -117,11 +117,7 @@ def why_not(case: Fp8Case, implementation: str) -> str | None:
     query = of(case.q_length, case.heads, case.head_dim)
     key = of(case.kv_length, case.kv_heads, case.head_dim)
     value = of(case.kv_length, case.kv_heads, case.v_head_dim)
-    try:
-        explain(flash_attention_fp8, query, key, value, is_causal=case.is_causal, implementation=implementation)
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    return refusal(flash_attention_fp8, query, key, value, is_causal=case.is_causal, implementation=implementation)
 
 
 def definition(case: Fp8Case, arrays: dict[str, Any], rounded: bool = False, score_bits: int | None = None):

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.dispatch import explain
 from jax_kernels.ops.matmul.matmul import gated_matmul, matmul
 from jax_kernels.quantization import dequantize, quantize
+from jax_kernels.testing.refusals import refusal
 
 __all__ = ["CASES", "GPU", "HOPPER", "Case", "errors_by", "gated_errors", "why_not"]
 
@@ -92,11 +92,7 @@ class Case:
 def why_not(case: Case, implementation: str) -> str | None:
     """The reason why this implementation cannot run a case on this machine; None if it can."""
     arrays, _ = case.arrays()
-    try:
-        explain(matmul, **arrays, **case.statics, implementation=implementation)
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    return refusal(matmul, **arrays, **case.statics, implementation=implementation)
 
 
 def _wide(x) -> np.ndarray:

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.dispatch import explain
 from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.ops.matmul.matmul import gated_matmul, matmul
 from jax_kernels.quantization import dequantize, quantize
+from jax_kernels.testing.refusals import refusal
 
 __all__ = ["CASES", "HOPPER", "KINDS", "LARGE", "errors", "errors_by", "why_not"]
 
@@ -55,14 +55,9 @@ def why_not(case: tuple[str, SizesAndOptions], implementation: str) -> str | Non
     w = jax.eval_shape(lambda w: quantize(w, axis=axis, **KINDS[kind]), jnp.zeros((n, k) if axis == -1 else (k, n)))
     x = jax.ShapeDtypeStruct((m, k), given.get("dtype", "bfloat16"))
     options = {name: given[name] for name in ("activation", "precision", "transpose_w") if name in given}
-    try:
-        if given.get("is_gated", False):
-            explain(gated_matmul, x, w, w, **options, implementation=implementation)
-        else:
-            explain(matmul, x, w, **options, implementation=implementation)
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    if given.get("is_gated", False):
+        return refusal(gated_matmul, x, w, w, **options, implementation=implementation)
+    return refusal(matmul, x, w, **options, implementation=implementation)
 
 
 def errors(kind: Options, case: SizesAndOptions, implementation: str | None) -> dict[str, tuple[float, float]]:

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.dispatch import explain
 from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.ops.matmul.matmul import gated_matmul, matmul
 from jax_kernels.testing import largest_error
+from jax_kernels.testing.refusals import refusal
 
 __all__ = ["CASES", "GPU", "HOPPER", "TRITON", "Case", "errors_by", "errors_of", "why_not"]
 
@@ -116,11 +116,7 @@ class Case:
 def why_not(case: Case, implementation: str) -> str | None:
     """The reason why this implementation cannot run a case on this machine; None if it can."""
     given = {name: x for name, x in case.types.items() if name != "dout"}
-    try:
-        case.call(given, implementation, functools.partial(explain, case.op))
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    return case.call(given, implementation, functools.partial(refusal, case.op))
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:

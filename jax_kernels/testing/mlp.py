@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.dispatch import explain
 from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.ops.matmul.mlp import mlp
+from jax_kernels.testing.refusals import refusal
 
 __all__ = ["CASES", "GPU", "HOPPER", "TRITON", "Case", "errors_by", "errors_of", "why_not"]
 
@@ -105,11 +105,7 @@ class Case:
 def why_not(case: Case, implementation: str) -> str | None:
     """The reason why this implementation cannot run a case on this machine; None if it can."""
     given = {name: x for name, x in case.types.items() if name != "dout"}
-    try:
-        case.call(given, implementation, functools.partial(explain, mlp))
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    return case.call(given, implementation, functools.partial(refusal, mlp))
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.dispatch import explain
 from jax_kernels.ops.normalization.normalization import layer_norm, rms_norm
 from jax_kernels.testing import largest_error
+from jax_kernels.testing.refusals import refusal
 
 __all__ = [
     "CASES",
@@ -124,11 +124,7 @@ class Case:
 
 def why_not(case: Case, implementation: str) -> str | None:
     """The reason why this implementation cannot run a case on this machine; None if it can."""
-    try:
-        explain(OPS[case.op], **case.types, **case.statics, implementation=implementation)
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    return refusal(OPS[case.op], **case.types, **case.statics, implementation=implementation)
 
 
 def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
@@ -155,11 +151,7 @@ def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, 
 
 def quantized_why_not(case: Case, implementation: str) -> str | None:
     """The reason why this implementation cannot run a case with an 8-bit output on this machine; None if it can."""
-    try:
-        explain(OPS[case.op], **case.types, **case.statics, quantize="e4m3", implementation=implementation)
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    return refusal(OPS[case.op], **case.types, **case.statics, quantize="e4m3", implementation=implementation)
 
 
 def quantized_errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jax_kernels.dispatch import explain
 from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.ring_attention import ring_attention
 from jax_kernels.testing.attention import errors_of_attention
 from jax_kernels.testing.attention_cases import AttentionCase
+from jax_kernels.testing.refusals import refusal
 
 __all__ = ["AXIS", "CASES", "GPU", "RingCase", "errors_of", "mesh_of", "ring", "why_not"]
 
@@ -104,12 +104,8 @@ def why_not(case: RingCase, implementation: str) -> str | None:
         given["bias"] = jax.ShapeDtypeStruct((*bias.shape[:2], rows, bias.shape[3]), bias.dtype)
     given |= {"axis_name": AXIS, "layout": case.layout, "strategy": case.strategy, "implementation": implementation}
     query, key = of(case.heads, case.head_dim), of(case.kv_heads, case.head_dim)
-    try:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            explain(ring_attention, query, key, of(case.kv_heads, case.v_head_dim), **given)
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return refusal(ring_attention, query, key, of(case.kv_heads, case.v_head_dim), **given)
 
 
 def _cases(*cases: RingCase) -> dict[str, RingCase]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jax_kernels.models.config import check_size
 from jax_kernels.models.parallel.sharding import ShardingRules, batch_sharding
 from jax_kernels.plain_numbers import plain_arguments
 
@@ -107,13 +108,9 @@ class TokenBatches:
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
     ) -> None:
-        for name, value, least in (("seq_len", seq_len, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, int | np.integer):
-                raise TypeError(f"{name}: got {value!r}, want an int")
-            if value < least:
-                raise ValueError(f"{name}: got {value}, want {least} or more")
-        if seed >= 2**32:
-            raise ValueError(f"seed: got {seed}, want 0 to {2**32 - 1}")
+        check_size("seq_len", seq_len, 1)
+        check_size("batch_size", batch_size, 1)
+        check_size("seed", seed, most=2**32 - 1)
         if not isinstance(tokens, np.ndarray | jax.Array):
             raise TypeError(f"tokens: got {type(tokens).__name__}, want an array of integers [n]")
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
@@ -142,10 +139,7 @@ class TokenBatches:
 
         Raises TypeError or ValueError unless step is an int of 0 or more.
         """
-        if isinstance(step, bool) or not isinstance(step, int | np.integer):
-            raise TypeError(f"step: got {step!r}, want an int")
-        if step < 0:
-            raise ValueError(f"step: got {step}, want 0 or more")
+        check_size("step", step)
         step = int(step)
         sharding = self._sharding
         if sharding is None:

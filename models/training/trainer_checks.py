@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_kernels.models.config import TransformerConfig, check_kind, positive
+from jax_kernels.models.config import TransformerConfig, check_kind, check_size, positive
 from jax_kernels.models.parallel.sharding import ShardingRules
 from jax_kernels.models.training.token_ids import check_targets, checked_tokens
 
@@ -53,10 +53,7 @@ def checked_arguments(config: Any, optimizer: Any, mesh: Any, rules: Any, seed: 
         raise TypeError(f"optimizer: got {optimizer!r}, want one of optax, such as optax.adamw(1e-3)")
     if not callable(loss):
         raise TypeError(f"loss: got {loss!r}, want a function of (model, batch, key)")
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise TypeError(f"seed: got {seed!r}, want an int")
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed: got {seed}, want 0 to {2**32 - 1}")
+    check_size("seed", seed, most=2**32 - 1)
     return int(seed)
 
 

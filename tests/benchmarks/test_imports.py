@@ -4,10 +4,10 @@ import ast
 import importlib.util
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.processes.python import done_by
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 MODULES = {
@@ -83,10 +83,8 @@ def test_each_module_imports_first():
     names = list(MODULES)
     if importlib.util.find_spec("torch") is None:
         names.remove("harness.torch_contenders")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent)])}
-    command = [sys.executable, "-c", FRESH, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode, done.stdout.split()) == (0, names), done.stderr
+    paths = os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent)])
+    assert done_by("-c", FRESH, *names, PYTHONPATH=paths).stdout.split() == names
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -191,10 +191,10 @@ def test_expected_efficiency():
 
 
 def test_docs_table_follows_from_the_results():
-    """Each row of the table of more devices in docs/ring_attention.md follows by its formula from the named run."""
+    """Each row of the table of more devices in docs/guides/ring_attention.md follows by its formula from its run."""
     rows = json.loads((ROOT / "benchmarks/results/ring-h200-x2.json").read_text())["rows"]
     found = {(x["local_tokens"], x["direction"], x["link"]): x for x in ring_model.expected(rows)}
-    text = (ROOT / "docs/ring_attention.md").read_text()
+    text = (ROOT / "docs/guides/ring_attention.md").read_text()
     table = re.findall(
         r"^\| ([\d,]+) \| (forward|backward) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE
     )

@@ -3,8 +3,6 @@
 import ast
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import types
 
@@ -15,6 +13,7 @@ from jax_kernels import cli, dispatch
 from jax_kernels.cli import check, info
 from jax_kernels.cli.ops import OPS
 from jax_kernels.ops.attention.implementations import IMPLEMENTATIONS
+from tests.support.processes.python import done_by
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 
@@ -56,7 +55,7 @@ def test_help_imports_no_op():
     """The commands' lines equal the first lines of their own help."""
     for name, module in {"info": info, "check": check}.items():
         assert cli.COMMANDS[name] == getattr(module, name).__doc__.splitlines()[0]
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=120, check=True)
+    done = done_by("-c", HELP)
     assert all(name in done.stdout for name in (*cli.COMMANDS, "demo", "train"))
     assert not {"jax", "jax_kernels.ops"} & set(ast.literal_eval(done.stdout.splitlines()[-1]))
 
@@ -346,8 +345,8 @@ def test_check_passes(run, two_cases, tmp_path):
 def test_check_fails_on_a_wrong_result(run, two_cases, monkeypatch):
     right = check.run_attention
 
-    def wrong(case, arrays, implementation):
-        results = right(case, arrays, implementation)
+    def wrong(case, arrays, implementation, op):
+        results = right(case, arrays, implementation, op)
         return results | {"dk": results["dk"] * 1.01} if case.name == "fp32" else results
 
     monkeypatch.setattr(check, "run_attention", wrong)
@@ -494,8 +493,5 @@ def test_internal_error_keeps_its_traceback(monkeypatch):
 def test_console_script():
     """The installed command, in a process of its own, where neither torch nor flax can be imported."""
     code = "import sys; sys.modules['torch'] = sys.modules['flax'] = None; from jax_kernels.cli import main; main()"
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", code, "info", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 0, done.stderr
+    done = done_by("-c", code, "info", "--json", JAX_PLATFORMS="cpu")
     assert json.loads(done.stdout)["device"]["architecture"] == "CPU"

@@ -169,7 +169,7 @@ def test_fp8_matmuls(invoke, text, tmp_path, monkeypatch):
     for args in (("--out", tmp_path / "no", "--text", text, "--precision", "fp8"), ("--out", out, "--resume")):
         result = invoke(*args)
         assert result.exit_code == 2
-        assert re.search("--precision: .*A100.* has no products of 8 bits; Ada .* Hopper .* have", result.output)
+        assert re.search("--precision: .*A100.* has no 8-bit matmuls; Ada .* Hopper .* have them", result.output)
 
 
 def test_settings_without_precision_fields():

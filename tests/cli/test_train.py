@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from jax_kernels.models.parallel.distributed import initialize_distributed, sche
 from jax_kernels.models.training.folder_lock import FolderLock
 from jax_kernels.models.training.remat import REMAT
 from jax_kernels.ops.ring.ring_attention import STRATEGIES
+from tests.support.processes.ranks import free_port
 
 MODEL = "--seq-len 32 --batch-size 4 --layers 1 --width 32 --heads 2 --dtype float32 --save-every 2"
 MAIN = "from jax_kernels.cli import main; main()"
@@ -51,10 +51,7 @@ def end(process, code=0, limit=120):
 
 def pair(*words, first=(), second=()):
     """Two processes with two devices each, connected at a free port. first, second: words of one of them."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    joint = ("--coordinator", f"localhost:{port}", "--num-processes", 2)
+    joint = ("--coordinator", f"localhost:{free_port()}", "--num-processes", 2)
     return [start(*joint, *words, *own, "--process-id", i, devices=2) for i, own in enumerate((first, second))]
 
 
@@ -155,7 +152,7 @@ def test_unrunnable_and_unresumable_runs_are_named(tmp_path, text, capsys, monke
     assert error.startswith("jax-kernels: implementation='mosaic_gpu' cannot serve this flash_attention")
     given = small({"steps": 1, "save_every": 1})
     config = TransformerConfig(vocab_size=256, num_layers=1, model_dim=16, num_heads=1)
-    trainer = Trainer(config, train_run.optimizer_of(given["settings"]), folder=tmp_path / "checkpoint")
+    trainer = Trainer(config, train_run.make_optimizer(1, 1e-3), folder=tmp_path / "checkpoint")
     trainer.save()
     trainer.close()
     with pytest.raises(ValueError, match="--out: another program wrote the checkpoint there, without losses"):
@@ -348,7 +345,8 @@ def test_demo_runs_on_a_mesh(tmp_path, text):
     tiny = "TransformerConfig(vocab_size=256, model_dim=32, num_layers=1, num_heads=2)"
     preset = f"demo_run.Preset({tiny}, seq_len=48, batch_size=4, learning_rate=1e-2, steps=150)"
     script = (
-        "from jax_kernels.cli import demo_run, main; from jax_kernels.models import TransformerConfig; "
+        "from jax_kernels.cli import main; from jax_kernels.cli.demo import run as demo_run; "
+        "from jax_kernels.models import TransformerConfig; "
         f"demo_run.preset = lambda device: {preset}; main()"
     )
     found = {}

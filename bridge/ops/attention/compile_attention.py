@@ -1,7 +1,6 @@
 """compile_attention for PyTorch tensors."""
 
 import functools
-import threading
 from typing import Any
 
 import torch
@@ -29,8 +28,9 @@ class CompiledAttention:
     Calls run, and may be compiled and mapped, as calls of flash_attention with a Mask. Tensors of another shape, dtype
     or device raise ValueError or TypeError.
 
-    mask: the masks.Mask. plan: the Plan of its calls, which names the implementation and its blocks. density: the
-    fraction of blocks of 128 queries and 128 keys in which the mask keeps a pair. device, dtype: PyTorch's.
+    mask: the masks.Mask. prepared_mask: the mask with its block lists, which all calls use. plan: the Plan of its
+    calls, which names the implementation and its blocks. density: the fraction of blocks of 128 queries and 128 keys in
+    which the mask keeps a pair. device, dtype: PyTorch's.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class CompiledAttention:
         self.mask = compiled.mask
         self.plan = compiled.plan
         self.density = compiled.density
+        self.prepared_mask = compiled.prepared_mask
         self.device = device
         self.dtype = dtype
         self._compiled = compiled
@@ -71,13 +72,7 @@ class CompiledAttention:
             self._check(query, key, value)
             if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in (query, key, value)):
                 self._passed = torch_internals.tensor_guard((query, key, value))
-        mask = self.prepared_mask
-        return flash_attention(query, key, value, mask=mask, implementation=self.plan.implementation)
-
-    @property
-    def prepared_mask(self) -> Mask:
-        """The mask with its block lists, which all calls use."""
-        return self._compiled.prepared_mask
+        return flash_attention(query, key, value, mask=self.prepared_mask, implementation=self.plan.implementation)
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raises ValueError or TypeError unless the tensors have the planned shapes, device and dtype.
@@ -112,14 +107,10 @@ class CompiledAttention:
 
 
 def _holds(check: torch_internals.Check, *tensors: torch.Tensor) -> bool:
-    """Whether check(*tensors) is true; False if it raises because the arguments are no tensors.
-
-    check: a function of torch_internals.tensor_guard, which says whether tensors have the properties (dtype, device,
-    shape, strides, requires_grad) of the tensors of an earlier call.
-    """
+    """The result of a check from torch_internals.tensor_guard; False if it raises: an argument is no tensor."""
     try:
         return check(*tensors)
-    except (RuntimeError, TypeError, ValueError):  # arguments that are no tensors
+    except (RuntimeError, TypeError, ValueError):
         return False
 
 
@@ -168,7 +159,9 @@ def compile_attention(
     for name, option in options.items():
         if isinstance(option, torch.Tensor):
             raise TypeError(f"{name}: got a torch.Tensor, want a constant; for a tensor, pass a masks.Mask")
-    place = _place(device)
+    place = dlpack.torch_device("device", device)
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {place}, want a CPU or a CUDA device")
     mask_sources.check([pattern])
     with here(place):
         compiled = ops.compile_attention(
@@ -183,22 +176,7 @@ def compile_attention(
             implementation=implementation,
             **options,
         )
-    with _LOCK:
-        return _kept(compiled, place, dtype, implementation)
-
-
-def _place(device: torch.device | str | None) -> torch.device:
-    """Returns the torch.device, with an index for a GPU; None is the current GPU, or the CPU without a GPU.
-
-    Raises ValueError for a device that is neither a CPU nor a CUDA device.
-    """
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if found.type == "cuda" and found.index is None:
-        return dlpack.current_gpu("device")
-    if found.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: got {found}, want a CPU or a CUDA device")
-    return found
+    return _kept(compiled, place, dtype, implementation)
 
 
 _kept = functools.lru_cache(ops.CACHED)(CompiledAttention)
-_LOCK = threading.Lock()  # so that two threads get the same object

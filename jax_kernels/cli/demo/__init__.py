@@ -1,7 +1,7 @@
 """`jax-kernels demo`: trains a byte-level Transformer on real text with this library's attention."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -72,18 +72,12 @@ def demo(
     from jax_kernels.models.training.checkpoints import NotWritten
     from jax_kernels.models.training.folder_lock import FolderInUse
 
-    given: dict[str, Any] = {
-        "seq_len": seq_len,
-        "batch_size": batch_size,
-        "decay_steps": decay_steps,
-        "seed": seed,
-        "attention": attention,
-        "implementation": implementation,
-        "precision": precision,
-    }
     try:
         axes = None if mesh is None else parse_mesh(mesh)
-        passed = demo_run.run(text=text, steps=steps, out=out, resume=resume, mesh=axes, **given)
+        passed = demo_run.run(
+            text=text, steps=steps, out=out, resume=resume, mesh=axes, seq_len=seq_len, batch_size=batch_size,
+            decay_steps=decay_steps, seed=seed, attention=attention, implementation=implementation, precision=precision,
+        )  # fmt: skip
     except demo_run.OptionError as error:
         raise typer.BadParameter(error.message, param_hint=error.option) from error
     except FolderInUse as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Corpus", "CorpusError", "read_corpus", "standard_library", "unigram_entropy"]
+__all__ = ["Corpus", "CorpusError", "read_corpus", "standard_library", "standard_library_files", "unigram_entropy"]
 
 MAX_BYTES = 16 * 10**6
 # A block holds this many training windows, and every HELD_OUT_EVERY-th block is held out.
@@ -66,6 +66,15 @@ def standard_library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
+def standard_library_files() -> list[Path]:
+    """The paths of the .py files of Python's standard library, without its tests, sorted.
+
+    site-packages is not the standard library, and the tests are half of the rest.
+    """
+    root, skip = standard_library(), {"site-packages", "test", "tests", "idle_test"}
+    return [file for file in _files(root) if file.suffix == ".py" and not skip & set(file.relative_to(root).parts)]
+
+
 def read_corpus(path: Path | None, seq_len: int) -> Corpus:
     """The Corpus of a file, of every text file of a folder, or for None of the .py source of Python's standard library.
 
@@ -73,11 +82,7 @@ def read_corpus(path: Path | None, seq_len: int) -> Corpus:
     files are skipped. Raises CorpusError if there is too little text or nothing to read.
     """
     if path is None:
-        root = standard_library()
-        # site-packages is not the standard library, and its tests are half of the rest.
-        skip = {"site-packages", "test", "tests", "idle_test"}
-        files = [file for file in _files(root) if file.suffix == ".py" and not skip & set(file.relative_to(root).parts)]
-        source = f"{root}/**/*.py"
+        files, source = standard_library_files(), f"{standard_library()}/**/*.py"
     elif path.is_dir():
         files, source = _files(path), str(path)
     elif path.is_file():

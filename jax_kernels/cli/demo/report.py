@@ -1,7 +1,6 @@
 """The demo's report of a run: its text, its plot and its record."""
 
 import dataclasses
-import importlib.metadata
 import io
 import json
 import platform
@@ -19,6 +18,7 @@ from rich.text import Text
 import jax_kernels
 from jax_kernels.cli.demo.data import Corpus
 from jax_kernels.cli.demo.training import Settings, Trainer, bits_per_byte
+from jax_kernels.cli.info import versions
 from jax_kernels.files import write_whole
 
 __all__ = ["introduce", "plot", "print_sample", "write_record"]
@@ -103,7 +103,7 @@ def write_record(
         **results,
         "steps": trainer.step,
         "device": dataclasses.asdict(device) | {"platform": jax.default_backend(), "machine": platform.machine()},
-        "versions": _versions(),
+        "versions": versions(PACKAGES) | {"jax_kernels": jax_kernels.__version__},
         "config": dataclasses.asdict(trainer.settings),
         "parameters": _parameters(trainer),
         "text": {"source": corpus.source, "bytes": corpus.size, "held_out_bytes": corpus.held_out.size},
@@ -112,13 +112,3 @@ def write_record(
         "held_out_bits_per_byte": history["held_out"],
     }
     write_whole(path, json.dumps(record, indent=1) + "\n")
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": platform.python_version(), "jax_kernels": jax_kernels.__version__}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions

@@ -20,7 +20,7 @@ from jax_kernels.models.parallel.sharding import ShardingRules, batch_sharding, 
 from jax_kernels.models.training.checkpoints import writing
 from jax_kernels.models.training.folder_lock import FolderLock
 
-__all__ = ["Checkpoints", "Settings", "Trainer", "bits_per_byte", "make_model", "sample"]
+__all__ = ["Checkpoints", "Settings", "Trainer", "bits_per_byte", "make_model", "make_optimizer", "sample"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,22 +52,21 @@ def make_model(config: TransformerConfig, rngs: nnx.Rngs) -> Transformer:
     return (LongNet if isinstance(config, LongNetConfig) else Transformer)(config, rngs=rngs)
 
 
-def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, and weight decay on matrices only. The learning rate warms up, then follows a
-    cosine.
+def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
+    """AdamW with clipped gradients, and weight decay on matrices only.
+
+    The learning rate warms up to `peak`, then falls along a cosine until `steps`.
     """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
-        peak_value=settings.learning_rate,
-        warmup_steps=max(1, settings.decay_steps // 20),
-        decay_steps=max(2, settings.decay_steps),
-        end_value=settings.learning_rate / 10,
+        peak_value=peak,
+        warmup_steps=max(1, steps // 20),
+        decay_steps=max(2, steps),
+        end_value=peak / 10,
     )
     matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices),
-    )
+    adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
 def bits_per_byte(nats: Any) -> Any:
@@ -86,7 +85,7 @@ class Trainer:
 
     def __init__(self, settings: Settings, mesh: Mesh | None = None) -> None:
         self.settings = settings
-        self.optimizer = make_optimizer(settings)
+        self.optimizer = make_optimizer(settings.decay_steps, settings.learning_rate)
 
         # Not under jit, which would compile the initialisation of each layer separately.
         self.graphdef, params = nnx.split(make_model(settings.model, nnx.Rngs(settings.seed)), nnx.Param)

@@ -1,6 +1,5 @@
 """compile_attention: attention of one shape under one pattern, with its plan, density and measured speed."""
 
-import dataclasses
 import functools
 import inspect
 import statistics
@@ -44,30 +43,6 @@ class Speedup(NamedTuple):
     device: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """The sizes and the dtype of query, key and value for which a CompiledAttention is planned.
-
-    batch: the planned batch; calls may have another one. head_dim: of all three arrays.
-    """
-
-    batch: int
-    seq_len: int
-    kv_len: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: Any
-
-    @functools.cached_property
-    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """jax.ShapeDtypeStructs of query, key and value, by name."""
-        queries = (self.batch, self.seq_len, self.num_heads, self.head_dim)
-        keys = (self.batch, self.kv_len, self.num_kv_heads, self.head_dim)
-        shapes = {"query": queries, "key": keys, "value": keys}
-        return {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in shapes.items()}
-
-
 class CompiledAttention:
     """A jitted, differentiable attention under one mask, made by compile_attention: out = attention(query, key, value).
 
@@ -79,19 +54,18 @@ class CompiledAttention:
     blocks of 128 queries and 128 keys that hold a pair which the mask keeps.
     """
 
-    def __init__(self, mask: masks.Mask, shape: _Shape, plan: dispatch.Plan):
+    def __init__(self, mask: masks.Mask, specs: dict[str, jax.ShapeDtypeStruct], implementation: str | None):
         self.mask = mask
-        self.plan = plan
-        self.density = float(mask.density(shape.seq_len, shape.kv_len, BLOCK))
-        self.specs = shape.specs
-        self.prepared_mask = prepare_mask(mask, **self.specs, implementation=plan.implementation)
-        attend = functools.partial(flash_attention, implementation=plan.implementation)
-        self._attend = jax.jit(lambda mask, query, key, value: attend(query, key, value, mask=mask))
+        self.specs = specs
+        self.plan = dispatch.explain(flash_attention, **specs, mask=mask, implementation=implementation)
+        self.density = float(mask.density(specs["query"].shape[1], specs["key"].shape[1], BLOCK))
+        self.prepared_mask = prepare_mask(mask, **specs, implementation=self.plan.implementation)
+        self._attend = jax.jit(functools.partial(flash_attention, implementation=self.plan.implementation))
 
     def __call__(
         self, query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"], value: Float[Array, "B S Hkv D"]
     ) -> Float[Array, "B T H D"]:
-        return self._attend(self.prepared_mask, *self._checked(query, key, value))
+        return self._attend(*self._checked(query, key, value), mask=self.prepared_mask)
 
     def plan_of_call(
         self, query: Float[Array, "B T H D"], key: Float[Array, "B S Hkv D"], value: Float[Array, "B S Hkv D"]
@@ -108,9 +82,9 @@ class CompiledAttention:
         checked = []
         for (name, spec), x in zip(self.specs.items(), arrays, strict=True):
             x = checked_array(name, x, (spec.dtype,))
-            if tuple(x.shape[1:]) != spec.shape[1:]:
+            if x.shape[1:] != spec.shape[1:]:
                 sizes = ", ".join(map(str, spec.shape[1:]))
-                raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, {sizes}]")
+                raise ValueError(f"{name}: got shape {x.shape}, want [batch, {sizes}]")
             if x.dtype != spec.dtype:
                 raise TypeError(f"{name}: got dtype {x.dtype}, want {spec.dtype}")
             checked.append(x)
@@ -208,43 +182,36 @@ def compile_attention(
         it.
     """
     seq_len = checks.integer("seq_len", seq_len, 0)
-    shape = _Shape(
-        batch=max(checks.integer("batch", batch, 0), 1),  # an empty batch works with any plan
-        seq_len=seq_len,
-        kv_len=seq_len if kv_len is None else checks.integer("kv_len", kv_len, 0),
-        num_heads=checks.integer("num_heads", num_heads, 0),
-        num_kv_heads=checks.integer("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, 0),
-        head_dim=checks.integer("head_dim", head_dim, 1),
-        dtype=_dtype(dtype),
-    )
-    if shape.num_heads % shape.num_kv_heads if shape.num_kv_heads else shape.num_heads:
-        raise ValueError(f"num_kv_heads: got {shape.num_kv_heads}, want a divisor of num_heads {shape.num_heads}")
+    kv_len = seq_len if kv_len is None else checks.integer("kv_len", kv_len, 0)
+    batch = max(checks.integer("batch", batch, 0), 1)  # an empty batch works with any plan
+    num_heads = checks.integer("num_heads", num_heads, 0)
+    num_kv_heads = checks.integer("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, 0)
+    head_dim = checks.integer("head_dim", head_dim, 1)
+    dtype = _dtype(dtype)
+    if num_heads % num_kv_heads if num_kv_heads else num_heads:
+        raise ValueError(f"num_kv_heads: got {num_kv_heads}, want a divisor of num_heads {num_heads}")
     if not isinstance(pattern, str | masks.Mask):
         raise TypeError(f"pattern: got {type(pattern).__name__}, want the name of a preset or a masks.Mask")
     if isinstance(pattern, masks.Mask) and options:
         raise TypeError(f"options: got {', '.join(options)} with a Mask, want none: only presets have options")
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(pattern)):
         raise TypeError("pattern: got a Mask of traced arrays, want known arrays; flash_attention takes traced masks")
-    options = {name: plain_of(name, option) for name, option in options.items()}
-    for name, option in options.items():
-        if not _is_constant(option):
-            got = repr(option) if isinstance(option, tuple) else type(option).__name__
-            raise TypeError(f"{name}: got {got}, want a constant; for an array, pass a masks.Mask")
-    device = dispatch.target_device()
-    kinds = tuple(type(options[name]) for name in sorted(options))  # 1 and True are equal
+    options = {name: _constant(name, plain_of(name, options[name])) for name in sorted(options)}
+    query = jax.ShapeDtypeStruct((batch, seq_len, num_heads, head_dim), dtype)
+    key = jax.ShapeDtypeStruct((batch, kv_len, num_kv_heads, head_dim), dtype)
     with jax.ensure_compile_time_eval():  # the cached object must not belong to a trace
         return _compiled(
-            *(pattern, tuple((name, options[name]) for name in sorted(options)), kinds, shape, implementation, device),
-            dispatch.interpreting(),
+            *(pattern, query, key, implementation, dispatch.target_device(), dispatch.interpreting()), **options
         )
 
 
-def _is_constant(x: Any) -> bool:
+def _constant(name: str, option: Any) -> Any:
     try:
-        hash(x)
+        hash(option)
     except TypeError:
-        return False
-    return not isinstance(x, jax.Array)
+        got = repr(option) if isinstance(option, tuple) else type(option).__name__
+        raise TypeError(f"{name}: got {got}, want a constant; for an array, pass a masks.Mask") from None
+    return option
 
 
 def _dtype(x: Any) -> Any:
@@ -257,29 +224,30 @@ def _dtype(x: Any) -> Any:
     return dtype
 
 
-@functools.lru_cache(CACHED)
+def preset_mask(pattern: str, q_length: int, kv_length: int, options: dict[str, Any]) -> masks.Mask:
+    """masks.preset(pattern, **options), with these lengths if the preset has them and the options don't."""
+    takes = inspect.signature(PRESETS[pattern]).parameters if pattern in PRESETS else ()
+    lengths = {"q_length": q_length, "kv_length": kv_length}
+    return masks.preset(pattern, **{name: x for name, x in lengths.items() if name in takes} | options)
+
+
+@functools.lru_cache(CACHED, typed=True)  # typed: the options 1 and True are equal
 def _compiled(
-    pattern: Any,
-    options: Any,
-    kinds: Any,
-    shape: _Shape,
+    pattern: str | masks.Mask,
+    query: jax.ShapeDtypeStruct,
+    key: jax.ShapeDtypeStruct,
     implementation: str | None,
     device: DeviceInfo,
     interpreting: bool,
+    /,
+    **options: Any,
 ) -> CompiledAttention:
-    """The CompiledAttention for these arguments; all of them are the key of the cache.
-
-    pattern: the name of a preset, or a Mask. options: (name, value) of the preset's options. kinds: their types, since
-    1 and True are equal. device, interpreting: the plan depends on them.
-    """
-    if isinstance(pattern, masks.Mask):
-        mask = pattern.unprepared
+    """The CompiledAttention for these arguments. device, interpreting: the plan depends on them."""
+    if isinstance(pattern, str):
+        mask = preset_mask(pattern, query.shape[1], key.shape[1], options)
     else:
-        of_preset = inspect.signature(PRESETS[pattern]).parameters if pattern in PRESETS else ()
-        lengths = {"q_length": shape.seq_len, "kv_length": shape.kv_len}
-        mask = masks.preset(pattern, **{k: v for k, v in lengths.items() if k in of_preset} | dict(options))
-    plan = dispatch.explain(flash_attention, **shape.specs, mask=mask, implementation=implementation)
-    return CompiledAttention(mask, shape, plan)
+        mask = pattern.unprepared
+    return CompiledAttention(mask, {"query": query, "key": key, "value": key}, implementation)
 
 
 compile_attention.cache_info = _compiled.cache_info  # type: ignore[attr-defined]

@@ -131,9 +131,9 @@ def flash_attention(
         out = jnp.einsum("bhts,bshd->bthd", exp(scores - lse[..., None]), value)
 
     The gradients are of query, key, value, bias, sinks and the arrays that score_mod closes over.
-    docs/implementations.md lists the arguments, the skipped blocks and the arithmetic of each implementation. Each of
-    B, T, S and H may be 0: plain JAX then computes the result, also if a kernel is named. Numbers and flags may be
-    Python's, NumPy's, or arrays without axes whose values are known when tracing.
+    docs/performance/implementations.md lists the arguments, the skipped blocks and the arithmetic of each
+    implementation. Each of B, T, S and H may be 0: plain JAX then computes the result, also if a kernel is named.
+    Numbers and flags may be Python's, NumPy's, or arrays without axes whose values are known when tracing.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T. Its dot products with key must fit float32.

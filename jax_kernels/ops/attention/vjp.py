@@ -19,6 +19,7 @@ from jax_kernels.ops.planned_op import (
     PlannedCall,
     jitted_in_eager_shard_map,
     join_batch,
+    merged_vmap,
     no_calls,
     split_batch,
 )
@@ -218,7 +219,7 @@ def _batched_together(calls: tuple[AttentionCall, ...]):
     A vmap is merged into the batch of each call.
     """
 
-    @jax.custom_batching.custom_vmap
+    @merged_vmap
     def forward(inputs):
         first = calls[0]
         statics = {"out_dtype": jnp.dtype(first.out_dtype), "config": first.config, "interpret": first.interpret}
@@ -226,13 +227,6 @@ def _batched_together(calls: tuple[AttentionCall, ...]):
             inputs, [call.options for call in calls], **statics
         )
         return [AttentionResult(*of_call) for of_call in found]
-
-    @forward.def_vmap
-    def _(size, batched, inputs):
-        if size == 0:
-            return no_calls(forward, batched, (inputs,))
-        outs = forward(jax.tree.map(functools.partial(join_batch, size), inputs, batched[0]))
-        return jax.tree.map(functools.partial(split_batch, size), outs), jax.tree.map(lambda _: True, outs)
 
     return forward
 

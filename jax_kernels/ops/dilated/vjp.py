@@ -18,7 +18,7 @@ from jax_kernels.ops.dilated import branches as dilated_views
 from jax_kernels.ops.dilated import ring_steps
 from jax_kernels.ops.dilated.branches import BranchCall
 from jax_kernels.ops.dilated.pieces import Piece
-from jax_kernels.ops.planned_op import join_batch, no_calls, split_batch
+from jax_kernels.ops.planned_op import merged_vmap
 from jax_kernels.ops.ring.steps import Rows
 from jax_kernels.ops.sharding.partitioning import ArrayAxes, Axis, ByIndex, Shares, is_partitioned, partitioned
 from jax_kernels.pallas.attention.passes import merge_branches
@@ -122,16 +122,7 @@ def _shared(function: Any, call: DilatedCall, *statics: Any) -> Any:
         )
         return partitioned(plain, shares, (function, call, statics), has_rules=True)(arrays)
 
-    wrapped = jax.custom_batching.custom_vmap(run)
-
-    @wrapped.def_vmap
-    def _(size: int, mapped: Any, arrays: Any) -> Any:
-        if size == 0:
-            return no_calls(wrapped, mapped, (arrays,))
-        results = wrapped(jax.tree.map(functools.partial(join_batch, size), arrays, mapped[0]))
-        return jax.tree.map(functools.partial(split_batch, size), results), jax.tree.map(lambda _: True, results)
-
-    return wrapped
+    return merged_vmap(run)
 
 
 # The axes (see _axes) of the arguments of _forward and _backward, and of their results, by the number of results.

@@ -1,11 +1,11 @@
 """CUDA graphs of calls on the direct route. Each test has its own process, as a failed capture spoils the process."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
 import torch
+
+from tests.support.processes.python import done_by
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,14 +27,7 @@ def alone(code: str) -> None:
         error = (got.double() - want.double()).norm() / want.double().norm()
         assert error < tolerance, (float(error), route.reasons())
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(header) + textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    done_by("-c", textwrap.dedent(header) + textwrap.dedent(code))
 
 
 def test_captured_forward_replays_new_inputs():

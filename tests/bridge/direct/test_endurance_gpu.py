@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from tests.support.processes import endurance
+from tests.support.processes.python import done_by
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,14 +19,7 @@ LONG = os.environ.get("JAX_KERNELS_LONG_TESTS") == "1"
 
 @pytest.mark.parametrize("calls", [3_000, pytest.param(100_000, marks=pytest.mark.skipif(not LONG, reason="long"))])
 def test_many_calls(calls):
-    done = subprocess.run(
-        [sys.executable, endurance.__file__, str(calls), "800"],
-        capture_output=True,
-        text=True,
-        timeout=880,
-        check=False,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    done = done_by(endurance.__file__, str(calls), "800", limit=880)
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found["errors"]
     assert (found["calls"], found["wrong"]) == (calls, 0)

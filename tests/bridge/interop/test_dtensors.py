@@ -1,27 +1,22 @@
 """DTensors in two CPU processes: results and gradients equal whole tensors', or an error names the argument."""
 
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.processes.ranks import printed_by_ranks
 
 pytestmark = pytest.mark.timeout(300)
 
 PROGRAM = """
-import sys, warnings
-warnings.simplefilter("ignore")
+import sys
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from jax_kernels import bridge, masks
 
-rank, port, is_whole = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "all"
+is_whole = sys.argv[1] == "all"
 torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,))
 torch.manual_seed(0)
 FEW = ("bias, heads", "rms_norm")
@@ -151,28 +146,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("cases", ["few", pytest.param("all", marks=pytest.mark.slow)])
-def test_dtensors_become_full_tensors(cases, tmp_path):
-    (script := tmp_path / "program.py").write_text(PROGRAM)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = pathlib.Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(port), cases],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        results = [process.communicate(timeout=240) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, (printed, errors) in zip(started, results, strict=True):
-        assert process.returncode == 0, printed[-2000:] + errors[-4000:]
+def test_dtensors_become_full_tensors(cases):
+    for printed in printed_by_ranks(PROGRAM, cases):
         assert printed.splitlines()[-1] == "refused"

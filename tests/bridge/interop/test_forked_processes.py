@@ -1,11 +1,8 @@
 """A traced program holds names of its own process: another process raises instead of returning values."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.processes.python import done_by
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -80,12 +77,7 @@ print("forked")
 
 def run(code, folder, which):
     """Runs the code in a process of its own. Returns the lines that it prints."""
-    root = pathlib.Path(__file__).parents[3]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", COMMON + code, str(folder), which]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return done_by("-c", COMMON + code, folder, which).stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -137,8 +129,7 @@ os.waitpid(process, 0)
 
 @pytest.mark.parametrize("when", ["started", pytest.param("not started", marks=pytest.mark.slow)])
 def test_fork_after_jax_started_raises(when):
-    command = [sys.executable, "-W", "ignore", "-c", FORKED, when]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = done_by("-W", "ignore", "-c", FORKED, when)
     lines = done.stdout.splitlines()
     assert len(lines) == 9, done
     for line in lines:

@@ -1,8 +1,6 @@
 """The division of the GPU's memory, and the end of the process."""
 
 import os
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -11,6 +9,7 @@ from jax._src import xla_bridge
 
 from jax_kernels import bridge
 from jax_kernels.bridge.interop import dlpack, memory
+from tests.support.processes.python import done_by
 
 
 @pytest.fixture
@@ -69,10 +68,7 @@ for _ in range(50):
 @pytest.mark.timeout(120)
 def test_process_exits_cleanly():
     """JAX's threads may still hold tensors when the interpreter ends, which must not abort the process."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "terminate" not in done.stderr
+    assert "terminate" not in done_by("-c", PROGRAM, limit=100, JAX_PLATFORMS="cpu").stderr
 
 
 class OnGpu:

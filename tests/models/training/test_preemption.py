@@ -5,8 +5,6 @@ As a script it is such a process: FOLDER [PORT ID], for two processes that conne
 
 import os
 import signal
-import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 from jax_kernels.models import TokenBatches, Trainer, TransformerConfig, make_mesh
 from jax_kernels.models.parallel.distributed import initialize_distributed
 from jax_kernels.models.training.preemption import STOPPED, stop_asked
+from tests.support.processes.ranks import free_port, printed_by
 
 CONFIG = TransformerConfig(vocab_size=16, model_dim=16, num_layers=1, num_heads=1, mlp_dim=16)
 AT = 2  # the signal comes after this step
@@ -86,22 +85,10 @@ def test_other_threads_install_no_handler():
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_processes_end_after_the_same_step(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, __file__, str(tmp_path / "run"), str(port)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, str(i)], env=environment, **pipes) for i in range(2)]
-    try:
-        told = [process.communicate(timeout=90) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (_, err) in zip(processes, told, strict=True):
-        assert process.returncode == STOPPED, err[-3000:]
-    step, other = (int(out.splitlines()[-1]) for out, _ in told)  # Gloo prints, too
+    command = [__file__, str(tmp_path / "run"), str(free_port())]
+    told = printed_by([([*command, str(i)], {"XLA_FLAGS": flags}) for i in range(2)], code=STOPPED, limit=90)
+    step, other = (int(out.splitlines()[-1]) for out in told)  # Gloo prints, too
     assert step == other >= AT
     names = [path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")]
     assert names == [str(step)]

@@ -5,9 +5,6 @@ As a script it prints the names of the cases that differ, on CPU devices.
 
 import functools
 import itertools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +12,7 @@ import pytest
 
 from jax_kernels.ops.ring.head_exchange import Exchange
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
+from tests.support.processes.python import done_by
 
 LENGTH = 6  # tokens of a device
 DEVICES = 2, 3
@@ -53,11 +51,7 @@ def differing():
 
 @pytest.mark.timeout(200)
 def test_permutes_match_all_to_all():
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = done_by(__file__, limit=180, JAX_PLATFORMS="cpu")
     assert done.stdout.splitlines() == ["differing: []"]
 
 

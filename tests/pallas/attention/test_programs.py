@@ -3,11 +3,11 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes.python import done_by
 
 ROOT = Path(__file__).parents[3]
 ROW = ("implementation=mosaic_gpu", "head_dim=64", "is_causal=1")
@@ -21,10 +21,8 @@ def of_version(folder: Path, edits: dict[str, tuple[str, str]]) -> dict:
         text = (folder / name).read_text()
         assert old in text
         (folder / name).write_text(text.replace(old, new, 1))
-    words = [sys.executable, str(ROOT / "tests" / "tools" / "program_digests.py"), "--here", "h200", *ROW]
-    env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
+    script, paths = ROOT / "tests" / "tools" / "program_digests.py", f"{folder}{os.pathsep}{ROOT}"
+    done = done_by(script, "--here", "h200", *ROW, PYTHONPATH=paths, JAX_PLATFORMS="cpu")
     return json.loads(done.stdout.splitlines()[-1])
 
 

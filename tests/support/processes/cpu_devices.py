@@ -1,11 +1,11 @@
 """Runs scripts in processes of their own, where JAX sees several CPU devices."""
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
+
+from tests.support.processes import python
 
 __all__ = ["done_by", "lines_of", "results_of"]
 
@@ -19,17 +19,9 @@ def done_by(
     script: str, *arguments: str, devices: int = 8, limit: int = 200, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """The finished process of a script that ran with `devices` CPU devices and exited with 0. limit: seconds."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
-        **environment,
-    }
-    done = subprocess.run(
-        [sys.executable, script, *arguments],
-        env=environment, capture_output=True, text=True, timeout=limit, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags} | environment
+    return python.done_by(script, *arguments, limit=limit, **environment)
 
 
 def results_of(script: str, names: Sequence[str], *first: str, **options: Any) -> dict[str, Any]:

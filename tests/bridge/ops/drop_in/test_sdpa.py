@@ -367,7 +367,7 @@ def test_errors(options, error, message):
 
 
 def test_pytorchs_fast_path_skips_attention():
-    """docs/pytorch.md says so, and says how to turn the fast path off."""
+    """docs/start/pytorch.md says so, and says how to turn the fast path off."""
     layer = torch.nn.TransformerEncoderLayer(16, nhead=2, dropout=0.0, batch_first=True).eval()
     layer.self_attn = bridge.nn.MultiheadAttention(16, 2, batch_first=True)
     calls, forward = [], layer.self_attn.forward

@@ -1,14 +1,9 @@
 """bridge.ring_attention and its dilated form over two CPU processes: equal to one process, forward and gradients."""
 
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-
 import pytest
 
-RANKS = 2
+from tests.support.processes.ranks import printed_by_ranks
+
 RING = """
 import os, sys
 import torch
@@ -201,33 +196,5 @@ dist.destroy_process_group()
     ],
 )
 def test_two_processes_match_one(program, extent, printed):
-    root = pathlib.Path(__file__).parents[4]
-    with socket.socket() as opened:
-        opened.bind(("", 0))
-        port = opened.getsockname()[1]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(RANKS),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program, extent],
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, (output, errors) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, errors[-3000:]
+    for output in printed_by_ranks(program, extent):
         assert [line for line in output.splitlines() if not line.startswith("[Gloo]")] == printed

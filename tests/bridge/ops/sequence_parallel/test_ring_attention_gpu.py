@@ -1,12 +1,9 @@
 """bridge.ring_attention and its dilated form under torchrun, with a process for each of two GPUs, against float64."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 import torch
+
+from tests.support.processes.python import done_by
 
 RANKS = 2
 GPUS = torch.cuda.device_count()
@@ -100,21 +97,9 @@ dist.destroy_process_group()
 def test_two_processes_match_float64(tmp_path):
     script = tmp_path / "ring.py"
     script.write_text(SCRIPT)
-    root = pathlib.Path(__file__).parents[4]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "NVIDIA_TF32_OVERRIDE": "0",
-        "NCCL_NVLS_ENABLE": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "NVIDIA_TF32_OVERRIDE": "0", "NCCL_NVLS_ENABLE": "0"}
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    done = done_by(*command, script, **environment)
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("exact")) == [
         f"exact on rank {rank}" for rank in range(RANKS)
     ]
