@@ -15,7 +15,6 @@ import jax
 import torch
 
 from jax_kernels.bridge.interop import dlpack, dtensors, torch_internals
-from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.plain_numbers import is_constant, plain_options
 from jax_kernels.bridge.jax_functions import dynamic_shapes, flops, vmap
 from jax_kernels.bridge.jax_functions.argument_names import leaf_names
@@ -307,10 +306,10 @@ def _run(
     operands: the call's Masks. masks: their signature, or None.
     """
     if torch.compiler.is_compiling():
-        recipe = _recipe(name, structure)
-        call = _call_of_duals if _is_in_dual_level() else _call_in_graph
-        results = call(recipe, *tensors)
-        return unflatten(_outputs(recipe), iter(results))
+        call = _dynamic_name(name, structure)
+        run = _call_of_duals if _is_in_dual_level() else _call_in_graph
+        results = run(call, *tensors)
+        return unflatten(_outputs(call), iter(results))
     signatures = tuple(_signature(x) for x in tensors)
     if not torch_internals.is_plain_eager():
         program = program_for(
@@ -338,31 +337,26 @@ def _with_masks(name: str, structure: Structure, tensors: list[torch.Tensor], ma
 
 
 @torch_internals.constant_in_graph
-def _recipe(name: str, structure: Structure) -> str:
-    """A name for a function with all of its arguments but tensors; dynamic_shapes.find returns them for this name.
+def _dynamic_name(name: str, structure: Structure) -> str:
+    """The name of a dynamic call: a function with all of its arguments but tensors. torch.compile makes it a constant.
 
-    name: the function's name in FUNCTIONS. structure: `flatten` of (args, kwargs). torch.compile makes the name a
-    constant of its graph.
+    name: the function's name in FUNCTIONS. structure: `flatten` of (args, kwargs).
     """
     return dynamic_shapes.name_of(name, structure)
 
 
-def _flat_call(recipe: str, tensors: list[torch.Tensor]) -> dynamic_shapes.Flat:
-    """Adds a call to a traced graph, and returns its results.
+def _flat_call(name: str, tensors: list[torch.Tensor]) -> dynamic_shapes.Flat:
+    """Adds a dynamic call to a traced graph, and returns its results. name: the call's.
 
-    recipe: the name from _recipe. The call serves many shapes if the tensors have symbolic sizes and the sizes of the
-    results can be expressed by these; otherwise it serves only the traced shapes.
+    The call serves many shapes if the tensors have symbolic sizes and the sizes of the results can be expressed by
+    these; otherwise it serves only the traced shapes.
     """
-    flat = dynamic_shapes.call(recipe, tensors) if dynamic_shapes.is_any_shape(tensors) else None
+    flat = dynamic_shapes.call(name, tensors) if dynamic_shapes.is_any_shape(tensors) else None
     if flat is not None:
         return flat
-    function, structure, _ = dynamic_shapes.find(recipe)
-    traced = _traced(function, structure, tuple(_signature(x) for x in tensors))
+    call = dynamic_shapes.find(name)
+    traced = _traced(call.function, call.structure, tuple(_signature(x) for x in tensors))
     return dynamic_shapes.Flat(call_op(tensors, traced.program, traced.operands), traced.outputs)
-
-
-_OUTPUTS: dict[str, Structure] = {}  # by recipe: the structure of the results of the call being traced
-_MOST_OUTPUTS = 1024
 
 
 @torch_internals.constant_in_graph
@@ -372,22 +366,19 @@ def _is_in_dual_level() -> bool:
 
 
 @torch_internals.node_in_graph
-def _call_in_graph(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The flat results of a call that is one node of a graph: torch.compile does not trace into it.
-
-    recipe: the name from _recipe.
-    """
-    return _results_of(recipe, tensors)
+def _call_in_graph(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The flat results of a dynamic call that is one node of a graph: torch.compile does not trace into it."""
+    return _results_of(name, tensors)
 
 
 @torch_internals.node_in_graph
-def _call_of_duals(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The flat results of a call that is one node of a graph, for tensors that may have tangents of forward mode.
+def _call_of_duals(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The flat results of a dynamic call that is one node of a graph, for tensors that may have tangents.
 
-    recipe: the name from _recipe. In the node, is_forward_mode() is True, so the results have tangents.
+    In the node, is_forward_mode() is True, so the results have tangents.
     """
     with torch_internals.as_in_dual_level():
-        return _results_of(recipe, tensors)
+        return _results_of(name, tensors)
 
 
 @torch_internals.node_in_graph
@@ -400,18 +391,18 @@ def _op_of_duals(program: str, operands: str, *tensors: torch.Tensor) -> tuple[t
         return tuple(call_op(list(tensors), program, operands))
 
 
-def _results_of(recipe: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The flat results of a call in a traced graph. `_outputs` then returns their structure. recipe: from _recipe."""
-    flat = _flat_call(recipe, list(tensors))
-    _OUTPUTS[recipe] = flat.structure
-    drop_oldest(_OUTPUTS, _MOST_OUTPUTS)
+def _results_of(name: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The flat results of a dynamic call in a traced graph. `_outputs` then returns their structure."""
+    flat = _flat_call(name, list(tensors))
+    dynamic_shapes.find(name).outputs[:] = [flat.structure]
     return tuple(flat.results)
 
 
 @torch_internals.constant_in_graph
-def _outputs(recipe: str) -> Structure:
-    """The structure of the results of the last traced call with this recipe, for `unflatten`."""
-    return _OUTPUTS[recipe]
+def _outputs(name: str) -> Structure:
+    """The structure of the results of the dynamic call when it was last traced, for `unflatten`."""
+    (structure,) = dynamic_shapes.find(name).outputs
+    return structure
 
 
 def _traced_call(name: str, structure: Structure, tensors: list[torch.Tensor], masks: Sequence[Mask | MaskById]) -> Any:

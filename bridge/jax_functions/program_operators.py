@@ -11,7 +11,7 @@ import torch
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.jax_functions.jvp import jvp_program
 from jax_kernels.bridge.jax_functions.mask_operands import CallMasks, WeakCallMasks, masks_by_name
-from jax_kernels.bridge.jax_functions.programs import Program, find_program, pin_for_graph
+from jax_kernels.bridge.jax_functions.programs import PROGRAMS, Program, find_program
 from jax_kernels.bridge.jax_functions.tracing import build_program
 from jax_kernels.bridge.operators import execute, torch_operator
 from jax_kernels.bridge.operators.call_cache import CachedCall
@@ -48,9 +48,9 @@ def _same(results):
 def _empty(program, infos):
     """Empty tensors on the program's device with the shapes and dtypes in `infos`, which are ResultSpecs.
 
-    For a trace: its graph will contain the program's name, so the program's recipe is kept until the process ends.
+    For a trace: its graph will contain the program's name, which stays valid until the process ends.
     """
-    pin_for_graph(program.name)
+    PROGRAMS.pin(program.name)
     return [torch.empty(info.shape, dtype=info.dtype, device=program.device) for info in infos]
 
 

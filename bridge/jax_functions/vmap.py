@@ -2,21 +2,20 @@
 
 import dataclasses
 import operator
+from collections.abc import Callable, Hashable
 
 import jax
 
 from jax_kernels.bridge.interop.donated_outputs import JaxFunction
-from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.jax_functions.program_operators import backward_op, call_op
 from jax_kernels.bridge.jax_functions.programs import (
+    PROGRAMS,
     Program,
     ResultSpec,
     VmapLevel,
+    display_name,
     find_program,
-    new_name,
     pin_if_traced,
-    rebuilder,
-    store,
 )
 from jax_kernels.bridge.jax_functions.tracing import build_program, mapped_axes
 from jax_kernels.bridge.operators import torch_operator
@@ -24,7 +23,6 @@ from jax_kernels.bridge.operators import torch_operator
 __all__ = ["define_rules"]
 
 
-@memoize
 def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
     """The program whose forward runs `size` calls of another program at once. name: the other program's name.
 
@@ -40,31 +38,36 @@ def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
     )
     if not program.has_gradient:
         return build_program(request, program.needs)
-    own, base = new_name(request), rebuilder(name)
 
-    def make() -> Program:
-        program = base()
+    def forward_of(program: Program, own: str) -> Program:
         results, forward = _in_parallel(size, program.results), _vmap(program.forward, size, mapped)
         return dataclasses.replace(program, name=own, request=request, results=results, forward=forward)
 
-    return store(own, make)
+    return _mapped(program, ("forward", size, mapped), forward_of)
 
 
-@memoize
 def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
     """The program whose backward runs `size` backwards of another program at once. name: the other program's name.
 
     mapped: for each tensor that the backward reads, then for each cotangent, whether it has a leading axis of length
     `size`, with an entry for each call.
     """
-    own, base = new_name(find_program(name).request), rebuilder(name)
 
-    def make() -> Program:
-        program = base()
+    def backward_of(program: Program, own: str) -> Program:
         grads, backward = _in_parallel(size, program.grads), _vmap(program.backward, size, mapped)
         return dataclasses.replace(program, name=own, grads=grads, backward=backward)
 
-    return store(own, make)
+    return _mapped(find_program(name), ("backward", size, mapped), backward_of)
+
+
+def _mapped(program: Program, level: Hashable, build: Callable[[Program, str], Program]) -> Program:
+    """The program build(program, new name), made once for the program and `level`.
+
+    It can be built again after both programs were dropped.
+    """
+    base = PROGRAMS.rebuilder(program.name) or (lambda: program)
+    stem = display_name(program.request.function)
+    return PROGRAMS.get((program.name, level), stem, lambda own: build(base(), own)).value
 
 
 def _in_parallel(size: int, infos: tuple[ResultSpec, ...]) -> tuple[ResultSpec, ...]:
