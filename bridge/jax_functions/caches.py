@@ -9,7 +9,7 @@ from jax_kernels.bridge.interop import keyed_cache
 from jax_kernels.bridge.jax_functions import store
 from jax_kernels.bridge.jax_functions.dynamic_shapes import CALLS
 from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, PROGRAMS
-from jax_kernels.bridge.operators import call_cache, execute
+from jax_kernels.bridge.operators import call_cache
 
 __all__ = ["CacheInfo", "cache_info", "clear_cache"]
 
@@ -57,7 +57,6 @@ def clear_cache() -> None:
     GPUs whose kernels it unloads.
     """
     call_cache.clear()
-    execute.clear()
     keyed_cache.clear()
     store.clear()
     jax.clear_caches()

@@ -427,7 +427,7 @@ class CachedAttention(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*tensors, out, rows)
         ctx.set_materialize_grads(False)
-        return (out, rows) if call.facts.with_rows else out
+        return (out, rows) if call.info.with_rows else out
 
     @staticmethod
     @torch_internals.skip_dynamo
@@ -438,14 +438,14 @@ class CachedAttention(torch.autograd.Function):
             return (None,) * (1 + len(needed))
         given = [x.contiguous() for x in (dout, drows) if x is not None]
         tensors = [*ctx.saved_tensors, *given]
-        wanted = _WANTED_OF_THREE if needed == _ALL_OF_THREE else gradient_bits(call.facts.filled(needed))
+        wanted = _WANTED_OF_THREE if needed == _ALL_OF_THREE else gradient_bits(call.info.filled(needed))
         statics = wanted, dout is None, drows is None
-        known = call.backwards.lookup(statics, tensors)
+        known = call.backward_cache.lookup(statics, tensors)
         gradients = _known_backward(call, statics, tensors) if known is None else known(tensors)
         if needed == _ALL_OF_THREE:
             return (None, *gradients)
         found = dict(zip(names_of(wanted), gradients, strict=True))
-        return (None, *(found.get(name) for name in call.facts.names))
+        return (None, *(found.get(name) for name in call.info.names))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -468,21 +468,21 @@ def _known_backward(
     tensors, out, rows, then dout and drows if they are not None.
     """
     wanted, without_dout, without_drows = statics
-    count = sum(call.facts.there)
-    given, (out, rows, *cotangents) = call.facts.filled(tensors[:count]), tensors[count:]
+    count = sum(call.info.there)
+    given, (out, rows, *cotangents) = call.info.filled(tensors[:count]), tensors[count:]
     left = iter(cotangents)
     dout, drows = (None if without else next(left) for without in (without_dout, without_drows))
     extra = BackwardArguments(wanted=wanted, out=out, rows=rows, dout=dout, drows=drows)
-    gradients = torch_operator.call_in_backward(backward_op, *given, *call.facts.options, *extra)
-    if torch_internals.is_plain_eager() and not torch.is_grad_enabled() and call.backwards is not None:
+    gradients = torch_operator.call_in_backward(backward_op, *given, *call.info.options, *extra)
+    if torch_internals.is_plain_eager() and not torch.is_grad_enabled() and call.backward_cache is not None:
 
         def make():
-            program = _backward_program(*given, *call.facts.options, *extra)
+            program = _backward_program(*given, *call.info.options, *extra)
             if not same_tensors(_present(program.tensors), tensors):
                 return None
             return CachedCall(execute.launcher_for(*program), _same)
 
-        call.backwards.record(statics, tensors, make)
+        call.backward_cache.record(statics, tensors, make)
     return [x for index, x in enumerate(gradients) if wanted >> index & 1]
 
 
@@ -542,7 +542,7 @@ forward_op = torch_operator.define_operator(
     "flash_attention",
     f"({_ARGUMENTS}) -> (Tensor, Tensor)",
     program=_forward_program,
-    finish=lambda *arguments: tuple,
+    unpack=lambda *arguments: tuple,
     fake=_fake_forward,
     differentiate=lambda *arguments: torch_operator.apply(Attention, True, *arguments),
     label=_label,
@@ -551,7 +551,7 @@ inference_op = torch_operator.define_operator(
     "flash_attention_inference",
     f"({_ARGUMENTS}) -> Tensor",
     program=_inference_program,
-    finish=lambda *arguments: operator.itemgetter(0),
+    unpack=lambda *arguments: operator.itemgetter(0),
     fake=_fake_inference,
     differentiate=lambda *arguments: torch_operator.apply(Attention, False, *arguments),
     label=_label,
@@ -561,7 +561,7 @@ backward_op = torch_operator.define_operator(
     f"({_ARGUMENTS}, int wanted, Tensor out, Tensor rows, Tensor? dout, Tensor? drows) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     program=_backward_program,
-    finish=_gradients,
+    unpack=_gradients,
     fake=_fake_backward,
     differentiate=_differentiate_backward,
     label=_label,

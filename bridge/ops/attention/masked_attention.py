@@ -12,7 +12,7 @@ import torch
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dtensors, torch_internals
 from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_options
-from jax_kernels.bridge.jax_functions.api import CallKey, JaxOp, call_key_by_name
+from jax_kernels.bridge.jax_functions.api import CallKey, JaxOp
 from jax_kernels.bridge.jax_functions.pytree import MaskById
 from jax_kernels.bridge.operators.call_cache import CachedCall
 from jax_kernels.bridge.ops.attention import float_masks, length_buckets
@@ -72,8 +72,9 @@ def _in_jnp(
 
 
 _flash = JaxOp(ScoreModOp(attention.flash_attention))
-_block_sparse = JaxOp(ScoreModOp(block_sparse.block_sparse_attention))
-_dynamic_mask = JaxOp(ScoreModOp(dynamic_mask.dynamic_mask_attention))
+_SETTINGS = torch.are_deterministic_algorithms_enabled
+_block_sparse = JaxOp(ScoreModOp(block_sparse.block_sparse_attention), settings=_SETTINGS)
+_dynamic_mask = JaxOp(ScoreModOp(dynamic_mask.dynamic_mask_attention), settings=_SETTINGS)
 
 
 class _Apart(NamedTuple):
@@ -161,7 +162,7 @@ def lookup(statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | N
     statics: the hashable part of the key. tensors: the call's tensors, whose shapes, dtypes and devices belong to the
     key.
     """
-    return _flash.lookup(CallKey(statics, tensors))
+    return _flash.find(statics, tensors)
 
 
 @overload
@@ -229,12 +230,9 @@ def block_sparse_attention(
 
     Errors are as in bridge.flash_attention, or bridge.from_jax's if they differ.
     """
-    call = None
-    if not torch.compiler.is_compiling():
-        options = {"block_size": block_size, **arguments}
-        call = call_key_by_name((query, key, value, block_mask), options, torch.are_deterministic_algorithms_enabled())
-        if (known := _block_sparse.lookup(call)) is not None:
-            return known(call.tensors)
+    call = _block_sparse.lookup_by_name((query, key, value, block_mask), {"block_size": block_size, **arguments})
+    if call and call.cached:
+        return call.cached(call.tensors)
     if any(name in arguments for name in OTHER_NAMES):
         arguments = _renamed("block_sparse_attention", arguments, query=query, key=key, mask=block_mask)
         return block_sparse_attention(query, key, value, block_mask, block_size=block_size, **arguments)
@@ -320,12 +318,9 @@ def dynamic_mask_attention(
 
     Errors are as in bridge.flash_attention, or bridge.from_jax's if they differ.
     """
-    call = None
-    if not torch.compiler.is_compiling():
-        settings = torch.are_deterministic_algorithms_enabled()
-        call = call_key_by_name((query, key, value, mask, bias), arguments, settings)
-        if (known := _dynamic_mask.lookup(call)) is not None:
-            return known(call.tensors)
+    call = _dynamic_mask.lookup_by_name((query, key, value, mask, bias), arguments)
+    if call and call.cached:
+        return call.cached(call.tensors)
     if any(name in arguments for name in OTHER_NAMES):
         arguments = _renamed("dynamic_mask_attention", arguments, query=query, key=key, mask=mask)
         mask = arguments.pop("mask", mask)
