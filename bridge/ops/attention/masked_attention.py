@@ -80,29 +80,29 @@ _dynamic_mask = JaxOp(ScoreModOp(dynamic_mask.dynamic_mask_attention), settings=
 class _Apart(NamedTuple):
     """The arguments of a call after the tensors that its score_mod reads became arguments of their own.
 
-    seen: the key under which the call is cached, or None for a call that is not cached. arguments: the keyword
+    call: the key under which the call is cached, or None for a call that is not cached. arguments: the keyword
     arguments of a ScoreModOp. is_valid: bool tensor [], whether the values of all int64 tensors that score_mod reads
     fit int32; None if they are known to fit.
     """
 
-    seen: CallKey | None
+    call: CallKey | None
     arguments: dict[str, Any]
     is_valid: torch.Tensor | None = None
 
 
-def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
+def _split_closure(call: CallKey | None, arguments: dict[str, Any]) -> _Apart:
     """Makes the tensors that a call's score_mod reads arguments of the call, so that they may change and get gradients.
 
     If score_mod reads tensors, the result's arguments have score_mod=None, with `skeleton` (the registered name of the
     function without its tensors) and `read` (the tensors). Otherwise the arguments are returned unchanged.
 
-    seen: the key under which to cache the call. The result's key is None, so the call is not cached, if score_mod reads
+    call: the key under which to cache the call. The result's key is None, so the call is not cached, if score_mod reads
     tensors or is created anew for each call, and also under torch.compile where there is a score_mod.
     """
     score_mod: Any = arguments.get("score_mod")
     root = captures.root_of(score_mod)
     if root is None:
-        return _Apart(seen, arguments)
+        return _Apart(call, arguments)
     is_traced = torch.compiler.is_compiling()
     found = score_mods.apart_in_graph(score_mod) if is_traced else score_mods.split_tensors(score_mod)
     if found is not None:
@@ -115,14 +115,14 @@ def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
     is_new = (
         isinstance(score_mod, types.FunctionType) and function_identity.canonical_function(score_mod) is not score_mod
     )
-    return _Apart(None if is_new else seen, arguments)
+    return _Apart(None if is_new else call, arguments)
 
 
 def masked_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    seen: CallKey | None,
+    call: CallKey | None,
     *,
     bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
@@ -133,14 +133,14 @@ def masked_attention(
 
     The score_mod and the structure of the Mask are constants of the compiled program; the Mask's arrays are inputs.
 
-    seen: the key under which to cache this call; None if it is not to be cached. A call whose score_mod is created anew
+    call: the key under which to cache this call; None if it is not to be cached. A call whose score_mod is created anew
     each time, or reads tensors, is never cached. arguments: the other arguments of bridge.flash_attention.
     """
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments | {"sinks": sinks})
     del arguments["sinks"]
-    call = _split_closure(seen, arguments)
-    results = _flash.run(call.seen, query, key, value, bias=bias, sinks=sinks, mask=mask, **call.arguments)
-    return float_masks.or_nan(results, call.is_valid)
+    apart = _split_closure(call, arguments)
+    results = _flash.run(apart.call, query, key, value, bias=bias, sinks=sinks, mask=mask, **apart.arguments)
+    return float_masks.or_nan(results, apart.is_valid)
 
 
 def attend_in_graph(
@@ -152,8 +152,8 @@ def attend_in_graph(
     graph. arguments: bridge.flash_attention's other keyword arguments except bias and sinks.
     """
     (query, key, value, _), arguments = _prepared(query, key, value, None, None, arguments)
-    call = _split_closure(None, arguments)
-    return float_masks.or_nan(_flash.run(None, query, key, value, mask=mask, **call.arguments), call.is_valid)
+    apart = _split_closure(None, arguments)
+    return float_masks.or_nan(_flash.run(None, query, key, value, mask=mask, **apart.arguments), apart.is_valid)
 
 
 def lookup(statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
@@ -252,7 +252,7 @@ def block_sparse_attention(
     if "bias" in arguments:
         arguments = arguments | {"bias": bias}
     apart = _split_closure(call, arguments)
-    results = _block_sparse.run(apart.seen, query, key, value, block_mask, block_size=block_size, **apart.arguments)
+    results = _block_sparse.run(apart.call, query, key, value, block_mask, block_size=block_size, **apart.arguments)
     return float_masks.or_nan(results, apart.is_valid)
 
 
@@ -337,7 +337,7 @@ def dynamic_mask_attention(
     if isinstance(mask, torch.Tensor) and torch_internals.is_plain_eager():
         mask = length_buckets.without_expanded_axes(mask)
     apart = _split_closure(call, arguments)
-    results = _dynamic_mask.run(apart.seen, query, key, value, mask, bias, **apart.arguments)
+    results = _dynamic_mask.run(apart.call, query, key, value, mask, bias, **apart.arguments)
     return float_masks.or_nan(results, apart.is_valid)
 
 

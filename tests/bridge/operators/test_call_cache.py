@@ -189,10 +189,14 @@ EQUAL = [
     (lambda *x, **options: bridge.flash_attention(*x, mask=MASK, **options), {"is_causal": True}, {"is_causal": 1}),
     *[(dilate, {name: True}, {name: 1}) for name in ("is_causal", "return_lse", "stop_gradient_weights")],
     (dilate, {"scale": 1}, {"scale": True}),
+    (lambda *x, **options: bridge.dilated_attention(*x, dilation_rates=[1], **options), {"segment_lengths": [8]},
+     {"segment_lengths": [8.0]}),
     (lambda *x, **options: bridge.matmul(EIGHT_BITS, EIGHT_BITS, **options), {"x_scale": 1}, {"x_scale": True}),
     (lambda q, *x, **options: bridge.layer_norm(q, **options), {"eps": 1.0}, {"eps": True}),
     (lambda q, *x, **options: bridge.decode_attention(q[:, :1].contiguous(), *x, **options), {"scale": 1},
      {"scale": True}),
+    (lambda q, *x, **options: bridge.decode_attention(q[:, :1].contiguous(), *x, **options), {"window": (1, 0)},
+     {"window": (True, 0)}),
 ]  # fmt: skip
 
 
