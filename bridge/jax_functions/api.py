@@ -28,7 +28,7 @@ from jax_kernels.bridge.jax_functions.mask_operands import (
     register_weak,
 )
 from jax_kernels.bridge.jax_functions.program_operators import CachedFunction, CallFunction, ProgramInfo, call_op
-from jax_kernels.bridge.jax_functions.programs import ProgramKey, TensorSpec, register
+from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, ProgramKey, TensorSpec
 from jax_kernels.bridge.jax_functions.pytree import LEAF, MaskById, Structure, flatten, unflatten
 from jax_kernels.bridge.jax_functions.tracing import program_for
 from jax_kernels.bridge.operators import execute, plan_query, torch_operator
@@ -153,6 +153,7 @@ def _key_by_name(
     """
     statics: list[Hashable] = [len(args), settings]
     tensors: list[torch.Tensor] = []
+    masks: list[Mask] = []
     for name, x in (*((None, x) for x in args), *kwargs.items()):
         kind = type(x)
         if kind in _TENSORS:
@@ -166,19 +167,11 @@ def _key_by_name(
             statics.append((name, Mask, id(x)))
         elif kind is tuple and all(map(_is_int, x)):
             statics.append((name, kind, x))
-        else:
-            return _key_of_trees(args, kwargs, settings)
+        else:  # containers, and other constants
+            tensors, masks = [], []
+            structure = flatten((tuple(args), kwargs), tensors, masks)
+            return (structure, settings, *map(id, masks)), tensors
     return tuple(statics), tensors
-
-
-def _key_of_trees(
-    args: Sequence[Any], kwargs: dict[str, Any], settings: Hashable
-) -> tuple[Hashable, Sequence[torch.Tensor]]:
-    """_key_by_name for a call that has containers or other constants. It is slower."""
-    tensors: list[torch.Tensor] = []
-    masks: list[Mask] = []
-    structure = flatten((tuple(args), kwargs), tensors, masks)
-    return (structure, settings, *map(id, masks)), tensors
 
 
 class JaxOp:
@@ -207,7 +200,8 @@ class JaxOp:
         constants, and whose results are tensors. settings: returns the settings of PyTorch that a call depends on.
         """
         self._function = function
-        self._name = name = register(function)
+        stem = getattr(function, "__name__", "function").replace(" ", "_")  # a dynamic call's text is split at spaces
+        self._name = name = FUNCTIONS.add(stem, function)
         self._cache = CallCache()
         self._settings = settings
         self._is_opaque = is_opaque
@@ -342,20 +336,18 @@ def _run(
     operands: the call's Masks. masks: their signature, or None.
     """
     if torch.compiler.is_compiling():
-        call = _dynamic_name(name, structure)
+        call = dynamic_shapes.name_of(name, structure)
         run = _call_of_duals if _is_in_dual_level() else _call_in_graph
         results = run(call, *tensors)
         return unflatten(_outputs(call), iter(results))
+    is_eager = torch_internals.is_plain_eager()
+    grad = is_eager and torch.is_grad_enabled()
     signatures = tuple(_signature(x) for x in tensors)
-    if not torch_internals.is_plain_eager():
-        program = program_for(
-            ProgramKey(name, structure, signatures, masks, jax.config.jax_enable_x64), (False,) * len(tensors)
-        )
-        return unflatten(program.outputs, iter(call_op(tensors, program.name, operands.name)))
-    grad = torch.is_grad_enabled()
-    needs = tuple(grad and x.requires_grad for x in tensors)
-    program = program_for(ProgramKey(name, structure, signatures, masks, jax.config.jax_enable_x64), needs)
-    if program.has_gradient:
+    request = ProgramKey(name, structure, signatures, masks, jax.config.jax_enable_x64)
+    program = program_for(request, tuple(grad and x.requires_grad for x in tensors))
+    if not is_eager:
+        results = call_op(tensors, program.name, operands.name)
+    elif program.has_gradient:
         results = CallFunction.apply(program, operands, *tensors)
     else:
         results = torch_operator.below_autograd(call_op, tensors, program.name, operands.name)
@@ -370,15 +362,6 @@ def _with_masks(name: str, structure: Structure, tensors: list[torch.Tensor], ma
     is_recorded = torch._C._get_tracing_state() is not None  # by torch.jit.trace, whose program outlives the call
     operands = (register_weak if is_recorded else register_masks)(masks, first.device)
     return _run(name, structure, tensors, operands, operands.signature)
-
-
-@torch_internals.constant_in_graph
-def _dynamic_name(name: str, structure: Structure) -> str:
-    """The name of a dynamic call: a function with all of its arguments but tensors. torch.compile makes it a constant.
-
-    name: the function's name in FUNCTIONS. structure: `flatten` of (args, kwargs).
-    """
-    return dynamic_shapes.name_of(name, structure)
 
 
 def _flat_call(name: str, tensors: list[torch.Tensor]) -> dynamic_shapes.Flat:

@@ -33,17 +33,20 @@ CALLS: store.Store[DynamicCall] = store.Store()  # calls whose names are no text
 _PLAIN: dict[str, type] = {kind.__name__: kind for kind in (str, bool, int, type(None))}
 
 
-def _name_of(call: DynamicCall) -> str:
-    """The name of a dynamic call, from which `find` returns the call.
+@torch_internals.constant_in_graph
+def name_of(function: str, structure: Structure) -> str:
+    """The name of a dynamic call, for `find` and `call`. torch.compile makes it a constant of its graph.
 
     If all constants are numbers and texts, the name contains the whole call, as a text with spaces. Otherwise the
     call is kept in this process, under a name without spaces.
+
+    function: the function's name in FUNCTIONS. structure: `flatten` of the call's (args, kwargs).
     """
+    call = DynamicCall(function, structure, jax.config.jax_enable_x64)
     try:
-        structure = json.dumps(call.structure, default=_type_name)
+        return f"{function} {call.x64:d} {json.dumps(structure, default=_type_name)}"
     except TypeError:
-        return CALLS.get(call, call.function, lambda _: call).name
-    return f"{call.function} {call.x64:d} {structure}"
+        return CALLS.get(call, function, lambda _: call).name
 
 
 def _type_name(x: Any) -> dict[str, str]:
@@ -97,14 +100,6 @@ class Flat(NamedTuple):
 
     results: list[torch.Tensor]
     structure: Structure
-
-
-def name_of(function: str, structure: Structure) -> str:
-    """The name of a dynamic call, for `find` and `call`.
-
-    function: the function's name in FUNCTIONS. structure: `flatten` of the call's (args, kwargs).
-    """
-    return _name_of(DynamicCall(function, structure, jax.config.jax_enable_x64))
 
 
 def call(name: str, tensors: list[torch.Tensor]) -> Flat | None:

@@ -30,7 +30,6 @@ __all__ = [
     "find_function",
     "find_program",
     "pin_if_traced",
-    "register",
 ]
 
 
@@ -167,14 +166,6 @@ FUNCTIONS: Store[Callable[..., Any]] = Store()
 PROGRAMS: Store[Program] = Store()
 
 
-def register(function: Callable[..., Any]) -> str:
-    """Keeps a JAX function until the process ends. Returns its new name, by which find_function finds it.
-
-    The name is a string, because torch.compile may make ints symbolic.
-    """
-    return FUNCTIONS.add(getattr(function, "__name__", "function").replace(" ", "_"), function)  # cut at spaces later
-
-
 def find_function(name: str) -> Callable[..., Any]:
     """The function of this name in FUNCTIONS. Raises KeyError if it is gone."""
     function = FUNCTIONS.find(name)
@@ -188,13 +179,14 @@ def display_name(name: str) -> str:
     return name.rsplit("_", 2)[0]
 
 
-def pin_if_traced(name: str) -> None:
-    """Makes a program's name valid until the process ends, if a torch dispatch mode is active.
+def pin_if_traced(*names: str) -> None:
+    """Makes programs' names valid until the process ends, if a torch dispatch mode is active.
 
-    Such a mode, as of torch.compile or make_fx, may write the name into a graph.
+    Such a mode, as of torch.compile or make_fx, may write a name into a graph.
     """
-    if torch._C._len_torch_dispatch_stack() and not PROGRAMS.is_pinned(name):
-        PROGRAMS.pin(name)
+    if torch._C._len_torch_dispatch_stack():
+        for name in names:
+            PROGRAMS.pin(name)
 
 
 def find_program(name: str) -> Program:

@@ -14,7 +14,6 @@ There is one Store for each of these kinds. It says which values stay alive:
 import collections
 import contextlib
 import dataclasses
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -93,21 +92,14 @@ class Store[Value]:
             self._lock.release()
         return value
 
-    def rebuilder(self, name: str) -> Callable[[], Value] | None:
-        """A function without arguments that returns the value of a name, also after it was dropped.
-
-        None if the value is gone.
-        """
-        record = self._record(name)
-        return None if record is None else functools.partial(self._restored, name, record)
-
     def pin(self, name: str) -> None:
         """Keeps the record of a name until the process ends, unless its value is gone."""
         with self._lock:
-            record = self._record(name)
+            record, value = self._records.get(name), self._alive.get(name)
+            if record is None and value is not None:  # another object holds it
+                record = self._records[name] = _Record(key=name, build=lambda _: value)
             if record is not None:
                 record.is_pinned = True
-                self._records[name] = record
 
     def is_pinned(self, name: str) -> bool:
         record = self._records.get(name)
@@ -126,11 +118,6 @@ class Store[Value]:
         with self._lock:
             for name in list(self.kept):
                 self._drop(name)
-
-    def _record(self, name: str) -> _Record[Value] | None:
-        """The record of a name; a new one if another object holds the value; None if the value is gone."""
-        record, value = self._records.get(name), self._alive.get(name)
-        return _Record(key=name, build=lambda _: value) if record is None and value is not None else record
 
     def _restored(self, name: str, record: _Record[Value]) -> Value:
         """The value of a record, built if it was dropped, and kept as the last used value."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Hashable
 
 import jax
 
@@ -39,11 +38,12 @@ def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
     if not program.has_gradient:
         return build_program(request, program.needs)
 
-    def forward_of(program: Program, own: str) -> Program:
+    def build(own: str) -> Program:
+        program = find_program(name)
         results, forward = _in_parallel(size, program.results), _vmap(program.forward, size, mapped)
         return dataclasses.replace(program, name=own, request=request, results=results, forward=forward)
 
-    return _mapped(program, ("forward", size, mapped), forward_of)
+    return PROGRAMS.get(("call", name, size, mapped), display_name(request.function), build).value
 
 
 def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
@@ -53,21 +53,13 @@ def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
     `size`, with an entry for each call.
     """
 
-    def backward_of(program: Program, own: str) -> Program:
+    def build(own: str) -> Program:
+        program = find_program(name)
         grads, backward = _in_parallel(size, program.grads), _vmap(program.backward, size, mapped)
         return dataclasses.replace(program, name=own, grads=grads, backward=backward)
 
-    return _mapped(find_program(name), ("backward", size, mapped), backward_of)
-
-
-def _mapped(program: Program, level: Hashable, build: Callable[[Program, str], Program]) -> Program:
-    """The program build(program, new name), made once for the program and `level`.
-
-    It can be built again after both programs were dropped.
-    """
-    base = PROGRAMS.rebuilder(program.name) or (lambda: program)
-    stem = display_name(program.request.function)
-    return PROGRAMS.get((program.name, level), stem, lambda own: build(base(), own)).value
+    stem = display_name(find_program(name).request.function)
+    return PROGRAMS.get(("backward", name, size, mapped), stem, build).value
 
 
 def _in_parallel(size: int, infos: tuple[ResultSpec, ...]) -> tuple[ResultSpec, ...]:
@@ -91,7 +83,7 @@ def _call_rule(info, in_dims, tensors, program, operands=""):
     dims, *_ = in_dims
     front, mapped = _in_front(tensors, dims)
     own = _mapped_call(program, operator.index(info.batch_size), mapped)
-    pin_if_traced(own.name)
+    pin_if_traced(program, own.name)
     return call_op(front, own.name, operands), 0
 
 
@@ -104,7 +96,7 @@ def _backward_rule(info, in_dims, stored, cotangents, program, operands=""):
     stored_dims, cotangent_dims, *_ = in_dims
     front, mapped = _in_front((*stored, *cotangents), (*stored_dims, *cotangent_dims))
     own = _mapped_backward(program, operator.index(info.batch_size), mapped)
-    pin_if_traced(own.name)
+    pin_if_traced(program, own.name)
     return backward_op(front[: len(stored)], front[len(stored) :], own.name, operands), 0
 
 

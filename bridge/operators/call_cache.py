@@ -6,6 +6,7 @@ microsecond. A call that the guard does not cover runs like a first call: under 
 modes, or with strided tensors.
 """
 
+import dataclasses
 import functools
 import operator
 import weakref
@@ -33,6 +34,11 @@ _is_grad_enabled = torch.is_grad_enabled
 _functions_looking_on = torch._C._len_torch_function_stack
 
 
+def _never(*tensors: torch.Tensor) -> bool:
+    return False
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class CachedCall:
     """A cached call. Calling it with the list of the call's tensors returns the call's results.
 
@@ -47,37 +53,24 @@ class CachedCall:
     dies.
     """
 
-    __slots__ = (
-        *("backward_cache", "chain", "check", "function", "has_grad", "info", "is_direct", "references", "statics"),
-        "unpack",
-    )
+    chain: Callable[..., list[torch.Tensor]]
+    unpack: Callable[[list[torch.Tensor]], Any]
+    function: type[torch.autograd.Function] | None = None
+    info: Any = None
+    backward_cache: "CallCache | None" = dataclasses.field(init=False)
+    is_direct: bool = dataclasses.field(init=False, default_factory=route.is_enabled)
+    has_grad: bool = dataclasses.field(init=False, default_factory=torch.is_grad_enabled)
+    statics: Hashable = dataclasses.field(init=False, default=None)
+    check: Callable[..., bool] = dataclasses.field(init=False, default=_never)
+    references: Sequence[weakref.ref[Mask]] = dataclasses.field(init=False, default=())
 
-    def __init__(
-        self,
-        chain: Callable[..., list[torch.Tensor]],
-        unpack: Callable[[list[torch.Tensor]], Any],
-        function: type[torch.autograd.Function] | None = None,
-        info: Any = None,
-    ) -> None:
-        self.chain = chain
-        self.is_direct = route.is_enabled()
-        self.has_grad = torch.is_grad_enabled()
-        self.unpack = unpack
-        self.function = function
-        self.info = info
-        self.backward_cache = None if function is None else CallCache()
-        self.references: list[weakref.ref[Mask]] = []
-        self.statics: Hashable = None
-        self.check: Callable[..., bool] = _never
+    def __post_init__(self) -> None:
+        self.backward_cache = None if self.function is None else CallCache()
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         if self.function is None:
             return self.unpack(self.chain(*tensors))
         return self.unpack(self.function.apply(self, *tensors))
-
-
-def _never(*tensors: torch.Tensor) -> bool:
-    return False
 
 
 class CallCache:

@@ -91,8 +91,8 @@ def define_operator(
 
     def cached_call(*arguments: Argument) -> CachedCall | None:
         function, tensors, operands = program(*arguments)
-        read = [x for x in tensors if x is not None]
-        if (operands is not None and operands.masks) or not same_tensors(read, _seen(arguments).tensors):
+        (_, given), read = _split(arguments), [x for x in tensors if x is not None]
+        if (operands is not None and operands.masks) or not same_tensors(read, given):
             return None
         return CachedCall(execute.launcher_for(function, tensors, operands), unpack(*arguments))
 
@@ -130,9 +130,9 @@ def _defined(
 
     @torch_internals.skip_dynamo
     def autograd(*arguments: Argument) -> Results:
-        seen = _seen(arguments)
-        if (call := cache.lookup(*seen)) is not None:
-            return call(seen.tensors)
+        statics, tensors = _split(arguments)
+        if (call := cache.lookup(statics, tensors)) is not None:
+            return call(tensors)
         flat = _flat(arguments)
         if has_tangent(flat):
             return refuse_tangent(label(*arguments)) if push is None else push(*arguments)
@@ -140,34 +140,26 @@ def _defined(
             return differentiate(*arguments)
         results = below_autograd(operator, *arguments)
         if torch_internals.is_plain_eager():
-            cache.record(*seen, lambda: cached_call(*arguments))
+            cache.record(statics, tensors, lambda: cached_call(*arguments))
         return results
 
     _LIBRARY.impl(name, autograd, "Autograd")
     return operator
 
 
-class _Seen(NamedTuple):
-    """The arguments of an operator, for a look-up in a CallCache.
+def _split(arguments: Sequence[Argument]) -> tuple[Hashable, list[torch.Tensor]]:
+    """(statics, tensors) of an operator's arguments, for a look-up in a CallCache.
 
-    statics: the arguments, with a marker for each tensor and, for a list of tensors, its length and which entries are
-    None. tensors: the tensors, in order.
+    The statics have a marker for each tensor and, for a list of tensors, its length and which entries are None.
     """
-
-    statics: tuple[Hashable, ...]
-    tensors: list[torch.Tensor]
-
-
-def _seen(arguments: Sequence[Argument]) -> _Seen:
-    """The arguments of an operator, separated into statics and tensors."""
     if list in map(type, arguments):
-        return _seen_in_lists(arguments)
+        return _split_lists(arguments)
     statics = [_TENSOR if isinstance(x, _TENSOR) else x for x in arguments]
-    return _Seen(tuple(statics), [x for x in arguments if isinstance(x, _TENSOR)])
+    return tuple(statics), [x for x in arguments if isinstance(x, _TENSOR)]
 
 
-def _seen_in_lists(arguments: Sequence[Argument]) -> _Seen:
-    """The arguments of an operator, which include lists of tensors, separated into statics and tensors."""
+def _split_lists(arguments: Sequence[Argument]) -> tuple[Hashable, list[torch.Tensor]]:
+    """(statics, tensors) of an operator's arguments, which include lists of tensors."""
     statics: list[Hashable] = []
     tensors: list[torch.Tensor] = []
     for x in arguments:
@@ -180,7 +172,7 @@ def _seen_in_lists(arguments: Sequence[Argument]) -> _Seen:
             statics.append(len(x) if len(there) == len(x) else tuple(y is None for y in x))
         else:
             statics.append(x)
-    return _Seen(tuple(statics), tensors)
+    return tuple(statics), tensors
 
 
 def _flat(arguments: Sequence[Argument]) -> list[torch.Tensor | bool | int | float | str | None]:

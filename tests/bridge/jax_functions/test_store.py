@@ -54,11 +54,10 @@ def test_dropped_value_is_found_while_it_is_held(built):
         values.get(key, key, builder(names))
     assert name not in values.kept
     assert values.find(name) is held
-    again = values.rebuilder(name)
     values.pin(name)  # its builder is gone, so the record holds the value
     del held
     gc.collect()
-    assert values.find(name).name == again().name == name
+    assert values.find(name).name == name
     assert names.count(name) == 1
 
 
@@ -84,17 +83,6 @@ def test_added_value_needs_no_weak_reference(built):
     values.clear()
     assert values.find(name) == "a text"
     assert values.names() == [name]
-
-
-def test_rebuilder_survives_its_record(built):
-    values, names = built
-    name = values.get("a", "a", builder(names)).name
-    again = values.rebuilder(name)
-    values.clear()
-    gc.collect()
-    assert (values.find(name), values.rebuilder(name)) == (None, None)
-    assert again() is values.find(name)
-    assert names == [name, name]
 
 
 def test_error_leaves_no_record(built):
