@@ -156,7 +156,7 @@ def _key_by_name(
     masks: list[Mask] = []
     for name, x in (*((None, x) for x in args), *kwargs.items()):
         kind = type(x)
-        if kind in _TENSORS:
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
             statics.append(name)
             tensors.append(x)
         elif kind in _EXACT:
@@ -240,13 +240,12 @@ class JaxOp:
         if torch.compiler.is_compiling():
             return None
         settings = None if self._settings is None else self._settings()
-        statics: Hashable
-        tensors: Sequence[torch.Tensor]
-        if kwargs or not _TENSORS.issuperset(map(type, args)):
-            statics, tensors = _key_by_name(args, kwargs, settings)
-        else:
-            statics, tensors = (len(args), settings), args
         config = _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision
+        if not kwargs and settings is None:  # the shortest way for calls of tensors
+            cached = self._cache.lookup((len(args), config), args)
+            if cached is not None or _TENSORS.issuperset(map(type, args)):
+                return CallKey(len(args), args, cached)
+        statics, tensors = _key_by_name(args, kwargs, settings)
         return CallKey(statics, tensors, self._cache.lookup((statics, config), tensors))
 
     def find(self, statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
