@@ -111,7 +111,7 @@ class Store[Value]:
 
     def alive(self) -> dict[str, Value]:
         """The values that this store or another object holds, by name, if they can be referenced weakly."""
-        return dict(self._alive)
+        return dict(self._alive.items())
 
     def clear(self) -> None:
         """Drops all values, and the records that are not pinned."""
