@@ -5,8 +5,7 @@ operators torch.ops.jax_kernels, which exported programs call. The module of a p
 first read.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jax_kernels.bridge.interop.memory import leave_memory_to_torch
 
@@ -15,7 +14,8 @@ leave_memory_to_torch()  # before the first import that starts JAX's GPU backend
 from jax_kernels.bridge.jax_functions import dynamic_shapes as _dynamic_shapes  # noqa: F401
 from jax_kernels.bridge.jax_functions import program_operators as _program_operators  # noqa: F401
 from jax_kernels.bridge.ops.attention import flash_attention_operator as _flash_attention_operator  # noqa: F401
-from jax_kernels.bridge.ops.symbolic_trace import refuse_functions as _refuse_functions
+from jax_kernels.bridge.ops.symbolic_trace import refuse_function as _refuse_function
+from jax_kernels.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from jax_kernels.bridge import huggingface as huggingface
@@ -137,18 +137,4 @@ _MODULES = {
     ),
     "jax_kernels.bridge.interop.memory": ("memory_report",),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'jax_kernels.bridge' has no attribute {name!r}")
-    module = importlib.import_module(_HOMES[name])
-    value = module if module.__name__ == f"jax_kernels.bridge.{name}" else getattr(module, name)
-    _refuse_functions([value])
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*_HOMES, *(name for name in globals() if name.startswith("__"))})
+__getattr__, __dir__ = _lazy_names(__name__, _MODULES, _refuse_function)

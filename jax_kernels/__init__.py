@@ -1,7 +1,8 @@
 """jax_kernels: attention and matmul kernels in JAX Pallas, for JAX, Flax and PyTorch."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jax_kernels.lazy_names import lazy_names as _lazy_names
 
 if TYPE_CHECKING:
     from jax_kernels import masks as masks
@@ -90,16 +91,4 @@ _MODULES = {
         "quantize_fp8",
     ),
 }
-_HOMES = {name: module for module, names in _MODULES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'jax_kernels' has no attribute {name!r}")
-    module = importlib.import_module(_HOMES[name])
-    value = globals()[name] = module if module.__name__ == f"jax_kernels.{name}" else getattr(module, name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*_HOMES, *(name for name in globals() if name.startswith("__"))})
+__getattr__, __dir__ = _lazy_names(__name__, _MODULES)

@@ -19,14 +19,15 @@ from jax_kernels.bridge.interop import dlpack, torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.dlpack_capsule import CapsuleFactory
 from jax_kernels.bridge.interop.keep_alive import relaxed_capture
+from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.interop.planning_device import planning_on
 from jax_kernels.masks import Mask
 
-__all__ = ["FlatArguments", "JaxFunction", "forget", "run"]
+__all__ = ["FlatArguments", "JaxFunction", "run"]
 
 type JaxFunction = Callable[..., Sequence[jax.Array]]  # returns a flat sequence of arrays
 
-_MOST = 1024
+_MOST = 1024  # keys of a function
 
 
 class FlatArguments(NamedTuple):
@@ -105,21 +106,9 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(reversed(shape[1:]), lambda x, y: x * y, initial=1))[::-1] if shape else ()
 
 
-_PROGRAMS: dict[JaxFunction, _DonatingJit] = {}
-
-
-def forget() -> None:
-    """Drops all functions that were jitted to write their results in place."""
-    _PROGRAMS.clear()
-
-
+@memoize
 def _program(function: JaxFunction) -> _DonatingJit:
-    """The _DonatingJit of a function, made at the first call for it."""
-    program = _PROGRAMS.get(function)
-    if program is None:
-        program = _PROGRAMS[function] = _DonatingJit(function)
-        drop_oldest(_PROGRAMS, _MOST)
-    return program
+    return _DonatingJit(function)
 
 
 def run(function: JaxFunction, arguments: FlatArguments, device: torch.device) -> list[torch.Tensor] | None:

@@ -15,7 +15,6 @@ import jax
 import torch
 
 from jax_kernels.bridge.interop import dlpack, dtensors, torch_internals
-from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.plain_numbers import is_constant, plain_options
 from jax_kernels.bridge.jax_functions import dynamic_shapes, flops, vmap
 from jax_kernels.bridge.jax_functions.argument_names import leaf_names
@@ -29,14 +28,14 @@ from jax_kernels.bridge.jax_functions.mask_operands import (
     register_weak,
 )
 from jax_kernels.bridge.jax_functions.program_operators import CachedFunction, CallFunction, ProgramInfo, call_op
-from jax_kernels.bridge.jax_functions.programs import ProgramKey, TensorSpec, register
+from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, ProgramKey, TensorSpec
 from jax_kernels.bridge.jax_functions.pytree import LEAF, MaskById, Structure, flatten, unflatten
 from jax_kernels.bridge.jax_functions.tracing import program_for
 from jax_kernels.bridge.operators import execute, plan_query, torch_operator
 from jax_kernels.bridge.operators.call_cache import CachedCall, CallCache, same_tensors
 from jax_kernels.masks import Mask
 
-__all__ = ["CallKey", "JaxOp", "call_key", "call_key_by_name", "from_jax"]
+__all__ = ["CallKey", "JaxOp", "from_jax", "with_types"]
 
 _CONFIG = jax.config
 
@@ -99,18 +98,10 @@ class _FromJax:
         self._op = JaxOp(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._op.run(None, *args, **kwargs)
-        seen = None
-        if not kwargs:
-            seen = CallKey(len(args), args)
-            if (known := self._op.lookup(seen)) is not None:
-                return known(args)
-        if seen is None or not all(isinstance(x, torch.Tensor) for x in args):
-            seen = call_key_by_name(args, kwargs)
-            if (known := self._op.lookup(seen)) is not None:
-                return known(seen.tensors)
-        return self._op.run(seen, *args, **kwargs)
+        call = self._op.lookup_by_name(args, kwargs)
+        if call and call.cached:
+            return call.cached(call.tensors)
+        return self._op.run(call, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         return from_jax, (self.__wrapped__,)  # type: ignore[attr-defined]
@@ -126,24 +117,21 @@ class _FromJax:
 
 
 class CallKey(NamedTuple):
-    """The key of a cached call.
+    """The key of a call, and the cached call of this key.
 
     statics: all of the call but its tensors: the other arguments, a Mask by its id, and which arguments are tensors.
-    tensors: the call's tensors, in order.
+    tensors: the call's tensors, in order. cached: a function of the tensors that returns the call's results; None if
+    the call is not cached.
     """
 
     statics: Hashable
     tensors: Sequence[torch.Tensor]
+    cached: CachedCall | None = None
 
 
-def call_key(arguments: Sequence[Any], options: Sequence[Any]) -> CallKey:
-    """The key of a call. arguments: tensors or constants. options: constants only.
-
-    The key also holds the types of the constants, because 1, 1.0 and True are equal.
-    """
-    statics = [None if isinstance(x, torch.Tensor) else (type(x), x) for x in arguments]
-    kinds = map(type, options)  # 1, 1.0 and True are equal
-    return CallKey((*options, *kinds, *statics), [x for x in arguments if isinstance(x, torch.Tensor)])
+def with_types(x: Any) -> Any:
+    """A tuple or list of constants as a hashable key, which differs for 1, 1.0 and True. Other values are unchanged."""
+    return (*x, *map(type, x)) if isinstance(x, tuple | list) else x
 
 
 def _is_int(x: Any) -> bool:
@@ -151,17 +139,21 @@ def _is_int(x: Any) -> bool:
 
 
 _EXACT = (bool, int, str, type(None))  # two values are the same constant if types and values are equal
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def call_key_by_name(args: Sequence[Any], kwargs: dict[str, Any], *settings: Any) -> CallKey:
-    """The key of the call function(*args, **kwargs), whose arguments may be tensors, constants, Masks and containers.
+def _key_by_name(
+    args: Sequence[Any], kwargs: dict[str, Any], settings: Hashable
+) -> tuple[Hashable, Sequence[torch.Tensor]]:
+    """(statics, tensors) of a CallKey for function(*args, **kwargs).
 
-    settings: other hashable values that the result depends on. The key's tensors are in the order in which `flatten`
-    lists them. The statics of two calls are equal only if the calls differ in nothing but their tensors; they contain
-    the ids of Masks.
+    The arguments may be tensors, constants, Masks and containers. The tensors are in the order in which `flatten` lists
+    them. The statics of two calls are equal only if the calls differ in nothing but their tensors; they contain the ids
+    of Masks.
     """
-    statics: list[Hashable] = [len(args), *settings]
+    statics: list[Hashable] = [len(args), settings]
     tensors: list[torch.Tensor] = []
+    masks: list[Mask] = []
     for name, x in (*((None, x) for x in args), *kwargs.items()):
         kind = type(x)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -175,35 +167,43 @@ def call_key_by_name(args: Sequence[Any], kwargs: dict[str, Any], *settings: Any
             statics.append((name, Mask, id(x)))
         elif kind is tuple and all(map(_is_int, x)):
             statics.append((name, kind, x))
-        else:
-            return _seen_in_trees(args, kwargs, settings)
-    return CallKey(tuple(statics), tensors)
-
-
-def _seen_in_trees(args: Sequence[Any], kwargs: dict[str, Any], settings: Sequence[Any]) -> CallKey:
-    """The key of a call whose arguments have containers or other constants, by `flatten`, which is slower."""
-    tensors: list[torch.Tensor] = []
-    masks: list[Mask] = []
-    structure = flatten((tuple(args), kwargs), tensors, masks)
-    return CallKey((structure, *settings, *map(id, masks)), tensors)
+        else:  # containers, and other constants
+            tensors, masks = [], []
+            structure = flatten((tuple(args), kwargs), tensors, masks)
+            return (structure, settings, *map(id, masks)), tensors
+    return tuple(statics), tensors
 
 
 class JaxOp:
-    """A JAX function on PyTorch tensors, as from_jax returns it, for an op of the bridge that makes its own CallKeys.
+    """A JAX function on PyTorch tensors, for from_jax and for the bridge's ops.
 
-    The op calls `lookup` with the key of a call, and `run` if that returns None.
+    An op looks a call up before it checks the arguments, and runs it if it is not cached:
+
+        call = op.lookup(arguments, options)
+        if call and call.cached:
+            return call.cached(call.tensors)
+        ...  # checks, and PyTorch's settings
+        return op.run(call, *args, **kwargs)
     """
 
-    def __init__(self, function: Callable[..., Any], *, is_opaque: bool = False) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        is_opaque: bool = False,
+        settings: Callable[[], Hashable] | None = None,
+    ) -> None:
         """Registers a function of jax.Arrays until the process ends.
 
         is_opaque: makes a call one node of a torch.compile graph, which is not traced further: each name that a trace
         sees adds to the checks before every call of the graph. Only for a function whose arguments are tensors and
-        constants, and whose results are tensors.
+        constants, and whose results are tensors. settings: returns the settings of PyTorch that a call depends on.
         """
         self._function = function
-        self._name = name = register(function)
-        self._known = CallCache()
+        stem = getattr(function, "__name__", "function").replace(" ", "_")  # a dynamic call's text is split at spaces
+        self._name = name = FUNCTIONS.add(stem, function)
+        self._cache = CallCache()
+        self._settings = settings
         self._is_opaque = is_opaque
         self._numbers: tuple[str, ...] = getattr(function, "plain_numbers", ())
 
@@ -217,26 +217,53 @@ class JaxOp:
 
         self._in_graph = torch_internals.node_in_graph(in_graph) if is_opaque else in_graph
 
-    def lookup(self, seen: CallKey) -> CachedCall | None:
-        """The cached call of this key, a function of the list of its tensors; None if there is none.
+    def lookup(self, arguments: Sequence[Any], options: Sequence[Any]) -> CallKey | None:
+        """The key of a call, with its cached call. None while torch.compile traces, when no call is cached.
 
-        Code that torch.compile traces must not call it.
+        arguments: tensors or constants. options: constants only, with_types for tuples and lists. The key also holds
+        the types of the constants, because 1, 1.0 and True are equal.
         """
+        if torch.compiler.is_compiling():
+            return None
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        constants = [None if isinstance(x, torch.Tensor) else (type(x), x) for x in arguments]
+        settings = None if self._settings is None else self._settings()
+        statics = (settings, *options, *map(type, options), *constants)
         config = _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision  # _config(), without a call
-        return self._known.lookup((seen.statics, config), seen.tensors)
+        return CallKey(statics, tensors, self._cache.lookup((statics, config), tensors))
 
-    def run(self, seen: CallKey | None, *args: Any, **kwargs: Any) -> Any:
+    def lookup_by_name(self, args: Sequence[Any], kwargs: dict[str, Any]) -> CallKey | None:
+        """The key of the call function(*args, **kwargs), with its cached call, as `lookup` returns them.
+
+        The arguments may be tensors, constants, Masks and containers.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        settings = None if self._settings is None else self._settings()
+        config = _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision
+        if not kwargs and settings is None:  # the shortest way for calls of tensors
+            cached = self._cache.lookup((len(args), config), args)
+            if cached is not None or _TENSORS.issuperset(map(type, args)):
+                return CallKey(len(args), args, cached)
+        statics, tensors = _key_by_name(args, kwargs, settings)
+        return CallKey(statics, tensors, self._cache.lookup((statics, config), tensors))
+
+    def find(self, statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
+        """The cached call of CallKey(statics, tensors), or None. Code that torch.compile traces must not call it."""
+        return self._cache.lookup((statics, _config()), tensors)
+
+    def run(self, call: CallKey | None, *args: Any, **kwargs: Any) -> Any:
         """The results of the function on args and kwargs: tensors, in the function's own containers.
 
-        seen: the key under which `lookup` finds later equal calls; None if the call must not be cached. The call is
-        also not cached if it reads other tensors than the key's, has a Mask whose arrays may change, or runs under
-        torch.func or another transform.
+        call: the key under which later equal calls are found; None if the call must not be cached. The call is also not
+        cached if it reads other tensors than the key's, has a Mask whose arrays may change, or runs under torch.func or
+        another transform.
         """
         if self._is_opaque and torch.compiler.is_compiling():
             return self._in_graph(*args, **kwargs)
         if not torch.compiler.is_compiling() and (changed := plain_options(self._numbers, kwargs)):
             # Numbers in arrays and tensors may change: they are read in each call.
-            seen = seen if all(is_constant(kwargs[name]) for name in changed) else None
+            call = call if all(is_constant(kwargs[name]) for name in changed) else None
             kwargs |= changed
         tensors: list[torch.Tensor] = []
         masks: list[Mask] = []
@@ -250,17 +277,18 @@ class JaxOp:
             results = _with_masks(self._name, structure, tensors, masks)
         else:
             results = _run(self._name, structure, tensors, NO_MASKS, None)
-        is_seen = seen is not None and torch_internals.is_plain_eager() and same_tensors(tensors, seen.tensors)
-        if seen is not None and is_seen and (not masks or are_immutable(masks)):
+        if call is None or not torch_internals.is_plain_eager():
+            return results
+        if same_tensors(tensors, call.tensors) and (not masks or are_immutable(masks)):
 
             def make() -> CachedCall:
                 operands = register_weak(masks, tensors[0].device) if masks else NO_MASKS
                 signatures = tuple(_signature(x) for x in tensors)
                 signature = operands.signature if masks else None
                 request = ProgramKey(self._name, structure, signatures, signature, jax.config.jax_enable_x64)
-                return _known_call(request, tensors, operands)
+                return _cached_call(request, tensors, operands)
 
-            self._known.record((seen.statics, _config()), tensors, make, masks)
+            self._cache.record((call.statics, _config()), tensors, make, masks)
         return results
 
 
@@ -279,7 +307,7 @@ def _config() -> tuple[bool, str | None]:
     return _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision
 
 
-def _known_call(
+def _cached_call(
     request: ProgramKey, tensors: Sequence[torch.Tensor], operands: CallMasks | WeakCallMasks
 ) -> CachedCall:
     """A new CachedCall for a request, which CallCache.record can store.
@@ -290,8 +318,8 @@ def _known_call(
     program = program_for(request, tuple(grad and x.requires_grad for x in tensors))
     chain = execute.launcher_for(program.forward, tensors, operands)
     is_single = program.outputs == LEAF
-    finish = operator.itemgetter(0) if is_single else lambda results: unflatten(program.outputs, iter(results))
-    return CachedCall(chain, finish, CachedFunction if program.has_gradient else None, ProgramInfo(program, operands))
+    unpack = operator.itemgetter(0) if is_single else lambda results: unflatten(program.outputs, iter(results))
+    return CachedCall(chain, unpack, CachedFunction if program.has_gradient else None, ProgramInfo(program, operands))
 
 
 def _run(
@@ -307,20 +335,18 @@ def _run(
     operands: the call's Masks. masks: their signature, or None.
     """
     if torch.compiler.is_compiling():
-        recipe = _recipe(name, structure)
-        call = _call_of_duals if _is_in_dual_level() else _call_in_graph
-        results = call(recipe, *tensors)
-        return unflatten(_outputs(recipe), iter(results))
+        call = dynamic_shapes.name_of(name, structure)
+        run = _call_of_duals if _is_in_dual_level() else _call_in_graph
+        results = run(call, *tensors)
+        return unflatten(_outputs(call), iter(results))
+    is_eager = torch_internals.is_plain_eager()
+    grad = is_eager and torch.is_grad_enabled()
     signatures = tuple(_signature(x) for x in tensors)
-    if not torch_internals.is_plain_eager():
-        program = program_for(
-            ProgramKey(name, structure, signatures, masks, jax.config.jax_enable_x64), (False,) * len(tensors)
-        )
-        return unflatten(program.outputs, iter(call_op(tensors, program.name, operands.name)))
-    grad = torch.is_grad_enabled()
-    needs = tuple(grad and x.requires_grad for x in tensors)
-    program = program_for(ProgramKey(name, structure, signatures, masks, jax.config.jax_enable_x64), needs)
-    if program.has_gradient:
+    request = ProgramKey(name, structure, signatures, masks, jax.config.jax_enable_x64)
+    program = program_for(request, tuple(grad and x.requires_grad for x in tensors))
+    if not is_eager:
+        results = call_op(tensors, program.name, operands.name)
+    elif program.has_gradient:
         results = CallFunction.apply(program, operands, *tensors)
     else:
         results = torch_operator.below_autograd(call_op, tensors, program.name, operands.name)
@@ -337,32 +363,18 @@ def _with_masks(name: str, structure: Structure, tensors: list[torch.Tensor], ma
     return _run(name, structure, tensors, operands, operands.signature)
 
 
-@torch_internals.constant_in_graph
-def _recipe(name: str, structure: Structure) -> str:
-    """A name for a function with all of its arguments but tensors; dynamic_shapes.find returns them for this name.
+def _flat_call(name: str, tensors: list[torch.Tensor]) -> dynamic_shapes.Flat:
+    """Adds a dynamic call to a traced graph, and returns its results. name: the call's.
 
-    name: the function's name in FUNCTIONS. structure: `flatten` of (args, kwargs). torch.compile makes the name a
-    constant of its graph.
+    The call serves many shapes if the tensors have symbolic sizes and the sizes of the results can be expressed by
+    these; otherwise it serves only the traced shapes.
     """
-    return dynamic_shapes.name_of(name, structure)
-
-
-def _flat_call(recipe: str, tensors: list[torch.Tensor]) -> dynamic_shapes.Flat:
-    """Adds a call to a traced graph, and returns its results.
-
-    recipe: the name from _recipe. The call serves many shapes if the tensors have symbolic sizes and the sizes of the
-    results can be expressed by these; otherwise it serves only the traced shapes.
-    """
-    flat = dynamic_shapes.call(recipe, tensors) if dynamic_shapes.is_any_shape(tensors) else None
+    flat = dynamic_shapes.call(name, tensors) if dynamic_shapes.is_any_shape(tensors) else None
     if flat is not None:
         return flat
-    function, structure, _ = dynamic_shapes.find(recipe)
-    traced = _traced(function, structure, tuple(_signature(x) for x in tensors))
+    call = dynamic_shapes.find(name)
+    traced = _traced(call.function, call.structure, tuple(_signature(x) for x in tensors))
     return dynamic_shapes.Flat(call_op(tensors, traced.program, traced.operands), traced.outputs)
-
-
-_OUTPUTS: dict[str, Structure] = {}  # by recipe: the structure of the results of the call being traced
-_MOST_OUTPUTS = 1024
 
 
 @torch_internals.constant_in_graph
@@ -372,22 +384,19 @@ def _is_in_dual_level() -> bool:
 
 
 @torch_internals.node_in_graph
-def _call_in_graph(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The flat results of a call that is one node of a graph: torch.compile does not trace into it.
-
-    recipe: the name from _recipe.
-    """
-    return _results_of(recipe, tensors)
+def _call_in_graph(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The flat results of a dynamic call that is one node of a graph: torch.compile does not trace into it."""
+    return _results_of(name, tensors)
 
 
 @torch_internals.node_in_graph
-def _call_of_duals(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The flat results of a call that is one node of a graph, for tensors that may have tangents of forward mode.
+def _call_of_duals(name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The flat results of a dynamic call that is one node of a graph, for tensors that may have tangents.
 
-    recipe: the name from _recipe. In the node, is_forward_mode() is True, so the results have tangents.
+    In the node, is_forward_mode() is True, so the results have tangents.
     """
     with torch_internals.as_in_dual_level():
-        return _results_of(recipe, tensors)
+        return _results_of(name, tensors)
 
 
 @torch_internals.node_in_graph
@@ -400,18 +409,18 @@ def _op_of_duals(program: str, operands: str, *tensors: torch.Tensor) -> tuple[t
         return tuple(call_op(list(tensors), program, operands))
 
 
-def _results_of(recipe: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The flat results of a call in a traced graph. `_outputs` then returns their structure. recipe: from _recipe."""
-    flat = _flat_call(recipe, list(tensors))
-    _OUTPUTS[recipe] = flat.structure
-    drop_oldest(_OUTPUTS, _MOST_OUTPUTS)
+def _results_of(name: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The flat results of a dynamic call in a traced graph. `_outputs` then returns their structure."""
+    flat = _flat_call(name, list(tensors))
+    dynamic_shapes.find(name).outputs[:] = [flat.structure]
     return tuple(flat.results)
 
 
 @torch_internals.constant_in_graph
-def _outputs(recipe: str) -> Structure:
-    """The structure of the results of the last traced call with this recipe, for `unflatten`."""
-    return _OUTPUTS[recipe]
+def _outputs(name: str) -> Structure:
+    """The structure of the results of the dynamic call when it was last traced, for `unflatten`."""
+    (structure,) = dynamic_shapes.find(name).outputs
+    return structure
 
 
 def _traced_call(name: str, structure: Structure, tensors: list[torch.Tensor], masks: Sequence[Mask | MaskById]) -> Any:

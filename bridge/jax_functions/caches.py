@@ -6,8 +6,10 @@ import jax
 
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.interop import keyed_cache
-from jax_kernels.bridge.jax_functions import dynamic_shapes, programs
-from jax_kernels.bridge.operators import call_cache, execute
+from jax_kernels.bridge.jax_functions import store
+from jax_kernels.bridge.jax_functions.dynamic_shapes import CALLS
+from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, PROGRAMS
+from jax_kernels.bridge.operators import call_cache
 
 __all__ = ["CacheInfo", "cache_info", "clear_cache"]
 
@@ -16,13 +18,13 @@ class CacheInfo(NamedTuple):
     """The number of entries in some of the bridge's caches: of functions, programs, chains and calls.
 
     functions: JAX functions, given to from_jax or used by the bridge's own ops; all are kept. plans: programs, which
-    are compiled forwards and backwards for one set of shapes, dtypes and constants; the 1,024 newest are kept. chains:
-    pairs of a function and shapes for which the direct route has loaded a launch chain, or has found that there is
-    none; the 512 last used are kept. known_calls: calls that later equal calls repeat without checks, up to 512 for
+    are compiled forwards and backwards for one set of shapes, dtypes and constants; the 1,024 last used are kept.
+    chains: pairs of a function and shapes for which the direct route has loaded a launch chain, or has found that there
+    is none; the 512 last used are kept. known_calls: calls that later equal calls repeat without checks, up to 512 for
     each op. recipes: calls in torch.compile graphs for many sizes, if a constant is neither a number nor a text; the
-    1,024 last used are kept, and a graph whose recipe was dropped raises an error that says so. plan_recipes: functions
-    that make a dropped program again; the 1,024 newest are kept, and all whose program is in a graph. tangents:
-    functions that forward-mode differentiation made, kept with their programs.
+    1,024 last used are kept, and a graph whose call was dropped raises an error that says so. plan_recipes: the
+    programs in `plans`, and all dropped programs whose name is in a graph, which are built again. tangents: functions
+    that forward-mode differentiation made; the 1,024 last used are kept, and all that a program holds.
     """
 
     functions: int
@@ -37,13 +39,13 @@ class CacheInfo(NamedTuple):
 def cache_info() -> CacheInfo:
     """The number of entries now in each of the caches that CacheInfo lists. The bridge has other caches too."""
     return CacheInfo(
-        functions=len(programs.FUNCTIONS),
-        plans=len(programs.PROGRAMS),
+        functions=sum(map(FUNCTIONS.is_pinned, FUNCTIONS.names())),
+        plans=len(PROGRAMS),
         chains=route.count(),
         known_calls=call_cache.count(),
-        recipes=dynamic_shapes.count(),
-        plan_recipes=programs.count_recipes(),
-        tangents=programs.count_tangents(),
+        recipes=len(CALLS),
+        plan_recipes=len(PROGRAMS.names()),
+        tangents=sum(not FUNCTIONS.is_pinned(name) for name in FUNCTIONS.alive()),
     )
 
 
@@ -55,9 +57,7 @@ def clear_cache() -> None:
     GPUs whose kernels it unloads.
     """
     call_cache.clear()
-    execute.clear()
     keyed_cache.clear()
-    programs.clear()
-    dynamic_shapes.clear()
+    store.clear()
     jax.clear_caches()
     route.clear()

@@ -4,15 +4,14 @@ torch.func.vmap maps these programs like all programs, so jacfwd works. Function
 reverse-mode gradient (jax.custom_vjp), or an op of this library, have no such program.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jax_kernels.bridge.interop.donated_outputs import JaxFunction
-from jax_kernels.bridge.interop.keyed_cache import memoize
-from jax_kernels.bridge.jax_functions.programs import Program, ProgramKey, VmapLevel, display_name, register_tangents
+from jax_kernels.bridge.jax_functions.programs import FUNCTIONS, Program, ProgramKey, VmapLevel, display_name
 from jax_kernels.bridge.jax_functions.pytree import LEAF, MASK, Structure
 from jax_kernels.bridge.jax_functions.tracing import build_program, outputs_of
 from jax_kernels.bridge.operators import torch_operator
@@ -33,26 +32,21 @@ def jvp_program(request: ProgramKey, moving: tuple[bool, ...]) -> Program:
     jax.custom_vjp or an op of this library.
     """
     of_masks = 0 if request.masks is None else len(request.masks.structure.children())
-    function = _function(request.function, request.structure, request.maps, moving, of_masks)
+    call = request.function, request.structure, request.maps, moving, of_masks
+    name, _held = FUNCTIONS.get(
+        call, display_name(request.function), lambda _: _tangents(*call)
+    )  # until the program holds it
     tangents = tuple(x for x, is_moving in zip(request.signatures, moving, strict=True) if is_moving)
     signatures = *request.signatures, *tangents
     leaves = ("tuple", (*[LEAF] * len(signatures), *[MASK] * of_masks))
     structure = ("tuple", (leaves, ("dict", (), ())))
-    own = ProgramKey(function.name, structure, signatures, request.masks, request.x64)
+    own = ProgramKey(name, structure, signatures, request.masks, request.x64)
     return build_program(own, (False,) * len(signatures))
 
 
-class _Named(NamedTuple):
-    """A function, and the name by which find_function finds it."""
-
-    name: str
-    function: JaxFunction
-
-
-@memoize
-def _function(
+def _tangents(
     function: str, structure: Structure, maps: tuple[VmapLevel, ...], moving: tuple[bool, ...], of_masks: int
-) -> _Named:
+) -> Callable[..., Any]:
     """The JAX function that computes tangents of a request's floating-point and complex results.
 
     It takes a flat list: an array for each tensor, a tangent for each tensor that is `moving`, then the Masks. It
@@ -84,7 +78,7 @@ def _function(
         return push(*directions)
 
     tangents.__name__ = display_name(function)
-    return _Named(register_tangents(tangents), tangents)
+    return tangents
 
 
 def _is_reverse_alone(jaxpr: core.Jaxpr) -> bool:

@@ -82,9 +82,9 @@ class _OfMasks:
     @functools.cached_property
     def signature(self) -> MaskSignature:
         """The Masks' structure, and their arrays' shapes and dtypes."""
-        facts = [_facts_of(mask) for mask in self.masks]
-        structure = jax.tree_util.treedef_tuple([x.structure for x in facts])
-        return MaskSignature(structure, tuple(itertools.chain.from_iterable(x.arrays for x in facts)))
+        infos = [_info_of(mask) for mask in self.masks]
+        structure = jax.tree_util.treedef_tuple([x.structure for x in infos])
+        return MaskSignature(structure, tuple(itertools.chain.from_iterable(x.arrays for x in infos)))
 
     def tensors(self, device: torch.device) -> list[torch.Tensor] | None:
         """The Masks' arrays as PyTorch tensors on this GPU, in the order of `signature`'s arrays.
@@ -92,7 +92,7 @@ class _OfMasks:
         Work on PyTorch's current stream may read them. Each Mask is copied once for each device. Returns None if
         PyTorch lacks a dtype, or if a CUDA graph is being captured and there is no earlier copy.
         """
-        return _tensors_of(map(_facts_of, self.masks), device)
+        return _tensors_of(map(_info_of, self.masks), device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,11 +143,11 @@ class WeakCallMasks(_OfMasks):
             mask_sources.check(self.held)
 
     @functools.cached_property
-    def _facts(self) -> list["_MaskInfo"]:
-        return [_facts_of(mask) for mask in self.masks]
+    def _infos(self) -> list["_MaskInfo"]:
+        return [_info_of(mask) for mask in self.masks]
 
     def tensors(self, device: torch.device) -> list[torch.Tensor] | None:
-        return _tensors_of(self._facts, device)
+        return _tensors_of(self._infos, device)
 
     def is_of(self, masks: Sequence[Mask], device: torch.device) -> bool:
         """Whether it was made for exactly these Mask objects, in this order, and for this device."""
@@ -178,7 +178,7 @@ class _Copy:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _MaskInfo:
-    """The structure of a Mask and its arrays' shapes and dtypes, kept in _FACTS by the Mask's id while it is alive.
+    """The structure of a Mask and its arrays' shapes and dtypes, kept in _INFOS by the Mask's id while it is alive.
 
     reference: a weak reference to the Mask; its callback drops the entry. copies: the arrays as PyTorch
     tensors, by GPU, made when a call first needs them there.
@@ -190,23 +190,23 @@ class _MaskInfo:
     copies: dict[torch.device, _Copy]
 
 
-_FACTS: dict[int, _MaskInfo] = {}
+_INFOS: dict[int, _MaskInfo] = {}
 _CAPTURED: dict[int, _Copy] = {}  # keep-alive: a captured graph may read these copies at any time
 
 
-def _facts_of(mask: Mask) -> _MaskInfo:
+def _info_of(mask: Mask) -> _MaskInfo:
     """The _MaskInfo of a Mask, made at the first call for this Mask object."""
-    facts = _FACTS.get(id(mask))
-    if facts is None or facts.reference() is not mask:
+    info = _INFOS.get(id(mask))
+    if info is None or info.reference() is not mask:
         leaves, structure = jax.tree.flatten(mask)
         number = id(mask)
-        _FACTS[number] = facts = _MaskInfo(
-            reference=weakref.ref(mask, lambda _: _FACTS.pop(number, None)),
+        _INFOS[number] = info = _MaskInfo(
+            reference=weakref.ref(mask, lambda _: _INFOS.pop(number, None)),
             structure=structure,
             arrays=tuple(ArraySignature(x.shape, x.dtype, x.weak_type) for x in leaves),
             copies={},
         )
-    return facts
+    return info
 
 
 def _tensors_of(every: Iterable[_MaskInfo], device: torch.device) -> list[torch.Tensor] | None:
@@ -215,16 +215,16 @@ def _tensors_of(every: Iterable[_MaskInfo], device: torch.device) -> list[torch.
     None if PyTorch lacks a dtype, or if a CUDA graph is being captured and there is no earlier copy.
     """
     tensors: list[torch.Tensor] = []
-    for facts in every:
-        if facts.arrays:
-            found = _read(facts, device)
+    for info in every:
+        if info.arrays:
+            found = _read(info, device)
             if found is None:
                 return None
             tensors += found
     return tensors
 
 
-def _read(facts: _MaskInfo, device: torch.device) -> list[torch.Tensor] | None:
+def _read(info: _MaskInfo, device: torch.device) -> list[torch.Tensor] | None:
     """The arrays of one Mask as PyTorch tensors on a GPU, for work on PyTorch's current stream.
 
     The first call for a device copies them; later streams wait for the copy. None if PyTorch lacks a dtype, or if a
@@ -232,18 +232,18 @@ def _read(facts: _MaskInfo, device: torch.device) -> list[torch.Tensor] | None:
     """
     is_capturing = dlpack.is_capturing(device)
     stream = torch.cuda.current_stream(device)
-    found = facts.copies.get(device)
+    found = info.copies.get(device)
     if found is None:
         if is_capturing:
             return None
         try:
-            tensors = dlpack.export_arrays(jax.tree.leaves(facts.reference()), device)
+            tensors = dlpack.export_arrays(jax.tree.leaves(info.reference()), device)
         except TypeError:
             return None
         copied = torch.cuda.Event()
         copied.record(stream)
         found = _Copy(tensors=tensors, copied=copied, streams={stream.cuda_stream})
-        facts.copies[device] = found
+        info.copies[device] = found
     elif is_capturing:  # a capture begins with a wait for all earlier work
         _CAPTURED[id(found)] = found
     elif stream.cuda_stream not in found.streams:

@@ -11,7 +11,7 @@ import torch
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.jax_functions.jvp import jvp_program
 from jax_kernels.bridge.jax_functions.mask_operands import CallMasks, WeakCallMasks, masks_by_name
-from jax_kernels.bridge.jax_functions.programs import Program, find_program, pin_for_graph
+from jax_kernels.bridge.jax_functions.programs import PROGRAMS, Program, find_program
 from jax_kernels.bridge.jax_functions.tracing import build_program
 from jax_kernels.bridge.operators import execute, torch_operator
 from jax_kernels.bridge.operators.call_cache import CachedCall
@@ -48,9 +48,9 @@ def _same(results):
 def _empty(program, infos):
     """Empty tensors on the program's device with the shapes and dtypes in `infos`, which are ResultSpecs.
 
-    For a trace: its graph will contain the program's name, so the program's recipe is kept until the process ends.
+    For a trace: its graph will contain the program's name, which stays valid until the process ends.
     """
-    pin_for_graph(program.name)
+    PROGRAMS.pin(program.name)
     return [torch.empty(info.shape, dtype=info.dtype, device=program.device) for info in infos]
 
 
@@ -133,14 +133,14 @@ class CallWithTangents(torch.autograd.Function):
 
 
 class ProgramInfo(NamedTuple):
-    """The `facts` of a cached call of a program: the program, and the call's Masks (operands)."""
+    """The `info` of a cached call of a program: the program, and the call's Masks (operands)."""
 
     program: Program
     operands: CallMasks | WeakCallMasks
 
 
 class CachedFunction(torch.autograd.Function):
-    """Runs a cached call of a program that has a gradient: apply(call, *tensors), where call.facts is a ProgramInfo.
+    """Runs a cached call of a program that has a gradient: apply(call, *tensors), where call.info is a ProgramInfo.
 
     Returns the results of CallFunction: the program's outputs, then its extra residuals.
     """
@@ -148,7 +148,7 @@ class CachedFunction(torch.autograd.Function):
     @staticmethod
     @torch_internals.skip_dynamo
     def forward(ctx, call, *tensors):
-        (program, operands), results = call.facts, call.chain(*tensors)
+        (program, operands), results = call.info, call.chain(*tensors)
         ctx.call = call
         ctx.masks = operands.held  # keep-alive until the backward
         ctx.set_materialize_grads(False)
@@ -161,7 +161,7 @@ class CachedFunction(torch.autograd.Function):
     @torch_internals.skip_dynamo
     def backward(ctx, *cotangents):
         call = ctx.call
-        program, operands = call.facts
+        program, operands = call.info
         if any(cotangent is not None for cotangent in cotangents[program.count :]):
             torch_operator.refuse_second_gradient(program.label)
         given = [None if x is None else x.contiguous() for x in cotangents[: program.count]]
@@ -170,23 +170,23 @@ class CachedFunction(torch.autograd.Function):
             return (None,) * (1 + len(program.needs))
         stored = list(ctx.saved_tensors)
         statics, tensors = tuple(x is None for x in given), [*stored, *present]
-        known = call.backwards.lookup(statics, tensors)
-        if known is not None:
-            gradients = known(tensors)
+        cached = call.backward_cache.lookup(statics, tensors)
+        if cached is not None:
+            gradients = cached(tensors)
         else:
             gradients = torch_operator.call_in_backward(backward_op, stored, given, program.name, operands.name)
             if torch_internals.is_plain_eager() and not torch.is_grad_enabled():
-                call.backwards.record(statics, tensors, lambda: _known_backward(call.facts, (*stored, *given)))
+                call.backward_cache.record(statics, tensors, lambda: _cached_backward(call.info, (*stored, *given)))
         found = iter(gradients)
         return (None, *(next(found) if needed else None for needed in program.needs))
 
     @staticmethod
     def jvp(ctx, *tangents):
-        torch_operator.refuse_tangent(ctx.call.facts.program.label)
+        torch_operator.refuse_tangent(ctx.call.info.program.label)
 
 
-def _known_backward(facts, tensors):
-    return CachedCall(execute.launcher_for(facts.program.backward, tensors, facts.operands), _same)
+def _cached_backward(info, tensors):
+    return CachedCall(execute.launcher_for(info.program.backward, tensors, info.operands), _same)
 
 
 def _differentiate(tensors, program, operands=""):
@@ -236,7 +236,7 @@ call_op = torch_operator.define_operator(
     "call",
     '(Tensor[] tensors, str plan, str operands="") -> Tensor[]',
     program=_program,
-    finish=lambda *arguments: _same,
+    unpack=lambda *arguments: _same,
     fake=lambda tensors, program, operands="": _empty(find_program(program), find_program(program).results),
     differentiate=_differentiate,
     label=lambda tensors, program, operands="": find_program(program).label,
@@ -246,7 +246,7 @@ backward_op = torch_operator.define_operator(
     "call_backward",
     '(Tensor[] stored, Tensor?[] cotangents, str plan, str operands="") -> Tensor[]',
     program=_backward_program,
-    finish=lambda *arguments: _same,
+    unpack=lambda *arguments: _same,
     fake=lambda stored, cotangents, program, operands="": _empty(find_program(program), find_program(program).grads),
     differentiate=_differentiate_backward,
     label=lambda stored, cotangents, program, operands="": f"the gradient of {find_program(program).label}",

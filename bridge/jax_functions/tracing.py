@@ -10,19 +10,18 @@ import torch
 from jax.extend import core
 
 from jax_kernels.bridge.interop import dlpack, planning_device
-from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.jax_functions.argument_checks import type_name
 from jax_kernels.bridge.jax_functions.argument_names import constants, leaf_names
 from jax_kernels.bridge.jax_functions.mask_operands import MaskSignature
 from jax_kernels.bridge.jax_functions.programs import (
+    PROGRAMS,
     Program,
     ProgramKey,
     ResidualSource,
     ResultSpec,
+    display_name,
     find_function,
-    new_name,
     pin_if_traced,
-    store,
 )
 from jax_kernels.bridge.jax_functions.pytree import Leaf, Structure, flatten, unflatten
 from jax_kernels.masks import Mask
@@ -57,20 +56,14 @@ def _refuse_unhashable(request: ProgramKey) -> None:
 def build_program(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
     """The program of a request with hashable constants, made once per process.
 
-    needs: for each tensor, whether the backward computes its gradient. While a graph is traced, the program's recipe is
-    kept for the graph.
+    needs: for each tensor, whether the backward computes its gradient. While a graph is traced, the program's name
+    becomes valid until the process ends.
     """
-    program: Program = _made(request, needs)
-    pin_if_traced(program.name)
+    function = find_function(request.function)  # `build` keeps it alive
+    build = lambda name: _planned(name, request, needs, function)
+    name, program = PROGRAMS.get((request, needs), display_name(request.function), build)
+    pin_if_traced(name)
     return program
-
-
-@memoize
-def _made(request: ProgramKey, needs: tuple[bool, ...]) -> Program:
-    """The program of a request, stored under a new name; made once for equal arguments."""
-    name = new_name(request)
-    function = find_function(request.function)  # the recipe keeps it alive
-    return store(name, lambda: _planned(name, request, needs, function))
 
 
 def _planned(name: str, request: ProgramKey, needs: tuple[bool, ...], function: Callable[..., Any]) -> Program:

@@ -6,17 +6,15 @@ import operator
 import jax
 
 from jax_kernels.bridge.interop.donated_outputs import JaxFunction
-from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.jax_functions.program_operators import backward_op, call_op
 from jax_kernels.bridge.jax_functions.programs import (
+    PROGRAMS,
     Program,
     ResultSpec,
     VmapLevel,
+    display_name,
     find_program,
-    new_name,
     pin_if_traced,
-    rebuilder,
-    store,
 )
 from jax_kernels.bridge.jax_functions.tracing import build_program, mapped_axes
 from jax_kernels.bridge.operators import torch_operator
@@ -24,7 +22,6 @@ from jax_kernels.bridge.operators import torch_operator
 __all__ = ["define_rules"]
 
 
-@memoize
 def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
     """The program whose forward runs `size` calls of another program at once. name: the other program's name.
 
@@ -40,31 +37,29 @@ def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
     )
     if not program.has_gradient:
         return build_program(request, program.needs)
-    own, base = new_name(request), rebuilder(name)
 
-    def make() -> Program:
-        program = base()
+    def build(own: str) -> Program:
+        program = find_program(name)
         results, forward = _in_parallel(size, program.results), _vmap(program.forward, size, mapped)
         return dataclasses.replace(program, name=own, request=request, results=results, forward=forward)
 
-    return store(own, make)
+    return PROGRAMS.get(("call", name, size, mapped), display_name(request.function), build).value
 
 
-@memoize
 def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> Program:
     """The program whose backward runs `size` backwards of another program at once. name: the other program's name.
 
     mapped: for each tensor that the backward reads, then for each cotangent, whether it has a leading axis of length
     `size`, with an entry for each call.
     """
-    own, base = new_name(find_program(name).request), rebuilder(name)
 
-    def make() -> Program:
-        program = base()
+    def build(own: str) -> Program:
+        program = find_program(name)
         grads, backward = _in_parallel(size, program.grads), _vmap(program.backward, size, mapped)
         return dataclasses.replace(program, name=own, grads=grads, backward=backward)
 
-    return store(own, make)
+    stem = display_name(find_program(name).request.function)
+    return PROGRAMS.get(("backward", name, size, mapped), stem, build).value
 
 
 def _in_parallel(size: int, infos: tuple[ResultSpec, ...]) -> tuple[ResultSpec, ...]:
@@ -88,7 +83,7 @@ def _call_rule(info, in_dims, tensors, program, operands=""):
     dims, *_ = in_dims
     front, mapped = _in_front(tensors, dims)
     own = _mapped_call(program, operator.index(info.batch_size), mapped)
-    pin_if_traced(own.name)
+    pin_if_traced(program, own.name)
     return call_op(front, own.name, operands), 0
 
 
@@ -101,7 +96,7 @@ def _backward_rule(info, in_dims, stored, cotangents, program, operands=""):
     stored_dims, cotangent_dims, *_ = in_dims
     front, mapped = _in_front((*stored, *cotangents), (*stored_dims, *cotangent_dims))
     own = _mapped_backward(program, operator.index(info.batch_size), mapped)
-    pin_if_traced(own.name)
+    pin_if_traced(program, own.name)
     return backward_op(front[: len(stored)], front[len(stored) :], own.name, operands), 0
 
 

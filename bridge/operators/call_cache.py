@@ -6,6 +6,7 @@ microsecond. A call that the guard does not cover runs like a first call: under 
 modes, or with strided tensors.
 """
 
+import dataclasses
 import functools
 import operator
 import weakref
@@ -33,13 +34,18 @@ _is_grad_enabled = torch.is_grad_enabled
 _functions_looking_on = torch._C._len_torch_function_stack
 
 
+def _never(*tensors: torch.Tensor) -> bool:
+    return False
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class CachedCall:
     """A cached call. Calling it with the list of the call's tensors returns the call's results.
 
-    chain: a function (*tensors) that runs the call and returns a list of tensors, such as a LoadedChain. finish: makes
+    chain: a function (*tensors) that runs the call and returns a list of tensors, such as a LoadedChain. unpack: makes
     the call's results from this list. function: None if no gradient is needed; else a torch.autograd.Function whose
-    forward (ctx, cached call, *tensors) runs the chain and returns the list as a tuple. facts: a value for this
-    Function. backwards: the cached calls of the backward; None without a Function.
+    forward (ctx, cached call, *tensors) runs the chain and returns the list as a tuple. info: a value for this
+    Function. backward_cache: the cached calls of the backward; None without a Function.
 
     is_direct, has_grad: whether the direct route, and gradients, were on when the call was cached. CallCache.record
     sets the other fields. statics: the key without the tensors. check: a function (*tensors) that returns whether the
@@ -47,37 +53,24 @@ class CachedCall:
     dies.
     """
 
-    __slots__ = (
-        *("backwards", "chain", "check", "facts", "finish", "function", "has_grad", "is_direct", "references"),
-        "statics",
-    )
+    chain: Callable[..., list[torch.Tensor]]
+    unpack: Callable[[list[torch.Tensor]], Any]
+    function: type[torch.autograd.Function] | None = None
+    info: Any = None
+    backward_cache: "CallCache | None" = dataclasses.field(init=False)
+    is_direct: bool = dataclasses.field(init=False, default_factory=route.is_enabled)
+    has_grad: bool = dataclasses.field(init=False, default_factory=torch.is_grad_enabled)
+    statics: Hashable = dataclasses.field(init=False, default=None)
+    check: Callable[..., bool] = dataclasses.field(init=False, default=_never)
+    references: Sequence[weakref.ref[Mask]] = dataclasses.field(init=False, default=())
 
-    def __init__(
-        self,
-        chain: Callable[..., list[torch.Tensor]],
-        finish: Callable[[list[torch.Tensor]], Any],
-        function: type[torch.autograd.Function] | None = None,
-        facts: Any = None,
-    ) -> None:
-        self.chain = chain
-        self.is_direct = route.is_enabled()
-        self.has_grad = torch.is_grad_enabled()
-        self.finish = finish
-        self.function = function
-        self.facts = facts
-        self.backwards = None if function is None else CallCache()
-        self.references: list[weakref.ref[Mask]] = []
-        self.statics: Hashable = None
-        self.check: Callable[..., bool] = _never
+    def __post_init__(self) -> None:
+        self.backward_cache = None if self.function is None else CallCache()
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         if self.function is None:
-            return self.finish(self.chain(*tensors))
-        return self.finish(self.function.apply(self, *tensors))
-
-
-def _never(*tensors: torch.Tensor) -> bool:
-    return False
+            return self.unpack(self.chain(*tensors))
+        return self.unpack(self.function.apply(self, *tensors))
 
 
 class CallCache:
@@ -184,9 +177,9 @@ class CallCache:
 
 def _forget(reference: "weakref.ref[CallCache]", key: Hashable, _: weakref.ref[Mask]) -> None:
     """Drops the call with this key, as a callback of a weak reference to a Mask. reference: of the CallCache."""
-    known = reference()
-    if known is not None:
-        known.forget(key)
+    cache = reference()
+    if cache is not None:
+        cache.forget(key)
 
 
 def same_tensors(read: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> bool:
@@ -199,13 +192,13 @@ _ALL: weakref.WeakSet[CallCache] = weakref.WeakSet()
 
 def clear() -> None:
     """Drops all cached calls of all ops."""
-    for known in list(_ALL):
-        known.clear()
+    for cache in list(_ALL):
+        cache.clear()
 
 
 def count() -> int:
     """The number of cached calls of all ops."""
-    return sum(len(known) for known in list(_ALL))
+    return sum(map(len, list(_ALL)))
 
 
 def _autocast_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:

@@ -8,12 +8,12 @@ from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.direct.launcher import LoadedChain
 from jax_kernels.bridge.direct.route import Operands
 from jax_kernels.bridge.interop import dlpack, donated_outputs, memory
-from jax_kernels.bridge.interop.bounded_dict import drop_oldest
 from jax_kernels.bridge.interop.donated_outputs import JaxFunction
+from jax_kernels.bridge.interop.keyed_cache import memoize
 from jax_kernels.bridge.interop.planning_device import planning_on
 from jax_kernels.bridge.operators.call_cache import CachedCall, CallCache
 
-__all__ = ["clear", "execute", "launcher_for"]
+__all__ = ["execute", "launcher_for"]
 
 
 def execute(
@@ -121,8 +121,10 @@ class _MaskedChain:
         return self._other(*tensors) if masks is None else self._chain(*masks, *tensors)
 
 
-_KNOWN: dict[JaxFunction, CallCache] = {}  # by jitted function
-_MOST = 1024
+@memoize
+def _cache_of(function: JaxFunction) -> CallCache:
+    """The cached calls of a jitted function."""
+    return CallCache()
 
 
 def _launched(
@@ -136,25 +138,16 @@ def _launched(
     """
     if operands is not None and operands.masks:
         return route.launch(function, tensors, operands)
-    known = _KNOWN.get(function)
-    if known is None:
-        known = _KNOWN[function] = CallCache()
-        drop_oldest(_KNOWN, _MOST)
+    cache = _cache_of(function)
     statics = tuple(x is None for x in tensors)
-    if (call := known.lookup(statics, given)) is not None:
+    if (call := cache.lookup(statics, given)) is not None:
         return call(given)
     results = route.launch(function, tensors, operands)
     if results is not None:
-        known.record(statics, given, lambda: _call_of(route.find(function, tensors, operands)))
+        cache.record(statics, given, lambda: _call_of(route.find(function, tensors, operands)))
     return results
 
 
 def _call_of(chain: LoadedChain | None) -> CachedCall | None:
     """A cached call that returns the chain's list of outputs; None without a chain."""
     return None if chain is None else CachedCall(chain, lambda results: results)
-
-
-def clear() -> None:
-    """Drops the cached calls of jitted functions, and the programs that write their results to PyTorch's tensors."""
-    _KNOWN.clear()
-    donated_outputs.forget()

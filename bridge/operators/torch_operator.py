@@ -39,7 +39,7 @@ __all__ = [
 
 type Argument = torch.Tensor | Sequence[torch.Tensor | None] | bool | int | float | str | None
 type Results = torch.Tensor | Sequence[torch.Tensor]
-type Finish = Callable[[list[torch.Tensor]], Results]
+type Unpack = Callable[[list[torch.Tensor]], Results]
 type VmapRule = Callable[..., tuple[Results, int | Sequence[int]]]
 
 _LIBRARY = torch.library.Library("jax_kernels", "FRAGMENT")
@@ -63,7 +63,7 @@ def define_operator(
     name: str,
     schema: str,
     program: Callable[..., JaxCall],
-    finish: Callable[..., Finish],
+    unpack: Callable[..., Unpack],
     fake: Callable[..., Results],
     differentiate: Callable[..., Results],
     label: Callable[..., str],
@@ -74,7 +74,7 @@ def define_operator(
     schema: its arguments and results, in PyTorch's schema language. Each of the functions takes the operator's
     arguments:
 
-    program: returns the JaxCall to execute; its tensors are the operator's tensors, in order. finish: returns a
+    program: returns the JaxCall to execute; its tensors are the operator's tensors, in order. unpack: returns a
     function that makes the operator's results from the list of the JaxCall's results, and holds no tensor. fake:
     returns empty results of the right shapes, for tracing. differentiate: returns the results if a tensor requires a
     gradient, by a torch.autograd.Function whose forward calls the operator with inside_function. label: returns the
@@ -87,17 +87,17 @@ def define_operator(
 
     @torch_internals.skip_dynamo
     def kernel(*arguments: Argument) -> Results:
-        return finish(*arguments)(execute.execute(*program(*arguments)))
+        return unpack(*arguments)(execute.execute(*program(*arguments)))
 
-    def known_call(*arguments: Argument) -> CachedCall | None:
+    def cached_call(*arguments: Argument) -> CachedCall | None:
         function, tensors, operands = program(*arguments)
-        read = [x for x in tensors if x is not None]
-        if (operands is not None and operands.masks) or not same_tensors(read, _seen(arguments).tensors):
+        (_, given), read = _split(arguments), [x for x in tensors if x is not None]
+        if (operands is not None and operands.masks) or not same_tensors(read, given):
             return None
-        return CachedCall(execute.launcher_for(function, tensors, operands), finish(*arguments))
+        return CachedCall(execute.launcher_for(function, tensors, operands), unpack(*arguments))
 
     operator, direct = (
-        _defined(full, schema, tags, kernel, known_call, fake, differentiate, label, push)
+        _defined(full, schema, tags, kernel, cached_call, fake, differentiate, label, push)
         for full, tags in ((name, (*_TAGS, torch.Tag.cudagraph_unsafe)), (f"{name}_direct", _TAGS))
     )
     _DIRECT[operator] = _Direct(operator=direct, program=program)
@@ -109,7 +109,7 @@ def _defined(
     schema: str,
     tags: Sequence[torch.Tag],
     kernel: Callable[..., Results],
-    known_call: Callable[..., CachedCall | None],
+    cached_call: Callable[..., CachedCall | None],
     fake: Callable[..., Results],
     differentiate: Callable[..., Results],
     label: Callable[..., str],
@@ -117,8 +117,8 @@ def _defined(
 ) -> OpOverload:
     """Defines one operator, with its tags, and returns it.
 
-    kernel: computes the results without a gradient. known_call: returns the CachedCall to cache for these arguments, or
-    None. The other arguments are the arguments of define_operator.
+    kernel: computes the results without a gradient. cached_call: returns the CachedCall to cache for these arguments,
+    or None. The other arguments are the arguments of define_operator.
     """
     _LIBRARY.define(name + schema, tags=tags)
     for key in ("CPU", "CUDA"):
@@ -126,13 +126,13 @@ def _defined(
     torch.library.register_fake(f"jax_kernels::{name}", fake, lib=_LIBRARY)
     operator = getattr(torch.ops.jax_kernels, name).default
 
-    known = CallCache()
+    cache = CallCache()
 
     @torch_internals.skip_dynamo
     def autograd(*arguments: Argument) -> Results:
-        seen = _seen(arguments)
-        if (call := known.lookup(*seen)) is not None:
-            return call(seen.tensors)
+        statics, tensors = _split(arguments)
+        if (call := cache.lookup(statics, tensors)) is not None:
+            return call(tensors)
         flat = _flat(arguments)
         if has_tangent(flat):
             return refuse_tangent(label(*arguments)) if push is None else push(*arguments)
@@ -140,34 +140,26 @@ def _defined(
             return differentiate(*arguments)
         results = below_autograd(operator, *arguments)
         if torch_internals.is_plain_eager():
-            known.record(*seen, lambda: known_call(*arguments))
+            cache.record(statics, tensors, lambda: cached_call(*arguments))
         return results
 
     _LIBRARY.impl(name, autograd, "Autograd")
     return operator
 
 
-class _Seen(NamedTuple):
-    """The arguments of an operator, for a look-up in a CallCache.
+def _split(arguments: Sequence[Argument]) -> tuple[Hashable, list[torch.Tensor]]:
+    """(statics, tensors) of an operator's arguments, for a look-up in a CallCache.
 
-    statics: the arguments, with a marker for each tensor and, for a list of tensors, its length and which entries are
-    None. tensors: the tensors, in order.
+    The statics have a marker for each tensor and, for a list of tensors, its length and which entries are None.
     """
-
-    statics: tuple[Hashable, ...]
-    tensors: list[torch.Tensor]
-
-
-def _seen(arguments: Sequence[Argument]) -> _Seen:
-    """The arguments of an operator, separated into statics and tensors."""
     if list in map(type, arguments):
-        return _seen_in_lists(arguments)
+        return _split_lists(arguments)
     statics = [_TENSOR if isinstance(x, _TENSOR) else x for x in arguments]
-    return _Seen(tuple(statics), [x for x in arguments if isinstance(x, _TENSOR)])
+    return tuple(statics), [x for x in arguments if isinstance(x, _TENSOR)]
 
 
-def _seen_in_lists(arguments: Sequence[Argument]) -> _Seen:
-    """The arguments of an operator, which include lists of tensors, separated into statics and tensors."""
+def _split_lists(arguments: Sequence[Argument]) -> tuple[Hashable, list[torch.Tensor]]:
+    """(statics, tensors) of an operator's arguments, which include lists of tensors."""
     statics: list[Hashable] = []
     tensors: list[torch.Tensor] = []
     for x in arguments:
@@ -180,7 +172,7 @@ def _seen_in_lists(arguments: Sequence[Argument]) -> _Seen:
             statics.append(len(x) if len(there) == len(x) else tuple(y is None for y in x))
         else:
             statics.append(x)
-    return _Seen(tuple(statics), tensors)
+    return tuple(statics), tensors
 
 
 def _flat(arguments: Sequence[Argument]) -> list[torch.Tensor | bool | int | float | str | None]:

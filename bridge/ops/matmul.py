@@ -7,7 +7,7 @@ import torch
 
 from jax_kernels.bridge.interop import dtensors, torch_internals
 from jax_kernels.bridge.interop.plain_numbers import in_float32
-from jax_kernels.bridge.jax_functions.api import CallKey, JaxOp, call_key
+from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import (
     check_optional_tensors,
     check_scales,
@@ -23,9 +23,10 @@ from jax_kernels.quantization import check_scaling
 
 __all__ = ["MatmulOptions", "check_scaling_option", "gated_matmul", "linear", "matmul", "mlp"]
 
-_matmul = JaxOp(with_functions(on_stored(ops.matmul)), is_opaque=True)
-_gated_matmul = JaxOp(with_functions(on_stored(ops.gated_matmul)), is_opaque=True)
-_mlp = JaxOp(with_functions(mlp_ops.mlp), is_opaque=True)
+_SETTINGS = torch.get_float32_matmul_precision
+_matmul = JaxOp(with_functions(on_stored(ops.matmul)), is_opaque=True, settings=_SETTINGS)
+_gated_matmul = JaxOp(with_functions(on_stored(ops.gated_matmul)), is_opaque=True, settings=_SETTINGS)
+_mlp = JaxOp(with_functions(mlp_ops.mlp), is_opaque=True, settings=_SETTINGS)
 type Weights = torch.Tensor | QuantizedTensor
 
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -81,12 +82,12 @@ def matmul(
 
     It raises the errors of jax_kernels.matmul, or of bridge.from_jax if they differ.
     """
-    call = None
-    if not torch.compiler.is_compiling():
-        options = activation, transpose_w, out_dtype, precision, scaling, implementation
-        call = _seen((x, *_parts(w), bias, residual, x_scale, w_scale), options)
-        if (known := _matmul.lookup(call)) is not None:
-            return known(call.tensors)
+    call = _matmul.lookup(
+        (x, *_parts(w), bias, residual, x_scale, w_scale),
+        (activation, transpose_w, out_dtype, precision, scaling, implementation),
+    )
+    if call and call.cached:
+        return call.cached(call.tensors)
     check_tensors(x=x)
     _check_weights(w=w)
     check_optional_tensors(bias=bias, residual=residual)
@@ -141,13 +142,12 @@ def gated_matmul(
     bridge.matmul, and raise the same errors. w_gate, w_up: [K, N], or [N, K] with transpose_w, like torch.nn.Linear's
     weights; two tensors, or two QuantizedTensors of one layout. w_gate_scale, w_up_scale: as w_scale.
     """
-    call = None
-    if not torch.compiler.is_compiling():
-        options = activation, transpose_w, out_dtype, precision, scaling, implementation
-        weights = *_parts(w_gate), *_parts(w_up)
-        call = _seen((x, *weights, residual, x_scale, w_gate_scale, w_up_scale), options)
-        if (known := _gated_matmul.lookup(call)) is not None:
-            return known(call.tensors)
+    call = _gated_matmul.lookup(
+        (x, *_parts(w_gate), *_parts(w_up), residual, x_scale, w_gate_scale, w_up_scale),
+        (activation, transpose_w, out_dtype, precision, scaling, implementation),
+    )
+    if call and call.cached:
+        return call.cached(call.tensors)
     check_tensors(x=x)
     _check_weights(w_gate=w_gate, w_up=w_up)
     check_optional_tensors(residual=residual)
@@ -210,12 +210,11 @@ def mlp(
       activation, implementation: as in bridge.matmul.
       precision: for float32 inputs, "fp32" or "tf32"; None follows torch.set_float32_matmul_precision.
     """
-    call = None
-    if not torch.compiler.is_compiling():
-        options = activation, transpose_w, precision, implementation
-        call = _seen((x, w_up, w_down, w_gate, bias_up, bias_down, residual), options)
-        if (known := _mlp.lookup(call)) is not None:
-            return known(call.tensors)
+    call = _mlp.lookup(
+        (x, w_up, w_down, w_gate, bias_up, bias_down, residual), (activation, transpose_w, precision, implementation)
+    )
+    if call and call.cached:
+        return call.cached(call.tensors)
     check_tensors(x=x, w_up=w_up, w_down=w_down)
     check_optional_tensors(w_gate=w_gate, bias_up=bias_up, bias_down=bias_down, residual=residual)
     if dtensors.are_in(x, w_up, w_down, w_gate, bias_up, bias_down, residual):
@@ -263,14 +262,6 @@ def _on_shards(op: Callable[..., torch.Tensor], tensors: dict[str, Any], options
     roles = dict.fromkeys(tensors, weights) | {"x": rows, "residual": out, "bias": (columns,)}
     roles |= {"bias_up": (None,), "bias_down": (None,)}
     return dtensors.on_shards(op, tensors, roles, (out,), options)
-
-
-def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> CallKey:
-    """Returns the key of a cached call: its arguments, its options, and PyTorch's float32 matmul precision.
-
-    arguments: tensors, or values that may be tensors. options: values that are no tensors.
-    """
-    return call_key(arguments, (*options, torch.get_float32_matmul_precision()))
 
 
 def _parts(w: Weights) -> tuple[torch.Tensor | Facts, ...]:

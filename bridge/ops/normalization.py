@@ -10,7 +10,7 @@ import torch
 from jax_kernels.bridge.interop import dtensors, torch_internals
 from jax_kernels.bridge.interop.dlpack import check_dense
 from jax_kernels.bridge.interop.plain_numbers import plain_arguments
-from jax_kernels.bridge.jax_functions.api import JaxOp, call_key, from_jax
+from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.ops import symbolic_trace
 from jax_kernels.ops.normalization import normalization
@@ -22,30 +22,28 @@ __all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]
 type Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
-def _as_arrays(norm: Callable[..., Any]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Wraps a norm of JAX arrays with an 8-bit result, so that it returns a tuple of arrays.
+def _as_arrays(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a norm of JAX arrays, so that it returns an 8-bit result as arrays, of which tensors can be made.
 
-    from_jax converts these arrays to tensors. The tuple is (values, scale), or with a residual (values, scale,
-    x + residual). The norm itself returns its 8-bit result as one QuantizedArray.
+    With `quantize` the wrapper returns (values, scale), or with a residual (values, scale, x + residual). The norm
+    itself returns its 8-bit result as one QuantizedArray.
 
-    norm: jax_kernels.layer_norm or rms_norm; the caller passes `quantize`.
+    norm: jax_kernels.layer_norm or rms_norm.
     """
 
     @functools.wraps(norm)
-    def call(
-        *args: jax.Array | None, residual: jax.Array | None, **options: float | str | None
-    ) -> tuple[jax.Array, ...]:
-        found = norm(*args, residual=residual, **options)
+    def call(*args: jax.Array | None, residual: jax.Array | None, quantize: str | None, **options: Any) -> Any:
+        found = norm(*args, residual=residual, quantize=quantize, **options)
+        if quantize is None:
+            return found
         out, *total = (found,) if residual is None else found
         return out.values, out.scale, *total
 
     return call
 
 
-_layer_norm = JaxOp(normalization.layer_norm, is_opaque=True)
-_rms_norm = JaxOp(normalization.rms_norm, is_opaque=True)
-_quantized_layer_norm = from_jax(_as_arrays(normalization.layer_norm))
-_quantized_rms_norm = from_jax(_as_arrays(normalization.rms_norm))
+_layer_norm = JaxOp(_as_arrays(normalization.layer_norm), is_opaque=True)
+_rms_norm = JaxOp(_as_arrays(normalization.rms_norm), is_opaque=True)
 
 
 @overload
@@ -117,25 +115,25 @@ def layer_norm(
 
     It raises the errors of jax_kernels.layer_norm, or of bridge.from_jax if they differ.
     """
-    call = None
-    if quantize is None and not torch.compiler.is_compiling():
-        call = call_key((x, scale, bias, residual), (eps, scale_offset, implementation))
-        if (known := _layer_norm.lookup(call)) is not None:
-            return known(call.tensors)
+    call = _layer_norm.lookup((x, scale, bias, residual), (eps, scale_offset, quantize, implementation))
+    if call and call.cached:
+        return call.cached(call.tensors)
     check_tensors(x=x)
     check_optional_tensors(scale=scale, bias=bias, residual=residual)
     if dtensors.are_in(x, scale, bias, residual):
         own = {"eps": eps, "scale_offset": scale_offset, "quantize": quantize, "implementation": implementation}
         return _on_shards(layer_norm, {"x": x, "scale": scale, "bias": bias, "residual": residual}, own)
-    scale, bias = (_weights(weights, x) for weights in (scale, bias))
-    options: dict[str, float | str | None] = {
-        "eps": eps,
-        "scale_offset": scale_offset,
-        "implementation": implementation,
-    }
-    if quantize is not None:
-        return _quantized_layer_norm(x, scale, bias, residual=residual, quantize=quantize, **options)
-    return _layer_norm.run(call, x, scale, bias, residual=residual, **options)
+    return _layer_norm.run(
+        call,
+        x,
+        _weights(scale, x),
+        _weights(bias, x),
+        residual=residual,
+        eps=eps,
+        scale_offset=scale_offset,
+        quantize=quantize,
+        implementation=implementation,
+    )
 
 
 @overload
@@ -203,25 +201,24 @@ def rms_norm(
 
     It raises the errors of jax_kernels.rms_norm, or of bridge.from_jax if they differ.
     """
-    call = None
-    if quantize is None and not torch.compiler.is_compiling():
-        call = call_key((x, scale, residual), (eps, scale_offset, implementation))
-        if (known := _rms_norm.lookup(call)) is not None:
-            return known(call.tensors)
+    call = _rms_norm.lookup((x, scale, residual), (eps, scale_offset, quantize, implementation))
+    if call and call.cached:
+        return call.cached(call.tensors)
     check_tensors(x=x)
     check_optional_tensors(scale=scale, residual=residual)
     if dtensors.are_in(x, scale, residual):
         own = {"eps": eps, "scale_offset": scale_offset, "quantize": quantize, "implementation": implementation}
         return _on_shards(rms_norm, {"x": x, "scale": scale, "residual": residual}, own)
-    eps = _default_eps(x.dtype) if eps is None else eps
-    options: dict[str, float | str | None] = {
-        "eps": eps,
-        "scale_offset": scale_offset,
-        "implementation": implementation,
-    }
-    if quantize is not None:
-        return _quantized_rms_norm(x, _weights(scale, x), residual=residual, quantize=quantize, **options)
-    return _rms_norm.run(call, x, _weights(scale, x), residual=residual, **options)
+    return _rms_norm.run(
+        call,
+        x,
+        _weights(scale, x),
+        residual=residual,
+        eps=_default_eps(x.dtype) if eps is None else eps,
+        scale_offset=scale_offset,
+        quantize=quantize,
+        implementation=implementation,
+    )
 
 
 def _on_shards(norm: Callable[..., Outputs], tensors: dict[str, Any], options: dict[str, Any]) -> Outputs:

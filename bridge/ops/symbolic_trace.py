@@ -5,7 +5,7 @@ compiles PyTorch's scaled_dot_product_attention, and all other functions and mod
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx import Proxy
 from jax_kernels.bridge.ops.drop_in import fallback
 from jax_kernels.masks import Mask
 
-__all__ = ["Proxy", "call", "is_traced", "leaf", "no_script", "refuse_functions", "sdpa_of_script"]
+__all__ = ["Proxy", "call", "is_traced", "leaf", "no_script", "refuse_function", "sdpa_of_script"]
 
 type Argument = torch.Tensor | Proxy | Mask | bool | int | float | str | None
 
@@ -65,11 +65,10 @@ def no_script(module: torch.nn.Module) -> NoReturn:
     )
 
 
-def refuse_functions(functions: Iterable[Any]) -> None:
-    """Makes torch.jit.script raise RuntimeError for each of the functions, and for code that calls them."""
-    for function in functions:
-        if inspect.isfunction(function) and not hasattr(function, "__prepare_scriptable__"):
-            function.__prepare_scriptable__ = _refusing(function.__name__)  # type: ignore[attr-defined]
+def refuse_function(x: Any) -> None:
+    """Makes torch.jit.script raise RuntimeError for x and for code that calls x, if x is a function."""
+    if inspect.isfunction(x) and not hasattr(x, "__prepare_scriptable__"):
+        x.__prepare_scriptable__ = _refusing(x.__name__)  # type: ignore[attr-defined]
 
 
 def _refusing(name: str) -> Callable[[], NoReturn]:

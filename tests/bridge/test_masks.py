@@ -67,7 +67,7 @@ def test_masks_with_one_structure_share_a_program(case, make_qkv, plans):
         check(out, inputs, mask=mask)
         seen.append(out.detach())
     assert plans() == 1
-    plan = kept.PROGRAMS[list(kept.PROGRAMS)[-1]]
+    plan = list(kept.PROGRAMS.kept.values())[-1]
     assert plan.forward._cache_size() == plan.backward._cache_size() == 1
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])

@@ -25,7 +25,7 @@ from jax_kernels.bridge.ops.attention.flash_attention_operator import (
 __all__ = ["CachedAttention", "known_call"]
 
 
-class _Facts(NamedTuple):
+class _Info(NamedTuple):
     """The facts of a cached call that its gradient needs.
 
     options: the call's arguments that are no tensors. there: for each field of Tensors, whether the call has this
@@ -55,13 +55,13 @@ class CachedAttention(torch.autograd.Function):
     def forward(ctx, call, *tensors):
         """Returns (out, rows), or only out if the call returns no lse. rows: lse [B, H, T], with a bias [B, 2, H, T].
 
-        call: the CachedCall, whose facts are a _Facts. tensors: the tensors that the call has, in the order of Tensors.
+        call: the CachedCall, whose info is a _Info. tensors: the tensors that the call has, in the order of Tensors.
         """
         out, rows = call.chain(*tensors)
         ctx.call = call
         ctx.save_for_backward(*tensors, out, rows)
         ctx.set_materialize_grads(False)
-        return (out, rows) if call.facts.with_rows else out
+        return (out, rows) if call.info.with_rows else out
 
     @staticmethod
     @torch_internals.skip_dynamo
@@ -72,14 +72,14 @@ class CachedAttention(torch.autograd.Function):
             return (None,) * (1 + len(needed))
         given = [x.contiguous() for x in (dout, drows) if x is not None]
         tensors = [*ctx.saved_tensors, *given]
-        wanted = _WANTED_OF_THREE if needed == _ALL_OF_THREE else gradient_bits(call.facts.filled(needed))
+        wanted = _WANTED_OF_THREE if needed == _ALL_OF_THREE else gradient_bits(call.info.filled(needed))
         statics = wanted, dout is None, drows is None
-        known = call.backwards.lookup(statics, tensors)
+        known = call.backward_cache.lookup(statics, tensors)
         gradients = _known_backward(call, statics, tensors) if known is None else known(tensors)
         if needed == _ALL_OF_THREE:
             return (None, *gradients)
         found = dict(zip(names_of(wanted), gradients, strict=True))
-        return (None, *(found.get(name) for name in call.facts.names))
+        return (None, *(found.get(name) for name in call.info.names))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -102,21 +102,21 @@ def _known_backward(
     tensors, out, rows, then dout and drows if they are not None.
     """
     wanted, without_dout, without_drows = statics
-    count = sum(call.facts.there)
-    given, (out, rows, *cotangents) = call.facts.filled(tensors[:count]), tensors[count:]
+    count = sum(call.info.there)
+    given, (out, rows, *cotangents) = call.info.filled(tensors[:count]), tensors[count:]
     left = iter(cotangents)
     dout, drows = (None if without else next(left) for without in (without_dout, without_drows))
     extra = BackwardArguments(wanted=wanted, out=out, rows=rows, dout=dout, drows=drows)
-    gradients = torch_operator.call_in_backward(backward_op, *given, *call.facts.options, *extra)
-    if torch_internals.is_plain_eager() and not torch.is_grad_enabled() and call.backwards is not None:
+    gradients = torch_operator.call_in_backward(backward_op, *given, *call.info.options, *extra)
+    if torch_internals.is_plain_eager() and not torch.is_grad_enabled() and call.backward_cache is not None:
 
         def make():
-            program = backward_program(*given, *call.facts.options, *extra)
+            program = backward_program(*given, *call.info.options, *extra)
             if not same_tensors(_present(program.tensors), tensors):
                 return None
             return CachedCall(execute.launcher_for(*program), _same)
 
-        call.backwards.record(statics, tensors, make)
+        call.backward_cache.record(statics, tensors, make)
     return [x for index, x in enumerate(gradients) if wanted >> index & 1]
 
 
@@ -140,13 +140,13 @@ def known_call(tensors: Tensors[torch.Tensor], options: Options) -> CachedCall |
     if not same_tensors(_present(program.tensors), _present(tensors)):
         return None
     chain = execute.launcher_for(*program)
-    facts = _Facts(options=options, there=tuple(x is not None for x in tensors), with_rows=options.return_lse)
-    finish: Callable[[list[torch.Tensor]], torch_operator.Results] = _same
+    info = _Info(options=options, there=tuple(x is not None for x in tensors), with_rows=options.return_lse)
+    unpack: Callable[[list[torch.Tensor]], torch_operator.Results] = _same
     if not options.return_lse and not needs_grad:
-        finish = operator.itemgetter(0)
+        unpack = operator.itemgetter(0)
     elif options.return_lse:
-        finish = _without_lse_lo if tensors.has_lse_lo else tuple
-    return CachedCall(chain, finish, CachedAttention if needs_grad else None, facts)
+        unpack = _without_lse_lo if tensors.has_lse_lo else tuple
+    return CachedCall(chain, unpack, CachedAttention if needs_grad else None, info)
 
 
 def _without_lse_lo(results: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

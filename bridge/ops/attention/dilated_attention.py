@@ -6,14 +6,14 @@ from typing import Literal, Required, TypedDict, Unpack, overload
 import torch
 
 from jax_kernels.bridge.interop import dtensors
-from jax_kernels.bridge.jax_functions.api import JaxOp, call_key
+from jax_kernels.bridge.jax_functions.api import JaxOp, with_types
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
 from jax_kernels.ops.dilated import dilated_attention as ops
 
 __all__ = ["DilatedOptions", "dilated_attention"]
 
-_attend = JaxOp(ops.dilated_attention, is_opaque=True)
+_attend = JaxOp(ops.dilated_attention, is_opaque=True, settings=torch.are_deterministic_algorithms_enabled)
 
 
 class DilatedOptions(TypedDict, total=False):
@@ -105,41 +105,31 @@ def dilated_attention(
       ValueError: shapes do not fit together, a value is out of range, or tensors are on several devices.
       NotImplementedError: a named implementation cannot serve this call; the error says why.
     """
-    call = None
-    if not torch.compiler.is_compiling():
-        sizes = [tuple(x) if isinstance(x, list) else x for x in (segment_lengths, dilation_rates)]
-        options = (
-            *(*sizes, is_causal, heads, combine, layout, order, stop_gradient_weights, return_lse, scale),
-            *(tuple(map(type, x)) if isinstance(x, tuple) else None for x in sizes),
-            *(type(is_causal), type(stop_gradient_weights), type(return_lse), type(scale), type(deterministic)),
-            *(deterministic, precision, implementation, torch.are_deterministic_algorithms_enabled()),
-        )
-        call = call_key((query, key, value, segment_ids), options)
-        if (known := _attend.lookup(call)) is not None:
-            return known(call.tensors)
+    branches = with_types(segment_lengths), with_types(dilation_rates), heads, combine, layout, order
+    settings = is_causal, stop_gradient_weights, return_lse, scale, deterministic, precision, implementation
+    call = _attend.lookup((query, key, value, segment_ids), (*branches, *settings))
+    if call and call.cached:
+        return call.cached(call.tensors)
     if dtensors.are_in(query, key, value):  # a head's tokens depend on the head's index: no sharded heads
         batch = ("batch", None, None, None)
         tensors = {"query": query, "key": key, "value": value, "segment_ids": segment_ids}
         roles = {"query": batch, "key": batch, "value": batch, "segment_ids": batch[:2]}
-        pattern: dict[str, Sequence[int] | str | bool | None] = {
+        options = {
             "segment_lengths": segment_lengths,
             "dilation_rates": dilation_rates,
+            "is_causal": is_causal,
             "heads": heads,
-        }
-        pattern |= {
             "combine": combine,
             "layout": layout,
             "order": order,
             "stop_gradient_weights": stop_gradient_weights,
-        }
-        settings: dict[str, bool | float | str | None] = {
-            "is_causal": is_causal,
             "return_lse": return_lse,
             "scale": scale,
             "deterministic": deterministic,
+            "precision": precision,
+            "implementation": implementation,
         }
-        settings |= {"precision": precision, "implementation": implementation}
-        return dtensors.on_shards(dilated_attention, tensors, roles, (batch, batch[:3]), pattern | settings)
+        return dtensors.on_shards(dilated_attention, tensors, roles, (batch, batch[:3]), options)
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 tensor [B, T]: queries and keys are the same tokens")
     check_inputs(query, key, value, segment_ids=(segment_ids,))

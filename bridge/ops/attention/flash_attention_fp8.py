@@ -7,7 +7,7 @@ import torch
 
 from jax_kernels import quantization
 from jax_kernels.bridge.interop.plain_numbers import in_float32, plain_of
-from jax_kernels.bridge.jax_functions.api import JaxOp, call_key, from_jax
+from jax_kernels.bridge.jax_functions.api import JaxOp, from_jax
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors, check_scales, check_tensors
 from jax_kernels.bridge.ops.attention.attention_types import OutAndLse, Outputs
 from jax_kernels.ops.attention import flash_attention_fp8 as ops
@@ -105,12 +105,12 @@ def flash_attention_fp8(
 
     Raises the errors of jax_kernels.flash_attention_fp8, or from_jax's errors if the two differ.
     """
-    call = None
-    if not torch.compiler.is_compiling():
-        options = is_causal, scale, return_lse, implementation
-        call = call_key((query, key, value, q_scale, k_scale, v_scale, q_offset, kv_lengths), options)
-        if (known := _attend.lookup(call)) is not None:
-            return known(call.tensors)
+    call = _attend.lookup(
+        (query, key, value, q_scale, k_scale, v_scale, q_offset, kv_lengths),
+        (is_causal, scale, return_lse, implementation),
+    )
+    if call and call.cached:
+        return call.cached(call.tensors)
     check_tensors(query=query, key=key, value=value)
     check_optional_tensors(kv_lengths=kv_lengths)
     check_scales(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)

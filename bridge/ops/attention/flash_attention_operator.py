@@ -302,13 +302,13 @@ def _gradients(*arguments):
     call = split(arguments)
     names, dtype, device = names_of(call.backward.wanted), call.tensors.query.dtype, call.device
 
-    def finish(found):
+    def unpack(found):
         named = dict(zip(names, found, strict=True))
         return tuple(
             named[name] if name in named else torch.empty(0, dtype=dtype, device=device) for name in DIFFERENTIATED
         )
 
-    return finish
+    return unpack
 
 
 class _Spec(NamedTuple):
@@ -419,7 +419,7 @@ forward_op = torch_operator.define_operator(
     "flash_attention",
     f"({_ARGUMENTS}) -> (Tensor, Tensor)",
     program=forward_program,
-    finish=lambda *arguments: tuple,
+    unpack=lambda *arguments: tuple,
     fake=_fake_forward,
     differentiate=lambda *arguments: torch_operator.apply(Attention, True, *arguments),
     label=_label,
@@ -428,7 +428,7 @@ inference_op = torch_operator.define_operator(
     "flash_attention_inference",
     f"({_ARGUMENTS}) -> Tensor",
     program=inference_program,
-    finish=lambda *arguments: operator.itemgetter(0),
+    unpack=lambda *arguments: operator.itemgetter(0),
     fake=_fake_inference,
     differentiate=lambda *arguments: torch_operator.apply(Attention, False, *arguments),
     label=_label,
@@ -438,7 +438,7 @@ backward_op = torch_operator.define_operator(
     f"({_ARGUMENTS}, int wanted, Tensor out, Tensor rows, Tensor? dout, Tensor? drows) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     program=backward_program,
-    finish=_gradients,
+    unpack=_gradients,
     fake=_fake_backward,
     differentiate=_differentiate_backward,
     label=_label,

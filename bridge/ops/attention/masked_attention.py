@@ -12,7 +12,7 @@ import torch
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import dtensors, torch_internals
 from jax_kernels.bridge.interop.plain_numbers import ATTENTION, plain_options
-from jax_kernels.bridge.jax_functions.api import CallKey, JaxOp, call_key_by_name
+from jax_kernels.bridge.jax_functions.api import CallKey, JaxOp
 from jax_kernels.bridge.jax_functions.pytree import MaskById
 from jax_kernels.bridge.operators.call_cache import CachedCall
 from jax_kernels.bridge.ops.attention import float_masks, length_buckets
@@ -75,36 +75,37 @@ def _in_jnp(
 
 
 _flash = JaxOp(ScoreModOp(attention.flash_attention))
-_block_sparse = JaxOp(ScoreModOp(block_sparse.block_sparse_attention))
-_dynamic_mask = JaxOp(ScoreModOp(dynamic_mask.dynamic_mask_attention))
+_SETTINGS = torch.are_deterministic_algorithms_enabled
+_block_sparse = JaxOp(ScoreModOp(block_sparse.block_sparse_attention), settings=_SETTINGS)
+_dynamic_mask = JaxOp(ScoreModOp(dynamic_mask.dynamic_mask_attention), settings=_SETTINGS)
 
 
 class _Apart(NamedTuple):
     """The arguments of a call after the tensors that its score_mod reads became arguments of their own.
 
-    seen: the key under which the call is cached, or None for a call that is not cached. arguments: the keyword
+    call: the key under which the call is cached, or None for a call that is not cached. arguments: the keyword
     arguments of a ScoreModOp. is_valid: bool tensor [], whether the values of all int64 tensors that score_mod reads
     fit int32; None if they are known to fit.
     """
 
-    seen: CallKey | None
+    call: CallKey | None
     arguments: dict[str, Any]
     is_valid: torch.Tensor | None = None
 
 
-def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
+def _split_closure(call: CallKey | None, arguments: dict[str, Any]) -> _Apart:
     """Makes the tensors that a call's score_mod reads arguments of the call, so that they may change and get gradients.
 
     If score_mod reads tensors, the result's arguments have score_mod=None, with `template` (the registered name of the
     function without its tensors) and `read` (the tensors). Otherwise the arguments are returned unchanged.
 
-    seen: the key under which to cache the call. The result's key is None, so the call is not cached, if score_mod reads
+    call: the key under which to cache the call. The result's key is None, so the call is not cached, if score_mod reads
     tensors or is created anew for each call, and also under torch.compile where there is a score_mod.
     """
     score_mod: Any = arguments.get("score_mod")
     root = captures.root_of(score_mod)
     if root is None:
-        return _Apart(seen, arguments)
+        return _Apart(call, arguments)
     is_traced = torch.compiler.is_compiling()
     found = score_mods.apart_in_graph(score_mod) if is_traced else score_mods.split_tensors(score_mod)
     if found is not None:
@@ -117,22 +118,23 @@ def _split_closure(seen: CallKey | None, arguments: dict[str, Any]) -> _Apart:
     is_new = (
         isinstance(score_mod, types.FunctionType) and function_identity.canonical_function(score_mod) is not score_mod
     )
-    return _Apart(None if is_new else seen, arguments)
+    return _Apart(None if is_new else call, arguments)
 
 
-def masked_attention(given: FlashArguments[torch.Tensor], seen: CallKey | None) -> Outputs:
+def masked_attention(given: FlashArguments[torch.Tensor], call: CallKey | None) -> Outputs:
     """Returns bridge.flash_attention's results, out or (out, lse), for a call with a Mask or a score_mod.
 
     The score_mod and the structure of the Mask are constants of the compiled program; the Mask's arrays are inputs.
 
-    seen: the key under which to cache this call; None if it is not to be cached. A call whose score_mod is created anew
+    call: the key under which to cache this call; None if it is not to be cached. A call whose score_mod is created anew
     each time, or reads tensors, is never cached.
     """
     arguments = dict(vars(checked(given)))
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
     first = {name: arguments.pop(name) for name in ("bias", "sinks", "mask")}  # the order of the key's tensors
-    call = _split_closure(seen, arguments)
-    return float_masks.or_nan(_flash.run(call.seen, query, key, value, **first, **call.arguments), call.is_valid)
+    apart = _split_closure(call, arguments)
+    results = _flash.run(apart.call, query, key, value, **first, **apart.arguments)
+    return float_masks.or_nan(results, apart.is_valid)
 
 
 def attend_in_graph(
@@ -144,8 +146,8 @@ def attend_in_graph(
     graph. arguments: bridge.flash_attention's other keyword arguments except bias and sinks.
     """
     (query, key, value, _), arguments = _prepared(query, key, value, None, None, arguments)
-    call = _split_closure(None, arguments)
-    return float_masks.or_nan(_flash.run(None, query, key, value, mask=mask, **call.arguments), call.is_valid)
+    apart = _split_closure(None, arguments)
+    return float_masks.or_nan(_flash.run(None, query, key, value, mask=mask, **apart.arguments), apart.is_valid)
 
 
 def lookup(statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | None:
@@ -154,7 +156,7 @@ def lookup(statics: Hashable, tensors: Sequence[torch.Tensor]) -> CachedCall | N
     statics: the hashable part of the key. tensors: the call's tensors, whose shapes, dtypes and devices belong to the
     key.
     """
-    return _flash.lookup(CallKey(statics, tensors))
+    return _flash.find(statics, tensors)
 
 
 @overload
@@ -222,12 +224,9 @@ def block_sparse_attention(
 
     Errors are as in bridge.flash_attention, or bridge.from_jax's if they differ.
     """
-    call = None
-    if not torch.compiler.is_compiling():
-        options = {"block_size": block_size, **arguments}
-        call = call_key_by_name((query, key, value, block_mask), options, torch.are_deterministic_algorithms_enabled())
-        if (known := _block_sparse.lookup(call)) is not None:
-            return known(call.tensors)
+    call = _block_sparse.lookup_by_name((query, key, value, block_mask), {"block_size": block_size, **arguments})
+    if call and call.cached:
+        return call.cached(call.tensors)
     if any(name in arguments for name in OTHER_NAMES):
         arguments = _renamed("block_sparse_attention", arguments, query=query, key=key, mask=block_mask)
         return block_sparse_attention(query, key, value, block_mask, block_size=block_size, **arguments)
@@ -247,7 +246,7 @@ def block_sparse_attention(
     if "bias" in arguments:
         arguments = arguments | {"bias": bias}
     apart = _split_closure(call, arguments)
-    results = _block_sparse.run(apart.seen, query, key, value, block_mask, block_size=block_size, **apart.arguments)
+    results = _block_sparse.run(apart.call, query, key, value, block_mask, block_size=block_size, **apart.arguments)
     return float_masks.or_nan(results, apart.is_valid)
 
 
@@ -313,12 +312,9 @@ def dynamic_mask_attention(
 
     Errors are as in bridge.flash_attention, or bridge.from_jax's if they differ.
     """
-    call = None
-    if not torch.compiler.is_compiling():
-        settings = torch.are_deterministic_algorithms_enabled()
-        call = call_key_by_name((query, key, value, mask, bias), arguments, settings)
-        if (known := _dynamic_mask.lookup(call)) is not None:
-            return known(call.tensors)
+    call = _dynamic_mask.lookup_by_name((query, key, value, mask, bias), arguments)
+    if call and call.cached:
+        return call.cached(call.tensors)
     if any(name in arguments for name in OTHER_NAMES):
         arguments = _renamed("dynamic_mask_attention", arguments, query=query, key=key, mask=mask)
         mask = arguments.pop("mask", mask)
@@ -335,7 +331,7 @@ def dynamic_mask_attention(
     if isinstance(mask, torch.Tensor) and torch_internals.is_plain_eager():
         mask = length_buckets.without_expanded_axes(mask)
     apart = _split_closure(call, arguments)
-    results = _dynamic_mask.run(apart.seen, query, key, value, mask, bias, **apart.arguments)
+    results = _dynamic_mask.run(apart.call, query, key, value, mask, bias, **apart.arguments)
     return float_masks.or_nan(results, apart.is_valid)
 
 

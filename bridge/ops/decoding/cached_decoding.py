@@ -17,7 +17,7 @@ import torch
 from jax_kernels import dispatch
 from jax_kernels.bridge.interop import torch_internals
 from jax_kernels.bridge.interop.bounded_dict import drop_oldest
-from jax_kernels.bridge.jax_functions.api import JaxOp, call_key
+from jax_kernels.bridge.jax_functions.api import JaxOp
 from jax_kernels.bridge.ops.attention import length_buckets
 from jax_kernels.ops.attention import decode_attention as ops
 
@@ -58,9 +58,9 @@ def decode_cache(
         mask = _padded(mask, room)
     if bias is not None:
         bias = _padded(bias, room)
-    call = call_key((query, roomy_key, roomy_value, lengths, mask, bias, sinks), (scale, softcap))
-    if (known := _attend.lookup(call)) is not None:
-        return known(call.tensors)
+    call = _attend.lookup((query, roomy_key, roomy_value, lengths, mask, bias, sinks), (scale, softcap))
+    if call and call.cached:
+        return call.cached(call.tensors)
     return _attend.run(
         call, query, roomy_key, roomy_value, lengths, mask, bias, sinks, scale=scale, softcap=softcap
     )  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 
 from jax_kernels.bridge.interop import dtensors
 from jax_kernels.bridge.interop.plain_numbers import plain_options
-from jax_kernels.bridge.jax_functions.api import JaxOp, call_key
+from jax_kernels.bridge.jax_functions.api import JaxOp, with_types
 from jax_kernels.bridge.jax_functions.argument_checks import check_optional_tensors
 from jax_kernels.bridge.ops.attention import float_masks, length_buckets
 from jax_kernels.bridge.ops.attention.attention_checks import as_torch_is_set, check_inputs
@@ -101,18 +101,16 @@ def decode_attention(
 
     Raises the errors of jax_kernels.decode_attention, or from_jax's errors if the two differ.
     """
-    call = is_valid = None
+    is_valid = None
     if mask is not None and float_masks.is_float(mask):
         mask, is_valid = float_masks.as_bool("mask", mask)
-    if not torch.compiler.is_compiling():
-        sides = tuple(window) if isinstance(window, list) else window
-        of_sides = tuple(map(type, sides)) if isinstance(sides, tuple) else type(sides)
-        kinds = of_sides, type(softcap), type(scale), type(return_lse)
-        options = *kinds, sides, softcap, scale, return_lse, implementation
-        call = call_key((query, key, value, kv_lengths, block_tables, mask, bias, sinks), options)
-        if (known := _attend.lookup(call)) is not None:
-            results = known(call.tensors)
-            return results if is_valid is None else float_masks.or_nan(results, is_valid)
+    call = _attend.lookup(
+        (query, key, value, kv_lengths, block_tables, mask, bias, sinks),
+        (with_types(window), softcap, scale, return_lse, implementation),
+    )
+    if call and call.cached:
+        results = call.cached(call.tensors)
+        return results if is_valid is None else float_masks.or_nan(results, is_valid)
     if block_tables is None and is_valid is None and dtensors.are_in(query, key, value):
         named = {"query": query, "key": key, "value": value, "kv_lengths": kv_lengths, "mask": mask, "bias": bias}
         numbers: dict[str, Any] = {"softcap": softcap, "scale": scale, "return_lse": return_lse, "window": window}
@@ -127,7 +125,7 @@ def decode_attention(
     query, key, value, bias, _ = as_torch_is_set(query, key, value, bias=bias)
     attend = _attend_by_object if is_object else _attend
     results = attend.run(
-        call,
+        None if is_object else call,
         query,
         key,
         value,

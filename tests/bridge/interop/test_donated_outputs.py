@@ -1,5 +1,6 @@
 """JAX arrays that do not keep their tensors alive, and programs that write results to PyTorch's memory."""
 
+import gc
 import threading
 import weakref
 
@@ -12,8 +13,7 @@ import torch
 from jax_kernels import bridge
 from jax_kernels.bridge import masks
 from jax_kernels.bridge.direct import route
-from jax_kernels.bridge.interop import dlpack, dlpack_capsule, donated_outputs
-from jax_kernels.bridge.operators import execute
+from jax_kernels.bridge.interop import dlpack, dlpack_capsule, donated_outputs, keyed_cache
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -34,8 +34,9 @@ def lender():
 
 @pytest.fixture
 def programs(monkeypatch):
-    found = {}
-    monkeypatch.setattr(donated_outputs, "_PROGRAMS", found)
+    """The programs that a test makes, by function."""
+    found, own = {}, donated_outputs._program
+    monkeypatch.setattr(donated_outputs, "_program", lambda function: found.setdefault(function, own(function)))
     return found
 
 
@@ -186,9 +187,10 @@ def test_keys_per_program_are_bounded(programs, monkeypatch):
 
 
 def test_programs_are_dropped():
-    donated_outputs._program(jax.jit(lambda x: [x]))
-    execute.clear()
-    assert not donated_outputs._PROGRAMS
+    program = weakref.ref(donated_outputs._program(jax.jit(lambda x: [x])))
+    keyed_cache.clear()
+    gc.collect()
+    assert program() is None
 
 
 class TestOnAGpu:
@@ -200,7 +202,7 @@ class TestOnAGpu:
             yield
 
     @pytest.fixture(autouse=True)
-    def all_in_place(self, monkeypatch):
+    def all_in_place(self, programs, monkeypatch):
         """Fails where a call was not in place."""
         found, own = [], donated_outputs.run
 
@@ -213,8 +215,7 @@ class TestOnAGpu:
         yield
         assert found
         assert all(found)
-        programs = donated_outputs._PROGRAMS.values()
-        assert all(forms is not None for program in programs for forms in program.results.values())
+        assert all(forms is not None for program in programs.values() for forms in program.results.values())
 
     def test_results_are_written_in_place(self, programs):
         function = bridge.from_jax(lambda x, y: (x + y, x.sum(), (x > 0).astype(jnp.int8)))

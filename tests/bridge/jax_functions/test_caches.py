@@ -7,12 +7,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from jax_kernels import bridge
 from jax_kernels.bridge.interop import keyed_cache as module
-from jax_kernels.bridge.jax_functions import programs
-from jax_kernels.bridge.operators import call_cache, execute
+from jax_kernels.bridge.jax_functions import store
+from jax_kernels.bridge.jax_functions.programs import PROGRAMS
+from jax_kernels.bridge.operators import call_cache
 
 
 def test_old_programs_are_dropped_and_rebuilt(monkeypatch):
-    monkeypatch.setattr(programs, "_MOST", 4)
+    monkeypatch.setattr(store, "MOST", 4)
     square = bridge.from_jax(lambda x: x * x)
     compiled = torch.compile(lambda x: square(x) + 1, backend="aot_eager", fullgraph=True)
     given = torch.arange(3.0, requires_grad=True)
@@ -28,10 +29,10 @@ def test_old_programs_are_dropped_and_rebuilt(monkeypatch):
 
 
 def test_old_rebuilders_are_dropped_except_for_graphs(monkeypatch):
-    """A call keeps its backward when its recipe is dropped. Graphs keep their plans, also plans of mapped calls."""
+    """A call keeps its backward when its record is dropped. Graphs keep their programs, also of mapped calls."""
     bridge.clear_cache()
     graphs = bridge.cache_info().plan_recipes
-    monkeypatch.setattr(programs, "_MOST", 4)
+    monkeypatch.setattr(store, "MOST", 4)
     square = bridge.from_jax(lambda x: x * x)
     given = torch.arange(3.0, requires_grad=True)
     values = given.detach()
@@ -43,15 +44,15 @@ def test_old_rebuilders_are_dropped_except_for_graphs(monkeypatch):
     by_mask = bridge.from_jax(lambda x, mask: x * mask.to_dense(3, 3)[0, 0, 1])
     masked = torch.compile(lambda x: by_mask(x, mask), backend="aot_eager", fullgraph=True)
     compiled(values), masked(values)
-    of_graphs = len(programs._PINNED)
+    of_graphs = sum(map(PROGRAMS.is_pinned, PROGRAMS.names()))
     for _ in range(2):
         for size in range(4, 12):
             square(torch.ones(size, requires_grad=True)).sum().backward()
         assert bridge.cache_info().plan_recipes == 4 + of_graphs > graphs + 4
-        for forget in (module.clear, call_cache.clear, execute.clear):
-            forget()
+        module.clear()
+        call_cache.clear()
         gc.collect()
-        alive = [plan for plan in programs._ALIVE.values() if plan.request.function == square._op._name]
+        alive = [program for program in PROGRAMS.alive().values() if program.request.function == square._op._name]
         assert len(alive) == 4 + 1  # and that of `out`
         del alive
         torch.testing.assert_close(compiled(values), values**2 + 1)
@@ -79,10 +80,9 @@ def test_dropped_value_is_rebuilt(monkeypatch):
     monkeypatch.setattr(module, "_MOST", 3)
     made = []
     double = module.memoize(lambda x: made.append(x) or 2 * x)
-    module._ALL.remove(double)
     assert [double(x) for x in (1, 2, 3, 4, 4, 3)] == [2, 4, 6, 8, 8, 6]
     assert made == [1, 2, 3, 4]
-    assert len(double) == 3
+    assert double.cache_info().currsize == 3
     assert double(1) == 2
     assert made == [1, 2, 3, 4, 1]
 

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from jax_kernels import bridge
-from jax_kernels.bridge.jax_functions import dynamic_shapes
+from jax_kernels.bridge.jax_functions import dynamic_shapes, store
 from jax_kernels.bridge.jax_functions.api import JaxOp
 from tests.support.cases import tiers
 
@@ -258,8 +258,8 @@ def test_bounded_size():
 
 
 def test_rebuilders_without_text_are_kept(monkeypatch):
-    """A graph whose recipe is a text outlives clear_cache(), another one says that it does not."""
-    monkeypatch.setattr(dynamic_shapes, "_MOST", 2)
+    """A graph whose call has a text for a name outlives clear_cache(), another one says that it does not."""
+    monkeypatch.setattr(store, "MOST", 2)
     scaled = JaxOp(lambda x, by, names=(): x * (by if isinstance(by, float) else by.value), is_opaque=True)
     kinds = [enum.Enum("Kind", {"one": number}) for number in range(2, 6)]
     graph = lambda *given: torch.compile(
@@ -287,10 +287,10 @@ def test_rebuilders_without_text_are_kept(monkeypatch):
 @pytest.mark.parametrize("name", ["call_any", "call_any_backward"])
 def test_opcheck(name, is_strided):
     names = []
-    own = dynamic_shapes._name_of
+    own = dynamic_shapes.name_of
     x, w = random(5, 8).detach(), random(8, 6).detach()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic_shapes, "_name_of", lambda recipe: names.append(own(recipe)) or names[-1])
+        patch.setattr(dynamic_shapes, "name_of", lambda *call: names.append(own(*call)) or names[-1])
         torch.compile(bridge.matmul, backend="aot_eager", fullgraph=True, dynamic=True)(x, w)
     if is_strided:
         x, w = x.t().contiguous().t(), w.t().contiguous().t()
@@ -301,10 +301,10 @@ def test_opcheck(name, is_strided):
 
 def test_second_derivative_raises():
     names = []
-    own = dynamic_shapes._name_of
+    own = dynamic_shapes.name_of
     inputs = [random(5, 8), random(8, 6)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dynamic_shapes, "_name_of", lambda recipe: names.append(own(recipe)) or names[-1])
+        patch.setattr(dynamic_shapes, "name_of", lambda *call: names.append(own(*call)) or names[-1])
         torch.compile(bridge.matmul, backend="aot_eager", fullgraph=True, dynamic=True)(*inputs)
     (out,) = torch.ops.jax_kernels.call_any(inputs, names[-1])
     (gradient,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)

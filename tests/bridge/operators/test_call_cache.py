@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 
 from jax_kernels import bridge
 from jax_kernels.bridge.direct import route
-from jax_kernels.bridge.interop import torch_internals
+from jax_kernels.bridge.interop import keyed_cache, torch_internals
 from jax_kernels.bridge.operators import call_cache, execute
 from jax_kernels.bridge.ops.attention import masked_attention
 from tests.support.cases import tiers
@@ -74,17 +74,17 @@ def test_constants_and_names_are_part_of_the_key(direct):
         named = {name: jnp.asarray(z.numpy()) if isinstance(z, torch.Tensor) else z for name, z in options.items()}
         want = torch.tensor(function(*arrays, **named).__array__())
         torch.testing.assert_close(wrapped(*args, **options), want)
-    assert len(wrapped._op._known) == len(cases)
+    assert len(wrapped._op._cache) == len(cases)
     attend = lambda **options: bridge.block_sparse_attention(*(z.detach() for z in qkv()), BLOCKS, **options)
     for _ in range(2):
         attend(block_size=8)
-    count = len(masked_attention._block_sparse._known)
+    count = len(masked_attention._block_sparse._cache)
     torch.use_deterministic_algorithms(True)
     try:
         attend(block_size=8)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(masked_attention._block_sparse._known) == count + 1
+    assert len(masked_attention._block_sparse._cache) == count + 1
     with pytest.raises(TypeError, match="block_mask: got dtype"):
         bridge.block_sparse_attention(*qkv(), BLOCKS.int(), block_size=8)
 
@@ -119,7 +119,7 @@ def test_masks_are_compared_by_identity(direct):
     wants = []
     for ids in (torch.tensor(x.__array__()) for x in numbers):
         wants.append(bridge.flash_attention(*given, mask=ids[:, None, :, None] == ids[:, None, None]))
-    calls, outs = masked_attention._flash._known, []
+    calls, outs = masked_attention._flash._cache, []
     for ids in numbers:
         mask = bridge.masks.segments(ids)
         outs += [bridge.flash_attention(*given, mask=mask) for _ in range(3)][2:]
@@ -189,10 +189,14 @@ EQUAL = [
     (lambda *x, **options: bridge.flash_attention(*x, mask=MASK, **options), {"is_causal": True}, {"is_causal": 1}),
     *[(dilate, {name: True}, {name: 1}) for name in ("is_causal", "return_lse", "stop_gradient_weights")],
     (dilate, {"scale": 1}, {"scale": True}),
+    (lambda *x, **options: bridge.dilated_attention(*x, dilation_rates=[1], **options), {"segment_lengths": [8]},
+     {"segment_lengths": [8.0]}),
     (lambda *x, **options: bridge.matmul(EIGHT_BITS, EIGHT_BITS, **options), {"x_scale": 1}, {"x_scale": True}),
     (lambda q, *x, **options: bridge.layer_norm(q, **options), {"eps": 1.0}, {"eps": True}),
     (lambda q, *x, **options: bridge.decode_attention(q[:, :1].contiguous(), *x, **options), {"scale": 1},
      {"scale": True}),
+    (lambda q, *x, **options: bridge.decode_attention(q[:, :1].contiguous(), *x, **options), {"window": (1, 0)},
+     {"window": (True, 0)}),
 ]  # fmt: skip
 
 
@@ -299,7 +303,7 @@ def test_operator_caches_its_calls(direct, monkeypatch):
         counts.append(len(found))
     assert counts[0] >= 2
     assert counts[1] == counts[3]
-    execute.clear()
+    keyed_cache.clear()
 
 
 @pytest.mark.parametrize("is_direct", [True, False])

@@ -193,3 +193,12 @@ def test_bad_input():
     for module, shape in ((bridge.nn.RMSNorm((4, 8)), (2, 4, 8)), (bridge.nn.LayerNorm((4, 8)), (2, 4, 8))):
         with pytest.raises(ValueError, match=re.escape("residual: got shape (2, 8, 4), want x's (2, 4, 8)")):
             module(torch.ones(shape), residual=torch.ones(2, 8, 4))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_quantized_in_a_graph(name):
+    norm, _ = OPS[name]
+    x, scale = (y.detach() for y in tensors((5, 64), (64,)))
+    call = lambda x: (*norm(x, scale, quantize="e4m3"), *norm(x, residual=x, quantize="e5m2"))
+    for got, want in zip(torch.compile(call, backend="aot_eager", fullgraph=True)(x), call(x), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
