@@ -23,7 +23,7 @@ type Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def _as_arrays(norm: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a norm of JAX arrays, so that it returns an 8-bit result as arrays, which can become tensors.
+    """Wraps a norm of JAX arrays, so that it returns an 8-bit result as plain arrays.
 
     With `quantize` the wrapper returns (values, scale), or with a residual (values, scale, x + residual). The norm
     itself returns its 8-bit result as one QuantizedArray.
