@@ -19,6 +19,7 @@ import pytest
 from jax_kernels.models import TokenBatches, Trainer, TransformerConfig, make_mesh
 from jax_kernels.models.parallel.distributed import initialize_distributed
 from jax_kernels.models.training.preemption import STOPPED, stop_asked
+from tests.support.processes import cpu_devices
 
 CONFIG = TransformerConfig(vocab_size=16, model_dim=16, num_layers=1, num_heads=1, mlp_dim=16)
 AT = 2  # the signal comes after this step
@@ -89,7 +90,7 @@ def test_processes_end_after_the_same_step(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+    flags = f"--xla_force_host_platform_device_count=1 {cpu_devices.QUICK_COMPILES}"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     command = [sys.executable, __file__, str(tmp_path / "run"), str(port)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

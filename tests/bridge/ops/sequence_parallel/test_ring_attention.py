@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.support.processes import cpu_devices
+
 RANKS = 2
 RING = """
 import os, sys
@@ -208,7 +210,7 @@ def test_two_processes_match_one(program, extent, printed):
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": cpu_devices.QUICK_COMPILES,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(RANKS),
