@@ -6,11 +6,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.processes.cpu_devices import QUICK_COMPILES
+
 # Before JAX starts. Without a GPU, a CUDA plugin that is installed (to compile for one) must not be tried.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # Compiling by XLA dominates small tests.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    os.environ.setdefault("XLA_FLAGS", QUICK_COMPILES)
 # Other processes of the suite, and PyTorch, use the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Processes that tests start import tests.support, too.

@@ -12,13 +12,15 @@ import pytest
 import ring
 from harness import ring_cases, ring_model, workers
 
+from tests.support.processes import cpu_devices
+
 ROOT = Path(__file__).parents[2]
 WORDS = "--local-tokens 16 --heads 2 --head-dim 8 --rounds 2 --seconds 0.001 --implementation xla"
 
 
 @pytest.mark.slow
 def test_runs_on_two_devices(tmp_path, run_script, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=2 {cpu_devices.QUICK_COMPILES}")
     output = tmp_path / "ring.json"
     words = f"--devices 1,2,4 --tokens 32 --processes 2 --long 64 {WORDS} --output {output}"
     done = run_script("ring.py", *words.split())

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 
 from jax_kernels import masks
 from tests.support.cases.masks import CASES, B, H, S, T
+from tests.support.processes import cpu_devices
 
 IDS = np.array([[0, 0, 1, 1, -1]], np.int32)
 
@@ -106,7 +107,10 @@ def test_shard_map():
             assert got.indices.sharding.spec == P("data")
             jax.tree.map(np.testing.assert_array_equal, got, lists(mask))
     """
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count=2 {cpu_devices.QUICK_COMPILES}",
+    }
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=env)
     assert done.returncode == 0, done.stderr[-3000:]

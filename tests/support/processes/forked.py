@@ -16,13 +16,15 @@ import threading
 import traceback
 from pathlib import Path
 
+from tests.support.processes.cpu_devices import QUICK_COMPILES
+
 _MODULES = (
     "jax", "jax.numpy", "jax.experimental.topologies", "jax.experimental.pallas.mosaic_gpu",
     "jax.experimental.pallas.triton", "jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret", "numpy", "pytest",
     "jax_kernels", "jax_kernels.testing", "jax_kernels.ops.attention.flash_attention", "jax_kernels.pallas.block_specs",
 )  # fmt: skip
 # Compiling by XLA dominates the time of an interpreted kernel.
-UNOPTIMISED = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+UNOPTIMISED = {"XLA_FLAGS": QUICK_COMPILES}
 _OF_THREAD = threading.local()
 ROOT = Path(__file__).parents[3]
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from tests.support.processes.cpu_devices import QUICK_COMPILES
 from tests.support.processes.python import PATHS
 
 __all__ = ["free_port", "printed_by", "printed_by_ranks"]
@@ -43,6 +44,6 @@ def printed_by_ranks(program: str, *words: str, ranks: int = 2) -> list[str]:
     The program calls init_process_group("gloo"), which reads the environment.
     """
     joint = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    joint["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    joint["XLA_FLAGS"] = QUICK_COMPILES
     own = [joint | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     return printed_by([(["-W", "ignore", "-c", program, *words], environment) for environment in own])
