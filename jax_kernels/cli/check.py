@@ -253,6 +253,7 @@ SUITES = {
 # All other ops have a module of their name in jax_kernels.testing.
 _MODULES = {op: importlib.import_module(f"jax_kernels.testing.{op}") for op in OPS if op not in SUITES}
 SUITES |= {op: _own_suite(op, module) for op, module in _MODULES.items()}
+SUITES = {op: SUITES[op] for op in dict.fromkeys([*OPS, *SUITES])}
 QUICK |= {op: module.QUICK for op, module in _MODULES.items()}
 
 
