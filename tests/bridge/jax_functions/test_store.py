@@ -114,7 +114,7 @@ def test_look_up_does_not_wait_for_a_build(built):
 
 
 def test_alive_while_a_thread_adds(built):
-    values, names = built
+    values, _ = built
     thread = threading.Thread(target=lambda: [values.add("name", Value(key)) for key in range(3000)])
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
